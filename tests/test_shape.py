@@ -135,7 +135,7 @@ def test_what_needs_no_torch_does_not_import_it():
         *(".run.directory", ".run.files", ".run.index", ".run.records", ".reporting.words"),
         *(".commands.compare", ".commands.data", ".commands.new", ".commands.runs"),
         *(".commands.report", ".commands.track", ".commands.watch"),
-        *(".tracking.follow_run", ".tracking.tracker_processes", ".tracking.send_run"),
+        *(".tracking.follower", ".tracking.processes"),
     ]
     program = (
         f"import sys, {', '.join('samestep' + n for n in names)}; sys.exit('torch' in sys.modules)"

@@ -10,7 +10,7 @@ import pytest
 
 from samestep.cli import main
 from samestep.commands.slurm import cancel
-from samestep.run.heartbeat import FILE as STEPPED
+from samestep.run.directory import STEPPED
 from samestep.slurm.options import JobOptions, keep_options
 from samestep.slurm.restarts import BEGUN
 from tests.slurm.fake_slurm import install

@@ -9,7 +9,7 @@ from torch import nn
 from samestep import Settings
 from samestep.data.blocks import Batch
 from samestep.ranks.world import GROUP_OF_ONE, find_world, gpu_uuid, join, leave
-from samestep.run.host_copy import on_host
+from samestep.run.checkpoints import on_host
 from samestep.training.alike import seed_torch
 from samestep.training.device import kernels_of, switched
 from samestep.training.evaluation import Totals

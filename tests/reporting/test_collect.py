@@ -214,7 +214,7 @@ def test_the_header_has_no_best_of_a_run_without_validation_and_seconds_of_a_sho
 def test_of_a_run_that_goes_on_the_header_has_the_time_left_and_the_best_so_far(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("samestep.run.ending.is_written", lambda path: True)
+    monkeypatch.setattr("samestep.run.directory.is_written", lambda path: True)
     path = write_run(tmp_path / "run", epochs=4, finished=False)
     (path / "run.lock").write_text("")
     facts = dict(collect([change(path, lambda records: records[:20])]).runs[0].facts)

@@ -156,7 +156,7 @@ def test_a_page_that_is_watched_takes_over_what_the_run_writes(page, tmp_path, m
     (path / "events.jsonl").write_text("".join(lines[:8]))
     (path / "run.lock").write_text("")
     going = True
-    monkeypatch.setattr("samestep.run.ending.is_written", lambda path: going)
+    monkeypatch.setattr("samestep.run.directory.is_written", lambda path: going)
     steps = "JSON.stringify(document.querySelector(\"[data-chart='loss']\").ariaLabel)"
     with served(path) as port:
         page.open(f"http://127.0.0.1:{port}/")

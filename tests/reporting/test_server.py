@@ -97,7 +97,7 @@ def test_news_have_what_the_run_wrote_meanwhile_and_say_when_it_ends(tmp_path, m
     (run / "run.lock").write_text(f"process 1 on {socket.gethostname()}\n")
     going = True
     monkeypatch.setattr("samestep.reporting.server._SHARE", math.inf)  # reads as often as asked
-    monkeypatch.setattr("samestep.run.ending.is_written", lambda path: going)
+    monkeypatch.setattr("samestep.run.directory.is_written", lambda path: going)
     with served(run) as port:
         first = json.loads(ask(port, "/data.json")[2])
         (run / "events.jsonl").write_text("".join(lines))

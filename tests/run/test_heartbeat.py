@@ -4,13 +4,13 @@ import os
 from types import SimpleNamespace
 
 from samestep.run import heartbeat
-from samestep.run.heartbeat import FILE, Heartbeat
+from samestep.run.directory import STEPPED, Heartbeat
 
 
 def test_a_step_is_seen_at_once_and_then_every_few_seconds(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
-    heart, path = Heartbeat(tmp_path), tmp_path / FILE
+    heart, path = Heartbeat(tmp_path), tmp_path / STEPPED
     seen = []
     for _ in range(60):
         heart.beat()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from samestep.run import host_copy
-from samestep.run.host_copy import on_host
+from samestep.run.checkpoints import on_host
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from samestep import UserError, read_records
 from samestep.reporting.run_data import read_run
 from samestep.run.directory import Run
 from samestep.run.records import RUN_FORMAT, parse_lines
-from samestep.tracking.send_run import send_run
+from samestep.tracking.processes import send_run
 from tests.reporting.made_runs import lines_of, write_run
 from tests.run.record_table import handbook_table
 from tests.tiny import files

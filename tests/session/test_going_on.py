@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from samestep.ranks.process import JOB_RUN
-from samestep.run.heartbeat import FILE as STEPPED
+from samestep.run.directory import STEPPED
 from tests.session.test_loops import Training
 from tests.tiny import all_records, read_index
 

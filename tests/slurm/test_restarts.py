@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.ranks.process import FAILURE
-from samestep.run.heartbeat import FILE as STEPPED
+from samestep.run.directory import STEPPED
 from samestep.slurm.rank_ends import STDERR
 from samestep.slurm.restarts import (
     BEGUN,

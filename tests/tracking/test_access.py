@@ -9,9 +9,16 @@ import pytest
 from samestep.errors import UserError
 from samestep.settings import Settings
 from samestep.tracking import choice
-from samestep.tracking.access import find_access, secrets_of, why_unreachable
-from samestep.tracking.choice import check_choice, check_installed, chosen, default_project
-from samestep.tracking.follow_run import why_offline
+from samestep.tracking.choice import (
+    check_choice,
+    check_installed,
+    chosen,
+    default_project,
+    find_access,
+    secrets_of,
+    why_unreachable,
+)
+from samestep.tracking.follower import why_offline
 from tests.processes import free_port
 from tests.tracking.servers import Errors
 

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from samestep.tracking.contract import Server
+from samestep.tracking import Server
 from tests.processes import run_ranks
 
 MISSING = [p for p in ("comet_ml", "mlflow", "wandb") if importlib.util.find_spec(p) is None]

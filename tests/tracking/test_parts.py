@@ -8,20 +8,20 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.run.files import Held, hold
-from samestep.tracking.deliveries import (
+from samestep.tracking.machine_samples import gpus_of, parse_gpu, parse_gpus
+from samestep.tracking.processes import (
     Deliveries,
     Delivery,
     deliveries_path,
     read_deliveries,
     write_deliveries,
 )
-from samestep.tracking.machine_samples import gpus_of, parse_gpu, parse_gpus
 
 
 def test_what_a_tracker_prints_is_logged_without_its_secrets(tmp_path):
     program = f"""
 import os, sys
-from samestep.tracking.messages import Reports
+from samestep.tracking.follower import Reports
 voice = Reports()
 voice.hide(("planted-secret", "planted"))
 print("early planted-secret")
@@ -41,7 +41,7 @@ voice.close()
 
 def test_no_secret_hides_behind_quotes_and_none_is_taken_for_a_word_of_ours():
     program = """
-from samestep.tracking.messages import Reports
+from samestep.tracking.follower import Reports
 voice = Reports()
 voice.hide(('pä"55word', "offline"))
 voice.tell(failed='no pä"55word', offline=True)
@@ -56,7 +56,7 @@ voice.close()
 def test_a_tracker_that_prints_nothing_leaves_no_log(tmp_path):
     program = f"""
 from pathlib import Path
-from samestep.tracking.messages import Reports
+from samestep.tracking.follower import Reports
 voice = Reports()
 voice.log_to(Path({str(tmp_path / "log")!r}))
 voice.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.tracking.contract import TrackedRecord, TrackedResult, TrackedRun
+from samestep.tracking import TrackedRecord, TrackedResult, TrackedRun
 from tests.processes import run_ranks
 from tests.tracking import readers
 

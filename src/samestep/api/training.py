@@ -42,7 +42,7 @@ from samestep.session.picture_making import end_while_drawing
 from samestep.session.request import Request
 from samestep.session.training_run import NATIVE, Engine, run_session
 from samestep.tracking.choice import check_installed, chosen
-from samestep.tracking.tracker_processes import TrackerProcesses
+from samestep.tracking.processes import TrackerProcesses
 from samestep.training.stopping import Again, catch_signals, end_process
 
 _busy = threading.Lock()

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.ranks.process import print_error
-from samestep.tracking.send_run import send_run
+from samestep.tracking.processes import send_run
 
 _EXAMPLES = (
     "track runs/ID --to wandb",

@@ -26,9 +26,8 @@ from samestep.run.files import write_text
 from samestep.run.records import RUN_FORMAT, Record
 from samestep.settings import Settings, as_table
 from samestep.tracking.choice import check_choice, check_installed, chosen
-from samestep.tracking.follow_run import HYPERPARAMETERS
+from samestep.tracking.processes import HYPERPARAMETERS, TrackerProcesses
 from samestep.tracking.record_stream import flatten
-from samestep.tracking.tracker_processes import TrackerProcesses
 
 _OPEN: set[Path] = set()
 """Run directories that loggers of this process write: file locks work between processes only."""

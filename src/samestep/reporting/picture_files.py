@@ -101,11 +101,7 @@ class Album:
 
 
 def replace_pictures(run: Path, album: Album, *, checkpoint: str, split: str | None) -> None:
-    """Write the pictures of a run, in place of those that it had.
-
-    Raises:
-        UserError: they cannot be written.
-    """
+    """Write the pictures of a run, in place of those that it had."""
     folder, new, old = (run / name for name in (FOLDER, f".{FOLDER}.new", f".{FOLDER}.old"))
     index = {"format": FORMAT, "checkpoint": checkpoint, "split": split, "pictures": album.entries}
     try:

@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from samestep.run.directory import no_run
-from samestep.run.ending import how_it_ended
+from samestep.run.directory import how_it_ended, no_run
 from samestep.run.files import read_object
 from samestep.run.records import Record, RecordFile, as_uninterrupted, metric_values
 from samestep.settings import settings_of_run

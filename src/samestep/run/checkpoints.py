@@ -1,6 +1,7 @@
 """Checkpoint files: written whole or not at all, hashed, verified when they are loaded."""
 
 import contextlib
+import copy
 import hashlib
 import io
 import os
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
+from torch import Tensor
 
 from samestep.errors import UserError
 from samestep.run.files import write_atomically
-from samestep.run.host_copy import on_host
 from samestep.run.index import Entry, read_index
 
 FORMAT = 1
@@ -76,11 +77,7 @@ class _FileHash:
 
 
 def save(folder: Path, name: str, state: dict[str, Any]) -> str:
-    """Write a checkpoint file and return its SHA-256; it is not announced yet.
-
-    Raises:
-        UserError: it could not be written; nothing is left behind.
-    """
+    """Write a checkpoint file and return its SHA-256; it is not announced yet."""
 
     def write(file: BinaryIO) -> str:
         following = _FileHash(Path(file.name))
@@ -115,11 +112,7 @@ def why_not_kept(state: Any) -> str:
 
 
 def load(folder: Path, entry: Entry) -> dict[str, Any]:
-    """Return a checkpoint's content, on the CPU, after checking its hash.
-
-    Raises:
-        UserError: the file is missing, differs from what was written, or is no checkpoint.
-    """
+    """Return a checkpoint's content, on the CPU, after checking its hash."""
     path = folder / entry.path
     try:
         content = path.read_bytes()
@@ -150,9 +143,6 @@ def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
     Returns:
         Its entry, its content, and a message for each newer one that had to be passed over; None
         where no checkpoint was ever announced.
-
-    Raises:
-        UserError: checkpoints were announced, and not one of them verifies.
     """
     problems: list[str] = []
     for entry in sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step):
@@ -163,3 +153,54 @@ def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
     if problems:
         raise UserError("No checkpoint of this run is whole. " + " ".join(problems))
     return None
+
+
+_DEVICE = "cuda"
+
+
+def on_host(state: Any) -> Any:
+    """Return a state with copies on the host of the tensors that are on CUDA devices.
+
+    `torch.save` would copy them one by one through memory that the driver cannot write to
+    directly. These copies go to pinned memory, without a wait between them; PyTorch keeps the
+    memory for the next checkpoint. Two entries that are one tensor stay one.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return state
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    found = _walk(state, copies)
+    for device in {key[0] for key in copies}:
+        torch.cuda.current_stream(device).synchronize()
+    return found
+
+
+def _walk(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return _copy(value.detach(), copies) if value.device.type == _DEVICE else value
+    if isinstance(value, dict):
+        changed = {key: _walk(item, copies) for key, item in value.items()}
+        # A module's state_dict carries its version in an attribute, which torch.save keeps.
+        return _like(value, changed)
+    if type(value) in (list, tuple):
+        return type(value)(_walk(item, copies) for item in value)
+    return value
+
+
+def _like(value: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    if type(value) is dict:
+        return changed
+    same = copy.copy(value)
+    same.update(changed)
+    return same
+
+
+def _copy(tensor: Tensor, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
+    place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    key = (tensor.device, *place)
+    if key not in copies:
+        copies[key] = _pinned_like(tensor).copy_(tensor, non_blocking=True)
+    return copies[key]
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)

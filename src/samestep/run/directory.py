@@ -1,4 +1,4 @@
-"""The run directory: everything about one run as plain files, written by rank 0 alone."""
+"""The run directory: plain files that rank 0 writes; whether a run is open, and how it ended."""
 
 import contextlib
 import datetime as dt
@@ -6,11 +6,13 @@ import json
 import math
 import os
 import secrets
+import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from samestep.errors import UserError
 from samestep.nearby import nearby
@@ -40,11 +42,7 @@ _OTHERS = frozenset({".log", ".out", ".err", ".sh", ".sbatch", ".toml"})
 
 
 def check_free(path: Path) -> Path:
-    """Return a directory that can become a run's: it is new, empty, or was one's before.
-
-    Raises:
-        UserError: it holds files of another kind, among which a run's would be lost.
-    """
+    """Return a directory that can become a run's: it is new, empty, or was one's before."""
     try:
         names = sorted(entry.name for entry in path.iterdir() if entry.name[0] != ".")
     except (FileNotFoundError, NotADirectoryError):
@@ -95,11 +93,7 @@ class Run:
             torn.unlink(missing_ok=True)
 
     def append(self, record: Record) -> None:
-        """Add one record to events.jsonl.
-
-        Raises:
-            UserError: it could not be written.
-        """
+        """Add one record to events.jsonl."""
         rest = memoryview(f"{json.dumps(plain(record))}\n".encode())
         end = self._events.seek(0, os.SEEK_END)
         try:
@@ -142,11 +136,7 @@ _held: dict[Path, BinaryIO] = {}
 
 
 def lock_run(path: Path) -> BinaryIO:
-    """Hold a run for this process; the lock ends with it, however it ends.
-
-    Raises:
-        UserError: another process holds it, or this one.
-    """
+    """Hold a run for this process; the lock ends with it, however it ends."""
     own = _held.get(path.resolve())
     if own is not None and not own.closed:
         raise UserError(
@@ -183,3 +173,92 @@ def is_written(path: Path) -> bool:
     except OSError:
         return False
     return bool(struct.unpack(shape, answer)[place] != fcntl.F_UNLCK)
+
+
+STEPPED = ".stepped"
+"""A file of the run directory that is touched while steps are taken.
+
+events.jsonl has a record every so many steps; whether a job of Slurm moves has to show sooner.
+"""
+_EVERY_S = 2.0
+
+
+class Heartbeat:
+    """Touch the file of a run, not more often than every few seconds."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / STEPPED
+        self._next = 0.0
+
+    def beat(self) -> None:
+        """Say that a step was taken."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _EVERY_S
+            with contextlib.suppress(OSError):  # a full disk ends no training
+                self._path.touch()
+
+
+Ending = Literal["running", "completed", "stopped", "failed", "killed"]
+
+_AFTER_TRAINING = ("evaluation", "baselines", "picture")
+_FRESH_S = 120.0
+"""A run of another machine that has written for less long ago is taken to be running."""
+
+
+def how_it_ended(
+    path: Path, last: Mapping[str, Any], result: Mapping[str, Any]
+) -> tuple[Ending, str]:
+    """Return how the latest attempt ended, and the reason that was recorded; "" if there is none.
+
+    Args:
+        path: the run's directory.
+        last: its last record; empty if there is none.
+        result: what is in result.json. An earlier attempt's does not speak for a later one.
+    """
+    was_opened = (path / "run.lock").is_file()  # to open what is no file may block
+    if was_opened and is_written(path):
+        return "running", ""
+    reason = str(last.get("reason") or "")
+    if last.get("event") == "stop":
+        if result.get("steps", last.get("step")) == last.get("step"):
+            match result.get("status"):
+                case "completed" | "stopped" | "failed" as status:
+                    return status, reason
+        return _by_reason(reason), reason
+    if last.get("event") in _AFTER_TRAINING and result.get("steps") == last.get("step"):
+        status = result.get("status")  # written before pictures, and a kill came after it
+        if status == "completed":
+            return "completed", str(result.get("reason") or "")
+    if result.get("status") == "failed":
+        return "failed", str(result.get("reason") or "")
+    return ("running" if was_opened and _lives_elsewhere(path) else "killed"), ""
+
+
+def _by_reason(reason: str) -> Ending:
+    """Return what the reason of a `stop` record says, where a kill came before result.json."""
+    if reason.startswith("failed"):
+        return "failed"
+    return "stopped" if reason.startswith("SIG") else "completed"
+
+
+def _lives_elsewhere(path: Path) -> bool:
+    """Whether another machine opened the run and has written lately.
+
+    Some file systems do not pass locks on to other machines.
+    """
+    try:
+        owner = (path / "run.lock").read_text().rpartition(" on ")[2].strip()
+    except (OSError, UnicodeDecodeError):
+        return False
+    if not owner or owner == socket.gethostname():
+        return False
+    return any(_age_s(path / name) < _FRESH_S for name in ("events.jsonl", STEPPED))
+
+
+def _age_s(file: Path) -> float:
+    """Return the seconds since a file was written; infinity if there is none."""
+    try:
+        return time.time() - file.stat().st_mtime
+    except OSError:
+        return float("inf")

@@ -16,11 +16,7 @@ _T = TypeVar("_T")
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], _T]) -> _T:
-    """Write a file under a temporary name, sync it, then rename it; return what `write` does.
-
-    Raises:
-        UserError: the disk is full or the directory cannot be written; the old file is untouched.
-    """
+    """Write a file under a temporary name, sync it, then rename it; return what `write` does."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -39,11 +35,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], _T]) -> _T:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically.
-
-    Raises:
-        UserError: as `write_atomically`.
-    """
+    """Write a text file atomically."""
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
@@ -61,12 +53,7 @@ class Held(Exception):  # noqa: N818 - it is no error by itself
 
 
 def hold(path: Path) -> BinaryIO:
-    """Open a file and lock it for this process; the lock ends with it, however it ends.
-
-    Raises:
-        Held: by another process, which is named.
-        OSError: the file cannot be opened.
-    """
+    """Open a file and lock it for this process; the lock ends with it, however it ends."""
     file = path.open("a+b")
     try:
         import fcntl  # noqa: PLC0415 - absent on Windows

@@ -100,11 +100,7 @@ def remove_unannounced(folder: Path, announced: Collection[str], since: float) -
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index of a run's checkpoints; empty if there is none yet.
-
-    Raises:
-        UserError: the file is there but is no index.
-    """
+    """Return the index of a run's checkpoints; empty if there is none yet."""
     path = folder / "index.json"
     try:
         # Earlier versions wrote NaN and Infinity, which are no JSON, for a metric that was neither.
@@ -123,11 +119,7 @@ def read_index(folder: Path) -> Index:
 
 
 def find_checkpoint(folder: Path, name: str) -> Entry:
-    """Return the entry of the best, the last, or a named checkpoint.
-
-    Raises:
-        UserError: the index has none of this name; those it has are listed.
-    """
+    """Return the entry of the best, the last, or a named checkpoint."""
     index = read_index(folder)
     if name == "last" and index.last:
         return index.last

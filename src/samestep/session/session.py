@@ -18,9 +18,8 @@ from samestep.errors import UserError
 from samestep.ranks.process import JOB_RUN
 from samestep.ranks.world import World
 from samestep.run import checkpoints
-from samestep.run.directory import Run, is_run
+from samestep.run.directory import Heartbeat, Run, is_run
 from samestep.run.environment import versions
-from samestep.run.heartbeat import Heartbeat
 from samestep.run.index import Entry, Index, announce, read_index
 from samestep.run.records import RUN_FORMAT, Record
 from samestep.training.loop import checkpoint_name

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from samestep.run.directory import is_run
+from samestep.run.directory import STEPPED, is_run
 from samestep.run.files import read_object, write_text
-from samestep.run.heartbeat import FILE as STEPPED
 from samestep.slurm.rank_ends import (
     STDERR,
     RankEnd,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.run.directory import STEPPED
 from samestep.run.files import read_object
-from samestep.run.heartbeat import FILE as STEPPED
 from samestep.run.records import Record, read_records
 
 

@@ -1,4 +1,4 @@
-"""The process of one tracker, which `tracking.tracker_processes` starts and listens to."""
+"""The process of one tracker, which `tracking.processes` starts and listens to."""
 
 import contextlib
 import os
@@ -8,10 +8,9 @@ import traceback
 from pathlib import Path
 
 from samestep.errors import UserError
-from samestep.tracking.access import secrets_of
-from samestep.tracking.follow_run import follow_run
-from samestep.tracking.messages import Instructions, Reports
-from samestep.tracking.time_limits import TimeLimits, end_descendants
+from samestep.tracking.choice import secrets_of
+from samestep.tracking.follower import Instructions, Reports, TimeLimits, follow_run
+from samestep.tracking.processes import end_descendants
 
 # None of it is the user's choice to make: noise, and reports to the trackers' makers, who cannot
 # be reached from a compute node.

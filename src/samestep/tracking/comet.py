@@ -8,7 +8,7 @@ from typing import Any
 import comet_ml
 
 from samestep.errors import UserError
-from samestep.tracking.contract import Server, Started, TrackedRecord, TrackedResult, TrackedRun
+from samestep.tracking import Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
 COUNTS_AT_END = True
 """Offline, what was written counts once it is packed."""
@@ -22,11 +22,7 @@ _NOT = (
 
 
 def find_server() -> Server:
-    """Return Comet's server and key, from wherever Comet has them.
-
-    Raises:
-        UserError: there is no key, it is malformed, or Comet is set to be offline.
-    """
+    """Return Comet's server and key, from wherever Comet has them."""
     config = comet_ml.get_config()
     if config["comet.start.online"] is False:
         raise UserError("COMET_START_ONLINE is off")

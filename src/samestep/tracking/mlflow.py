@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from samestep.tracking.contract import Server, Started, TrackedRecord, TrackedResult, TrackedRun
+from samestep.tracking import Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
 _MOST = 100  # parameters in one request
 

@@ -18,7 +18,7 @@ from typing import Any
 from samestep.reporting.picture_files import read_png
 from samestep.reporting.plot import confusion_png, has_confusion
 from samestep.run.records import Record, RecordFile, check_format
-from samestep.tracking.contract import Picture, Scalar, TrackedRecord
+from samestep.tracking import Picture, Scalar, TrackedRecord
 
 SYSTEM = Path("tracking", "system.jsonl")
 """In a run directory: what was measured of the machine, while the run was tracked."""
@@ -136,11 +136,7 @@ class RecordStream:
         )
 
     def _picture(self, record: Record) -> Picture | None:
-        """Return the picture of a record; None where it has no image.
-
-        Raises:
-            ValueError: its file lies outside of the run directory, or its name is none of a file.
-        """
+        """Return the picture of a record; None where it has no image."""
         path = record.get("path")
         if path is None:
             return None

@@ -11,14 +11,7 @@ from typing import Any
 import wandb
 
 from samestep.errors import UserError
-from samestep.tracking.contract import (
-    Picture,
-    Server,
-    Started,
-    TrackedRecord,
-    TrackedResult,
-    TrackedRun,
-)
+from samestep.tracking import Picture, Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
 COUNTS_AT_END = True
 """Offline, what was written counts once its file is closed."""
@@ -34,12 +27,7 @@ class _Client:
 
 
 def find_server() -> Server:
-    """Return W&B's server and key, from wherever W&B has them.
-
-    Raises:
-        UserError: W&B is set to be offline.
-        wandb.Error: there is no key, or it is malformed.
-    """
+    """Return W&B's server and key, from wherever W&B has them."""
     settings = wandb.setup().settings
     if settings.mode != "online":
         raise UserError(f"W&B is set to be {settings.mode}, by WANDB_MODE or its settings file")

@@ -1,30 +1,167 @@
-"""The trackers of a training, from its side: started beside it, told of its end, never waited for.
+"""The processes of trackers, from the side of the training or of `samestep track`.
 
-Each is a process of its own, a fresh interpreter, so that a tracker that raises, hangs or is
-killed harms nothing here; what it has to say is read without waiting.
+Each is a fresh interpreter, so a tracker that raises, hangs or is killed does not harm the
+training. It gets its order, the run directory and the end as lines of JSON, and answers with links
+and failures, which are read without waiting.
 """
 
 import contextlib
 import json
 import os
+import secrets
+import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 import samestep
 from samestep.errors import UserError
+from samestep.nearby import nearby
 from samestep.ranks.startup import PARENT
+from samestep.run.directory import lock_run
+from samestep.run.files import write_text
 from samestep.run.records import Record
 from samestep.settings import Settings
-from samestep.tracking.access import Access, find_access
-from samestep.tracking.choice import PROJECT_VARIABLES, chosen, default_project, short_name, split
-from samestep.tracking.deliveries import read_deliveries
-from samestep.tracking.messages import MessageReader, TrackerOrder, wait_for
-from samestep.tracking.time_limits import end_descendants
+from samestep.tracking.choice import (
+    PROJECT_VARIABLES,
+    Access,
+    check_choice,
+    check_installed,
+    chosen,
+    default_project,
+    find_access,
+    short_name,
+    split,
+)
+from samestep.tracking.record_stream import RecordStream
+
+HYPERPARAMETERS = "hyperparameters"
+"""In settings.toml: the table of those of a script of the user's own, in place of our settings."""
+
+
+FOLDER = "tracking"
+"""In a run directory: what was sent, a log and a folder of files, for each tracker."""
+
+
+@dataclass(kw_only=True)
+class Delivery:
+    """What one place has of a run."""
+
+    run: str | None = None
+    """The tracker's own name of the run."""
+    link: str | None = None
+    lines: int = 0
+    """How many lines of events.jsonl it has, or was found to need nothing of."""
+    system_lines: int = 0
+    """How many of system.jsonl."""
+    finished: bool = False
+    """Whether the tracker closed the run, and so has all of these."""
+    checkpoints: bool = False
+    """Whether the checkpoints were sent with it."""
+    files: list[str] = field(default_factory=list)
+    """Its files that are whole, where they count only once they are closed."""
+
+
+@dataclass(kw_only=True)
+class Deliveries:
+    """What one tracker has of a run: its service, and its files in the run directory."""
+
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    online: Delivery = field(default_factory=Delivery)
+    offline: Delivery = field(default_factory=Delivery)
+
+
+def deliveries_path(run: Path, tracker: str) -> Path:
+    """Return where it is kept what a tracker has."""
+    return run / FOLDER / f"{tracker}.json"
+
+
+def read_deliveries(run: Path, tracker: str) -> Deliveries:
+    """Return what a tracker has of a run: nothing if no file tells."""
+    path = deliveries_path(run, tracker)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Deliveries)
+    except FileNotFoundError:
+        return Deliveries()
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}), so it is not known what {tracker} has of this run. "
+            "Look there; remove the file to send the whole run to a new one."
+        ) from error
+
+
+def write_deliveries(run: Path, tracker: str, deliveries: Deliveries) -> None:
+    """Write what a tracker has, whole or not at all."""
+    text = msgspec.json.format(msgspec.json.encode(deliveries), indent=2)
+    write_text(deliveries_path(run, tracker), text.decode() + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerOrder:
+    """What a tracker's process is to do; the first line that it is given. No secret is in it."""
+
+    tracker: str
+    """A name, a file or a module."""
+    name: str
+    """What its files are called."""
+    project: str
+    run_name: str | None
+    workspace: str | None
+    tags: tuple[str, ...]
+    offline: bool
+    checkpoints: bool
+    timeout_s: float
+    pid: int | None
+    """The training that goes on, which it follows and may choose to be offline; None after it."""
+
+
+def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:
+    """Wait until one of some pipes has news, or has closed; return whether one has."""
+    with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
+        for descriptor in descriptors:
+            selector.register(descriptor, selectors.EVENT_READ)
+        return bool(selector.select(within_s))
+
+
+class MessageReader:
+    """Messages from a pipe: one JSON object per line."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self._buffer = descriptor, b""
+        self.closed = False
+        """Whether the other side has closed the pipe."""
+
+    def read(self, within_s: float | None) -> dict[str, Any] | None:
+        """Return the next message; None if none comes within so many seconds, or ever."""
+        while b"\n" not in self._buffer and not self.closed:
+            if not wait_for([self.descriptor], within_s):
+                return None
+            more = os.read(self.descriptor, 65536)
+            self._buffer += more
+            self.closed = not more
+        if b"\n" not in self._buffer:
+            return None  # the end, with half a message at the most
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+
+def end_descendants(pid: int) -> None:
+    """SIGKILL what a process has started, in whatever session: trackers have helpers of theirs."""
+    import psutil  # noqa: PLC0415 - only when something has to be ended
+
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+
 
 END_S, STOP_S = 30.0, 3.0
 """How long trackers are waited for once the training is done, and once it was told to stop.
@@ -256,3 +393,108 @@ class TrackerProcesses:
 
     def _say(self, tracker: str, kind: str, text: str) -> None:
         self._show({"event": "tracker", "tracker": tracker, "kind": kind, "text": text})
+
+
+# Of everything, in start timeouts: checkpoints may be large.
+_ALL_IN_TIMEOUTS = 10.0
+
+
+def send_run(
+    run: Path, overrides: dict[str, object], say: Callable[[str], None]
+) -> list[TrackerProcess]:
+    """Send a run to trackers, one after the other; return their processes, which have ended.
+
+    The overrides, settings by name, win over those of the run; their `track` names the trackers.
+    `say` is called with a sentence for each thing that is amiss.
+    """
+    if not run.is_dir():
+        raise UserError(
+            f"There is no directory {run}. Give the directory of a run: runs/ID."
+            f"{nearby(run, 'run')}"
+        )
+    settings, recipe = _settings_of(run, overrides, say)
+    trackers = chosen(settings.track)
+    if not trackers:
+        raise UserError(
+            f"--to {settings.track} names no tracker: comet, mlflow, tensorboard, wandb."
+        )
+    check_choice(settings)
+    check_installed(trackers)
+    with lock_run(run):  # a training that goes on is followed by its own trackers
+        entries = RecordStream(run)
+        for _ in entries.read():
+            pass
+        if entries.events.num_read == len(entries.events.damaged):
+            raise UserError(f"{run / 'events.jsonl'} has no records, so there is nothing to send.")
+        _say_what_is_amiss(run, entries, say)
+        lines = entries.events.num_read
+        orders = [_order(run, settings, tracker, recipe, lines) for tracker in trackers]
+        return [_send(run, order) for order in orders]
+
+
+def _settings_of(
+    run: Path, overrides: dict[str, object], say: Callable[[str], None]
+) -> tuple[Settings, str]:
+    """Return the settings of trackers of a run, and its recipe's name."""
+    table: dict[str, Any] = {}
+    try:
+        table = tomllib.loads((run / "settings.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        say(f"{run / 'settings.toml'} cannot be read ({error}): the settings are not sent.")
+    own = {key: value for key, value in table.items() if key.startswith("track")}
+    try:
+        settings = msgspec.convert({**own, **overrides}, Settings)
+    except msgspec.ValidationError as error:
+        say(f"{run / 'settings.toml'}: {error}: what it says of trackers does not count.")
+        settings = msgspec.convert(overrides, Settings)
+    return settings, Path(str(table.get("recipe") or settings.track_name or "samestep")).stem
+
+
+def _say_what_is_amiss(run: Path, entries: RecordStream, say: Callable[[str], None]) -> None:
+    events = run / "events.jsonl"
+    if damaged := sorted(entries.events.damaged):
+        which, are = ("lines", "are") if len(damaged) > 1 else ("line", "is")
+        lines = ", ".join(map(str, damaged))
+        say(f"{events}: {which} {lines} cannot be read and {are} left out.")
+    if entries.events.torn:
+        say(f"{events}: its last line is half-written and is left out.")
+    for name, what in (("result.json", "the result"), ("environment.json", "the machine")):
+        path = run / name
+        try:
+            msgspec.json.decode(path.read_bytes(), type=dict)
+        except (OSError, msgspec.DecodeError) as error:
+            how = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
+            say(f"{path} {how}: {what} is not sent.")
+
+
+def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> TrackerOrder:
+    """Return the order for one tracker, unless it has the run already or cannot be reached."""
+    access = find_access(tracker)
+    if access.why and not settings.track_offline:
+        raise UserError(f"{access.why}, so {run} cannot be sent; --offline writes files instead.")
+    order = make_order(settings, tracker, recipe, access, live=False)
+    both = read_deliveries(run, order.name)
+    delivery = both.offline if order.offline else both.online
+    if delivery.finished and delivery.lines >= lines:
+        where = f" at {delivery.link}" if delivery.link else ""
+        hint = ""
+        if tracker == "mlflow" and order.offline:
+            hint = " Set MLFLOW_TRACKING_URI to send it to a server."
+        if settings.track_checkpoints and not delivery.checkpoints:
+            hint += " Checkpoints go with a run or not at all: they cannot be added."
+        has = f"{order.name} has all of {run} already{where}"
+        raise UserError(f"{has}; it is not sent again.{hint}")
+    return order
+
+
+def _send(run: Path, order: TrackerOrder) -> TrackerProcess:
+    tracker = TrackerProcess(order, order.tracker)
+    try:
+        tracker.tell({"go": str(run.resolve())})
+        tracker.tell({"end": _ALL_IN_TIMEOUTS * order.timeout_s})
+        while not tracker.messages.closed:
+            wait_for([tracker.messages.descriptor], None)  # its own limits bounds it
+            tracker.heard()
+    finally:
+        tracker.close(at_once=True)
+    return tracker

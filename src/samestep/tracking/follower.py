@@ -1,31 +1,162 @@
 """The work of a tracker's process: follow a run directory, and hand over what is new, once."""
 
+import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import sys
+import threading
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
+import msgspec
+
 from samestep.errors import UserError
 from samestep.run.files import Held, hold, read_object
 from samestep.run.records import first_start
-from samestep.tracking.access import why_unreachable
-from samestep.tracking.choice import PACKAGES
-from samestep.tracking.contract import Server, Started, TrackedResult, TrackedRun
-from samestep.tracking.deliveries import FOLDER, read_deliveries, write_deliveries
+from samestep.tracking import Server, Started, TrackedResult, TrackedRun
+from samestep.tracking.choice import PACKAGES, why_unreachable, without_credentials
 from samestep.tracking.machine_samples import MachineSampler
-from samestep.tracking.messages import Instructions, Reports, TrackerOrder
+from samestep.tracking.processes import (
+    FOLDER,
+    HYPERPARAMETERS,
+    MessageReader,
+    TrackerOrder,
+    end_descendants,
+    read_deliveries,
+    write_deliveries,
+)
 from samestep.tracking.record_stream import RecordStream, scalars
-from samestep.tracking.time_limits import TimeLimits
 
-HYPERPARAMETERS = "hyperparameters"
-"""In settings.toml: the table of those of a script of the user's own, in place of our settings."""
+_ORPHANS_S = 20.0
+
+
+class Instructions:
+    """What a tracker's process is told: its order, `go` with the run directory, `end`."""
+
+    def __init__(self) -> None:
+        self._messages = MessageReader(0)
+
+    def order(self) -> TrackerOrder:
+        """Wait for the order."""
+        return msgspec.convert(self._messages.read(None), TrackerOrder)
+
+    def go(self) -> Path | None:
+        """Wait for the run directory; None if there will be no run."""
+        message = self._messages.read(None)
+        return Path(message["go"]) if message and "go" in message else None
+
+    def end(self, within_s: float) -> float | None:
+        """Wait so long for the end; return the seconds left for it, or None if it has not come.
+
+        A training that was killed has said nothing; there is time enough then.
+        """
+        message = self._messages.read(within_s)
+        if message is None:
+            return _ORPHANS_S if self._messages.closed else None
+        return float(message["end"])
+
+
+class Reports:
+    """What a tracker's process says: messages to the training's, all else to a log of its own.
+
+    Trackers print a lot, to descriptors too, and children of theirs do. None of it reaches the
+    user's screen, and no secret reaches the log.
+    """
+
+    def __init__(self) -> None:
+        self._messages = os.dup(1)
+        reading, writing = os.pipe()
+        for descriptor in (1, 2):
+            os.dup2(writing, descriptor)
+        os.close(writing)
+        self._secrets: tuple[str, ...] = ()
+        self._log: Path | None = None
+        self._early = ""
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._keep, args=(reading,), daemon=True)
+        self._thread.start()
+
+    def hide(self, secrets: tuple[str, ...]) -> None:
+        """Show these nowhere either."""
+        # Longest first: one may be a part of another.
+        self._secrets = tuple(sorted({*self._secrets, *secrets} - {""}, key=len, reverse=True))
+
+    def log_to(self, path: Path) -> None:
+        """Keep what is printed in a file; it is made once there is something."""
+        with self._lock:
+            self._log = path
+            self._write("")
+
+    def tell(self, **message: Any) -> None:
+        """Say something to whoever gave the order, if it is still there."""
+        # The values, not the text: in JSON a secret may be written otherwise, and keys are ours.
+        hidden = {k: self.scrub(v) if isinstance(v, str) else v for k, v in message.items()}
+        with contextlib.suppress(OSError):
+            os.write(self._messages, json.dumps(hidden).encode() + b"\n")
+
+    def close(self) -> None:
+        """Write down what was printed last."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        self._thread.join(0.5)  # a child that the tracker left behind may keep it open
+
+    def _keep(self, reading: int) -> None:
+        with os.fdopen(reading, errors="replace") as lines:
+            for line in lines:
+                with self._lock:
+                    self._write(line)
+
+    def _write(self, line: str) -> None:
+        self._early += line
+        if self._log is None or not self._early:
+            return
+        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
+            file.write(self.scrub(self._early))
+        self._early = ""
+
+    def scrub(self, text: str) -> str:
+        """Return a text without secrets, and without names and passwords in addresses."""
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        return without_credentials(text)
+
+
+class TimeLimits:
+    """Bound calls in time; a call that takes longer ends the process."""
+
+    def __init__(self, give_up: Callable[[str], None]) -> None:
+        self._give_up = give_up
+
+    @contextlib.contextmanager
+    def within(self, seconds: float, what: str) -> Iterator[None]:
+        """End the process unless the block is left within so many seconds."""
+        timer = self.all_within(seconds, what)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def all_within(self, seconds: float, what: str) -> threading.Timer:
+        """End the process after so many seconds, whatever it does, unless the timer is stopped."""
+        timer = threading.Timer(seconds, self._expire, [f"{what} took more than {seconds:.3g} s"])
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _expire(self, why: str) -> None:
+        self._give_up(why)
+        end_descendants(os.getpid())
+        os._exit(1)  # the call that hangs cannot be ended otherwise
+
 
 # How often a run that goes on is looked at; its records wait in their file meanwhile.
 _LOOK_EVERY_S = 0.5
@@ -41,11 +172,7 @@ _SIZES = (
 
 
 def load_tracker(source: str) -> ModuleType:
-    """Import a tracker: one of samestep's, a file or a module.
-
-    Raises:
-        Exception: whatever importing it raises.
-    """
+    """Import a tracker: one of samestep's, a file or a module."""
     if source in PACKAGES:
         return importlib.import_module(f"samestep.tracking.{source}")
     if not source.endswith(".py"):
@@ -65,11 +192,7 @@ def load_tracker(source: str) -> ModuleType:
 def follow_run(
     order: TrackerOrder, instructions: Instructions, reports: Reports, limits: TimeLimits
 ) -> None:
-    """Send a run to its tracker, while it goes on if it does, until its end.
-
-    Raises:
-        Exception: whatever the tracker raises; the records stay where they are.
-    """
+    """Send a run to its tracker, while it goes on if it does, until its end."""
     machine = None if order.pid is None else MachineSampler(order.pid)
     with limits.within(order.timeout_s, "importing it"):
         module = load_tracker(order.tracker)
