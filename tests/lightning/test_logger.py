@@ -99,11 +99,11 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
     from samestep import TrackerLogger
     from samestep.errors import UserError
     from samestep.run.directory import Run
-    from samestep.tracking import tracker_processes
+    from samestep.tracking import processes
 
     torch.set_num_threads(1)
     rank_zero_only.rank = int(os.environ.get("RANK", "0"))  # as an import in this process sets it
-    tracker_processes.END_S = end_s
+    processes.END_S = end_s
     if "full disk" in faults:
         whole = Run.append
 

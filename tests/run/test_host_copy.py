@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.run import host_copy
+from samestep.run import checkpoints
 from samestep.run.checkpoints import on_host
 
 
@@ -21,8 +21,8 @@ def copied(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
-    monkeypatch.setattr(host_copy, "_DEVICE", "cpu")
-    monkeypatch.setattr(host_copy, "_pinned_like", torch.empty_like)
+    monkeypatch.setattr(checkpoints, "_DEVICE", "cpu")
+    monkeypatch.setattr(checkpoints, "_pinned_like", torch.empty_like)
     return waited
 
 

@@ -33,10 +33,10 @@ PATIENCE_S = 150.0
 def command_line(arguments, environment, faults=(), end_s=PATIENCE_S):
     """Run `samestep` on this rank, which waits so long for its trackers at the end."""
     os.environ.update(environment)
-    from samestep.tracking import tracker_processes
+    from samestep.tracking import processes
     from tests import faults as planted
 
-    tracker_processes.END_S = end_s
+    processes.END_S = end_s
     planted.command_line(arguments, faults)
 
 
