@@ -54,11 +54,11 @@ class _FileHash:
         helper.shutdown(wait=False)
 
     def grown(self) -> None:
-        """Read on: there is more."""
+        """Hash what was written since."""
         self._grown.set()
 
     def end(self) -> str:
-        """Return the hash of the file, which is whole now."""
+        """Return the hash of the complete file."""
         self._whole = True
         self._grown.set()
         return self._digest.result()
@@ -98,7 +98,7 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
 
 
 def why_not_kept(state: Any) -> str:
-    """Return why a checkpoint with a state could not be read again, or nothing."""
+    """Return why a checkpoint with this state could not be loaded; nothing if it could."""
     try:
         torch.save(state, file := io.BytesIO())
         file.seek(0)

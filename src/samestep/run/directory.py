@@ -38,11 +38,11 @@ def is_run(path: Path) -> bool:
 
 
 _OTHERS = frozenset({".log", ".out", ".err", ".sh", ".sbatch", ".toml"})
-"""Ends of names of files that may lie beside a run before it begins: its job's."""
+"""Suffixes of a job's files, which may be in the directory before the run begins."""
 
 
 def check_free(path: Path) -> Path:
-    """Return a directory that can become a run's: it is new, empty, or was one's before."""
+    """Refuse a directory with files that do not belong to a run; return it."""
     try:
         names = sorted(entry.name for entry in path.iterdir() if entry.name[0] != ".")
     except (FileNotFoundError, NotADirectoryError):
@@ -123,7 +123,7 @@ class Run:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity by None: JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -132,7 +132,7 @@ def plain(value: Any) -> Any:
 
 
 _held: dict[Path, BinaryIO] = {}
-"""The locks of this process, by run. To open such a file again, and close it, would give it up."""
+"""The locks of this process, by run. Opening and closing such a file again would drop the lock."""
 
 
 def lock_run(path: Path) -> BinaryIO:
@@ -153,7 +153,7 @@ def lock_run(path: Path) -> BinaryIO:
 
 
 def is_written(path: Path) -> bool:
-    """Whether a process of this machine has the run open; it is asked of the lock, not taken.
+    """Whether a process of this machine has the run open; the lock is tested, not taken.
 
     A process of another machine is seen if the file system passes locks on.
     """
@@ -184,14 +184,14 @@ _EVERY_S = 2.0
 
 
 class Heartbeat:
-    """Touch the file of a run, not more often than every few seconds."""
+    """Touch a file of the run every few seconds."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / STEPPED
         self._next = 0.0
 
     def beat(self) -> None:
-        """Say that a step was taken."""
+        """Record that a step was taken."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _EVERY_S
@@ -203,7 +203,7 @@ Ending = Literal["running", "completed", "stopped", "failed", "killed"]
 
 _AFTER_TRAINING = ("evaluation", "baselines", "picture")
 _FRESH_S = 120.0
-"""A run of another machine that has written for less long ago is taken to be running."""
+"""A run on another machine counts as running if it wrote within this time."""
 
 
 def how_it_ended(
@@ -236,7 +236,7 @@ def how_it_ended(
 
 
 def _by_reason(reason: str) -> Ending:
-    """Return what the reason of a `stop` record says, where a kill came before result.json."""
+    """Return the ending by the reason of a `stop` record, if a kill prevented result.json."""
     if reason.startswith("failed"):
         return "failed"
     return "stopped" if reason.startswith("SIG") else "completed"

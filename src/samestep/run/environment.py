@@ -25,7 +25,7 @@ _SECRET = re.compile(
 
 
 def describe_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what may be recorded of a process's surroundings, by an allow-list."""
+    """Return the machine, the command and the variables on an allow-list."""
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),

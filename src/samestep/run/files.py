@@ -1,4 +1,4 @@
-"""Write files so that a reader, or a crash at any moment, sees the old one or the new, whole."""
+"""Write files atomically: after a crash the old or the new file is there, complete."""
 
 import contextlib
 import errno
@@ -40,7 +40,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if the file is absent or no such thing."""
+    """Return the JSON object in a file; an empty one if it is missing or damaged."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):

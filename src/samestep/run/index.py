@@ -1,4 +1,4 @@
-"""The index of a run's checkpoints: which there are, with their hashes, and which is the best.
+"""The index of a run's checkpoints, with their hashes and the best one.
 
 A checkpoint counts from the moment the index names it. Whatever kills the process before that
 leaves the index, and every file it names, as they were.
@@ -20,7 +20,7 @@ _OURS = re.compile(r"checkpoint_(epoch|step)_\d+\.pt")  # a user's own copies st
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One checkpoint as the index knows it."""
+    """One checkpoint in the index."""
 
     path: str
     """File name in checkpoints/."""
@@ -56,7 +56,7 @@ class Index:
         return next(iter(self.ranked()), None)
 
     def add(self, entry: Entry) -> "Index":
-        """Return the index with one more checkpoint; one of the same name or step is replaced."""
+        """Add a checkpoint; it replaces one of the same name or step."""
         others = [e for e in self.checkpoints if e.path != entry.path and e.step != entry.step]
         return replace(self, checkpoints=(*others, entry))
 
@@ -65,7 +65,7 @@ class Index:
         return replace(self, checkpoints=tuple(e for e in self.checkpoints if e.step <= step))
 
     def prune(self, keep_top_k: int | None, spared: Collection[str] = ()) -> "Index":
-        """Return the index with only the best k, the last, and the files that are spared."""
+        """Return the index with the best k, the last, and the spared files."""
         if keep_top_k is None:
             return self
         keep = {entry.path for entry in (*self.ranked()[:keep_top_k], self.last) if entry}
@@ -87,7 +87,7 @@ def announce(
 
 
 def remove_unannounced(folder: Path, announced: Collection[str], since: float) -> None:
-    """Delete what a kill of this run left between writing a checkpoint and announcing it.
+    """Delete checkpoints that were written but not announced before this run was killed.
 
     Only files of our own names, written since the run began and never announced, so that what
     somebody put there, or what an old index does not know, stays.

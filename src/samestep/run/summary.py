@@ -1,4 +1,4 @@
-"""All runs of a folder in short, running, killed and damaged ones too, in little time.
+"""Summaries of all runs in a folder, also of running, killed and damaged ones.
 
 Records of a run may have hundreds of megabytes, and a folder a thousand runs. So only the kinds of
 records that count are parsed, and of a large file only blocks are read.
@@ -52,11 +52,11 @@ class RunSummary:
     metric: str | None = None
     """The monitored metric."""
     mode: Literal["min", "max"] | None = None
-    """Whether less or more of it is better."""
+    """Whether a lower or a higher value is better."""
     value: float | None = None
     """Its best."""
     seconds: float | None = None
-    """Of training; evaluations and checkpoints are not in it."""
+    """Training time, without evaluations and checkpoints."""
     epochs: int = 0
     """Epochs that have ended."""
     steps: int = 0
@@ -106,7 +106,7 @@ class Glimpse:
     """Epochs that have ended."""
     steps: int = 0
     seconds: float | None = None
-    """Of training; evaluations and checkpoints are not in it. None if it is not known."""
+    """Training time, without evaluations and checkpoints; None if it is unknown."""
     size: int = 0
     """Bytes of the file."""
 
@@ -223,7 +223,7 @@ def _summary(name: str, path: Path) -> RunSummary | None:
 
 
 def _glimpse(file: Path, damage: list[str]) -> Glimpse:
-    """Return what the records say; of a run that has not begun there are none."""
+    """Return what the records say; nothing for a run that has not begun."""
     try:
         seen = glimpse(file)
     except FileNotFoundError:
@@ -291,7 +291,7 @@ def _best(
 
 
 def _usual(path: Path) -> tuple[str | None, Literal["min", "max"] | None, float | None]:
-    """Return the best of what is usually monitored, of a loop of one's own that named nothing."""
+    """Return the best accuracy or loss, for a loop of one's own that monitors nothing."""
     modes: tuple[tuple[str, Literal["min", "max"]], ...] = (("accuracy", "max"), ("loss", "min"))
     for metric, mode in modes:
         value = _evaluated(path, metric, mode)
@@ -301,12 +301,12 @@ def _usual(path: Path) -> tuple[str | None, Literal["min", "max"] | None, float 
 
 
 def _monitored(index: Mapping[str, Any]) -> object:
-    """Return what an index ranks by; a loop of one's own ranks nothing."""
+    """Return the metric that an index ranks by; None if it ranks nothing."""
     return index.get("monitor") if isinstance(index.get("best"), dict) else None
 
 
 def _evaluated(path: Path, metric: str, mode: Literal["min", "max"]) -> float | None:
-    """Return the best of the evaluations that are recorded, where no checkpoint tells it."""
+    """Return the best recorded value of a metric on the validation set."""
     try:
         found = [_number(record.get(metric)) for record in validations(path / "events.jsonl")]
     except OSError:
@@ -316,7 +316,7 @@ def _evaluated(path: Path, metric: str, mode: Literal["min", "max"]) -> float | 
 
 
 def _recipe(path: Path, told: object, damage: list[str]) -> str:
-    """Return the recipe's name; of a run that has not begun, its settings tell it."""
+    """Return the recipe's name; before the run begins, from its settings."""
     if not told and (path / "settings.toml").is_file():
         try:
             told = tomllib.loads(_content(path / "settings.toml").decode()).get("recipe")
@@ -333,26 +333,26 @@ def _written_at(path: Path) -> float | None:
 
 
 def _number(value: object) -> float | None:
-    """Return a finite number as such, and None for whatever else."""
+    """Return a finite number; None for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e300 else None  # type: ignore[arg-type]
 
 
 def _seconds(*values: object) -> float | None:
-    """Return the first of some values that may be seconds, of a training or since 1970."""
+    """Return the first value that is a plausible time."""
     numbers = (_number(value) for value in values)
     return next((n for n in numbers if n is not None and 0 <= n < _MOST_SECONDS), None)
 
 
 def _whole(*values: object) -> int | None:
-    """Return the first of some values that is a count."""
+    """Return the first value that is an integer."""
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
 
 
 _WHOLE_BYTES = 2**19
 """A file of at most this size is read whole."""
 _END_BYTES, _BLOCK_BYTES, _BLOCKS = 2**16, 2**14, 24
-"""Of a larger one: its first and last bytes, and blocks at even distances between them."""
+"""Of a larger file, read the first and last bytes, and evenly spaced blocks between."""
 _ENOUGH = 12
 """With fewer epochs in the blocks of a large file, its curve is drawn from steps."""
 
@@ -388,7 +388,7 @@ def glimpse(file: Path) -> Glimpse:
 
 
 def validations(file: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of the validation set in a file that is not large; else none."""
+    """Return the evaluations of the validation set; none for a large file."""
     found: list[dict[str, Any]] = []
     if file.stat().st_size > _WHOLE_BYTES:
         return found
@@ -438,7 +438,7 @@ def _decoded(blocks: list[list[bytes]], prefix: bytes | tuple[bytes, ...]) -> It
 
 
 def _line(text: bytes) -> Line | None:
-    """Return the record of a line, or None if it is none."""
+    """Return the record of a line; None if it is damaged."""
     try:
         return _DECODER.decode(text)
     except RecursionError:
@@ -471,7 +471,7 @@ def _uninterrupted(lines: Iterable[Line]) -> list[Line]:
 
 
 def _losses(blocks: list[list[bytes]], epochs: list[Line], *, whole: bool) -> tuple[float, ...]:
-    """Return the losses of epochs if there are any, or, of a large file, enough; else of steps."""
+    """Return the losses of epochs; of steps if there are too few epochs."""
     if len(epochs) < (1 if whole else _ENOUGH):
         steps = _uninterrupted(_decoded(blocks, (_START, _RESUME, _STEP)))
         by_step = {line.step: line for line in steps if line.event == "step"}

@@ -23,7 +23,7 @@ _QUIET = {
 
 
 def main() -> int:
-    """Do what the order says; return 0 if all was sent."""
+    """Follow the run of the order; return 0 if all was sent."""
     _stand_back()
     reports = Reports()
     limits = TimeLimits(lambda why: reports.tell(failed=why))
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def _stand_back() -> None:
-    """Leave the cores and the signals to the training; it says when this process is to end."""
+    """Lower the priority, and ignore signals: the training says when to end."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGPIPE"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Which trackers there are, and what can be said of a choice before anything is started.
+"""The trackers that can be chosen, and the checks before a training starts.
 
 The clients take a second or more to import, so they speak in their own processes: which key it is,
 whether it has the right form, which server it is for. Here only the environment and files are read.
@@ -27,7 +27,7 @@ PROJECT_VARIABLES = {
     "mlflow": "MLFLOW_EXPERIMENT_NAME",
     "wandb": "WANDB_PROJECT",
 }
-"""The trackers' own variables that name a project, where no flag does."""
+"""The trackers' variables for the project, used without --track-project."""
 
 _MAX_NAME = 128  # of W&B; MLflow takes 500
 _NOT_IN_PROJECTS = "/\\#?%:"  # W&B's own list
@@ -40,22 +40,22 @@ def chosen(text: str | None) -> list[str]:
 
 
 def split(text: str | None) -> list[str]:
-    """Return the parts between commas, without white space around them."""
+    """Split text at commas and strip each part."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def short_name(tracker: str) -> str:
-    """Return what a tracker's files are called: `wandb`, `my_tracker` for lib/my_tracker.py."""
+    """Return the name of a tracker's files: `wandb`, or `my_tracker` for lib/my_tracker.py."""
     return Path(tracker).stem if tracker.endswith(".py") else tracker
 
 
 def default_project(recipe: str) -> str:
-    """Return the project of runs that name none: the recipe, as every tracker takes it."""
+    """Return the default project: the recipe's name, without characters that trackers refuse."""
     return re.sub(f"[{re.escape(_NOT_IN_PROJECTS)}]", "-", recipe)[:_MAX_NAME]
 
 
 def check_choice(settings: Settings) -> None:
-    """Check what the settings say of trackers."""
+    """Check the tracker settings."""
     trackers = chosen(settings.track)
     for tracker in trackers:
         _check_tracker(tracker)
@@ -151,23 +151,23 @@ _KEYS = {
         r"api_key|base_url|wandb|login\s+user\b",
     ),
 }
-"""Variables that hold a key, the command that keeps one, and what its files say if they have it."""
+"""Variables with a key, the command that stores one, and a pattern of the files that hold it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What is known of the way to a tracker before its client is imported."""
+    """Whether a tracker can go online, before its client is imported."""
 
     offline: bool = False
-    """Whether it writes files in the run directory and sends nothing."""
+    """Whether it only writes files in the run directory."""
     why: str | None = None
-    """Why it is offline, where the user may not expect it."""
+    """Why it is offline, if that may surprise the user."""
     has_server: bool = True
-    """Whether there is another place than its files, so that these are to be sent."""
+    """Whether its offline files can be sent to a server later."""
 
 
 def find_access(tracker: str) -> Access:
-    """Return what the environment says of the way to a tracker."""
+    """Return whether the environment lets a tracker go online."""
     if tracker == "tensorboard":
         return Access(offline=True, has_server=False)
     if tracker == "mlflow":
@@ -199,7 +199,7 @@ def _may_have_key(tracker: str) -> bool:
 
 
 def _mlflow_access() -> Access:
-    """Return MLflow's access: its variables are all that its client would look at."""
+    """Return MLflow's access: its client reads nothing but these variables."""
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         return Access(offline=True, has_server=False)
@@ -238,7 +238,7 @@ def secrets_of(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def why_unreachable(address: str) -> str | None:
-    """Return why an address does not answer, or None if it does, whatever it says.
+    """Return why an address does not answer; None if it answers anything.
 
     Asked before a tracker starts online: without a network some hang, and some drop everything.
     """

@@ -1,4 +1,4 @@
-"""The work of a tracker's process: follow a run directory, and hand over what is new, once."""
+"""A tracker's process: follow a run directory and hand over each new record once."""
 
 import contextlib
 import importlib
@@ -38,7 +38,7 @@ _ORPHANS_S = 20.0
 
 
 class Instructions:
-    """What a tracker's process is told: its order, `go` with the run directory, `end`."""
+    """What arrives on standard input: the order, `go` with the run directory, `end`."""
 
     def __init__(self) -> None:
         self._messages = MessageReader(0)
@@ -84,7 +84,7 @@ class Reports:
         self._thread.start()
 
     def hide(self, secrets: tuple[str, ...]) -> None:
-        """Show these nowhere either."""
+        """Add secrets that must not be shown."""
         # Longest first: one may be a part of another.
         self._secrets = tuple(sorted({*self._secrets, *secrets} - {""}, key=len, reverse=True))
 
@@ -95,14 +95,14 @@ class Reports:
             self._write("")
 
     def tell(self, **message: Any) -> None:
-        """Say something to whoever gave the order, if it is still there."""
+        """Send a message to the training, if it still runs."""
         # The values, not the text: in JSON a secret may be written otherwise, and keys are ours.
         hidden = {k: self.scrub(v) if isinstance(v, str) else v for k, v in message.items()}
         with contextlib.suppress(OSError):
             os.write(self._messages, json.dumps(hidden).encode() + b"\n")
 
     def close(self) -> None:
-        """Write down what was printed last."""
+        """Log what was printed last."""
         sys.stdout.flush()
         sys.stderr.flush()
         for descriptor in (1, 2):
@@ -138,7 +138,7 @@ class TimeLimits:
 
     @contextlib.contextmanager
     def within(self, seconds: float, what: str) -> Iterator[None]:
-        """End the process unless the block is left within so many seconds."""
+        """End the process if the block takes longer."""
         timer = self.all_within(seconds, what)
         try:
             yield
@@ -146,7 +146,7 @@ class TimeLimits:
             timer.cancel()
 
     def all_within(self, seconds: float, what: str) -> threading.Timer:
-        """End the process after so many seconds, whatever it does, unless the timer is stopped."""
+        """End the process after this time, unless the timer is cancelled."""
         timer = threading.Timer(seconds, self._expire, [f"{what} took more than {seconds:.3g} s"])
         timer.daemon = True
         timer.start()
@@ -192,7 +192,7 @@ def load_tracker(source: str) -> ModuleType:
 def follow_run(
     order: TrackerOrder, instructions: Instructions, reports: Reports, limits: TimeLimits
 ) -> None:
-    """Send a run to its tracker, while it goes on if it does, until its end."""
+    """Send a run to its tracker, until the end of a run that still trains."""
     machine = None if order.pid is None else MachineSampler(order.pid)
     with limits.within(order.timeout_s, "importing it"):
         module = load_tracker(order.tracker)
@@ -217,7 +217,7 @@ def follow_run(
 
 
 def why_offline(module: ModuleType, order: TrackerOrder, reports: Reports) -> str | None:
-    """Return why the client cannot go online although it may, in its own words."""
+    """Return the client's reason why it cannot go online; None if it can."""
     try:
         server: Server = module.find_server()
     except Exception as error:  # whatever it makes of its configuration
@@ -229,7 +229,7 @@ def why_offline(module: ModuleType, order: TrackerOrder, reports: Reports) -> st
 
 
 def _lock(path: Path, patience_s: float) -> BinaryIO:
-    """Hold a tracker's deliveries; the process of a killed attempt may still be closing."""
+    """Lock a tracker's deliveries; the process of a killed attempt may still hold them."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -241,7 +241,7 @@ def _lock(path: Path, patience_s: float) -> BinaryIO:
 
 
 class _FollowedRun:
-    """A run and what one place, a service or files of its own, has of it."""
+    """A run, and what the service or the offline files have of it."""
 
     def __init__(
         self, order: TrackerOrder, path: Path, module: ModuleType, limits: TimeLimits
@@ -278,7 +278,7 @@ class _FollowedRun:
         self._write()
 
     def follow(self, instructions: Instructions, machine: MachineSampler | None) -> None:
-        """Hand over what is there and what comes, then close the run."""
+        """Hand over all records until the end, then close the run."""
         left_s = instructions.end(0.0)
         while left_s is None:
             self._hand_over()
@@ -302,7 +302,7 @@ class _FollowedRun:
         self._write()
 
     def _hand_over(self) -> None:
-        """Give the tracker what it does not have, and note what it has."""
+        """Give the tracker the new records, and note what it has."""
         delivery, records = self.delivery, self._records
         for new in records.read(delivery.lines, delivery.system_lines):
             if new:
@@ -318,7 +318,7 @@ class _FollowedRun:
         write_deliveries(self._path, self._order.name, self._deliveries)
 
     def _remove_unfinished(self) -> None:
-        """Remove what an attempt that was killed left of its files: all of it is written again."""
+        """Remove the incomplete files of a killed attempt: they are written again."""
         for file in sorted(self._folder.rglob("*"), reverse=True):
             if str(file.relative_to(self._folder)) in self.delivery.files:
                 continue
@@ -355,7 +355,7 @@ class _FollowedRun:
         )
 
     def _result(self) -> TrackedResult:
-        """Return how the run ended: result.json counts only if this execution came to write it."""
+        """Return how the run ended: result.json counts only if the latest attempt wrote it."""
         if self._records.last.get("event") != "stop":
             return TrackedResult(status="killed", values={})
         table = read_object(self._path / "result.json")

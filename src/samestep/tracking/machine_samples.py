@@ -24,7 +24,7 @@ _GPU = {
 
 
 class MachineSampler:
-    """Append a sample to system.jsonl now and then; of several trackers' processes, one does."""
+    """Append a sample to system.jsonl every few seconds, in one of the trackers' processes."""
 
     def __init__(self, pid: int) -> None:
         self._held: BinaryIO | None = None
@@ -77,7 +77,7 @@ def gpus_of(run: Path) -> Sequence[str] | None:
 
 
 def _ask_gpus(wanted: Sequence[str] | None) -> dict[str, dict[str, float]]:
-    """Ask the driver how a run's GPUs are doing; others of the machine are somebody else's."""
+    """Measure the GPUs of a run, and no others of the machine."""
     if wanted is not None and not wanted:
         return {}
     query = ["nvidia-smi", f"--query-gpu=uuid,{','.join(_GPU.values())}"]

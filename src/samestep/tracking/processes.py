@@ -43,7 +43,7 @@ from samestep.tracking.choice import (
 from samestep.tracking.record_stream import RecordStream
 
 HYPERPARAMETERS = "hyperparameters"
-"""In settings.toml: the table of those of a script of the user's own, in place of our settings."""
+"""In settings.toml of a script without samestep's settings: the table of its hyperparameters."""
 
 
 FOLDER = "tracking"
@@ -58,15 +58,15 @@ class Delivery:
     """The tracker's own name of the run."""
     link: str | None = None
     lines: int = 0
-    """How many lines of events.jsonl it has, or was found to need nothing of."""
+    """Lines of events.jsonl that were sent, or have nothing to send."""
     system_lines: int = 0
-    """How many of system.jsonl."""
+    """Lines of system.jsonl that were sent."""
     finished: bool = False
-    """Whether the tracker closed the run, and so has all of these."""
+    """Whether the tracker has closed the run."""
     checkpoints: bool = False
     """Whether the checkpoints were sent with it."""
     files: list[str] = field(default_factory=list)
-    """Its files that are whole, where they count only once they are closed."""
+    """Its complete files, for trackers whose files count only once they are closed."""
 
 
 @dataclass(kw_only=True)
@@ -79,12 +79,12 @@ class Deliveries:
 
 
 def deliveries_path(run: Path, tracker: str) -> Path:
-    """Return where it is kept what a tracker has."""
+    """Return the file that says what a tracker has."""
     return run / FOLDER / f"{tracker}.json"
 
 
 def read_deliveries(run: Path, tracker: str) -> Deliveries:
-    """Return what a tracker has of a run: nothing if no file tells."""
+    """Return what a tracker has of a run: nothing without a file."""
     path = deliveries_path(run, tracker)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Deliveries)
@@ -98,14 +98,14 @@ def read_deliveries(run: Path, tracker: str) -> Deliveries:
 
 
 def write_deliveries(run: Path, tracker: str, deliveries: Deliveries) -> None:
-    """Write what a tracker has, whole or not at all."""
+    """Write what a tracker has, atomically."""
     text = msgspec.json.format(msgspec.json.encode(deliveries), indent=2)
     write_text(deliveries_path(run, tracker), text.decode() + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerOrder:
-    """What a tracker's process is to do; the first line that it is given. No secret is in it."""
+    """The first line that a tracker's process is given. It holds no secret."""
 
     tracker: str
     """A name, a file or a module."""
@@ -119,11 +119,11 @@ class TrackerOrder:
     checkpoints: bool
     timeout_s: float
     pid: int | None
-    """The training that goes on, which it follows and may choose to be offline; None after it."""
+    """The running training; None if the run has ended. Only with it may the process go offline."""
 
 
 def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:
-    """Wait until one of some pipes has news, or has closed; return whether one has."""
+    """Wait until a pipe can be read or was closed; return False after the time limit."""
     with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
         for descriptor in descriptors:
             selector.register(descriptor, selectors.EVENT_READ)
@@ -139,7 +139,7 @@ class MessageReader:
         """Whether the other side has closed the pipe."""
 
     def read(self, within_s: float | None) -> dict[str, Any] | None:
-        """Return the next message; None if none comes within so many seconds, or ever."""
+        """Return the next message; None after the time limit, or if the pipe was closed."""
         while b"\n" not in self._buffer and not self.closed:
             if not wait_for([self.descriptor], within_s):
                 return None
@@ -154,7 +154,7 @@ class MessageReader:
 
 
 def end_descendants(pid: int) -> None:
-    """SIGKILL what a process has started, in whatever session: trackers have helpers of theirs."""
+    """Kill all descendants of a process: trackers start helpers in other sessions."""
     import psutil  # noqa: PLC0415 - only when something has to be ended
 
     with contextlib.suppress(psutil.Error):
@@ -187,7 +187,7 @@ class TrackerProcess:
         self.link: str | None = None
         self.offline = order.offline
         self.has_server = has_server
-        """Whether there is another place than its files, so that these are to be sent."""
+        """Whether its offline files can be sent to a server later."""
         self.failed: str | None = None
         self.started = self.done = False
         self._process = subprocess.Popen(
@@ -204,14 +204,14 @@ class TrackerProcess:
         self.tell(asdict(order))
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Tell the process something, if it is still there."""
+        """Send the process a message, if it still runs."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def heard(self) -> list[dict[str, Any]]:
-        """Return what the process has said since, without waiting."""
+        """Return the new messages of the process, without waiting."""
         news = []
         while (message := self.messages.read(0.0)) is not None:
             if "failed" in message and self.failed:
@@ -234,7 +234,7 @@ class TrackerProcess:
         return news
 
     def close(self, *, at_once: bool) -> None:
-        """Let go of the process; with `at_once`, end it and what it has started."""
+        """Close the pipes; with `at_once`, kill the process and its descendants."""
         if at_once and self._process.poll() is None:
             end_descendants(self._process.pid)
             self._process.kill()
@@ -253,7 +253,7 @@ class TrackerProcess:
 def make_order(
     settings: Settings, tracker: str, project: str, access: Access, *, live: bool
 ) -> TrackerOrder:
-    """Return the order that the settings give one tracker's process."""
+    """Make one tracker's order from the settings."""
     return TrackerOrder(
         tracker=str(Path(tracker).resolve()) if tracker.endswith(".py") else tracker,
         name=short_name(tracker),
@@ -295,7 +295,7 @@ class TrackerProcesses:
         self.close(failed=kind is not None)
 
     def start(self) -> Self:
-        """Start their processes, which import what they need beside the training's own start."""
+        """Start the processes, which import their trackers while the training starts."""
         for tracker in self._names:
             access = find_access(tracker)
             name = short_name(tracker)
@@ -309,7 +309,7 @@ class TrackerProcesses:
         return self
 
     def show(self, record: Record) -> None:
-        """Show a record, and what the trackers have said meanwhile."""
+        """Show a record, and the trackers' new messages."""
         self._show(record)
         if record["event"] == "start":
             self._run = record["run_dir"]
@@ -319,7 +319,7 @@ class TrackerProcesses:
             self._pass_on(tracker)
 
     def close(self, *, failed: bool) -> None:
-        """Wait a bounded time until all is sent, and say what is not; not after a failure."""
+        """Wait a bounded time until all is sent, but not after a failure."""
         if not failed:
             self._wait()
         # After a failure the message to the user comes first: they close by themselves.
@@ -357,7 +357,7 @@ class TrackerProcesses:
                 self._warn(tracker)
 
     def _patience_s(self, tracker: TrackerProcess) -> float:
-        """Return how long to wait: one that starts or only writes files is slow, not stuck."""
+        """Return how long to wait: longer for a tracker that still starts, or only writes files."""
         if self._stopped():
             return STOP_S
         unhurried = tracker.offline or not tracker.started
@@ -378,7 +378,7 @@ class TrackerProcesses:
         self._say(tracker.name, "warning", what)
 
     def _lacks(self, tracker: TrackerProcess) -> str:
-        """Say how much of the run a tracker has, where that is noted."""
+        """Say how many records of the run a tracker has, if that is known."""
         if self._run is None:
             return ""
         run = self._here / self._run
@@ -435,7 +435,7 @@ def send_run(
 def _settings_of(
     run: Path, overrides: dict[str, object], say: Callable[[str], None]
 ) -> tuple[Settings, str]:
-    """Return the settings of trackers of a run, and its recipe's name."""
+    """Return the tracker settings of a run, and its recipe's name."""
     table: dict[str, Any] = {}
     try:
         table = tomllib.loads((run / "settings.toml").read_text(encoding="utf-8"))
@@ -468,7 +468,7 @@ def _say_what_is_amiss(run: Path, entries: RecordStream, say: Callable[[str], No
 
 
 def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> TrackerOrder:
-    """Return the order for one tracker, unless it has the run already or cannot be reached."""
+    """Make one tracker's order; refuse one that has the run or cannot be reached."""
     access = find_access(tracker)
     if access.why and not settings.track_offline:
         raise UserError(f"{access.why}, so {run} cannot be sent; --offline writes files instead.")

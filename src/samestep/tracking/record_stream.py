@@ -58,7 +58,7 @@ def _numbers(record: Record, prefix: str) -> dict[str, float]:
 
 
 class RecordStream:
-    """What a run has to tell a tracker, from the beginning, as it comes in."""
+    """The records of a run for a tracker, from the beginning, as they are written."""
 
     def __init__(self, run: Path, *, with_checkpoints: bool = False) -> None:
         self._run, self._with_checkpoints = run, with_checkpoints
@@ -70,11 +70,11 @@ class RecordStream:
 
     @property
     def step(self) -> int:
-        """The furthest step that was told of."""
+        """The latest step."""
         return max(self._reached.values(), default=0)
 
     def read(self, after: int = 0, system_after: int = 0) -> Iterator[list[TrackedRecord]]:
-        """Yield what is new, in pieces, without the lines that a tracker has already."""
+        """Yield the new records in chunks, without the lines that a tracker has."""
         for chunk in self.events.read():
             entries = [entry for line, record in chunk for entry in self._read(line, record)]
             yield [entry for entry in entries if entry.line >= after]
@@ -136,7 +136,7 @@ class RecordStream:
         )
 
     def _picture(self, record: Record) -> Picture | None:
-        """Return the picture of a record; None where it has no image."""
+        """Return the picture of a record; None without an image."""
         path = record.get("path")
         if path is None:
             return None
@@ -155,7 +155,7 @@ def _confusion(test: TrackedRecord, record: Record) -> TrackedRecord:
 
 
 class _Clock:
-    """When a record was written, as far as the run tells: its `seconds` count steps alone."""
+    """Estimate when a record was written: `seconds` counts only training steps."""
 
     def __init__(self) -> None:
         self._started = self._origin = self._now = 0.0
