@@ -5,6 +5,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -35,10 +36,21 @@ DISTRIBUTED = {
     "training.prepare": {"torch.nn.parallel"},
 }
 
-# A file is one subject, small enough to hold in the head.
-LONGEST_FILE = 500
+# A file is one subject: big enough to be worth opening, small enough to hold in the head.
+SHORTEST_FILE, LONGEST_FILE = 60, 500
 # name → the reason why it may be longer
 LONG_FILES: dict[str, str] = {}
+# name → the reason why it may be shorter; a verb always has a file of its own
+SHORT_FILES = {
+    "__main__": "`python -m samestep`",
+    "version": "the build reads it",
+    "api.arguments": "what the public functions share, without torch",
+    "api.run_lists": "the public functions that need no torch",
+    "data.augment": "public functions for recipes",
+    "doctor.timeouts": "six modules share it",
+    "session.own_ending": "how the process of an own loop ends",
+}
+MOST_REPEATED_FILE_NAMES = 5
 
 
 # What `samestep new` writes: the user's code, which imports `samestep` as users do.
@@ -143,13 +155,28 @@ def test_what_needs_no_torch_does_not_import_it():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_files_stay_short():
+def test_a_file_is_one_subject():
     lengths = {
         name: len((SOURCE / f"{name.replace('.', '/')}.py").read_text().splitlines())
         for name in MODULES
     }
     long = {name: n for name, n in lengths.items() if n > LONGEST_FILE}
     assert long.keys() == LONG_FILES.keys(), long
+    verbs = {name for name in lengths if name.startswith("commands.")}
+    short = {name: n for name, n in lengths.items() if n < SHORTEST_FILE and name not in verbs}
+    assert short.keys() <= SHORT_FILES.keys(), short
+
+
+def test_a_name_means_one_thing():
+    classes = [
+        node.name
+        for tree in MODULES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [name for name, times in Counter(classes).items() if times > 1] == []
+    files = Counter(name.rpartition(".")[2] for name in MODULES)
+    assert sum(times > 1 for times in files.values()) <= MOST_REPEATED_FILE_NAMES, files
 
 
 def test_every_public_name_of_the_package_is_there_and_no_other():

@@ -55,10 +55,10 @@ def test_a_run_directory_that_cannot_be_written_is_refused_with_the_flag(
         except OSError as error:
             raise UserError("as files.py says it") from error
 
-    monkeypatch.setattr("samestep.reporting.make.write_text", refuse)
+    monkeypatch.setattr("samestep.reporting.page.write_text", refuse)
     code = call("report", str(run))
     assert "-o report.html" in one_message(code, capfd.readouterr().err)
-    monkeypatch.setattr("samestep.reporting.make.write_text", write_text)
+    monkeypatch.setattr("samestep.reporting.page.write_text", write_text)
     assert call("report", str(run), "-o", str(tmp_path / "page.html")) == 0
 
 

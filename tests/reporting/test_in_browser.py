@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from samestep.reporting.make import write_report
+from samestep.reporting.page import write_report
 from tests.reporting.made_runs import write_run
 from tests.reporting.test_server import served
 

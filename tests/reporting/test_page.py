@@ -12,8 +12,7 @@ import pytest
 
 from samestep.reporting.charts import MOST_CHARTS
 from samestep.reporting.collect import collect
-from samestep.reporting.make import write_report
-from samestep.reporting.page import render
+from samestep.reporting.page import render, write_report
 from samestep.reporting.series import MOST_POINTS
 from tests.reporting.made_runs import PHASES, write_run
 from tests.reporting.pages import ReadPage

@@ -84,7 +84,7 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
 
-class RecordFile:
+class ScreenFile:
     """Rank 0's screen for a caller in another process: the records, in a file."""
 
     def __init__(self, path: Path) -> None:

@@ -24,7 +24,7 @@ from samestep.api.call import (
     request_of,
     with_settings,
 )
-from samestep.api.sending import RecordFile, SentCall, receive, send
+from samestep.api.sending import ScreenFile, SentCall, receive, send
 from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
 from samestep.ranks.launch import detect_launch
@@ -348,7 +348,7 @@ def train_received(file: Path, log: RankLog) -> int:
     """Train as a rank that `samestep.train` has started; return the exit code."""
     sent = receive(file)
     assert sent.records is not None
-    outcome = train_as_rank(request_of(sent.call), RecordFile(sent.records), log.move_to)
+    outcome = train_as_rank(request_of(sent.call), ScreenFile(sent.records), log.move_to)
     code = 128 + outcome.signum if outcome.signum else 0
     end_while_drawing(code)
     return code

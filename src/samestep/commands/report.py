@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from samestep.commands.help import Switch, parse_flags
-from samestep.reporting.make import write_report
+from samestep.reporting.page import write_report
 
 _EXAMPLES = ("report runs/ID --open", "report runs/ONE runs/OTHER --target 0.95 -o both.html")
 

@@ -78,7 +78,7 @@ def _train(arguments: list[str], log: RankLog) -> int:
         return code
     outcome = train_as_rank(request, Screen(), log.move_to)
     if command.report and log.rank == 0:
-        from samestep.reporting.make import write_report  # noqa: PLC0415 - rarely needed
+        from samestep.reporting.page import write_report  # noqa: PLC0415 - rarely needed
 
         file = write_report([Path(shown_path(outcome.path))])
         sys.stdout.write(f"report   {file}\n")

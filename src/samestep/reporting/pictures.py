@@ -36,7 +36,7 @@ class Scatter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
+class ShownPicture:
     """One picture; which fields are set follows from its kind."""
 
     name: str
@@ -58,7 +58,7 @@ class Gallery:
     """All pictures of a run, and of which checkpoint they are."""
 
     of: str
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[ShownPicture, ...] = ()
 
 
 @dataclass
@@ -111,30 +111,30 @@ def _no_number(_: str) -> None:
     """NaN and infinity are no JSON."""
 
 
-def _picture(entry: Mapping[str, Any], folder: _Folder) -> Picture:
+def _picture(entry: Mapping[str, Any], folder: _Folder) -> ShownPicture:
     kind, name = str(entry.get("kind")), str(entry.get("name", ""))
     title = str(entry.get("title") or name or "picture")
     text = str(entry.get("text") or "")
-    made: Picture | None = None
+    made: ShownPicture | None = None
     if kind == "figure" and (source := folder.url(entry.get("file"))):
-        made = Picture(name=name, kind=kind, title=title, text=text, source=source)
+        made = ShownPicture(name=name, kind=kind, title=title, text=text, source=source)
     elif kind == "html" and (page := folder.read(entry.get("file"))):
         html = page.decode(errors="replace")
-        made = Picture(name=name, kind=kind, title=title, text=text, html=html)
+        made = ShownPicture(name=name, kind=kind, title=title, text=text, html=html)
     elif kind == "images":
         right, wrong = (_photographs(entry.get(side), folder) for side in ("right", "wrong"))
-        made = Picture(name=name, kind=kind, title=title, text=text, right=right, wrong=wrong)
+        made = ShownPicture(name=name, kind=kind, title=title, text=text, right=right, wrong=wrong)
     elif kind == "points" and (scatter := _scatter(entry.get("points"))):
         said = text or _drawn_of(scatter, entry.get("of"))
-        made = Picture(name=name, kind=kind, title=title, text=said, scatter=scatter)
+        made = ShownPicture(name=name, kind=kind, title=title, text=said, scatter=scatter)
     elif kind == "rows" and (table := _rows(entry.get("rows"), title)):
-        made = Picture(name=name, kind=kind, title=title, text=text, table=table)
+        made = ShownPicture(name=name, kind=kind, title=title, text=text, table=table)
     elif kind == "note":
-        made = Picture(name=name, kind=kind, title=title, text=text)
+        made = ShownPicture(name=name, kind=kind, title=title, text=text)
     lost = (
         f"This picture cannot be shown: its entry in {FOLDER}/pictures.json or its file is damaged."
     )
-    return made or Picture(name=name, kind="note", title=title, text=lost)
+    return made or ShownPicture(name=name, kind="note", title=title, text=lost)
 
 
 def _photographs(entries: Any, folder: _Folder) -> tuple[Photograph, ...]:
