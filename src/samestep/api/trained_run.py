@@ -110,7 +110,7 @@ class TrainedRun:
         Raises:
             UserError: it cannot be written.
         """
-        from samestep.reporting.make import write_report  # noqa: PLC0415 - rarely needed
+        from samestep.reporting.page import write_report  # noqa: PLC0415 - rarely needed
 
         named = None if output is None else path_of(output, "output")
         return write_report([Path(shown_path(self.path))], named).absolute()
