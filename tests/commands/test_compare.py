@@ -56,7 +56,7 @@ def test_the_tables_fit_a_terminal(trained):
         "compare", str(trained / "one"), str(trained / "two"), "--target", "0.6", folder=trained
     ).printed(0)
     lines = [line for line in printed.splitlines() if str(trained) not in line]
-    assert "the same training?" in lines
+    assert "The same training?" in lines
     assert max(map(len, lines)) <= 80
 
 

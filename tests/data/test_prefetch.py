@@ -489,7 +489,7 @@ LOADED = tiny.RECIPE.replace("def data(", LISTED + "def data(").replace(
 
 def _train(recipe, folder):
     """Train whole; then copy ahead, stop within an epoch, and go on."""
-    from tests.session.test_session import execute
+    from tests.session.test_training_run import execute
 
     flags = ("--epochs", "2", "--threads", "1")
     execute(recipe, (*flags, "--run-dir", f"{folder}/whole"))
