@@ -515,7 +515,7 @@ def test_a_training_that_copies_ahead_is_the_same_also_stopped_and_resumed(tmp_p
         total = sum(record["phases"].values())
         assert total == pytest.approx(record["train_seconds"], rel=0.02, abs=1e-3)
     starts = [r for r in records if r["event"] == "start"]
-    told = [any("CPU's memory" in note for note in start["notes"]) for start in starts]
+    told = [any("CPU memory" in note for note in start["notes"]) for start in starts]
     assert told == [text is tiny.RECIPE] * 2, "data that could have been on the device is named"
 
 
