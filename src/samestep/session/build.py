@@ -65,12 +65,8 @@ def build(
 ) -> Built:
     """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace.
 
-    Args:
-        request: the recipe, its completed options, and the settings.
-        world: this rank among the others.
-        wrap_model: puts the model on all ranks.
-        splits: the data, where it has been loaded already.
-        tries: whether a few samples go through the model now; without, all metrics are taken.
+    `wrap_model` puts the model on all ranks; `splits` are data that is loaded already. With `tries`
+    a few samples go through the model, and metrics that do not fit the data are left out.
     """
     settings, recipe = request.settings, request.recipe
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
@@ -111,7 +107,10 @@ def build(
         phases=phases,
         classes=splits.classes,
     )
-    return Built(with_forward(work), _beginning(request, work, splits), splits, threads)
+    virtual = world.virtual_ranks > 0
+    measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)
+    state = State(watch=_watch(settings, recipe, splits), measured=measured)
+    return Built(with_forward(work), state, splits, threads)
 
 
 def _check_same_arithmetic(world: World) -> None:
@@ -131,15 +130,6 @@ def _check_same_arithmetic(world: World) -> None:
             )
 
 
-def _beginning(request: Request, work: Work, splits: Splits) -> State:
-    """Return the state of a new training."""
-    metrics, world = work.metrics, work.world
-    request = replace(request, recipe=replace(request.recipe, metrics=metrics))
-    virtual = world.virtual_ranks > 0
-    measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)
-    return State(watch=_watch(request, splits), measured=measured)
-
-
 def planned(request: Request, num_samples: int, world_size: int) -> Plan:
     """Return the plan of a request on `world_size` ranks."""
     schedule = request.recipe.schedule
@@ -149,17 +139,6 @@ def planned(request: Request, num_samples: int, world_size: int) -> Plan:
 def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
     """Return what compiled whole steps cannot take."""
     return recipe.own_parts() + ("stream",) * isinstance(train, StreamSource)
-
-
-def _only_model_and_loss(recipe: Recipe, train: Source) -> bool:
-    """Whether of the recipe's code only model and loss run between two steps of an epoch.
-
-    Other code may change what these two read. Functions of this package do not.
-    """
-    between = [recipe.schedule, recipe.transform, recipe.augment, *recipe.metrics.values()]
-    functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
-    ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
-    return ours and isinstance(train, MemorySource)
 
 
 def _make_learner(
@@ -175,7 +154,14 @@ def _make_learner(
     """Put a built model on all ranks, and give it what changes it."""
     takes, terms = applied(model, recipe), terms_of(recipe)
     counter = make_counter(model, world, settings) if terms is not None else None
-    to_wrap = _compiled(takes) if compiles == "model" else takes
+    # Code that runs between two steps of an epoch may change what model and loss read. Functions of
+    # this package do not.
+    between = [recipe.schedule, recipe.transform, recipe.augment, *recipe.metrics.values()]
+    functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
+    ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
+    to_wrap = takes
+    if compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
+        to_wrap = cast("nn.Module", torch.compile(takes, dynamic=False))
     return Learner(
         model=model,
         applied=takes,
@@ -184,7 +170,7 @@ def _make_learner(
         optimizer_maker=recipe.optimizer,
         own=_own_parts(recipe, train),
         measured=bool(recipe.metrics),
-        alone=_only_model_and_loss(recipe, train),
+        alone=ours and isinstance(train, MemorySource),
         average=Average(model, settings.ema) if settings.ema is not None else None,
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
@@ -201,7 +187,7 @@ def _try_out(
     opened: Callable[..., Source],
     world: World,
 ) -> Metrics:
-    """Try a recipe on what will be evaluated first; return the metrics that it has."""
+    """Try a recipe on what is evaluated first; return its metrics."""
     _agree_on_stream(validation)
     tested: AbstractContextManager[Source | None] = nullcontext()
     if test is not None and (validation is None or is_stream(test)):
@@ -209,11 +195,6 @@ def _try_out(
     with tested as other:
         _agree_on_stream(other)
         return world.on_every(lambda: trial(other if validation is None else validation))
-
-
-def _compiled(model: nn.Module) -> nn.Module:
-    # Compile first, then wrap: DDP breaks a graph that starts outside it.
-    return cast("nn.Module", torch.compile(model, dynamic=False))
 
 
 def _share_cores(request: Request, model: nn.Module, world: World, train: Source) -> int:
@@ -249,9 +230,8 @@ def _agree_on_stream(source: Source | None) -> None:
             source.agree()
 
 
-def _watch(request: Request, splits: Splits) -> Watch:
-    settings = request.settings
-    names = ["loss", *request.recipe.metrics]
+def _watch(settings: Settings, recipe: Recipe, splits: Splits) -> Watch:
+    names = ["loss", *recipe.metrics]
     if splits.validation is None:
         for name in ("patience", "monitor"):
             if getattr(settings, name) is not None:
@@ -261,5 +241,5 @@ def _watch(request: Request, splits: Splits) -> Watch:
         raise UserError(f"--monitor {metric}: the recipe measures {', '.join(names)}.")
     mode = settings.mode
     if mode == "auto":
-        mode = "min" if metric in request.recipe.falling() else "max"
+        mode = "min" if metric in recipe.falling() else "max"
     return Watch(metric=metric, mode=mode)

@@ -4,10 +4,9 @@ A checkpoint keeps the text of its settings.toml. Other settings would make a re
 training, so a difference is refused unless `--allow-change` names it.
 """
 
-import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from samestep.errors import UserError, did_you_mean
@@ -23,7 +22,7 @@ from samestep.settings import (
 
 # These decide which samples a step takes, so no flag allows another value.
 _OF_THE_ORDER = frozenset(
-    {*("seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples"), "shuffle_buffer"}
+    ["seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples", "shuffle_buffer"]
 )
 _SIZES = ("batch_size", "micro_batch_size", "accumulate")
 _FIXED = _OF_THE_ORDER | {"engine", "virtual_ranks"}
@@ -54,10 +53,7 @@ def parse_names(text: str | None, recipe: Recipe) -> tuple[str, ...]:
 
 
 def refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
-    """Return the error for a value that would make a resumed run another training.
-
-    `is_given`: the call itself gives it, rather than the recipe's settings or a TOML file.
-    """
+    """Return the error for a changed value; `is_given` by the call rather than by a file."""
     before, now = change
     value = "" if now is True else f" {_shown(now)}"
     what = f"--{flag_name(name)}{value}" if is_given else f"{name} = {_shown(now)} in the settings"
@@ -76,22 +72,15 @@ def refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
 def check_changes(
     made_with: str, now: str, recipe: Recipe, allowed: Iterable[str], where: str
 ) -> dict[str, Change]:
-    """Compare the TOML that a checkpoint was made with and that of the resumed run.
-
-    Returns:
-        The changes that --allow-change names.
-    """
-    defaults = {**_plain(as_table(Settings())), **_option_defaults(recipe)}
+    """Return what --allow-change lets differ from the TOML that a checkpoint was made with."""
+    options = {} if recipe.options is None else asdict(recipe.options())
+    own = {name: value for name, value in options.items() if value is not None}
+    defaults = _plain(as_table(Settings()) | own)
     # A setting may be newer than the file.
     before = defaults | _flat(settings_of_run(tomllib.loads(made_with)))
     after = defaults | _flat(tomllib.loads(now))
     free = free_names(Settings, recipe.options, virtual_ranks=before.get("virtual_ranks"))
-    compared = _names(recipe) - free - _OF_THE_ORDER
-    changes = {
-        name: (before.get(name), after.get(name))
-        for name in sorted(compared)
-        if before.get(name) != after.get(name)
-    }
+    changes = differing(before, after, sorted(_names(recipe) - free - _OF_THE_ORDER))
     others = {name: change for name, change in changes.items() if name not in set(allowed)}
     if others:
         was = ", ".join(f"{name} = {_shown(old)}" for name, (old, _) in others.items())
@@ -103,6 +92,14 @@ def check_changes(
             f"{'' if _FIXED & others.keys() else insist}."
         )
     return changes
+
+
+def differing(
+    before: Mapping[str, Any], after: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, Change]:
+    """Return the values of these names that are not the same."""
+    pairs = {name: (before.get(name), after.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def with_sizes_of_run(
@@ -132,12 +129,6 @@ def words_of(changes: Mapping[str, Change]) -> list[str]:
 def _names(recipe: Recipe) -> set[str]:
     own = fields(recipe.options) if recipe.options is not None else ()
     return {field.name for field in (*fields(Settings), *own)}
-
-
-def _option_defaults(recipe: Recipe) -> dict[str, Any]:
-    if recipe.options is None:
-        return {}
-    return _plain({k: v for k, v in dataclasses.asdict(recipe.options()).items() if v is not None})
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _BUCKET_BYTES = 32 << 20
 """Of gradients that are copied together and reduced at once."""
 _COMPARED = 20
 """Steps in which ranks compare how often they go backward, once that number has changed."""
-_TOLD_APART = 1024
+_STEP_MODULUS = 1024
 """Ranks compare steps modulo this; sums of such numbers over the ranks are exact."""
 
 
@@ -48,13 +48,10 @@ def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
 def weight_of(
     share: float, terms: float | Tensor | None, loss: Tensor, world: World
 ) -> float | Tensor:
-    """Return what a rank's loss is multiplied by, so that the sum over all ranks is the mean.
+    """Return the factor of a rank's loss that makes the sum over all ranks the mean.
 
-    Args:
-        share: the part of the global batch that this rank has.
-        terms: what its loss is a mean over, where that is not samples.
-        loss: of this rank.
-        world: this rank among the others.
+    `share` is this rank's part of the global batch, `terms` the number of what its loss is a mean
+    over where that is not samples.
     """
     if terms is None:
         return share
@@ -139,20 +136,19 @@ def backward(
 ) -> Tensor:
     """Add the gradient of the sum over all ranks of weight × loss to that of each parameter.
 
-    Other parameters that the loss depends on get none. A parameter that no rank has used keeps the
-    gradient that it had, or none. Where the weight is 0 the loss may be NaN, and adds nothing.
-
-    Returns:
-        That sum, the same on every rank.
+    Return that sum, the same on every rank. A parameter that no rank has used keeps the gradient
+    that it had, or none. Where the weight is 0 the loss may be NaN, and adds nothing.
     """
+    inputs = list(parameters)
     if not world.connected:
-        _backward(loss, parameters, retain_graph=retain_graph)
+        loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss.detach()
     before = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None  # what is there already is a sum over all ranks
-    _backward(loss * weight, parameters, retain_graph=retain_graph)
-    mine, apart = (loss.detach() * weight).reshape(1), step % _TOLD_APART
+    mine = loss * weight
+    mine.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    mine, apart = mine.detach().reshape(1), step % _STEP_MODULUS
     # The loss travels with the first bucket: mine[1:] is empty.
     totals = [
         _add_up(bucket, world, weight, mine[number:], apart)
@@ -162,11 +158,6 @@ def backward(
         if old is not None:
             p.grad = old if p.grad is None else old.add_(p.grad)
     return (totals or [mine])[0].reshape(()).to(loss.dtype)
-
-
-def _backward(loss: Tensor, parameters: Sequence[Tensor], *, retain_graph: bool) -> None:
-    inputs = list(parameters)
-    loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

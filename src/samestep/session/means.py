@@ -85,10 +85,8 @@ def added_up(ranks: list[Sums]) -> Sums:
 
 
 def _means(ranks: list[Sums]) -> dict[str, float]:
-    return {
-        name: total / weight if weight else math.nan
-        for name, (total, weight) in added_up(ranks).items()
-    }
+    sums = added_up(ranks).items()
+    return {name: total / weight if weight else math.nan for name, (total, weight) in sums}
 
 
 def check_names(values: dict[str, Any]) -> None:

@@ -52,26 +52,23 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
 def _without_effect(work: Work) -> list[str]:
     """Return which settings have no effect here, and what takes a slower way."""
     settings, world = work.settings, work.world
-    in_memory, is_stream = (
-        isinstance(work.train, MemorySource),
-        isinstance(work.train, StreamSource),
-    )
+    train, is_stream = work.train, isinstance(work.train, StreamSource)
     never_saved = settings.checkpoint_every_steps is settings.checkpoint_every_minutes is None
     alone = world.world_size == 1
     notes = {
         "--num-workers has no effect: the data is held in memory.": (
-            settings.num_workers and in_memory
+            settings.num_workers and isinstance(train, MemorySource)
         ),
         "The training data stays in CPU memory, since it would take more than a quarter of the "
         "GPU's. Its batches are copied while the GPU computes.": (
-            isinstance(work.train, MemorySource) and not work.train.is_resident
+            isinstance(train, MemorySource) and not train.is_resident
         ),
         "--shuffle-buffer has no effect: the data is not a stream, and is shuffled as a whole.": (
             settings.shuffle_buffer and not is_stream
         ),
         "The stream's state_dict does not lead back to the same element, or cannot be saved: a run "
         "that goes on will read the earlier elements again, and skip them.": (
-            isinstance(work.train, StreamSource) and work.train.loses_its_place
+            isinstance(train, StreamSource) and train.loses_its_place
         ),
         "With --max-steps and no epochs, a stream that does not end is saved and evaluated only "
         "after the last step. --checkpoint-every-steps and --eval-every-steps do it before.": (

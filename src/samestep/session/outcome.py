@@ -13,12 +13,11 @@ import torch
 
 from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
-from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.run import checkpoints
 from samestep.run.index import Entry, read_index
 from samestep.session.build import Built
-from samestep.session.picture_making import picture_records
+from samestep.session.picture_making import PictureSource, picture_records
 from samestep.session.request import Request
 from samestep.session.session import Session, run_result
 from samestep.training.device import data_dtype, peak_memory_bytes
@@ -117,53 +116,42 @@ def _stop(state: State, signum: int) -> None:
 def _measure_baselines(
     request: Request, session: Session, state: State, agreement: Agreement
 ) -> Baselines:
-    """Measure what the model has to beat, on rank 0; return nothing if a signal ends it."""
-    started = time.perf_counter()
-    rows, problem, signum = _wait_for_baselines(request, session.world, agreement)
-    if signum:
-        _stop(state, signum)
-        return {}
+    """Measure on rank 0 what the model has to beat; return nothing if a signal ends it.
+
+    The ranks meet twice a second, so no collective waits long, and a stop signal ends the wait.
+    """
+    started, world = time.perf_counter(), session.world
+    rows: dict[str, Mapping[str, float] | str] = {}
+    problems: list[str] = []
+
+    def measure() -> None:
+        try:
+            rows.update(_checked(request.recipe, request.recipe.measure_baselines(request.options)))
+        except UserError as error:
+            problems.append(str(error))
+
+    thread = Thread(target=measure, daemon=True)  # a signal does not wait for it
+    if world.is_main:
+        thread.start()
+    busy = 1
+    while busy:
+        if world.is_main:
+            thread.join(_MEET_EVERY_S)
+        both = torch.tensor([int(thread.is_alive()), agreement.signum])
+        busy, signum = world.reduce(both, "max").tolist()
+        if signum:
+            _stop(state, signum)
+            return {}
     session.emit(
         {
             "event": "baselines",
             "step": state.position.step,
             "values": rows,
-            "problems": [problem] if problem else [],
+            "problems": problems,
             "seconds": time.perf_counter() - started,
         }
     )
     return rows
-
-
-def _wait_for_baselines(
-    request: Request, world: World, agreement: Agreement
-) -> tuple[Baselines, str, int]:
-    """Let rank 0 measure the baselines while every rank waits.
-
-    The ranks meet twice a second, so no collective waits long, and a stop signal ends the wait.
-
-    Returns:
-        On rank 0 the baselines, and why they failed; on all ranks the signal, or 0.
-    """
-    found: dict[str, Any] = {"rows": {}, "problem": ""}
-
-    def work() -> None:
-        try:
-            rows = request.recipe.measure_baselines(request.options)
-            found["rows"] = _checked(request.recipe, rows)
-        except UserError as error:
-            found["problem"] = str(error)
-
-    thread = Thread(target=work, daemon=True)  # a signal does not wait for it
-    if world.is_main:
-        thread.start()
-    while True:
-        if world.is_main:
-            thread.join(_MEET_EVERY_S)
-        busy = int(thread.is_alive())
-        busy, signum = world.reduce(torch.tensor([busy, agreement.signum]), "max").tolist()
-        if signum or not busy:
-            return found["rows"], found["problem"], signum
 
 
 def _checked(recipe: Recipe, found: Any) -> Baselines:
@@ -201,16 +189,11 @@ def _draw_pictures(
         _load(work, checkpoints.load(folder, best))
         return best.path
 
-    for record in picture_records(
-        request.recipe,
-        request.settings,
-        work,
-        built.splits,
-        session.path,
-        load_best=load_best,
-        step=built.state.position.step,
-        agreement=agreement,
-    ):
+    source = PictureSource(
+        recipe=request.recipe, work=work, splits=built.splits, load_best=load_best
+    )
+    step = built.state.position.step
+    for record in picture_records(source, session.path, step, agreement):
         session.emit(record)
 
 
@@ -224,11 +207,7 @@ def _load(work: Work, content: dict[str, Any]) -> None:
 def _test(
     request: Request, work: Work, splits: Splits, path: Path, agreement: Agreement
 ) -> tuple[dict[str, Any], list[str], int]:
-    """Evaluate the best checkpoint that is whole.
-
-    Returns:
-        What was measured, what was wrong with better checkpoints, and the signal that stopped it.
-    """
+    """Evaluate the best whole checkpoint; return values, problems of better ones, stop signal."""
     world, settings = work.world, work.settings
     folder = path / "checkpoints"
     best, problems = world.on_main(lambda: _best_whole(folder))

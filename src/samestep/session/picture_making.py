@@ -35,8 +35,7 @@ from samestep.reporting.drawing import (
 )
 from samestep.reporting.picture_files import FOLDER, Album, replace_pictures
 from samestep.run.records import Record
-from samestep.session.sample_rows import RowsOfFiles, shown_by
-from samestep.settings import Settings
+from samestep.session.prediction import RowsOfFiles, shown_by
 from samestep.training.apply import applied
 from samestep.training.device import data_dtype
 from samestep.training.evaluation import as_evaluated, evaluation_batch, outputs_of
@@ -44,93 +43,61 @@ from samestep.training.stopping import Agreement
 from samestep.training.work import Work
 
 _MOST_PER_BATCH = 64
-"""A model that takes long is asked of few samples."""
+"""A slow model is asked about few samples at once."""
+_LIMIT_S = 10.0
+"""How long the other ranks, and the end of the run, wait for all pictures."""
+_READ_S, _ASK_S = 2.0, 2.0
+_NUM_IMAGES, _NUM_POINTS, _NUM_ROWS = 512, 2000, 20
+
+Answers = Iterator[tuple[Any, Any, int]]
+"""Outputs, targets (with `forward` the batch) and the number of samples of each batch."""
 
 
-def some_of(data: Any, count: int, seed: int, until: float) -> SampleSubset:
-    """Return some samples of a split: by chance, so that sorted data shows all of its classes.
+def some_of(data: Any, count: int, seed: int) -> SampleSubset:
+    """Return random samples of a split, so that sorted data shows all of its classes.
 
-    Args:
-        data: the split.
-        count: how many to take at most.
-        seed: of the choice; of what a data set draws, too.
-        until: when to stop reading, by `time.monotonic`; one sample is always read.
+    It takes at most `count`, and stops reading after `_READ_S` seconds; one is always read.
     """
+    until = time.monotonic() + _READ_S
     if type(data) is TensorDataset and len(data.tensors) == 2:
         data = (data.tensors[0], data.tensors[1])
-    if is_stream(data):
-        seed_reading(mix(seed, 0))
-        samples = list(_until(islice(iter(data), count), until))
-        return SampleSubset(RowsOfFiles(samples), None)
-    total = len(data[0]) if isinstance(data, tuple) else len(data)
-    places = random.Random(seed).sample(range(total), min(count, total))  # noqa: S311 - pictures
+    total, places = None, list[int]()
+    if not is_stream(data):
+        total = len(data[0]) if isinstance(data, tuple) else len(data)
+        places = random.Random(seed).sample(range(total), min(count, total))  # noqa: S311 - pictures
     if isinstance(data, tuple):
         inputs, targets = data
         places.sort()
         index = torch.tensor(places, device=inputs.device)
-        return SampleSubset(
-            (inputs[index], targets[index.to(targets.device)]), total, tuple(places)
-        )
+        there = inputs[index], targets[index.to(targets.device)]
+        return SampleSubset(there, total, tuple(places))
 
     def read() -> Iterator[Any]:
+        if total is None:
+            seed_reading(mix(seed, 0))
+            yield from islice(iter(data), count)
         for place in places:
             seed_reading(mix(seed, 0, place))
             yield data[place]
 
-    samples = list(_until(read(), until))
+    samples = []
+    for sample in read():
+        samples.append(sample)
+        if time.monotonic() > until:
+            break
     return SampleSubset(RowsOfFiles(samples), total, tuple(places[: len(samples)]))
 
 
-def _until(samples: Iterator[Any], until: float) -> Iterator[Any]:
-    for sample in samples:
-        yield sample
-        if time.monotonic() > until:
-            return
-
-
-def ask(
-    model: torch.nn.Module,
-    some: SampleSubset,
-    recipe: Recipe,
-    settings: Settings,
-    device: torch.device,
-    batch_size: int,
-    until: float,
-) -> Iterator[tuple[Any, Any, int]]:
-    """Yield outputs, targets (with `forward` the batch) and their number, batch by batch.
-
-    It ends after the batch that `until` lies in, by `time.monotonic`.
-    """
-    settings = replace(settings, num_workers=0)
-    plain = replace(recipe, augment=None)
-    world, dtype = World(device=device), data_dtype(settings.precision)
-    source, takes = open_split(some.data, world, plain, settings, dtype), applied(model, recipe)
-    for batch in source.evaluation(min(batch_size, _MOST_PER_BATCH)):
-        yield (
-            outputs_of(takes, batch.inputs, settings.precision, device),
-            batch.targets,
-            batch.samples,
-        )
-        if time.monotonic() > until:
-            return
-
-
-def ask_whole(asked: Iterator[tuple[Any, Any, int]]) -> tuple[Tensor, Tensor] | None:
+def whole(answers: Answers) -> tuple[Tensor, Tensor] | None:
     """Return outputs and targets of all batches on the CPU; None if they are no plain tensors."""
     outputs, targets = [], []
-    for output, target, count in asked:
+    for output, target, count in answers:
         both = (output, target)
         if not all(isinstance(one, Tensor) and one.dim() and len(one) == count for one in both):
             return None
         outputs.append(output.detach().cpu())
         targets.append(target.detach().cpu())
     return (torch.cat(outputs), torch.cat(targets)) if outputs else None
-
-
-_LIMIT_S = 10.0
-"""How long the other ranks, and the end of the run, wait for all pictures."""
-_READ_S, _ASK_S = 2.0, 2.0
-_NUM_IMAGES, _NUM_POINTS, _NUM_ROWS = 512, 2000, 20
 
 
 @dataclass(kw_only=True)
@@ -142,6 +109,7 @@ class PictureSource:
     work: Work
     splits: Splits
     load_best: Callable[[], str]
+    """Loads the weights of the best checkpoint into the model, and names it."""
     checkpoint: str = ""
     """The one whose weights the model holds; empty until it was asked for."""
     marks: tuple[int, ...] = ()
@@ -164,38 +132,35 @@ class PictureSource:
         there = (name for name in ("test", "validation") if getattr(self.splits, name) is not None)
         return next(there, None)
 
+    def ask(self, some: SampleSubset) -> Answers:
+        """Yield what the model says of samples, until the batch in which `_ASK_S` is over."""
+        until, work = time.monotonic() + _ASK_S, self.work
+        settings, device = replace(work.settings, num_workers=0), work.world.device
+        size = min(evaluation_batch(settings, work.plan.micro_batch_size), _MOST_PER_BATCH)
+        plain, dtype = replace(self.recipe, augment=None), data_dtype(settings.precision)
+        source = open_split(some.data, World(device=device), plain, settings, dtype)
+        model = applied(self.model(), self.recipe)
+        for batch in source.evaluation(size):
+            outputs = outputs_of(model, batch.inputs, settings.precision, device)
+            yield outputs, batch.targets, batch.samples
+            if time.monotonic() > until:
+                return
+
 
 def _written(model: nn.Module) -> tuple[int, ...]:
     return tuple(t._version for t in (*model.parameters(), *model.buffers()))  # noqa: SLF001
 
 
 def picture_records(
-    recipe: Recipe,
-    settings: Settings,
-    work: Work,
-    splits: Splits,
-    path: Path,
-    *,
-    load_best: Callable[[], str],
-    step: int,
-    agreement: Agreement,
+    source: PictureSource, path: Path, step: int, agreement: Agreement
 ) -> list[Record]:
-    """Make the pictures of a run, and return a record for each that trackers take, or has failed.
+    """Draw the pictures of a run; return a record for each that trackers take, or that failed.
 
-    Args:
-        recipe: what it is that is drawn.
-        settings: whether pictures are wanted.
-        work: the model.
-        splits: the data.
-        path: the run directory.
-        load_best: lets the model hold the weights of the best checkpoint, and names it; called
-            before the model is asked, if it is at all.
-        step: the last step of the training.
-        agreement: tells of a signal, which ends it.
+    A stop signal ends it.
     """
+    settings = source.work.settings
     if not settings.pictures or agreement.signum:
         return []
-    source = PictureSource(recipe=recipe, work=work, splits=splits, load_best=load_best)
     album = _drawn(source, agreement, min(_LIMIT_S, settings.timeout_s / 2))
     records: list[Record] = []
     try:
@@ -236,7 +201,7 @@ def _await_drawing() -> None:
 
 
 def _drawn(source: PictureSource, agreement: Agreement, limit_s: float) -> Album:
-    """Make all pictures in a thread, which nobody waits for longer than they should."""
+    """Make all pictures in a thread; wait for it until the limit or a stop signal."""
     album, plan = Album(), _planned(source)
     waiting = [name for name, _ in plan]
 
@@ -264,7 +229,7 @@ def _drawn(source: PictureSource, agreement: Agreement, limit_s: float) -> Album
 
 
 _LOOK = "predictions"
-"""The name of the work that looks at predictions, whichever kind they are."""
+"""The name of the pictures of predictions, of whichever kind."""
 
 
 def _planned(source: PictureSource) -> list[tuple[str, Callable[[Album], None]]]:
@@ -275,10 +240,8 @@ def _planned(source: PictureSource) -> list[tuple[str, Callable[[Album], None]]]
             with no_exit():
                 _look(source, album)
         except Exception as error:  # whatever the recipe's code raises: the run is whole
-            told = (
-                str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            )
-            album.note(_LOOK, title_of(_LOOK), told)
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            album.note(_LOOK, title_of(_LOOK), f"{kind}{error}")
 
     def own(name: str) -> Callable[[Album], None]:
         return lambda album: draw_own(source.recipe, source.model, source.splits, album, name)
@@ -289,34 +252,27 @@ def _planned(source: PictureSource) -> list[tuple[str, Callable[[Album], None]]]
 
 def _look(source: PictureSource, album: Album) -> None:
     """Keep what is fitting of predictions: rows of `show`, images, points, or nothing."""
-    recipe, seed = source.recipe, source.work.settings.seed
+    recipe, classes, seed = source.recipe, source.splits.classes, source.work.settings.seed
     if recipe.forward is not None and recipe.show is None:
         return  # what is in its batches, the recipe alone knows
     data = getattr(source.splits, str(source.split))
-    few = some_of(data, _NUM_ROWS, seed, time.monotonic() + _READ_S)
+    few = some_of(data, _NUM_ROWS, seed)
     if not len(few):
         return
     if recipe.show is not None:
         rows: list[dict[str, Any]] = []
-        for outputs, targets, count in _ask(source, few):
+        for outputs, targets, count in source.ask(few):
             rows += shown_by(recipe.show, outputs, targets, count)
-        keep_rows(album, few, rows, source.splits.classes)
+        keep_rows(album, few, rows, classes)
     kind = _kind(recipe, source.splits, few[0])
     if kind is None:
         return
-    count = _NUM_IMAGES if kind == "images" else _NUM_POINTS
-    some = some_of(data, count, seed, time.monotonic() + _READ_S)
-    found = ask_whole(_ask(source, some))
+    some = some_of(data, _NUM_IMAGES if kind == "images" else _NUM_POINTS, seed)
+    found = whole(source.ask(some))
     if found is not None and kind == "images":
-        keep_images(album, some, found, source.splits.classes)
+        keep_images(album, some, found, classes)
     elif found is not None:
         keep_points(album, some, found)
-
-
-def _ask(source: PictureSource, some: SampleSubset) -> Iterator[tuple[Any, Any, int]]:
-    work, settings = source.work, source.work.settings
-    size, until = evaluation_batch(settings, work.plan.micro_batch_size), time.monotonic() + _ASK_S
-    return ask(source.model(), some, source.recipe, settings, work.world.device, size, until)
 
 
 def _kind(recipe: Recipe, splits: Splits, sample: Any) -> Literal["images", "points"] | None:

@@ -1,25 +1,43 @@
 """Predict what is in files with a checkpoint of a run, from its directory alone."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from samestep.data.batches import open_split
-from samestep.errors import UserError, blame
+from samestep.data.trees import describe, map_leaves, tree_leaves
+from samestep.errors import UserError, blame, defined_at
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World
 from samestep.recipe import Recipe, is_cross_entropy
-from samestep.session.sample_rows import RowsOfFiles, class_scores, fits, named, rows_of, shown_by
 from samestep.session.trained_model import TrainedModel, open_checkpoint
 from samestep.training.apply import applied
 from samestep.training.device import choose_threads, switched
 from samestep.training.evaluation import as_evaluated, outputs_of
 
 _ROWS_PER_BATCH = 32
+_FIELDS = ("file", "row", "classes", "problem")
+"""Fields of a prediction, which `show` cannot name again."""
+
+
+class RowsOfFiles(Dataset[Any]):
+    """Samples that `read` gave."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +94,7 @@ def _is_pair(sample: Any) -> bool:
 def open_predictor(
     path: Path, name: str = "best", *, device: Device = "auto", given: Recipe | None = None
 ) -> Predictor:
-    """Return a checkpoint of a run, ready to be asked in this process.
-
-    Args:
-        path: the run's directory.
-        name: "best", "last", or a file name in its checkpoints/.
-        device: where to compute.
-        given: a recipe, instead of the one that the run names.
-    """
+    """Return a checkpoint of a run, ready to be asked in this process; see `open_checkpoint`."""
     opened = open_checkpoint(path, name, device=device, recipe=given)
     recipe, settings, model = opened.recipe, opened.settings, opened.model
     if recipe.read is None:
@@ -99,10 +110,7 @@ def open_predictor(
 def predict_files(predictor: Predictor, files: Sequence[Path], *, top: int) -> Iterator[Prediction]:
     """Yield what a model says of each row of each file, in order; what is broken is only named.
 
-    Args:
-        predictor: what `open_predictor` returned.
-        files: what to look at; `check_files` says first whether they are there.
-        top: how many classes to name for each row.
+    `top` is how many classes to name for each row.
     """
     waiting: list[_Row] = []
     for row in _rows(predictor, files):
@@ -133,9 +141,7 @@ def _rows(predictor: Predictor, files: Sequence[Path]) -> Iterator[_Row]:
             if not isinstance(found, list | Iterator | Dataset):
                 yield _Row(file, None, found)
                 continue
-            one_by_one = isinstance(found, IterableDataset) or not hasattr(found, "__len__")
-            rows = _of_iterator if one_by_one else _of_data_set
-            for number, (sample, problem) in enumerate(rows(found), 1):
+            for number, (sample, problem) in enumerate(_samples(found), 1):
                 yield _Row(file, number, sample, problem)
         except (ValueError, OSError) as error:
             yield _Row(file, None, problem=str(error))
@@ -146,8 +152,14 @@ def _rows(predictor: Predictor, files: Sequence[Path]) -> Iterator[_Row]:
             yield _Row(file, None, problem="there is no row in it")
 
 
-def _of_data_set(found: Any) -> Iterator[tuple[Any, str | None]]:
-    """Yield each sample of a list or a data set, or why it cannot be read."""
+def _samples(found: Any) -> Iterator[tuple[Any, str | None]]:
+    """Yield each sample, or why it cannot be read; after such a one an iterator is at its end."""
+    if isinstance(found, IterableDataset) or not hasattr(found, "__len__"):
+        try:
+            yield from ((sample, None) for sample in found)
+        except (ValueError, OSError) as error:
+            yield None, f"{str(error).rstrip('.')}. The rows after it were not read."
+        return
     for index in range(len(found)):
         sample, problem = None, None
         try:
@@ -155,14 +167,6 @@ def _of_data_set(found: Any) -> Iterator[tuple[Any, str | None]]:
         except (ValueError, OSError) as error:
             problem = str(error)
         yield sample, problem
-
-
-def _of_iterator(found: Any) -> Iterator[tuple[Any, str | None]]:
-    """Yield each sample of an iterator, up to the one that cannot be read, and why."""
-    try:
-        yield from ((sample, None) for sample in found)
-    except (ValueError, OSError) as error:
-        yield None, f"{str(error).rstrip('.')}. The rows after it were not read."
 
 
 def _predicted(predictor: Predictor, rows: Sequence[_Row], top: int) -> Iterator[Prediction]:
@@ -232,3 +236,87 @@ def as_table(prediction: Prediction) -> dict[str, Any]:
     if prediction.classes:
         table["classes"] = [{"class": name, "probability": p} for name, p in prediction.classes]
     return {**table, **prediction.values}
+
+
+def class_scores(
+    outputs: Any, classes: Sequence[str], top: int, *, numbered: bool
+) -> list[tuple[tuple[str, float], ...]] | None:
+    """Return the `top` most probable classes of each sample; None if outputs are no class scores.
+
+    `numbered`: whether they are class scores even without names; then numbers are the names.
+    """
+    if not isinstance(outputs, Tensor) or outputs.dim() != 2 or not outputs.is_floating_point():
+        return None
+    width = outputs.shape[1]
+    names = classes or (tuple(map(str, range(width))) if numbered else ())
+    if len(names) != width:
+        return None
+    best = outputs.cpu().to(torch.float64).softmax(dim=1).topk(min(top, width))
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [tuple((names[k], p) for k, p in zip(*row, strict=True)) for row in rows]
+
+
+def rows_of(name: str, tree: Any, count: int) -> list[dict[str, Any]]:
+    """Return what each sample has of a tree of tensors, under a name."""
+    if not fits(tree, count):
+        raise UserError(
+            f"The model's outputs for {count} samples are {describe(tree)}, and predict shows one "
+            "number or one row of numbers a sample. Say what to show: Recipe(show=…), a function "
+            "(outputs, targets) → a dict for each sample; with forward, (outputs, batch)."
+        )
+    here = map_leaves(Tensor.cpu, tree)
+    return [{name: _plain(map_leaves(itemgetter(place), here))} for place in range(count)]
+
+
+def fits(tree: Any, count: int) -> bool:
+    """Whether a tree has tensors with one number, or one row of numbers, for each sample."""
+    leaves = tree_leaves(tree)
+    return bool(leaves) and all(
+        isinstance(leaf, Tensor) and leaf.dim() in (1, 2) and len(leaf) == count for leaf in leaves
+    )
+
+
+def named(row: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """Return a sample's target with the name of its class in place of the number."""
+    return {
+        key: classes[value] if isinstance(value, int) and 0 <= value < len(classes) else value
+        for key, value in row.items()
+    }
+
+
+def shown_by(
+    show: Callable[[Any, Any], Sequence[Mapping[str, Any]]], outputs: Any, targets: Any, count: int
+) -> list[dict[str, Any]]:
+    """Return what the recipe's own `show` says of each sample."""
+    try:
+        rows = list(show(outputs, targets))
+    except Exception as error:
+        blame(f"The recipe's show failed with outputs {describe(outputs)}", error, show)
+    if len(rows) != count or not all(isinstance(row, Mapping) for row in rows):
+        kinds = ", ".join(dict.fromkeys(type(row).__name__ for row in rows))
+        raise UserError(
+            f"The recipe's show{defined_at(show)} returned {len(rows)} values ({kinds}) for "
+            f"{count} samples; it must return a dict for each."
+        )
+    for name in _FIELDS:
+        if any(name in row for row in rows):
+            raise UserError(
+                f"The recipe's show{defined_at(show)} names a value {name!r}, which predict says "
+                f"itself. Give it another name, such as 'own_{name}'."
+            )
+    return [{str(name): _plain(value) for name, value in row.items()} for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it; a number that is none becomes None."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return _plain(value.item())
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int) or value is None else str(value)

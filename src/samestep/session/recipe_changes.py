@@ -34,10 +34,7 @@ _RECORD = 2
 def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list[str]:
     """Return which functions and values of a run's recipe are not what they were.
 
-    Args:
-        run: the run's directory.
-        source: the recipe as the run names it.
-        recipe: instead of what the source leads to.
+    The run names the recipe `source`; `recipe` takes the place of what that leads to.
     """
     kept = run / RECIPE_COPY
     if source.endswith(".py"):
@@ -54,7 +51,7 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
     then, now = before["pieces"], pieces_of(recipe)
     if before.get("record") != _RECORD:
         shared = then.keys() & now.keys() - {"metrics"}
-        then, now = ({name: _as_first_told(of[name]) for name in shared} for of in (then, now))
+        then, now = ({name: _in_first_form(of[name]) for name in shared} for of in (then, now))
     return _differences(then, now)
 
 
@@ -119,7 +116,7 @@ def script_changes(kept: Path, script: Path) -> list[str]:
     return _differences(_in_file(kept), _in_file(script)) if there else []
 
 
-def _as_first_told(text: str) -> str:
+def _in_first_form(text: str) -> str:
     """Return a piece as far as records of the first form can be compared."""
     names = re.sub(r"(?:[\w<>]+\.)+(?=[A-Za-z_<])", "", text)
     return re.sub(r"tensor \([\d, ]*\)[\w. #]*", "tensor", names)
@@ -165,7 +162,12 @@ def _in_file(file: Path) -> Pieces:
     for name, node in _statements(tree, ""):
         if name in left_out:
             continue
-        pieces[name] = "\n".join(filter(None, (pieces.get(name), ast.unparse(_bare(node)))))
+        for inner in ast.walk(node):  # leave out docstrings, and what trains nothing
+            if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner) is not None:
+                inner.body = inner.body[1:] or [ast.Pass()]
+            if _is_recipe(inner):
+                inner.keywords = [w for w in inner.keywords if w.arg not in NOT_OF_THE_TRAINING]
+        pieces[name] = "\n".join(filter(None, (pieces.get(name), ast.unparse(node))))
     return pieces
 
 
@@ -184,16 +186,6 @@ def _statements(tree: ast.Module | ast.ClassDef, within: str) -> Iterator[tuple[
             case _:
                 first = ast.unparse(node).splitlines()[0]
                 yield f"`{first[:_SHOWN]}`", node
-
-
-def _bare(node: ast.stmt) -> ast.stmt:
-    """Return a statement without docstrings, and a recipe without what trains nothing."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner) is not None:
-            inner.body = inner.body[1:] or [ast.Pass()]
-        if _is_recipe(inner):
-            inner.keywords = [w for w in inner.keywords if w.arg not in NOT_OF_THE_TRAINING]
-    return node
 
 
 def _is_recipe(node: ast.AST) -> TypeGuard[ast.Call]:

@@ -18,10 +18,7 @@ from samestep.recipe_source import without_options
 from samestep.training.side_effects import closure_of
 
 NOT_OF_THE_TRAINING = frozenset(
-    {
-        *("settings", "name", "file", "accepts"),
-        *("read", "show", "picture", "pictures", "baselines"),
-    }
+    ["settings", "name", "file", "accepts", "read", "show", "picture", "pictures", "baselines"]
 )
 """Fields of a recipe: settings are compared as such; what predicts and draws trains nothing."""
 _DEPTH = 8
@@ -59,12 +56,9 @@ class _Walk:
                 # A metric's attributes change with every batch: compare its class and code only.
                 depth = _DEPTH - 1 if one.name == "metrics" else 0
                 self._add(one.name, f"{one.name} = {self._repr(getattr(recipe, one.name), depth)}")
-        own = {one.name for one in fields(recipe)}
-        return {
-            n: text
-            for n, text in self.pieces.items()
-            if n in own or n.partition("[")[0] not in self.moving
-        }
+        moved = {name for name in self.pieces if name.partition("[")[0] in self.moving}
+        moved -= {one.name for one in fields(recipe)}
+        return {name: text for name, text in self.pieces.items() if name not in moved}
 
     def _add(self, name: str, text: str) -> None:
         before = self.pieces.get(name)  # two lambdas have the same name
@@ -114,11 +108,8 @@ class _Walk:
         kind = self._code(type(value))
         if depth >= _DEPTH:
             return kind
-        kept = {
-            name: one
-            for name, one in getattr(value, "__dict__", {}).items()
-            if isinstance(one, _PLAIN[:-1]) and name[0] != "_" and name != "training"
-        }
+        public = {k: v for k, v in getattr(value, "__dict__", {}).items() if k[0] != "_"}
+        kept = {k: v for k, v in public.items() if isinstance(v, _PLAIN[:-1]) and k != "training"}
         buffers = dict(value.named_buffers()) if isinstance(value, torch.nn.Module) else {}
         return f"{kind}({self._repr({**kept, **buffers}, depth + 1)})"
 

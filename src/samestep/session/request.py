@@ -18,7 +18,13 @@ from samestep.recipe_source import unread_options
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import best_file
 from samestep.run.records import first_start
-from samestep.session.changes import Change, parse_names, refused_change, with_sizes_of_run
+from samestep.session.changes import (
+    Change,
+    differing,
+    parse_names,
+    refused_change,
+    with_sizes_of_run,
+)
 from samestep.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
 from samestep.session.recipe_pieces import Pieces, pieces_of
 from samestep.settings import (
@@ -84,10 +90,8 @@ class Draft:
 def draft(target: str | None, config: Path | None = None, recipe: Recipe | None = None) -> Draft:
     """Return the draft for a recipe's name, a recipe file, or the directory of a run.
 
-    Args:
-        target: one of these; None for the given recipe.
-        config: a TOML file that overrides the recipe's defaults.
-        recipe: an object, in place of a target, or of the recipe that the run names.
+    `config` is a TOML file above the recipe's own settings. `recipe` is an object in place of a
+    target, or of the recipe that the run names.
     """
     if target is None:
         assert recipe is not None
@@ -139,12 +143,9 @@ def _layered(
         ours, theirs = typed(table, recipe, path)
         layers.append(ours)
         options.update(theirs)
+    merged = merge_layers(*layers)
     return Draft(
-        recipe=recipe,
-        source=source,
-        settings_layer=merge_layers(*layers),
-        options_layer=options,
-        run=run,
+        recipe=recipe, source=source, settings_layer=merged, options_layer=options, run=run
     )
 
 
@@ -198,13 +199,10 @@ def typed(
     theirs: dict[str, object] = {}
     for key, value in own_names(table, where).items():
         if key not in types and key not in option_types:
-            valid = sorted(types)
-            own = (
-                f" The options of {recipe.name}: {', '.join(option_types)}." if option_types else ""
-            )
+            own = f" The options of {recipe.name}: {', '.join(option_types)}."
             raise UserError(
-                f"{where}: unknown setting {key!r}. {did_you_mean(key, [*valid, *option_types])}"
-                f"The settings: {', '.join(valid)}.{own}"
+                f"{where}: unknown setting {key!r}. {did_you_mean(key, [*types, *option_types])}"
+                f"The settings: {', '.join(sorted(types))}.{own if option_types else ''}"
             )
         home, kind = (ours, types[key]) if key in types else (theirs, option_types[key])
         if kind in (str, str | None) and isinstance(value, list | tuple):
@@ -240,16 +238,7 @@ def finish(
     resume: bool,
     allow_change: str | None = None,
 ) -> Request:
-    """Return the request once the flags are known.
-
-    Args:
-        start: the layers below the flags.
-        settings: with the flags applied.
-        options: the recipe's, with the flags applied.
-        given: the names of the flags.
-        resume: whether to go on with the run.
-        allow_change: settings that may change, with commas between them.
-    """
+    """Return the request; `settings` and `options` have the flags applied, named in `given`."""
     if allow_change is not None and not resume:
         raise UserError(f"--allow-change {allow_change} has no effect without --resume.")
     allowed = parse_names(allow_change, start.recipe)
@@ -262,21 +251,23 @@ def finish(
     if resume and start.run is None and run_dir and is_run(Path(run_dir)):
         run = _repeated(start, run_dir)
     if run is not None and flags.get("batch_size_per_rank") is not None:
-        _check_batch_per_rank(run, flags.pop("batch_size_per_rank"))
+        _check_per_rank(run, flags.pop("batch_size_per_rank"))
     merged = merge_layers(start.settings_layer, flags)
-    if run_dir:
-        merged["run_dir"] = run_dir
+    merged |= {"run_dir": run_dir} if run_dir else {}
     if run is not None and run is not start:
-        options = _inherited(run.options(), options, {*given, *start.options_layer})
+        if options is not None:  # those that the repeated command does not give are the run's
+            own = {*given, *start.options_layer}
+            kept = {k: v for k, v in vars(run.options()).items() if k not in own}
+            options = replace(options, **kept)
         merged = merge_layers(run.settings_layer, merged)
         merged = with_sizes_of_run(merged, run.settings_layer, flags, earlier=run.earlier)
     elif start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
     if run is not None:
         changes = _changes(run, merged, options)
-        for name in sorted(
-            changes.keys() - _free(run) - {*allowed}, key=lambda n: (n not in given, n)
-        ):
+        virtual = run.settings_layer.get("virtual_ranks")
+        free = free_names(Settings, run.recipe.options, virtual_ranks=virtual)
+        for name in sorted(changes.keys() - free - {*allowed}, key=lambda n: (n not in given, n)):
             raise refused_change(name, changes[name], is_given=name in given)
     resolved = Settings(**merged)  # type: ignore[arg-type]
     check_choice(resolved)
@@ -295,7 +286,7 @@ def finish(
     )
 
 
-def _check_batch_per_rank(run: Draft, now: int) -> None:
+def _check_per_rank(run: Draft, now: int) -> None:
     """Refuse a batch size per rank that is not the one that the run was begun with."""
     assert run.run is not None
     begun = first_start(run.run)
@@ -330,20 +321,6 @@ def _repeated(start: Draft, run_dir: str) -> Draft:
     return draft(run_dir, None, start.recipe)
 
 
-def _inherited(old: Any, options: Any, given: set[str]) -> Any:
-    """Return the options of a repeated command: those that it does not give are the run's."""
-    if options is None:
-        return None
-    kept = {f.name: getattr(old, f.name) for f in fields(old) if f.name not in given}
-    return replace(options, **kept)
-
-
-def _free(run: Draft) -> frozenset[str]:
-    """Return what may differ when a run is resumed."""
-    virtual_ranks = run.settings_layer.get("virtual_ranks")
-    return free_names(Settings, run.recipe.options, virtual_ranks=virtual_ranks)
-
-
 def _changes(start: Draft, merged: dict[str, object], options: Any) -> dict[str, Change]:
     """Return the values that differ from those of the run, by their names."""
     before = as_table(start.settings())
@@ -352,11 +329,7 @@ def _changes(start: Draft, merged: dict[str, object], options: Any) -> dict[str,
     if old is not None:
         before = {**before, **vars(old)}
         after = {**after, **vars(options)}
-    return {
-        name: (before.get(name), after.get(name))
-        for name in before.keys() | after.keys()
-        if before.get(name) != after.get(name)
-    }
+    return differing(before, after, before.keys() | after.keys())
 
 
 def to_toml(request: Request, *, batch_size: int, micro_batch_size: int) -> str:
@@ -372,9 +345,8 @@ def to_toml(request: Request, *, batch_size: int, micro_batch_size: int) -> str:
         table.setdefault("micro_batch_size", micro_batch_size)
     document: dict[str, Any] = {"recipe": request.source, **table}
     if request.options is not None:
-        document["options"] = {
-            key: value for key, value in asdict(request.options).items() if value is not None
-        }
+        own = asdict(request.options)
+        document["options"] = {key: value for key, value in own.items() if value is not None}
     return _packed(tomli_w.dumps(document))
 
 

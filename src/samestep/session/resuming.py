@@ -59,14 +59,12 @@ def go_on(request: Request, work: Work, state: State, path: Path, found: Found) 
     """Restore a training from a checkpoint of a run; refuse what would make it another training."""
     made_with, changes = found.content.get("made_with"), {}
     if made_with:  # checkpoints of earlier versions do not say
-        where = f"{path / 'checkpoints' / found.entry.path}"
-        text = settings_text(request, work)
-        changes = work.world.on_main(
-            lambda: check_changes(made_with, text, request.recipe, request.allow_change, where)
-        )
+        where, now = f"{path / 'checkpoints' / found.entry.path}", settings_text(request, work)
+        recipe, allowed = request.recipe, request.allow_change
+        changes = work.world.on_main(lambda: check_changes(made_with, now, recipe, allowed, where))
     restore(work, state, request.recipe.name, found.content)
-    allowed = [*words_of(changes), *(f"recipe: {name}" for name in request.recipe_changes)]
-    return Resumed(checkpoint=found.entry.path, problems=found.problems, changes=allowed)
+    words = [*words_of(changes), *(f"recipe: {name}" for name in request.recipe_changes)]
+    return Resumed(checkpoint=found.entry.path, problems=found.problems, changes=words)
 
 
 def load_newest(path: Path, world: World) -> Found | None:

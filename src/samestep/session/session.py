@@ -69,9 +69,8 @@ class Session:
     def begin(self, start: Record, resume: Record | None, step: int, watch: Watch | None) -> None:
         """Write the `start` record and, when the run goes on, the `resume` record.
 
-        `step` is where the training starts. Checkpoints of later steps were damaged: the index
-        forgets them. So it does with values of another metric than the watched one, whose files
-        are never deleted.
+        The index forgets checkpoints after `step`, which were damaged, and values of another metric
+        than the watched one, whose files are never deleted.
         """
         self._index = self.world.on_main(lambda: read_index(self._folder).up_to(step))
         if watch is not None and self._index.monitor != watch.metric:
@@ -119,12 +118,9 @@ class Session:
         keep_top_k: int | None,
         keep_newest: int = 0,
     ) -> Record:
-        """Write a checkpoint, name it in the index, delete what is no longer kept; rank 0 only.
+        """Write and announce a checkpoint, delete others, return its record; rank 0 only.
 
         The best `keep_top_k` are kept, the last, and the newest `keep_newest`; None keeps all.
-
-        Returns:
-            Its `checkpoint` record.
         """
         name = checkpoint_name(position)
         digest = checkpoints.save(self._folder, name, content)
@@ -139,16 +135,15 @@ class Session:
         spared = [*self._spared, *(old.path for old in newest)]
         self._index = announce(self._folder, index, entry, keep_top_k, spared)
         record = {"event": "checkpoint", "step": position.step, "path": f"checkpoints/{name}"}
-        return record | {"sha256": digest} | _some(content, "weights_sha256")
+        record["sha256"] = digest
+        if "weights_sha256" in content:
+            record["weights_sha256"] = content["weights_sha256"]
+        return record
 
     def close(self) -> None:
         """Let another process open the run."""
         if self.run is not None:
             self.run.close()
-
-
-def _some(table: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: table[name] for name in names if name in table}
 
 
 def refuse_taken(path: Path, go_on: str) -> None:

@@ -13,7 +13,7 @@ from samestep.data.recipe_splits import load_splits
 from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.ranks.world import Device, World, choose_device
-from samestep.recipe import Recipe, Splits
+from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import Entry, find_checkpoint
@@ -48,13 +48,9 @@ class TrainedModel:
 def open_checkpoint(
     path: Path, name: str = "best", *, device: Device = "auto", recipe: Recipe | None = None
 ) -> TrainedModel:
-    """Return a checkpoint of a run as a model.
+    """Return a checkpoint of a run as a model: "best", "last", or a file name in checkpoints/.
 
-    Args:
-        path: the run's directory.
-        name: "best", "last", or a file name in its checkpoints/.
-        device: where to compute.
-        recipe: instead of the one that the run names.
+    `recipe` takes the place of the one that the run names.
     """
     if not is_run(path):
         raise no_run(path)
@@ -100,15 +96,8 @@ def evaluate_run(
     """Return loss and metrics of a checkpoint over a split, in one process.
 
     Where the data names its classes, also `per_class` and `confusion` as result.json has them.
-
-    Args:
-        path: the run's directory.
-        name: "best", "last", or a file name in its checkpoints/.
-        split: the part of the data.
-        device: where to evaluate.
-        data_dir: where the data is, for a recipe that has this option.
-        skip_bad: how many files of it may be unreadable, for a recipe that has this option.
-        given: a recipe, instead of the one that the run names.
+    `data_dir` and `skip_bad` are options of recipes that have them; `given` is a recipe instead of
+    the one that the run names.
     """
     opened = open_checkpoint(path, name, device=device, recipe=given)
     recipe, settings, model = opened.recipe, opened.settings, opened.model
@@ -119,7 +108,15 @@ def evaluate_run(
     seed_alike(settings.seed)
     splits = load_splits(recipe, options, world, wanted=(split,))
     check_classes(opened.content, splits.classes)
-    data = _part(splits, split, recipe.name, data_dir)
+    data = getattr(splits, split)
+    if data is None:
+        raise UserError(f"Recipe {recipe.name} has no {split} data.")
+    if isinstance(data, Sized) and not len(data):
+        place = f" in {data_dir}" if data_dir is not None else ""
+        raise UserError(
+            f"There are no {split} samples{place}. Where the run was trained on all of it, name "
+            "other data with --data-dir; where all of it is new, use --split test."
+        )
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
     plain = replace(recipe, augment=None)
     source = open_split(data, world, plain, settings, opened.dtype)
@@ -144,20 +141,6 @@ def evaluate_run(
         **values,
         **({"notes": list(splits.notes)} if splits.notes else {}),
     }
-
-
-def _part(splits: Splits, split: str, recipe: str, data_dir: str | None) -> Any:
-    """Return one of the splits, which has samples."""
-    data = getattr(splits, split)
-    if data is None:
-        raise UserError(f"Recipe {recipe} has no {split} data.")
-    if isinstance(data, Sized) and not len(data):
-        place = f" in {data_dir}" if data_dir is not None else ""
-        raise UserError(
-            f"There are no {split} samples{place}. Where the run was trained on all of it, name "
-            "other data with --data-dir; where all of it is new, use --split test."
-        )
-    return data
 
 
 def _elsewhere(options: Any, recipe: str, **given: Any) -> Any:

@@ -70,12 +70,12 @@ class Engine:
     """Trains until there is a reason to stop."""
 
 
-def _run_loop(task: Task) -> None:
+def _drive(task: Task) -> None:
     for record in train(task.work, task.state, task.control):
         task.emit(record)
 
 
-NATIVE = Engine(wrap=wrap, drive=_run_loop)
+NATIVE = Engine(wrap=wrap, drive=_drive)
 
 
 def run_session(
@@ -90,14 +90,8 @@ def run_session(
 ) -> Outcome:
     """Train a recipe on this world, from the beginning or from the newest checkpoint.
 
-    Args:
-        request: the recipe, its options, the settings, and whether to resume.
-        world: this rank among the others, joined.
-        received: the stop signal of this process, as it comes in.
-        show: called on rank 0 with each record.
-        begin: called on every rank with the run directory once it is there.
-        started_at: when the user's command began, in seconds since the epoch.
-        engine: what takes the steps.
+    `show` gets each record on rank 0; `begin` gets the run directory on every rank once it is
+    there. The user's command began at `started_at`, in seconds since the epoch.
     """
     with switched(request.settings, world.device):
         named = world.on_main(lambda: choose_path(request))
@@ -130,7 +124,13 @@ def _train(
     start = _start_record(request, built, session.path, named, resumed)
     if session.run is not None:
         describe(session.run, request, built, gpus)
-    session.begin(start, _resume_record(work, state, resumed), state.position.step, state.watch)
+    resume_line = None
+    if resumed is not None:
+        step, checkpoint = state.position.step, resumed.checkpoint
+        resume_line = resume_record(world, step, checkpoint, resumed.problems)
+        if resumed.changes:
+            resume_line["changes"] = resumed.changes
+    session.begin(start, resume_line, state.position.step, state.watch)
     every = request.settings.checkpoint_every_minutes
     minutes = SaveTimer(every)
     agreement = Agreement(world, received, minutes.passed if every else None)
@@ -138,10 +138,8 @@ def _train(
 
     def write(content: dict[str, Any], metric: float | None) -> Record:
         content = {**content, "made_with": made_with}
-        keep = work.settings.keep_top_k
-        return session.save(
-            content, state.position, metric=metric, watch=state.watch, keep_top_k=keep
-        )
+        keep, watch = work.settings.keep_top_k, state.watch
+        return session.save(content, state.position, metric=metric, watch=watch, keep_top_k=keep)
 
     def save(metric: float | None) -> Record:
         started = time.perf_counter()
@@ -187,10 +185,7 @@ def choose_path(request: Request) -> Path:
 
 
 def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ()) -> None:
-    """Write the settings, a copy of the recipe's file, and the environment into a run.
-
-    `gpus` are the UUIDs of the ranks' GPUs, empty for other devices.
-    """
+    """Write settings, recipe and environment into a run; `gpus` are UUIDs, "" for other devices."""
     world = built.work.world
     write_text(run.path / "settings.toml", settings_text(request, built.work))
     changed = bool(request.recipe_changes)
@@ -212,7 +207,7 @@ def _start_record(
 ) -> Record:
     work, splits, settings = built.work, built.splits, built.work.settings
     notes = notes_of(request, built, path, resumed=resumed is not None)
-    optional = {
+    only_if_set = {
         "batch_size_per_rank": request.settings.batch_size_per_rank,
         "param_dtype": settings.param_dtype,
         "own_schedule": bool(request.recipe.schedule),
@@ -233,14 +228,6 @@ def _start_record(
         monitor=built.state.watch.metric,
         free_options=sorted(free_names(request.recipe.options)),
         resumed=resumed is not None,
-        **{name: value for name, value in optional.items() if value},
+        **{name: value for name, value in only_if_set.items() if value},
         notes=[*splits.notes, *notes],
     )
-
-
-def _resume_record(work: Work, state: State, resumed: Resumed | None) -> Record | None:
-    if resumed is None:
-        return None
-    step, checkpoint = state.position.step, resumed.checkpoint
-    record = resume_record(work.world, step, checkpoint, resumed.problems)
-    return {**record, **({"changes": resumed.changes} if resumed.changes else {})}
