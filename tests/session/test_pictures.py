@@ -333,9 +333,11 @@ def test_a_picture_that_takes_too_long_is_left_out(tmp_path, monkeypatch):
 
 
 def test_a_signal_ends_the_pictures_and_the_run_is_complete(tmp_path):
+    go_on = threading.Event()
+
     def interrupts(_model, _data):
         os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(120)
+        go_on.wait(120)
         return "too late"
 
     began = time.monotonic()
@@ -344,6 +346,7 @@ def test_a_signal_ends_the_pictures_and_the_run_is_complete(tmp_path):
     assert one.result["status"] == "completed"
     assert one.history[-1]["event"] == "stop"
     assert told(one)["slow"]["kind"] == "note"
+    go_on.set()  # while its thread waits, `samestep train` would end this process
 
 
 def test_pyplot_is_left_as_it_was(tmp_path):

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from samestep.data.batches import open_split
-from samestep.data.blocks import Batch, Block, Lap, untimed
+from samestep.data.blocks import Batch, Block, Lap, cut_rows, untimed
 from samestep.data.recipe_splits import SPLITS, load_splits
 from samestep.data.source import Source
 from samestep.data.trees import check_rows, narrow
@@ -31,8 +31,7 @@ class MicroBatch(NamedTuple):
     targets: Any
     """(batch, …)."""
     weight: float
-    """This part's share of the global batch: its samples / all samples of the step. The parts of
-    all ranks add up to 1."""
+    """Its samples / all samples of the step; the parts of all ranks add up to 1."""
     size: int
     """Samples of the step over all ranks."""
     last: bool
@@ -117,16 +116,13 @@ class LitData(pl.LightningDataModule):
         world = World() if trainer is None else world_of(trainer)
         if not self._sources or world != self.world:
             self.world = world
-            self._load()
+            seed_alike(self.settings.seed)
+            splits = load_splits(self.recipe, self.options, world)
+            how = world, self.recipe, self.settings, torch.float32
+            found = {n: data for n in SPLITS if (data := getattr(splits, n)) is not None}
+            self._sources = {name: open_split(data, *how) for name, data in found.items()}
         if stage == "fit":
             self.plan = self._plan_for(trainer)
-
-    def _load(self) -> None:
-        seed_alike(self.settings.seed)
-        splits = load_splits(self.recipe, self.options, self.world)
-        how = self.world, self.recipe, self.settings, torch.float32
-        found = {name: getattr(splits, name) for name in SPLITS}
-        self._sources = {n: open_split(data, *how) for n, data in found.items() if data is not None}
 
     def _plan_for(self, trainer: "pl.Trainer | None") -> Plan:
         settings, asked = self.settings, self.settings.accumulate or 1
@@ -266,29 +262,22 @@ class Parts:
 
     def _cuts(self, rows: int, global_size: int) -> list[tuple[int, int, int]]:
         """Cut a step; every rank gets the same number of parts, since Lightning counts them."""
-        batch = self._plan.micro_batch_size
-        starts = [part * batch for part in range(self._parts_of(global_size))]
-        counts = [min(batch, rows - start) for start in starts]
+        cuts = cut_rows(rows, global_size, batch_size=self._plan.micro_batch_size)
         # A rank that has no samples left takes one with weight 0.
-        return [(s, n, n) if n > 0 else (0, 1, 0) for s, n in zip(starts, counts, strict=True)]
+        return cuts + [(0, 1, 0)] * (self._parts_of(global_size) - len(cuts))
 
     def _cut(self, step: Block) -> Iterator[MicroBatch]:
         cuts = self._cuts(step.rows, step.global_size)
         if len(cuts) > 1 and not step.parts:
             check_rows((step.inputs, step.targets), step.rows)
-        for number, (start, count, counted) in enumerate(cuts, start=1):
+        for number, (start, count, counted) in enumerate(cuts):
             if step.parts:
-                inputs, targets = step.parts[number - 1].inputs, step.parts[number - 1].targets
+                inputs, targets = step.parts[number].inputs, step.parts[number].targets
             else:
                 inputs, targets = (narrow(t, start, count) for t in (step.inputs, step.targets))
-            yield MicroBatch(
-                inputs,
-                targets,
-                step.weight * counted / step.global_size,
-                step.global_size,
-                number == len(cuts),
-                count,
-            )
+            size, last = step.global_size, number == len(cuts) - 1
+            weight = step.weight * counted / size
+            yield MicroBatch(inputs, targets, weight, size, last, count)
 
     def state_dict(self) -> dict[str, int]:
         """Return the steps of the epoch that were handed out."""

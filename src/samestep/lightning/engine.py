@@ -40,13 +40,12 @@ from samestep.settings import Settings, flag_name
 from samestep.training.alike import is_checked
 from samestep.training.loop import check_weights, checkpoint_name, evaluate_now, judge, stop_early
 from samestep.training.meter import Meter, epoch_record
-from samestep.training.metrics import StepOutputs
 from samestep.training.optimizer import optimizer_of
 from samestep.training.plan import Plan, is_recorded, learning_rate
 from samestep.training.prepare import match_layouts, tell_end_of_autograd
 from samestep.training.snapshot import capture, check_alike
 from samestep.training.step import StepResult, check_used
-from samestep.training.work import StepsTaken, Work, close_epoch, epoch_is_full
+from samestep.training.work import StepsTaken, close_epoch, epoch_is_full
 
 # Lightning's loop has no place for; refused before anything is written.
 _NATIVE_ONLY = (
@@ -65,11 +64,6 @@ def check_settings(settings: Settings, recipe: Recipe) -> None:
                 "loop evaluates and saves at the end of every epoch, compiles no whole steps, and "
                 "averages no weights."
             )
-    if settings.ema is not None:
-        raise UserError(
-            f"--ema {settings.ema} needs --engine native: Lightning's loop evaluates the weights "
-            "themselves, not their average."
-        )
 
 
 class _StoppedBySignal(Exception):  # noqa: N818 - not an error
@@ -93,7 +87,6 @@ class _Records(Callback):
         """The monitored metric of the newest evaluation, if nothing was trained since."""
 
     def on_train_start(self, *_: Any) -> None:
-        """Begin to count."""
         signal.signal(signal.SIGTERM, self._heed)
         optimizer, phases = self._work.learner.optimizer, self._work.phases
         match_layouts(optimizer)  # Lightning has loaded its state
@@ -106,7 +99,6 @@ class _Records(Callback):
         self._meter.resume()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Begin to count the forward pass."""
         self._work.phases.lap("other")
 
     def on_before_backward(self, trainer: Trainer, _: LightningModule, loss: Tensor) -> None:
@@ -139,13 +131,16 @@ class _Records(Callback):
         batch: MicroBatch,
         batch_idx: int,
     ) -> None:
-        """Count a step once its last part is done."""
         if not batch.last:
             return
         work, state, between = self._work, self._state, self._task.control
         position, total = state.position, work.plan.total_steps
         part = torch.as_tensor(cast("LitRecipe", pl_module).step_loss)
-        taken = self._taken(part, batch.size, cast("LitRecipe", pl_module).take_seen())
+        first, seen = position.step, cast("LitRecipe", pl_module).take_seen()
+        logged = [first + 1] if is_recorded(first + 1, work.plan.log_every) else []
+        result = StepResult([part], None if self._norm is None else [self._norm], seen=seen)
+        lrs = [learning_rate(work.plan, work.settings, first)]
+        taken = StepsTaken(first, batch.size, lrs, logged, result)
         self.metric = None
         position.step += 1
         position.step_in_epoch += 1
@@ -173,21 +168,12 @@ class _Records(Callback):
             state.stop_reason = signal.Signals(agreed.signum).name
             raise _StoppedBySignal
 
-    def _taken(self, loss: Tensor, size: int, seen: list[StepOutputs]) -> StepsTaken:
-        """Return the step that has just been taken."""
-        first, work = self._state.position.step, self._work
-        logged = [first + 1] if is_recorded(first + 1, work.plan.log_every) else []
-        norms = None if self._norm is None else [self._norm]
-        lrs = [learning_rate(work.plan, work.settings, first)]
-        return StepsTaken(first, size, lrs, logged, StepResult([loss], norms, seen=seen))
-
     def _save(self, trainer: Trainer) -> None:
         trainer.save_checkpoint(
             self._task.session.path / "checkpoints" / checkpoint_name(self._state.position)
         )
 
     def on_validation_start(self, *_: Any) -> None:
-        """Begin to count the seconds of an evaluation."""
         self._validation_began = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -203,7 +189,6 @@ class _Records(Callback):
         self.saving_began = time.perf_counter()
 
     def on_train_epoch_end(self, *_: Any) -> None:
-        """Close the epoch where nothing is validated."""
         if epoch_is_full(self._work, self._state):
             close_epoch(self._work, self._state)
 
@@ -218,7 +203,6 @@ class _Module(LitRecipe):
         self._work, self._state = work, task.state
 
     def make_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
-        """Return the optimizer of the training that samestep has built."""
         return self._work.learner.optimizer
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -234,13 +218,11 @@ class _RunCheckpoints(CheckpointIO):
         self._task, self._records = task, records
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *_: Any, **__: Any) -> None:
-        """Write and announce a checkpoint; Lightning calls it on rank 0."""
         record = self._task.write(checkpoint, self._records.metric)
         seconds = time.perf_counter() - self._records.saving_began
         self._task.emit({**record, "seconds": seconds})
 
     def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return a checkpoint; it cannot run code."""
         folder = Path(path).parent
         for entry in read_index(folder).checkpoints:
             if entry.path == Path(path).name:
@@ -269,15 +251,19 @@ class _Checkpoints(ModelCheckpoint):
             super().on_train_epoch_end(trainer, pl_module)
 
     def format_checkpoint_name(self, *_: Any, **__: Any) -> str:
-        """Return the path of a checkpoint of the current position."""
         return str(Path(cast("str", self.dirpath)) / checkpoint_name(self._state.position))
 
 
 def _drive(task: Task) -> None:
     """Train with a Trainer of Lightning's."""
-    task = replace(task, work=_with_its_optimizer(task.work, task.request.recipe))
-    work, state = task.work, task.state
-    settings, watch, records = work.settings, state.watch, _Records(task)
+    work, state, recipe = task.work, task.state, task.request.recipe
+    settings, watch, model = work.settings, state.watch, work.learner.model
+    if settings.precision in ("bf16", "fp16"):  # Lightning cannot clip with a fused optimizer
+        lr, device = work.plan.lr, work.world.device
+        optimizer = optimizer_of(recipe, model, settings, lr, device, fuse=False)
+        work = replace(work, learner=replace(work.learner, optimizer=optimizer))
+    task = replace(task, work=work)
+    records = _Records(task)
     callbacks: list[Any] = [records, LearningRateMonitor("step")]
     if settings.patience is not None:
         callbacks.append(
@@ -295,7 +281,7 @@ def _drive(task: Task) -> None:
             trainer = _trainer(task, callbacks, _RunCheckpoints(task, records))
             trainer.fit(
                 _Module(task),
-                datamodule=LitData.of_work(work, task.request.recipe, task.request.options),
+                datamodule=LitData.of_work(work, recipe, task.request.options),
                 ckpt_path=task.checkpoint,
                 weights_only=True,
             )
@@ -312,16 +298,6 @@ def _drive(task: Task) -> None:
             f"Lightning ended the training after step {state.position.step} of "
             f"{work.plan.total_steps} without a reason."
         )
-
-
-def _with_its_optimizer(work: Work, recipe: Recipe) -> Work:
-    """Return the work with an optimizer that Lightning's mixed precision can clip: not fused."""
-    settings = work.settings
-    if settings.precision not in ("bf16", "fp16"):
-        return work
-    model, device = work.learner.model, work.world.device
-    optimizer = optimizer_of(recipe, model, settings, work.plan.lr, device, fuse=False)
-    return replace(work, learner=replace(work.learner, optimizer=optimizer))
 
 
 def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:

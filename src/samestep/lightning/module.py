@@ -184,14 +184,13 @@ class LitRecipe(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Count a batch."""
-        inputs = batch.inputs
-        rank = self.trainer.global_rank
-        seed_torch(mix(self.settings.seed, rank, batch_idx), self.device)
+        seed = mix(self.settings.seed, self.trainer.global_rank, batch_idx)
+        seed_torch(seed, self.device)
         try:
-            outputs = self(inputs)
+            outputs = self(batch.inputs)
         except Exception as error:
-            what = f"The recipe's model failed in an evaluation, with inputs {describe(inputs)}"
-            blame(what, error, self.recipe.model)
+            about = f"in an evaluation, with inputs {describe(batch.inputs)}"
+            blame(f"The recipe's model failed {about}", error, self.recipe.model)
         self._totals.add(outputs, batch)
 
     def _dtype_of_weights(self) -> torch.dtype:

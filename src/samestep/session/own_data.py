@@ -45,7 +45,7 @@ class OwnBatch:
     """Samples of the step over all ranks."""
     epoch: int
     """Epochs before this one."""
-    step: int
+    step: int = 0
     """Steps of the run before this one."""
     indices: Tensor
     """(rows,) int64 on the CPU: the place of each sample in the data."""
@@ -86,9 +86,9 @@ class OpenedData:
     """What the script gave."""
     collate: Collate | None
     workers: int
+    world: World
+    seed: int
     source: Source
-    is_tensor: bool
-    """Whether the data is one tensor, so that a batch is one, too."""
     digest: str
     """A hash of some samples of data in memory; empty of a `Dataset`."""
     stamp: tuple[tuple[int, int], ...]
@@ -102,6 +102,57 @@ class OpenedData:
         same = len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
         return same and workers == self.workers and self.stamp == _stamp_of(data)
 
+    def steps(self, global_batch_size: int, *, drop_last: bool) -> int:
+        """Return the steps of an epoch."""
+        if not isinstance(global_batch_size, int) or global_batch_size < 1:
+            raise UserError(
+                f"global_batch_size is {global_batch_size!r}; it must be a whole number from 1: "
+                "the samples of a step over all ranks."
+            )
+        number = self.source.num_samples
+        steps = steps_per_epoch(number, global_batch_size, drop_last=drop_last)
+        if steps == 0:
+            raise UserError(
+                f"drop_last leaves nothing of {number} samples: global_batch_size is "
+                f"{global_batch_size}. Make it smaller, or leave drop_last out."
+            )
+        return steps
+
+    def epoch(
+        self, epoch: int, first_step: int, global_batch_size: int, *, drop_last: bool
+    ) -> Generator[OwnBatch]:
+        """Yield this rank's batches of an epoch, from `first_step` of it on."""
+        size, source = global_batch_size, self.source
+        order = epoch_order(source.num_samples, self.seed, epoch)
+        places = group_steps(order, first_step, 1, size, self.world, drop_last=drop_last)
+        blocks = source.blocks(epoch, first_step, global_batch=size, drop_last=drop_last)
+        singles = (single for block in blocks for single in block.parts or block.singles())
+        for place, one in zip(places, singles, strict=True):
+            share = one.weight, one.rows, one.global_size
+            yield self._batch(one.inputs, *share, epoch, place.inputs)
+
+    def once(self, batch_size: int, epoch: int) -> Iterator[OwnBatch]:
+        """Yield this rank's share of all samples, each once."""
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise UserError(f"run.validation: batch_size is {batch_size!r}; it must be 1 or more.")
+        for part in self.source.evaluation(batch_size):
+            rows, indices = part.samples, torch.arange(part.first, part.first + part.samples)
+            yield self._batch(part.inputs, 1.0, rows, self.source.num_samples, epoch, indices)
+
+    def _batch(
+        self, data: Any, weight: float, rows: int, global_size: int, epoch: int, indices: Tensor
+    ) -> OwnBatch:
+        return OwnBatch(
+            data=data[0] if isinstance(self.data, Tensor) else data,
+            rows=rows,
+            weight=weight * rows / global_size,
+            global_size=global_size,
+            epoch=epoch,
+            indices=indices,
+            device=self.world.device,
+            seed=self.seed,
+        )
+
 
 def open_data(
     data: Any, world: World, seed: int, collate: Collate | None, workers: int
@@ -114,8 +165,7 @@ def open_data(
             "__len__ and __getitem__. A DataLoader or a stream has its own order, and here the "
             "order is samestep's."
         )
-    is_tensor = isinstance(data, Tensor)
-    if is_tensor:
+    if isinstance(data, Tensor):
         data = (data, torch.empty(len(data), 0))
     elif isinstance(data, tuple) and len(data) != 2:
         data = TensorDataset(*data)
@@ -126,8 +176,9 @@ def open_data(
         data=given,
         collate=collate,
         workers=workers,
+        world=world,
+        seed=seed,
         source=source,
-        is_tensor=is_tensor,
         digest=_hash_of(given),
         stamp=stamp,
     )
@@ -141,75 +192,6 @@ def open_data(
                 on_all_ranks=True,
             )
     return opened
-
-
-def steps_of(opened: OpenedData, global_batch_size: int, *, drop_last: bool) -> int:
-    """Return the steps of an epoch."""
-    if not isinstance(global_batch_size, int) or global_batch_size < 1:
-        raise UserError(
-            f"global_batch_size is {global_batch_size!r}; it must be a whole number from 1: the "
-            "samples of a step over all ranks."
-        )
-    number = opened.source.num_samples
-    steps = steps_per_epoch(number, global_batch_size, drop_last=drop_last)
-    if steps == 0:
-        raise UserError(
-            f"drop_last leaves nothing of {number} samples: global_batch_size is "
-            f"{global_batch_size}. Make it smaller, or leave drop_last out."
-        )
-    return steps
-
-
-def read_epoch(
-    opened: OpenedData,
-    world: World,
-    *,
-    seed: int,
-    epoch: int,
-    first_step: int,
-    global_batch_size: int,
-    drop_last: bool,
-) -> Generator[OwnBatch]:
-    """Yield this rank's batches of an epoch, from `first_step` of it on; `step` counts in it."""
-    source = opened.source
-    order = epoch_order(source.num_samples, seed, epoch)
-    places = group_steps(order, first_step, 1, global_batch_size, world, drop_last=drop_last)
-    blocks = source.blocks(epoch, first_step, global_batch=global_batch_size, drop_last=drop_last)
-    singles = (single for block in blocks for single in block.parts or block.singles())
-    for place, single in zip(places, singles, strict=True):
-        data = single.inputs
-        yield OwnBatch(
-            data=data[0] if opened.is_tensor else data,
-            rows=single.rows,
-            weight=single.weight * single.rows / single.global_size,
-            global_size=single.global_size,
-            epoch=epoch,
-            step=place.first_step,
-            indices=place.inputs,
-            device=world.device,
-            seed=seed,
-        )
-
-
-def read_once(
-    opened: OpenedData, world: World, batch_size: int, seed: int, epoch: int
-) -> Iterator[OwnBatch]:
-    """Yield this rank's share of all samples, each once."""
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise UserError(f"run.validation: batch_size is {batch_size!r}; it must be 1 or more.")
-    number = opened.source.num_samples
-    for part in opened.source.evaluation(batch_size):
-        yield OwnBatch(
-            data=part.inputs[0] if opened.is_tensor else part.inputs,
-            rows=part.samples,
-            weight=part.samples / number,
-            global_size=number,
-            epoch=epoch,
-            step=0,
-            indices=torch.arange(part.first, part.first + part.samples),
-            device=world.device,
-            seed=seed,
-        )
 
 
 def _parts(data: Any) -> tuple[Any, ...]:

@@ -14,10 +14,10 @@ from samestep.data.order import steps_per_epoch
 from samestep.errors import UserError, did_you_mean
 from samestep.recipe import Collate
 from samestep.run.files import read_object
-from samestep.session import own_data, own_state
+from samestep.session import own_state
 from samestep.session.gradients import Passes
 from samestep.session.means import Means
-from samestep.session.own_data import OwnBatch
+from samestep.session.own_data import OpenedData, OwnBatch, open_data
 from samestep.session.own_ending import say
 from samestep.session.own_session import OwnSession
 from samestep.session.own_state import Stateful
@@ -55,7 +55,7 @@ class OwnLoop:
         self._backwards = 0  # of the running step
         self._num_epochs = 0
         self._log_every = own.options.log_every
-        self._data: dict[str, own_data.OpenedData] = {}
+        self._data: dict[str, OpenedData] = {}
         self._epoch_ended = False
 
     # --- the epochs
@@ -100,15 +100,12 @@ class OwnLoop:
         result = self._world.on_main(lambda: read_object(self._own.path / "result.json"))
         ended = result.get("status") == "completed" and result.get("steps") == own.position.step
         if not ended:  # the end of the run is still to be recorded
-            order = own.order
-            samples, total = order["num_samples"], order["global_batch_size"]
-            steps = steps_per_epoch(samples, total, drop_last=order["drop_last"])
-            self._own.begin(order, self._sizes(order, steps))
+            sizes = own.order["num_samples"], own.order["global_batch_size"]
+            steps = steps_per_epoch(*sizes, drop_last=own.order["drop_last"])
+            self._own.begin(own.order, self._sizes(own.order, steps))
         why = f" ({own.finished['reason']})" if own.finished else ""
-        say(
-            self._world,
-            f"{self._own.path} has its {own.position.epoch} epochs{why}: nothing to train.",
-        )
+        has = f"{self._own.path} has its {own.position.epoch} epochs{why}"
+        say(self._world, f"{has}: nothing to train.")
 
     def finish(self, reason: str) -> None:
         """Let this epoch be the last; see `OwnRun.finish`."""
@@ -151,9 +148,8 @@ class OwnLoop:
             self.place = AFTER_EPOCHS
             own_state.best_on_all(self._state, self._world)
             if self._goes_on:
-                self._own.left = (
-                    f"left after epoch {self._state.position.epoch} of {self._num_epochs}"
-                )
+                epoch = self._state.position.epoch
+                self._own.left = f"left after epoch {epoch} of {self._num_epochs}"
         if self.place != BEFORE_EPOCHS:
             self._own.save()
 
@@ -179,7 +175,7 @@ class OwnLoop:
         self._check_place("run.batches", BEFORE_BATCHES)
         seed, position = self._own.options.seed, self._state.position
         opened = self._open("train", data, collate, num_workers)
-        num_steps = own_data.steps_of(opened, global_batch_size, drop_last=drop_last)
+        num_steps = opened.steps(global_batch_size, drop_last=drop_last)
         order = {
             "seed": seed,
             "num_samples": opened.source.num_samples,
@@ -190,19 +186,14 @@ class OwnLoop:
         self._own.begin(order, self._sizes(order, num_steps))
         self.place = IN_BATCHES
         self._own.clock.resume(position)
-        read = own_data.read_epoch(
-            opened,
-            self._world,
-            seed=seed,
-            epoch=position.epoch,
-            first_step=position.step_in_epoch,
-            global_batch_size=global_batch_size,
-            drop_last=drop_last,
-        )
+        first = position.step_in_epoch
+        read = opened.epoch(position.epoch, first, global_batch_size, drop_last=drop_last)
         with closing(read):
             for batch in read:
-                batch.step = position.step
-                self._seed_step()
+                batch.step, self._backwards = position.step, 0
+                # The script draws other numbers on each rank.
+                seed_torch(mix(seed, self._world.rank, batch.step), self._world.device)
+                seed_rank(mix(seed, batch.step), self._world.rank)
                 torch.clear_autocast_cache()  # a context around the loop would keep older weights
                 self.batch, self._used = batch, False
                 try:
@@ -235,9 +226,7 @@ class OwnLoop:
         position = self._state.position
         epoch = position.epoch
         try:
-            for batch in own_data.read_once(
-                opened, self._world, batch_size, self._own.options.seed, epoch
-            ):
+            for batch in opened.once(batch_size, epoch):
                 batch.step, self.batch = position.step, batch
                 torch.clear_autocast_cache()
                 yield batch
@@ -268,9 +257,7 @@ class OwnLoop:
         self._used = True
         return self.batch
 
-    def _open(
-        self, split: str, data: Any, collate: Collate | None, workers: int
-    ) -> own_data.OpenedData:
+    def _open(self, split: str, data: Any, collate: Collate | None, workers: int) -> OpenedData:
         """Return the data, opened once."""
         before = self._data.get(split)
         if before is not None:
@@ -278,15 +265,15 @@ class OwnLoop:
                 return before
             before.source.close()
             del before, self._data[split]  # its memory may be needed for the new one
-        opened = own_data.open_data(data, self._world, self._own.options.seed, collate, workers)
+        opened = open_data(data, self._world, self._own.options.seed, collate, workers)
         self._data[split] = opened
         return opened
 
     def _check_place(self, what: str, *places: str) -> None:
         if self.place not in places:
             held = (
-                " After break, close an iterator that is still held, such as tqdm's: batches = "
-                "run.batches(…), and then batches.close()."
+                " After a break, close an iterator that something like tqdm holds: batches = "
+                "run.batches(…), then batches.close()."
             )
             raise UserError(
                 f"{what} was reached {self.place}; it belongs {' or '.join(places)}: for epoch in "
@@ -370,13 +357,6 @@ class OwnLoop:
             opened.source.close()
 
     # --- random numbers
-
-    def _seed_step(self) -> None:
-        """Seed what the script draws in a step: other numbers on each rank."""
-        self._backwards = 0
-        seed, step = self._own.options.seed, self._state.position.step
-        seed_torch(mix(seed, self._world.rank, step), self._world.device)
-        seed_rank(mix(seed, step), self._world.rank)
 
     def seed_update(self) -> None:
         """Seed what the script draws after a backward: the same numbers on each rank."""

@@ -43,9 +43,7 @@ class Options:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"open_run({name}={value!r}): it must be a whole number from 1.")
         if isinstance(self.may_change, str):
-            raise UserError(
-                f"open_run(may_change={self.may_change!r}): it must be a list of names."
-            )
+            raise UserError(f"open_run(may_change={self.may_change!r}) must be a list of names.")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise UserError(f"open_run(seed={self.seed!r}): it must be a whole number from 0.")
 
@@ -74,12 +72,9 @@ def script_name() -> str:
 
 def names_of_path(settings: Mapping[str, Any], path: str | Path | None) -> set[str]:
     """Return the names of settings that are the run directory, which may be moved."""
-    if path is None:
-        return set()
+    place = path and Path(path).absolute()
     texts = {name: value for name, value in settings.items() if isinstance(value, str | Path)}
-    return {
-        name for name, value in texts.items() if Path(value).absolute() == Path(path).absolute()
-    }
+    return {name for name, value in texts.items() if Path(value).absolute() == place}
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,9 +82,8 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Those that are None, that TOML cannot hold, or that are named like a secret are left out.
     """
-    plain = {
-        str(name): _plain(value) for name, value in settings.items() if not names_secret(str(name))
-    }
+    told = {str(name): value for name, value in settings.items() if not names_secret(str(name))}
+    plain = {name: _plain(value) for name, value in told.items()}
     return {name: value for name, value in plain.items() if value is not None}
 
 

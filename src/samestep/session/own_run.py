@@ -402,22 +402,10 @@ def open_run(
         SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
             after a stop signal, with a checkpoint.
     """
+    arguments = locals()
     is_path = names_of_path(settings or {}, path)
     kept = {name: value for name, value in (settings or {}).items() if name not in is_path}
-    return OwnRun(
-        Options(
-            path=path,
-            seed=seed,
-            resume=resume,
-            settings=plain_settings(kept),
-            may_change=may_change if isinstance(may_change, str) else {*may_change, *is_path},
-            name=name or script_name(),
-            log_every=log_every,
-            checkpoint_every_epochs=checkpoint_every_epochs,
-            checkpoint_every_steps=checkpoint_every_steps,
-            keep_checkpoints=keep_checkpoints,
-            device=device,
-            backend=backend,
-            timeout_s=timeout_s,
-        )
-    )
+    arguments |= {"settings": plain_settings(kept), "name": name or script_name()}
+    if not isinstance(may_change, str):
+        arguments["may_change"] = {*may_change, *is_path}
+    return OwnRun(Options(**arguments))

@@ -102,9 +102,8 @@ class OwnSession:
         resume = None
         if self._resumed is not None:
             checkpoint, problems = self._resumed
-            if changed := script_changes(self.path / _SCRIPT_COPY, Path(sys.argv[0])):
-                names = listed(changed, 5)
-                problems.append(f"{sys.argv[0]} has changed since the run began: {names}.")
+            if changed := listed(script_changes(self.path / _SCRIPT_COPY, Path(sys.argv[0])), 5):
+                problems.append(f"{sys.argv[0]} has changed since the run began: {changed}.")
             goes_on = f"{self.path} goes on after step {position.step}, from {checkpoint}."
             say(world, " ".join([goes_on, *problems]))
             resume = resume_record(world, position.step, checkpoint, problems)
@@ -198,14 +197,11 @@ class OwnSession:
         run, own = self.session.run, self.state
         if run is None or not self.session.begun:
             return
-        status, reason = "completed", "finished"
+        status, reason, step = "completed", "finished", own.position.step
         if isinstance(error, Stopped):
             status, reason = "stopped", Signals(error.signum).name
-            say(
-                self.world,
-                f"Stopped by {reason} after step {own.position.step}; {self.path} goes on from "
-                "there with resume=True.",
-            )
+            text = f"Stopped by {reason} after step {step}; {self.path} goes on from there"
+            say(self.world, f"{text} with resume=True.")
         elif error is not None:
             status, reason = "failed", f"failed: {error or type(error).__name__}"
         elif own.finished is not None:
@@ -214,18 +210,10 @@ class OwnSession:
             reason = self.left
             more = "With resume=True it goes on from there; run.finish() ends it for good."
             say(self.world, f"The run was {reason}. {more}")
-        self.session.emit({"event": "stop", "step": own.position.step, "reason": reason})
+        self.session.emit({"event": "stop", "step": step, "reason": reason})
+        how = {"recipe": own.program, "status": status, "reason": reason}
         total = own.order.get("global_batch_size")
-        run.write_result(
-            run_result(
-                self.world,
-                own.position,
-                recipe=own.program,
-                status=status,
-                reason=reason,
-                global_batch_size=total,
-            )
-        )
+        run.write_result(run_result(self.world, own.position, **how, global_batch_size=total))
 
     def close(self, error: BaseException | None) -> None:
         """Stop catching signals, and let another process open the run."""

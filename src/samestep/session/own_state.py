@@ -242,17 +242,11 @@ def _load(name: str, one: Stateful, saved: Any) -> None:
 def check_order(
     before: Mapping[str, Any], now: dict[str, Any], path: Path, *, may_be_new: bool, within: bool
 ) -> None:
-    """Refuse to go on with another order of samples.
+    """Refuse an order of samples other than that of the epoch before, or in the checkpoint.
 
-    Each epoch may have data of its own, such as games played in it: `now` gets "changes" then.
-
-    Args:
-        before: of the epoch before, or in the checkpoint; empty if there is none.
-        now: of the running epoch.
-        path: the run directory.
-        may_be_new: whether the epoch may have data of its own: this process trained the epoch
-            before, or there was only one.
-        within: whether the run goes on within the epoch.
+    Each epoch may have data of its own, such as games played in it: `now` gets "changes" then. It
+    `may_be_new` if this process trained the epoch before, or there was only one. `within`: whether
+    the run goes on within the epoch.
     """
     if not before:
         return
@@ -264,9 +258,8 @@ def check_order(
         if name == "changes" or (free and name in _PER_EPOCH):
             continue
         if before[name] != value:
-            what = f"{name} = {before[name]}, and now it is {value}"
-            if name == "data":
-                what = "other data"
+            is_size = name != "data"
+            what = f"{name} = {before[name]}, and now it is {value}" if is_size else "other data"
             raise UserError(
                 f"{path} was begun with {what}: the order of the samples would change within the "
                 "run. Take what it was before, or begin a run in another directory."
