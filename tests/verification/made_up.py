@@ -100,7 +100,7 @@ def checks(evidence: Evidence) -> dict[str, Check]:
     return {check.name: check for check in judge(evidence)}
 
 
-def causes(evidence: Evidence) -> dict[str, str | None]:
+def different(evidence: Evidence) -> dict[str, str | None]:
     """Return the rows that call the training different, with their causes."""
     return {check.name: check.cause.name for check in judge(evidence) if not check.passed}
 

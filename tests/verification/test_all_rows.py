@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.verification.all_rows import UNKNOWN, plan_trainings
+from samestep.verification import causes
+from samestep.verification.all_rows import plan_trainings
 from samestep.verification.module_outputs import ModuleCall, ModuleDifference, first_at_fault
-from samestep.verification.rows import data, loss, metrics, model, one_writer, state, trainings
+from samestep.verification.rows import one_writer
 from samestep.verification.rows.data import Changes
 from samestep.verification.rows.loss import LossOfParts
 from samestep.verification.rows.model import BatchInfluence
@@ -24,7 +25,7 @@ from samestep.verification.short_trainings import (
     RankFailure,
     plan_starts,
 )
-from tests.verification.made_up import causes, checks, computed, kept_call, undisturbed
+from tests.verification.made_up import checks, computed, different, kept_call, undisturbed
 
 SUM = LossOfParts(0.5, 0.25, adds_up=True)
 MODULE = ModuleDifference("1", 0.5)
@@ -93,22 +94,22 @@ def test_without_float64_the_measure_is_what_one_rounding_of_the_weights_moves(m
 @pytest.mark.parametrize(
     ("hidden", "cause", "status"),
     [
-        ({"optimizer": ["the optimizer's moved"]}, state.OPTIMIZER, "note"),
-        ({"kept": ["the model's calls"]}, state.OUTSIDE_MODULE, "note"),
-        ({"learned": ["the loss's scale"]}, state.LEARNED, "note"),
-        ({"draws": ["torch (a.py:3)"]}, state.DRAWS, "same"),
-        ({"asks": {"time.time()": "a.py:3"}}, UNKNOWN, "same"),
+        ({"optimizer": ["the optimizer's moved"]}, causes.OPTIMIZER.name, "note"),
+        ({"kept": ["the model's calls"]}, causes.OUTSIDE_MODULE.name, "note"),
+        ({"learned": ["the loss's scale"]}, causes.LEARNED.name, "note"),
+        ({"draws": ["torch (a.py:3)"]}, causes.DRAWS.name, "same"),
+        ({"asks": {"time.time()": "a.py:3"}}, causes.UNKNOWN.name, "same"),
     ],
 )
 def test_what_is_hidden_explains_what_nothing_else_does_and_is_no_difference_itself(
     hidden, cause, status
 ):
     evidence = undisturbed(state=replace(OUTSIDE, hidden=Hidden(**hidden)))
-    assert causes(evidence) == {}
+    assert different(evidence) == {}
     assert checks(evidence)["state"].status == status
-    assert causes(losses_apart(evidence, "resumed")) == {"stop and resume": cause}
+    assert different(losses_apart(evidence, "resumed")) == {"stop and resume": cause}
     known = undisturbed(state=replace(OUTSIDE, hidden=Hidden(**hidden)), loss=SUM)
-    assert causes(losses_apart(known))["2 ranks"] == loss.NOT_A_MEAN
+    assert different(losses_apart(known))["2 ranks"] == causes.NOT_A_MEAN.name
 
 
 def test_all_ranks_of_a_size_may_differ_from_one_process():
@@ -117,7 +118,7 @@ def test_all_ranks_of_a_size_may_differ_from_one_process():
     evidence = undisturbed(state=replace(OUTSIDE, hidden=asks))
     evidence = on_rank(evidence, "processes", *[computed(calls=times_two)] * 2)
     quick = replace(evidence, reports={k: v for k, v in evidence.reports.items() if k < 2})
-    assert causes(quick) == {"processes": model.BY_RANK}
+    assert different(quick) == {"processes": causes.FORWARD_BY_RANK.name}
     assert "get_world_size() in a.py:3" in checks(quick)["processes"].cause.why
 
 
@@ -131,14 +132,14 @@ def test_one_size_alone_skips_what_needs_several_ranks():
 @pytest.mark.parametrize(
     ("row", "found", "cause"),
     [
-        ("augmentation", Changes("augment", batchwise=False), data.UNKEYED),
-        ("loss", SUM, loss.NOT_A_MEAN),
-        ("loss", LossOfParts(0.0, 0.5, adds_up=False), loss.UNEVEN_BATCH),
-        ("state", replace(OUTSIDE, remembers=MODULE), state.OUTSIDE_MODULE),
-        ("state", replace(OUTSIDE, loss=0.25), state.IN_LOSS),
-        ("samples apart", BatchInfluence(MODULE), model.MIXED),
-        ("samples apart", BatchInfluence(None, ["mean"]), model.BUFFERS),
-        ("metrics", {}, UNKNOWN),
+        ("augmentation", Changes("augment", batchwise=False), causes.UNKEYED["augment"].name),
+        ("loss", SUM, causes.NOT_A_MEAN.name),
+        ("loss", LossOfParts(0.0, 0.5, adds_up=False), causes.UNEVEN_BATCH.name),
+        ("state", replace(OUTSIDE, remembers=MODULE), causes.OUTSIDE_MODULE.name),
+        ("state", replace(OUTSIDE, loss=0.25), causes.IN_LOSS.name),
+        ("samples apart", BatchInfluence(MODULE), causes.MIXED.name),
+        ("samples apart", BatchInfluence(None, ["mean"]), causes.BUFFERS.name),
+        ("metrics", {}, causes.UNKNOWN.name),
     ],
 )
 def test_a_difference_of_training_has_the_cause_that_the_experiments_found(row, found, cause):
@@ -149,13 +150,13 @@ def test_a_difference_of_training_has_the_cause_that_the_experiments_found(row, 
 
 
 def test_a_cause_without_a_difference_is_named_by_its_own_row_alone():
-    assert causes(undisturbed(loss=SUM)) == {"loss": loss.NOT_A_MEAN}
-    assert causes(undisturbed(parameters=["spare.bias"])) == {"parameters": model.UNUSED}
+    assert different(undisturbed(loss=SUM)) == {"loss": causes.NOT_A_MEAN.name}
+    assert different(undisturbed(parameters=["spare.bias"])) == {"parameters": causes.UNUSED.name}
 
 
 def test_parameters_may_be_unused_where_the_ranks_are_told_so():
     found = replace(undisturbed(parameters=["spare.bias"]), allows_unused=True)
-    assert causes(found) == {}
+    assert different(found) == {}
     assert checks(found)["parameters"].status == "same"
 
 
@@ -163,7 +164,7 @@ def test_a_module_that_remembers_is_not_called_one_that_mixes_samples():
     found = undisturbed(
         state=replace(OUTSIDE, remembers=MODULE), samples_apart=BatchInfluence(MODULE)
     )
-    assert causes(found) == {"state": state.OUTSIDE_MODULE}
+    assert different(found) == {"state": causes.OUTSIDE_MODULE.name}
 
 
 @pytest.mark.parametrize(
@@ -176,27 +177,32 @@ def test_a_module_that_remembers_is_not_called_one_that_mixes_samples():
     ],
 )
 def test_each_short_training_decides_its_own_row(training, row):
-    assert causes(losses_apart(undisturbed(), training)) == {row: UNKNOWN}
-    assert causes(failing(undisturbed(), training)) == {row: None}
+    assert different(losses_apart(undisturbed(), training)) == {row: causes.UNKNOWN.name}
+    assert different(failing(undisturbed(), training)) == {row: None}
 
 
 @pytest.mark.parametrize(
     ("kind", "row", "found", "cause"),
     [
-        ("batchnorm", "BatchNorm", ["1"], trainings.BATCHNORM_CAUSE),
-        ("dropout", "dropout", {"rand": "model.py:3"}, trainings.DROPOUT_CAUSE),
-        ("state", "state", replace(OUTSIDE, generators=["Python's random"]), state.OUTSIDE_MODULE),
+        ("batchnorm", "BatchNorm", ["1"], causes.BATCHNORM.name),
+        ("dropout", "dropout", {"rand": "model.py:3"}, causes.DROPOUT.name),
+        (
+            "state",
+            "state",
+            replace(OUTSIDE, generators=["Python's random"]),
+            causes.OUTSIDE_MODULE.name,
+        ),
     ],
 )
 def test_what_differs_by_itself_is_measured_alone_and_may_be_accepted(kind, row, found, cause):
     evidence = undisturbed(present=frozenset({kind}), **{row: found})
     assert checks(evidence)[row].status == "same"
     evidence = losses_apart(evidence, f"{kind} as it is")
-    assert causes(evidence) == {row: cause}
+    assert different(evidence) == {row: cause}
     accepted = checks(replace(evidence, accepts=frozenset({kind})))[row]
     assert accepted.status == ("different" if kind == "state" else "accepted")
     assert accepted.cause.name == cause
-    assert causes(replace(evidence, accepts=frozenset({"dropout", "batchnorm"} - {kind}))) == {
+    assert different(replace(evidence, accepts=frozenset({"dropout", "batchnorm"} - {kind}))) == {
         row: cause
     }
 
@@ -204,17 +210,17 @@ def test_what_differs_by_itself_is_measured_alone_and_may_be_accepted(kind, row,
 def test_a_generator_of_ones_own_is_no_matter_of_what_is_accepted():
     found = undisturbed(state=replace(OUTSIDE, own_generators=["model.py:3"]))
     found = replace(found, accepts=frozenset({"dropout", "batchnorm"}))
-    assert causes(found) == {"state": state.OUTSIDE_MODULE}
+    assert different(found) == {"state": causes.OUTSIDE_MODULE.name}
     assert "model.py:3" in checks(found)["state"].cause.why
 
 
 def test_a_tolerance_compares_losses_alone_and_turns_causes_into_notes():
     evidence = losses_apart(undisturbed(loss=SUM))
-    assert set(causes(evidence)) == {"2 ranks", "loss"}
+    assert set(different(evidence)) == {"2 ranks", "loss"}
     found = checks(replace(evidence, tolerance=0.9))
     assert found["loss"].status == "note"
     assert (found["2 ranks"].status, found["2 ranks"].tolerance) == ("same", 0.9)
-    assert set(causes(replace(evidence, tolerance=1e-6))) == {"2 ranks"}
+    assert set(different(replace(evidence, tolerance=1e-6))) == {"2 ranks"}
 
 
 def test_ranks_that_end_with_other_weights_differ_even_where_losses_decide():
@@ -223,30 +229,30 @@ def test_ranks_that_end_with_other_weights_differ_even_where_losses_decide():
     last = traces[1, MAIN][1].weights[evidence.facts.size.steps]
     last["first.weight"] += 100.0
     evidence = replace(evidence, traces=traces, tolerance=0.5)
-    assert list(causes(evidence)) == ["2 ranks"]
+    assert list(different(evidence)) == ["2 ranks"]
     assert checks(evidence)["2 ranks"].first_parameter == "first.weight"
 
 
 def test_other_samples_in_the_same_places_are_an_order():
     evidence = losses_apart(undisturbed())
-    both = dict.fromkeys(("2 ranks", "order"), data.OTHER_ORDER.name)
-    assert causes(on_rank(evidence, "order", ["b", "a"])) == both
+    both = dict.fromkeys(("2 ranks", "order"), causes.OTHER_ORDER.name)
+    assert different(on_rank(evidence, "order", ["b", "a"])) == both
 
 
 def test_other_values_on_every_rank_but_the_first_are_data_that_reads_the_rank():
     evidence = on_rank(undisturbed(), "order", ["a", "b"], ["c", "d"])
-    assert causes(evidence) == {"order": data.BY_RANK}
+    assert different(evidence) == {"order": causes.DATA_BY_RANK.name}
     assert "rank 1 of 2" in checks(evidence)["order"].cause.why
 
 
 def test_a_buffer_that_every_forward_moves_explains_micro_steps_alone():
     moved = undisturbed(samples_apart=BatchInfluence(None, [], ["first.weight_u"]))
-    assert causes(moved) == {}
+    assert different(moved) == {}
     evidence = losses_apart(moved, "accumulated")
-    assert causes(evidence) == {"accumulation": trainings.MOVED_BUFFER}
+    assert different(evidence) == {"accumulation": causes.MOVED_BUFFER.name}
     assert "first.weight_u" in checks(evidence)["accumulation"].cause.why
     both = losses_apart(evidence)
-    assert causes(both) == dict.fromkeys(("2 ranks", "accumulation"), UNKNOWN)
+    assert different(both) == dict.fromkeys(("2 ranks", "accumulation"), causes.UNKNOWN.name)
 
 
 def test_what_lightning_cannot_train_in_one_process_says_nothing_of_the_training():
@@ -268,7 +274,7 @@ def test_a_sample_that_is_evaluated_twice_is_seen():
     evidence = undisturbed()
     traces = copy.deepcopy(dict(evidence.traces))
     traces[1, MAIN][1].evaluated.append("0")
-    assert list(causes(replace(evidence, traces=traces))) == ["evaluation"]
+    assert list(different(replace(evidence, traces=traces))) == ["evaluation"]
 
 
 @pytest.mark.parametrize("across", [True, False])
@@ -278,21 +284,23 @@ def test_a_metric_that_differs_is_told_from_a_loss_that_does(across):
     traces[1, MAIN][0].evaluations[0]["accuracy"] = 0.25
     differs = replace(evidence, traces=traces)
     if across:
-        assert causes(differs) == {"metrics": UNKNOWN}
+        assert different(differs) == {"metrics": causes.UNKNOWN.name}
         differs = on_rank(differs, "metrics", {"accuracy": 0.25})
-    assert causes(differs) == {"metrics": metrics.AVERAGED}
+    assert different(differs) == {"metrics": causes.OVER_RANKS.name}
 
 
 def test_a_metric_that_is_no_number_is_read_back_and_is_no_difference_by_itself():
     evidence = undisturbed(metrics={"accuracy": math.nan})
-    assert causes(on_rank(evidence, "metrics", {"accuracy": math.nan})) == {}
+    assert different(on_rank(evidence, "metrics", {"accuracy": math.nan})) == {}
     nothing = {"loss": 0.7, "accuracy": math.nan}
-    assert causes(on_rank(evidence, "one device", nothing, place=2)) == {"one device": UNKNOWN}
+    assert different(on_rank(evidence, "one device", nothing, place=2)) == {
+        "one device": causes.UNKNOWN.name
+    }
 
 
 def test_a_metric_over_the_batch_differs_though_the_model_gives_all_samples_one_class():
     """F1 is 0 on every rank as long as no sample is predicted to be positive."""
-    assert causes(undisturbed(metrics={"f1": 0.25})) == {"metrics": metrics.AVERAGED}
+    assert different(undisturbed(metrics={"f1": 0.25})) == {"metrics": causes.OVER_RANKS.name}
     found = replace(undisturbed(metrics={"f1": 0.25}), tolerance=0.1)
     assert checks(found)["metrics"].status == "note"
 
@@ -303,17 +311,17 @@ def test_metrics_are_compared_after_steps_too_as_long_as_the_ranks_train_the_sam
     traces[1, MAIN][0].evaluations[evidence.facts.size.stop]["accuracy"] = 0.25
     found = checks(replace(evidence, traces=traces))["metrics"]
     assert (found.status, found.first_step) == ("different", evidence.facts.size.stop)
-    assert "metrics" not in causes(losses_apart(replace(evidence, traces=traces)))
+    assert "metrics" not in different(losses_apart(replace(evidence, traces=traces)))
 
 
 def test_initial_weights_of_another_process_are_named_with_their_parameter_and_rank():
     other = computed(weights={"first.weight": np.array([5.0, 4.0, 3.0])})
     evidence = on_rank(undisturbed(), "processes", computed(), other)
-    assert causes(evidence) == {"processes": model.INITIAL_WEIGHTS}
+    assert different(evidence) == {"processes": causes.INITIAL_WEIGHTS.name}
     why = checks(evidence)["processes"].cause.why
     assert "first.weight" in why
     assert "rank 1 of 2" in why
-    assert causes(losses_apart(evidence))["2 ranks"] == model.INITIAL_WEIGHTS
+    assert different(losses_apart(evidence))["2 ranks"] == causes.INITIAL_WEIGHTS.name
 
 
 FORWARD = [kept_call("first", [1.0, 2.0], [3.0]), kept_call("", [1.0, 2.0], [4.5])]
@@ -325,14 +333,14 @@ def test_what_a_rank_computes_otherwise_is_named_with_the_module(calls, named):
     evidence = on_rank(
         undisturbed(), "processes", computed(), computed(calls=[*calls, LOSS[2]][:3])
     )
-    assert causes(evidence) == {"processes": model.BY_RANK}
+    assert different(evidence) == {"processes": causes.FORWARD_BY_RANK.name}
     why = checks(evidence)["processes"].cause.why
     assert why.startswith(f"{named} gives rank 1 of 2 ")
     other_samples = computed(calls=[*calls, LOSS[2]][:3], samples=["c", "d"])
-    assert causes(on_rank(undisturbed(), "processes", computed(), other_samples)) == {}
+    assert different(on_rank(undisturbed(), "processes", computed(), other_samples)) == {}
     remembers = undisturbed(state=replace(OUTSIDE, remembers=MODULE))
     changed = on_rank(remembers, "processes", computed(), computed(calls=calls))
-    assert set(causes(changed)) == {"state"}
+    assert set(different(changed)) == {"state"}
 
 
 def test_a_module_that_is_given_something_else_is_not_blamed_for_what_it_makes_of_it():
@@ -353,7 +361,7 @@ def test_a_module_that_is_given_something_else_is_not_blamed_for_what_it_makes_o
 
 def test_a_loss_with_a_state_is_not_called_one_that_is_no_mean():
     found = undisturbed(state=replace(OUTSIDE, loss=0.25), loss=SUM)
-    assert causes(found) == {"state": state.IN_LOSS}
+    assert different(found) == {"state": causes.IN_LOSS.name}
     assert checks(found)["loss"].status == "skipped"
 
 
@@ -362,7 +370,7 @@ def test_lengths_that_differ_are_named_with_the_lengths_and_their_ranks():
     reports = copy.deepcopy(evidence.reports)
     reports[1][1].num_samples = 59
     found = checks(replace(evidence, reports=reports))["order"]
-    assert found.cause.name == data.LENGTHS
+    assert found.cause.name == causes.LENGTHS.name
     assert re.findall(r"rank \d of \d holds \d+", found.cause.why) == [
         "rank 0 of 2 holds 60",
         "rank 1 of 2 holds 59",
@@ -377,7 +385,7 @@ def test_what_is_unknown_in_several_rows_is_told_once_by_its_first_step():
     rows = [check for check in found.values() if not check.passed]
     assert {check.name for check in rows} == {"2 ranks", "accumulation"}
     (cause,) = {check.cause for check in rows}
-    assert cause.name == UNKNOWN
+    assert cause.name == causes.UNKNOWN.name
     assert "step 1" in cause.why
 
 
@@ -394,7 +402,7 @@ def test_quick_leaves_rows_out_and_trains_nothing_for_them():
 def test_a_checkpoint_that_one_device_evaluates_otherwise_is_a_difference():
     evidence = undisturbed()
     other = on_rank(evidence, "one device", {"loss": 0.7, "accuracy": 0.4}, place=2)
-    assert causes(other) == {"one device": UNKNOWN}
+    assert different(other) == {"one device": causes.UNKNOWN.name}
     none = on_rank(evidence, "one device", {}, place=2)
     assert checks(none)["one device"].status == "skipped"
 
@@ -407,7 +415,7 @@ def test_a_file_of_two_ranks_is_a_difference_and_what_they_print_a_note():
     assert "'hello'" in found.cause.why
     files = {"/x/a": "a.py:2", "/x/b": "a.py:3"}
     both = on_rank(undisturbed(), one_writer.ONE_WRITER.name, *[RecipeOutput(written=files)] * 2)
-    assert causes(both) == {"one writer": "every rank writes"}
+    assert different(both) == {"one writer": "every rank writes"}
     why = checks(both)["one writer"].cause.why
     assert "a.py:2 writes /x/a and 1 more file " in why
 
@@ -415,7 +423,7 @@ def test_a_file_of_two_ranks_is_a_difference_and_what_they_print_a_note():
 @pytest.mark.parametrize(
     ("message", "cause"),
     [
-        ("finished reduction in the prior iteration", model.UNUSED),
+        ("finished reduction in the prior iteration", causes.UNUSED.name),
         ("The ranks loaded data of different sizes", "order"),
         ("RuntimeError: it broke", None),
     ],
@@ -430,9 +438,9 @@ def test_a_failure_in_the_uneven_step_is_the_last_batchs_unless_the_message_says
     evidence = undisturbed()
     step = evidence.facts.size.uneven_step
     found = checks(failing(evidence, MAIN, step=step))["2 ranks"]
-    assert (found.first_step, found.cause.name) == (step, loss.UNEVEN_BATCH)
+    assert (found.first_step, found.cause.name) == (step, causes.UNEVEN_BATCH.name)
     said = failing(evidence, MAIN, step=step, message="find_unused_parameters=True")
-    assert checks(said)["2 ranks"].cause.name == model.UNUSED
+    assert checks(said)["2 ranks"].cause.name == causes.UNUSED.name
 
 
 def test_without_the_training_of_one_process_there_is_one_row():

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import UserError
-from samestep.verification.rows import data, loss, metrics, model, one_writer, state, trainings
+from samestep.verification import causes
+from samestep.verification.rows import one_writer
 from tests.verification import planted
 from tests.verification.forked import check, differing, gathered, verified
 
@@ -14,23 +15,27 @@ TRAINING = ("2 ranks", "fp32", "accumulation", "stop and resume")
 # finds out about a recipe is in test_experiments.py, and how rows are judged in test_all_rows.py:
 # what those show needs no ranks here.
 THOROUGH = {
-    "RANK_IN_FORWARD": dict.fromkeys((*TRAINING, "processes", "metrics"), model.BY_RANK),
+    "RANK_IN_FORWARD": dict.fromkeys(
+        (*TRAINING, "processes", "metrics"), causes.FORWARD_BY_RANK.name
+    ),
     "EMA": dict.fromkeys(
-        ("2 ranks", "accumulation", "stop and resume", "samples apart"), model.BUFFERS
+        ("2 ranks", "accumulation", "stop and resume", "samples apart"), causes.BUFFERS.name
     ),
     "COUNTER": dict.fromkeys(
-        ("accumulation", "stop and resume", "state", "one device"), state.OUTSIDE_MODULE
+        ("accumulation", "stop and resume", "state", "one device"), causes.OUTSIDE_MODULE.name
     ),
 }
 QUICK = {
-    "AUGMENT": dict.fromkeys(("2 ranks", "augmentation"), data.UNKEYED),
-    "OTHER_WEIGHTS": dict.fromkeys(("2 ranks", "processes", "metrics"), model.INITIAL_WEIGHTS),
-    "STATE_IN_LOSS": dict.fromkeys(("2 ranks", "state", "metrics"), state.IN_LOSS),
-    "METRIC_OVER_RANKS": {"metrics": metrics.AVERAGED},
-    "ORDER": dict.fromkeys(("2 ranks", "order"), data.OTHER_ORDER.name),
-    "UNUSED": {"parameters": model.UNUSED},
-    "PYTHONS_RANDOM": {"state": state.OUTSIDE_MODULE},
-    "MIXES": dict.fromkeys(("2 ranks", "samples apart", "metrics"), model.MIXED),
+    "AUGMENT": dict.fromkeys(("2 ranks", "augmentation"), causes.UNKEYED["augment"].name),
+    "OTHER_WEIGHTS": dict.fromkeys(
+        ("2 ranks", "processes", "metrics"), causes.INITIAL_WEIGHTS.name
+    ),
+    "STATE_IN_LOSS": dict.fromkeys(("2 ranks", "state", "metrics"), causes.IN_LOSS.name),
+    "METRIC_OVER_RANKS": {"metrics": causes.OVER_RANKS.name},
+    "ORDER": dict.fromkeys(("2 ranks", "order"), causes.OTHER_ORDER.name),
+    "UNUSED": {"parameters": causes.UNUSED.name},
+    "PYTHONS_RANDOM": {"state": causes.OUTSIDE_MODULE.name},
+    "MIXES": dict.fromkeys(("2 ranks", "samples apart", "metrics"), causes.MIXED.name),
     "WRITES_OF_ITS_OWN": {},
 }
 
@@ -46,7 +51,7 @@ def test_what_is_planted_is_found_and_named_and_nothing_else(name, tmp_path, mon
 def test_a_batch_size_that_is_built_in_fails_in_the_last_uneven_batch(tmp_path):
     recipe = planted.write(tmp_path, planted.FIXED_SHAPE, name="p_fixed.py")
     report = verified(recipe, folder=tmp_path / "ranks", batch=8)
-    assert differing(report) == {"one process": loss.UNEVEN_BATCH}
+    assert differing(report) == {"one process": causes.UNEVEN_BATCH.name}
     (found,) = report.checks
     assert found.first_step == report.facts.size.uneven_step
     assert planted.line_of(recipe, "reshape") in found.cause.why
@@ -55,14 +60,14 @@ def test_a_batch_size_that_is_built_in_fails_in_the_last_uneven_batch(tmp_path):
 def test_a_loss_that_is_bent_for_few_samples_is_the_last_uneven_batchs(tmp_path):
     recipe = planted.write(tmp_path, planted.LAST_BENT, name="p_bent.py")
     report = verified(recipe, folder=tmp_path / "ranks", batch=8)
-    assert differing(report) == dict.fromkeys((*TRAINING, "last batch"), loss.UNEVEN_BATCH)
+    assert differing(report) == dict.fromkeys((*TRAINING, "last batch"), causes.UNEVEN_BATCH.name)
     assert check(report, "2 ranks").first_step == report.facts.size.uneven_step
 
 
 def test_parameters_that_only_some_steps_use_are_named_where_ranks_fail(tmp_path):
     recipe = planted.write(tmp_path, planted.UNUSED_AT_TIMES, name="p_times.py")
     found = check(verified(recipe, folder=tmp_path / "ranks", quick=True), "2 ranks")
-    assert found.cause.name == model.UNUSED
+    assert found.cause.name == causes.UNUSED.name
     assert found.failure is not None
 
 
@@ -82,8 +87,8 @@ def test_a_weighted_loss_is_the_same_training_over_its_terms(tmp_path):
 def test_ranks_that_hold_other_numbers_of_samples_are_told_of(tmp_path):
     recipe = planted.write(tmp_path, planted.SIZES, name="p_sizes.py")
     report = verified(recipe, folder=tmp_path / "ranks", quick=True)
-    assert check(report, "order").cause.name == data.LENGTHS
-    assert check(report, "2 ranks").cause.name == data.LENGTHS
+    assert check(report, "order").cause.name == causes.LENGTHS.name
+    assert check(report, "2 ranks").cause.name == causes.LENGTHS.name
     assert "rank 1 of 2 holds 59" in check(report, "2 ranks").cause.why
 
 
@@ -91,8 +96,8 @@ def test_draws_and_batch_norm_are_found_apart_and_may_be_accepted(tmp_path):
     recipe = planted.write(tmp_path, planted.BOTH, name="p_both.py")
     left = gathered(recipe, folder=tmp_path / "ranks", quick=True)
     assert differing(left.judged()) == {
-        "BatchNorm": trainings.BATCHNORM_CAUSE,
-        "dropout": trainings.DROPOUT_CAUSE,
+        "BatchNorm": causes.BATCHNORM.name,
+        "dropout": causes.DROPOUT.name,
     }
     report = left.judged(accept=("batchnorm", "dropout"))
     assert report.same
@@ -107,7 +112,9 @@ def test_a_recipe_accepts_by_itself_and_hides_no_other_cause(tmp_path):
     recipe = planted.write(tmp_path, text, name="p_accepts.py")
     report = verified(recipe, folder=tmp_path / "ranks")
     assert check(report, "dropout").status == "accepted"
-    assert differing(report) == dict.fromkeys((*TRAINING, "loss", "metrics"), loss.NOT_A_MEAN)
+    assert differing(report) == dict.fromkeys(
+        (*TRAINING, "loss", "metrics"), causes.NOT_A_MEAN.name
+    )
     for row in report.checks:
         if row.status == "same" and row.difference is not None:
             assert row.difference <= row.tolerance, row.name
@@ -122,7 +129,7 @@ def test_a_cause_has_its_place_and_a_tolerance_compares_losses_alone(tmp_path):
     assert (found.first_step, found.first_parameter) == (1, "line.weight")
     assert found.difference > found.tolerance
     strict = left.judged(tolerance=1e-6)
-    assert differing(strict) == {"dropout": trainings.DROPOUT_CAUSE}
+    assert differing(strict) == {"dropout": causes.DROPOUT.name}
     report = left.judged(tolerance=0.9)
     assert report.same
     assert check(report, "dropout").tolerance == 0.9
@@ -133,11 +140,11 @@ def test_a_generator_of_ones_own_is_told_with_its_line_whatever_is_accepted(tmp_
     recipe = planted.write(tmp_path, planted.OWN_GENERATOR, name="p_generator.py")
     left = gathered(recipe, folder=tmp_path / "ranks", quick=True)
     assert differing(left.judged()) == {
-        "dropout": trainings.DROPOUT_CAUSE,
-        "state": state.OUTSIDE_MODULE,
+        "dropout": causes.DROPOUT.name,
+        "state": causes.OUTSIDE_MODULE.name,
     }
     report = left.judged(accept=("dropout",))
-    assert differing(report) == {"state": state.OUTSIDE_MODULE}
+    assert differing(report) == {"state": causes.OUTSIDE_MODULE.name}
     assert planted.line_of(recipe, "generator=g,") in check(report, "state").cause.why
 
 
@@ -160,7 +167,7 @@ def test_files_that_every_rank_writes_and_what_they_print_are_told_with_their_li
 def test_without_float64_what_rounding_does_is_measured_and_noise_of_a_thousandth_is_seen(tmp_path):
     recipe = planted.write(tmp_path, planted.SINGLE, name="p_single.py")
     report = verified(recipe, folder=tmp_path / "ranks", quick=True)
-    assert differing(report) == {"dropout": trainings.DROPOUT_CAUSE}
+    assert differing(report) == {"dropout": causes.DROPOUT.name}
     assert report.facts.exact == "fp32"
     assert "TypeError" in report.facts.inexact
     noise, measure = check(report, "dropout"), check(report, "rounding")

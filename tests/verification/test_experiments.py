@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from samestep.errors import UserError
+from samestep.verification import causes
 from samestep.verification.all_rows import look
 from samestep.verification.recipe_under_test import exact_precision
 from samestep.verification.rows import data, loss, metrics, model, state, trainings
 from samestep.verification.rows.state import find_hidden
 from tests.verification import planted
-from tests.verification.made_up import causes, recipe_under_test, undisturbed, with_facts
+from tests.verification.made_up import different, recipe_under_test, undisturbed, with_facts
 
 # What is planted → (the kinds of draws, the rows that differ whatever the ranks do).
 FOUND = {
@@ -20,37 +21,37 @@ FOUND = {
     "DROPOUT": ({"dropout"}, {}),
     "FUNCTIONAL": ({"dropout"}, {}),
     "BOTH": ({"batchnorm", "dropout"}, {}),
-    "AUGMENT": (set(), {"augmentation": data.UNKEYED}),
-    "AUGMENT_WHOLE_BATCH": (set(), {"augmentation": data.UNKEYED}),
-    "TRANSFORM": (set(), {"augmentation": data.UNKEYED}),
-    "DATASET": (set(), {"augmentation": data.UNKEYED}),
-    "LOSS_SUM": (set(), {"loss": loss.NOT_A_MEAN}),
-    "LOSS_WEIGHTED": (set(), {"loss": loss.NOT_A_MEAN}),
+    "AUGMENT": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
+    "AUGMENT_WHOLE_BATCH": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
+    "TRANSFORM": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
+    "DATASET": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
+    "LOSS_SUM": (set(), {"loss": causes.NOT_A_MEAN.name}),
+    "LOSS_WEIGHTED": (set(), {"loss": causes.NOT_A_MEAN.name}),
     "LOSS_OF_TERMS": (set(), {}),
-    "OTHER_TERMS": (set(), {"loss": loss.OF_TERMS}),
-    "LAST_BENT": (set(), {"last batch": loss.UNEVEN_BATCH}),
-    "CONTRAST": (set(), {"loss": loss.OF_BATCH}),
-    "CARRIED": (set(), {"state": state.OUTSIDE_MODULE}),
-    "BANK": (set(), {"state": state.OUTSIDE_MODULE}),
-    "RUNNING_MEAN": (set(), {"state": state.OUTSIDE_MODULE}),
-    "NUMPY_GENERATOR": (set(), {"state": state.OUTSIDE_MODULE}),
-    "CLOCK": (set(), {"state": state.CLOCK}),
+    "OTHER_TERMS": (set(), {"loss": causes.OF_TERMS.name}),
+    "LAST_BENT": (set(), {"last batch": causes.UNEVEN_BATCH.name}),
+    "CONTRAST": (set(), {"loss": causes.OF_BATCH.name}),
+    "CARRIED": (set(), {"state": causes.OUTSIDE_MODULE.name}),
+    "BANK": (set(), {"state": causes.OUTSIDE_MODULE.name}),
+    "RUNNING_MEAN": (set(), {"state": causes.OUTSIDE_MODULE.name}),
+    "NUMPY_GENERATOR": (set(), {"state": causes.OUTSIDE_MODULE.name}),
+    "CLOCK": (set(), {"state": causes.CLOCK.name}),
     "KEEPS_A_MAP": (set(), {}),
     "FLOATS": (set(), {}),
     "SPARSE": (set(), {}),
     "SPECTRAL": (set(), {}),
-    "METRIC_OF_BATCH": (set(), {"metrics": metrics.AVERAGED}),
-    "F1": (set(), {"metrics": metrics.AVERAGED}),
-    "WHITENING": (set(), {"samples apart": model.MIXED}),
-    "EMA": (set(), {"samples apart": model.BUFFERS}),
-    "STATE_IN_LOSS": (set(), {"state": state.IN_LOSS}),
-    "UNUSED": (set(), {"parameters": model.UNUSED}),
+    "METRIC_OF_BATCH": (set(), {"metrics": causes.OVER_RANKS.name}),
+    "F1": (set(), {"metrics": causes.OVER_RANKS.name}),
+    "WHITENING": (set(), {"samples apart": causes.MIXED.name}),
+    "EMA": (set(), {"samples apart": causes.BUFFERS.name}),
+    "STATE_IN_LOSS": (set(), {"state": causes.IN_LOSS.name}),
+    "UNUSED": (set(), {"parameters": causes.UNUSED.name}),
     "PYTHONS_RANDOM": ({"state"}, {}),
     "NUMPYS_RANDOM": ({"state"}, {}),
-    "OWN_GENERATOR": ({"dropout"}, {"state": state.OUTSIDE_MODULE}),
+    "OWN_GENERATOR": ({"dropout"}, {"state": causes.OUTSIDE_MODULE.name}),
     "SEEDED_ANEW": ({"dropout"}, {}),
-    "COUNTER": (set(), {"state": state.OUTSIDE_MODULE}),
-    "MIXES": (set(), {"samples apart": model.MIXED}),
+    "COUNTER": (set(), {"state": causes.OUTSIDE_MODULE.name}),
+    "MIXES": (set(), {"samples apart": causes.MIXED.name}),
     "OWN_FORWARD": (set(), {}),
     "": (set(), {}),
 }
@@ -68,7 +69,7 @@ def test_the_experiments_find_what_is_planted_and_nothing_else(name, tmp_path):
     present, rows = FOUND[name]
     assert facts.present == present
     evidence = with_facts(undisturbed(), present=facts.present)
-    assert causes(replace(evidence, facts=replace(evidence.facts, found=facts.found))) == rows
+    assert different(replace(evidence, facts=replace(evidence.facts, found=facts.found))) == rows
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from samestep.verification.all_rows import judge
-from samestep.verification.evidence import Cause
+from samestep.verification.causes import Cause
 from samestep.verification.result_table import as_table, show
 from samestep.verification.rows.loss import LossOfParts
 from samestep.verification.verify_recipe import Verification

@@ -9,13 +9,12 @@ import pytest
 
 from samestep.commands.verify import _verify
 from samestep.errors import UserError
-from samestep.verification.all_rows import UNKNOWN
+from samestep.verification import causes
 from samestep.verification.evidence import EQUAL
 from samestep.verification.result_table import as_table
-from samestep.verification.rows import data, model, state
 from tests.verification import planted
 from tests.verification.forked import check, differing, verified
-from tests.verification.made_up import causes, checks, undisturbed
+from tests.verification.made_up import checks, different, undisturbed
 
 # What differs with the number of ranks by itself, and what is no mean over samples.
 FREE = """
@@ -70,7 +69,7 @@ def test_sums_in_the_order_of_arrival_differ_in_the_last_bit(tmp_path):
     found = verified(recipe, "--virtual-ranks=4", folder=tmp_path / "ranks", quick=True)
     assert not found.same
     row = check(found, "2 ranks")
-    assert (row.status, row.first_step, row.cause.name) == ("different", 1, UNKNOWN)
+    assert (row.status, row.first_step, row.cause.name) == ("different", 1, causes.UNKNOWN.name)
     assert 0 < row.difference < 1e-5, "no more than rounding, which passes without virtual ranks"
     assert row.first_parameter in ("0.weight", "0.bias", "2.weight", "2.bias")
     assert row.what == "gradient"
@@ -79,9 +78,9 @@ def test_sums_in_the_order_of_arrival_differ_in_the_last_bit(tmp_path):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("RANK_IN_FORWARD", model.BY_RANK),
-        ("COUNTER", state.OUTSIDE_MODULE),
-        ("AUGMENT", data.UNKEYED),
+        ("RANK_IN_FORWARD", causes.FORWARD_BY_RANK.name),
+        ("COUNTER", causes.OUTSIDE_MODULE.name),
+        ("AUGMENT", causes.UNKEYED["augment"].name),
     ],
 )
 def test_what_depends_on_the_rank_fails_with_its_cause(name, cause, tmp_path):
@@ -103,11 +102,11 @@ def test_virtual_ranks_without_a_sample_are_equal_too(tmp_path):
 def test_bits_that_no_kept_value_shows_are_a_difference():
     evidence = undisturbed()
     evidence = replace(evidence, facts=replace(evidence.facts, virtual_ranks=2))
-    assert causes(evidence) == {}
+    assert different(evidence) == {}
     for traces in evidence.traces.values():
         for trace in traces:
             trace.bits = {step: {"buffer 1.count": "a", "weight 0": "b"} for step in trace.losses}
-    assert causes(evidence) == {}
+    assert different(evidence) == {}
     evidence.traces[1, "main"][0].bits[2]["buffer 1.count"] = "c"
     row = checks(evidence)["2 ranks"]
     assert (row.status, row.first_step, row.first_parameter) == ("different", 2, "1.count")
@@ -120,7 +119,7 @@ def test_a_metric_of_an_epoch_is_compared_too():
     for traces in evidence.traces.values():
         traces[0].epochs[3] = {"loss": 0.5, "accuracy": 0.25}
     evidence.traces[1, "resumed"][0].epochs[3]["accuracy"] = 0.25 + 2**-50
-    assert list(causes(evidence)) == ["stop and resume"]
+    assert list(different(evidence)) == ["stop and resume"]
     assert checks(evidence)["stop and resume"].what == "accuracy of the epoch"
 
 

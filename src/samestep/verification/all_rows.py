@@ -5,7 +5,8 @@ from typing import Any
 
 from samestep.ranks.world import World
 from samestep.settings import Precision
-from samestep.verification.evidence import LEFT_OUT, Cause, Check, Evidence, TableRow
+from samestep.verification.causes import NO_CAUSE, UNKNOWN, Cause
+from samestep.verification.evidence import LEFT_OUT, Check, Evidence, TableRow
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows import data, loss, metrics, model, one_writer, state, trainings
 from samestep.verification.short_trainings import MAIN, RecipeFacts, ShortTraining, Start
@@ -18,7 +19,6 @@ ROWS: tuple[TableRow, ...] = (
     *(model.PARAMETERS, state.STATE, model.SAMPLES_APART, data.EVALUATION),
     *(metrics.METRICS, one_writer.ONE_WRITER, metrics.ONE_DEVICE),
 )
-UNKNOWN = "unknown"
 
 
 def rows_of(facts: RecipeFacts) -> list[TableRow]:
@@ -69,7 +69,7 @@ def judge(evidence: Evidence) -> list[Check]:
     found = [_explained(evidence, check) for check in found]
     # Unknown causes of trainings are likely the same one: all show the first. A check without a
     # step is not of a training but of a single value, such as a metric.
-    unknown = [c for c in found if c.cause.name == UNKNOWN and c.first_step]
+    unknown = [c for c in found if c.cause.name == UNKNOWN.name and c.first_step]
     first = min(unknown, key=lambda check: check.first_step or 0, default=None)
     return [replace(c, cause=first.cause) if first and c in unknown else c for c in found]
 
@@ -80,7 +80,7 @@ def _explained(evidence: Evidence, check: Check) -> Check:
         # A message says more than the step, which only shows that it was the last batch.
         rows = sorted(ROWS, key=lambda row: row is loss.LAST_BATCH)
         causes = (row.explain_failure(evidence, failure) for row in rows if row.explain_failure)
-        cause = next(filter(None, causes), Cause())
+        cause = next(filter(None, causes), NO_CAUSE)
         why = f"It failed: {failure.message.rstrip('.')}. {cause.why}".strip()
         return replace(check, cause=replace(cause, why=why))
     if check.passed or check.cause.name:
@@ -93,9 +93,4 @@ def _explained(evidence: Evidence, check: Check) -> Check:
 def _unknown(check: Check) -> Cause:
     step = f"step {check.first_step}" if check.first_step else None
     first = ", ".join(filter(None, (step, check.what, check.first_parameter)))
-    return Cause(
-        UNKNOWN,
-        f"None of the known causes was found. What differs first: {first}.",
-        "Look for what depends on the rank, on how many samples a rank holds, or on what ran "
-        "before.",
-    )
+    return UNKNOWN.of(first=first)

@@ -9,6 +9,7 @@ from samestep.recipe import Accepted
 from samestep.reporting.words import ranks
 from samestep.settings import Precision
 from samestep.training.side_effects import Kind
+from samestep.verification.causes import NO_CAUSE, Cause
 from samestep.verification.difference import LEAST, ROUNDING, TrainingDifference, difference, worst
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.short_trainings import (
@@ -34,16 +35,6 @@ _TIMES = 30
 
 
 @dataclass(frozen=True)
-class Cause:
-    """A likely cause."""
-
-    name: str | None = None
-    why: str = ""
-    """What in this recipe is the cause, and how that was found."""
-    advice: str = ""
-
-
-@dataclass(frozen=True)
 class Check:
     """The answer of one row of the table."""
 
@@ -54,7 +45,7 @@ class Check:
     """The largest relative difference that was found."""
     tolerance: float | None = None
     """The largest one that counts as rounding."""
-    cause: Cause = Cause()
+    cause: Cause = NO_CAUSE
     first_step: int | None = None
     """The first step with a difference beyond the tolerance, counted from 1."""
     first_parameter: str | None = None
@@ -221,7 +212,7 @@ def measured(
     same, where = found.largest <= tolerance, (found.first_step, found.first_parameter, found.what)
     if same and tolerance == 0:
         compared = f"{EQUAL}: {compared}"
-    known = cause if cause and not same else Cause()
+    known = cause if cause and not same else NO_CAUSE
     status: Status = "same" if same else "different"
     return Check(status, compared, found.largest, tolerance, known, *where)
 
@@ -242,7 +233,7 @@ def cause_check(
     tolerance = None if difference is None else evidence.exact
     if evidence.bits and cause is None:
         compared = f"{EQUAL}: {compared}"
-    cause = cause or Cause()
+    cause = cause or NO_CAUSE
     return Check(status, compared, difference, tolerance, cause, first_step, first_parameter)
 
 

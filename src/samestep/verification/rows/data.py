@@ -7,19 +7,11 @@ from typing import Literal, NamedTuple
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.reporting.words import count
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
+from samestep.verification.causes import DATA_BY_RANK, LENGTHS, OTHER_ORDER, UNKEYED, Cause
+from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.short_trainings import MAIN, RankFailure
 
-OTHER_ORDER = Cause(
-    "order",
-    "Processes hold other samples in the same places: data() returns them in another order, or "
-    "others, each time it is called.",
-    "Sort what comes from a folder or a set, and give each generator in data() a fixed seed.",
-)
-BY_RANK = "data that depends on the rank"
-LENGTHS = "lengths that differ per rank"
-UNKEYED = "unkeyed augmentation"
 _SHOWN = 4
 
 
@@ -40,23 +32,14 @@ def _lengths(evidence: Evidence) -> dict[str, int]:
 def _explain_order(evidence: Evidence) -> Cause | None:
     if len(lengths := _lengths(evidence)) > 1:
         each = [f"{rank} holds {number:,}" for rank, number in lengths.items()]
-        return Cause(
-            LENGTHS,
-            f"Processes have other numbers of training samples: {', '.join(each[:_SHOWN])}.",
-            "Let data() return all samples in every process: samestep shares them out.",
-        )
+        return LENGTHS.of(lengths=", ".join(each[:_SHOWN]))
     found = evidence.found_on_ranks(ORDER.name, list[str])
     if all(hashes == found[0][1] for _, hashes in found) or changing_part(evidence) == "dataset":
         return None
     others = [rank for rank, hashes in found if hashes != found[0][1]]
     if any(rank.startswith("rank 0 ") for rank in others):
         return OTHER_ORDER
-    return Cause(
-        BY_RANK,
-        f"{others[0]} holds other values than rank 0 in the same places, and every process that "
-        "was rank 0 holds the same: data() or the data set reads the rank.",
-        "Let data() return the same in every process: samestep gives each rank its share.",
-    )
+    return DATA_BY_RANK.of(rank=others[0])
 
 
 def _explain_order_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
@@ -88,15 +71,6 @@ ORDER = TableRow(
     explain_failure=_explain_order_failure,
 )
 Reader = Literal["dataset", "transform", "augment"]
-_READERS = {"dataset": "The data set", "transform": "transform()", "augment": "augment()"}
-_ADVICE: dict[Reader, str] = {
-    "dataset": "Draw in __getitem__ from torch, random or np.random themselves, not from a "
-    "generator of your own: samestep seeds those by (seed, epoch, sample).",
-    "transform": "transform() must not draw; move what is random to augment() and draw from its "
-    "keys: samestep.uniform(keys, draws).",
-    "augment": "Draw from the keys that augment() is given: samestep.uniform(keys, draws), one "
-    "row per sample.",
-}
 
 
 class Changes(NamedTuple):
@@ -141,8 +115,7 @@ def _explain_augmentation(evidence: Evidence) -> Cause | None:
     when = "each time the same sample is read in the same epoch"
     if changes.batchwise:
         when = "for a sample when the batch has other samples"
-    why = f"{_READERS[changes.part]} gives something else {when}."
-    return Cause(UNKEYED, why, _ADVICE[changes.part])
+    return UNKEYED[changes.part].of(when=when)
 
 
 def _augmentation(evidence: Evidence) -> Check:

@@ -11,16 +11,20 @@ from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.reporting.words import count
 from samestep.training.apply import terms_of
+from samestep.verification.causes import (
+    A_SUM,
+    NOT_A_MEAN,
+    OF_BATCH,
+    OF_TERMS,
+    ONE_SAMPLE,
+    UNEVEN_BATCH,
+    Cause,
+)
 from samestep.verification.difference import largest_apart, relative
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
+from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, first_line
 from samestep.verification.rows.state import change_of_loss
 from samestep.verification.short_trainings import RankFailure
-
-NOT_A_MEAN = "loss that is not a mean over samples"
-OF_BATCH = "loss that compares the samples of a batch"
-OF_TERMS = "loss that is not a mean over its loss_terms"
-UNEVEN_BATCH = "the last uneven batch"
 
 
 class LossOfParts(NamedTuple):
@@ -127,33 +131,10 @@ def _explain_loss(evidence: Evidence) -> Cause | None:
     if found is None or found.full <= evidence.exact:
         return None
     if found.compares:
-        return Cause(
-            OF_BATCH,
-            "What a sample adds to the loss depends on the outputs of the other samples of its "
-            "batch, as in a contrastive loss. On N ranks each sample meets only those of its rank, "
-            "one N-th of the batch (fewer negatives), and in micro-steps fewer still, so "
-            "the loss and its gradients differ.",
-            "With shares of a fixed size it is the same training on any number of ranks: "
-            "--virtual-ranks N, with N times the batch that one sample is to meet.",
-        )
+        return OF_BATCH
     if found.over_terms:
-        why = "The loss of a batch is not the mean of its parts' losses by their loss_terms."
-        advice = "Let loss_terms return what the loss divides by: tokens, or a sum of weights."
-        return Cause(OF_TERMS, why, advice)
-    if found.adds_up:
-        why = (
-            "The loss of a batch is the sum of its parts' losses: a sum, or divided by a fixed "
-            "number."
-        )
-        return Cause(NOT_A_MEAN, why, "Return the mean over the samples of the batch.")
-    return Cause(
-        NOT_A_MEAN,
-        "The loss of a batch is not the mean of its parts' losses by their numbers of samples: it "
-        "is weighted (class weights, ignored targets), or made over the whole batch.",
-        "If it is a mean over something else, say over what in Recipe(loss_terms=…): tokens, "
-        "targets that are not ignored, the sum of their weights. Otherwise let each of n samples "
-        "weigh 1/n.",
-    )
+        return OF_TERMS
+    return A_SUM if found.adds_up else NOT_A_MEAN
 
 
 def _loss(evidence: Evidence) -> Check:
@@ -185,21 +166,13 @@ def _try_small_batches(tested: RecipeUnderTest) -> dict[int, str]:
     return failed
 
 
-def _uneven_cause(rest: int, why: str) -> Cause:
-    return Cause(
-        UNEVEN_BATCH,
-        f"The last batch of an epoch has {count(rest, 'sample')} here: {why}.",
-        "Take the number of samples from the batch (len(inputs)), or leave the last one out: "
-        "--drop-last.",
-    )
-
-
 def _bent(evidence: Evidence) -> Cause | None:
     """Return the cause if the loss of the incomplete batch is not the mean over its samples."""
     found, rest = loss_of_parts(evidence), evidence.facts.size.rest
     if found is None or found.uneven <= evidence.exact:
         return None
-    return _uneven_cause(rest, "its loss is no longer the mean over its samples")
+    problem = "its loss is no longer the mean over its samples"
+    return UNEVEN_BATCH.of(samples=count(rest, "sample"), problem=problem)
 
 
 def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
@@ -208,7 +181,8 @@ def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
     if failure.step != size.uneven_step and size.rest not in fails:
         return None
     rest = count(size.rest, "sample")
-    return _uneven_cause(size.rest, f"it fails with {rest}, {size.global_batch} work")
+    problem = f"it fails with {rest}, {size.global_batch} work"
+    return UNEVEN_BATCH.of(samples=rest, problem=problem)
 
 
 def _last_batch(evidence: Evidence) -> Check:
@@ -219,15 +193,14 @@ def _last_batch(evidence: Evidence) -> Check:
         return Check("skipped", "--drop-last leaves none")
     compared = f"{count(size.rest, 'sample')} in step {size.uneven_step}"
     if size.rest in fails:
-        return cause_check(
-            evidence, compared, _uneven_cause(size.rest, f"it fails: {fails[size.rest]}")
-        )
+        problem = f"it fails: {fails[size.rest]}"
+        cause = UNEVEN_BATCH.of(samples=count(size.rest, "sample"), problem=problem)
+        return cause_check(evidence, compared, cause)
     uneven = parts.uneven if parts else None
     if bent and not bent_in_full_batches:
         return cause_check(evidence, compared, bent, uneven, first_step=size.uneven_step)
     if 1 in fails:
-        advice = "Choose sizes that never leave one sample, or --drop-last."
-        cause = Cause(UNEVEN_BATCH, f"It fails: {fails[1]}.", advice)
+        cause = ONE_SAMPLE.of(error=fails[1])
         return Check("note", "a batch of one sample, as the last may be", cause=cause)
     # If full batches differ too, this one says nothing more.
     if bent_in_full_batches:

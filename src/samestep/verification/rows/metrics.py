@@ -16,13 +16,12 @@ from samestep.training.apply import terms_of
 from samestep.training.evaluation import evaluate
 from samestep.training.side_effects import ALL_KINDS, RandomDraws
 from samestep.training.snapshot import load_evaluated
+from samestep.verification.causes import OVER_BATCH, OVER_RANKS, Cause
 from samestep.verification.difference import TrainingDifference, evaluations_apart, worst
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check, measured
+from samestep.verification.evidence import Check, Evidence, TableRow, cause_check, measured
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, hold_model
 from samestep.verification.short_trainings import MAIN
 from samestep.verification.trace import Trace
-
-AVERAGED = "metric averaged over ranks"
 
 
 def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
@@ -133,24 +132,10 @@ def _metrics(evidence: Evidence) -> Check:
 def _cause(evidence: Evidence, name: str) -> Cause | None:
     on_ranks = evidence.found_on_ranks(METRICS.name, dict[str, float])
     across = any(found.get(name, 0.0) > evidence.exact for _, found in on_ranks)
-    in_batch = (evidence.found(METRICS.name, dict[str, float]) or {}).get(
-        name, 0.0
-    ) > evidence.exact
-    if not (across or in_batch):
-        return None
-    why = (
-        f"{name} of a rank's samples changes with what the other ranks measure at that time: it is "
-        "averaged over ranks inside the metric."
-        if across
-        else f"{name} of a sample depends on the others of its batch: it is made over the batch, "
-        "and ranks have other batches."
-    )
-    return Cause(
-        AVERAGED,
-        why,
-        "Return one value per sample, of this rank alone; sums and counts are added up over ranks "
-        "and divided once.",
-    )
+    if across:
+        return OVER_RANKS.of(metric=name)
+    in_batch = (evidence.found(METRICS.name, dict[str, float]) or {}).get(name, 0.0)
+    return OVER_BATCH.of(metric=name) if in_batch > evidence.exact else None
 
 
 METRICS = TableRow(

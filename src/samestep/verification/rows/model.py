@@ -12,8 +12,16 @@ from samestep.errors import listed
 from samestep.ranks.world import World
 from samestep.reporting.words import count
 from samestep.training.side_effects import batch_norms
+from samestep.verification.causes import (
+    BUFFERS,
+    FORWARD_BY_RANK,
+    INITIAL_WEIGHTS,
+    MIXED,
+    UNUSED,
+    Cause,
+)
 from samestep.verification.difference import largest_apart
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow, cause_check
+from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
 from samestep.verification.module_outputs import (
     ModuleCall,
     ModuleDifference,
@@ -26,11 +34,6 @@ from samestep.verification.rows.state import change_of_loss, hidden_of, remember
 from samestep.verification.short_trainings import RankFailure, RecipeFacts
 from samestep.verification.trace import Values, dense, values_of
 
-INITIAL_WEIGHTS = "initial weights that differ per process"
-BY_RANK = "forward or loss that depends on the rank"
-MIXED = "samples that see each other"
-BUFFERS = "buffers made of a rank's samples"
-UNUSED = "unused parameters"
 _UNUSED_MESSAGE = re.compile(
     r"does not depend on|finished reduction in the prior iteration|find_unused_parameters"
 )
@@ -89,14 +92,7 @@ def _other_weights(evidence: Evidence) -> Cause | None:
             other = one.weights.get(name)
             same = other is not None and len(other) == len(values)
             if not same or largest_apart(*_tensors([values, other])) > evidence.exact:
-                return Cause(
-                    INITIAL_WEIGHTS,
-                    f"{name} begins with other values in {who} than in {found[0][0]}, though all "
-                    "processes are seeded alike before they build the model. (DDP gives all ranks "
-                    "those of rank 0; the next start of the training has others again.)",
-                    "Draw initial weights from torch, random or NumPy as they are seeded: not from "
-                    "os.urandom, the time, the process, or a generator without a fixed seed.",
-                )
+                return INITIAL_WEIGHTS.of(parameter=name, rank=who, first=found[0][0])
     return None
 
 
@@ -113,13 +109,12 @@ def _other_forward(evidence: Evidence) -> Cause | None:
         if module := _first_at_fault(first, other, evidence.exact):
             asks = hidden_of(evidence).asks
             lines = ", ".join(f"{what} in {line}" for what, line in asks.items())
-            return Cause(
-                BY_RANK,
-                f"{module.place} gives {who} something else ({module.difference:.0e}) than "
-                f"{first_process}, with equal weights and inputs: it reads the rank, the number of "
-                f"ranks, or something else of its process{f' ({lines})' if lines else ''}.",
-                "Leave the rank out of forward and loss: what a sample gives must not depend on "
-                "the rank that holds it.",
+            return FORWARD_BY_RANK.of(
+                module=module.place,
+                rank=who,
+                difference=module.difference,
+                first=first_process,
+                lines=f" ({lines})" if lines else "",
             )
     return None
 
@@ -223,22 +218,10 @@ def _explain_samples_apart(evidence: Evidence) -> Cause | None:
     if found is None or remembers(evidence):
         return None
     if found.buffers:
-        names = ", ".join(found.buffers[:3])
-        return Cause(
-            BUFFERS,
-            f"Forward updates {names} from the samples of the batch: each rank has others, and "
-            "those of rank 0 are kept.",
-            "Update it from the samples of all ranks: torch.distributed.all_reduce() in forward, "
-            "if torch.distributed.is_initialized().",
-        )
+        return BUFFERS.of(names=", ".join(found.buffers[:3]))
     if found.module is None:
         return None
-    return Cause(
-        MIXED,
-        f"{found.module.place} gives a sample something else ({found.module.difference:.0e}) when "
-        "the batch has other samples: it computes over the batch, and each rank has its own.",
-        "Compute over a sample's own values (GroupNorm, LayerNorm), or over all ranks.",
-    )
+    return MIXED.of(module=found.module.place, difference=found.module.difference)
 
 
 def moved_buffers(evidence: Evidence) -> list[str]:
@@ -278,12 +261,7 @@ def _unused_cause(names: list[str]) -> Cause:
     loss = f"The loss does not depend on {listed(names)}"
     if not names:
         loss = "In some steps the loss does not depend on all parameters"
-    why = f"{loss}, so ranks would wait for a gradient that never comes."
-    advice = (
-        "Use them in forward in every step, or freeze them: requires_grad_(False). If it is a "
-        "model with branches that some steps leave out by intent, add --find-unused."
-    )
-    return Cause(UNUSED, why, advice)
+    return UNUSED.of(loss=loss)
 
 
 def _explain_unused(evidence: Evidence, failure: RankFailure) -> Cause | None:

@@ -12,7 +12,8 @@ from typing import Any, TextIO, cast
 
 from samestep.errors import is_users
 from samestep.training.side_effects import place_of, users_line
-from samestep.verification.evidence import Cause, Check, Evidence, TableRow
+from samestep.verification.causes import ALL_PRINT, ALL_WRITE
+from samestep.verification.evidence import Check, Evidence, TableRow
 
 _COMPARED = "what other ranks than 0 print, write"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
@@ -56,20 +57,14 @@ def _one_writer(evidence: Evidence) -> Check:
         path, line = next(iter(written.items()))
         more = len(written) - 1
         also = f" and {more} more file{'s' * (more > 1)}" if more else ""
-        cause = Cause(
-            "every rank writes",
-            f"{line} writes {path}{also} on every rank, all at once.",
-            "A recipe's code runs on every rank: write the file before training, or put the rank "
-            'into its name: os.environ.get("RANK", "0").',
-        )
+        cause = ALL_WRITE.of(line=line, files=f"{path}{also}")
         return Check("different", _COMPARED, cause=cause)
     others = [output for outputs in starts for output in outputs[1:]]
     printed = {line: text for output in others for line, text in output.printed.items()}
     if not printed:
         return Check("same", _COMPARED)
     line, text = next(iter(printed.items()))
-    why = f"{line} prints {text!r} on every rank; samestep shows rank 0's and keeps the others in "
-    return Check("note", _COMPARED, cause=Cause("every rank prints", f"{why}rank-N.log."))
+    return Check("note", _COMPARED, cause=ALL_PRINT.of(line=line, text=text))
 
 
 ONE_WRITER = TableRow(name="one writer", answer=_one_writer)

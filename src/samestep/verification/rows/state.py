@@ -27,28 +27,24 @@ from samestep.training.side_effects import (
     users_line,
     watched,
 )
-from samestep.verification.difference import relative
-from samestep.verification.evidence import (
+from samestep.verification.causes import (
+    ATTRIBUTE,
+    CLOCK,
+    DRAWS,
+    IN_LOSS,
+    LEARNED,
+    OPTIMIZER,
+    OTHER_GENERATORS,
+    OUTSIDE_MODULE,
+    OWN_GENERATOR,
     Cause,
-    Check,
-    Evidence,
-    TableRow,
-    cause_check,
-    left_free_check,
 )
+from samestep.verification.difference import relative
+from samestep.verification.evidence import Check, Evidence, TableRow, cause_check, left_free_check
 from samestep.verification.module_outputs import ModuleDifference, first_difference
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.short_trainings import left_free
 
-OUTSIDE_MODULE = "state outside the module"
-IN_LOSS = "state in the loss"
-CLOCK = "forward or loss that reads the clock"
-OPTIMIZER = "state outside the optimizer's own"
-DRAWS = "the optimizer draws"
-LEARNED = "a learned parameter outside the model"
-_REGISTER = (
-    "Keep it with register_buffer(), so that checkpoints hold it, and change it once per step."
-)
 _CLOCK_MODULES = ("time.", "datetime.")
 _CLOCKS = (time.time, time.time_ns, time.perf_counter, time.monotonic, time.process_time, os.getpid)
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
@@ -248,33 +244,13 @@ def hidden_of(evidence: Evidence) -> Hidden:
 def _suspect(evidence: Evidence) -> Cause | None:
     """Return what may be the cause of a difference that no experiment explains."""
     hidden = hidden_of(evidence)
-    if hidden.draws:
-        why = f"The optimizer's step draws from {listed(hidden.draws)}: each rank, and a resumed "
-        advice = "Draw from torch's own generator in step(): samestep seeds it alike on all ranks."
-        return Cause(DRAWS, f"{why}run, may draw other numbers.", advice)
-    if hidden.optimizer:
-        return Cause(
-            OPTIMIZER,
-            f"Each step changes {listed(hidden.optimizer)}, and no checkpoint holds it: a resumed "
-            "run begins without it.",
-            "Keep it in self.state[parameter], which checkpoints hold.",
-        )
-    if hidden.kept:
-        return Cause(
-            OUTSIDE_MODULE,
-            f"Forward or loss changes {listed(hidden.kept)}: a plain attribute, which no "
-            "checkpoint holds and each rank has its own of.",
-            _REGISTER,
-        )
-    if hidden.learned:
-        return Cause(
-            LEARNED,
-            f"The loss depends on {listed(hidden.learned)}, which is not among the model's "
-            "parameters: its gradient is not added up over ranks, and no checkpoint holds it.",
-            "Make it an nn.Parameter of the model, so that the optimizer gets it. The model may "
-            "return it beside its outputs for the loss.",
-        )
-    return None
+    known = (
+        (DRAWS, hidden.draws),
+        (OPTIMIZER, hidden.optimizer),
+        (ATTRIBUTE, hidden.kept),
+        (LEARNED, hidden.learned),
+    )
+    return next((cause.of(names=listed(names)) for cause, names in known if names), None)
 
 
 def _explain(evidence: Evidence) -> Cause | None:
@@ -284,54 +260,24 @@ def _explain(evidence: Evidence) -> Cause | None:
         f"{what} in {line}" for what, line in hidden.asks.items() if what.startswith(_CLOCK_MODULES)
     ]
     if clocks and (found or change):
-        return Cause(
-            CLOCK,
-            f"Forward or loss reads {listed(clocks)}, and gives something else each time.",
-            "Compute from inputs, weights and buffers alone.",
-        )
+        return CLOCK.of(lines=listed(clocks))
     named = f" It changes {listed(hidden.kept)}." if hidden.kept else ""
     if found is None and change is not None:
-        return Cause(
-            IN_LOSS,
-            f"The loss gives something else ({change:.0e}) when it is called again with equal "
-            "outputs and targets: it keeps a number from call to call. No checkpoint holds that, "
-            f"each rank has one, and evaluations change it too.{named}",
-            "Compute the loss from outputs and targets alone. What has to change over the steps "
-            "may be a buffer of the model, which returns it beside its outputs.",
-        )
+        return IN_LOSS.of(change=change, kept=named)
     if found is None:
         return None
-    return Cause(
-        OUTSIDE_MODULE,
-        f"{found.place} gives something else ({found.difference:.0e}) in a second forward with "
-        "equal weights, buffers and inputs: it keeps a number or a generator that no checkpoint "
-        f"holds.{named}",
-        _REGISTER,
-    )
+    return OUTSIDE_MODULE.of(module=found.place, difference=found.difference, kept=named)
 
 
 def _state(evidence: Evidence) -> Check:
     found = evidence.found(STATE.name, OutsideState)
     if found and not found.remembers and found.own_generators:
         lines = ", ".join(filter(None, found.own_generators))
-        where = f" ({lines})" if lines else ""
-        cause = Cause(
-            OUTSIDE_MODULE,
-            f"The model or the loss draws from a torch.Generator of its own{where}, "
-            "which goes on from step to step: no checkpoint holds it, so a resumed run draws other "
-            "numbers, and each rank has one.",
-            "Draw without generator=: torch's own is seeded in every step.",
-        )
+        cause = OWN_GENERATOR.of(lines=f" ({lines})" if lines else "")
         return cause_check(evidence, "no generator of its own", cause)
     # Virtual ranks seed Python's and NumPy's generators, too.
     if found and not found.remembers and found.generators and not evidence.bits:
-        cause = Cause(
-            OUTSIDE_MODULE,
-            f"The model or the loss draws from {' and '.join(found.generators)}, whose state "
-            "differs on every rank and after a stop; with it held still the difference is gone.",
-            "Draw from torch, which is seeded in every step, or from what all ranks have alike, "
-            "such as the weights or the inputs.",
-        )
+        cause = OTHER_GENERATORS.of(names=" and ".join(found.generators))
         return left_free_check(evidence, "state", "draws as they are", cause)
     difference = found.remembers.difference if found and found.remembers else None
     difference = change_of_loss(evidence) if difference is None else difference
@@ -340,7 +286,7 @@ def _state(evidence: Evidence) -> Check:
     if check.status == "same":
         suspect = _suspect(evidence)
     # An optimizer may draw from the generators that samestep seeds.
-    if suspect is None or suspect.name == DRAWS:
+    if suspect is None or suspect.name == DRAWS.name:
         return check
     return replace(check, status="note", cause=suspect)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from samestep.errors import listed
 from samestep.reporting.words import count
 from samestep.training.side_effects import batch_norms
+from samestep.verification import causes
 from samestep.verification.difference import (
     TrainingDifference,
     difference,
@@ -12,7 +13,6 @@ from samestep.verification.difference import (
     worst,
 )
 from samestep.verification.evidence import (
-    Cause,
     Check,
     Evidence,
     TableRow,
@@ -33,9 +33,6 @@ from samestep.verification.short_trainings import (
 )
 from samestep.verification.trace import Trace
 
-MOVED_BUFFER = "buffer that every forward moves"
-BATCHNORM_CAUSE = "BatchNorm statistics per rank"
-DROPOUT_CAUSE = "dropout"
 _LONGEST = 160
 
 
@@ -142,13 +139,7 @@ def _moved_buffer(evidence: Evidence, check: Check) -> Check:
     apart = any(found.largest > evidence.tolerance_of(MAIN) for found in trained)
     if check.passed or check.failure or apart or not moved:
         return check
-    cause = Cause(
-        MOVED_BUFFER,
-        f"Every forward moves {', '.join(moved[:3])}, as spectral_norm does: with 2 micro-steps "
-        "it is moved twice per step. Without micro-steps the ranks train the same.",
-        "Train without --accumulate (a --micro-batch-size as large as a rank's share), or move it "
-        "once per optimizer step.",
-    )
+    cause = causes.MOVED_BUFFER.of(names=", ".join(moved[:3]))
     return replace(check, cause=cause)
 
 
@@ -204,13 +195,7 @@ def _batchnorm(evidence: Evidence) -> Check:
     names = evidence.found(BATCHNORM.name, list[str])
     if not names:
         return Check("same", "the model has none")
-    cause = Cause(
-        BATCHNORM_CAUSE,
-        f"Layer {listed(names, 1)}: each rank normalises over its own share of the batch; frozen, "
-        "they make no difference.",
-        "GroupNorm needs no batch; --sync-batchnorm works on NVIDIA GPUs; or accept it: --accept "
-        'batchnorm, in the recipe accepts=("batchnorm",).',
-    )
+    cause = causes.BATCHNORM.of(layers=listed(names, 1))
     compared = f"{len(names)} layers as they are" if len(names) > 1 else "1 layer as it is"
     return left_free_check(evidence, "batchnorm", compared, cause)
 
@@ -234,15 +219,7 @@ def _dropout(evidence: Evidence) -> Check:
     if not draws:
         return Check("same", "the model draws nothing from torch")
     lines = sorted({line for line in draws.values() if line})
-    where = f" ({', '.join(lines[:3])})" if lines else ""
-    cause = Cause(
-        DROPOUT_CAUSE,
-        f"The model draws from torch{where}. Each rank draws other numbers, since it holds other "
-        "samples; with the draws held still the difference is gone.",
-        "Is it intended? Then accept it: --accept dropout, in the recipe "
-        'accepts=("dropout",); or compare losses alone, up to --tolerance 0.1. Otherwise set its '
-        "probability to 0.",
-    )
+    cause = causes.DROPOUT.of(lines=f" ({', '.join(lines[:3])})" if lines else "")
     return left_free_check(evidence, "dropout", "draws as they are", cause)
 
 
