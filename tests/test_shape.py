@@ -48,7 +48,6 @@ SHORT_FILES = {
     "api.run_lists": "the public functions that need no torch",
     "data.augment": "public functions for recipes",
     "doctor.timeouts": "six modules share it",
-    "session.own_ending": "how the process of an own loop ends",
 }
 MOST_REPEATED_FILE_NAMES = 5
 

@@ -36,10 +36,9 @@ from samestep.run.directory import is_run
 from samestep.run.index import read_index
 from samestep.run.records import read_records
 from samestep.session.build import Built, build, planned
-from samestep.session.notes import notes_of
 from samestep.session.request import Request
 from samestep.session.resuming import Resumed, go_on, newest_whole
-from samestep.session.training_run import choose_path, completed
+from samestep.session.training_run import choose_path, completed, notes_of
 from samestep.settings import Settings, as_table
 from samestep.training.alike import seed_alike
 from samestep.training.device import data_dtype, switched

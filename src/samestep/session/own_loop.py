@@ -18,9 +18,9 @@ from samestep.session import own_state
 from samestep.session.gradients import Passes
 from samestep.session.means import Means
 from samestep.session.own_data import OpenedData, OwnBatch, open_data
-from samestep.session.own_ending import say
 from samestep.session.own_session import OwnSession
 from samestep.session.own_state import Stateful
+from samestep.session.session import say
 from samestep.training.alike import is_checked, seed_alike, seed_rank, seed_torch, seed_update
 from samestep.training.meter import Clock
 from samestep.training.plan import is_recorded, steps_between_records

@@ -13,7 +13,6 @@ from samestep.errors import UserError
 from samestep.ranks.process import RankLog, rank_of, report
 from samestep.ranks.world import Backend, Device
 from samestep.recipe import Collate
-from samestep.session import own_ending as ending
 from samestep.session.gradients import Trained, backward, check_loss, parameters_of, weight_of
 from samestep.session.means import check_names
 from samestep.session.own_data import OwnBatch
@@ -21,6 +20,7 @@ from samestep.session.own_loop import OwnLoop
 from samestep.session.own_options import Options, names_of_path, plain_settings, script_name
 from samestep.session.own_session import OwnSession
 from samestep.session.own_state import Stateful, check_held
+from samestep.session.session import Stopped, as_mistake, end_failed, end_reported
 
 Thing = TypeVar("Thing", bound=torch.nn.Module | Tensor)
 
@@ -62,7 +62,7 @@ class OwnRun:
             self._loop = OwnLoop(self._own)
         except Exception as error:
             world = dist.current_world()
-            ending.end_failed(error, self._log, connected=world.connected)
+            end_failed(error, self._log, connected=world.connected)
             raise
         return self
 
@@ -82,7 +82,7 @@ class OwnRun:
         assert own is not None
         assert loop is not None
         self._loop, self._means = None, loop.means
-        given, error = error, ending.as_mistake(error)
+        given, error = error, as_mistake(error)
         try:
             if error is None:
                 loop.leave()
@@ -95,14 +95,14 @@ class OwnRun:
             error = error or late
         loop.close()
         own.close(error)
-        if error is None or isinstance(error, ending.Stopped):
+        if error is None or isinstance(error, Stopped):
             try:
                 dist.cleanup()
             except RuntimeError as late:  # another rank is gone
                 error = late
             else:
                 return
-        ending.end_failed(error, self._log, connected=own.world.connected)
+        end_failed(error, self._log, connected=own.world.connected)
         if error is not given:
             raise error
 
@@ -120,7 +120,7 @@ class OwnRun:
             "The run was used outside of `with samestep.open_run(…) as run:`.",
             remedy="Do all of the training within it.",
         )
-        ending.end_reported(report(error))
+        end_reported(report(error))
 
     @property
     def path(self) -> Path:

@@ -21,12 +21,19 @@ from samestep.run.files import write_text
 from samestep.run.records import Record
 from samestep.session import own_state
 from samestep.session.means import Means
-from samestep.session.own_ending import Stopped, say
 from samestep.session.own_options import Options
 from samestep.session.own_state import OwnState
 from samestep.session.recipe_changes import script_changes
 from samestep.session.resuming import load_newest
-from samestep.session.session import Session, environment, resume_record, run_result, start_record
+from samestep.session.session import (
+    Session,
+    Stopped,
+    environment,
+    resume_record,
+    run_result,
+    say,
+    start_record,
+)
 from samestep.settings import Settings, free_names
 from samestep.training.alike import check_weights, seed_alike
 from samestep.training.meter import Clock
