@@ -1,7 +1,10 @@
 """Run directories written by hand: what is in them is known to the last digit."""
 
 import json
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +110,48 @@ def write_run(
 def lines_of(run: Path) -> list[str]:
     """Return the lines of a run's records."""
     return (run / "events.jsonl").read_text().splitlines(keepends=True)
+
+
+def append(run: Path, *records: dict[str, Any]) -> None:
+    """Let a run write further records."""
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def change(run: Path, edit: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Path:
+    """Rewrite the records of a run, and return it."""
+    records = edit([json.loads(line) for line in lines_of(run)])
+    (run / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return run
+
+
+def change_start(run: Path, **fields: Any) -> Path:
+    """Change fields of a run's first record."""
+    return change(run, lambda records: [records[0] | fields, *records[1:]])
+
+
+def evaluation(**values: Any) -> dict[str, Any]:
+    return {"event": "evaluation", "split": "validation", "step": 18, **values}
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from samestep.run.directory import Run
+run = Run(Path(sys.argv[1]))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def opened_elsewhere(run: Path) -> Iterator[None]:
+    """Let another process of this machine have the run open."""
+    command, pipe = [sys.executable, "-c", HOLD, str(run)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdin is not None
+        assert holder.stdout.readline() == "open\n"
+        yield
+        holder.stdin.close()
+    assert holder.returncode == 0

@@ -10,14 +10,7 @@ from samestep.reporting import facts
 from samestep.reporting.collect import collect
 from samestep.reporting.page import render
 from samestep.reporting.run_data import read_run
-from tests.reporting.made_runs import lines_of, write_run
-
-
-def change(run, edit):
-    """Rewrite the records of a run."""
-    records = edit([json.loads(line) for line in lines_of(run)])
-    (run / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return run
+from tests.reporting.made_runs import change, lines_of, write_run
 
 
 def chart(report, ident):

@@ -1,7 +1,5 @@
 """What else is evidence or a direction: epochs, evaluations, the recipe's word, one run alone."""
 
-import json
-
 import pytest
 
 from samestep.errors import UserError
@@ -9,19 +7,16 @@ from samestep.reporting.comparison import compare_losses, compare_runs
 from samestep.reporting.comparison_text import lines
 from samestep.reporting.curves import Point, by_seconds
 from samestep.reporting.run_data import read_run
-from tests.reporting.made_runs import lines_of, write_run
+from tests.reporting.made_runs import change, change_start, write_run
 
 
-def change(run, edit):
-    """Edit a run's records one by one; None leaves one out."""
-    records = [edit(json.loads(line)) for line in lines_of(run)]
-    text = "".join(json.dumps(record) + "\n" for record in records if record is not None)
-    (run / "events.jsonl").write_text(text)
-    return run
+def without_steps(records):
+    return [record for record in records if record["event"] != "step"]
 
 
-def without_steps(record):
-    return None if record["event"] == "step" else record
+def with_evaluations(**fields):
+    """Return an edit that changes fields of all evaluations."""
+    return lambda records: [r | fields if r["event"] == "evaluation" else r for r in records]
 
 
 def test_epochs_and_evaluations_tell_the_same_training_where_no_step_is_recorded(tmp_path):
@@ -34,8 +29,8 @@ def test_epochs_and_evaluations_tell_the_same_training_where_no_step_is_recorded
 
 @pytest.mark.parametrize("event", ["epoch", "evaluation"])
 def test_a_loss_of_an_epoch_or_an_evaluation_alone_tells_another_training(tmp_path, event):
-    def worse(record):
-        return {**record, "loss": 0.9} if record["event"] == event else record
+    def worse(records):
+        return [r | {"loss": 0.9} if r["event"] == event else r for r in records]
 
     one, other = write_run(tmp_path / "one"), change(write_run(tmp_path / "other"), worse)
     found = compare_losses(read_run(one), read_run(other))
@@ -43,9 +38,7 @@ def test_a_loss_of_an_epoch_or_an_evaluation_alone_tells_another_training(tmp_pa
 
 
 def test_the_test_of_the_best_checkpoint_is_no_evidence(tmp_path):
-    def tested(record):
-        return {**record, "split": "test"} if record["event"] == "evaluation" else record
-
+    tested = with_evaluations(split="test")
     one, other = (change(write_run(tmp_path / name), tested) for name in ("one", "other"))
     assert compare_losses(read_run(one), read_run(other)).evaluations == 0
 
@@ -54,14 +47,14 @@ def test_the_test_of_the_best_checkpoint_is_no_evidence(tmp_path):
 def errors(tmp_path):
     """Two runs whose recipe has a metric `mae` and says that less of it is better."""
 
-    def named(record):
-        if record["event"] == "start":
-            return {**record, "lower_is_better": ["loss", "mae"]}
-        if record["event"] == "evaluation":
-            record["mae"] = 1 - record.pop("accuracy")
-        return record
+    def named(records):
+        for record in records:
+            if record["event"] == "evaluation":
+                record["mae"] = 1 - record.pop("accuracy")
+        return records
 
-    return [change(write_run(tmp_path / name), named) for name in ("one", "other")]
+    runs = [change(write_run(tmp_path / name), named) for name in ("one", "other")]
+    return [change_start(run, lower_is_better=["loss", "mae"]) for run in runs]
 
 
 def test_the_target_of_a_metric_that_falls_is_reached_from_above(errors):
@@ -75,7 +68,7 @@ def test_the_target_of_a_metric_that_falls_is_reached_from_above(errors):
 
 
 def test_of_a_run_that_does_not_say_another_is_asked(errors, tmp_path):
-    old = change(write_run(tmp_path / "old"), lambda r: {**r, "mae": 0.3})
+    old = change(write_run(tmp_path / "old"), with_evaluations(mae=0.3))
     assert compare_runs([old, errors[0]], "mae", 0.4).smaller
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from samestep.reporting.page import write_report
-from tests.reporting.made_runs import write_run
+from tests.reporting.made_runs import append, evaluation, lines_of, write_run
 from tests.reporting.test_server import served
 
 browser = pytest.importorskip("tools.browser", reason="selenium is not installed")
@@ -32,20 +32,9 @@ def page(tmp_path_factory):
 def run(tmp_path_factory):
     """A run with everything that a page shows, and names that would be markup."""
     path = write_run(tmp_path_factory.mktemp("runs") / "run", ranks=2, recipe=HOSTILE)
-    test = {
-        "event": "evaluation",
-        "split": "test",
-        "epoch": 3,
-        "step": 18,
-        "loss": 0.5,
-        "accuracy": 0.75,
-        "samples": 8,
-        "seconds": 0.1,
-        "per_class": dict.fromkeys(CLASSES, 0.75),
-        "confusion": [[3, 1], [1, 3]],
-    }
-    with (path / "events.jsonl").open("a") as events:
-        events.write(json.dumps(test) + "\n")
+    test = evaluation(split="test", epoch=3, loss=0.5, accuracy=0.75, samples=8, seconds=0.1)
+    classes = {"per_class": dict.fromkeys(CLASSES, 0.75), "confusion": [[3, 1], [1, 3]]}
+    append(path, test | classes)
     pictures = path / "pictures"
     pictures.mkdir()
     script = "<script>parent.hacked = true; top.hacked = true; document.title = 'inside'</script>"
@@ -152,7 +141,7 @@ def test_two_runs_are_drawn_on_the_same_axes(page, tmp_path):
 
 def test_a_page_that_is_watched_takes_over_what_the_run_writes(page, tmp_path, monkeypatch):
     path = write_run(tmp_path / "run")
-    lines = (path / "events.jsonl").read_text().splitlines(keepends=True)
+    lines = lines_of(path)
     (path / "events.jsonl").write_text("".join(lines[:8]))
     (path / "run.lock").write_text("")
     going = True

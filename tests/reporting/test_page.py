@@ -14,7 +14,7 @@ from samestep.reporting.charts import MOST_CHARTS
 from samestep.reporting.collect import collect
 from samestep.reporting.page import render, write_report
 from samestep.reporting.series import MOST_POINTS
-from tests.reporting.made_runs import PHASES, write_run
+from tests.reporting.made_runs import PHASES, append, change_start, evaluation, write_run
 from tests.reporting.pages import ReadPage
 
 EVIL = "</script><script>alert(1)</script>"
@@ -52,9 +52,7 @@ def test_markup_in_names_appears_as_text_and_never_as_an_element(tmp_path):
     run = write_run(tmp_path / "run", recipe=EVIL, note=EVIL)
     test = {"per_class": {EVIL: 0.5, "b": 1.0}, "confusion": [[1, 1], [0, 2]], EVIL: 1.0}
     (run / "result.json").write_text(json.dumps({"status": EVIL, "test": test}))
-    with (run / "events.jsonl").open("a") as file:
-        record = {"event": "evaluation", "split": "validation", "step": 18, EVIL: 1.0}
-        file.write(json.dumps(record) + "\n")
+    append(run, evaluation(**{EVIL: 1.0}))
     _, page = page_of(run)
     assert len(page.scripts) == 4
     assert EVIL in page.shown()
@@ -117,19 +115,13 @@ ODD = {
 
 @pytest.mark.parametrize("fields", ODD.values(), ids=ODD)
 def test_odd_fields_of_the_first_record_make_a_page_all_the_same(tmp_path, fields):
-    run = write_run(tmp_path / "run")
-    first, *others = (run / "events.jsonl").read_text().splitlines(keepends=True)
-    (run / "events.jsonl").write_text(
-        json.dumps(json.loads(first) | fields) + "\n" + "".join(others)
-    )
+    run = change_start(write_run(tmp_path / "run"), **fields)
     assert "loss" in ReadPage(write_report([run]).read_text(encoding="utf-8")).charts
 
 
 def test_numbers_that_no_float_holds_are_gaps(tmp_path):
     run = write_run(tmp_path / "run", phases=dict.fromkeys(PHASES, 1e308))
-    huge = {"event": "evaluation", "split": "validation", "step": 18, "accuracy": 10**400}
-    with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps(huge) + "\n")
+    append(run, evaluation(accuracy=10**400))
     (run / "result.json").write_text(json.dumps({"test": {"per_class": {"a": 10**400, "b": "x"}}}))
     _, page = page_of(run)
     assert page.charts["accuracy"]["curves"]
@@ -138,9 +130,7 @@ def test_numbers_that_no_float_holds_are_gaps(tmp_path):
 def test_more_values_than_a_page_has_charts_are_counted_and_samesteps_own_are_there(tmp_path):
     many = {f"value_{n}": 1.0 for n in range(MOST_CHARTS + 20)}
     run = write_run(tmp_path / "run")
-    with (run / "events.jsonl").open("a") as file:
-        record = {"event": "evaluation", "split": "validation", "step": 18, **many}
-        file.write(json.dumps(record) + "\n")
+    append(run, evaluation(**many))
     _, page = page_of(run)
     assert len(page.charts) <= MOST_CHARTS + 1
     assert {"loss", "grad_norm", "samples_per_s"} <= page.charts.keys()

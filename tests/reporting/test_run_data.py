@@ -1,22 +1,13 @@
 """A run is read as far as it goes: running, killed, damaged; and what is not there is said."""
 
-import subprocess
-import sys
+import json
 
 import pytest
 
 from samestep.errors import UserError
 from samestep.reporting.run_data import read_run
-from tests.reporting.made_runs import lines_of, write_run
-
-HOLD = """
-import sys
-from pathlib import Path
-from samestep.run.directory import Run
-run = Run(Path(sys.argv[1]))
-print("open", flush=True)
-sys.stdin.read()
-"""
+from samestep.run.summary import read_runs
+from tests.reporting.made_runs import append, change, lines_of, opened_elsewhere, write_run
 
 
 @pytest.fixture
@@ -104,44 +95,26 @@ def test_a_run_that_has_written_nothing_yet_is_a_run(tmp_path):
 def test_a_running_run_is_told_by_its_lock_and_reading_does_not_take_it(tmp_path):
     run = write_run(tmp_path / "run", finished=False)
     assert "no end recorded, last written" in read_run(run).status
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
-        assert holder.stdout.readline() == "open\n"
-        assert read_run(run).status == "running"
-        holder.stdin.close()
-    assert holder.returncode == 0
-    again = subprocess.run(
-        [sys.executable, "-c", HOLD, str(run)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-    )
-    assert again.returncode == 0
+    for _ in range(2):
+        with opened_elsewhere(run):
+            assert read_run(run).status == "running"
+            assert [one.state for one in read_runs(tmp_path)] == ["running"]
 
 
 def test_what_an_earlier_attempt_ended_with_does_not_speak_for_one_that_was_killed(run):
-    start = lines_of(run)[0].replace('"resumed": false', '"resumed": true')
-    resume = '{"event": "resume", "step": 12, "checkpoint": "checkpoint_epoch_2.pt"}\n'
-    with (run / "events.jsonl").open("a") as file:
-        file.write(start + resume)
+    start = json.loads(lines_of(run)[0]) | {"resumed": True}
+    append(run, start, {"event": "resume", "step": 12, "checkpoint": "checkpoint_epoch_2.pt"})
     found = read_run(run)
     assert "no end recorded" in found.status
     assert [record["step"] for record in found.of("step")] == list(range(1, 13))
 
 
 def test_a_run_on_two_sizes_says_that_its_figures_mix_them(run):
-    lines = lines_of(run)
-    lines.insert(
-        -1,
-        lines[0]
-        .replace('"world_size": 1', '"world_size": 2')
-        .replace('"resumed": false', '"resumed": true'),
-    )
-    (run / "events.jsonl").write_text("".join(lines))
+    def resumed(records):
+        start = records[0] | {"world_size": 2, "resumed": True}
+        return [*records[:-1], start, records[-1]]
+
+    change(run, resumed)
     (problem,) = read_run(run).problems
     assert "1, then 2 ranks" in problem
 

@@ -1,7 +1,6 @@
 """What is said of runs side by side, on runs whose every number is known."""
 
 import itertools
-import json
 
 import pytest
 from hypothesis import given
@@ -20,7 +19,7 @@ from samestep.reporting.curves import (
     throughput,
 )
 from samestep.reporting.run_data import read_run
-from tests.reporting.made_runs import SAMPLES, write_run
+from tests.reporting.made_runs import SAMPLES, change, change_start, write_run
 
 
 def test_settings_that_differ_are_named_and_those_that_decide_the_training_marked(tmp_path):
@@ -106,9 +105,7 @@ def test_the_length_decides_where_the_schedule_follows_it_and_options_as_they_ar
     for epochs in (3, 12):
         table = {"epochs": epochs, "cache": str(epochs), "schedule": more.get("schedule", "")}
         runs.append(write_run(tmp_path / str(epochs), **table))
-        file = runs[-1] / "events.jsonl"
-        first, rest = file.read_text().split("\n", 1)
-        file.write_text(json.dumps(json.loads(first) | said) + "\n" + rest)
+        change_start(runs[-1], **said)
     found = {one.name: one.decides for one in compare_runs(runs).differences}
     assert found == decides
 
@@ -144,12 +141,7 @@ def test_throughput_and_phases_leave_the_first_epoch_out_and_agree(tmp_path):
 
 def test_a_run_in_its_first_epoch_is_measured_by_its_steps(tmp_path):
     run = write_run(tmp_path / "run", epochs=1, phases=None)
-    text = [
-        line
-        for line in (run / "events.jsonl").read_text().splitlines(keepends=True)
-        if '"step"' in line.split(",")[0]
-    ]
-    (run / "events.jsonl").write_text("".join(text[:4]))
+    change(run, lambda records: [r for r in records if r["event"] == "step"][:4])
     speed = throughput(read_run(run))
     assert speed.basis == "steps 1–4"
     assert speed.samples_per_s == pytest.approx(10 / 1.5)

@@ -10,7 +10,7 @@ from samestep.reporting.run_data import read_run
 from samestep.run.directory import Run
 from samestep.run.records import RUN_FORMAT, parse_lines
 from samestep.tracking.processes import send_run
-from tests.reporting.made_runs import lines_of, write_run
+from tests.reporting.made_runs import change_start, lines_of, write_run
 from tests.run.record_table import handbook_table
 from tests.tiny import files
 
@@ -22,17 +22,10 @@ READERS = {
 }
 
 
-def with_format(run, number):
-    """Write a number into the run's start record."""
-    start, *rest = lines_of(run)
-    start = json.dumps(json.loads(start) | {"format": number}) + "\n"
-    (run / "events.jsonl").write_text("".join([start, *rest]))
-
-
 @pytest.mark.parametrize("reader", READERS)
 def test_a_run_of_a_newer_format_is_refused_with_both_numbers_and_left_as_it_is(tmp_path, reader):
     run = write_run(tmp_path / "run")
-    with_format(run, RUN_FORMAT + 7)
+    change_start(run, format=RUN_FORMAT + 7)
     before = files(run)
     with pytest.raises(UserError) as refused:
         READERS[reader](run)
@@ -47,7 +40,7 @@ def test_a_run_of_this_format_and_one_that_tells_none_are_read(tmp_path, reader)
     run = write_run(tmp_path / "run")
     assert not any("format" in json.loads(line) for line in lines_of(run))
     READERS[reader](run)
-    with_format(run, RUN_FORMAT)
+    change_start(run, format=RUN_FORMAT)
     READERS[reader](run)
 
 

@@ -4,8 +4,6 @@ import contextlib
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.run.summary import read_runs, sorted_runs
-from tests.reporting.made_runs import lines_of, write_run
-from tests.reporting.test_run_data import HOLD
+from tests.reporting.made_runs import append, change_start, lines_of, opened_elsewhere, write_run
 
 KEPT = Path(__file__).parents[1] / "kept"
 
@@ -63,35 +60,22 @@ def test_of_a_run_that_has_not_ended_the_index_tells_the_best_and_the_records_th
     run = write_run(tmp_path / "run", finished=False)
     write_index(run, 0.75)
     found = only(tmp_path)
-    assert (found.state, found.metric, found.mode, found.value) == (
-        "killed",
-        "accuracy",
-        "max",
-        0.75,
-    )
+    best = (found.metric, found.mode, found.value)
+    assert (found.state, best) == ("killed", ("accuracy", "max", 0.75))
     assert (found.epochs, found.steps) == (3, 18)
     assert found.seconds == pytest.approx(6 * 1.5 + 12 * 0.5)
 
 
 def test_where_no_checkpoint_tells_it_the_best_is_that_of_the_evaluations(tmp_path):
     run = write_run(tmp_path / "run", finished=False, accuracy=lambda epoch: 1 / epoch)
-    lines = lines_of(run)
-    lines[0] = json.dumps({**json.loads(lines[0]), "monitor": "accuracy"}) + "\n"
-    (run / "events.jsonl").write_text("".join(lines))
+    change_start(run, monitor="accuracy")
     assert only(tmp_path).value == 1.0
 
 
 def test_a_running_run_is_told_by_its_lock(tmp_path):
     run = write_run(tmp_path / "run")
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
-        assert holder.stdout.readline() == "open\n"
+    with opened_elsewhere(run):
         assert only(tmp_path).state == "running", "a result of an earlier attempt is there"
-        holder.stdin.close()
     assert only(tmp_path).state == "completed"
 
 
@@ -110,8 +94,7 @@ def test_a_run_that_another_machine_opened_runs_while_it_writes(tmp_path, age_s,
 )
 def test_without_its_result_the_last_record_tells_how_a_run_ended(tmp_path, reason, state):
     run = write_run(tmp_path / "run", finished=False)
-    with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": "stop", "step": 18, "reason": reason}) + "\n")
+    append(run, {"event": "stop", "step": 18, "reason": reason})
     found = only(tmp_path)
     assert (found.state, found.reason) == (state, reason)
 
@@ -123,9 +106,7 @@ def test_an_earlier_result_does_not_speak_for_a_resumed_run_that_was_killed(tmp_
     start = json.loads(lines_of(run)[0])
     resume = {"event": "resume", "step": 12, "checkpoint": "checkpoint_epoch_2.pt"}
     step = {"event": "step", "step": 13, "loss": 1.0, "seconds": 99.0}
-    with (run / "events.jsonl").open("a") as file:
-        for record in ({**start, "resumed": True, "world_size": 4}, resume, step):
-            file.write(json.dumps(record) + "\n")
+    append(run, {**start, "resumed": True, "world_size": 4}, resume, step)
     found = only(tmp_path)
     assert (found.state, found.value, found.world_size) == ("killed", 0.5, 4)
     assert found.losses == (1 / 6, 1 / 12), "the third epoch is to be done again"
@@ -137,12 +118,8 @@ def test_nor_for_one_that_was_killed_before_it_wrote_its_own(tmp_path):
     best = {"metric": "accuracy", "mode": "max", "value": 0.99}
     write_result(run, best=best, steps=18, training_seconds=1.0)
     write_index(run, 0.5)
-    with (run / "events.jsonl").open("a") as file:
-        for record in (
-            {"event": "step", "step": 20, "loss": 1.0, "seconds": 99.0},
-            {"event": "stop", "step": 20, "reason": "SIGTERM"},
-        ):
-            file.write(json.dumps(record) + "\n")
+    step = {"event": "step", "step": 20, "loss": 1.0, "seconds": 99.0}
+    append(run, step, {"event": "stop", "step": 20, "reason": "SIGTERM"})
     found = only(tmp_path)
     assert (found.state, found.value, found.steps) == ("stopped", 0.5, 20)
     assert found.seconds == 99.0
@@ -230,9 +207,7 @@ def test_the_order_is_the_one_asked_for(tmp_path):
         run = write_run(tmp_path / f"run-{place}")
         best = {"metric": "accuracy", "mode": "max", "value": value}
         write_result(run, best=best, training_seconds=seconds, steps=18)
-        lines = lines_of(run)
-        lines[0] = lines[0].replace('"time": 0.0', f'"time": {[200.0, 300.0, 100.0][place]}')
-        (run / "events.jsonl").write_text("".join(lines))
+        change_start(run, time=[200.0, 300.0, 100.0][place])
     write_run(tmp_path / "run-3", finished=False)
 
     def places(by):
@@ -279,8 +254,7 @@ def damaged_folder(folder):
     (folder / "deep" / "result.json").write_text("[" * 100_000)
     (folder / "deep" / "events.jsonl").write_text('{"event": "start", "x": ' + "[" * 100_000 + "\n")
     write_run(folder / "newer")
-    text = (folder / "newer" / "events.jsonl").read_text().replace('"time"', '"format": 99, "time"')
-    (folder / "newer" / "events.jsonl").write_text(text)
+    change_start(folder / "newer", format=99)
     return {path.name for path in folder.iterdir()}
 
 

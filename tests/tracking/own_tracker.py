@@ -96,7 +96,7 @@ def finish(client, result):
 fault("import")
 
 
-def lines(run: Path):
+def lines(run: Path, service="service"):
     """Return what the service has of a run."""
-    path = run.parent / f"{run.name}.service"
+    path = run.parent / f"{run.name}.{service}"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -48,6 +48,12 @@ def wandb_rows(run: Path):
     ]
 
 
+def wandb_updates(run: Path, field: str):
+    """Return the names and values that records of one kind set."""
+    parts = [getattr(r, field).update for _, r in wandb_records(run) if r.HasField(field)]
+    return {u.key or u.nested_key[0]: json.loads(u.value_json) for part in parts for u in part}
+
+
 def wandb_axes(run: Path):
     """Return metric name or pattern → the metric that it is drawn over."""
     definitions = [

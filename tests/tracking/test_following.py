@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -18,14 +19,12 @@ from samestep import read_records
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault
-from tests.processes import TIMEOUT_S, start_ranks
+from tests.processes import TIMEOUT_S, Ranks, start_ranks
 from tests.tracking import own_tracker
 from tests.tracking.readers import expected
 
 TRACKER = str(Path(own_tracker.__file__))
-TRACK = ("--track", TRACKER)
-
-
+TRACK = ("--track", Path(TRACKER))
 PATIENCE_S = 150.0
 """Of a busy machine, where nothing is to be given up."""
 
@@ -55,30 +54,30 @@ def train(*arguments, folder, **more):
     return ranks
 
 
-def send(run, folder, code=0, **environment):
+def send(run, folder, code=0, to=TRACKER, **environment):
     """Run `samestep track` with the test's tracker; return what it printed."""
-    ranks = samestep("track", run, "--to", TRACKER, folder=folder, **environment)
+    ranks = samestep("track", run, "--to", to, folder=folder, **environment)
     assert ranks.wait() == [code], ranks.output()
     return ranks.output()
 
 
-def sent(run):
+def sent(run, service="service"):
     """Return what the service has: series name → [(step, epoch, values)]."""
     series = {}
-    for line in own_tracker.lines(run):
+    for line in own_tracker.lines(run, service):
         if line["what"] not in ("start", "finish", "system", "checkpoint"):
             name = {"step": "train"}.get(line["what"], line["what"])
             series.setdefault(name, []).append((line["step"], line["epoch"], line["values"]))
     return series
 
 
-def what(run, event):
-    return [line for line in own_tracker.lines(run) if line["what"] == event]
+def what(run, event, service="service"):
+    return [line for line in own_tracker.lines(run, service) if line["what"] == event]
 
 
-def children_of(run):
+def children_of(run, service="service"):
     """Return the processes that still have to do with a run's trackers."""
-    return [line["pid"] for line in what(run, "start") if _runs(line["pid"])]
+    return [line["pid"] for line in what(run, "start", service) if _runs(line["pid"])]
 
 
 def _runs(pid):
@@ -86,6 +85,56 @@ def _runs(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # nobody may have asked for it
     except psutil.NoSuchProcess:
         return False
+
+
+@dataclass(frozen=True)
+class Training:
+    """The tiny recipe in a folder of its own, and its one run."""
+
+    folder: Path
+    recipe: Path
+    run: Path
+
+    def start(self, *flags, target=None, **more) -> Ranks:
+        """Start it, or go on with it; "--flag value" may be one word."""
+        words = [w for flag in flags for w in (flag.split() if isinstance(flag, str) else [flag])]
+        place = () if target else ("--run-dir", self.run)
+        return samestep("train", target or self.recipe, *words, *place, folder=self.folder, **more)
+
+    def train(self, *flags, code=0, **more) -> Ranks:
+        """Run it to its end."""
+        ranks = self.start(*flags, **more)
+        assert set(ranks.wait()) == {code}, ranks.output()
+        return ranks
+
+    def resume(self, *flags, **more) -> Ranks:
+        return self.train("--resume", *flags, target=self.run, **more)
+
+    def change(self, before, after):
+        """Edit the recipe."""
+        assert before in tiny.RECIPE
+        tiny.write_recipe(self.folder, tiny.RECIPE.replace(before, after))
+
+    def tracker(self, name, text):
+        """Write a tracker."""
+        path = self.folder / f"{name}.py"
+        path.write_text(text)
+        return path
+
+    def faulty(self, faults):
+        """Write a tracker for each fault, by its name, which it has while TRACKER_FAULT is set."""
+        text, found = Path(TRACKER).read_text(), {}
+        for fault in faults:
+            name = fault.replace(":", "_").replace(" ", "_")
+            planted = f'os.environ["TRACKER_FAULT"] = {fault!r}'
+            begin = f'import os\nif "TRACKER_FAULT" in os.environ:\n    {planted}\n'
+            found[name] = self.tracker(name, begin + text.replace(".service", f".{name}"))
+        return found
+
+
+@pytest.fixture
+def here(tmp_path) -> Training:
+    return Training(tmp_path, tiny.write_recipe(tmp_path), tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -100,33 +149,16 @@ def untracked(tmp_path_factory):
 
 
 @pytest.mark.parametrize("engine", ["native", "lightning"])
-def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(tmp_path, engine):
-    text = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
-    recipe, run = tiny.write_recipe(tmp_path, text), tmp_path / "run"
-    ranks = train(
-        recipe,
-        *TRACK,
-        "--run-dir",
-        run,
-        "--engine",
-        engine,
-        "--epochs",
-        "2",
-        "--track-tags",
-        "a, b",
-        "--track-workspace",
-        "us",
-        folder=tmp_path,
-        world_size=2,
-    )
+def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(here, engine):
+    here.change('    "checkpoint_every_steps": 4,\n', "")
+    flags = f"--engine {engine} --epochs 2 --track-tags a,b --track-workspace us"
+    ranks, run = here.train(*TRACK, flags, world_size=2), here.run
     assert sent(run) == expected(run)
     (start,), (finish,) = what(run, "start"), what(run, "finish")
     assert (start["project"], start["name"]) == ("tiny", "run")
     assert (start["tags"], start["workspace"]) == (["a", "b"], "us")
-    assert start["settings"]["lr"] == 0.01
-    assert start["settings"]["options.hidden"] == 16
-    assert start["facts"]["world_size"] == 2
-    assert start["facts"]["parameters"] == 178
+    assert start["settings"].items() >= {"lr": 0.01, "options.hidden": 16}.items()
+    assert start["facts"].items() >= {"world_size": 2, "parameters": 178}.items()
     assert start["facts"]["monitor"] == "accuracy"
     assert start["facts"]["lower_is_better"] == '["loss"]'
     assert not start["has_torch"], "a tracker needs no PyTorch, and PyTorch no tracker"
@@ -139,40 +171,36 @@ def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(tmp_
     assert len(what(run, "system")) == 1, "a short run is measured once"
     assert ranks.output().count("https://tracker.example/the-run") == 1
     assert not children_of(run)
-    times = [
-        line["time"]
-        for line in own_tracker.lines(run)
-        if line["what"] not in ("start", "finish", "system")
-    ]
+    records = [x for x in own_tracker.lines(run) if x["what"] not in ("start", "finish", "system")]
+    times = [line["time"] for line in records]
     assert times == sorted(times), "times of records never go back"
     assert times[0] >= next(r["time"] for r in read_records(run) if r["event"] == "start")
     assert not what(run, "checkpoint"), "they were not asked for"
 
 
-def test_checkpoints_are_sent_when_they_are_asked_for(tmp_path):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    flags = ("--track-checkpoints", "--max-steps", "8", "--run-dir", run)
-    train(recipe, *TRACK, *flags, folder=tmp_path)
-    files = [line["file"] for line in what(run, "checkpoint")]
+def test_checkpoints_are_sent_when_asked_for_and_a_links_password_nowhere(here):
+    link = {"TRACKER_LINK": "http://me:pa55word@host/the-run"}
+    ranks = here.train(*TRACK, "--track-checkpoints --max-steps 8", **link)
+    files = [line["file"] for line in what(here.run, "checkpoint")]
     assert files == ["checkpoint_step_4.pt", "checkpoint_step_8.pt"]
+    assert "http://host/the-run" in ranks.output()
+    assert "http://host/the-run" in send(here.run, here.folder, code=2)
+    written = [path for path in here.folder.rglob("*") if path.is_file()]
+    assert not [path for path in written if b"pa55word" in path.read_bytes()]
 
 
 # --- resuming
 
 
-def test_a_killed_and_resumed_run_is_one_tracker_run_and_each_step_is_sent_once(
-    tmp_path, untracked
-):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    tiny.set_pace(recipe, 0.02)  # so that the tracker sees more than the checkpoint
-    train(recipe, *TRACK, "--run-dir", run, "--epochs", "1", folder=tmp_path)
+def test_a_killed_and_resumed_run_is_one_tracker_run_and_each_step_is_sent_once(here, untracked):
+    run = here.run
+    tiny.set_pace(here.recipe, 0.02)  # so that the tracker sees more than the checkpoint
+    here.train(*TRACK, "--epochs 1")
     kill = Fault(point="after a step", nth=25)
-    resumed = ("train", run, "--resume", "--epochs", "6")
-    ranks = samestep(*resumed, folder=tmp_path, faults=(kill,))
-    assert ranks.wait() == [-signal.SIGKILL]
-    tiny.set_pace(recipe, 0)
+    here.train("--resume --epochs 6", target=run, faults=(kill,), code=-signal.SIGKILL)
+    tiny.set_pace(here.recipe, 0)
     # At once: the process of the first execution may still be closing.
-    train(run, "--resume", folder=tmp_path)
+    here.resume()
     assert len([r for r in tiny.all_records(run) if r["event"] == "resume"]) == 2
     tiny.assert_same_training(run, untracked, 0)
     assert [line["known"] for line in what(run, "start")] == [None, "the run", "the run"]
@@ -188,165 +216,113 @@ def losses(series):
     return [values["train/loss"] for _, _, values in series["train"]]
 
 
-def test_a_run_that_goes_on_after_its_end_goes_on_at_the_tracker(tmp_path):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    train(recipe, *TRACK, "--run-dir", run, "--epochs", "1", folder=tmp_path)
-    train(run, "--resume", "--epochs", "2", folder=tmp_path)
-    assert [line["known"] for line in what(run, "start")] == [None, "the run"]
+def test_a_resumed_run_goes_on_at_its_trackers_and_flags_change_them(here):
+    run = here.run
+    here.train(*TRACK, "--epochs 1")
+    here.resume("--epochs 2")
     for series in ("train", "epoch", "validation"):
         assert sent(run)[series] == expected(run)[series]
-
-
-def test_a_resumed_run_keeps_its_trackers_and_flags_change_them(tmp_path):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    train(recipe, *TRACK, "--run-dir", run, "--epochs", "1", folder=tmp_path)
-    train(run, "--resume", "--epochs", "2", "--track", "none", folder=tmp_path)
-    assert len(what(run, "start")) == 1
-    train(run, "--resume", "--epochs", "3", *TRACK, "--track-project", "other", folder=tmp_path)
-    assert [line["project"] for line in what(run, "start")] == ["tiny", "other"]
+    here.resume("--epochs 3 --track none")
+    assert [line["known"] for line in what(run, "start")] == [None, "the run"]
+    here.resume(*TRACK, "--epochs 4 --track-project other")
+    assert [line["project"] for line in what(run, "start")] == ["tiny", "tiny", "other"]
     assert sent(run)["train"] == expected(run)["train"], "what was missed in between was made up"
 
 
 @pytest.mark.slow
-def test_ranks_that_samestep_starts_have_one_tracker_too(tmp_path):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    command = (
-        sys.executable,
-        "-m",
-        "samestep",
-        "train",
-        recipe,
-        "--nproc",
-        "2",
-        *TRACK,
-        "--max-steps",
-        "8",
-        "--run-dir",
-        run,
-    )
+def test_ranks_that_samestep_starts_have_one_tracker_too(here):
+    command = [sys.executable, "-m", "samestep", "train", here.recipe, "--run-dir", here.run]
+    command += ["--nproc", "2", *TRACK, "--max-steps", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
-    assert len(what(run, "start")) == 1
-    assert sent(run) == expected(run)
+    assert len(what(here.run, "start")) == 1
+    assert sent(here.run) == expected(here.run)
 
 
 # --- a tracker that misbehaves
 
+# Each group in one training, with a tracker for each fault.
 FAULTS = (
-    *("import:raise", "import:hang", "start:hang", "start:exit", "start:mute"),
-    *("record:raise", "record:hang", "record:kill", "finish:hang"),
+    ("import:raise", "import:hang", "start:hang"),
+    ("start:exit", "start:mute", "record:raise"),
+    ("record:hang", "record:kill", "finish:hang"),
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_a_tracker_does_the_training_is_the_same_and_its_records_are_sent_later(
-    tmp_path, fault, untracked
+@pytest.mark.parametrize("faults", FAULTS, ids=" ".join)
+def test_whatever_trackers_do_the_training_is_the_same_and_its_records_are_sent_later(
+    here, faults, untracked
 ):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    ranks = train(
-        recipe,
-        *TRACK,
-        "--track-timeout",
-        "1",
-        "--run-dir",
-        run,
-        folder=tmp_path,
-        TRACKER_FAULT=fault,
-        end_s=5.0,
-    )
+    trackers, run = here.faulty(faults), here.run
+    names = ",".join(map(str, trackers.values()))
+    flags = ("--track", Path(names), "--track-timeout 2")
+    ranks = here.train(*flags, TRACKER_FAULT="planted", end_s=5.0)
     tiny.assert_same_training(run, untracked, 0)
-    output = ranks.output()
+    output = " ".join(ranks.output().split())
     assert "Traceback" not in output
-    assert output.count("warning own_tracker failed: ") == 1, output
-    assert f"samestep track {run} --to {TRACKER}" in " ".join(output.split())
-    has = 0 if fault.startswith(("import", "start")) else None
-    count = r"It has ([\d,]+) of ([\d,]+) records"
-    (told,) = re.findall(count, " ".join(output.split()))
-    assert has in (None, int(told[0]))
-    assert int(told[1].replace(",", "")) > 0
-    if fault.endswith("raise"):
-        assert f"ConnectionError: the service has gone at {fault.split(':')[0]}" in output
-    if fault in ("import:hang", "start:hang", "record:hang"):
-        assert " 1 s. " in output
-    assert not children_of(run)
-    assert "https://tracker.example/the-run" in send(run, tmp_path)
-    assert sent(run) == expected(run), "once, whatever came of the first time"
-    if fault == "finish:hang":
-        send(run, tmp_path, code=2)
-        assert sent(run) == expected(run)
+    for fault, (name, path) in zip(faults, trackers.items(), strict=True):
+        (told,) = re.findall(rf"warning {name} failed: (.*?)The records are whole", output)
+        assert f"--to {path}" in output
+        (count,) = re.findall(r"It has ([\d,]+) of ([\d,]+) records\. $", told)
+        has, of = (int(number.replace(",", "")) for number in count)
+        assert of > 0
+        assert has == 0 or not fault.startswith(("import", "start"))
+        if fault.endswith("raise"):
+            assert f"ConnectionError: the service has gone at {fault.split(':')[0]}" in told
+        if fault in ("import:hang", "start:hang", "record:hang"):
+            assert " 2 s. " in told
+        assert not children_of(run, name)
+    assert send(run, here.folder, to=names).count("https://tracker.example/the-run") == len(faults)
+    send(run, here.folder, to=names, code=2)
+    for name in trackers:
+        assert sent(run, name) == expected(run), "once, whatever came of the first time"
 
 
-@pytest.mark.parametrize("flags", [("--track-offline",), ()], ids=["writes files", "starts"])
-def test_a_slow_tracker_that_only_writes_files_or_still_starts_is_waited_for(tmp_path, flags):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    arguments = (recipe, *TRACK, *flags, "--run-dir", run)
-    slow = {"TRACKER_FAULT": "start:wait", "end_s": 0.0}
-    assert "failed" not in train(*arguments, folder=tmp_path, **slow).output()
-    assert sent(run) == expected(run)
+@pytest.mark.parametrize("flags", ["--track-offline", ""], ids=["writes files", "starts"])
+def test_a_slow_tracker_that_only_writes_files_or_still_starts_is_waited_for(here, flags):
+    """Its start waits for the last record of the training, which therefore waits for none."""
+    ranks = here.train(*TRACK, flags, TRACKER_FAULT="start:wait", end_s=0.0)
+    assert "failed" not in ranks.output()
+    assert sent(here.run) == expected(here.run)
 
 
-def test_a_tracker_that_is_killed_within_the_run_has_its_part_once(tmp_path):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    tiny.set_pace(recipe, 0.02)  # so that there is a second time to hand over
-    ranks = train(
-        recipe, *TRACK, "--run-dir", run, folder=tmp_path, TRACKER_FAULT="later record:kill"
-    )
+def test_a_tracker_that_is_killed_within_the_run_has_its_part_once(here):
+    tiny.set_pace(here.recipe, 0.02)  # so that there is a second time to hand over
+    ranks = here.train(*TRACK, TRACKER_FAULT="later record:kill")
     assert "signal 9" in ranks.output()
-    before = sent(run)["train"]
-    assert 0 < len(before) < tiny.STEPS
-    send(run, tmp_path)
-    assert sent(run) == expected(run)
+    assert 0 < len(sent(here.run)["train"]) < tiny.STEPS
+    send(here.run, here.folder)
+    assert sent(here.run) == expected(here.run)
 
 
-def test_the_training_does_not_wait_for_a_tracker_to_start(tmp_path):
-    """Its start waits for the last record of the training: if that waited too, none would end."""
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    train(recipe, *TRACK, "--run-dir", run, folder=tmp_path, TRACKER_FAULT="start:wait")
-    assert sent(run) == expected(run)
-
-
-@pytest.mark.parametrize("fault", ["start:hang", "finish:hang"])
-def test_a_signal_ends_the_training_without_its_hanging_tracker(tmp_path, fault):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    tiny.set_pace(recipe, 0.02)
+def test_a_signal_ends_the_training_without_its_hanging_trackers(here):
+    tiny.set_pace(here.recipe, 0.02)
     stop = Fault(point="after a step", nth=20, signum=signal.SIGTERM)
-    ranks = samestep(
-        "train",
-        recipe,
-        *TRACK,
-        "--run-dir",
-        run,
-        folder=tmp_path,
-        faults=(stop,),
-        TRACKER_FAULT=fault,
-    )
-    # The tracker's own limit is 120 s, longer than this wait.
+    trackers = here.faulty(["start:hang", "finish:hang"])
+    track = ("--track", Path(",".join(map(str, trackers.values()))))
+    ranks = here.start(*track, faults=(stop,), TRACKER_FAULT="planted")
+    # The trackers' own limit is 120 s, longer than this wait.
     assert ranks.wait(110) == [128 + signal.SIGTERM]
-    assert read_json(run / "result.json")["status"] == "stopped"
-    assert ranks.output().count("warning own_tracker failed: ") == 1
-    assert not children_of(run)
+    assert read_json(here.run / "result.json")["status"] == "stopped"
+    for name in trackers:
+        assert ranks.output().count(f"warning {name} failed: ") == 1
+        assert not children_of(here.run, name)
 
 
-def test_a_run_that_is_refused_leaves_no_process_and_no_file(tmp_path):
-    recipe = tiny.write_recipe(tmp_path, tiny.RECIPE.replace("options.samples", "options.nothing"))
-    run = tmp_path / "run"
-    ranks = samestep("train", recipe, *TRACK, "--run-dir", run, folder=tmp_path)
-    assert ranks.wait() == [2]
-    assert not run.exists()
-    assert not own_tracker.lines(run)
+def test_a_run_that_is_refused_leaves_no_process_and_no_file(here):
+    here.change("options.samples", "options.nothing")
+    ranks = here.train(*TRACK, code=2)
+    assert not here.run.exists()
+    assert not own_tracker.lines(here.run)
     assert ranks.output().count("samestep: ") == 1
 
 
-def test_a_run_that_fails_is_closed_as_failed_and_its_message_comes_first(tmp_path):
-    recipe = tiny.write_recipe(
-        tmp_path, tiny.RECIPE.replace("(outputs, targets)\n", "(outputs, targets) / 0\n")
-    )
-    run = tmp_path / "run"
-    ranks = samestep("train", recipe, *TRACK, "--run-dir", run, folder=tmp_path)
-    assert ranks.wait() == [2], ranks.output()
-    tiny.until(lambda: bool(what(run, "finish")))
-    assert what(run, "finish")[0]["status"] == "failed"
-    tiny.until(lambda: not children_of(run))
+def test_a_run_that_fails_is_closed_as_failed(here):
+    here.change("(outputs, targets)\n", "(outputs, targets) / 0\n")
+    here.train(*TRACK, code=2)
+    tiny.until(lambda: bool(what(here.run, "finish")))
+    assert what(here.run, "finish")[0]["status"] == "failed"
+    tiny.until(lambda: not children_of(here.run))
 
 
 FILES = """
@@ -370,68 +346,50 @@ def finish(client, result):
 """
 
 
-def test_files_that_a_killed_tracker_did_not_close_are_written_anew(tmp_path):
-    tracker = tmp_path / "files.py"
-    tracker.write_text(FILES)
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    offline = ("--track", tracker, "--track-offline")
-    train(recipe, *offline, "--run-dir", run, "--epochs", "1", folder=tmp_path)
-    first = (run / "tracking" / "files" / "part-0.jsonl").read_text()
+def test_files_that_a_killed_tracker_did_not_close_are_written_anew(here):
+    folder = here.run / "tracking" / "files"
+    here.train("--track", here.tracker("files", FILES), "--track-offline --epochs 1")
+    first = (folder / "part-0.jsonl").read_text()
     assert first
-    train(run, "--resume", "--epochs", "2", folder=tmp_path, KILLED="1")
-    assert len(list((run / "tracking" / "files").iterdir())) == 2
-    train(run, "--resume", "--epochs", "3", folder=tmp_path)
-    parts = sorted((run / "tracking" / "files").iterdir())
+    here.resume("--epochs 2", KILLED="1")
+    assert len(list(folder.iterdir())) == 2
+    here.resume("--epochs 3")
+    parts = sorted(folder.iterdir())
     assert [part.name for part in parts] == ["part-0.jsonl", "part-1.jsonl"]
     assert parts[0].read_text() == first, "what was closed stays"
     lines = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
     assert [step for event, step in lines if event == "step"] == list(range(1, 34))
 
 
-def test_what_a_tracker_says_of_a_key_reaches_neither_the_screen_nor_a_file(tmp_path):
-    tracker = tmp_path / "talks.py"
-    tracker.write_text(
-        "import os\nkey = os.environ['MY_API_KEY']\n"
-        "def start(run):\n    print('the key is', key)\n    raise ValueError('refused: ' + key)\n"
-        "def record(client, entries): pass\ndef finish(client, result): pass\n"
-    )
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+TAKES = "def record(client, entries): pass\ndef finish(client, result): pass\n"
+TALKS = """
+import os
+key = os.environ["MY_API_KEY"]
+def start(run):
+    print("the key is", key)
+    raise ValueError("refused: " + key)
+"""
+
+
+def test_what_a_tracker_says_of_a_key_is_hidden_and_a_wrong_answer_named(here):
+    talks = here.tracker("talks", TALKS + TAKES)
+    wrong = here.tracker("wrong", "def start(run): return 7\n" + TAKES)
     planted = "hunter2-the-planted-key"
-    ranks = train(recipe, "--track", tracker, "--run-dir", run, folder=tmp_path, MY_API_KEY=planted)
+    ranks = here.train("--track", Path(f"{talks},{wrong}"), MY_API_KEY=planted)
+    assert "start() returned int" in ranks.output()
     assert "ValueError: refused: …" in ranks.output()
     assert planted not in ranks.output()
-    assert "the key is …" in (run / "tracking" / "talks.log").read_text()
-    assert not [name for name, content in tiny.files(run).items() if planted.encode() in content]
+    assert "the key is …" in (here.run / "tracking" / "talks.log").read_text()
+    held = [name for name, content in tiny.files(here.run).items() if planted.encode() in content]
+    assert not held
 
 
-def test_a_tracker_whose_start_returns_something_else_is_told_what_it_must_return(tmp_path):
-    tracker = tmp_path / "wrong.py"
-    tracker.write_text(
-        "def start(run): return 7\ndef record(client, entries): pass\n"
-        "def finish(client, result): pass\n"
-    )
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    ranks = train(recipe, "--track", tracker, "--run-dir", run, folder=tmp_path)
-    assert "start() returned int" in ranks.output()
-
-
-def test_a_tracker_named_as_a_module_is_found_from_the_current_folder(tmp_path, monkeypatch):
-    package = tmp_path / "ours"
+def test_a_tracker_named_as_a_module_is_found_from_the_current_folder(here, monkeypatch):
+    package = here.folder / "ours"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "logs.py").write_text(Path(TRACKER).read_text())
-    monkeypatch.chdir(tmp_path)
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    train(recipe, "--track", "ours.logs", "--run-dir", run, "--max-steps", "8", folder=tmp_path)
-    assert sent(run) == expected(run)
-    assert read_json(run / "tracking" / "ours.logs.json")["online"]["finished"]
-
-
-def test_a_password_in_a_trackers_link_is_in_no_file_and_on_no_screen(tmp_path):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    link = {"TRACKER_LINK": "http://me:pa55word@host/the-run"}
-    ranks = train(recipe, "--run-dir", run, *TRACK, "--epochs", "1", folder=tmp_path, **link)
-    assert "http://host/the-run" in ranks.output()
-    assert "http://host/the-run" in send(run, tmp_path, code=2)
-    written = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [path for path in written if b"pa55word" in path.read_bytes()]
+    monkeypatch.chdir(here.folder)
+    here.train("--track ours.logs --max-steps 8")
+    assert sent(here.run) == expected(here.run)
+    assert read_json(here.run / "tracking" / "ours.logs.json")["online"]["finished"]
