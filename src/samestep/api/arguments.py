@@ -45,7 +45,7 @@ def one_line_errors(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _give_back() -> None:
-    """Restore Python's hook once somebody has caught the error and dropped it."""
+    """Restore Python's hook once the caught error is gone."""
     if sys.excepthook is _show:
         sys.excepthook = sys.__excepthook__
 

@@ -40,7 +40,7 @@ from samestep.session.outcome import Outcome
 from samestep.session.picture_making import end_while_drawing
 from samestep.session.request import Request
 from samestep.session.session import end_failed
-from samestep.session.training_run import NATIVE, Engine, run_session
+from samestep.session.training_run import NATIVE, run_session
 from samestep.tracking.choice import check_installed, chosen
 from samestep.tracking.processes import TrackerProcesses
 from samestep.training.stopping import Again, catch_signals, end_process
@@ -287,7 +287,12 @@ def train_as_rank(
     Rank 0 shows the records on the screen. Every rank calls `begin` with the run directory as soon
     as it exists. `again` is what a second Ctrl-C does.
     """
-    settings, engine = request.settings, _engine(request)
+    settings, engine = request.settings, NATIVE
+    check_engine(request)
+    if settings.engine != "native":
+        from samestep.lightning.engine import LIGHTNING  # noqa: PLC0415 - an extra
+
+        engine = LIGHTNING
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     join(world, settings.timeout_s)
     world.on_main(lambda: check_installed(chosen(settings.track)))
@@ -333,15 +338,6 @@ def check_engine(request: Request) -> None:
             "the schedule of its own checkpoint.",
             flags=["allow_change", "engine"],
         )
-
-
-def _engine(request: Request) -> Engine:
-    check_engine(request)
-    if request.settings.engine == "native":
-        return NATIVE
-    from samestep.lightning.engine import LIGHTNING  # noqa: PLC0415 - an extra
-
-    return LIGHTNING
 
 
 def train_received(file: Path, log: RankLog) -> int:

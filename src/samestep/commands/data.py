@@ -1,6 +1,5 @@
 """`samestep data`: download a data set, or list those that can be downloaded."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -48,15 +47,10 @@ def main(arguments: list[str]) -> int:
         files = count(len(paths), "file")
         print(f"{command.name} is in {command.data_dir}: {files}, checked.")  # noqa: T201
     else:
-        print("\n".join(_lines()))  # noqa: T201
+        width = Console().width
+        for dataset in CATALOG.values():
+            size = sum(file.size_bytes for file in dataset.files) / 1e6
+            print(f"{dataset.name}  {count(len(dataset.files), 'file')}, {size:.1f} MB")  # noqa: T201
+            for text in (dataset.description, dataset.licence, dataset.source):
+                print("\n".join(wrapped(f"  {text}", "  ", width)))  # noqa: T201
     return 0
-
-
-def _lines() -> Iterator[str]:
-    """Yield what there is; an address is never cut, so that it can be copied at any width."""
-    width = Console().width
-    for dataset in CATALOG.values():
-        size = sum(file.size_bytes for file in dataset.files) / 1e6
-        yield f"{dataset.name}  {count(len(dataset.files), 'file')}, {size:.1f} MB"
-        for text in (dataset.description, dataset.licence, dataset.source):
-            yield from wrapped(f"  {text}", "  ", width)

@@ -98,7 +98,11 @@ def main(arguments: list[str]) -> int:
     out = sys.stdout.write
     out("\nThe loss of each step, and where the second training was killed:\n\n")
     out("\n".join(curve_lines(ours, theirs, _WIDTH, _HEIGHT)) + "\n")
-    out(_axis(killed.step / STEPS) + "\n")
+    columns = _WIDTH - LABEL
+    before = round(killed.step / STEPS * columns)
+    left = f"{_RANKS} ranks ".ljust(before - 1, "─")
+    right = f" {_OTHER_RANKS} ranks ".ljust(columns - before, "─")
+    out(f"{' ' * LABEL}{left}✗{right}\n")
     out(f"{' ' * LABEL}{BOTH} both   {FIRST} the first alone   {SECOND} the second alone\n\n")
     digests = [run.result["weights_sha256"] for run in (whole, resumed)]
     out(f"losses   {alike.steps} steps in both, largest difference {alike.largest:g}\n")
@@ -110,7 +114,12 @@ def main(arguments: list[str]) -> int:
         seconds = time.monotonic() - began
         out(_plain(f"The same training to the last bit, in {seconds:.0f} s: {_BECAUSE}"))
     out(f"\nruns     {one}\n         {two}\n")
-    out("".join(f"{name:<9}{line}\n" for name, line in _next(one, two)))
+    out(
+        f"try      samestep compare {one} \\\n"
+        f"                          {two}\n"
+        "         samestep train spiral --nproc 2\n"
+        "         samestep new regression mine.py   # a recipe of your own\n"
+    )
     return 0 if same else 1
 
 
@@ -118,26 +127,6 @@ def _completed(run: "TrainedRun") -> "TrainedRun":
     if run.result["status"] != "completed":  # Ctrl-C has stopped it
         raise KeyboardInterrupt
     return run
-
-
-def _next(one: Path, two: Path) -> list[tuple[str, str]]:
-    """Return what to try next."""
-    lines = [
-        f"samestep compare {one} \\",
-        f"                 {two}",
-        "samestep train spiral --nproc 2",
-        "samestep new regression mine.py   # a recipe of your own",
-    ]
-    return list(zip(["try", *[""] * len(lines)], lines, strict=False))
-
-
-def _axis(killed: float) -> str:
-    """Return the line below the curves: which ranks took which steps."""
-    columns = _WIDTH - LABEL
-    before = round(killed * columns)
-    left = f"{_RANKS} ranks ".ljust(before - 1, "─")
-    right = f" {_OTHER_RANKS} ranks ".ljust(columns - before, "─")
-    return f"{' ' * LABEL}{left}✗{right}"
 
 
 def _plain(text: str) -> str:
@@ -178,7 +167,15 @@ def train_and_kill(run: Path, nproc: int) -> Killed:
         text=True,
     )
     try:
-        _await_step(run, process)
+        deadline = time.monotonic() + _PATIENCE_S
+        while not any(record["step"] >= KILL_AT for record in _records(run, "step")):
+            ended = process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                why = process.communicate()[1].strip() if ended else "it hangs"
+                raise UserError(
+                    f"The training on several ranks did not get to step {KILL_AT}: {why}"
+                )
+            time.sleep(_LOOK_EVERY_S)
     finally:
         killed = _kill(process)
     steps = [record["step"] for record in _records(run, "step")]
@@ -195,15 +192,6 @@ def proof(one: "TrainedRun", other: "TrainedRun") -> SameTraining:
     """Compare each loss, and the weights at the end."""
     (alike,) = compare_runs([one.path, other.path]).alike
     return alike
-
-
-def _await_step(run: Path, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not any(record["step"] >= KILL_AT for record in _records(run, "step")):
-        if process.poll() is not None or time.monotonic() > deadline:
-            why = process.communicate()[1].strip() if process.poll() is not None else "it hangs"
-            raise UserError(f"The training on several ranks did not get to step {KILL_AT}: {why}")
-        time.sleep(_LOOK_EVERY_S)
 
 
 def _kill(process: "subprocess.Popen[str]") -> int:

@@ -113,12 +113,8 @@ def help_text(
 ) -> str:
     """Return the help of a verb.
 
-    Args:
-        command: the verb and its target.
-        about: what it does.
-        parts: title → an instance of a dataclass: its fields are flags, its values the defaults.
-        left_out: fields that have no effect.
-        whole: whether to show all settings; else the common ones, each with its first sentence.
+    `parts`: title → an instance of a dataclass, whose fields are flags and whose values are the
+    defaults. Unless `whole`, only the common settings are shown, each with its first sentence.
     """
     width = max(_LEAST, min(_MOST, shutil.get_terminal_size().columns))
     lines = [f"usage: samestep {command} [flags]", "", *textwrap.wrap(about, width)]

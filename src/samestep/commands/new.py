@@ -37,7 +37,8 @@ _EXAMPLES = ("new regression houses.py", "new own-loop experiments/gan.py")
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    text = _help()
+    kinds = "\n".join(f"  {kind:<16} {what}" for kind, what in KINDS.items())
+    text = _HELP.format(kinds=kinds) + example_text(*_EXAMPLES)
     show_general_help(arguments, text)
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(text)
@@ -45,7 +46,15 @@ def main(arguments: list[str]) -> int:
     for flag in (word for word in arguments if word.startswith("-")):
         raise UserError(f"samestep new has no flag {flag}. Type: samestep new KIND NAME.py")
     kind, *names = arguments
-    _check_kind(kind, names)
+    if kind not in KINDS:
+        if names and names[0] in KINDS:
+            raise UserError(
+                f"The kind comes first. Type: samestep new {names[0]} {shlex.quote(kind)}"
+            )
+        raise UserError(
+            f"There is no kind {kind!r}. {did_you_mean(kind, KINDS)}The kinds are: "
+            f"{', '.join(KINDS)}."
+        )
     if not names:
         sys.stdout.write(text)
         raise AlreadyTold(2)
@@ -59,22 +68,6 @@ def main(arguments: list[str]) -> int:
     _write(kind, path)
     sys.stdout.write("\n".join(_what_next(kind, path)) + "\n")
     return 0
-
-
-def _help() -> str:
-    kinds = "\n".join(f"  {kind:<16} {what}" for kind, what in KINDS.items())
-    return _HELP.format(kinds=kinds) + example_text(*_EXAMPLES)
-
-
-def _check_kind(kind: str, names: list[str]) -> None:
-    """Check what is to be written."""
-    if kind in KINDS:
-        return
-    if names and names[0] in KINDS:
-        raise UserError(f"The kind comes first. Type: samestep new {names[0]} {shlex.quote(kind)}")
-    raise UserError(
-        f"There is no kind {kind!r}. {did_you_mean(kind, KINDS)}The kinds are: {', '.join(KINDS)}."
-    )
 
 
 def _check_name(kind: str, path: Path) -> None:

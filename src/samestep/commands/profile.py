@@ -23,6 +23,7 @@ from samestep.commands.help import (
 )
 from samestep.errors import UserError
 from samestep.nearby import nearby
+from samestep.profiling.measured import Extent
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.nproc import check_workers, cores, start_nproc
 from samestep.ranks.process import (
@@ -75,22 +76,12 @@ optimizer; nothing in it has to change. `samestep profile TARGET --help` shows a
 """
 
 
-@dataclass(frozen=True)
-class _Extent:
+@dataclass(frozen=True, kw_only=True)
+class ProfileFlags(Extent):
+    """Flags of `profile` for a recipe, in addition to the settings."""
+
     nproc: Nproc = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
-    epoch: int | None = None
-    """Trace this epoch as a whole, counted from 1; by default a few steps."""
-    seconds: float = 3.0
-    """How long to measure, at least."""
-    steps: int | None = None
-    """Measure this many steps, whatever time they take, in place of --seconds."""
-
-
-@dataclass(frozen=True)
-class ProfileFlags(_Extent):
-    """What this command itself takes, beside the settings."""
-
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
     workers: str | None = None
@@ -105,10 +96,12 @@ class ProfileFlags(_Extent):
     """Print one JSON object in place of the tables."""
 
 
-@dataclass(frozen=True)
-class ScriptCommand(_Extent):
+@dataclass(frozen=True, kw_only=True)
+class ScriptCommand(Extent):
     """Profile a script. What follows `--` is the script's own."""
 
+    nproc: Nproc = 1
+    """Ranks to start on this machine; auto: one per GPU, else one per core."""
     out: Path | None = None
     """Directory for the traces; by default a new one in runs/."""
     oversubscribe: Switch = False
@@ -143,7 +136,7 @@ def _profile(arguments: list[str], log: RankLog) -> int:
 
 
 def _is_recipe_file(path: Path) -> bool:
-    """Whether a Python file ends up with a `recipe`, which tells a recipe from a script."""
+    """Whether a Python file defines `recipe`; any other is a script."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
@@ -157,7 +150,7 @@ def _is_recipe_file(path: Path) -> bool:
 
 
 def _target_first(arguments: list[str]) -> list[str]:
-    """Return the arguments with what to profile first, also where flags stand before it."""
+    """Move what to profile to the front if flags precede it."""
     place = 0
     while place < len(arguments) and arguments[place].startswith("--") and arguments[place] != "--":
         name = arguments[place].removeprefix("--").replace("-", "_")
@@ -170,7 +163,7 @@ def _target_first(arguments: list[str]) -> list[str]:
     return [*target, *arguments[:place], *arguments[place + words :]]
 
 
-def _check_extent(extent: _Extent) -> None:
+def _check_extent(extent: Extent) -> None:
     check_positive(epoch=extent.epoch, seconds=extent.seconds, steps=extent.steps)
     if extent.steps == 1:
         raise UserError("--steps is 1; it must be 2 or more.")
@@ -210,20 +203,13 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     )
     if code is not None:
         return code
-    from samestep.profiling.recipe_profile import Extent, profile_recipe  # noqa: PLC0415
+    from samestep.profiling.recipe_profile import profile_recipe  # noqa: PLC0415
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
 
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     join(world, settings.timeout_s)
-    extent = Extent(
-        workers=workers,
-        batch_sizes=batch_sizes,
-        epoch=command.epoch,
-        seconds=command.seconds,
-        num_steps=command.steps,
-        begin=log.move_to,
-    )
-    found = profile_recipe(request, world, extent)
+    tried = {"num_workers": workers, "batch_size": batch_sizes}
+    found = profile_recipe(request, world, command, tried, log.move_to)
     world.on_main(lambda: _save_and_show(found, as_json=command.json))
     if found.measured.stopped:
         code = _STOPPED
@@ -259,8 +245,12 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
             )
     command = parse_flags(ScriptCommand, f"profile {script}", flags[:cut], *_EXAMPLES)
     _check_extent(command)
-    if module:
-        _check_module(name)
+    if module and not _importable(name):
+        raise UserError(
+            f"There is no module {name}, seen from {Path.cwd()}. Name it as for python -m, with "
+            "dots and without .py.",
+            on_all_ranks=True,
+        )
     place = os.environ.get(TASK)  # of the parent, for all ranks
     out = Path(place or command.out or new_run_path(f"profile-{name if module else script.stem}"))
     code = start_nproc(
@@ -288,15 +278,13 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
             flags[cut + 1 :],
             ScriptRanks(launch),
             out,
-            epoch=command.epoch,
-            seconds=command.seconds,
-            num_steps=command.steps,
+            command,
             quiet=command.json,
             module=module,
         )
     except (ScriptFailed, UserError) as error:
         with contextlib.suppress(OSError):
-            out.rmdir()  # only where nothing is in it
+            out.rmdir()  # if it is empty
         if isinstance(error, UserError):
             raise
         return _failed(error, script, as_json=command.json)
@@ -305,20 +293,14 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
     return _STOPPED if found is not None and found.measured.stopped else 0
 
 
-def _check_module(name: str) -> None:
+def _importable(module: str) -> bool:
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = importlib.util.find_spec(name)
+        return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
-        found = None
+        return False
     finally:
         del sys.path[0]
-    if found is None:
-        raise UserError(
-            f"There is no module {name}, seen from {Path.cwd()}. Name it as for python -m, with "
-            "dots and without .py.",
-            on_all_ranks=True,
-        )
 
 
 def _failed(failure: "ScriptFailed", script: Path, *, as_json: bool) -> int:

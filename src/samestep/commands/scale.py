@@ -84,7 +84,13 @@ def _scale(arguments: list[str]) -> int:
             raise AlreadyTold(code)
 
     with tempfile.TemporaryDirectory(prefix="samestep-scale-") as temporary:
-        folder = _empty(Path(request.settings.run_dir or temporary))
+        folder = Path(request.settings.run_dir or temporary)
+        try:
+            if folder.is_dir() and any(folder.iterdir()):
+                raise UserError(f"--run-dir {folder} is not empty; name a new directory.")
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--run-dir {folder} cannot be used: {error.strerror}.") from error
         study = plan_study(request.settings, sizes, modes)
         # Cores that other work keeps busy, since this process only waits.
         busy = psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1)
@@ -139,13 +145,3 @@ def parse_ranks(text: str) -> tuple[int, ...]:
             f"--nproc {text} is only one size; to see how it scales, give two or more: {example}."
         )
     return sizes
-
-
-def _empty(folder: Path) -> Path:
-    try:
-        if folder.is_dir() and any(folder.iterdir()):
-            raise UserError(f"--run-dir {folder} is not empty; name a new directory.")
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--run-dir {folder} cannot be used: {error.strerror}.") from error
-    return folder

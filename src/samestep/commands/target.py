@@ -18,7 +18,6 @@ from tyro.conf import Suppress
 from samestep.commands.help import HELP, HELP_ALL, example_text, examples, help_text, recipe_files
 from samestep.errors import AlreadyTold, UserError, known_elsewhere
 from samestep.ranks.process import TASK
-from samestep.recipe import Recipe
 from samestep.recipe_checks import telling_options
 from samestep.session.request import Request, draft, finish, own_recipe
 from samestep.settings import ALSO_ACCEPTED, OTHER_NAMES, Settings, flag_name, own_names
@@ -33,16 +32,10 @@ def parse_target(
     settings: type[Settings] = Settings,
     no_effect: Collection[str] = (),
 ) -> tuple[Any, Request]:
-    """Return the command and the request that a target and the flags after it make.
+    """Parse a target and the flags after it into the verb's own flags (`kind`) and a request.
 
-    Args:
-        verb: the verb's name.
-        about: what `--help` says it does, with {} for the target.
-        kind: a dataclass of the verb's own flags.
-        arguments: the target (a recipe, a recipe file or a run), and its flags.
-        lines: examples.
-        settings: the settings that the verb takes as flags.
-        no_effect: names of the settings that the verb itself decides.
+    `about` is the help's first lines, with {} for the target; `lines` are its examples. `no_effect`
+    names the settings that the verb itself decides.
     """
     if not arguments or arguments[0] in HELP:
         _show_general(verb, about, kind, arguments, lines, settings(), no_effect)
@@ -60,7 +53,13 @@ def parse_target(
     quiet = hasattr(kind, "json") and not asks_help and not is_rank
     with examples(*lines), redirect_stdout(sys.stderr if quiet else sys.stdout):
         config = value_of("--config", flags)
-        recipe = _recipe_of_run(kind, target, flags)
+        recipe = None
+        if "--recipe-of-run" in flags and hasattr(kind, "recipe_of_run"):
+            if "--resume" not in flags:
+                raise UserError(
+                    "--recipe-of-run has no effect without --resume.", flags=["recipe_of_run"]
+                )
+            recipe = own_recipe(target, value_of("--run-dir", flags))
         start = draft(target, Path(config) if config else None, recipe)
         below = settings(**vars(start.settings()))
         options = start.options()
@@ -94,15 +93,6 @@ def parse_target(
             flags=[name],
         )
     return parsed.command, request
-
-
-def _recipe_of_run(kind: type, target: str, flags: list[str]) -> Recipe | None:
-    """Return the run's own copy of its recipe, if the flags ask for it."""
-    if "--recipe-of-run" not in flags or not hasattr(kind, "recipe_of_run"):
-        return None
-    if "--resume" not in flags:
-        raise UserError("--recipe-of-run has no effect without --resume.", flags=["recipe_of_run"])
-    return own_recipe(target, value_of("--run-dir", flags))
 
 
 def _options_form(kind: type, options: Any) -> Any:

@@ -4,7 +4,6 @@ import sys
 import time
 import webbrowser
 from dataclasses import dataclass
-from pathlib import Path
 
 from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.errors import UserError
@@ -33,21 +32,16 @@ def main(arguments: list[str]) -> int:
     command = parse_flags(WatchFlags, "watch", arguments, *_EXAMPLES)
     if not 0 <= command.port < 2**16:
         raise UserError(f"--port is {command.port}; it must be from 0 to 65535.")
-    _await(command.run)
-    with RunServer(command.run, command.port) as server:
+    run = command.run
+    if not is_run(run) and not (run / "events.jsonl").is_file():
+        until = time.monotonic() + _PATIENCE_S
+        sys.stderr.write(f"Waiting {_PATIENCE_S:.0f} s for {run} to begin.{nearby(run, 'run')}\n")
+        while not is_run(run) and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_S)
+    with RunServer(run, command.port) as server:
         sys.stdout.write(f"{server.url}\n")
         sys.stdout.flush()
         if command.open:
             webbrowser.open(server.url)
         server.serve_forever()
     return 0
-
-
-def _await(run: Path) -> None:
-    """Wait a while for a run that may have been started just now."""
-    if is_run(run) or (run / "events.jsonl").is_file():
-        return
-    until = time.monotonic() + _PATIENCE_S
-    sys.stderr.write(f"Waiting {_PATIENCE_S:.0f} s for {run} to begin.{nearby(run, 'run')}\n")
-    while not is_run(run) and time.monotonic() < until:
-        time.sleep(_LOOK_EVERY_S)

@@ -8,6 +8,18 @@ from samestep.run.records import COMPUTE, WAITS
 
 
 @dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How much of a training to profile; the verb's flags."""
+
+    epoch: int | None = None
+    """Trace this epoch as a whole, counted from 1; by default a few steps."""
+    seconds: float = 3.0
+    """How long to measure, at least."""
+    steps: int | None = None
+    """Measure this many steps, whatever time they take, in place of --seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Operations:
     """What the operations of the traced steps were, as shares of what a step computes."""
 

@@ -2,9 +2,9 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
-from samestep.profiling.measured import MeasuredRank, MeasuredSteps
+from samestep.profiling.measured import Extent, MeasuredRank, MeasuredSteps
 from samestep.profiling.profile_report import Profile, Sweep
 from samestep.profiling.stages import MeasuredSpan, Stages, TimeAccount
 from samestep.profiling.sweep import sweep, variant
@@ -42,32 +42,34 @@ _LONGEST_EVALUATION_S = 2.0
 _CHECKPOINT = "profile.pt"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extent:
-    """How much of a recipe to profile, and which settings to try."""
+def profile_recipe(
+    request: Request,
+    world: World,
+    extent: Extent,
+    tried: Mapping[str, tuple[int, ...]],
+    begin: Callable[[Path], None],
+) -> Profile:
+    """Measure some steps of a recipe on this world, and judge them.
 
-    workers: tuple[int, ...] = ()
-    batch_sizes: tuple[int, ...] = ()
-    epoch: int | None = None
-    seconds: float = 3.0
-    num_steps: int | None = None
-    """Steps to measure, in place of the seconds."""
-    begin: Callable[[Path], None] = lambda _path: None
-    """Called on every rank with the run directory once it exists."""
-
-
-def profile_recipe(request: Request, world: World, extent: Extent) -> Profile:
-    """Measure some steps of a recipe on this world, and judge them."""
+    `tried` is the values to try of `num_workers` and `batch_size`. Every rank calls `begin` with
+    the run directory once it exists.
+    """
     if request.settings.engine != "native":
         raise UserError(
             "samestep profile RECIPE measures samestep's own loop: leave --engine out. Any script "
             "can be profiled too, one with Lightning's Trainer as well: samestep profile SCRIPT.py"
         )
     with switched(request.settings, world.device):
-        return _profile(request, world, extent)
+        return _profile(request, world, extent, tried, begin)
 
 
-def _profile(request: Request, world: World, extent: Extent) -> Profile:
+def _profile(
+    request: Request,
+    world: World,
+    extent: Extent,
+    tried: Mapping[str, tuple[int, ...]],
+    begin: Callable[[Path], None],
+) -> Profile:
     settings = request.settings
     if settings.epochs is None and settings.max_steps is None:
         settings = replace(settings, max_steps=ENDLESS)
@@ -79,14 +81,14 @@ def _profile(request: Request, world: World, extent: Extent) -> Profile:
     request = completed(request, world)
     built = build(request, world)
     work = built.work
-    if extent.workers and isinstance(work.train, MemorySource):
+    if tried["num_workers"] and isinstance(work.train, MemorySource):
         raise UserError(
             f"--workers: {request.recipe.name} holds its data in memory, so no worker reads it. "
             "Leave --workers out.",
             on_all_ranks=True,
         )
     samples = work.train.num_samples  # 0 of a stream
-    for size in extent.batch_sizes:
+    for size in tried["batch_size"]:
         if samples and size > samples:
             raise UserError(
                 f"--batch-sizes: {size:,} samples per step are more than the {samples:,} training "
@@ -100,19 +102,19 @@ def _profile(request: Request, world: World, extent: Extent) -> Profile:
                 on_all_ranks=True,
             )
 
-    def begin() -> None:
+    def write_description() -> None:
         with closing(Run(path)) as run:
             describe(run, request, built)
 
-    world.on_main(begin)
-    world.on_every(lambda: extent.begin(path))
+    world.on_main(write_description)
+    world.on_every(lambda: begin(path))
     with catch_signals() as received:
 
         def stop() -> bool:
             return bool(world.broadcast(received.signum if world.is_main else 0))
 
         measured = measure(work, built.state, path, extent, received)
-        sweeps = _sweep(request, built, path, extent, stop)
+        sweeps = _sweep(request, built, path, tried, stop)
         measured = replace(measured, stopped=measured.stopped or stop())
     work.train.close()
     return Profile(
@@ -169,7 +171,7 @@ def _run_stages(
         TimeAccount(lambda: work.phases),
         agree=lambda function: world.broadcast(function() if world.is_main else 0),
         seconds=extent.seconds,
-        num_steps=extent.num_steps,
+        num_steps=extent.steps,
         epoch=extent.epoch,
         stop=lambda: received.signum != 0,
     )
@@ -197,7 +199,11 @@ def _run_stages(
 
 
 def _sweep(
-    request: Request, built: Built, path: Path, extent: Extent, stop: Callable[[], bool]
+    request: Request,
+    built: Built,
+    path: Path,
+    tried: Mapping[str, tuple[int, ...]],
+    stop: Callable[[], bool],
 ) -> tuple[Sweep, ...]:
     """Try numbers of workers, then batch sizes with the best of them."""
     work, best = built.work, built.work.settings
@@ -217,7 +223,7 @@ def _sweep(
     # More workers than cores are worth trying: some only wait for a disk.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     sweeps: list[Sweep] = []
-    for setting, values in (("num_workers", extent.workers), ("batch_size", extent.batch_sizes)):
+    for setting, values in tried.items():
         if values and not stop():
             sweeps.append(sweep(work.world, setting, values, partial(candidate, setting), stop))
             chosen: dict[str, Any] = {setting: sweeps[-1].best}

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import msgspec
 import torch
@@ -22,7 +21,7 @@ from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.profiling.bottleneck import judge
 from samestep.profiling.hooks import Hooks
-from samestep.profiling.measured import MeasuredRank, MeasuredSteps
+from samestep.profiling.measured import Extent, MeasuredRank, MeasuredSteps
 from samestep.profiling.profile_report import Profile
 from samestep.profiling.stages import Stages, TimeAccount
 from samestep.ranks.launch import Launch
@@ -167,19 +166,16 @@ def profile_script(
     arguments: list[str],
     ranks: ScriptRanks,
     out: Path,
+    extent: Extent,
     *,
-    epoch: int | None = None,
-    seconds: float = 3.0,
-    num_steps: int | None = None,
     quiet: bool = False,
     module: bool = False,
 ) -> Profile | None:
     """Run a script until some of its steps are measured and traced; return the profile on rank 0.
 
-    `script` is a Python file, or with `module` the name of a module to run as `python -m` does. At
-    least `seconds` are measured, or `num_steps`. `epoch`, counted from 1, is traced, or by default
-    a few steps. The traces go to `out`; with `quiet` the script's output goes to standard error.
-    SIGTERM ends the script; what was measured until then counts.
+    `script` is a Python file, or with `module` the name of a module to run as `python -m` does.
+    The traces go to `out`; with `quiet` the script's output goes to standard error. SIGTERM ends
+    the script; what was measured until then counts.
 
     Raises ScriptFailed if the script fails, or if SIGTERM ends a single rank.
     """
@@ -187,8 +183,16 @@ def profile_script(
     hooks = Hooks(Phases(), several=ranks.world_size > 1)
     account, wants = TimeAccount(lambda: hooks.phases), lambda: hooks.loader is not None
     received: list[int] = []
-    extent: dict[str, Any] = {"seconds": seconds, "num_steps": num_steps, "epoch": epoch}
-    stages = Stages(account, ranks.agree, **extent, wants_epochs=wants, stop=lambda: bool(received))
+    epoch = extent.epoch
+    stages = Stages(
+        account,
+        ranks.agree,
+        seconds=extent.seconds,
+        num_steps=extent.steps,
+        epoch=epoch,
+        wants_epochs=wants,
+        stop=lambda: bool(received),
+    )
     hooks.on_step = lambda step: _stop_if(stages.at(step))
     hooks.on_epoch = lambda number: _stop_if(stages.epoch_begins(number))
     hooks.on_profiler = stages.script_profiles

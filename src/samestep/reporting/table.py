@@ -42,6 +42,8 @@ class Table:
     """Columns aligned left beside the first; the others are aligned right."""
     fold: bool = False
     """Whether the last column wraps within the width of the terminal."""
+    cut: int | None = None
+    """The column shortened on a terminal that is too narrow; the others stay whole."""
     drop: Sequence[str] = ()
     """Columns left out, in this order, on a terminal that is too narrow."""
     shorten_after: int = sys.maxsize
@@ -77,6 +79,9 @@ def _fitting(table: Table, widths: list[int], width: int | None) -> list[int]:
     if table.fold:
         others = _total(widths, shown) - widths[-1]
         widths[-1] = max(_LEAST_FOLDED, min(widths[-1], width - others))
+    if table.cut is not None:
+        over = _total(widths, shown) - width
+        widths[table.cut] = max(1, widths[table.cut] - max(0, over))
     for number, name in enumerate((*table.drop, None)):
         over = _total(widths, shown) - width
         if over <= 0 or not table.drop:

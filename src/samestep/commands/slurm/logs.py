@@ -46,7 +46,9 @@ def main(arguments: list[str]) -> int:
         if job is not None and job.state in ("PENDING", "CONFIGURING"):
             sys.stdout.write(f"Job {job.job} is pending ({job.reason}): it has no log yet.\n")
             return 0
-        raise UserError(f"There is no log {path}.{_ranks(found.run)}")
+        logs = sorted(found.run.glob("rank-*.log")) if found.run else []
+        has = f" The run has {', '.join(log.name for log in logs)}." if logs else ""
+        raise UserError(f"There is no log {path}.{has}")
     _show(path, label, job if command.follow else None)
     return 0
 
@@ -66,11 +68,6 @@ def _file(rank: int, job: QueuedJob | None, run: Path | None) -> tuple[Path, int
     if not is_script or log is None or not log.is_file():
         return own, None
     return log, rank
-
-
-def _ranks(run: Path | None) -> str:
-    found = sorted(run.glob("rank-*.log")) if run else []
-    return f" The run has {', '.join(path.name for path in found)}." if found else ""
 
 
 def _show(path: Path, label: int | None, job: QueuedJob | None) -> None:

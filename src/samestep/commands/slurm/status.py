@@ -2,17 +2,17 @@
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from tyro.conf import Positional, arg
 
 from samestep.commands.help import Switch, parse_flags
+from samestep.reporting.table import Table, printable, text_lines
 from samestep.reporting.words import duration
 from samestep.slurm.queue import JobAndRun, QueuedJob, find_job_or_run, my_jobs
 from samestep.slurm.submission import is_script
@@ -42,19 +42,26 @@ def main(arguments: list[str]) -> int:
         founds = [JobAndRun(job=job, run=job.run) for job in jobs]
     rows = [(found, _seen(found)) for found in founds]
     if command.json:
-        table = [_json(*row) for row in rows]
-        sys.stdout.write(
-            json.dumps(table[0] if command.job else table, indent=2, default=str) + "\n"
-        )
+        objects = [
+            {
+                "queue": asdict(found.job) if found.job else None,
+                "queue_error": found.note or None,
+                "training": asdict(progress) if progress else None,
+                "run": found.run,
+            }
+            for found, progress in rows
+        ]
+        shown = objects[0] if command.job else objects
+        sys.stdout.write(json.dumps(shown, indent=2, default=str) + "\n")
     elif command.job:
         for name, value in details(*rows[0]).items():
             Console(highlight=False).print(f"[bold]{name:<8}[/] {escape(value)}", soft_wrap=True)
     elif not rows:
         sys.stdout.write("Slurm knows no job of yours that samestep submitted.\n")
     else:
-        console = Console()
         # In a pipe nothing is cut: a script may look for a word.
-        console.print(jobs_table(rows), width=None if console.is_terminal else 10_000)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        sys.stdout.writelines(f"{line}\n" for line in text_lines(jobs_table(rows), width))
     return 0
 
 
@@ -125,60 +132,38 @@ def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
     elif _is_quiet(progress):
         rows["ETA"] = f"unknown: no step for {duration(progress.quiet_s or 0)}"
     elif progress.eta_s is not None:
-        rows["ETA"] = duration(progress.eta_s) + _against_limit(job, progress.eta_s)
+        rows["ETA"] = duration(progress.eta_s)
+        if job is not None and job.limit_s is not None:
+            left = max(0, job.limit_s - job.elapsed_s)
+            if progress.eta_s <= left:
+                rows["ETA"] += f", within the {duration(left)} that are left"
+            else:
+                more = math.ceil((progress.eta_s - left) / job.limit_s)
+                rows["ETA"] += f"; {duration(left)} left, so {more} more start{'s' * (more > 1)}"
     return rows
-
-
-def _against_limit(job: QueuedJob | None, eta_s: float) -> str:
-    if job is None or job.limit_s is None:
-        return ""
-    left = max(0, job.limit_s - job.elapsed_s)
-    if eta_s <= left:
-        return f", within the {duration(left)} that are left"
-    more = math.ceil((eta_s - left) / job.limit_s)
-    return f"; {duration(left)} left, so {more} more start{'s' * (more > 1)}"
 
 
 def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
     """Return a table of jobs, one line each."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("job", "name", "state", "time", "step", "loss", "ETA", "starts"):
-        # On a narrow terminal only the name is cut.
-        table.add_column(
-            name,
-            no_wrap=name != "name",
-            overflow="ellipsis",
-            justify="left" if name in ("name", "state") else "right",
-        )
+    lines = []
     for found, progress in rows:
-        job = found.job
+        job, p = found.job, progress or Progress()
         if job is None:
             continue
-        p = progress or Progress()
-        percent = f" {p.step / p.total_steps:.0%}" if p.total_steps else ""
-        table.add_row(
-            str(job.job),
-            escape(job.name),
-            job.state,
-            duration(job.elapsed_s),
-            f"{p.step:,}{percent}",
-            "" if p.loss is None else f"{p.loss:.4f}",
-            "" if job.ended else _shown_eta(p),
-            str(p.starts),
+        eta = "" if p.eta_s is None else duration(p.eta_s)
+        if _is_quiet(p):
+            eta = f"no step for {duration(p.quiet_s or 0)}"
+        lines.append(
+            (
+                str(job.job),
+                printable(job.name),
+                job.state,
+                duration(job.elapsed_s),
+                f"{p.step:,}" + (f" {p.step / p.total_steps:.0%}" if p.total_steps else ""),
+                "" if p.loss is None else f"{p.loss:.4f}",
+                "" if job.ended else eta,
+                str(p.starts),
+            )
         )
-    return table
-
-
-def _shown_eta(progress: Progress) -> str:
-    if _is_quiet(progress):
-        return f"no step for {duration(progress.quiet_s or 0)}"
-    return "" if progress.eta_s is None else duration(progress.eta_s)
-
-
-def _json(found: JobAndRun, progress: Progress | None) -> dict[str, object]:
-    return {
-        "queue": asdict(found.job) if found.job else None,
-        "queue_error": found.note or None,
-        "training": asdict(progress) if progress else None,
-        "run": found.run,
-    }
+    columns = ("job", "name", "state", "time", "step", "loss", "ETA", "starts")
+    return Table(columns=columns, rows=lines, left=frozenset({"name", "state"}), cut=1)
