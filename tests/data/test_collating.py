@@ -1,17 +1,24 @@
-"""A recipe's collate: every sample belongs to one step, so its batch holds each of them once."""
+"""A recipe's collate holds each sample once; a worker sends the batch as it was collated."""
 
 import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from samestep.data.batches import open_source
-from samestep.data.collating import Collating
+from samestep.data.collating import Collating, Packed, Packing
 from samestep.data.trees import num_rows
 from samestep.errors import UserError
 from samestep.ranks.world import World
+from tests import tiny
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def texts(*lengths):
@@ -106,22 +113,21 @@ def test_samples_that_are_dropped_or_come_twice_are_counted(function, told, whol
     assert f"{__file__}:{function.__code__.co_firstlineno}" in message
 
 
-def test_samples_dropped_from_a_later_batch_are_counted(tmp_path):
-    collating = Collating(TEXTS, without_long_ones, whole=True)
-    collating(texts(3, 1, 2))
-    with pytest.raises(UserError, match="leaves out 2 of 5"):
-        collating(TEXTS)
-
-
-def test_a_graph_that_is_left_out_of_a_batch_is_counted():
-    class Graphs:
+def test_an_object_that_can_be_moved_is_a_batch_whose_graphs_are_counted():
+    class Batch:
         def __init__(self, samples):
-            self.num_graphs = len(samples)
-            self.x = torch.cat([words for words, _ in samples])
+            self.words = padded(samples)
 
         def to(self, device):
             return self
 
+    class Graphs(Batch):
+        def __init__(self, samples):
+            super().__init__(samples)
+            self.num_graphs = len(samples)
+
+    batch, nothing = collate(Batch, TEXTS)
+    assert (type(batch), nothing, num_rows(batch)) == (Batch, None, None)
     assert collate(Graphs, TEXTS)[0].num_graphs == 5
     with pytest.raises(UserError, match="leaves out 1 of 5"):
         collate(lambda samples: Graphs(samples[1:]), TEXTS)
@@ -132,12 +138,14 @@ def test_a_collate_is_called_once_for_a_batch_that_has_a_row_for_each_sample():
 
     def counted(samples):
         calls.append(len(samples))
-        return padded(samples)
+        return without_long_ones(samples)
 
     collating = Collating(TEXTS, counted, whole=True)
     for _ in range(3):
+        collating(texts(3, 1, 2))
+    assert calls == [3, 3, 3]
+    with pytest.raises(UserError, match="leaves out 2 of 5"):  # also of a later batch
         collating(TEXTS)
-    assert calls == [5, 5, 5]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -147,20 +155,6 @@ def test_a_batch_without_a_tensor_is_refused(whole):
             lambda samples: ([words.tolist() for words, _ in samples], None), TEXTS, whole=whole
         )
     assert __file__ in str(raised.value)
-
-
-def test_an_object_that_can_be_moved_is_a_batch():
-    class Batch:
-        def __init__(self, samples):
-            self.words = padded(samples)
-
-        def to(self, device):
-            return self
-
-    batch, nothing = collate(Batch, TEXTS)
-    assert isinstance(batch, Batch)
-    assert nothing is None
-    assert num_rows(batch) is None
 
 
 @pytest.mark.parametrize(
@@ -205,3 +199,68 @@ def test_collate_beside_tensors_that_are_batches_already_is_refused():
     reading = {"seed": 1, "dtype": torch.float32, "num_workers": 0}
     with pytest.raises(UserError):
         open_source((x, x), World(), collate=list, **reading)
+
+
+@dataclass
+class Held:
+    numbers: Any
+    name: str = "a name"
+
+
+def trees() -> dict[str, Any]:
+    padded = torch.arange(12.0).view(3, 4)
+    return {
+        "types": [torch.ones(3, dtype=d) for d in (torch.bool, torch.int8, torch.complex64)],
+        "forms": (torch.tensor(7), torch.zeros(0, 3), torch.tensor(float("nan"))),
+        "views": {"words": padded[:, :-1], "following": padded[:, 1:], "whole": padded},
+        "other layouts": Held([padded.T, nn.Parameter(padded)], "b"),
+        "twice": [padded, padded],
+        "none": (None, 3, "text"),
+    }
+
+
+@pytest.mark.parametrize("name", trees())
+def test_a_packed_batch_is_the_same_batch(name):
+    tree = trees()[name]
+    found = Packed(tree).batch()
+    same(found, tree)
+    if name == "twice":
+        assert found[0] is found[1]
+
+
+def same(found: Any, tree: Any) -> None:
+    assert type(found) is type(tree)
+    if isinstance(tree, torch.Tensor):
+        assert (found.dtype, found.stride()) == (tree.dtype, tree.stride())
+        torch.testing.assert_close(found, tree, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(tree, dict):
+        assert list(found) == list(tree)
+        for key in tree:
+            same(found[key], tree[key])
+    elif isinstance(tree, list | tuple):
+        assert len(found) == len(tree)
+        for one, other in zip(found, tree, strict=True):
+            same(one, other)
+    elif isinstance(tree, Held):
+        same(found.numbers, tree.numbers)
+        assert found.name == tree.name
+    else:
+        assert found == tree
+
+
+@pytest.mark.parametrize(
+    ("example", "size"), [("padded_text", "--num-sentences"), ("graphs", "--num-graphs")]
+)
+def test_what_workers_collate_trains_the_same(tmp_path, example, size):
+    flags = (size, "61", "--width", "4", "--epochs", "1", "--log-every", "1", "--precision", "fp64")
+    for workers in ("0", "2"):
+        flags_now = (*flags, "--num-workers", workers, "--run-dir", str(tmp_path / workers))
+        tiny.train(EXAMPLES / f"{example}.py", *flags_now, folder=tmp_path)
+    tiny.assert_same_training(tmp_path / "2", tmp_path / "0", 0.0)
+
+
+def test_dense_tensors_share_one_memory_and_nothing_is_packed_where_nothing_is_sent():
+    first, second = Packed([torch.arange(3), torch.ones(5)]).batch()
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert first.is_shared()
+    assert Packing(torch.stack)([torch.ones(2), torch.zeros(2)]).tolist() == [[1, 1], [0, 0]]

@@ -9,19 +9,12 @@ from samestep import uniform
 from samestep.data import keyed_random as keys
 from samestep.data.keyed_random import mix, sample_keys
 
-INTEGERS = st.integers(0, 2**64 - 1)
 SEEDS = st.integers(0, 2**63 - 1)
 EPOCHS = st.integers(0, 1000)
 
 
 def as_signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
-
-
-@given(st.lists(INTEGERS, min_size=1, max_size=20))
-def test_tensors_are_mixed_like_python_integers(values):
-    tensor = torch.tensor([as_signed(value) for value in values])
-    assert keys._mix_tensor(tensor).tolist() == [as_signed(keys._mix64(v)) for v in values]
 
 
 def test_the_numbers_are_those_of_splitmix64():
@@ -39,7 +32,8 @@ def test_a_samples_key_is_the_mixture_of_seed_epoch_and_sample(seed, epoch, samp
         as_signed(keys._mix64((mix(seed, epoch) + sample * keys._GOLDEN) % 2**64))
         for sample in samples
     ]
-    assert sample_keys(seed, epoch, torch.tensor(samples)).tolist() == expected
+    for kind in (torch.int64, torch.int32) if max(samples) < 2**31 else (torch.int64,):
+        assert sample_keys(seed, epoch, torch.tensor(samples, dtype=kind)).tolist() == expected
 
 
 @given(
@@ -63,33 +57,19 @@ def test_drawing_more_numbers_does_not_change_the_first(seed, epoch, few, more):
     assert torch.equal(uniform(key, few + more)[:, :few], uniform(key, few))
 
 
-@given(SEEDS, EPOCHS)
-@settings(max_examples=30)
-def test_drawn_numbers_lie_in_the_half_open_interval(seed, epoch):
-    drawn = uniform(sample_keys(seed, epoch, torch.arange(500)), 4)
-    assert drawn.dtype == torch.float32
-    assert drawn.shape == (500, 4)
-    assert drawn.min() >= 0
-    assert drawn.max() < 1
-
-
 @given(st.lists(SEEDS, min_size=1, max_size=4), st.lists(SEEDS, min_size=1, max_size=4))
 def test_mix_gives_63_bits_and_tells_its_arguments_apart(one, other):
     assert 0 <= mix(*one) < 2**63
     assert (mix(*one) == mix(*other)) == (one == other)
 
 
-def test_the_order_of_what_is_mixed_matters():
-    mixed = {mix(a, b) for a in range(100) for b in range(100)}
-    assert len(mixed) == 10_000
-    assert mix(1, 2) != mix(2, 1)
-    assert mix(1) != mix(1, 0) != mix(0, 1)
-
-
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**62])
-def test_drawn_numbers_are_uniform(seed):
+def test_drawn_numbers_are_uniform_in_the_half_open_interval(seed):
     """Mean 1/2 and variance 1/12 within five standard errors; every twentieth equally full."""
-    drawn = uniform(sample_keys(seed, 0, torch.arange(50_000)), 2).double()
+    floats = uniform(sample_keys(seed, 0, torch.arange(50_000)), 2)
+    assert (floats.dtype, floats.shape) == (torch.float32, (50_000, 2))
+    assert 0 <= floats.min() <= floats.max() < 1
+    drawn = floats.double()
     num = drawn.numel()
     assert abs(drawn.mean() - 1 / 2) < 5 * (1 / 12 / num) ** 0.5
     assert abs(drawn.var() - 1 / 12) < 5 * (1 / 180 / num) ** 0.5
@@ -98,25 +78,18 @@ def test_drawn_numbers_are_uniform(seed):
     assert chi_squared < 19 + 5 * 38**0.5
 
 
-def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
-    pair = torch.stack([one.flatten(), other.flatten()]).double()
-    return float(torch.corrcoef(pair)[0, 1])
-
-
 @pytest.mark.parametrize("seed", [0, 42])
 def test_neighbouring_samples_epochs_seeds_and_draws_are_uncorrelated(seed):
-    num = 50_000
-    indices = torch.arange(num)
+    indices = torch.arange(50_000)
     here = uniform(sample_keys(seed, 5, indices), 2)
-    noise = 5 / num**0.5
-    for lag in (1, 2, 32, 64):
-        assert abs(correlation(here[:-lag, 0], here[lag:, 0])) < noise
-    assert abs(correlation(here[:, 0], here[:, 1])) < noise
-    assert abs(correlation(here[:-1, 1], here[1:, 0])) < noise
-    next_epoch = uniform(sample_keys(seed, 6, indices), 2)
-    assert abs(correlation(here[:, 0], next_epoch[:, 0])) < noise
-    next_seed = uniform(sample_keys(seed + 1, 5, indices), 2)
-    assert abs(correlation(here[:, 0], next_seed[:, 0])) < noise
+    first, second = here.T
+    pairs = [(first[:-lag], first[lag:]) for lag in (1, 2, 32, 64)]
+    pairs += [(first, second), (second[:-1], first[1:])]
+    for next_seed, next_epoch in ((seed, 6), (seed + 1, 5)):
+        pairs.append((first, uniform(sample_keys(next_seed, next_epoch, indices), 2)[:, 0]))
+    for pair in pairs:
+        correlation = torch.corrcoef(torch.stack(pair).double())[0, 1]
+        assert abs(correlation) < 5 / len(indices) ** 0.5
 
 
 def test_no_two_samples_of_a_run_share_a_key():
@@ -132,11 +105,6 @@ def test_one_bit_of_a_key_changes_half_of_the_result():
     ]
     assert 31 < sum(changed) / len(changed) < 33
     assert min(changed) > 12
-
-
-def test_integer_types_of_the_indices_do_not_matter():
-    indices = torch.arange(10)
-    assert torch.equal(sample_keys(1, 2, indices.int()), sample_keys(1, 2, indices))
 
 
 def test_the_numbers_are_those_that_earlier_versions_drew():

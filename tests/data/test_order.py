@@ -1,6 +1,7 @@
-"""The order of samples: each once an epoch, on any number of ranks, from any step on."""
+"""The order of samples: each once an epoch, on any number of ranks, from any step on.
 
-from dataclasses import dataclass
+That ranks together read this order, whole or resumed, is proved on batches: test_batches.py.
+"""
 
 import torch
 from hypothesis import given, settings
@@ -16,118 +17,33 @@ EPOCHS = st.integers(0, 1000)
 WORLD_SIZES = st.integers(1, 9)
 
 
-@dataclass(frozen=True)
-class Epoch:
-    num_samples: int
-    global_batch: int
-    drop_last: bool
-    seed: int
-    epoch: int
-
-    @property
-    def steps(self) -> range:
-        return range(steps_per_epoch(self.num_samples, self.global_batch, drop_last=self.drop_last))
-
-    @property
-    def order(self) -> list[int]:
-        return epoch_order(self.num_samples, self.seed, self.epoch).tolist()
-
-    def shares(self, step: int, world_size: int) -> list[list[int]]:
-        order, positions = self.order, step_range(self.num_samples, self.global_batch, step)
-        return [
-            [order[k] for k in share(positions, rank, world_size)] for rank in range(world_size)
-        ]
-
-    def taken(self, steps: range, world_size: int) -> list[list[int]]:
-        """Return the samples of each step over all ranks, in rank order."""
-        return [[i for part in self.shares(step, world_size) for i in part] for step in steps]
-
-
-epochs = st.builds(
-    Epoch,
-    num_samples=st.integers(1, 120),
-    global_batch=st.integers(1, 40),
-    drop_last=st.booleans(),
-    seed=SEEDS,
-    epoch=EPOCHS,
-)
-
-
-@given(epochs, WORLD_SIZES)
+@given(st.integers(1, 120), st.integers(1, 40), st.booleans(), WORLD_SIZES)
 @settings(max_examples=150)
-def test_all_ranks_together_train_each_sample_exactly_once_an_epoch(epoch, world_size):
-    trained = sorted(i for step in epoch.taken(epoch.steps, world_size) for i in step)
-    if epoch.drop_last:
-        remainder = epoch.num_samples % epoch.global_batch
-        assert len(trained) == len(set(trained)) == epoch.num_samples - remainder
-        assert set(trained) <= set(range(epoch.num_samples))
-    else:
-        assert trained == list(range(epoch.num_samples))
-
-
-@given(epochs, WORLD_SIZES)
-@settings(max_examples=150)
-def test_every_step_is_full_but_perhaps_the_last(epoch, world_size):
-    *full, last = [len(step) for step in epoch.taken(epoch.steps, world_size)] or [0]
-    assert set(full) <= {epoch.global_batch}
-    if epoch.drop_last:
-        assert last in (0, epoch.global_batch)
-    else:
-        assert last == (epoch.num_samples - 1) % epoch.global_batch + 1
-
-
-@given(epochs, WORLD_SIZES)
-@settings(max_examples=150)
-def test_a_step_takes_the_same_samples_on_any_number_of_ranks(epoch, world_size):
-    assert epoch.taken(epoch.steps, world_size) == epoch.taken(epoch.steps, 1)
-
-
-@given(epochs, WORLD_SIZES)
-@settings(max_examples=100)
-def test_the_ranks_shares_of_a_step_differ_by_at_most_one_sample(epoch, world_size):
-    for step in epoch.steps:
-        sizes = [len(part) for part in epoch.shares(step, world_size)]
-        assert max(sizes) - min(sizes) <= 1
-        assert sizes == sorted(sizes, reverse=True)
-
-
-@given(epochs, st.lists(WORLD_SIZES, min_size=1, max_size=4), st.data())
-@settings(max_examples=150)
-def test_resuming_at_any_step_on_any_number_of_ranks_goes_on_with_the_same_samples(
-    epoch, world_sizes, data
+def test_steps_take_every_position_once_and_only_the_last_may_be_short(
+    num_samples, global_batch, drop_last, world_size
 ):
-    """However often an epoch is interrupted, on whatever number of ranks it goes on."""
-    taken = []
-    step = 0
-    for world_size in world_sizes:
-        stop = data.draw(st.integers(step, len(epoch.steps)), label=f"stop of {world_size} ranks")
-        taken += epoch.taken(range(step, stop), world_size)
-        step = stop
-    taken += epoch.taken(range(step, len(epoch.steps)), data.draw(WORLD_SIZES, label="the rest"))
-    flat = [i for part in taken for i in part]
-    assert flat == epoch.order[: len(flat)]
-    assert len(flat) == sum(len(part) for part in epoch.taken(epoch.steps, 1))
+    """The ranks' shares of a step are consecutive, and differ by at most one sample."""
+    steps = range(steps_per_epoch(num_samples, global_batch, drop_last=drop_last))
+    positions = [step_range(num_samples, global_batch, step) for step in steps]
+    remainder = num_samples % global_batch
+    taken = num_samples - remainder if drop_last else num_samples
+    assert [k for part in positions for k in part] == list(range(taken))
+    sizes = [global_batch] * (num_samples // global_batch)
+    assert [len(part) for part in positions] == sizes + [remainder] * (taken % global_batch > 0)
+    for part in positions:
+        shares = [share(part, rank, world_size) for rank in range(world_size)]
+        assert [k for one in shares for k in one] == list(part)
+        assert len(shares[0]) - len(shares[-1]) <= 1
+        assert [len(one) for one in shares] == sorted(map(len, shares), reverse=True)
 
 
-@given(st.integers(0, 100), st.integers(0, 100), WORLD_SIZES)
-def test_shares_are_consecutive_and_complete(start, length, world_size):
-    positions = range(start, start + length)
-    shares = [share(positions, rank, world_size) for rank in range(world_size)]
-    assert [i for part in shares for i in part] == list(positions)
-
-
-@given(SEEDS, EPOCHS, EPOCHS)
+@given(SEEDS, SEEDS, EPOCHS, EPOCHS)
 @settings(max_examples=60)
-def test_another_epoch_has_another_order(seed, one, other):
-    same = torch.equal(epoch_order(100, seed, one), epoch_order(100, seed, other))
-    assert same == (one == other)
-
-
-@given(SEEDS, SEEDS, EPOCHS)
-@settings(max_examples=60)
-def test_another_seed_has_another_order(one, other, epoch):
-    same = torch.equal(epoch_order(100, one, epoch), epoch_order(100, other, epoch))
-    assert same == (one == other)
+def test_each_seed_and_epoch_has_an_order_of_its_own(seed, other_seed, epoch, other_epoch):
+    order = epoch_order(100, seed, epoch)
+    assert sorted(order.tolist()) == list(range(100))
+    assert torch.equal(order, epoch_order(100, seed, other_epoch)) == (epoch == other_epoch)
+    assert torch.equal(order, epoch_order(100, other_seed, epoch)) == (seed == other_seed)
 
 
 def test_seed_and_epoch_are_not_interchangeable():
@@ -162,16 +78,5 @@ def test_the_order_is_the_one_that_earlier_versions_had():
     """A run must resume under a newer version: if this fails, every old run would change."""
     assert epoch_order(12, 42, 0).tolist() == GOLDEN_FIRST
     assert epoch_order(12, 42, 1).tolist() == GOLDEN_SECOND
-    second = Epoch(num_samples=12, global_batch=5, drop_last=False, seed=42, epoch=1)
-    assert [second.shares(step, 2)[1] for step in range(3)] == [
-        GOLDEN_SECOND[3:5],
-        GOLDEN_SECOND[8:10],
-        GOLDEN_SECOND[11:12],
-    ]
-
-
-def test_positions_of_a_step_end_with_the_data():
-    assert step_range(10, 4, 1) == range(4, 8)
-    assert step_range(10, 4, 2) == range(8, 10)
-    assert steps_per_epoch(10, 4) == 3
-    assert steps_per_epoch(10, 4, drop_last=True) == 2
+    shares = [share(step_range(12, 5, step), 1, 2) for step in range(3)]
+    assert shares == [range(3, 5), range(8, 10), range(11, 12)]
