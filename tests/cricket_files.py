@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from samestep.recipes.cricket.corpus import from_documents, merge
+
 
 def ball(runs=0, *, batter="A1", other="A2", bowler="B1", out=None, kind="bowled", **extras):
     """Return a delivery; `wides=1` and so on are its extras, `out` is who leaves."""
@@ -62,3 +64,8 @@ def write(folder: Path, cards) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(card if isinstance(card, bytes) else encoded(card))
     return folder
+
+
+def corpus_of(*cards):
+    """Return the corpus of some matches."""
+    return merge([from_documents((f"{k:03}.json", encoded(card)) for k, card in enumerate(cards))])

@@ -72,13 +72,6 @@ def test_files_that_are_right_are_kept_without_any_request(tmp_path):
     assert (tmp_path / "one.gz").stat().st_ino == inode
 
 
-def test_a_file_with_other_bytes_is_replaced(tmp_path):
-    (tmp_path / "one.gz").write_bytes(WRONG)
-    with Mirror(FILES) as mirror:
-        get_one(tmp_path, mirror)
-    assert (tmp_path / "one.gz").read_bytes() == ONE
-
-
 def test_a_slow_mirror_may_take_longer_than_the_timeout_while_bytes_come(tmp_path):
     with Mirror(FILES, Answer(piece_bytes=2_500, pause_s=0.2)) as mirror:
         get_one(tmp_path, mirror, timeout_s=1.2)
@@ -95,63 +88,63 @@ def test_a_mirror_that_stalls_is_given_up_after_the_timeout(tmp_path, stop_after
     assert "0.3 s" in message
 
 
-def test_a_torn_transfer_goes_on_from_the_byte_where_it_was_cut(tmp_path):
-    with Mirror(FILES, Answer(stop_after=HALF), Answer()) as mirror:
+TORN = Answer(stop_after=HALF)
+PACKED = Answer(headers=(("Content-Encoding", "gzip"),))
+ELSEWHERE = Answer(content_range="bytes 5-19999/20000")
+WAYS = {  # what is there, what the server does, and from where it is asked for how much
+    "nothing": ({}, (), [(None, 20_000)]),
+    "a file of other bytes": ({"one.gz": WRONG}, (), [(None, 20_000)]),
+    "cut": ({}, (TORN, Answer()), [(None, HALF), (HALF, HALF)]),
+    "cut, without a length": (
+        {},
+        (Answer(stop_after=HALF, says_length=False), Answer()),
+        [(None, HALF), (HALF, HALF)],
+    ),
+    "cut again and again": (
+        {},
+        (Answer(stop_after=6_000),),
+        [(None, 6_000), (6_000, 6_000), (12_000, 6_000), (18_000, 2_000)],
+    ),
+    "a part": ({"one.gz.part": ONE[:HALF]}, (), [(HALF, HALF)]),
+    "a part, complete": ({"one.gz.part": ONE}, (), []),
+    "a part, no ranges": (
+        {"one.gz.part": ONE[:HALF]},
+        (Answer(knows_range=False),),
+        [(HALF, 20_000)],
+    ),
+    "a part of other bytes": ({"one.gz.part": WRONG[:HALF]}, (), [(HALF, HALF), (None, 20_000)]),
+    "a part too long": ({"one.gz.part": ONE + b"more"}, (), [(20_004, 0), (None, 20_000)]),
+    "continued from elsewhere": (
+        {"one.gz.part": ONE[:HALF]},
+        (ELSEWHERE, Answer()),
+        [(HALF, None), (None, 20_000)],
+    ),
+    # Some servers call a .gz file gzip-encoded text; unpacking it would change the hash.
+    "bytes as they lie": ({}, (PACKED,), [(None, 20_000)]),
+}
+
+
+@pytest.mark.parametrize(("there", "answers", "asked"), WAYS.values(), ids=WAYS)
+def test_whatever_is_there_and_however_it_is_sent_the_right_bytes_arrive(
+    tmp_path, there, answers, asked
+):
+    """A transfer goes on from the byte where it was cut; a part that cannot be continued goes."""
+    for name, content in there.items():
+        (tmp_path / name).write_bytes(content)
+    with Mirror(FILES, *answers) as mirror:
         get_one(tmp_path, mirror)
-    assert [(each.start, each.num_sent) for each in mirror.asked] == [(None, HALF), (HALF, HALF)]
+    assert [each.start for each in mirror.asked] == [start for start, _ in asked]
+    for each, (_, num_sent) in zip(mirror.asked, asked, strict=True):
+        assert num_sent in (each.num_sent, None)
+        assert each.encoding == "identity"
+    assert names_in(tmp_path) == ["one.gz"]
     assert (tmp_path / "one.gz").read_bytes() == ONE
-
-
-def test_a_line_that_is_cut_again_and_again_still_brings_the_file(tmp_path):
-    with Mirror(FILES, Answer(stop_after=3_000)) as mirror:
-        get_one(tmp_path, mirror)
-    assert [each.start for each in mirror.asked] == [None, *range(3_000, 20_000, 3_000)]
-
-
-def test_a_cut_is_noticed_by_the_known_size_when_the_server_gives_no_length(tmp_path):
-    with Mirror(FILES, Answer(stop_after=HALF, says_length=False), Answer()) as mirror:
-        get_one(tmp_path, mirror)
-    assert [each.start for each in mirror.asked] == [None, HALF]
 
 
 def test_the_next_mirror_goes_on_where_the_first_one_failed(tmp_path):
-    torn = (Answer(stop_after=HALF), Answer(status=503))
-    with Mirror(FILES, *torn) as first, Mirror(FILES) as second:
+    with Mirror(FILES, TORN, Answer(status=503)) as first, Mirror(FILES) as second:
         get_one(tmp_path, first, second)
     assert [(each.start, each.num_sent) for each in second.asked] == [(HALF, HALF)]
-
-
-def test_a_server_that_ignores_ranges_starts_the_file_anew(tmp_path):
-    (tmp_path / "one.gz.part").write_bytes(ONE[:HALF])
-    with Mirror(FILES, Answer(knows_range=False)) as mirror:
-        get_one(tmp_path, mirror)
-    assert [(each.start, each.num_sent) for each in mirror.asked] == [(HALF, len(ONE))]
-    assert (tmp_path / "one.gz").read_bytes() == ONE
-
-
-@pytest.mark.parametrize(
-    ("old", "answers"),
-    [
-        (WRONG[:HALF], (Answer(),)),
-        (ONE + b"more", (Answer(),)),
-        (ONE[:HALF], (Answer(content_range="bytes 5-19999/20000"), Answer())),
-    ],
-    ids=["of other bytes", "too long", "continued from elsewhere"],
-)
-def test_a_part_that_cannot_be_continued_is_thrown_away(tmp_path, old, answers):
-    (tmp_path / "one.gz.part").write_bytes(old)
-    with Mirror(FILES, *answers) as mirror:
-        get_one(tmp_path, mirror)
-    assert [each.start for each in mirror.asked] == [len(old), None]
-    assert names_in(tmp_path) == ["one.gz"]
-
-
-def test_a_part_that_is_complete_needs_no_request(tmp_path):
-    (tmp_path / "one.gz.part").write_bytes(ONE)
-    with Mirror(FILES) as mirror:
-        get_one(tmp_path, mirror)
-    assert mirror.asked == []
-    assert names_in(tmp_path) == ["one.gz"]
 
 
 def test_wrong_bytes_are_thrown_away_and_reported_with_both_hashes(tmp_path):
@@ -169,14 +162,6 @@ def test_another_mirror_takes_over_and_is_asked_first_from_then_on(tmp_path, ans
         paths = download("both", tmp_path, mirrors=[bad.url, good.url])
     assert [path.read_bytes() for path in paths] == list(FILES.values())
     assert {each.name for each in bad.asked} == {"one.gz"}
-
-
-def test_bytes_are_taken_as_they_lie_even_if_the_server_calls_them_packed(tmp_path):
-    """Some servers label a .gz file as gzip-encoded text; unpacking it would change the hash."""
-    with Mirror(FILES, Answer(headers=(("Content-Encoding", "gzip"),))) as mirror:
-        get_one(tmp_path, mirror)
-    assert mirror.asked[0].encoding == "identity"
-    assert (tmp_path / "one.gz").read_bytes() == ONE
 
 
 def test_when_all_mirrors_fail_each_is_named_with_its_reason_and_the_ways_out(tmp_path):

@@ -81,13 +81,8 @@ def test_the_python_version_is_refused_before_a_byte_of_it_runs(tmp_path, name, 
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / name).write_bytes(pickle.dumps(Bomb()))
     message = refusal(tmp_path)
-    for words in (
-        name,
-        "pickle",
-        "cifar-10-binary.tar.gz",
-        f"samestep data get cifar10 --data-dir {tmp_path}",
-    ):
-        assert words in message
+    assert name in message
+    assert f"samestep data get cifar10 --data-dir {tmp_path}" in message
     assert not (tmp_path / "it ran").exists()
 
 
@@ -114,21 +109,17 @@ def test_a_file_of_the_wrong_size_or_label_is_named_with_what_was_expected(tmp_p
     assert says in message
 
 
-def test_missing_files_are_named(tmp_path):
-    write_binary(tmp_path)
-    for number in (2, 5):
-        (tmp_path / f"data_batch_{number}.bin").unlink()
-    assert "data_batch_2.bin, data_batch_5.bin" in refusal(tmp_path)
-
-
 @pytest.mark.parametrize("there", [True, False])
-def test_a_folder_without_any_of_it_says_what_was_looked_for(tmp_path, there):
+def test_files_that_are_missing_are_named(tmp_path, there):
     folder = tmp_path if there else tmp_path / "nowhere"
     message = refusal(folder)
-    assert ("CIFAR-10" if there else "exist") in message.partition("\n")[0]
     assert str(folder) in message
     assert "data_batch_1.bin" in message
     assert "train/CLASS/" in message
+    write_binary(folder)
+    for number in (2, 5):
+        (folder / f"data_batch_{number}.bin").unlink()
+    assert "data_batch_2.bin, data_batch_5.bin" in refusal(folder)
 
 
 def test_an_archive_that_is_not_unpacked_yet_says_how(tmp_path):
@@ -136,50 +127,32 @@ def test_an_archive_that_is_not_unpacked_yet_says_how(tmp_path):
     assert f"samestep data get cifar10 --data-dir {tmp_path}" in refusal(tmp_path)
 
 
-def spoil(folder, what):
-    cats = folder / "train" / "cat"
-    first = min(cats.iterdir())
-    if what == "class missing":
-        cats.rename(folder / "cats")
-    elif what == "class too many":
-        (folder / "train" / "lion").mkdir()
-    elif what == "empty class":
-        for path in cats.iterdir():
-            path.unlink()
-    elif what == "empty file":
-        first.write_bytes(b"")
-    elif what == "cut off":
-        first.write_bytes(first.read_bytes()[:-200])
-    elif what == "no image":
-        first.write_bytes(b"words")
-    elif what == "other size":
-        Image.new("RGB", (40, 32)).save(first)
+SPOILED = {
+    "class missing": (lambda cats, _: cats.rename(cats.parents[1] / "cats"), "train/cat, "),
+    "class too many": (lambda cats, _: (cats.parent / "lion").mkdir(), "train/lion"),
+    "empty class": (lambda cats, _: [p.unlink() for p in cats.iterdir()], "train/cat has no"),
+    "empty file": (lambda _, first: first.write_bytes(b""), "0003.jpg: it is empty"),
+    "no image": (lambda _, first: first.write_bytes(b"words"), "0003.jpg: Pillow does not"),
+    "other size": (lambda _, first: Image.new("RGB", (40, 32)).save(first), "40 x 32"),
+    "cut off": (
+        lambda _, first: first.write_bytes(first.read_bytes()[:-200]),
+        "0003.jpg: it is truncated",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("class missing", "train/cat, "),
-        ("class too many", "train/lion"),
-        ("empty class", "train/cat has no images"),
-        ("empty file", "0003.jpg: it is empty"),
-        ("cut off", "0003.jpg: it is truncated"),
-        ("no image", "0003.jpg: Pillow does not recognise it"),
-        ("other size", "40 x 32"),
-    ],
-)
-def test_what_is_wrong_with_class_folders_is_told_with_the_place(tmp_path, what, says):
-    write_folders(tmp_path)
-    spoil(tmp_path, what)
+@pytest.mark.parametrize(("spoil", "says"), SPOILED.values(), ids=SPOILED)
+def test_what_is_wrong_with_class_folders_is_told_with_the_place(tmp_path, spoil, says):
+    cats = write_folders(tmp_path) / "train" / "cat"
+    spoil(cats, min(cats.iterdir()))
     assert says in refusal(tmp_path)
 
 
 def test_only_the_first_of_many_bad_images_are_named_and_all_are_counted(tmp_path):
     write_folders(tmp_path)
-    for path in (tmp_path / "train" / "dog").iterdir():
-        path.write_bytes(b"")
-    for path in (tmp_path / "train" / "ship").iterdir():
-        path.write_bytes(b"words")
+    for name, content in (("dog", b""), ("ship", b"words")):
+        for path in (tmp_path / "train" / name).iterdir():
+            path.write_bytes(content)
     message = refusal(tmp_path)
     assert "12 of 60 images" in message
     assert "and 7 more" in message

@@ -38,19 +38,15 @@ def fault_of(path):
 @given(
     values=hnp.arrays(np.uint8, hnp.array_shapes(min_dims=0, max_dims=5, min_side=0)),
     packed=st.booleans(),
+    name=st.sampled_from(["any.gz", "any"]),
 )
-def test_any_array_comes_back_as_it_was_written(tmp_path_factory, values, packed):
-    path = tmp_path_factory.getbasetemp() / ("any.gz" if packed else "any")
-    read = read_idx(write(path, values))
+def test_any_array_comes_back_as_it_was_written(tmp_path_factory, values, packed, name):
+    """Packed or not, which is told from the content and not from the name."""
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_bytes(gzip.compress(idx_bytes(values)) if packed else idx_bytes(values))
+    read = read_idx(path)
     np.testing.assert_array_equal(read, values, strict=True)
     assert read.flags.writeable
-
-
-def test_gzip_is_told_from_the_content_and_not_from_the_name(tmp_path):
-    values = np.arange(6, dtype=np.uint8)
-    path = tmp_path / "packed-without-suffix"
-    path.write_bytes(gzip.compress(idx_bytes(values)))
-    np.testing.assert_array_equal(read_idx(path), values)
 
 
 GOOD = idx_bytes(np.arange(12, dtype=np.uint8).reshape(3, 4))
@@ -95,12 +91,6 @@ def test_a_file_is_found_in_every_usual_place_and_spelling(tmp_path, place, spel
     assert find_idx(tmp_path, "train-images-idx3-ubyte") == path
 
 
-def test_the_folder_itself_goes_before_those_of_torchvision(tmp_path):
-    write(tmp_path / "MNIST/raw/train-labels-idx1-ubyte", np.zeros(1, np.uint8))
-    own = write(tmp_path / "train-labels-idx1-ubyte.gz", np.zeros(1, np.uint8))
-    assert find_idx(tmp_path, "train-labels-idx1-ubyte") == own
-
-
 def test_two_data_sets_under_one_torchvision_root_are_not_guessed_between(tmp_path):
     """Both would fit, and a run on the wrong one would look like a run."""
     for name in ("MNIST", "FashionMNIST"):
@@ -108,23 +98,23 @@ def test_two_data_sets_under_one_torchvision_root_are_not_guessed_between(tmp_pa
     with pytest.raises(UserError, match="twice") as caught:
         find_idx(tmp_path, "train-labels-idx1-ubyte")
     assert f"--data-dir {tmp_path / 'MNIST/raw'}" in str(caught.value)
+    own = write(tmp_path / "train-labels-idx1-ubyte.gz", np.zeros(1, np.uint8))
+    assert find_idx(tmp_path, "train-labels-idx1-ubyte") == own, "the folder itself goes first"
 
 
-@pytest.mark.parametrize("kind", ["empty folder", "no folder", "a file"])
-def test_a_file_that_is_nowhere_gives_the_places_searched_and_the_command(tmp_path, kind):
-    folder = tmp_path if kind == "empty folder" else tmp_path / "data"
-    if kind == "a file":
-        folder.touch()
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("data", "not exist"), ("", "FashionMNIST/raw"), ("a file", "is a file")],
+    ids=["no folder", "empty folder", "a file"],
+)
+def test_a_file_that_is_nowhere_gives_the_places_searched_and_the_command(tmp_path, kind, told):
+    (tmp_path / "a file").touch()
+    folder = tmp_path / kind
     with pytest.raises(UserError) as caught:
         find_idx(folder, "t10k-images-idx3-ubyte")
-    message = str(caught.value)
-    assert f"samestep data get mnist --data-dir {folder}" in message
-    expected = {
-        "empty folder": str(folder / "FashionMNIST/raw"),
-        "no folder": "not exist",
-        "a file": "is a file",
-    }[kind]
-    assert expected in message
+    assert "samestep data get mnist --data-dir" in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert told in str(caught.value)
 
 
 def write_split(folder: Path, prefix, images_shape, labels_shape):

@@ -20,21 +20,15 @@ DIGITS = [str(digit) for digit in range(10)]
 FASHION = [9, 0, 0, 3, 0, 2, 7, 2, 5, 5, 0, 9, 5, 5, 7, 9]
 
 
-def label(folder: Path, first: list[int]) -> None:
-    """Give the first training images these labels."""
-    path = folder / "train-labels-idx1-ubyte.gz"
-    content = bytearray(gzip.decompress(path.read_bytes()))
-    content[8 : 8 + len(first)] = np.array(first, dtype=np.uint8).tobytes()
-    path.write_bytes(gzip.compress(bytes(content)))
-
-
 def test_fashion_mnist_has_its_own_class_names(tmp_path):
-    folder = write_mnist(tmp_path / "data")
-    assert list(data(MnistOptions(data_dir=str(folder))).classes) == DIGITS
-    label(folder, FASHION)
-    classes = data(MnistOptions(data_dir=str(folder))).classes
-    assert len(classes) == 10
-    assert (classes[0], classes[9]) == ("T-shirt/top", "Ankle boot")
+    options = MnistOptions(data_dir=str(write_mnist(tmp_path)))
+    assert list(data(options).classes) == DIGITS
+    path = tmp_path / "train-labels-idx1-ubyte.gz"
+    content = bytearray(gzip.decompress(path.read_bytes()))
+    content[8 : 8 + len(FASHION)] = bytes(FASHION)
+    path.write_bytes(gzip.compress(bytes(content)))
+    classes = data(options).classes
+    assert (len(classes), classes[0], classes[9]) == (10, "T-shirt/top", "Ankle boot")
 
 
 def test_a_checkpoint_of_an_earlier_version_knows_the_classes_by_their_numbers():
@@ -55,15 +49,12 @@ def as_read(path: Path, image: Image.Image) -> np.ndarray:
     return read(MnistOptions(), path).numpy()
 
 
-def test_an_image_of_the_data_saved_as_a_file_is_read_bit_for_bit(tmp_path):
+def test_digits_in_files_become_light_on_dark(tmp_path):
+    """An image of the data saved as a file is read bit for bit; so is ink on paper."""
     image = drawn()
     for mode in ("L", "RGB", "RGBA"):
         whole = Image.fromarray(image).convert(mode)
         assert np.array_equal(as_read(tmp_path / f"{mode}.png", whole), image)
-
-
-def test_ink_on_paper_becomes_light_on_dark(tmp_path):
-    image = drawn()
     assert np.array_equal(as_read(tmp_path / "ink.png", Image.fromarray(255 - image)), image)
     transparent = Image.fromarray(np.dstack([np.zeros((28, 28, 3), np.uint8), image]))
     assert np.array_equal(as_read(tmp_path / "no-paper.png", transparent), image)

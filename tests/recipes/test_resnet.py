@@ -12,23 +12,18 @@ from samestep.recipes.resnet import resnet18
 
 
 @pytest.mark.parametrize(
-    ("stem", "num_classes", "parameters"),
+    ("stem", "num_classes", "parameters", "side", "final"),
     # torchvision's resnet18 has 11,689,512; the small one is what others train on CIFAR-10.
-    [("large", 1000, 11_689_512), ("small", 10, 11_173_962)],
+    [("large", 1000, 11_689_512, 224, 7), ("small", 10, 11_173_962, 32, 4)],
 )
-def test_it_has_the_known_number_of_parameters(stem, num_classes, parameters):
+def test_it_has_the_known_parameters_and_sizes(stem, num_classes, parameters, side, final):
     model = resnet18(num_classes, stem=stem)
     assert sum(p.numel() for p in model.parameters()) == parameters
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert len([m for m in layers if getattr(m, "kernel_size", 0) != (1, 1)]) == 18
-
-
-@pytest.mark.parametrize(("stem", "side", "final"), [("small", 32, 4), ("large", 224, 7)])
-def test_the_stem_leaves_the_last_stage_the_size_of_the_paper(stem, side, final):
-    model = resnet18(3, stem=stem, width=2)
-    shapes = []
-    model.layer4.register_forward_hook(lambda _m, _i, out: shapes.append(out.shape))
-    assert model(torch.zeros(2, 3, side, side)).shape == (2, 3)
+    narrow, shapes = resnet18(3, stem=stem, width=2), []
+    narrow.layer4.register_forward_hook(lambda _m, _i, out: shapes.append(out.shape))
+    assert narrow(torch.zeros(2, 3, side, side)).shape == (2, 3)
     assert shapes == [(2, 16, final, final)]
 
 
@@ -45,6 +40,8 @@ def test_names_are_those_of_torchvision():
     } <= names
     assert len(names) == 122
     assert "layer1.0.downsample.0.weight" not in names
+    with pytest.raises(ValueError, match="'small' or 'large'"):
+        resnet18(10, stem="medium")
 
 
 def test_convolutions_begin_with_the_variance_of_he_et_al():
@@ -77,8 +74,3 @@ def test_the_shortcut_is_the_convolution_of_the_paper():
     shortcut = block.downsample[0]
     expected = nn.functional.conv2d(images, shortcut.weight, stride=2)
     torch.testing.assert_close(shortcut(images), expected)
-
-
-def test_an_unknown_stem_is_refused():
-    with pytest.raises(ValueError, match="'small' or 'large'"):
-        resnet18(10, stem="medium")

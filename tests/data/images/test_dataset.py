@@ -49,6 +49,11 @@ def assert_same(one, other):
     assert all(torch.equal(a, b) for (_, a, _), (_, b, _) in zip(one, other, strict=True))
 
 
+def empty(folder):
+    for path in folder.rglob("*.*"):
+        path.write_bytes(b"")
+
+
 @pytest.mark.parametrize(
     ("side", "on_two_ranks"), [(20, ("off", 1)), (75, ("memory", 0))], ids=["small", "large"]
 )
@@ -80,17 +85,16 @@ def test_samples_of_an_augmented_batch_do_not_depend_on_each_other(root):
 
 
 @pytest.mark.parametrize("cache", ["memory", "off"])
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_file_is_named_and_left_out(tmp_path, kind, cache):
+def test_a_broken_file_is_named_and_left_out(tmp_path, cache):
     folder = write_images(tmp_path / "data", count=3)
-    write_it, says = BROKEN[kind]
+    write_it, says = BROKEN["truncated"]
     write_it(folder / "train" / "cat" / "0010.jpg")
     found = ready(folder, ALONE, cache=cache)
-    assert len(found.left_out) == 1
-    assert found.left_out[0].startswith("train/cat/0010.jpg: ")
-    assert says in found.left_out[0]
+    (left_out,) = found.left_out
+    assert left_out.startswith("train/cat/0010.jpg: ")
+    assert says in left_out
     assert found.notes[0].startswith("1 of 7 images ")
-    assert "train/cat/0010.jpg: " in found.notes[0]
+    assert left_out in found.notes[0]
     assert len(batches(found.splits["train"], ALONE, epochs=(0,))) == 12
 
 
@@ -109,16 +113,13 @@ def test_a_split_after_a_broken_file_keeps_its_own_images(tmp_path, root):
 
 def test_too_many_broken_files_end_the_run_with_one_message(tmp_path, root):
     for cache in ("memory", "off"):
-        for message, on_all_ranks in run_ranks(
-            what_is_refused, 2, tmp_path / cache, root, cache, 0.1
-        ):
+        refused = run_ranks(what_is_refused, 2, tmp_path / cache, root, cache, 0.1)
+        for message, on_all_ranks in refused:
             assert on_all_ranks
             assert message.startswith("2 of 14 images ")
-            assert "--max-corrupt 0.1 " in message
             assert f"{root}/train/cat/003.png: it is empty" in message
             assert "--max-corrupt 0.15" in message
-    for path in (root / "train").rglob("*.*"):
-        path.write_bytes(b"")
+    empty(root / "train")
     with pytest.raises(UserError, match=r"\n  and 11 more"):
         ready(root, ALONE, cache="off")
     with pytest.raises(UserError, match=f"train/cat/.* in {root}"):
@@ -129,12 +130,9 @@ def test_too_many_broken_files_end_the_run_with_one_message(tmp_path, root):
     ("spoiled", "says"),
     [("test", "test/cat/000.JPG"), ("train/dog", "class dog/ .* train/dog/000.JPG")],
 )
-def test_a_split_or_a_class_of_which_nothing_is_left_is_named_before_training(
-    tmp_path, spoiled, says
-):
+def test_a_split_or_a_class_of_which_nothing_is_left_is_named(tmp_path, spoiled, says):
     root = write_images(write_images(tmp_path / "data"), "test")
-    for path in (root / spoiled).rglob("*.*"):
-        path.write_bytes(b"")
+    empty(root / spoiled)
     with pytest.raises(UserError, match=says):
         ready(root, ALONE, cache="off", max_corrupt=0.9)
 
@@ -150,16 +148,15 @@ def test_a_broken_file_is_named_on_one_line_whatever_its_name(tmp_path):
 
 def test_ranks_that_see_different_files_are_told(tmp_path, root):
     other = write_images(tmp_path / "other", count=8)
-    first, second = run_ranks(other_files, 2, tmp_path / "out", root, other)
-    assert first == second
-    assert re.findall(r"\d+", first) == ["0", "14", "1", "16"]
-    (root / "train" / "cat" / "zebra.png").write_bytes(b"")
-    (root / "train" / "dog" / "zebra.png").write_bytes(b"")
-    first, _ = run_ranks(other_files, 2, tmp_path / "out2", root, other)
-    assert re.findall(r"\d+", first) == ["0", "16", "1", "16"]
+    for place, numbers in enumerate((["0", "14", "1", "16"], ["0", "16", "1", "16"])):
+        first, second = run_ranks(other_files, 2, tmp_path / f"out{place}", root, other)
+        assert first == second
+        assert re.findall(r"\d+", first) == numbers
+        for name in ("cat", "dog"):  # as many as the other, by other names
+            (root / "train" / name / "zebra.png").write_bytes(b"")
 
 
-def test_a_scan_is_remembered_until_a_file_changes(root, cache_home, monkeypatch):
+def test_a_scan_is_remembered_until_a_file_changes(root, cache_home, tmp_path, monkeypatch):
     first = ready(root, ALONE, cache="off")
     assert len(list(cache_home.iterdir())) == 1
     calls = []
@@ -170,25 +167,19 @@ def test_a_scan_is_remembered_until_a_file_changes(root, cache_home, monkeypatch
     write_images(root, count=4)  # mends cat/003.png
     assert ready(root, ALONE, cache="off").left_out == first.left_out[1:]
     assert len(calls) == 14
-
-
-def test_where_nothing_can_be_remembered_the_run_goes_on(root, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("x")
+    (tmp_path / "file").write_text("x")  # where nothing can be remembered the run goes on
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert len(ready(root, ALONE, cache="off").left_out) == 2
+    assert ready(root, ALONE, cache="off").left_out == first.left_out[1:]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_file_that_breaks_later_is_named_without_a_traceback(root, num_workers):
     data = ready(root, ALONE, cache="off").splits["train"]
     (root / "train" / "dog" / "000.JPG").unlink()
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="No such file") as caught:
         batches(data, ALONE, num_workers=num_workers)
-    message = str(caught.value)
-    assert message.startswith(f"{root}/train/dog/000.JPG ")
-    assert "--resume" in message
-    assert "No such file" in message
-    assert "Traceback" not in message
+    assert str(caught.value).startswith(f"{root}/train/dog/000.JPG ")
+    assert "Traceback" not in str(caught.value)
 
 
 def test_nothing_is_decoded_after_memory_is_filled(root, monkeypatch):
@@ -212,18 +203,16 @@ def test_the_ranks_of_a_node_share_one_memory_that_has_no_name(tmp_path, root):
 
 def test_auto_keeps_what_takes_at_most_half_of_the_free_memory(root, monkeypatch):
     num_bytes = 14 * 3 * 20 * 20
-    monkeypatch.setattr(dataset, "free_memory_bytes", lambda: 2 * num_bytes)
-    found = ready(root, ALONE, cache="auto")
-    assert isinstance(found.splits["train"], tuple)
-    assert "14 images of 3 × 20 × 20 bytes" in found.notes[-1]
-    monkeypatch.setattr(dataset, "free_memory_bytes", lambda: 2 * num_bytes - 2)
-    found = ready(root, ALONE, cache="auto")
-    assert isinstance(found.splits["train"], ImageFiles)
-    assert "half" in found.notes[-1]
-    assert isinstance(ready(root, ALONE, cache="memory").splits["train"], tuple)
-
-
-def test_memory_that_is_not_there_is_refused_when_it_was_asked_for(root, monkeypatch):
+    for cache, free, kind in (
+        ("auto", 2 * num_bytes, tuple),
+        ("auto", 2 * num_bytes - 2, ImageFiles),
+        ("memory", 2 * num_bytes - 2, tuple),
+    ):
+        monkeypatch.setattr(dataset, "free_memory_bytes", lambda free=free: free)
+        found = ready(root, ALONE, cache=cache)
+        assert isinstance(found.splits["train"], kind)
+        assert "14 images of 3 × 20 × 20 bytes" in found.notes[-1]
+        assert ("half" in found.notes[-1]) == (kind is ImageFiles)
     monkeypatch.setattr(dataset, "free_memory_bytes", lambda: 1000)
     with pytest.raises(UserError, match="--cache memory: 14 images"):
         ready(root, ALONE, cache="memory")

@@ -14,10 +14,12 @@ from samestep.recipes.cricket.synthetic import documents
 from tests.cricket_files import match, write
 from tests.recipes.cricket.test_corpus import same
 
+DOCUMENTS = dict(documents(12, seed=0))
+
 
 @pytest.fixture
 def matches(tmp_path):
-    return write(tmp_path / "matches", dict(documents(12, seed=0)))
+    return write(tmp_path / "matches", DOCUMENTS)
 
 
 @pytest.fixture
@@ -29,15 +31,13 @@ def kept(folder):
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
-def refuse_to_read(monkeypatch):
-    """Let any reading of matches fail: what comes then comes from the cache."""
-    monkeypatch.setattr(cache, "_read_all", lambda *_: pytest.fail("matches were read"))
-
-
-def test_matches_are_read_once(tmp_path, matches, monkeypatch):
+def test_matches_are_read_once_unless_their_file_is_damaged(tmp_path, matches, monkeypatch):
     first = open_corpus(matches, folder=tmp_path / "kept", jobs=1)
     assert first.notes == ()
-    refuse_to_read(monkeypatch)
+    (path,) = (tmp_path / "kept").glob("*.npz")
+    path.write_bytes(path.read_bytes()[:1000])
+    same(open_corpus(matches, folder=tmp_path / "kept", jobs=1).corpus, first.corpus)
+    monkeypatch.setattr(cache, "_read_all", lambda *_: pytest.fail("matches were read"))
     same(open_corpus(matches, folder=tmp_path / "kept").corpus, first.corpus)
     assert len(kept(tmp_path / "kept")) == 1
 
@@ -49,32 +49,23 @@ def test_several_processes_read_what_one_reads(tmp_path, matches):
     same(several.corpus, alone.corpus)
 
 
-def test_a_changed_folder_is_read_anew_and_that_is_said_once(tmp_path, matches):
-    folder = tmp_path / "kept"
-    open_corpus(matches, folder=folder, jobs=1)
-    write(matches, {"more.json": match()})
-    again = open_corpus(matches, folder=folder, jobs=1)
-    assert len(again.notes) == 1
-    assert len(again.corpus.matches["date"]) == 13
-    assert len(kept(folder)) == 1
-    assert open_corpus(matches, folder=folder, jobs=1).notes == ()
-
-
-def test_another_version_reads_anew(tmp_path, matches, monkeypatch):
+@pytest.mark.parametrize("changed", ["folder", "version"])
+def test_what_has_changed_is_read_anew_and_that_is_said_once(
+    tmp_path, matches, monkeypatch, changed
+):
     folder = tmp_path / "kept"
     open_corpus(matches, folder=folder, jobs=1)
     before = kept(folder)
-    monkeypatch.setattr(cache, "VERSION", 10**6)
-    assert len(open_corpus(matches, folder=folder, jobs=1).notes) == 1
+    if changed == "folder":
+        write(matches, {"more.json": match()})
+    else:
+        monkeypatch.setattr(cache, "VERSION", 10**6)
+    again = open_corpus(matches, folder=folder, jobs=1)
+    assert len(again.notes) == 1
+    assert len(again.corpus.matches["date"]) == 12 + (changed == "folder")
+    assert len(kept(folder)) == 1
     assert kept(folder) != before
-
-
-def test_a_damaged_file_is_read_anew(tmp_path, matches):
-    folder = tmp_path / "kept"
-    first = open_corpus(matches, folder=folder, jobs=1).corpus
-    (path,) = folder.glob("*.npz")
-    path.write_bytes(path.read_bytes()[:1000])
-    same(open_corpus(matches, folder=folder, jobs=1).corpus, first)
+    assert open_corpus(matches, folder=folder, jobs=1).notes == ()
 
 
 def test_one_bad_file_is_named_and_may_be_skipped(tmp_path, matches):

@@ -6,11 +6,8 @@ import pytest
 from samestep.recipes.cricket.corpus import from_documents, merge, take
 from samestep.recipes.cricket.form import WIDTH, form, keep_form
 from samestep.recipes.cricket.synthetic import documents
-from tests.cricket_files import ball, encoded, innings, match
-
-
-def of(*cards):
-    return merge([from_documents((f"{k}.json", encoded(card)) for k, card in enumerate(cards))])
+from tests.cricket_files import ball, innings, match
+from tests.cricket_files import corpus_of as of
 
 
 def day(number, runs):

@@ -1,6 +1,7 @@
 """The recipe cricket from the command line, on made-up matches."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from samestep.recipes.cricket.measures import runs_errors
 from samestep.recipes.cricket.recipe import CricketOptions
 from samestep.recipes.cricket.synthetic import documents
 from samestep.session.trained_model import evaluate_run
-from tests.command_line import run
+from tests.command_line import run, train_here
 from tests.cricket_files import ball, innings, match, write
 from tests.needs import needs
 
@@ -25,9 +26,12 @@ SMALL = ("--balls-per-match", "12", "--width", "8", "--threads", "1", "--max-ste
 
 
 def train(folder, *flags, name="run", world_size=1, trees=False):
-    target = ("train", "cricket", "--run-dir", str(folder / name), *SMALL)
-    flags += () if trees else ("--no-trees",)
-    run(*target, *flags, world_size=world_size, folder=folder / "outputs")
+    target = ("cricket", "--run-dir", str(folder / name), *SMALL, *flags)
+    target += () if trees else ("--no-trees",)
+    if world_size == 1:
+        train_here(*target)
+    else:
+        run("train", *target, world_size=world_size, folder=folder / "outputs")
     return folder / name
 
 
@@ -43,11 +47,14 @@ def trained(matches, tmp_path_factory):
     return train(folder, *flags, trees=True)
 
 
-def test_it_trains_on_files_and_tells_errors_by_phase_and_innings(trained):
+def test_it_trains_on_files_and_tells_errors_beside_what_has_to_be_beaten(trained):
     result = json.loads((trained / "result.json").read_text())
-    told = result["test"]
+    told, baselines = result["test"], result["baselines"]
     assert {"mae", "rmse", "r2", "median_error", "mae_powerplay", "mae_innings_2"} <= told.keys()
     assert result["best"]["metric"] == "mae"
+    assert baselines.keys() == {"constant", "run_rate", "table", "trees_mae", "trees_mse"}
+    assert all(row.keys() == {"mae", "rmse", "r2", "median_error"} for row in baselines.values())
+    assert baselines["table"]["mae"] < baselines["constant"]["mae"]
 
 
 def balls_in(files):
@@ -98,13 +105,18 @@ def test_what_a_run_was_trained_on_is_never_its_test(matches, trained, tmp_path)
         evaluate_run(trained, data_dir=str(one))
 
 
-def test_a_metric_of_no_balls_is_null_in_json(trained, tmp_path, capsys):
+def test_a_metric_of_no_balls_is_null_in_json_and_a_match_without_them_is_drawn(
+    trained, tmp_path, capsys
+):
+    pytest.importorskip("matplotlib")
     card = match(innings("A", [ball(1), ball(4)]), innings("B"))
-    path = write(tmp_path, {"match.json": card}) / "match.json"
-    assert main(["evaluate", str(trained), "--data-dir", str(path), "--json"]) == 0
+    path, png = str(write(tmp_path, {"match.json": card}) / "match.json"), tmp_path / "match.png"
+    assert main(["evaluate", str(trained), "--data-dir", path, "--json"]) == 0
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert told["samples"] == 2
-    assert told["mae_innings_2"] is None
+    assert (told["samples"], told["mae_innings_2"]) == (2, None)
+    assert main(["predict", str(trained), path, "--json", "--plot", str(png)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_on_made_up_matches_is_evaluated_on_files(matches, tmp_path):
@@ -137,15 +149,6 @@ def test_a_match_is_predicted_ball_by_ball_beside_the_actual_runs(trained, tmp_p
     assert {len(line) for line in lines} == {len(lines[0])}
 
 
-def test_a_match_whose_second_innings_has_no_balls_is_drawn(trained, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    card, png = match(innings("A", [ball(1), ball(4)]), innings("B")), tmp_path / "match.png"
-    path = write(tmp_path, {"match.json": card}) / "match.json"
-    assert main(["predict", str(trained), str(path), "--json", "--plot", str(png)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    assert png.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     "card", [match(version="3.0.0"), {**match(), "innings": []}, match(match_type="ODI"), b"{"]
 )
@@ -153,13 +156,6 @@ def test_what_is_no_match_with_balls_is_not_predicted(trained, tmp_path, capsys,
     path = write(tmp_path, {"match.json": card}) / "match.json"
     assert main(["predict", str(trained), str(path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problem"]
-
-
-def test_the_test_is_told_beside_what_has_to_be_beaten(trained):
-    told = json.loads((trained / "result.json").read_text())["baselines"]
-    assert told.keys() == {"constant", "run_rate", "table", "trees_mae", "trees_mse"}
-    assert all(row.keys() == {"mae", "rmse", "r2", "median_error"} for row in told.values())
-    assert told["table"]["mae"] < told["constant"]["mae"]
 
 
 def test_two_ranks_take_the_same_steps(matches, trained, tmp_path):
@@ -208,11 +204,20 @@ def test_a_draw_that_leaves_nothing_to_test_is_refused_before_the_training():
 
 
 @pytest.mark.parametrize(
-    "given", [{"test_from": "soon"}, {"validation_from": "2024-02-30"}, {"test_from": "20240101"}]
+    ("options", "told"),
+    [
+        ({"test_from": "soon"}, "--test-from"),
+        ({"validation_from": "2024-02-30"}, "--validation-from"),
+        ({"test_from": "20240101"}, "--test-from"),
+        ({"validation_from": "2024-02-02", "test_from": "2024-02-01"}, "--validation-from"),
+        ({"validation_from": "2024-13-01", "test_from": "2025"}, "--validation-from"),
+        ({"synthetic": True, "data_dir": "matches"}, "--data-dir"),
+        ({"without": ("preceeds",)}, "precedes"),
+    ],
 )
-def test_what_is_no_date_is_refused(given):
-    with pytest.raises(UserError, match=next(iter(given)).replace("_", "-")):
-        CricketOptions(**given)
+def test_options_that_cannot_be_are_refused(options, told):
+    with pytest.raises(UserError, match=told):
+        CricketOptions(**options)
 
 
 def test_one_of_the_dates_or_names_is_kept_and_the_rest_is_found():
@@ -227,24 +232,6 @@ def test_one_of_the_dates_or_names_is_kept_and_the_rest_is_found():
     assert (some.teams, some.players, some.used) == (("Team 1",), usual.players, usual.used)
     with pytest.raises(UserError, match="--validation-from DATE"):
         complete(test_from=days[0])
-
-
-def test_made_up_matches_and_named_ones_are_not_both_taken():
-    with pytest.raises(UserError, match="--data-dir"):
-        CricketOptions(synthetic=True, data_dir="matches")
-
-
-@pytest.mark.parametrize(
-    ("validation", "test"), [("2024-02-02", "2024-02-01"), ("2024-13-01", "2025")]
-)
-def test_dates_of_the_split_are_in_their_order(validation, test):
-    with pytest.raises(UserError, match="--validation-from"):
-        CricketOptions(validation_from=validation, test_from=test)
-
-
-def test_edges_that_are_not_there_are_refused():
-    with pytest.raises(UserError, match="precedes"):
-        CricketOptions(without=("preceeds",))
 
 
 def test_errors_put_together_from_parts_are_those_of_the_whole():
@@ -270,3 +257,24 @@ def test_errors_put_together_from_parts_are_those_of_the_whole():
     assert whole["mae_middle"].compute() == pytest.approx(
         float(error[group[:, 0] == 1].mean()), rel=1e-5
     )
+
+
+UNUSABLE = {
+    "one is bad": ({**dict(documents(4, seed=0)), "0123.json": b"{'"}, "--skip-bad 1"),
+    "no innings": ({"1.json": {**match(), "innings": []}}, "no innings"),
+    "one date": ({f"{n}.json": match() for n in range(5)}, "--split-by random"),
+}
+
+
+@pytest.mark.parametrize(("cards", "told"), UNUSABLE.values(), ids=UNUSABLE)
+def test_matches_that_cannot_be_used_are_one_message(tmp_path, refused, cards, told):
+    places = ("--data-dir", str(write(tmp_path / "m", cards)), "--run-dir", str(tmp_path / "run"))
+    message = refused("train", "cricket", *SMALL, *places, "--cache-dir", str(tmp_path / "kept"))
+    assert told in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_geometric_it_says_what_to_install(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)
+    monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
+    assert "pip install 'samestep[cricket]'" in refused("train", "cricket", "--synthetic")

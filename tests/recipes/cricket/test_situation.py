@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 from samestep.recipes.cricket.corpus import from_documents, merge
 from samestep.recipes.cricket.situation import last_over, phase, previous, runs_to_come, situation
 from samestep.recipes.cricket.synthetic import documents
-from tests.cricket_files import ball, encoded, innings, match
-
-
-def corpus_of(*cards):
-    return merge([from_documents((f"{k}.json", encoded(card)) for k, card in enumerate(cards))])
+from tests.cricket_files import ball, corpus_of, innings, match
 
 
 def walk(card):

@@ -16,13 +16,12 @@ from samestep.recipes.cricket.split import (
     without_known,
 )
 from samestep.recipes.cricket.synthetic import documents
-from tests.cricket_files import encoded, match
+from tests.cricket_files import corpus_of, match
 
 
 def of_days(*days):
     """Return a corpus with a match on each of some days of 2024."""
-    cards = [match(date=f"2024-{1 + day // 28:02}-{1 + day % 28:02}") for day in days]
-    return merge([from_documents((f"{k:03}.json", encoded(c)) for k, c in enumerate(cards))])
+    return corpus_of(*(match(date=f"2024-{1 + day // 28:02}-{1 + day % 28:02}") for day in days))
 
 
 def test_the_last_tenth_of_the_dates_is_the_test_and_the_one_before_the_validation():
