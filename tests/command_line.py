@@ -117,7 +117,7 @@ def train_here(*arguments: str) -> str:
     from samestep.api.call import as_in_fresh_process
 
     with as_in_fresh_process(), contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert call("train", *arguments) == 0
+        assert call("train", *arguments) == 0, printed.getvalue()
     return printed.getvalue()
 
 

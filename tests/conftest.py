@@ -84,12 +84,10 @@ def disk() -> Iterator[Path]:
 
 
 def _whole_run(folder: Path, world_size: int) -> Path:
-    from tests.tiny import train, write_recipe
+    from tests.tiny import trained, write_recipe
 
-    path = folder / "run"
-    recipe = write_recipe(folder)
-    train(recipe, "--run-dir", str(path), world_size=world_size, folder=folder)
-    return path
+    trained(write_recipe(folder), folder / "run", on=world_size)
+    return folder / "run"
 
 
 @pytest.fixture(scope="session")

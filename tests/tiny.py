@@ -8,16 +8,20 @@ import hashlib
 import itertools
 import json
 import math
+import os
+import signal
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from samestep import read_records
+from tests.command_line import call, train_here
 from tests.faults import Fault, command_line
-from tests.processes import TIMEOUT_S, Ranks, start_ranks
+from tests.processes import TIMEOUT_S, Ranks, free_port, run_ranks, start_ranks
 
 RECIPE = """
 import time
@@ -100,6 +104,58 @@ def train(
 def resume(run: Path, *flags: str, world_size: int = 1, folder: Path) -> Ranks:
     """Go on with a run to its end, which must be a good one."""
     return train(run, "--resume", *flags, world_size=world_size, folder=folder)
+
+
+def trained(recipe: Path, run: Path, *flags: str, on: int = 1) -> str:
+    """Train into a run directory, to a good end; return what rank 0 printed.
+
+    Alone it trains in this process: a forked rank takes twice the time.
+    """
+    return _to_the_end([str(recipe), "--run-dir", str(run), *flags], run, on)
+
+
+def resumed(run: Path, *flags: str, on: int = 1) -> str:
+    """Go on with a run as `trained` trains."""
+    return _to_the_end([str(run), "--resume", *flags], run, on)
+
+
+def _to_the_end(words: list[str], run: Path, on: int) -> str:
+    if on == 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as a rank's own, which fail no test
+            return train_here(*words)
+    return train(Path(words[0]), *words[1:], world_size=on, folder=run.parent).printed(0)
+
+
+def struck(recipe: Path, run: Path, fault: Fault, *flags: str, on: int = 1) -> Ranks:
+    """Train with a fault that ends all ranks, by SIGKILL or with the code of another signal."""
+    words = ("--run-dir", str(run), *flags)
+    ranks = start(recipe, *words, faults=(fault,), world_size=on, folder=run.parent)
+    code = -fault.signum if fault.signum == signal.SIGKILL else 128 + fault.signum
+    assert ranks.wait() == [code] * on, ranks.output()
+    return ranks
+
+
+def train_all(trainings: Sequence[Sequence[str]], *, on: int, folder: Path) -> None:
+    """Train one after the other on the same ranks: each start of ranks would take its time."""
+    words = [[str(word) for word in training] for training in trainings]
+    output = folder / f"output-{next(_outputs)}"
+    run_ranks(train_one_by_one, on, output, words, [free_port() for _ in words])
+
+
+def train_one_by_one(trainings: list[list[str]], ports: list[int]) -> None:
+    """Train on the ranks that this process is one of; each training meets at a port of its own."""
+    from samestep.api.call import as_in_fresh_process
+
+    for words, port in zip(trainings, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        with as_in_fresh_process():
+            assert call("train", *words) == 0, words
+
+
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    """Return a run's records of these events, without the superseded ones."""
+    return [record for record in read_records(run) if record["event"] in names]
 
 
 def until(condition: Callable[[], bool], ranks: Ranks | None = None) -> None:

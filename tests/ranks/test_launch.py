@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -11,289 +10,168 @@ from hypothesis import strategies as st
 from samestep.errors import UserError
 from samestep.ranks.launch import Launch, detect_launch, expand_node_list
 
-TORCHRUN = {
-    "RANK": "5",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "ROLE_RANK": "5",
-    "ROLE_NAME": "default",
-    "ROLE_WORLD_SIZE": "8",
-    "MASTER_ADDR": "gpu011",
-    "MASTER_PORT": "29400",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "OMP_NUM_THREADS": "1",
-}
 
+def env(text: str) -> dict[str, str]:
+    """Return variables that are written as a shell's."""
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
+TORCHRUN = env("""
+    RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2
+    ROLE_RANK=5 ROLE_NAME=default ROLE_WORLD_SIZE=8 MASTER_ADDR=gpu011 MASTER_PORT=29400
+    TORCHELASTIC_RUN_ID=none TORCHELASTIC_RESTART_COUNT=0 OMP_NUM_THREADS=1
+""")
+FIRST_TASK = env("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0")
 # What every process of the allocation sees: four nodes of eight tasks.
-ALLOCATION = {
-    "SLURM_CLUSTER_NAME": "cluster",
-    "SLURM_JOB_ID": "4711",
-    "SLURM_JOBID": "4711",
-    "SLURM_JOB_NAME": "train.sh",
-    "SLURM_JOB_NODELIST": "gpu[011-014]",
-    "SLURM_NODELIST": "gpu[011-014]",
-    "SLURM_JOB_NUM_NODES": "4",
-    "SLURM_NNODES": "4",
-    "SLURM_NTASKS": "32",
-    "SLURM_NPROCS": "32",
-    "SLURM_TASKS_PER_NODE": "8(x4)",
-    "SLURM_SUBMIT_HOST": "login",
-}
-SBATCH_SCRIPT = ALLOCATION | {
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_GTIDS": "0",
-    "SLURM_TASK_PID": "16360",
-    "SLURMD_NODENAME": "gpu011",
-}
+ALLOCATION = env("""
+    SLURM_CLUSTER_NAME=cluster SLURM_JOB_ID=4711 SLURM_JOBID=4711 SLURM_JOB_NAME=train.sh
+    SLURM_JOB_NODELIST=gpu[011-014] SLURM_NODELIST=gpu[011-014] SLURM_JOB_NUM_NODES=4
+    SLURM_NNODES=4 SLURM_NTASKS=32 SLURM_NPROCS=32 SLURM_TASKS_PER_NODE=8(x4)
+    SLURM_SUBMIT_HOST=login
+""")
+SBATCH_SCRIPT = (
+    ALLOCATION | FIRST_TASK | env("SLURM_GTIDS=0 SLURM_TASK_PID=16360 SLURMD_NODENAME=gpu011")
+)
 # `srun --nodes=2 --ntasks=6 --relative=2` within it.
-STEP = SBATCH_SCRIPT | {
-    "SLURM_STEP_ID": "3",
-    "SLURM_STEPID": "3",
-    "SLURM_STEP_NUM_TASKS": "6",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "gpu[013-014]",
-    "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
-    "SLURM_PROCID": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_SRUN_COMM_PORT": "41771",
-}
+STEP = SBATCH_SCRIPT | env("""
+    SLURM_STEP_ID=3 SLURM_STEPID=3 SLURM_STEP_NUM_TASKS=6 SLURM_STEP_NUM_NODES=2
+    SLURM_STEP_NODELIST=gpu[013-014] SLURM_STEP_TASKS_PER_NODE=3(x2)
+    SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_SRUN_COMM_PORT=41771
+""")
+ONE_TASK_STEP = env("""
+    SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=gpu012
+    SLURM_STEP_TASKS_PER_NODE=1
+""")
 # As LaunchParameters=use_interactive_step has it: the job's counts stay, the step has one task.
-SALLOC_SHELL = ALLOCATION | {
-    "SLURM_JOB_NAME": "interactive",
-    "SLURM_STEP_ID": "4294967290",
-    "SLURM_STEPID": "4294967290",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_NUM_NODES": "1",
-    "SLURM_STEP_NODELIST": "gpu011",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_PTY_PORT": "34889",
-    "SLURM_PTY_WIN_COL": "236",
-    "SLURM_PTY_WIN_ROW": "64",
-}
-PTY_SHELL = SALLOC_SHELL | {
-    "SLURM_JOB_NAME": "bash",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEPID": "0",
-    "SLURM_NTASKS": "1",
-    "SLURM_TASKS_PER_NODE": "1",
-}
-EIGHT_TASKS = {
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_TASKS_PER_NODE": "8",
-    "SLURM_TASKS_PER_NODE": "8",
-}
-ONE_TASK = STEP | {
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_NUM_NODES": "1",
-    "SLURM_STEP_NODELIST": "gpu012",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-}
+SALLOC_SHELL = (
+    ALLOCATION
+    | FIRST_TASK
+    | ONE_TASK_STEP
+    | env("""
+    SLURM_JOB_NAME=interactive SLURM_STEP_ID=4294967290 SLURM_STEPID=4294967290
+    SLURM_STEP_NODELIST=gpu011 SLURM_PTY_PORT=34889 SLURM_PTY_WIN_COL=236 SLURM_PTY_WIN_ROW=64
+""")
+)
+PTY_SHELL = SALLOC_SHELL | env("""
+    SLURM_JOB_NAME=bash SLURM_STEP_ID=0 SLURM_STEPID=0 SLURM_NTASKS=1 SLURM_TASKS_PER_NODE=1
+""")
+EIGHT_TASKS = env("""
+    SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_TASKS_PER_NODE=8 SLURM_TASKS_PER_NODE=8
+""")
+ONE_TASK = STEP | ONE_TASK_STEP | FIRST_TASK
 
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "6",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "OMPI_COMM_WORLD_NODE_RANK": "2",
-    "OMPI_UNIVERSE_SIZE": "8",
-    "OMPI_MCA_ess_base_jobid": "1966735361",
-    "PMIX_NAMESPACE": "1966735361",
-    "PMIX_RANK": "6",
-}
-OPEN_MPI_ONE_NODE = OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
-HYDRA = {
-    "PMI_RANK": "3",
-    "PMI_SIZE": "4",
-    "PMI_FD": "9",
-    "MPI_LOCALRANKID": "3",
-    "MPI_LOCALNRANKS": "4",
-}
-MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "12345"}
+OPEN_MPI = env("""
+    OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=2
+    OMPI_COMM_WORLD_LOCAL_SIZE=4 OMPI_COMM_WORLD_NODE_RANK=2 OMPI_UNIVERSE_SIZE=8
+    OMPI_MCA_ess_base_jobid=1966735361 PMIX_NAMESPACE=1966735361 PMIX_RANK=6
+""")
+OPEN_MPI_ONE_NODE = OPEN_MPI | env("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=2")
+HYDRA = env("PMI_RANK=3 PMI_SIZE=4 PMI_FD=9 MPI_LOCALRANKID=3 MPI_LOCALNRANKS=4")
+MASTER = env("MASTER_ADDR=head MASTER_PORT=12345")
 # The step in which mpirun runs its daemons, one on each node but the first.
-DAEMON_STEP = SBATCH_SCRIPT | {
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_NUM_NODES": "1",
-    "SLURM_STEP_NODELIST": "gpu012",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-}
+DAEMON_STEP = SBATCH_SCRIPT | ONE_TASK_STEP | env("SLURM_STEP_ID=0")
 
 
-@dataclass(frozen=True)
-class Case:
-    environment: dict[str, str]
-    expected: Launch
+def launched(launcher: str, place: str, *, at: tuple[str, int] = ("head", 12345)) -> Launch:
+    """Return a launch of `rank/world size, local rank/local world size, node/nodes`."""
+    numbers = [int(n) for pair in place.split(", ") for n in pair.split("/")]
+    names = ("rank", "world_size", "local_rank", "local_world_size", "node", "num_nodes")
+    found = dict(zip(names, numbers, strict=False))
+    return Launch(launcher=launcher, master_addr=at[0], master_port=at[1], **found)
 
 
-ON_TORCHRUN = Launch(
-    launcher="torchrun",
-    rank=5,
-    local_rank=1,
-    world_size=8,
-    local_world_size=4,
-    node=1,
-    num_nodes=2,
-    master_addr="gpu011",
-    master_port=29400,
-)
-ON_SRUN = Launch(
-    launcher="srun",
-    rank=4,
-    local_rank=1,
-    world_size=6,
-    local_world_size=3,
-    node=1,
-    num_nodes=2,
-    master_addr="head",
-    master_port=12345,
-)
-ON_OPEN_MPI = Launch(
-    launcher="openmpi",
-    rank=6,
-    local_rank=2,
-    world_size=8,
-    local_world_size=4,
-    node=1,
-    num_nodes=2,
-    master_addr="head",
-    master_port=12345,
-)
-ON_HYDRA = Launch(
-    launcher="pmi", rank=3, local_rank=3, world_size=4, local_world_size=4, master_port=29500
-)
+TORCHRUN_AT = ("gpu011", 29400)
+ON_TORCHRUN = launched("torchrun", "5/8, 1/4, 1/2", at=TORCHRUN_AT)
+ON_SRUN = launched("srun", "4/6, 1/3, 1/2")
+ON_OPEN_MPI = launched("openmpi", "6/8, 2/4, 1/2")
 
 RANKS = {
-    "nothing": Case({"HOME": "/home/me", "PATH": "/usr/bin"}, Launch()),
-    "torchrun": Case(TORCHRUN, ON_TORCHRUN),
-    "torchrun under srun": Case(STEP | TORCHRUN, ON_TORCHRUN),
-    "torchrun under mpirun": Case(OPEN_MPI | TORCHRUN, ON_TORCHRUN),
-    "torchrun with one process": Case(
+    "nothing": (env("HOME=/home/me PATH=/usr/bin"), Launch()),
+    "torchrun": (TORCHRUN, ON_TORCHRUN),
+    "torchrun under srun": (STEP | TORCHRUN, ON_TORCHRUN),
+    "torchrun under mpirun": (OPEN_MPI | TORCHRUN, ON_TORCHRUN),
+    "torchrun with one process": (
         TORCHRUN
-        | dict.fromkeys(["RANK", "LOCAL_RANK", "GROUP_RANK"], "0")
-        | dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"], "1"),
+        | env("RANK=0 LOCAL_RANK=0 GROUP_RANK=0")
+        | env("WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 GROUP_WORLD_SIZE=1"),
         Launch(launcher="torchrun"),
     ),
-    "torchrun with unequal nodes": Case(
-        TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, Launch(**vars(ON_TORCHRUN) | {"local_world_size": 3})
+    "torchrun with unequal nodes": (
+        TORCHRUN | env("LOCAL_WORLD_SIZE=3"),
+        launched("torchrun", "5/8, 1/3, 1/2", at=TORCHRUN_AT),
     ),
-    "torchrun --virtual-local-rank": Case(
-        TORCHRUN | {"LOCAL_RANK": "0"}, Launch(**vars(ON_TORCHRUN) | {"local_rank": 0})
+    "torchrun --virtual-local-rank": (
+        TORCHRUN | env("LOCAL_RANK=0"),
+        launched("torchrun", "5/8, 0/4, 1/2", at=TORCHRUN_AT),
     ),
-    "torchrun's variables by hand": Case(
-        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | MASTER,
-        Launch(
-            launcher="torchrun",
-            rank=1,
-            world_size=2,
-            node=1,
-            num_nodes=2,
-            master_addr="head",
-            master_port=12345,
-        ),
+    "torchrun's variables by hand": (
+        env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1") | MASTER,
+        launched("torchrun", "1/2, 0/1, 1/2"),
     ),
-    "WORLD_SIZE alone is not torchrun": Case({"WORLD_SIZE": "8"}, Launch()),
-    "a step smaller than its job": Case(STEP | MASTER, ON_SRUN),
-    "a script for srun that exports WORLD_SIZE": Case(STEP | MASTER | {"WORLD_SIZE": "6"}, ON_SRUN),
-    "srun --mpi=pmi2": Case(
-        STEP | MASTER | {"PMI_RANK": "4", "PMI_SIZE": "6", "PMI_FD": "12"}, ON_SRUN
-    ),
-    "old Slurm without step counts": Case(
+    "WORLD_SIZE alone is not torchrun": (env("WORLD_SIZE=8"), Launch()),
+    "a step smaller than its job": (STEP | MASTER, ON_SRUN),
+    "a script for srun that exports WORLD_SIZE": (STEP | MASTER | env("WORLD_SIZE=6"), ON_SRUN),
+    "srun --mpi=pmi2": (STEP | MASTER | env("PMI_RANK=4 PMI_SIZE=6 PMI_FD=12"), ON_SRUN),
+    "old Slurm without step counts": (
         {name: value for name, value in STEP.items() if "SLURM_STEP_" not in name}
         | MASTER
-        | {"SLURM_NTASKS": "6", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "3(x2)"},
+        | env("SLURM_NTASKS=6 SLURM_NNODES=2 SLURM_TASKS_PER_NODE=3(x2)"),
         ON_SRUN,
     ),
-    "srun with unequal nodes": Case(
+    "srun with unequal nodes": (
         STEP
         | MASTER
-        | {
-            "SLURM_STEP_NUM_TASKS": "11",
-            "SLURM_STEP_NUM_NODES": "3",
-            "SLURM_STEP_NODELIST": "gpu[012-014]",
-            "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
-            "SLURM_PROCID": "10",
-            "SLURM_LOCALID": "2",
-            "SLURM_NODEID": "2",
-        },
-        Launch(
-            launcher="srun",
-            rank=10,
-            local_rank=2,
-            world_size=11,
-            local_world_size=3,
-            node=2,
-            num_nodes=3,
-            master_addr="head",
-            master_port=12345,
-        ),
+        | env("SLURM_STEP_NUM_TASKS=11 SLURM_STEP_NUM_NODES=3 SLURM_STEP_NODELIST=gpu[012-014]")
+        | env("SLURM_STEP_TASKS_PER_NODE=4(x2),3")
+        | env("SLURM_PROCID=10 SLURM_LOCALID=2 SLURM_NODEID=2"),
+        launched("srun", "10/11, 2/3, 2/3"),
     ),
-    "srun with one task": Case(ONE_TASK | MASTER, Launch(launcher="srun")),
-    "srun typed in the shell of salloc": Case(
-        SALLOC_SHELL | STEP | MASTER | {"SLURM_JOB_NAME": "interactive", "SLURM_STEP_ID": "0"},
+    "srun with one task": (ONE_TASK | MASTER, Launch(launcher="srun")),
+    "srun typed in the shell of salloc": (
+        SALLOC_SHELL | STEP | MASTER | env("SLURM_JOB_NAME=interactive SLURM_STEP_ID=0"),
         ON_SRUN,
     ),
-    "srun typed in the shell of srun --pty": Case(
-        PTY_SHELL | STEP | MASTER | {"SLURM_JOB_NAME": "bash"}, ON_SRUN
+    "srun typed in the shell of srun --pty": (
+        PTY_SHELL | STEP | MASTER | env("SLURM_JOB_NAME=bash"),
+        ON_SRUN,
     ),
-    "Open MPI on two nodes": Case(OPEN_MPI | MASTER, ON_OPEN_MPI),
-    "Open MPI under sbatch": Case(SBATCH_SCRIPT | OPEN_MPI | MASTER, ON_OPEN_MPI),
-    "Open MPI below its own srun": Case(DAEMON_STEP | OPEN_MPI | MASTER, ON_OPEN_MPI),
-    "Open MPI with one process": Case(
+    "Open MPI on two nodes": (OPEN_MPI | MASTER, ON_OPEN_MPI),
+    "Open MPI under sbatch": (SBATCH_SCRIPT | OPEN_MPI | MASTER, ON_OPEN_MPI),
+    "Open MPI below its own srun": (DAEMON_STEP | OPEN_MPI | MASTER, ON_OPEN_MPI),
+    "Open MPI with one process": (
         OPEN_MPI
-        | dict.fromkeys(["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"], "0")
-        | dict.fromkeys(["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"], "1"),
+        | env("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0")
+        | env("OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_SIZE=1"),
         Launch(launcher="openmpi"),
     ),
-    "MPICH on one node": Case(HYDRA, ON_HYDRA),
-    "MPICH below its own srun": Case(
-        DAEMON_STEP | HYDRA | MASTER,
-        Launch(**vars(ON_HYDRA) | {"master_addr": "head", "master_port": 12345}),
-    ),
-    "PMI with one process": Case({"PMI_RANK": "0", "PMI_SIZE": "1"}, Launch(launcher="pmi")),
+    "MPICH on one node": (HYDRA, launched("pmi", "3/4, 3/4", at=(Launch().master_addr, 29500))),
+    "MPICH below its own srun": (DAEMON_STEP | HYDRA | MASTER, launched("pmi", "3/4, 3/4")),
+    "PMI with one process": (env("PMI_RANK=0 PMI_SIZE=1"), Launch(launcher="pmi")),
 }
 
 
 @pytest.mark.parametrize("name", RANKS)
 def test_every_launcher_is_understood(name):
-    assert detect_launch(RANKS[name].environment) == RANKS[name].expected
+    environment, expected = RANKS[name]
+    assert detect_launch(environment) == expected
 
 
 SHELLS = {
     "salloc without an interactive step": (ALLOCATION, "a shell"),
-    "a VS Code terminal": ({"SLURM_JOB_ID": "4711"}, "a shell"),
+    "a VS Code terminal": (env("SLURM_JOB_ID=4711"), "a shell"),
     "an sbatch script": (SBATCH_SCRIPT, "the sbatch script"),
     "an sbatch script as a step": (
-        SBATCH_SCRIPT | {"SLURM_STEP_ID": "4294967291"},
+        SBATCH_SCRIPT | env("SLURM_STEP_ID=4294967291"),
         "the sbatch script",
     ),
-    "an sbatch script sent from the shell of salloc": (
-        SALLOC_SHELL | SBATCH_SCRIPT,
-        "the interactive shell",
-    ),
+    "sbatch from the shell of salloc": (SALLOC_SHELL | SBATCH_SCRIPT, "the interactive shell"),
     "salloc with an interactive step": (SALLOC_SHELL, "the interactive shell"),
-    "the extern step": (ALLOCATION | {"SLURM_STEP_ID": "4294967292"}, "extern step"),
-    "a step that Slurm may yet invent": (
-        ALLOCATION | {"SLURM_STEP_ID": "4294967293"},
-        "an internal step",
-    ),
+    "the extern step": (ALLOCATION | env("SLURM_STEP_ID=4294967292"), "extern step"),
+    "a step yet unknown": (ALLOCATION | env("SLURM_STEP_ID=4294967293"), "an internal step"),
     "srun --pty bash": (PTY_SHELL, "a terminal"),
-    "srun --job-name=debug --pty bash": (PTY_SHELL | {"SLURM_JOB_NAME": "debug"}, "a terminal"),
+    "srun --job-name=debug --pty bash": (PTY_SHELL | env("SLURM_JOB_NAME=debug"), "a terminal"),
     "srun --ntasks=8 --pty zsh": (
-        PTY_SHELL | EIGHT_TASKS | {"SLURM_JOB_NAME": "zsh"},
+        PTY_SHELL | EIGHT_TASKS | env("SLURM_JOB_NAME=zsh"),
         "a terminal",
     ),
 }
@@ -350,59 +228,58 @@ def test_an_empty_variable_counts_as_unset():
     assert detect_launch({"RANK": "", "WORLD_SIZE": "", "SLURM_JOB_ID": ""}) == Launch()
 
 
+BY_HAND = env("RANK=3 WORLD_SIZE=4")
+ON_TWO_NODES = OPEN_MPI | MASTER
 MISTAKES = {
-    "no local rank": ({"RANK": "3", "WORLD_SIZE": "4"}, ["RANK=3", "WORLD_SIZE=4", "LOCAL_RANK"]),
-    "no local world size": (
-        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
-        ["LOCAL_WORLD_SIZE"],
-    ),
-    "a word for a rank": (TORCHRUN | {"RANK": "abc"}, ["RANK=abc"]),
-    "a negative rank": (TORCHRUN | {"RANK": "-1"}, ["RANK=-1"]),
-    "an Arabic digit": (TORCHRUN | {"RANK": "٣"}, ["RANK=٣"]),
-    "a rank beyond the world": (TORCHRUN | {"RANK": "8"}, ["RANK=8", "0 to 7"]),
-    "a world of nobody": (TORCHRUN | {"WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
-    "a local rank beyond the node": (TORCHRUN | {"LOCAL_RANK": "4"}, ["LOCAL_RANK=4", "0 to 3"]),
-    "a node larger than the world": (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, ["LOCAL_WORLD_SIZE=9"]),
-    "a group beyond the groups": (TORCHRUN | {"GROUP_RANK": "2"}, ["GROUP_RANK=2", "0 to 1"]),
-    "a port that does not exist": (TORCHRUN | {"MASTER_PORT": "65536"}, ["MASTER_PORT=65536"]),
+    "no local rank": (BY_HAND, "RANK=3", "WORLD_SIZE=4", "LOCAL_RANK"),
+    "no local world size": (BY_HAND | env("LOCAL_RANK=0"), "LOCAL_WORLD_SIZE"),
+    "a word for a rank": (TORCHRUN | env("RANK=abc"), "RANK=abc"),
+    "a negative rank": (TORCHRUN | env("RANK=-1"), "RANK=-1"),
+    "an Arabic digit": (TORCHRUN | env("RANK=٣"), "RANK=٣"),
+    "a rank beyond the world": (TORCHRUN | env("RANK=8"), "RANK=8", "0 to 7"),
+    "a world of nobody": (TORCHRUN | env("WORLD_SIZE=0"), "WORLD_SIZE=0"),
+    "a local rank beyond the node": (TORCHRUN | env("LOCAL_RANK=4"), "LOCAL_RANK=4", "0 to 3"),
+    "a node larger than the world": (TORCHRUN | env("LOCAL_WORLD_SIZE=9"), "LOCAL_WORLD_SIZE=9"),
+    "a group beyond the groups": (TORCHRUN | env("GROUP_RANK=2"), "GROUP_RANK=2", "0 to 1"),
+    "a port that does not exist": (TORCHRUN | env("MASTER_PORT=65536"), "MASTER_PORT=65536"),
     "ranks by hand without a master": (
-        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        ["2 nodes", "MASTER_ADDR", "MASTER_PORT"],
+        env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"),
+        *("2 nodes", "MASTER_ADDR", "MASTER_PORT"),
     ),
-    "a task beyond the step": (STEP | {"SLURM_PROCID": "6"}, ["SLURM_PROCID=6", "0 to 5"]),
-    "a task beyond the node": (STEP | {"SLURM_LOCALID": "3"}, ["SLURM_LOCALID=3", "0 to 2"]),
-    "a node beyond the step": (STEP | {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "0 to 1"]),
-    "a step without a number": (STEP | {"SLURM_STEP_ID": "batch"}, ["SLURM_STEP_ID=batch"]),
-    "a step without a task's number": (STEP | {"SLURM_PROCID": ""}, ["SLURM_PROCID"]),
+    "a task beyond the step": (STEP | env("SLURM_PROCID=6"), "SLURM_PROCID=6", "0 to 5"),
+    "a task beyond the node": (STEP | env("SLURM_LOCALID=3"), "SLURM_LOCALID=3", "0 to 2"),
+    "a node beyond the step": (STEP | env("SLURM_NODEID=2"), "SLURM_NODEID=2", "0 to 1"),
+    "a step without a number": (STEP | env("SLURM_STEP_ID=batch"), "SLURM_STEP_ID=batch"),
+    "a step without a task's number": (STEP | env("SLURM_PROCID="), "SLURM_PROCID"),
     "too few counts of tasks": (
-        STEP | {"SLURM_STEP_TASKS_PER_NODE": "6"},
-        ["SLURM_STEP_TASKS_PER_NODE=6", "SLURM_NODEID=1"],
+        STEP | env("SLURM_STEP_TASKS_PER_NODE=6"),
+        *("SLURM_STEP_TASKS_PER_NODE=6", "SLURM_NODEID=1"),
     ),
     "malformed counts of tasks": (
-        STEP | {"SLURM_STEP_TASKS_PER_NODE": "3x2"},
-        ["SLURM_STEP_TASKS_PER_NODE=3x2", "4(x2),3"],
+        STEP | env("SLURM_STEP_TASKS_PER_NODE=3x2"),
+        *("SLURM_STEP_TASKS_PER_NODE=3x2", "4(x2),3"),
     ),
-    "a malformed node list": (STEP | {"SLURM_STEP_NODELIST": "gpu[13-"}, ["'gpu[13-'"]),
-    "Open MPI on two nodes without a master": (OPEN_MPI, ["2 nodes", "MASTER_ADDR", "MASTER_PORT"]),
+    "a malformed node list": (STEP | env("SLURM_STEP_NODELIST=gpu[13-"), "'gpu[13-'"),
+    "Open MPI on two nodes without a master": (OPEN_MPI, "2 nodes", "MASTER_ADDR", "MASTER_PORT"),
     "Open MPI without a local rank": (
-        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-        ["OMPI_COMM_WORLD_LOCAL_SIZE"],
+        env("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2"),
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     "Open MPI on unequal nodes": (
-        OPEN_MPI | MASTER | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
-        ["Rank 6 of 8", "equally many"],
+        ON_TWO_NODES | env("OMPI_COMM_WORLD_LOCAL_SIZE=3"),
+        *("Rank 6 of 8", "equally many"),
     ),
     "Open MPI dealing ranks out node by node": (
-        OPEN_MPI | MASTER | {"OMPI_COMM_WORLD_LOCAL_RANK": "3"},
-        ["Rank 6 of 8", "local rank 3 of 4", "one node after the other"],
+        ON_TWO_NODES | env("OMPI_COMM_WORLD_LOCAL_RANK=3"),
+        *("Rank 6 of 8", "local rank 3 of 4", "one node after the other"),
     ),
-    "PMI without a local rank": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["MPI_LOCALNRANKS"]),
+    "PMI without a local rank": (env("PMI_RANK=1 PMI_SIZE=2"), "MPI_LOCALNRANKS"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_names_the_variable_and_its_value(name):
-    environment, words = MISTAKES[name]
+    environment, *words = MISTAKES[name]
     with pytest.raises(UserError) as caught:
         detect_launch(environment)
     for word in words:

@@ -46,15 +46,13 @@ def written(folder, more):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    run = folder / "run"
-    tiny.train(written(folder, NOISY), "--epochs", "1", "--run-dir", str(run), folder=folder)
-    return run
+    tiny.trained(written(folder, NOISY), folder / "run", "--epochs", "1")
+    return folder / "run"
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_an_optimizer_draws_on_two_ranks_what_it_draws_on_one(tmp_path, alone, engine):
-    flags = ("--epochs", "1", "--run-dir", str(tmp_path / "run"), *engine)
-    tiny.train(written(tmp_path, NOISY), *flags, world_size=2, folder=tmp_path)
+    tiny.trained(written(tmp_path, NOISY), tmp_path / "run", "--epochs", "1", *engine, on=2)
     tiny.assert_same_training(tmp_path / "run", alone, 1e-12)
 
 

@@ -8,8 +8,8 @@ import torch
 from samestep import Settings
 from samestep.errors import UserError
 from samestep.training.device import kernels_of, switched
-from tests.command_line import read_json, run
-from tests.tiny import all_records, assert_same_training, write_recipe
+from tests.command_line import read_json
+from tests.tiny import all_records, assert_same_training, trained, write_recipe
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 cudnn = torch.backends.cudnn
@@ -117,9 +117,8 @@ FLAGS = ("--deterministic", "--matmul-precision", "high", "--bucket-cap-mb", "3"
 
 def test_a_training_with_them_is_the_same_on_a_cpu_and_says_what_has_no_effect(tmp_path):
     recipe = write_recipe(tmp_path)
-    told = ("train", str(recipe), "--device", "cpu", "--epochs", "2")
-    run(*told, "--run-dir", str(tmp_path / "plain"), folder=tmp_path / "one")
-    run(*told, "--run-dir", str(tmp_path / "run"), *FLAGS, folder=tmp_path / "two")
+    for name, flags in (("plain", ()), ("run", FLAGS)):
+        trained(recipe, tmp_path / name, "--device", "cpu", "--epochs", "2", *flags)
     assert_same_training(tmp_path / "run", tmp_path / "plain", tolerance=0)
     (start,) = (r for r in all_records(tmp_path / "run") if r["event"] == "start")
     assert any("--bucket-cap-mb" in note for note in start["notes"])

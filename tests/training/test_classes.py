@@ -14,7 +14,8 @@ from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.reporting.words import class_table
 from samestep.training.metrics import Confusion
-from tests.command_line import read_json, refusal, run
+from tests import tiny
+from tests.command_line import call, read_json, refusal
 
 # 53 test samples: no number of ranks divides them. One class has no test sample.
 RECIPE = """
@@ -48,8 +49,7 @@ def trained(tmp_path_factory):
     """A run on one rank, with its recipe beside it, to be looked at or copied."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "named.py").write_text(RECIPE)
-    arguments = ("train", str(folder / "named.py"), "--run-dir", str(folder / "run"))
-    run(*arguments, folder=folder / "outputs")
+    tiny.trained(folder / "named.py", folder / "run")
     return folder
 
 
@@ -68,11 +68,10 @@ def direct_count(recipe, folder):
     return rows.tolist()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_result_counts_every_sample_once_and_so_does_evaluate(recipe, tmp_path, world_size):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_result_counts_every_sample_once_and_so_does_evaluate(recipe, tmp_path, capfd, ranks):
     folder = tmp_path / "run"
-    train = ("train", str(recipe), "--run-dir", str(folder))
-    ranks = run(*train, world_size=world_size, folder=tmp_path / "outputs")
+    printed = tiny.trained(recipe, folder, on=ranks)
     test = read_json(folder / "result.json")["test"]
     expected = direct_count(recipe, folder)
     assert test["confusion"] == expected
@@ -87,14 +86,18 @@ def test_the_result_counts_every_sample_once_and_so_does_evaluate(recipe, tmp_pa
     assert test["accuracy"] == right / 53
     (record,) = [r for r in read_records(folder) if r.get("split") == "test"]
     assert record["confusion"] == expected
-    assert "absent  no samples" in ranks.printed(0)
+    assert "absent  no samples" in printed
 
-    shown = run("evaluate", str(folder), "--json", folder=tmp_path / "outputs")
-    result = json.loads(shown.printed(0))
+    def evaluated(*flags: str) -> str:
+        capfd.readouterr()
+        assert call("evaluate", str(folder), *flags) == 0
+        return capfd.readouterr().out
+
+    result = json.loads(evaluated("--json"))
     assert (result["confusion"], result["per_class"]) == (expected, test["per_class"])
-    shown = run("evaluate", str(folder), folder=tmp_path / "outputs")
-    assert f"low     {low[0] / sum(low):.4f}" in shown.printed(0)
-    assert "confusion" not in shown.printed(0)
+    shown = evaluated()
+    assert f"low     {low[0] / sum(low):.4f}" in shown
+    assert "confusion" not in shown
 
 
 def test_a_validation_counts_no_classes(trained):

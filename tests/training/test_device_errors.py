@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from samestep.errors import UserError, blame, device_error
-from tests.command_line import refusal
-from tests.tiny import all_records
+from tests.tiny import all_records, write_recipe
 
 # What torch 2.11 says on a GPU, shortened.
 TOLD = (
@@ -48,37 +47,38 @@ NO_MEMORY = f"torch.OutOfMemoryError({TOLD!r})"
 IN_TRAINING, IN_EVALUATION = "self.seen == 3", "not self.training and self.seen > 3"
 
 
-def told_of(tmp_path, verb, when, error, *flags):
-    path = tmp_path / "hungry.py"
-    path.write_text(RECIPE.format(when=when, error=error))
-    return refusal(verb, str(path), *flags, folder=tmp_path / "output")
+@pytest.fixture
+def told_of(refused, tmp_path):
+    def told_of(verb, when, error):
+        path = write_recipe(tmp_path, RECIPE.format(when=when, error=error), "hungry.py")
+        return refused(verb, str(path), "--run-dir", str(tmp_path / "run"))
+
+    return told_of
 
 
 @pytest.mark.parametrize(
     ("when", "where", "steps"), [(IN_TRAINING, "at step 3", 2), (IN_EVALUATION, "(8, 4)", 5)]
 )
-def test_memory_that_is_used_up_gets_one_message_with_what_to_do(tmp_path, when, where, steps):
-    run = tmp_path / "run"
-    message = told_of(tmp_path, "train", when, NO_MEMORY, "--run-dir", str(run))
+def test_memory_that_is_used_up_gets_one_message_with_what_to_do(
+    told_of, tmp_path, when, where, steps
+):
+    message = told_of("train", when, NO_MEMORY)
     for part in (where, "139.80 GiB", "hungry.py:14", "--micro-batch-size", "--eval-batch-size"):
         assert part in message
     assert message.count("expandable_segments") == 1
-    records = all_records(run)
+    records = all_records(tmp_path / "run")
     assert sum(r["event"] == "step" for r in records) == steps
     assert records[-1]["event"] == "stop"
     # What is trained before an evaluation fails is kept.
     assert any(r["event"] == "checkpoint" for r in records) == (when == IN_EVALUATION)
 
 
-def test_a_profile_tells_it_too(tmp_path):
-    assert "--micro-batch-size" in told_of(
-        tmp_path, "profile", IN_TRAINING, NO_MEMORY, "--run-dir", str(tmp_path / "run")
-    )
+def test_a_profile_tells_it_too(told_of):
+    assert "--micro-batch-size" in told_of("profile", IN_TRAINING, NO_MEMORY)
 
 
-def test_an_operation_without_a_deterministic_form_is_told_with_the_setting(tmp_path):
-    error = f"RuntimeError({BACKWARD!r})"
-    message = told_of(tmp_path, "train", IN_TRAINING, error, "--run-dir", str(tmp_path / "run"))
+def test_an_operation_without_a_deterministic_form_is_told_with_the_setting(told_of):
+    message = told_of("train", IN_TRAINING, f"RuntimeError({BACKWARD!r})")
     assert "--deterministic: " in message
     assert "scatter_cuda" in message
     assert "use_deterministic_algorithms" not in message

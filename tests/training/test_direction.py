@@ -8,7 +8,7 @@ from samestep import Recipe, UserError
 from samestep.run.index import find_checkpoint, read_index
 from samestep.run.records import TAKEN_NAMES
 from samestep.training.stopping import Watch
-from tests.command_line import RECIPE, read_json, run
+from tests.command_line import RECIPE, read_json, train_here
 
 # The error grows from epoch to epoch, so the first checkpoint is the best.
 GROWS = RECIPE.replace(
@@ -31,7 +31,7 @@ recipe = Recipe(loss=counting, metrics={"error": error}, lower_is_better=("error
 def test_the_lowest_error_is_the_best_and_its_checkpoint_is_kept_and_tested(here):
     (here / "grows.py").write_text(GROWS)
     flags = ("--monitor", "error", "--epochs", "3", "--keep-top-k", "1", "--run-dir", "r")
-    run("train", "grows.py", *flags, folder=here.parent / "outputs")
+    train_here("grows.py", *flags)
     result = read_json(here / "r" / "result.json")
     assert result["best"] == {"metric": "error", "mode": "min", "value": 0.5, "epoch": 1}
     assert result["test"]["checkpoint"] == "checkpoint_epoch_1.pt"
@@ -44,7 +44,7 @@ def test_the_lowest_error_is_the_best_and_its_checkpoint_is_kept_and_tested(here
 def test_an_error_that_grows_stops_early(here):
     (here / "grows.py").write_text(GROWS)
     flags = ("--monitor", "error", "--patience", "1", "--epochs", "4", "--run-dir", "r")
-    run("train", "grows.py", *flags, folder=here.parent / "outputs")
+    train_here("grows.py", *flags)
     result = read_json(here / "r" / "result.json")
     assert (result["reason"], result["epochs"]) == ("early stopping", 2)
 
@@ -54,7 +54,7 @@ def test_the_user_is_told_where_the_highest_counts_as_the_best_by_default(here, 
     text = GROWS.replace('lower_is_better=("error",),', "").replace("recipe = ", f"{said}recipe = ")
     (here / "grows.py").write_text(text)
     flags = ("--monitor", "error", "--epochs", "1", "--run-dir", "r")
-    run("train", "grows.py", *flags, folder=here.parent / "outputs")
+    train_here("grows.py", *flags)
     start = json.loads((here / "r" / "events.jsonl").read_text().splitlines()[0])
     assert any("lower_is_better" in note for note in start["notes"]) == (not said)
 
@@ -63,22 +63,20 @@ def test_the_user_is_told_where_the_highest_counts_as_the_best_by_default(here, 
 def test_a_metric_that_is_not_finite_ranks_last_and_the_run_goes_on(here, value):
     (here / "bad.py").write_text(GROWS.replace("0.5, 0.7, 0.9", f"{value}, 0.7, 0.6, {value}"))
     flags = ("--monitor", "error", "--run-dir", "r", "--epochs", "3")
-    outputs = here.parent / "outputs"
-    printed = run("train", "bad.py", *flags, folder=outputs).printed(0)
-    assert "warning" in printed
+    assert "warning" in train_here("bad.py", *flags)
     index = read_json(here / "r" / "checkpoints" / "index.json")  # refuses NaN and Infinity
     first, *others = (entry["metric"] for entry in index["checkpoints"])
     assert first is None
     assert others == pytest.approx([0.7, 0.6])
     assert index["best"]["epoch"] == 3
-    run("train", "r", "--resume", "--epochs", "4", folder=outputs)
+    train_here("r", "--resume", "--epochs", "4")
     assert len(read_json(here / "r" / "checkpoints" / "index.json")["checkpoints"]) == 4
 
 
 def test_where_no_checkpoint_is_finite_the_last_is_the_best_there_is(here):
     (here / "bad.py").write_text(GROWS.replace("0.5, 0.7, 0.9", "float('nan')"))
     flags = ("--monitor", "error", "--run-dir", "r")
-    run("train", "bad.py", *flags, folder=here.parent / "outputs")
+    train_here("bad.py", *flags)
     assert find_checkpoint(here / "r" / "checkpoints", "best").epoch == 2
     result = read_json(here / "r" / "result.json")
     assert result["best"]["value"] is None

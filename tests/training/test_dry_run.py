@@ -10,7 +10,7 @@ from torch import nn
 from samestep import read_records
 from samestep.training.prepare import place_loss
 from tests import tiny
-from tests.command_line import read_json, refusal, run
+from tests.command_line import call, read_json, refusal
 from tests.processes import run_ranks
 
 # All that a forward can change beside the weights, and all that it can draw from.
@@ -95,12 +95,17 @@ recipe = Recipe(model=Noisy, data=data, settings={"epochs": 2, "batch_size": 8})
 """
 
 
-def test_a_model_that_draws_is_evaluated_with_the_same_numbers_each_time(tmp_path):
+def evaluated(folder: Path, capfd) -> dict:
+    capfd.readouterr()
+    assert call("evaluate", str(folder), "--json") == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def test_a_model_that_draws_is_evaluated_with_the_same_numbers_each_time(tmp_path, capfd):
     recipe, folder = tiny.write_recipe(tmp_path, RANDOM), tmp_path / "run"
-    run("train", str(recipe), "--run-dir", str(folder), folder=tmp_path / "output")
+    tiny.trained(recipe, folder)
     test = read_json(folder / "result.json")["test"]
-    shown = run("evaluate", str(folder), "--json", folder=tmp_path / "output")
-    again = json.loads(shown.printed(0))
+    again = evaluated(folder, capfd)
     assert (again["loss"], again["accuracy"]) == (test["loss"], test["accuracy"])
 
 
@@ -125,7 +130,7 @@ def test_an_evaluation_that_fails_loses_no_step_that_was_trained(
     assert "tiny.py:" in told
     assert tiny.newest_announced(folder) == tiny.STEPS_PER_EPOCH
     recipe.with_suffix(".broken").unlink()
-    tiny.resume(folder, "--checkpoint-every-steps", "4", world_size=world_size, folder=tmp_path)
+    tiny.resumed(folder, "--checkpoint-every-steps", "4", on=world_size)
     tiny.assert_same_training(folder, uninterrupted)
 
 
@@ -139,13 +144,12 @@ def test_an_evaluation_takes_the_training_s_micro_batch_or_what_is_asked_for(tmp
     recipe = tiny.write_recipe(tmp_path, text)
     sizes = recipe.with_suffix(".sizes")
     train = ("--max-steps", "11")
-    tiny.train(recipe, "--run-dir", str(tmp_path / "own"), *train, folder=tmp_path)
+    tiny.trained(recipe, tmp_path / "own", *train)
     seen = " ".join(sizes.read_text().split())  # those of what is trained come between
     assert seen.startswith("8 ")
     assert " 12 12 12 1 " in seen
     sizes.unlink()
-    more = (*train, "--eval-batch-size", "30")
-    tiny.train(recipe, "--run-dir", str(tmp_path / "asked"), *more, folder=tmp_path)
+    tiny.trained(recipe, tmp_path / "asked", *train, "--eval-batch-size", "30")
     assert " 30 7 " in " ".join(sizes.read_text().split())
 
 
@@ -157,14 +161,13 @@ recipe = replace(recipe, loss=nn.CrossEntropyLoss(weight=tensor([1.0, 3.0])))
 """
 
 
-def test_what_a_loss_holds_is_where_the_model_is(tmp_path):
+def test_what_a_loss_holds_is_where_the_model_is(tmp_path, capfd):
     tiny.write_recipe(tmp_path)
     recipe = tiny.write_recipe(tmp_path, WEIGHTED, "weighted.py")
     run_dir = tmp_path / "run"
-    tiny.train(recipe, "--run-dir", str(run_dir), "--epochs", "1", folder=tmp_path)
-    shown = run("evaluate", str(run_dir), "--json", folder=tmp_path / "output")
+    tiny.trained(recipe, run_dir, "--epochs", "1")
     test = read_json(run_dir / "result.json")["test"]
-    assert json.loads(shown.printed(0))["loss"] == test["loss"]
+    assert evaluated(run_dir, capfd)["loss"] == test["loss"]
     loss = nn.CrossEntropyLoss(weight=torch.ones(2))
     assert place_loss(loss, torch.device("meta"), torch.float64).weight.device.type == "meta"
     assert loss.weight.device.type == "cpu", "the recipe's own stays as it is"
@@ -198,9 +201,9 @@ def test_a_module_with_extra_state_goes_on_from_it(tmp_path):
     tiny.write_recipe(tmp_path)
     recipe = tiny.write_recipe(tmp_path, EXTRA, "extra.py")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    tiny.train(recipe, "--run-dir", str(whole), "--max-steps", "22", folder=tmp_path)
-    tiny.train(recipe, "--run-dir", str(parts), "--max-steps", "13", folder=tmp_path)
-    tiny.resume(parts, "--max-steps", "22", folder=tmp_path)
+    tiny.trained(recipe, whole, "--max-steps", "22")
+    tiny.trained(recipe, parts, "--max-steps", "13")
+    tiny.resumed(parts, "--max-steps", "22")
     mine, its = tiny.last_state(parts)["model"], tiny.last_state(whole)["model"]
     assert mine["_extra_state"] == its["_extra_state"] == {"calls": 22}
     assert torch.equal(mine["inner.0.weight"], its["inner.0.weight"])

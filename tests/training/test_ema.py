@@ -82,7 +82,7 @@ def averaged(tmp_path_factory) -> Path:
     """The tiny recipe trained with an average, on one rank; only to be looked at."""
     folder = tmp_path_factory.mktemp("averaged")
     recipe = tiny.write_recipe(folder)
-    tiny.train(recipe, "--run-dir", str(folder / "run"), *FLAGS, folder=folder)
+    tiny.trained(recipe, folder / "run", *FLAGS)
     return folder / "run"
 
 
@@ -92,7 +92,7 @@ def evaluations(run: Path) -> list[dict]:
 
 def test_it_does_not_change_the_training(averaged, tmp_path):
     run, flags = tmp_path / "run", FLAGS[2:]
-    tiny.train(tiny.write_recipe(tmp_path), "--run-dir", str(run), *flags, folder=tmp_path)
+    tiny.trained(tiny.write_recipe(tmp_path), run, *flags)
     mine, its = tiny.last_state(run), tiny.last_state(averaged)
     for name, weight in mine["model"].items():
         assert torch.equal(weight, its["model"][name])
@@ -128,7 +128,7 @@ def test_predictions_are_those_of_the_average(tmp_path):
     text = tiny.RECIPE.replace("Splits(", 'Splits(classes=("no", "yes"), ')
     text = text.replace("recipe = Recipe(", "recipe = Recipe(read=lambda options, path: None, ")
     recipe, run = tiny.write_recipe(tmp_path, text), tmp_path / "run"
-    tiny.train(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
+    tiny.trained(recipe, run, *FLAGS)
     inputs = torch.arange(16.0).view(2, 8)
     found, _ = open_predictor(run, "last", device="cpu").ask(list(inputs))
     model, state = find_recipe(str(recipe)).build_model(Options()).double(), tiny.last_state(run)
@@ -143,12 +143,6 @@ class Options:
     hidden: int = 16
 
 
-def test_it_is_the_same_on_several_ranks(averaged, tmp_path):
-    run, recipe = tmp_path / "run", tiny.write_recipe(tmp_path)
-    tiny.train(recipe, "--run-dir", str(run), *FLAGS, world_size=3, folder=tmp_path)
-    assert_same(run, averaged, 1e-12)
-
-
 def assert_same(run: Path, reference: Path, tolerance: float) -> None:
     tiny.assert_same_training(run, reference, tolerance)
     mine, its = tiny.last_state(run)["ema"], tiny.last_state(reference)["ema"]
@@ -157,17 +151,14 @@ def assert_same(run: Path, reference: Path, tolerance: float) -> None:
         assert float((value - its[name]).abs().max()) <= tolerance
 
 
-@pytest.mark.parametrize(("before", "after", "tolerance"), [(1, 1, 0.0), (2, 1, 1e-12)])
-def test_a_run_that_was_stopped_goes_on_with_it(averaged, tmp_path, before, after, tolerance):
+@pytest.mark.parametrize(("after", "tolerance"), [(1, 0.0), (3, 1e-12)])
+def test_a_run_that_was_stopped_goes_on_with_it_also_on_several_ranks(
+    averaged, tmp_path, after, tolerance
+):
     run, recipe = tmp_path / "run", tiny.write_recipe(tmp_path)
-    # Ranks meet after the first step, and then twice a second.
-    fault = Fault("after a step", nth=1, signum=signal.SIGTERM, rank=None)
-    stopped = tiny.start(
-        recipe, "--run-dir", str(run), *FLAGS, faults=(fault,), world_size=before, folder=tmp_path
-    )
-    assert stopped.wait() == [128 + signal.SIGTERM] * before, stopped.output()
+    tiny.struck(recipe, run, Fault("after a step", nth=1, signum=signal.SIGTERM), *FLAGS)
     assert tiny.last_state(run)["position"]["step"] == 1
-    tiny.resume(run, world_size=after, folder=tmp_path)
+    tiny.resumed(run, on=after)
     assert_same(run, averaged, tolerance)
 
 

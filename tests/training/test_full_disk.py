@@ -13,7 +13,7 @@ from tests.tiny import (
     assert_same_training,
     files,
     newest_announced,
-    resume,
+    resumed,
     start,
     write_recipe,
 )
@@ -70,9 +70,9 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_message_and_nothing_is_lost(
     assert announced > 0
     assert not list(run.rglob("*.tmp"))
     grow(disk)
-    resume(run, world_size=3 - world_size, folder=tmp_path)
-    (resumed,) = (r for r in all_records(run) if r["event"] == "resume")
-    assert (resumed["step"], resumed["problems"]) == (announced, [])
+    resumed(run)
+    (found,) = (r for r in all_records(run) if r["event"] == "resume")
+    assert (found["step"], found["problems"]) == (announced, [])
     assert_same_training(run, uninterrupted)
 
 
@@ -86,9 +86,9 @@ def test_once_something_is_deleted_from_the_full_disk_the_run_goes_on(
     announced = newest_announced(run)
     assert announced > 0
     other.unlink()
-    resume(run, "--keep-top-k", "1", folder=tmp_path)
-    (resumed,) = (r for r in all_records(run) if r["event"] == "resume")
-    assert resumed["step"] == announced
+    resumed(run, "--keep-top-k", "1")
+    (found,) = (r for r in all_records(run) if r["event"] == "resume")
+    assert found["step"] == announced
     assert_same_training(run, uninterrupted)
 
 
@@ -105,7 +105,7 @@ def test_where_the_records_themselves_fill_the_disk_there_is_one_message_too(
     assert not (run / "checkpoints" / "index.json").exists()
     grow(disk)
     often = ("--checkpoint-every-steps", "4", "--checkpoint-every-epochs", "1")
-    resume(run, *often, folder=tmp_path)
+    resumed(run, *often)
     assert_same_training(run, uninterrupted)
 
 

@@ -9,8 +9,7 @@ from samestep.ranks import world as worlds
 from samestep.ranks.world import GROUP_OF_ONE, find_world, join, leave
 from samestep.settings import Settings
 from samestep.training import prepare
-from tests.command_line import run
-from tests.tiny import all_records, assert_same_training, write_recipe
+from tests.tiny import all_records, assert_same_training, trained, write_recipe
 
 
 @pytest.fixture
@@ -53,13 +52,12 @@ def test_without_the_variable_one_rank_makes_no_group():
     assert prepare.wrap(model, world, Settings()) is model
 
 
-@pytest.mark.parametrize("flags", [(), ("--accumulate", "3", "--clip-norm", "0.1")], ids=str)
-def test_a_training_with_the_group_has_the_same_bits(tmp_path, flags):
+def test_a_training_with_the_group_has_the_same_bits(tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path)
-    told = ("train", str(recipe), "--device", "cpu", "--epochs", "2", *flags)
-    for name, variables in {"plain": {}, "group": {GROUP_OF_ONE: "1"}}.items():
-        place = str(tmp_path / name)
-        run(*told, "--run-dir", place, folder=tmp_path / "output", environment=variables)
+    for name, variable in {"plain": "0", "group": "1"}.items():
+        monkeypatch.setenv(GROUP_OF_ONE, variable)
+        flags = ("--device", "cpu", "--epochs", "2", "--accumulate", "3", "--clip-norm", "0.1")
+        trained(recipe, tmp_path / name, *flags)
     assert_same_training(tmp_path / "group", tmp_path / "plain", tolerance=0)
     waits = {
         name: next(r for r in all_records(tmp_path / name) if r["event"] == "epoch")["phases"]

@@ -229,7 +229,7 @@ def by_hand(outputs: Tensor, targets: Tensor) -> dict[str, float]:
 
 
 def epochs(run: Path) -> list[dict]:
-    return [record for record in read_records(run) if record["event"] == "epoch"]
+    return tiny.events(run, "epoch")
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def frozen(tmp_path_factory) -> tuple[Path, Path]:
     """Give a recipe whose model never changes, and the run of a single process."""
     folder = tmp_path_factory.mktemp("frozen")
     recipe = write_frozen(folder)
-    tiny.train(recipe, "--run-dir", str(folder / "run"), *EPOCHS, folder=folder)
+    tiny.trained(recipe, folder / "run", *EPOCHS)
     return recipe, folder / "run"
 
 
@@ -261,16 +261,14 @@ def test_metrics_of_an_epoch_are_those_of_all_its_samples(frozen):
 def alone(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("alone")
     recipe = write(folder)
-    tiny.train(recipe, "--run-dir", str(folder / "run"), *EPOCHS, folder=folder)
+    tiny.trained(recipe, folder / "run", *EPOCHS)
     return recipe, folder / "run"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_metrics_of_epochs_and_evaluations_are_the_same_on_any_ranks(alone, tmp_path, world_size):
+def test_metrics_of_epochs_and_evaluations_are_the_same_on_any_ranks(alone, tmp_path):
     recipe, reference = alone
-    run = tmp_path / "run"
-    tiny.train(recipe, "--run-dir", str(run), *EPOCHS, world_size=world_size, folder=tmp_path)
-    assert_same_metrics(run, reference)
+    tiny.trained(recipe, tmp_path / "run", *EPOCHS, on=3)
+    assert_same_metrics(tmp_path / "run", reference)
 
 
 def assert_same_metrics(run: Path, reference: Path) -> None:
@@ -293,12 +291,9 @@ def test_metrics_of_an_epoch_that_was_stopped_are_of_all_its_samples(
     run = tmp_path / "run"
     # Ranks meet after the first step, and then twice a second.
     fault = Fault("after a step", nth=1, signum=signal.SIGTERM, rank=None)
-    stopped = tiny.start(
-        recipe, "--run-dir", str(run), *EPOCHS, faults=(fault,), world_size=before, folder=tmp_path
-    )
-    assert stopped.wait() == [128 + signal.SIGTERM] * before, stopped.output()
+    tiny.struck(recipe, run, fault, *EPOCHS, on=before)
     assert tiny.last_state(run)["position"]["step"] == 1
-    tiny.resume(run, world_size=after, folder=tmp_path)
+    tiny.resumed(run, on=after)
     assert_same_metrics(run, reference)
 
 
@@ -306,32 +301,25 @@ def test_an_epoch_that_an_earlier_version_began_has_no_metrics(alone, tmp_path):
     recipe, reference = alone
     run = tmp_path / "run"
     fault = Fault("after a step", nth=5, signum=signal.SIGTERM)
-    stopped = tiny.start(recipe, "--run-dir", str(run), *EPOCHS, faults=(fault,), folder=tmp_path)
-    assert stopped.wait() == [128 + signal.SIGTERM], stopped.output()
+    tiny.struck(recipe, run, fault, *EPOCHS)
     without_measured(run)
-    tiny.resume(run, folder=tmp_path)
+    tiny.resumed(run)
     first, second = epochs(run)
     assert "metrics" not in first
     assert second["metrics"] == epochs(reference)[1]["metrics"]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2)])
-def test_a_metric_that_the_recipe_gained_within_an_epoch_begins_with_the_next(
-    tmp_path, before, after
-):
+def test_a_metric_that_the_recipe_gained_within_an_epoch_begins_with_the_next(tmp_path):
     """Also after a second stop in that epoch."""
     recipe, run = tmp_path / "tiny.py", tmp_path / "run"
     text = (tiny.RECIPE + RECIPE).replace('"f1"', '# "f1"')
     recipe.write_text(text.replace("recipe.metrics, **objects", "objects"))
     fault = Fault("after a step", nth=1, signum=signal.SIGTERM, rank=None)
-    flags: tuple[str, ...] = ("--run-dir", str(run), *EPOCHS)
-    for text_now, ranks in ((None, before), (tiny.RECIPE + RECIPE, after)):
-        if text_now is not None:
-            recipe.write_text(text_now)
-            flags = ("--run-dir", str(run), "--resume", "--allow-change", "recipe", *EPOCHS)
-        stopped = tiny.start(recipe, *flags, faults=(fault,), world_size=ranks, folder=tmp_path)
-        assert stopped.wait() == [128 + signal.SIGTERM] * ranks, stopped.output()
-    tiny.train(recipe, *flags, world_size=before, folder=tmp_path)
+    tiny.struck(recipe, run, fault, *EPOCHS)
+    recipe.write_text(tiny.RECIPE + RECIPE)
+    more = ("--resume", "--allow-change", "recipe", *EPOCHS)
+    tiny.struck(recipe, run, fault, *more, on=2)
+    tiny.trained(recipe, run, *more)
     first, second = epochs(run)
     assert first["metrics"].keys() == {"auroc", "median"}
     assert second["metrics"].keys() == set(NAMES)
@@ -368,7 +356,7 @@ def without_measured(run: Path) -> None:
 def test_the_best_checkpoint_follows_the_direction_of_the_metric_object(tmp_path):
     run = tmp_path / "run"
     flags = ("--epochs", "4", "--monitor", "median", "--lr", "0.3")
-    tiny.train(write(tmp_path), "--run-dir", str(run), *flags, folder=tmp_path)
+    tiny.trained(write(tmp_path), run, *flags)
     found = [r["median"] for r in read_records(run) if r.get("split") == "validation"]
     assert len(set(found)) == 4
     assert tiny.read_index(run)["best"]["metric"] == min(found)

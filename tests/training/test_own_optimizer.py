@@ -154,7 +154,7 @@ recipe = replace(recipe, model=Branches)
 
 def trained_alone(folder: Path, more: str, *flags: str) -> tuple[Path, Path]:
     recipe = tiny.write_recipe(folder, tiny.RECIPE + more)
-    tiny.train(recipe, "--run-dir", str(folder / "run"), *flags, folder=folder)
+    tiny.trained(recipe, folder / "run", *flags)
     return recipe, folder / "run"
 
 
@@ -163,24 +163,14 @@ def alone(tmp_path_factory) -> tuple[Path, Path]:
     return trained_alone(tmp_path_factory.mktemp("alone"), OWN, *FLAGS)
 
 
-def test_it_trains_the_same_on_several_ranks(alone, tmp_path):
+@pytest.mark.parametrize(("after", "tolerance"), [(1, 0.0), (3, 1e-12)])
+def test_a_run_with_it_goes_on_as_if_never_stopped_also_on_several_ranks(
+    alone, tmp_path, after, tolerance
+):
     recipe, reference = alone
     run = tmp_path / "run"
-    tiny.train(recipe, "--run-dir", str(run), *FLAGS, world_size=3, folder=tmp_path)
-    tiny.assert_same_training(run, reference)
-
-
-@pytest.mark.parametrize(("before", "after", "tolerance"), [(1, 1, 0.0), (2, 1, 1e-12)])
-def test_a_run_with_it_goes_on_as_if_never_stopped(alone, tmp_path, before, after, tolerance):
-    recipe, reference = alone
-    run = tmp_path / "run"
-    # Ranks meet after the first step, and then twice a second.
-    fault = Fault("after a step", nth=1, signum=signal.SIGTERM, rank=None)
-    stopped = tiny.start(
-        recipe, "--run-dir", str(run), *FLAGS, faults=(fault,), world_size=before, folder=tmp_path
-    )
-    assert stopped.wait() == [128 + signal.SIGTERM] * before, stopped.output()
-    tiny.resume(run, world_size=after, folder=tmp_path)
+    tiny.struck(recipe, run, Fault("after a step", nth=1, signum=signal.SIGTERM), *FLAGS)
+    tiny.resumed(run, on=after)
     tiny.assert_same_training(run, reference, tolerance)
     for mine, its in zip(
         tiny.last_state(run)["optimizer"]["param_groups"],
@@ -194,11 +184,8 @@ def test_branches_that_some_steps_do_not_use_train_the_same_with_find_unused(tmp
     flags = ("--epochs", "2", "--weight-decay", "0.1", "--optimizer", "adamw")
     (tmp_path / "alone").mkdir()
     recipe, reference = trained_alone(tmp_path / "alone", BRANCHES, *flags)
-    run = tmp_path / "run"
-    tiny.train(
-        recipe, "--run-dir", str(run), *flags, "--find-unused", world_size=2, folder=tmp_path
-    )
-    tiny.assert_same_training(run, reference)
+    tiny.trained(recipe, tmp_path / "run", *flags, "--find-unused", on=2)
+    tiny.assert_same_training(tmp_path / "run", reference)
 
 
 # A layer that no step uses, and one that is used twice.
@@ -228,11 +215,8 @@ def test_a_static_graph_may_leave_parameters_unused(tmp_path):
         folder=tmp_path / "output",
     )
     assert "spare.weight" in told
-    run = tmp_path / "run"
-    tiny.train(
-        recipe, "--run-dir", str(run), *flags, "--static-graph", world_size=2, folder=tmp_path
-    )
-    tiny.assert_same_training(run, reference)
+    tiny.trained(recipe, tmp_path / "run", *flags, "--static-graph", on=2)
+    tiny.assert_same_training(tmp_path / "run", reference)
 
 
 def test_a_checkpoint_of_another_kind_of_optimizer_is_refused():

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from samestep import read_records
 from samestep.run.records import PHASES
 from samestep.training.phases import DevicePhases, Phases
 from tests import tiny
@@ -30,7 +29,7 @@ TINY = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
 
 
 def epochs(run):
-    return [r for r in read_records(run) if r["event"] == "epoch"]
+    return tiny.events(run, "epoch")
 
 
 def with_slow(forward="0.0", backward="0.0"):
@@ -50,18 +49,9 @@ def assert_adds_up(record, names=PHASES):
 def test_the_phases_of_every_epoch_add_up_to_its_training_time(tmp_path, engine, world_size):
     """Also with micro-steps, validation between epochs, and the checkpoints after them."""
     run = tmp_path / "run"
-    tiny.train(
-        tiny.write_recipe(tmp_path, TINY),
-        "--run-dir",
-        str(run),
-        "--epochs",
-        "3",
-        "--batch-size",
-        "3",
-        *engine,
-        world_size=world_size,
-        folder=tmp_path,
-    )
+    flags = ("--run-dir", str(run), "--epochs", "3", "--batch-size", "3", *engine)
+    recipe = tiny.write_recipe(tmp_path, TINY)
+    tiny.train(recipe, *flags, world_size=world_size, folder=tmp_path)
     assert len(epochs(run)) == 3
     for record in epochs(run):
         assert_adds_up(record)
@@ -103,17 +93,11 @@ def test_a_rank_that_waits_for_a_slow_one_waits_in_all_reduce_and_the_slow_one_i
 def test_a_run_that_stops_within_an_epoch_and_goes_on_still_adds_up(tmp_path):
     """The seconds of an epoch are those of all attempts, and so are its phases."""
     run = tmp_path / "run"
-    recipe = tiny.write_recipe(tmp_path)
-    tiny.train(recipe, "--run-dir", str(run), "--max-steps", "8", folder=tmp_path)
-    tiny.resume(run, "--max-steps", "22", folder=tmp_path)
+    tiny.trained(tiny.write_recipe(tmp_path), run, "--max-steps", "8")
+    tiny.resumed(run, "--max-steps", "22")
     for record in epochs(run):
         assert_adds_up(record)
-
-
-def test_evaluations_and_checkpoints_say_how_long_they_took(tmp_path):
-    run = tmp_path / "run"
-    tiny.train(tiny.write_recipe(tmp_path), "--run-dir", str(run), "--epochs", "1", folder=tmp_path)
-    timed = [r for r in read_records(run) if r["event"] in ("evaluation", "checkpoint")]
+    timed = tiny.events(run, "evaluation", "checkpoint")
     assert {r["event"] for r in timed} == {"evaluation", "checkpoint"}
     assert all(r["seconds"] > 0 for r in timed)
 

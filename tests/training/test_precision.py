@@ -22,7 +22,7 @@ def recipe(tmp_path):
 
 def train(recipe, folder, name, *flags, world_size=1):
     run = folder / name
-    tiny.train(recipe, "--run-dir", str(run), *flags, world_size=world_size, folder=folder)
+    tiny.trained(recipe, run, *flags, on=world_size)
     return run
 
 
@@ -52,8 +52,7 @@ def single(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("precision", "tolerance", "world_size"),
-    [("bf16", 0.05, 1), ("bf16", 0.05, 2), ("fp16", 0.01, 2)],
+    ("precision", "tolerance", "world_size"), [("bf16", 0.05, 1), ("fp16", 0.01, 2)]
 )
 def test_half_precisions_train_as_single_precision_does_but_for_rounding(
     recipe, single, tmp_path, precision, tolerance, world_size
@@ -77,7 +76,7 @@ def test_weights_in_bfloat16_train_and_resume_to_the_last_bit(recipe, single, tm
     state = tiny.last_state(half)
     assert {value.dtype for value in state["model"].values()} == {torch.bfloat16}
     short = train(recipe, tmp_path, "short", *flags, "--epochs", "2", world_size=world_size)
-    tiny.resume(short, "--epochs", "3", world_size=world_size, folder=tmp_path)
+    tiny.resumed(short, "--epochs", "3", on=world_size)
     tiny.assert_same_training(short, half, tolerance=0)
     assert call("evaluate", str(half)) == 0
 
@@ -98,19 +97,10 @@ def test_the_scaler_of_fp16_is_saved_and_restored(recipe, tmp_path, world_size):
     whole = train(recipe, tmp_path, "whole", *flags, world_size=world_size)
     run = tmp_path / "run"
     fault = Fault("after a step", nth=7, signum=signal.SIGKILL, rank=None)  # saved every 4 steps
-    killed = tiny.start(
-        recipe,
-        "--run-dir",
-        str(run),
-        *flags,
-        faults=(fault,),
-        world_size=world_size,
-        folder=tmp_path,
-    )
-    killed.wait()
+    tiny.struck(recipe, run, fault, *flags, on=world_size)
     assert tiny.newest_announced(run) == 4
     assert tiny.last_state(run)["scaler"]["_growth_tracker"] == 4
-    tiny.resume(run, world_size=world_size, folder=tmp_path)
+    tiny.resumed(run, on=world_size)
     tiny.assert_same_training(run, whole, tolerance=0)
     assert tiny.last_state(run)["scaler"] == tiny.last_state(whole)["scaler"]
     assert tiny.last_state(run)["scaler"]["_growth_tracker"] == 33

@@ -112,8 +112,6 @@ def test_a_loss_times_the_number_of_ranks_is_named_on_two_ranks(tmp_path, number
 
 
 def test_what_forward_only_writes_is_no_state_and_what_is_may_be_let_pass(here):
-    flags = ("--max-steps", "3", "--run-dir")
-    recipe = with_forward(here, HARMLESS.strip())
-    tiny.train(recipe, *flags, "run", folder=here)
+    tiny.trained(with_forward(here, HARMLESS.strip()), here / "run", "--max-steps", "3")
     recipe = with_forward(here, HIDDEN["a counter of forwards"][0])
-    tiny.train(recipe, *flags, "run2", "--no-self-check", folder=here)
+    tiny.trained(recipe, here / "run2", "--max-steps", "3", "--no-self-check")

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,8 +105,11 @@ def reduced() -> list[list[torch.Tensor]]:
     join(world)
     kept = []
     for most in (tree._SMALL_BYTES, 0):  # exchanged once, and twice
-        tree._SMALL_BYTES = most
-        kept += [_reduced(replace(world, virtual_ranks=parts), present) for parts, present in CASES]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tree, "_SMALL_BYTES", most)
+            kept += [
+                _reduced(replace(world, virtual_ranks=parts), present) for parts, present in CASES
+            ]
     leave(world)
     return kept
 
@@ -133,8 +137,8 @@ def _reduced(world: World, present: int) -> list[torch.Tensor]:
 
 
 def test_tensors_of_all_kinds_add_up_to_the_same_bits_across_processes(tmp_path):
-    (alone,) = run_ranks(reduced, 1, tmp_path / "1")
-    for ranks in (2, 3, 4):
+    alone = reduced()
+    for ranks in (3, 4):
         for found in run_ranks(reduced, ranks, tmp_path / str(ranks)):
             for sums, must in zip(found, alone, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(sums, must, strict=True))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import samestep
+from tests import tiny
+from tests.command_line import refusal
 
 RECIPE = """
 import torch
@@ -27,41 +28,29 @@ recipe = Recipe(model=Model, data=data, settings={{"epochs": 2, "batch_size": 8}
 """
 
 
-def run(folder: Path, forward: str, *flags: str, world_size: int = 1):
-    path = folder / "mine.py"
-    path.write_text(RECIPE.format(forward=forward))
-    return samestep(
-        "train",
-        str(path),
-        "--run-dir",
-        str(folder / "run"),
-        *flags,
-        world_size=world_size,
-        folder=folder / "output",
-    )
+def write(folder: Path, forward: str) -> Path:
+    return tiny.write_recipe(folder, RECIPE.format(forward=forward), "mine.py")
 
 
 @pytest.mark.parametrize("engine", ["native", "lightning"])
 def test_a_parameter_that_the_loss_does_not_depend_on_is_named_before_ranks_wait_for_it(
     tmp_path, engine
 ):
-    ranks = run(tmp_path, "return self.used(x)", "--engine", engine, world_size=2)
-    assert [p.exitcode for p in ranks.processes] == [2, 2], ranks.output()
-    assert "forgotten.weight, forgotten.bias" in ranks.printed(0)
-    assert "Traceback" not in ranks.output()
+    words = ("train", str(write(tmp_path, "return self.used(x)")), "--engine", engine)
+    words += ("--run-dir", str(tmp_path / "run"))
+    told = refusal(*words, world_size=2, folder=tmp_path / "output")
+    assert "forgotten.weight, forgotten.bias" in told
 
 
 def test_one_process_trains_a_model_with_a_parameter_that_is_not_used(tmp_path):
-    ranks = run(tmp_path, "return self.used(x)")
-    assert [p.exitcode for p in ranks.processes] == [0], ranks.output()
+    tiny.trained(write(tmp_path, "return self.used(x)"), tmp_path / "run")
 
 
-@pytest.mark.parametrize("flag", ["on", "off"])
 def test_a_model_that_cannot_be_compiled_is_refused_only_when_compiling_was_asked_for(
-    tmp_path, flag
+    refused, tmp_path
 ):
     forward = "a, b = self.used(x), self.forgotten(x); return a + b if x.sum() > 0 else a - b"
-    ranks = run(tmp_path, forward, "--compile", flag)
-    assert [p.exitcode for p in ranks.processes] == [2 if flag == "on" else 0], ranks.output()
-    assert ("--compile off" in ranks.printed(0)) == (flag == "on")
-    assert "Traceback" not in ranks.output()
+    recipe, run = write(tmp_path, forward), tmp_path / "run"
+    told = refused("train", str(recipe), "--run-dir", str(run), "--compile", "on")
+    assert "--compile off" in told
+    tiny.trained(recipe, tmp_path / "eager", "--compile", "off")

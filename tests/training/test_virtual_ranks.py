@@ -5,7 +5,6 @@ ranks 2 have none.
 """
 
 import json
-import signal
 import tomllib
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 from samestep.errors import UserError
 from samestep.training.buffers import StepBuffers
 from tests import tiny
-from tests.command_line import call
+from tests.command_line import call, refusal
 from tests.faults import Fault
 from tests.processes import start_ranks
 
@@ -126,22 +125,29 @@ recipe = Recipe(model=model, data=data, loss=loss, options=Options, metrics={"ac
               "checkpoint_every_steps": 3, "virtual_ranks": 5})
 """
 STEPS = 10
-ONE_BY_ONE = ["--micro-batch-size", "1", "--batch-size", "15"]
 FLAGS = {
     "mlp": [],
     "conv": ["--kind", "conv"],
     "lstm": ["--kind", "lstm"],
     "transformer": ["--kind", "transformer"],
-    "samples from files, by workers": ["--kind", "files", "--num-workers", "2"],
+    "samples from files, by workers": ["--kind", "files"],
     "branches": ["--kind", "branches", "--find-unused"],
-    "micro-steps, clipping": ["--kind", "conv", *ONE_BY_ONE, "--clip-norm", "0.05"],
+    "micro-steps, clipping": ["--kind", "conv", "--micro-batch-size", "1", "--clip-norm", "0.05"],
     "hooks on gradients": ["--kind", "hooked"],
     "bf16": ["--kind", "conv", "--precision", "bf16"],
-    "fp16": ["--kind", "mlp", "--precision", "fp16", "--lr", "0.1"],
+    "fp16, steps left out": ["--precision", "fp16", "--lr", "10"],
     "an average of weights": ["--ema", "0.9", "--optimizer", "sgd", "--momentum", "0.9"],
     "gradients in several parts": ["--kind", "reentrant"],
     "channels last": ["--kind", "conv", "--channels-last", "--clip-norm", "0.05"],
 }
+# How the 5 parts lie on each number of ranks is the same for all; 3 ranks hold 2, 2 and 1 of them,
+# and 4 ranks add up across ranks what one rank adds up in place.
+RANKS = {
+    2: [*FLAGS],
+    3: ["mlp", "conv", "micro-steps, clipping", "fp16, steps left out"],
+    4: ["mlp", "gradients in several parts"],
+}
+MORE = {"samples from files, by workers": ["--num-workers", "2"]}
 
 
 @pytest.fixture
@@ -162,21 +168,31 @@ def assert_every_bit(run, reference):
     assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"] == digests(run)[STEPS]
 
 
-# How the 5 parts lie on each number of ranks is the same for all; 3 ranks hold 2, 2 and 1 of them,
-# and 4 ranks add up across ranks what one rank adds up in place.
-ALL = (1, 2, 3, 4)
-RANKS = {"mlp": ALL, "micro-steps, clipping": (1, 3), "gradients in several parts": (1, 4)}
+def test_every_recorded_number_and_every_weight_is_the_same_on_any_ranks(tmp_path, recipe, capfd):
+    def run_of(name, ranks):
+        return tmp_path / f"{name} on {ranks}"
 
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_every_recorded_number_and_every_weight_is_the_same_on_any_ranks(tmp_path, recipe, name):
-    alone = tmp_path / "on-1"
-    for ranks in RANKS.get(name, (1, 2)):
-        run = tmp_path / f"on-{ranks}"
-        flags = [*FLAGS[name], "--run-dir", str(run)]
-        tiny.train(recipe, *flags, world_size=ranks, folder=tmp_path)
-        assert_every_bit(run, alone)
-    assert len({*digests(alone).values()}) == len(digests(alone))  # the weights do change
+    for name, flags in FLAGS.items():
+        alone = run_of(name, 1)
+        tiny.trained(recipe, alone, *flags)
+        assert len({*digests(alone).values()}) > 2, name  # they do change
+    for ranks, names in RANKS.items():
+        words = [
+            [recipe, "--run-dir", run_of(name, ranks), *FLAGS[name], *MORE.get(name, ())]
+            for name in names
+        ]
+        tiny.train_all(words, on=ranks, folder=tmp_path)
+        for name in names:
+            assert_every_bit(run_of(name, ranks), run_of(name, 1))
+    # The scale starts at 65536, and halves where gradients overflow.
+    assert tiny.last_state(run_of("fp16, steps left out", 1))["scaler"]["scale"] < 65536
+    # One device evaluates to the bits that several ranks recorded.
+    *_, recorded = tiny.events(run_of("conv", 3), "evaluation")
+    how = ["--checkpoint", "last", "--split", "validation", "--json"]
+    capfd.readouterr()
+    assert call("evaluate", str(run_of("conv", 3)), *how) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["loss"], found["accuracy"]) == (recorded["loss"], recorded["accuracy"])
 
 
 @pytest.mark.slow
@@ -195,54 +211,24 @@ def test_a_mean_over_terms_and_a_metric_of_all_predictions_have_the_same_bits(tm
     code = RECIPE.replace('metrics={"accuracy": accuracy}', parts)
     code = code.replace("import numpy as np\n", "import numpy as np\nimport torchmetrics\n")
     recipe.write_text(code)
-    runs = [tmp_path / f"on-{ranks}" for ranks in (1, 2, 3)]
-    for ranks, run in enumerate(runs, start=1):
-        tiny.train(recipe, "--run-dir", str(run), world_size=ranks, folder=tmp_path)
-        assert_every_bit(run, runs[0])
-
-
-def test_an_evaluation_on_one_device_gives_the_bits_that_several_ranks_recorded(
-    tmp_path, recipe, capfd
-):
-    run = tmp_path / "run"
-    flags = ["--kind", "conv", "--run-dir", str(run)]
-    tiny.train(recipe, *flags, world_size=3, folder=tmp_path)
-    *_, recorded = [r for r in tiny.all_records(run) if r["event"] == "evaluation"]
-    how = ["--checkpoint", "last", "--split", "validation", "--json"]
-    assert call("evaluate", str(run), *how) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert (found["loss"], found["accuracy"]) == (recorded["loss"], recorded["accuracy"])
-
-
-def test_the_scaler_of_fp16_skips_the_same_steps_on_any_number_of_ranks(tmp_path, recipe):
-    scales = []
     for ranks in (1, 3):
-        run = tmp_path / f"on-{ranks}"
-        flags = ["--precision", "fp16", "--lr", "10", "--run-dir", str(run)]
-        tiny.train(recipe, *flags, world_size=ranks, folder=tmp_path)
-        scales.append(tiny.last_state(run)["scaler"]["scale"])
-    assert scales[0] < 65536.0  # it starts there, and halves where gradients overflow
+        tiny.trained(recipe, tmp_path / f"on-{ranks}", on=ranks)
     assert_every_bit(tmp_path / "on-3", tmp_path / "on-1")
 
 
-@pytest.mark.parametrize(("before", "after", "saved", "step"), [(1, 4, 1, 3), (3, 2, 2, 5)])
+@pytest.mark.parametrize(("before", "after", "saved", "step"), [(1, 4, 1, 3), (3, 1, 2, 5)])
 def test_killed_within_an_epoch_or_after_it_it_goes_on_with_the_same_bits_on_other_ranks(
     tmp_path, recipe, before, after, saved, step
 ):
-    flags = ["--kind", "conv"]
-    tiny.train(recipe, *flags, "--run-dir", str(tmp_path / "whole"), folder=tmp_path)
-    run = tmp_path / "killed"
-    killed = tiny.start(
-        recipe,
-        *[*flags, "--run-dir", str(run)],
-        faults=(Fault("after the record", nth=saved),),
-        world_size=before,
-        folder=tmp_path,
-    )
-    assert killed.wait()[0] == -signal.SIGKILL, killed.output()
+    whole, run, flags = tmp_path / "whole", tmp_path / "killed", ("--kind", "conv")
+    tiny.trained(recipe, whole, *flags)
+    fault = Fault("after the record", nth=saved)
+    words = (*flags, "--run-dir", str(run))
+    killed = tiny.start(recipe, *words, faults=(fault,), world_size=before, folder=tmp_path)
+    assert killed.wait()[0] == -fault.signum, killed.output()
     assert tiny.newest_announced(run) == step
-    tiny.resume(run, world_size=after, folder=tmp_path)
-    assert_every_bit(run, tmp_path / "whole")
+    tiny.resumed(run, on=after)
+    assert_every_bit(run, whole)
 
 
 def in_arrival_order(arguments):
@@ -264,7 +250,7 @@ def in_arrival_order(arguments):
 
 def test_gradients_added_in_order_of_arrival_give_other_bits(tmp_path, recipe):
     """A fault planted in the sum shows in the digests: the tests above can fail."""
-    tiny.train(recipe, "--run-dir", str(tmp_path / "alone"), folder=tmp_path)
+    tiny.trained(recipe, tmp_path / "alone")
     arguments = ["train", str(recipe), "--run-dir", str(tmp_path / "arriving")]
     ranks = start_ranks(in_arrival_order, 4, tmp_path / "output", arguments)
     assert ranks.wait() == [0] * 4, ranks.output()
@@ -280,22 +266,33 @@ def test_without_virtual_ranks_other_ranks_give_other_bits_and_no_record_has_dig
     ends = set()
     for ranks in (1, 3):
         run = tmp_path / f"on-{ranks}"
-        tiny.train(recipe, "--run-dir", str(run), world_size=ranks, folder=tmp_path)
+        tiny.trained(recipe, run, on=ranks)
         assert not any("weights_sha256" in r for r in tiny.all_records(run))
         ends.add(json.loads((run / "result.json").read_text())["weights_sha256"])
     assert len(ends) == 2
 
 
-def test_what_decides_over_bits_is_kept_in_the_run(tmp_path, recipe):
-    run = tmp_path / "run"
-    tiny.train(recipe, "--run-dir", str(run), "--threads", "2", world_size=2, folder=tmp_path)
-    settings = tomllib.loads((run / "settings.toml").read_text())
+def test_what_decides_over_bits_is_kept_in_the_run_and_cannot_change(here, refused, recipe):
+    tiny.trained(recipe, here / "run", "--threads", "2", "--epochs", "1")
+    settings = tomllib.loads((here / "run" / "settings.toml").read_text())
     assert (settings["virtual_ranks"], settings["threads"]) == (5, 2)
     assert settings["deterministic"] is True
-    (start,) = [r for r in tiny.all_records(run) if r["event"] == "start"]
+    (start,) = tiny.events(here / "run", "start")
     assert (start["virtual_ranks"], start["threads"]) == (5, 2)
     assert start["arithmetic"]["torch"] == torch.__version__
-    assert tiny.last_state(run)["made_with"] == (run / "settings.toml").read_text()
+    state = tiny.last_state(here / "run")
+    assert state["made_with"] == (here / "run" / "settings.toml").read_text()
+
+    before = tiny.files(here / "run")
+    for flags in (["--virtual-ranks", "3"], ["--threads", "1"], ["--channels-last"]):
+        assert flags[0] in refused("train", "run", "--resume", "--epochs", "2", *flags)
+        assert tiny.files(here / "run") == before
+
+    records = here / "run" / "events.jsonl"
+    records.write_text(records.read_text().replace(f'"{torch.__version__}"', '"1.0"'))
+    tiny.resumed(here / "run", "--epochs", "2")
+    *_, start = (r for r in tiny.all_records(here / "run") if r["event"] == "start")
+    assert any("1.0" in note for note in start["notes"]), "the bits will differ"
 
 
 @pytest.mark.parametrize(
@@ -314,28 +311,10 @@ def test_what_cannot_keep_the_promise_is_refused_by_name(here, refused, recipe, 
 
 
 def test_more_ranks_than_virtual_ones_are_refused(tmp_path, recipe):
-    ranks = tiny.start(recipe, "--virtual-ranks", "3", world_size=4, folder=tmp_path)
-    assert ranks.wait() == [2] * 4
-    assert "--virtual-ranks 3 is less than the 4 ranks" in ranks.output()
-
-
-@pytest.mark.parametrize(
-    "flags", [["--virtual-ranks", "3"], ["--threads", "2"], ["--channels-last"]]
-)
-def test_what_decides_over_bits_cannot_change_when_a_run_goes_on(here, refused, recipe, flags):
-    assert call("train", str(recipe), "--run-dir", "run", "--epochs", "1") == 0
-    before = tiny.files(here / "run")
-    assert flags[0] in refused("train", "run", "--resume", "--epochs", "2", *flags)
-    assert tiny.files(here / "run") == before
-
-
-def test_a_run_that_goes_on_elsewhere_says_that_bits_will_differ(here, recipe):
-    assert call("train", str(recipe), "--run-dir", "run", "--epochs", "1") == 0
-    records = here / "run" / "events.jsonl"
-    records.write_text(records.read_text().replace(f'"{torch.__version__}"', '"1.0"'))
-    assert call("train", "run", "--resume", "--epochs", "2") == 0
-    *_, start = [r for r in tiny.all_records(here / "run") if r["event"] == "start"]
-    assert any("1.0" in note and "to rounding" in note for note in start["notes"])
+    told = refusal(
+        "train", str(recipe), "--virtual-ranks", "3", world_size=4, folder=tmp_path / "output"
+    )
+    assert "--virtual-ranks 3 is less than the 4 ranks" in told
 
 
 PUT = """
