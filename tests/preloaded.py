@@ -19,12 +19,16 @@ import typeguard  # noqa: F401
 with contextlib.suppress(ImportError):
     import torch_geometric  # noqa: F401 - half a second of each rank that trains on graphs
 
+import samestep.api.training
 import samestep.commands.evaluate
 import samestep.commands.profile
 import samestep.commands.train
 import samestep.commands.verify
 import samestep.lightning
-import samestep.recipes  # noqa: F401
+import samestep.recipes
+import samestep.session.prediction
+import samestep.verification.on_rank
+import samestep.verification.verify_recipe  # noqa: F401
 
 # A rank's own full collection would look at these 400,000 objects and copy their pages: a quarter
 # of a second, more than all else that a short test of two ranks takes.

@@ -1,5 +1,6 @@
 """The command line before any verb: help, version, and what it costs to ask for them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,98 +11,137 @@ from samestep.cli import VERBS
 from samestep.version import __version__
 from tests.command_line import call
 from tests.processes import TIMEOUT_S
+from tests.reporting.made_runs import write_run
 
 SCRIPT = Path(sys.executable).with_name("samestep")
 AS_MODULE = [sys.executable, "-m", "samestep"]
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+def run(*command: str | Path, **more) -> subprocess.CompletedProcess[str]:
+    more = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, **more}
+    return subprocess.run(command, check=False, **more)
+
+
+def assert_ends_with_examples(text: str, verb: str = "") -> None:
+    *_, examples = text.partition("examples:\n")
+    lines = examples.splitlines()
+    assert len(lines) in (2, 3), verb
+    assert all("samestep " in line and line.startswith("  ") for line in lines), verb
 
 
 @pytest.mark.parametrize("command", [[SCRIPT], AS_MODULE], ids=["script", "module"])
-def test_help_names_every_verb_and_ends_with_two_examples(command):
+def test_help_names_every_verb_and_ends_with_examples(command):
     done = run(*command, "--help")
-    assert done.returncode == 0
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     for verb in VERBS:
         assert f"\n  {verb} " in done.stdout
-    assert_ends_with_two_examples(done.stdout)
+    assert_ends_with_examples(done.stdout)
 
 
-def assert_ends_with_two_examples(text: str) -> None:
-    *_, examples = text.partition("examples:\n")
-    lines = examples.splitlines()
-    assert len(lines) == 2
-    assert all(line.startswith("  samestep ") for line in lines)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train",),
-        ("train", "spiral"),
-        ("train", "mnist"),
-        ("evaluate",),
-        ("data",),
-        ("track",),
-        ("new",),
-        ("runs",),
-        ("completion",),
-        ("report",),
-        ("watch",),
-    ],
-    ids=" ".join,
+# Runs commands in one process; prints of each its exit code, what it printed, and which of torch
+# and numpy have been imported by then.
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+from samestep.cli import main
+found = {}
+for command in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            code = main(command.split())
+        except SystemExit as ended:
+            code = ended.code
+    heavy = sorted({"torch", "numpy"} & {*sys.modules})
+    found[command] = (code, printed.getvalue(), heavy)
+print(json.dumps(found))
+"""
+PLAIN = (
+    *("runs", "compare one two", "report one", "new --help", "new text mine.py"),
+    "slurm submit script.py --dry-run",
 )
-def test_the_help_of_a_verb_ends_with_two_examples(arguments, capfd):
-    assert call(*arguments, "--help") == 0
+INNER = ("data get", "data list", *(f"slurm {v}" for v in ("submit", "status", "logs", "cancel")))
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory) -> dict[str, tuple[int, str, list[str]]]:
+    """Commands that need no torch, all in one process, and what each did."""
+    folder = tmp_path_factory.mktemp("plain")
+    for name in ("one", "two", "runs/three"):
+        write_run(folder / name)
+    (folder / "script.py").write_text("print(1)\n")
+    helps = [f"{verb} --help" for verb in (*VERBS, *INNER, "slurm sandbox")]
+    commands = json.dumps([*PLAIN, *helps])
+    done = run(sys.executable, "-W", "error", "-c", WITHOUT_TORCH, commands, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "one" / "report.html").is_file()
+    return json.loads(done.stdout)
+
+
+def test_the_help_of_every_verb_imports_no_torch_and_ends_with_examples(without_torch):
+    helps = {c: found for c, found in without_torch.items() if c.endswith("--help")}
+    assert {command.split()[0] for command in helps} == {*VERBS}
+    for command, (code, printed, heavy) in helps.items():
+        assert (code, "torch" in heavy) == (0, False), command
+        assert_ends_with_examples(printed, command)
+
+
+def test_verbs_that_only_read_and_write_files_import_no_torch(without_torch):
+    for command in PLAIN:
+        code, printed, heavy = without_torch[command]
+        assert (code, "torch" in heavy) == (0, False), command
+        assert printed
+    assert without_torch["runs"][2] == [], "no numpy either"
+    assert "18 recorded steps" in without_torch["compare one two"][1]
+    assert "#SBATCH" in without_torch["slurm submit script.py --dry-run"][1]
+
+
+@pytest.mark.parametrize("arguments", ["train spiral", "train mnist"])
+def test_the_help_of_a_recipe_ends_with_examples(arguments, capfd):
+    assert call(*arguments.split(), "--help") == 0
     printed, told = capfd.readouterr()
     assert told == ""
-    assert_ends_with_two_examples(printed)
+    assert_ends_with_examples(printed)
 
 
 def test_the_help_of_a_recipe_shows_its_own_options_and_their_defaults(capfd):
     assert call("train", "spiral", "--help-all") == 0
     text = capfd.readouterr().out
-    for flag in ("--batch-size", "--lr-scaling", "--hidden-dims", "--noise"):
-        assert flag in text
-    assert "64 32 16" in text
+    for words in ("--batch-size", "--lr-scaling", "--hidden-dims", "--noise", "64 32 16"):
+        assert words in text
     assert "(default: 30)" in text, "the recipe's own epochs"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], [], ["trian"]], ids=str)
-def test_torch_is_not_imported_before_the_verb_is_known(arguments):
+@pytest.mark.parametrize(
+    ("arguments", "code", "printed"),
+    [
+        (["--help"], 0, "usage: samestep "),
+        (["--version"], 0, f"samestep {__version__}\n"),
+        ([], 2, "usage: samestep "),  # nothing was done
+        (["trian", "spiral"], 2, ""),
+    ],
+    ids=str,
+)
+def test_torch_is_not_imported_before_the_verb_is_known(arguments, code, printed):
     # -X importtime names every module that is imported, on standard error.
     done = run(sys.executable, "-X", "importtime", "-m", "samestep", *arguments)
-    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == code
+    assert done.stdout.startswith(printed)
+    errors = done.stderr.splitlines()
+    names = {line.rpartition("|")[2].strip() for line in errors}
     assert "samestep.cli" in names
     assert not {name for name in names if name.split(".")[0] in ("torch", "numpy", "tyro")}
-
-
-def test_the_version_is_that_of_the_package():
-    done = run(*AS_MODULE, "--version")
-    assert (done.returncode, done.stdout) == (0, f"samestep {__version__}\n")
-
-
-def test_without_arguments_the_help_is_shown_and_the_exit_code_says_that_nothing_was_done():
-    done = run(*AS_MODULE)
-    assert done.returncode == 2
-    assert done.stdout.startswith("usage: samestep ")
-
-
-def test_an_unknown_verb_gives_the_nearest_one():
-    done = run(*AS_MODULE, "trian", "spiral")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("samestep: ")
-    assert "'trian'" in done.stderr
-    assert "'train'" in done.stderr
+    said = [line for line in errors if not line.startswith("import time:")]
+    if arguments[:1] == ["trian"]:
+        (message,) = said
+        assert message.startswith("samestep: ")
+        assert "'trian'" in message
+        assert "'train'" in message
+        assert done.stdout == ""
+    else:
+        assert said == []
 
 
 def test_a_reader_that_leaves_early_sees_no_traceback():
     # A pipe that nobody reads, as after `samestep runs --help | head -1`.
     program = f"exec {sys.executable} -m samestep runs --help | true; exit ${{PIPESTATUS[0]}}"
     done = run("bash", "-c", program)
-    assert done.returncode == 141
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (141, "")

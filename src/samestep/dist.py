@@ -12,7 +12,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from samestep.ranks.world import Backend, Device, World, find_world, join, leave
+from samestep.ranks.world import World, find_world, join, leave
+from samestep.settings import Backend, Device
 
 _current = World()  # before setup, or without it, a process is alone
 

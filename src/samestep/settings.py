@@ -17,6 +17,8 @@ from samestep.errors import UserError
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ParamDtype = Literal["fp32", "bf16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Backend = Literal["auto", "nccl", "gloo"]
 _COMMON = {"common": True}
 """Marks a setting that the short `--help` shows, too."""
 _FREE = {"may_change": True}
@@ -155,9 +157,9 @@ class Settings:
     """Precision of float32 products and convolutions; highest forbids TF32."""
     seed: int = field(default=42, metadata=_COMMON)
     """Seed of all random numbers: initial weights, sample order, augmentation, dropout."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = field(default="auto", metadata=_COMMON | _FREE)
+    device: Device = field(default="auto", metadata=_COMMON | _FREE)
     """The device; auto takes the best one here."""
-    backend: Literal["auto", "nccl", "gloo"] = field(default="auto", metadata=_FREE)
+    backend: Backend = field(default="auto", metadata=_FREE)
     """Communication between the ranks; auto chooses by platform and device."""
     timeout_s: float = field(default=600.0, metadata=_FREE)
     """Seconds that ranks wait for the slowest one before they give up."""

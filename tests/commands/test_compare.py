@@ -84,20 +84,6 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
-def test_it_needs_no_torch(tmp_path):
-    write_run(tmp_path / "one")
-    write_run(tmp_path / "two")
-    program = (
-        "import sys; from samestep.cli import main; main(['compare', 'one', 'two'])\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "18 recorded steps" in done.stdout
-
-
 def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path):
     runs = [str(write_run(tmp_path / name)) for name in ("one", "two")]
     assert "'bleu'" in refusal("compare", *runs, "--metric", "bleu", folder=tmp_path)

@@ -54,12 +54,3 @@ def test_wrong_arguments_end_the_command_with_code_2(arguments):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-
-
-@pytest.mark.parametrize("verb", [[], ["get"], ["list"]])
-def test_the_help_ends_with_two_examples(capsys, verb):
-    with pytest.raises(SystemExit) as caught:
-        main([*verb, "--help"])
-    assert caught.value.code == 0
-    last_lines = capsys.readouterr().out.splitlines()[-2:]
-    assert all(line.startswith("  samestep data ") for line in last_lines)

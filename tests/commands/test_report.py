@@ -1,8 +1,5 @@
 """`samestep report`: where the page is written, and what is refused."""
 
-import subprocess
-import sys
-
 import pytest
 
 from samestep.errors import UserError
@@ -79,14 +76,3 @@ def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, capfd, monkeypatch
     code = call("report", *arguments)
     assert named in one_message(code, capfd.readouterr().err)
     assert not list(tmp_path.rglob("*.html"))
-
-
-def test_it_needs_no_torch(tmp_path):
-    write_run(tmp_path / "run")
-    program = (
-        "import sys; from samestep.cli import main; main(['report', 'run'])\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False).returncode == 0
-    )

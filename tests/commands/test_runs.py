@@ -106,13 +106,3 @@ def test_on_a_terminal_the_table_fits_it(tmp_path):
     assert len(lines) == 3, "the damaged ones are counted in a line"
     assert max(map(len, lines)) <= 80
     assert "completed" in lines[1]
-
-
-def test_it_needs_no_torch(folder):
-    program = (
-        "import sys; from samestep.cli import main; main(['runs'])\n"
-        "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(b"\n") == 3

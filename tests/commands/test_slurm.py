@@ -115,15 +115,6 @@ def test_a_script_that_is_kept_can_be_handed_in_by_hand(slurm):
     assert Path(output).parent.is_dir(), "Slurm opens the log in it"
 
 
-@pytest.mark.parametrize(
-    "verb", [(), ("submit",), ("status",), ("logs",), ("cancel",), ("sandbox",)]
-)
-def test_help_ends_with_two_examples(slurm, verb):
-    code, text, _ = slurm(*verb, "--help")
-    assert code == 0
-    assert len(text.split("examples:\n")[-1].strip().splitlines()) == 2
-
-
 def test_no_verb_shows_the_verbs_and_is_a_mistake(slurm):
     code, text, _ = slurm()
     assert (code, "verbs:" in text) == (2, True)
@@ -192,16 +183,3 @@ def test_a_real_process_ends_with_the_code_of_its_verb():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("samestep: ")
     assert "Traceback" not in done.stderr
-
-
-def test_verbs_import_no_torch_not_even_to_make_a_script_a_job():
-    verbs = ("status", "logs", "cancel", "submit", "verdict", "sandbox")
-    text = (
-        f"import sys, {', '.join(f'samestep.commands.slurm.{verb}' for verb in verbs)}\n"
-        "from samestep.cli import main\n"
-        "code = main(['slurm', 'submit', 'mine.py', '--dry-run'])\n"
-        "sys.exit(code or 'torch' in sys.modules)"
-    )
-    done = samestep("-W", "error", "-c", text)
-    assert done.returncode == 0, done.stderr
-    assert "#SBATCH" in done.stdout

@@ -16,11 +16,19 @@ from samestep.api.arguments import AnyPath
 from samestep.errors import UserError
 from samestep.ranks.process import TASK
 from samestep.ranks.startup import PARENT
-from samestep.ranks.world import Backend, Device, in_process_group
+from samestep.ranks.world import in_process_group
 from samestep.recipe import Recipe, being_read, find_recipe
 from samestep.run.directory import is_run
 from samestep.session.request import Request, draft, finish, own_recipe, typed
-from samestep.settings import MatmulPrecision, ParamDtype, Precision, Settings, merge_layers
+from samestep.settings import (
+    Backend,
+    Device,
+    MatmulPrecision,
+    ParamDtype,
+    Precision,
+    Settings,
+    merge_layers,
+)
 from samestep.training.alike import random_numbers
 from samestep.training.device import outside_autocast
 

@@ -9,9 +9,9 @@ from torch import nn
 from samestep.api.arguments import AnyPath, one_line_errors, path_of
 from samestep.api.call import AnyRecipe, as_in_fresh_process, given_recipe
 from samestep.errors import UserError
-from samestep.ranks.world import Device
 from samestep.session.prediction import as_table, check_files, open_predictor, predict_files
 from samestep.session.trained_model import evaluate_run, open_checkpoint
+from samestep.settings import Device
 
 
 @one_line_errors

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from samestep.commands.help import Switch, check_positive, parse_flags
-from samestep.doctor.between_ranks import CutOffError, DoctorOptions
-from samestep.doctor.diagnosis import diagnose, print_report
 from samestep.doctor.findings import worst
+from samestep.doctor.rank_facts import DoctorOptions
 from samestep.doctor.timeouts import still_waiting
 from samestep.errors import UserError
 from samestep.ranks.process import RankLog, print_error, run_as_rank
@@ -48,6 +47,9 @@ def _parse(arguments: list[str]) -> _Doctor:
 
 
 def _doctor(command: _Doctor, log: RankLog) -> int:
+    from samestep.doctor.between_ranks import CutOffError  # noqa: PLC0415 - imports torch
+    from samestep.doctor.diagnosis import diagnose, print_report  # noqa: PLC0415
+
     try:
         diagnosis = diagnose(command)
     except CutOffError as error:

@@ -12,9 +12,9 @@ from rich.markup import escape
 
 import samestep
 from samestep.commands.help import RunPath, Switch, parse_flags
-from samestep.ranks.world import Device
 from samestep.reporting.words import class_table
 from samestep.run.directory import plain
+from samestep.settings import Device
 
 _EXAMPLES = (
     "evaluate runs/ID --checkpoint best",

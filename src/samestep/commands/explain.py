@@ -5,25 +5,23 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import tyro
 
-from samestep.api.training import check_engine
 from samestep.commands.help import Nproc, Switch, check_positive, recipe_files
 from samestep.commands.target import parse_target
 from samestep.commands.train import check_resume
 from samestep.errors import UserError
-from samestep.explanation.explain import explain
-from samestep.explanation.explanation_text import text_of
 from samestep.ranks.nproc import ranks_to_start, refuse_inside_launcher
 from samestep.ranks.process import run_as_rank
-from samestep.ranks.world import ImaginedWorld, choose_backend, choose_device
 from samestep.run.directory import is_run
-from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.tracking.choice import check_installed, chosen
+
+if TYPE_CHECKING:
+    from samestep.ranks.world import ImaginedWorld
+    from samestep.session.request import Request
 
 _EXAMPLES = ("explain spiral --nproc 8 --epochs 5", "explain runs/ID --nproc 2 --nodes 2 --json")
 _MOST_RANKS = 4096
@@ -60,6 +58,10 @@ def _explain(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep explain", "Start it as one process.")
     command, request = _parse(arguments)
     settings = request.settings
+    from samestep.api.training import check_engine  # noqa: PLC0415 - the help needs no torch
+    from samestep.explanation.explain import explain  # noqa: PLC0415
+    from samestep.explanation.explanation_text import text_of  # noqa: PLC0415
+
     check_engine(request)
     check_installed(chosen(settings.track))
     world, device = _imagined(command, settings)
@@ -71,7 +73,7 @@ def _explain(arguments: list[str]) -> int:
     return 0
 
 
-def _parse(arguments: list[str]) -> tuple[ExplainFlags, Request]:
+def _parse(arguments: list[str]) -> "tuple[ExplainFlags, Request]":
     """Return the command and the request; a run is resumed unless --new is given."""
     about = "Explain what training {} will do: ranks, batches, memory, learning rate, checkpoints."
     given = set(arguments[1:])
@@ -88,8 +90,12 @@ def _is_run(target: str) -> bool:
     return target not in recipe_files() and is_run(Path(target))
 
 
-def _imagined(command: ExplainFlags, settings: Settings) -> tuple[ImaginedWorld, str]:
+def _imagined(command: ExplainFlags, settings: Settings) -> "tuple[ImaginedWorld, str]":
     """Return the world to explain, with this process in the place of rank 0, and its device."""
+    import torch  # noqa: PLC0415 - the help needs none
+
+    from samestep.ranks.world import ImaginedWorld, choose_backend, choose_device  # noqa: PLC0415
+
     nproc = command.nproc
     if nproc == "auto":
         nproc = ranks_to_start("auto", settings.device)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
@@ -16,19 +16,12 @@ from rich.markup import escape
 
 from samestep.commands.help import RunPath, Switch, check_positive, parse_flags
 from samestep.errors import UserError
-from samestep.ranks.world import Device
-from samestep.recipe import find_recipe
 from samestep.reporting.plot import check_picture, picture
 from samestep.reporting.words import Columns, word
-from samestep.session.prediction import (
-    Prediction,
-    as_table,
-    check_draws,
-    check_files,
-    draw,
-    open_predictor,
-    predict_files,
-)
+from samestep.settings import Device
+
+if TYPE_CHECKING:
+    from samestep.session.prediction import Prediction
 
 _ROWS_TOGETHER = 32
 _EXAMPLES = ("predict runs/ID photo.jpg", "predict runs/ID a.jpg b.png --top 1 --json")
@@ -62,6 +55,16 @@ def main(arguments: list[str]) -> int:
     command = parse_flags(PredictFlags, "predict", arguments, *_EXAMPLES)
     if not command.files:
         raise UserError("Name the files to predict: samestep predict RUN FILE…")
+    from samestep.recipe import find_recipe  # noqa: PLC0415 - the help needs no torch
+    from samestep.session.prediction import (  # noqa: PLC0415
+        as_table,
+        check_draws,
+        check_files,
+        draw,
+        open_predictor,
+        predict_files,
+    )
+
     check_positive(top=command.top)
     check_files(command.files)
     if command.plot is not None:
@@ -88,7 +91,7 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def _blocks(predictions: Iterator[Prediction]) -> Iterator[list[Prediction]]:
+def _blocks(predictions: "Iterator[Prediction]") -> "Iterator[list[Prediction]]":
     """Yield predictions as they come, in blocks of rows."""
     block: list[Prediction] = []
     for one in predictions:
@@ -100,7 +103,7 @@ def _blocks(predictions: Iterator[Prediction]) -> Iterator[list[Prediction]]:
     yield from [block] if block else []
 
 
-def _names(one: Prediction) -> tuple[str, ...]:
+def _names(one: "Prediction") -> tuple[str, ...]:
     """Return the columns of a row that fits into a table, or nothing."""
     plain = not any(isinstance(value, list | dict) for value in one.values.values())
     return tuple(one.values) if one.row is not None and not one.classes and plain else ()
@@ -114,7 +117,7 @@ class _Shown:
         self._file = ""
         self._columns: Columns | None = None
 
-    def show(self, block: Sequence[Prediction]) -> None:
+    def show(self, block: "Sequence[Prediction]") -> None:
         """Print a file's name before its first row, and the rows."""
         if block[0].row in (None, 1) or block[0].file != self._file:
             self._print(f"[bold]{escape(block[0].file)}[/]")
@@ -133,7 +136,7 @@ class _Shown:
             text = escape(line)
             self._print(f"  [bold]{text}[/]" if heading and place == 0 else f"  {text}")
 
-    def _show_alone(self, one: Prediction) -> None:
+    def _show_alone(self, one: "Prediction") -> None:
         if one.problem is not None:
             row = f"row {one.row} " if one.row is not None else ""
             self._print(f"  [yellow]{row}cannot be read[/]: {escape(one.problem)}")

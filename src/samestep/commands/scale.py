@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import psutil
@@ -16,14 +16,13 @@ import tyro
 from samestep.commands.help import Switch, check_positive, numbers
 from samestep.commands.target import parse_target
 from samestep.errors import AlreadyTold, UserError
-from samestep.profiling.scaling_study import MeasurementTask, Mode, plan_study, run_study
-from samestep.profiling.speed_up import analyse, report_lines
 from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.ranks.process import STARTED_AT, TASK, run_as_rank
-from samestep.ranks.world import find_world, join, leave
-from samestep.session.request import Request
 from samestep.settings import Settings
-from samestep.training.stopping import catch_signals
+
+if TYPE_CHECKING:
+    from samestep.profiling.scaling_study import Mode
+    from samestep.session.request import Request
 
 _EXAMPLES = ("scale spiral --nproc 1,2,4", "scale my_recipe.py --nproc 1,2 --mode strong --json")
 _MOST_RANKS = 64
@@ -66,9 +65,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _scale(arguments: list[str]) -> int:
-    from samestep.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
-
     command, request = _parse(arguments)
+    from samestep.profiling.scaling_study import MeasurementTask, plan_study, run_study  # noqa: PLC0415 - the help needs no torch
+    from samestep.profiling.speed_up import analyse, report_lines  # noqa: PLC0415
+    from samestep.ranks.start import start_ranks  # noqa: PLC0415
+
     sizes = parse_ranks(command.nproc)
     if request.settings.engine != "native":
         raise UserError("samestep scale measures samestep's own loop: leave --engine out.")
@@ -111,6 +112,9 @@ def _tell(line: str) -> None:
 def _rank(arguments: list[str]) -> int:
     """Measure, as one rank of the world that the environment describes."""
     from samestep.profiling.scaling_measurement import measure  # noqa: PLC0415 - the parent trains nothing
+    from samestep.profiling.scaling_study import MeasurementTask  # noqa: PLC0415
+    from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
+    from samestep.training.stopping import catch_signals  # noqa: PLC0415
 
     os.dup2(2, 1)  # standard output is the report's
     _, request = _parse(arguments)
@@ -129,7 +133,7 @@ def _rank(arguments: list[str]) -> int:
     return 128 + signum if signum else 0
 
 
-def _parse(arguments: list[str]) -> tuple[ScaleFlags, Request]:
+def _parse(arguments: list[str]) -> "tuple[ScaleFlags, Request]":
     about = "Measure how training {} scales with the number of ranks."
     return parse_target(
         "scale", about, ScaleFlags, arguments, *_EXAMPLES, settings=_Settings, no_effect=_DECIDED

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import tyro
 from tyro.conf import Suppress
@@ -18,9 +18,10 @@ from tyro.conf import Suppress
 from samestep.commands.help import HELP, HELP_ALL, example_text, examples, help_text, recipe_files
 from samestep.errors import AlreadyTold, UserError, known_elsewhere
 from samestep.ranks.process import TASK
-from samestep.recipe_checks import telling_options
-from samestep.session.request import Request, draft, finish, own_recipe
 from samestep.settings import ALSO_ACCEPTED, OTHER_NAMES, Settings, flag_name, own_names
+
+if TYPE_CHECKING:
+    from samestep.session.request import Request
 
 
 def parse_target(
@@ -31,7 +32,7 @@ def parse_target(
     *lines: str,
     settings: type[Settings] = Settings,
     no_effect: Collection[str] = (),
-) -> tuple[Any, Request]:
+) -> "tuple[Any, Request]":
     """Parse a target and the flags after it into the verb's own flags (`kind`) and a request.
 
     `about` is the help's first lines, with {} for the target; `lines` are its examples. `no_effect`
@@ -39,6 +40,8 @@ def parse_target(
     """
     if not arguments or arguments[0] in HELP:
         _show_general(verb, about, kind, arguments, lines, settings(), no_effect)
+    from samestep.session.request import draft, finish, own_recipe  # noqa: PLC0415 - it imports torch
+
     target, *flags = own_flags(arguments)
     if target.startswith("-"):
         raise UserError(
@@ -109,6 +112,8 @@ def _options_form(kind: type, options: Any) -> Any:
     checks = getattr(shown, "__post_init__", None)
     if not both and checks is None:
         return options
+    from samestep.recipe_checks import telling_options  # noqa: PLC0415 - it imports torch
+
     hints = get_type_hints(shown, include_extras=True)
     hidden = [
         (f.name, Annotated[hints[f.name], tyro.conf.arg(name=f"option-{f.name}"), Suppress], f)

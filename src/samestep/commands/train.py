@@ -4,11 +4,10 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from samestep.api.training import train_as_rank, train_received
 from samestep.commands.help import Nproc, Switch
 from samestep.commands.target import parse_target
 from samestep.errors import UserError
@@ -16,8 +15,9 @@ from samestep.ranks.nproc import start_nproc
 from samestep.ranks.process import TASK, RankLog, run_as_rank
 from samestep.reporting.progress import Screen
 from samestep.run.files import shown_path
-from samestep.session.picture_making import end_while_drawing
-from samestep.session.request import Request
+
+if TYPE_CHECKING:
+    from samestep.session.request import Request
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,10 @@ class TrainFlags:
 
 def main(arguments: list[str]) -> int:
     """Run the verb; ranks that `samestep.train` starts find their task."""
-    if task := os.environ.get(TASK):
-        return run_as_rank(lambda log: train_received(Path(task), log))
     return run_as_rank(lambda log: _train(arguments, log))
 
 
-def parse(arguments: list[str]) -> tuple[TrainFlags, Request]:
+def parse(arguments: list[str]) -> "tuple[TrainFlags, Request]":
     """Return the command and the request that a target and the flags after it make."""
     lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
     about = "Train {}: the same step on one process and on many."
@@ -55,7 +53,7 @@ def parse(arguments: list[str]) -> tuple[TrainFlags, Request]:
     return command, request
 
 
-def check_resume(request: Request) -> None:
+def check_resume(request: "Request") -> None:
     """Check that --resume names a run, or a directory where it may be."""
     if request.resume and request.settings.run_dir is None:
         raise UserError(
@@ -66,7 +64,13 @@ def check_resume(request: Request) -> None:
 
 
 def _train(arguments: list[str], log: RankLog) -> int:
+    if task := os.environ.get(TASK):
+        from samestep.api.training import train_received  # noqa: PLC0415 - it imports torch
+
+        return train_received(Path(task), log)
     command, request = parse(arguments)
+    from samestep.api.training import train_as_rank  # noqa: PLC0415 - the help needs no torch
+
     settings = request.settings
     code = start_nproc(
         command.nproc,
@@ -82,6 +86,8 @@ def _train(arguments: list[str], log: RankLog) -> int:
 
         file = write_report([Path(shown_path(outcome.path))])
         sys.stdout.write(f"report   {file}\n")
+    from samestep.session.picture_making import end_while_drawing  # noqa: PLC0415
+
     code = 128 + outcome.signum if outcome.signum else 0
     end_while_drawing(code)
     return code

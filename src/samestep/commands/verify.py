@@ -10,24 +10,21 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from samestep.api.call import request_of
-from samestep.api.sending import CALL_FILE, receive
 from samestep.commands.help import Switch, check_positive, numbers
 from samestep.commands.target import names_given, own_flags, parse_target
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.ranks.process import TASK, rank_of, run_as_rank
-from samestep.ranks.start import Ended, run_ranks
-from samestep.ranks.world import find_world, join, leave
-from samestep.session.request import Request
-from samestep.verification.on_rank import run_start
-from samestep.verification.result_table import as_table, show
-from samestep.verification.rows.one_writer import watch_output
-from samestep.verification.short_trainings import StartInstructions
-from samestep.verification.verify_recipe import MOST_RANKS, NO_EFFECT, VerifyOptions, verify_recipe
+from samestep.verification import NO_EFFECT
+
+if TYPE_CHECKING:
+    from samestep.ranks.start import Ended
+    from samestep.session.request import Request
+    from samestep.verification.short_trainings import StartInstructions
 
 _EXAMPLES = ("verify spiral", "verify my_recipe.py --world-sizes 1,2,4 --accept batchnorm --json")
 _ABOUT = (
@@ -66,7 +63,7 @@ def main(arguments: list[str]) -> int:
     return run_as_rank(lambda _log: run(arguments))
 
 
-def parse(arguments: list[str]) -> tuple[VerifyFlags, Request]:
+def parse(arguments: list[str]) -> "tuple[VerifyFlags, Request]":
     """Return the command and the request that a target and the flags after it make."""
     return parse_target("verify", _ABOUT, VerifyFlags, arguments, *_EXAMPLES, no_effect=NO_EFFECT)
 
@@ -74,6 +71,10 @@ def parse(arguments: list[str]) -> tuple[VerifyFlags, Request]:
 def _verify(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
     command, request = parse(arguments)
+    from samestep.ranks.start import run_ranks  # noqa: PLC0415 - the help needs no torch
+    from samestep.verification.result_table import as_table, show  # noqa: PLC0415
+    from samestep.verification.verify_recipe import MOST_RANKS, VerifyOptions, verify_recipe  # noqa: PLC0415
+
     given = names_given(own_flags(arguments))
     check_positive(tolerance=command.tolerance)
     named = "world_sizes" in given
@@ -84,7 +85,7 @@ def _verify(arguments: list[str]) -> int:
         tolerance=command.tolerance,
     )
 
-    def launch(num_ranks: int, path: Path, device: str) -> Ended:
+    def launch(num_ranks: int, path: Path, device: str) -> "Ended":
         return run_ranks(num_ranks, ["verify", *arguments, "--device", device], str(path))
 
     with _progress() as tell:
@@ -120,6 +121,12 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 def _rank(path: Path, arguments: list[str]) -> int:
     """Run as one rank of a start; nothing of it reaches the screen."""
+    from samestep.api.call import request_of  # noqa: PLC0415 - the help needs no torch
+    from samestep.api.sending import CALL_FILE, receive  # noqa: PLC0415
+    from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
+    from samestep.verification.on_rank import run_start  # noqa: PLC0415
+    from samestep.verification.rows.one_writer import watch_output  # noqa: PLC0415
+
     instructions: StartInstructions = pickle.loads(path.read_bytes())  # noqa: S301 - our own
     folder = instructions.folder
     log = folder / f"start-{instructions.start.place}-rank-{rank_of()}.log"

@@ -12,51 +12,29 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
-from tyro.conf import Positional, arg
 
 from samestep.doctor import measurements
 from samestep.doctor.addresses import MEETING_CHECKS, announced_address
 from samestep.doctor.all_ranks import ONE_ENVIRONMENT, sharing
 from samestep.doctor.findings import Finding, green, named, red, run_checks, worst
-from samestep.doctor.rank_facts import Allocation, Measurements, RankFacts
+from samestep.doctor.rank_facts import Allocation, DoctorOptions, Measurements, RankFacts
 from samestep.doctor.run_directory import NFS_WAIT_S, find_shared_file
 from samestep.doctor.timeouts import call_within
 from samestep.errors import LOST_PEER, UserError
 from samestep.ranks.launch import Launch
-from samestep.ranks.world import Backend, Device, Store, World, join, leave, open_store
+from samestep.ranks.world import Store, World, join, leave, open_store
 
 T = TypeVar("T")
 _CONNECT_MARGIN_S, _WATCHDOG_MARGIN_S = 2.0, 60.0
 _ORDERS_MARGIN_S = 15.0
 _FAREWELL_S = 3.0
 _POLL_S = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """What to look at, and for how long."""
-
-    recipe: Annotated[Positional[Path | None], arg(metavar="[RECIPE.py]")] = None
-    """A recipe file, which must be the same for every rank."""
-    run_dir: Annotated[Path, arg(metavar="DIR")] = Path("runs")
-    """Where runs will be written; the directory of a run gives its checkpoints' size and more."""
-    num_workers: int | None = None
-    """Loader workers per rank in training; by default the run's, or 0."""
-    timeout_s: float = 30.0
-    """Seconds to wait for the other ranks."""
-    budget_s: float = 20.0
-    """Seconds that the all-reduce's measurements may take."""
-    device: Device = "auto"
-    """Where training will be; auto takes the best device here."""
-    backend: Backend = "auto"
-    """What connects the ranks; auto chooses by platform and device."""
 
 
 class Orders(msgspec.Struct, frozen=True):

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from samestep.doctor import addresses, all_ranks, measurements, node, run_directory, slurm_job
-from samestep.doctor.between_ranks import CutOffError, DoctorOptions, follow, lead
+from samestep.doctor.between_ranks import CutOffError, follow, lead
 from samestep.doctor.findings import Finding, merge, named, red, run_checks, size_name, worst
-from samestep.doctor.rank_facts import Allocation, AllReduce, RankFacts
+from samestep.doctor.rank_facts import Allocation, AllReduce, DoctorOptions, RankFacts
 from samestep.errors import UserError
 from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN, Launch, detect_launch
 from samestep.ranks.world import World, find_world

@@ -6,8 +6,33 @@ pickle. An empty text means "none"; None means "unknown", or "no limit" for a li
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
 
 from samestep.ranks.launch import Launch
+from samestep.settings import Backend, Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """What to look at, and for how long."""
+
+    recipe: Annotated[Positional[Path | None], arg(metavar="[RECIPE.py]")] = None
+    """A recipe file, which must be the same for every rank."""
+    run_dir: Annotated[Path, arg(metavar="DIR")] = Path("runs")
+    """Where runs will be written; the directory of a run gives its checkpoints' size and more."""
+    num_workers: int | None = None
+    """Loader workers per rank in training; by default the run's, or 0."""
+    timeout_s: float = 30.0
+    """Seconds to wait for the other ranks."""
+    budget_s: float = 20.0
+    """Seconds that the all-reduce's measurements may take."""
+    device: Device = "auto"
+    """Where training will be; auto takes the best device here."""
+    backend: Backend = "auto"
+    """What connects the ranks; auto chooses by platform and device."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from samestep.errors import UserError
 from samestep.ranks.address import check_gloo_interfaces, interface_towards, resolve, resolve_master
 from samestep.ranks.launch import Launch, binds_gpus, detect_launch
 from samestep.ranks.startup import PARENT, resume_collections
+from samestep.settings import Backend, Device
 
 FEWER_RANKS = (
     "Start as many ranks as GPUs (--nproc, --ntasks-per-node), use --device cpu, or let ranks "
@@ -79,10 +80,6 @@ Store: TypeAlias = _Store
 
 StoreTimeout: TypeAlias = dist.DistStoreError
 """A store has waited for a key in vain."""
-
-Device = Literal["auto", "cpu", "cuda", "mps"]
-
-Backend = Literal["auto", "nccl", "gloo"]
 
 GROUP_OF_ONE = "SAMESTEP_GROUP_OF_ONE"
 """Set to 1, a process alone makes a process group too: a test of what connects ranks."""

@@ -10,11 +10,11 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.ranks.process import JOB_RUN
-from samestep.ranks.world import Backend, Device
 from samestep.run.directory import new_run_path
 from samestep.run.environment import names_secret
 from samestep.session.own_state import simple
 from samestep.session.session import refuse_taken
+from samestep.settings import Backend, Device
 
 
 @dataclass(frozen=True, kw_only=True)

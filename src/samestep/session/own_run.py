@@ -11,7 +11,6 @@ from torch import Tensor
 from samestep import dist
 from samestep.errors import UserError
 from samestep.ranks.process import RankLog, rank_of, report
-from samestep.ranks.world import Backend, Device
 from samestep.recipe import Collate
 from samestep.session.gradients import Trained, backward, check_loss, parameters_of, weight_of
 from samestep.session.means import check_names
@@ -21,6 +20,7 @@ from samestep.session.own_options import Options, names_of_path, plain_settings,
 from samestep.session.own_session import OwnSession
 from samestep.session.own_state import Stateful, check_held
 from samestep.session.session import Stopped, as_mistake, end_failed, end_reported
+from samestep.settings import Backend, Device
 
 Thing = TypeVar("Thing", bound=torch.nn.Module | Tensor)
 

@@ -15,9 +15,10 @@ from samestep.data.batches import open_split
 from samestep.data.trees import describe, map_leaves, tree_leaves
 from samestep.errors import UserError, blame, defined_at
 from samestep.machine import usable_cores
-from samestep.ranks.world import Device, World
+from samestep.ranks.world import World
 from samestep.recipe import Recipe, is_cross_entropy
 from samestep.session.trained_model import TrainedModel, open_checkpoint
+from samestep.settings import Device
 from samestep.training.apply import applied
 from samestep.training.device import choose_threads, switched
 from samestep.training.evaluation import as_evaluated, outputs_of

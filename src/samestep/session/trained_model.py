@@ -12,14 +12,14 @@ from samestep.data.batches import open_split
 from samestep.data.recipe_splits import load_splits
 from samestep.errors import UserError
 from samestep.machine import usable_cores
-from samestep.ranks.world import Device, World, choose_device
+from samestep.ranks.world import World, choose_device
 from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import Entry, find_checkpoint
 from samestep.session.recipe_changes import check_recipe_unchanged
 from samestep.session.request import draft, read_toml
-from samestep.settings import Settings
+from samestep.settings import Device, Settings
 from samestep.training.alike import seed_alike
 from samestep.training.apply import applied, terms_of
 from samestep.training.device import check_precision, choose_threads, data_dtype, switched

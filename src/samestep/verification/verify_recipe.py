@@ -21,6 +21,7 @@ from samestep.reporting.words import count
 from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.training.meter import KEPT
+from samestep.verification import NO_EFFECT
 from samestep.verification.all_rows import judge
 from samestep.verification.evidence import Check, Evidence
 from samestep.verification.short_trainings import (
@@ -33,14 +34,6 @@ from samestep.verification.short_trainings import (
 )
 from samestep.verification.trace import Trace
 
-# Settings that a verification decides by itself, or has no use for.
-NO_EFFECT = (
-    *("run_dir", "epochs", "max_steps", "engine", "compile", "log_every"),
-    *("batch_size_per_rank", "micro_batch_size", "accumulate"),
-    *("eval_every_epochs", "eval_every_steps", "checkpoint_every_epochs", "monitor", "mode"),
-    "timeout_s",
-    *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k", "patience", "min_delta"),
-)
 MOST_RANKS = 64
 _SIZES, _QUICK_SIZES = (1, 2, 3), (1, 2)
 
