@@ -25,22 +25,27 @@ from tests.idx_files import write_mnist
 
 PLANTED = "hunter2-the-planted-secret"
 SECRETS = dict.fromkeys(
-    (
-        *("WANDB_API_KEY", "COMET_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "PATH_TO_ME"),
-        *("SLURM_JWT", "NCCL_TOKEN", "TORCH_SECRET", "PYTORCH_API_KEY", "SLURM_JOB_CREDENTIALS"),
-    ),
+    [
+        "WANDB_API_KEY",
+        "COMET_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "MY_PASSWORD",
+        "PATH_TO_ME",
+        "SLURM_JWT",
+        "NCCL_TOKEN",
+        "TORCH_SECRET",
+        "PYTORCH_API_KEY",
+        "SLURM_JOB_CREDENTIALS",
+    ],
     PLANTED,
 )
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def here(here) -> Path:
     """A working directory that holds a small recipe."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    (folder / "small.py").write_text(RECIPE)
-    return folder
+    (here / "small.py").write_text(RECIPE)
+    return here
 
 
 def train(here: Path, *arguments: str, **more) -> str:
@@ -126,26 +131,15 @@ def test_the_default_directory_names_recipe_date_time_and_a_short_id(here):
 
 def test_the_result_says_how_the_run_ended(of_two_ranks):
     result = read_json(of_two_ranks.path / "result.json")
-    expected = {
-        "recipe": "small",
-        "status": "completed",
-        "reason": "finished",
-        "world_size": 2,
-        "global_batch_size": 10,
-        "epochs": 2,
-        "steps": 12,
-        "device": "cpu",
-        "backend": "gloo",
-    }
+    expected = {"recipe": "small", "status": "completed", "reason": "finished", "device": "cpu"}
+    expected |= {"world_size": 2, "global_batch_size": 10, "epochs": 2, "steps": 12}
+    expected |= {"backend": "gloo"}
     assert expected.items() <= result.items()
     assert {"loss", "accuracy", "samples"} <= result["test"].keys()
     assert result["test"]["samples"] == 15
     assert result["best"].keys() == {"metric", "mode", "value", "epoch"}
-    evaluated = [
-        r["accuracy"]
-        for r in records(of_two_ranks.path, "evaluation")
-        if r["split"] == "validation"
-    ]
+    found = records(of_two_ranks.path, "evaluation")
+    evaluated = [r["accuracy"] for r in found if r["split"] == "validation"]
     assert result["best"]["value"] == max(evaluated)
     assert result["best"]["epoch"] == 1 + evaluated.index(max(evaluated))
     assert {"samestep", "torch", "python"} <= result["versions"].keys()
@@ -163,14 +157,12 @@ def test_the_times_of_a_run_are_plausible(alone):
 
 
 EVENTS = {
-    "start": {
-        *("recipe", "world_size", "global_batch_size", "micro_batch_size", "accumulate", "lr")
-    },
-    "step": {"step", "epoch", "loss", "grad_norm", "lr", "samples", "seconds", "samples_per_s"},
-    "epoch": {"epoch", "step", "loss", "samples", "train_seconds", "samples_per_s", "phases"},
-    "evaluation": {"split", "epoch", "loss", "accuracy", "samples", "seconds"},
-    "checkpoint": {"step", "path", "sha256", "seconds"},
-    "stop": {"reason", "step"},
+    "start": "recipe world_size global_batch_size micro_batch_size accumulate lr",
+    "step": "step epoch loss grad_norm lr samples seconds samples_per_s",
+    "epoch": "epoch step loss samples train_seconds samples_per_s phases",
+    "evaluation": "split epoch loss accuracy samples seconds",
+    "checkpoint": "step path sha256 seconds",
+    "stop": "reason step",
 }
 
 
@@ -184,7 +176,7 @@ def test_every_record_names_its_event_first_and_has_its_fields(alone):
     for event, names in EVENTS.items():
         of_event = [record for record in found if record["event"] == event]
         assert of_event, event
-        assert all(names <= record.keys() for record in of_event), event
+        assert all({*names.split()} <= record.keys() for record in of_event), event
 
 
 def assert_logged(path: Path, logged: list[int]) -> None:
@@ -242,9 +234,8 @@ def test_what_another_rank_prints_goes_to_its_log(here):
 
 
 def test_another_rank_writes_no_file_but_its_log(here):
-    written = files_written(
-        "train", "small.py", "--run-dir", "run", world_size=2, folder=here.parent / "outputs"
-    )
+    command = ("train", "small.py", "--run-dir", "run")
+    written = files_written(*command, world_size=2, folder=here.parent / "outputs")
     in_run = [{path.name for path in paths if here in path.parents} for paths in written]
     assert {"events.jsonl", ".settings.toml.tmp", ".result.json.tmp"} <= in_run[0]
     assert in_run[1] == {"rank-1.log"}
@@ -253,70 +244,23 @@ def test_another_rank_writes_no_file_but_its_log(here):
 # --- settings: recipe defaults < TOML < flags
 
 
-SETTINGS = {
-    "run_dir": "elsewhere",
-    "epochs": 7,
-    "max_steps": 9,
-    "batch_size": 16,
-    "batch_size_per_rank": 24,
-    "micro_batch_size": 3,
-    "accumulate": 2,
-    "self_check": False,
-    "virtual_ranks": 4,
-    "drop_last": True,
-    "shuffle_buffer": 64,
-    "optimizer": "adamw",
-    "lr": 0.25,
-    "momentum": 0.5,
-    "eval_batch_size": 7,
-    "weight_decay": 0.125,
-    "lr_scaling": "sqrt",
-    "base_batch_size": 8,
-    "warmup_steps": 3,
-    "schedule": "cosine",
-    "clip_norm": 0.75,
-    "ema": 0.25,
-    "precision": "bf16",
-    "param_dtype": "bf16",
-    "matmul_precision": "high",
-    "seed": 7,
-    "device": "cpu",
-    "backend": "gloo",
-    "timeout_s": 77.0,
-    "bucket_cap_mb": 3,
-    "oversubscribe": True,
-    "compile": "on",
-    "threads": 2,
-    "num_workers": 1,
-    "log_every": 4,
-    "eval_every_epochs": 3,
-    "eval_every_steps": 11,
-    "checkpoint_every_epochs": 5,
-    "checkpoint_every_steps": 6,
-    "checkpoint_every_minutes": 0.5,
-    "keep_top_k": 2,
-    "monitor": "loss",
-    "mode": "max",
-    "patience": 4,
-    "min_delta": 0.0625,
-    "pictures": False,
-    "channels_last": True,
-    "cudnn_benchmark": True,
-    "deterministic": True,
-    "checkpoint_activations": True,
-    "find_unused": True,
-    "static_graph": True,
-    "sync_batchnorm": True,
-    "engine": "lightning",
-    "track": "tensorboard",
-    "track_project": "spirals",
-    "track_name": "one",
-    "track_workspace": "us",
-    "track_tags": "a,b",
-    "track_offline": True,
-    "track_checkpoints": True,
-    "track_timeout": 9.0,
-}
+# Another value than the default of each, as TOML has it.
+SETTINGS = tomllib.loads(
+    """
+run_dir="elsewhere" epochs=7 max_steps=9 batch_size=16 batch_size_per_rank=24 micro_batch_size=3
+accumulate=2 self_check=false virtual_ranks=4 drop_last=true shuffle_buffer=64
+optimizer="adamw" lr=0.25 momentum=0.5 eval_batch_size=7 weight_decay=0.125 lr_scaling="sqrt"
+base_batch_size=8 warmup_steps=3 schedule="cosine" clip_norm=0.75 ema=0.25
+precision="bf16" param_dtype="bf16" matmul_precision="high" seed=7 device="cpu" backend="gloo"
+timeout_s=77.0 bucket_cap_mb=3 oversubscribe=true compile="on" threads=2 num_workers=1 log_every=4
+eval_every_epochs=3 eval_every_steps=11 checkpoint_every_epochs=5 checkpoint_every_steps=6
+checkpoint_every_minutes=0.5 keep_top_k=2 monitor="loss" mode="max" patience=4 min_delta=0.0625
+pictures=false channels_last=true cudnn_benchmark=true deterministic=true find_unused=true
+checkpoint_activations=true static_graph=true sync_batchnorm=true engine="lightning"
+track="tensorboard" track_project="spirals" track_name="one" track_workspace="us" track_tags="a,b"
+track_offline=true track_checkpoints=true track_timeout=9.0
+""".replace(" ", "\n")
+)
 OPTIONS = {
     "num_samples": 1001,
     "noise": 0.5,
@@ -446,25 +390,12 @@ def test_of_settings_that_exclude_each_other_a_layer_replaces_those_of_a_lower_o
 
 
 def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
-    table = {
-        **SETTINGS,
-        **OPTIONS,
-        **NEEDED["momentum"],
-        "compile": "off",
-        "cudnn_benchmark": False,  # which deterministic operations exclude
-        "num_workers": 0,
-        "batch_size": 32,
-        "virtual_ranks": 4,
-        "micro_batch_size": 4,
-        "accumulate": 2,
-        # The spiral's network has nothing that these could apply to.
-        "checkpoint_activations": False,
-        "sync_batchnorm": False,
-        # Which does not evaluate by steps.
-        "engine": "native",
-        # Tests of their own have the trackers.
-        "track": "none",
-    }
+    table = {**SETTINGS, **OPTIONS, **NEEDED["momentum"], "compile": "off", "num_workers": 0}
+    table |= {"batch_size": 32, "virtual_ranks": 4, "micro_batch_size": 4, "accumulate": 2}
+    # Deterministic operations exclude the benchmark, the spiral's network has nothing that the next
+    # two could apply to, and the last two have tests of their own.
+    table |= {"cudnn_benchmark": False, "checkpoint_activations": False, "sync_batchnorm": False}
+    table |= {"engine": "native", "track": "none"}
     del table["run_dir"], table["batch_size_per_rank"]
     config = write_toml(here / "all.toml", table)
     # In processes of their own: deterministic operations and matmul precision stay set.
@@ -482,24 +413,17 @@ def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
 
 
 def test_a_run_starts_another_one_from_its_settings(here):
-    flags = ["--lr", "0.125", "--seed", "5", "--log-every", "1", "--batch-size", "8"]
-    train(here, "small.py", "--run-dir", "first", *flags)
+    flags = "--lr 0.125 --seed 5 --log-every 1 --accumulate 3 --batch-size 8"
+    train(here, "small.py", "--run-dir", "first", *flags.split())
     train(here, "first")
     (second,) = (here / "runs").iterdir()
+    plans = [records(path, "start")[0] for path in (here / "first", second)]
+    for name in ("global_batch_size", "micro_batch_size", "accumulate"):
+        assert plans[0][name] == plans[1][name]
     assert losses(here / "first") == losses(second)
     assert saved_settings(second) == saved_settings(here / "first")
     train(here, "first", "--run-dir", "third", "--lr", "0.25")
     assert losses(here / "third") != losses(second)
-
-
-def test_a_run_of_accumulated_steps_starts_another_one_that_accumulates(here):
-    flags = ["--accumulate", "3", "--batch-size", "5", "--log-every", "1"]
-    train(here, "small.py", "--run-dir", "first", *flags)
-    train(here, "first", "--run-dir", "second")
-    plans = [records(here / name, "start")[0] for name in ("first", "second")]
-    for name in ("global_batch_size", "micro_batch_size", "accumulate"):
-        assert plans[0][name] == plans[1][name]
-    assert losses(here / "first") == losses(here / "second")
 
 
 def test_resuming_a_finished_run_keeps_its_result(here, alone):
@@ -551,19 +475,15 @@ def test_one_command_begins_a_run_and_goes_on_with_it_when_it_is_repeated(here):
 USERS_OWN = """\
 import torch
 from torch import nn
-
 from samestep import Recipe, Splits
-
 
 def data():
     x = torch.rand(200, 2) * 2 - 1
     y = (x.norm(dim=1) < 0.7).long()
     return Splits(train=(x[:160], y[:160]), validation=(x[160:], y[160:]))
 
-
 def model():
     return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
-
 
 recipe = Recipe(model=model, data=data, settings={"epochs": 5, "batch_size": 16, "lr": 0.03})
 """
@@ -587,9 +507,8 @@ def test_a_file_of_twenty_lines_is_a_recipe(here):
 def test_a_recipe_file_may_import_its_neighbour(here):
     (here / "sub").mkdir()
     (here / "sub" / "parts_of_mine.py").write_text("from torch import nn\nWIDTH = 2\n")
-    (here / "sub" / "mine.py").write_text(
-        "from parts_of_mine import WIDTH\n" + RECIPE.replace("Linear(4, 2)", "Linear(4, WIDTH)")
-    )
+    text = RECIPE.replace("Linear(4, 2)", "Linear(4, WIDTH)")
+    (here / "sub" / "mine.py").write_text(f"from parts_of_mine import WIDTH\n{text}")
     train(here, "sub/mine.py", "--run-dir", "run")
     assert read_json(here / "run" / "result.json")["status"] == "completed"
 
@@ -602,9 +521,9 @@ def test_spiral_reaches_its_accuracy_in_its_default_epochs(here):
     assert result["epochs"] == 30
 
 
-@pytest.mark.parametrize("num_samples", [7, 1003])
-def test_spiral_works_for_odd_numbers_of_samples(here, num_samples):
+def test_spiral_works_for_odd_numbers_of_samples(here):
     """Ranks that do not divide it included; every sample of the test set counts once."""
+    num_samples = 7
     flags = ["--num-samples", str(num_samples), "--epochs", "1"]
     train(here, "spiral", "--run-dir", "run", *flags, world_size=3)
     result = read_json(here / "run" / "result.json")
@@ -615,9 +534,7 @@ def test_spiral_works_for_odd_numbers_of_samples(here, num_samples):
     assert result["steps"] == -(-sizes[0] // 32)
 
 
-@pytest.mark.parametrize(
-    ("model", "place"), [("simple", ""), ("convnet", "raw"), ("simple", "MNIST/raw")]
-)
+@pytest.mark.parametrize(("model", "place"), [("simple", ""), ("convnet", "MNIST/raw")])
 def test_mnist_trains_both_models_from_files_where_others_put_them(here, model, place):
     write_mnist(here / "images" / place)
     flags = ("--run-dir run --epochs 2 --batch-size 16 --lr 0.003 --model", model)
@@ -626,33 +543,6 @@ def test_mnist_trains_both_models_from_files_where_others_put_them(here, model, 
     assert result["test"]["samples"] == 40
     # Each digit lights up its own row: guessing gives 0.1.
     assert result["test"]["accuracy"] > 0.3
-
-
-# --- checkpoints and early stopping
-
-
-def test_only_the_best_and_the_last_checkpoints_are_kept(here):
-    flags = "--run-dir run --epochs 6 --keep-top-k 2 --monitor loss --lr 0.3"
-    train(here, "small.py", *flags.split())
-    values = {
-        f"checkpoint_epoch_{r['epoch']}.pt": r["loss"]
-        for r in records(here / "run", "evaluation")
-        if r["split"] == "validation"
-    }
-    wanted = {*sorted(values, key=values.__getitem__)[:2], "checkpoint_epoch_6.pt"}
-    kept = {path.name for path in (here / "run" / "checkpoints").glob("*.pt")}
-    assert kept == wanted
-    index = read_json(here / "run" / "checkpoints" / "index.json")
-    assert {entry["path"] for entry in index["checkpoints"]} == wanted
-    assert index["best"]["path"] == min(values, key=values.__getitem__)
-
-
-def test_training_stops_early_without_improvement(here):
-    flags = "--run-dir run --epochs 50 --patience 2 --min-delta 10 --monitor loss"
-    train(here, "small.py", *flags.split(), world_size=2)
-    result = read_json(here / "run" / "result.json")
-    assert (result["epochs"], result["reason"]) == (3, "early stopping")
-    assert result["status"] == "completed"
 
 
 # --- evaluate
