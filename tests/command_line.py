@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -53,6 +54,22 @@ def run(
     ranks = start(*arguments, world_size=world_size, folder=folder, environment=environment)
     assert ranks.wait() == [0] * world_size, ranks.output()
     return ranks
+
+
+def typed(
+    *words: str | Path, folder: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own, to whatever end: a path, or a module's `-m NAME`."""
+    program = [sys.executable, *words] if str(words[0]).startswith("-") else words
+    return subprocess.run(
+        program,
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
 
 
 def end_with_first_failure(ranks: Ranks) -> int:

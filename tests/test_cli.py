@@ -1,7 +1,6 @@
 """The command line before any verb: help, version, and what it costs to ask for them."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,17 +8,11 @@ import pytest
 
 from samestep.cli import VERBS
 from samestep.version import __version__
-from tests.command_line import call
-from tests.processes import TIMEOUT_S
+from tests.command_line import call, typed
 from tests.reporting.made_runs import write_run
 
 SCRIPT = Path(sys.executable).with_name("samestep")
-AS_MODULE = [sys.executable, "-m", "samestep"]
-
-
-def run(*command: str | Path, **more) -> subprocess.CompletedProcess[str]:
-    more = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, **more}
-    return subprocess.run(command, check=False, **more)
+AS_MODULE = ("-m", "samestep")
 
 
 def assert_ends_with_examples(text: str, verb: str = "") -> None:
@@ -29,9 +22,9 @@ def assert_ends_with_examples(text: str, verb: str = "") -> None:
     assert all("samestep " in line and line.startswith("  ") for line in lines), verb
 
 
-@pytest.mark.parametrize("command", [[SCRIPT], AS_MODULE], ids=["script", "module"])
+@pytest.mark.parametrize("command", [(SCRIPT,), AS_MODULE], ids=["script", "module"])
 def test_help_names_every_verb_and_ends_with_examples(command):
-    done = run(*command, "--help")
+    done = typed(*command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     for verb in VERBS:
         assert f"\n  {verb} " in done.stdout
@@ -70,7 +63,7 @@ def without_torch(tmp_path_factory) -> dict[str, tuple[int, str, list[str]]]:
     (folder / "script.py").write_text("print(1)\n")
     helps = [f"{verb} --help" for verb in (*VERBS, *INNER, "slurm sandbox")]
     commands = json.dumps([*PLAIN, *helps])
-    done = run(sys.executable, "-W", "error", "-c", WITHOUT_TORCH, commands, cwd=folder)
+    done = typed("-W", "error", "-c", WITHOUT_TORCH, commands, folder=folder)
     assert done.returncode == 0, done.stderr
     assert (folder / "one" / "report.html").is_file()
     return json.loads(done.stdout)
@@ -122,7 +115,7 @@ def test_the_help_of_a_recipe_shows_its_own_options_and_their_defaults(capfd):
 )
 def test_torch_is_not_imported_before_the_verb_is_known(arguments, code, printed):
     # -X importtime names every module that is imported, on standard error.
-    done = run(sys.executable, "-X", "importtime", "-m", "samestep", *arguments)
+    done = typed("-X", "importtime", *AS_MODULE, *arguments)
     assert done.returncode == code
     assert done.stdout.startswith(printed)
     errors = done.stderr.splitlines()
@@ -143,5 +136,5 @@ def test_torch_is_not_imported_before_the_verb_is_known(arguments, code, printed
 def test_a_reader_that_leaves_early_sees_no_traceback():
     # A pipe that nobody reads, as after `samestep runs --help | head -1`.
     program = f"exec {sys.executable} -m samestep runs --help | true; exit ${{PIPESTATUS[0]}}"
-    done = run("bash", "-c", program)
+    done = typed("bash", "-c", program)
     assert (done.returncode, done.stderr) == (141, "")

@@ -12,7 +12,7 @@ import torch
 import samestep
 from samestep import read_records
 from samestep.commands.train import parse
-from tests.command_line import refusal, run
+from tests.command_line import run
 from tests.tiny import all_records, read_index, sha256
 
 KEPT = Path(__file__).parent / "kept"
@@ -80,43 +80,28 @@ def test_the_batch_size_of_a_kept_run_counts_per_rank_also_where_its_command_is_
 
 @pytest.mark.parametrize("copy", NAMES, indirect=True)
 @pytest.mark.parametrize("checkpoint", ["last", "best"])
-def test_a_checkpoint_of_a_kept_run_is_evaluated_as_it_was(copy, checkpoint, tmp_path):
-    ranks = run(
-        *("evaluate", str(copy), "--split", "validation", "--checkpoint", checkpoint, "--json"),
-        folder=tmp_path / "output",
-    )
-    measured = json.loads(ranks.printed(0))
-    entry = read_index(copy)[checkpoint]
-    (recorded,) = (
-        r
-        for r in read_records(copy)
-        if (r["event"], r.get("split"), r.get("step"))
-        == ("evaluation", "validation", entry["step"])
-    )
+def test_a_checkpoint_of_a_kept_run_is_evaluated_as_it_was(copy, checkpoint):
+    measured = samestep.evaluate(copy, checkpoint, split="validation")
+    step = read_index(copy)[checkpoint]["step"]
+    wanted = ("evaluation", "validation", step)
+    told = [r for r in read_records(copy) if (r["event"], r.get("split"), r.get("step")) == wanted]
+    (recorded,) = told
     for key in ("loss", "accuracy"):
         assert measured[key] == pytest.approx(recorded[key], rel=1e-5)
 
 
-def test_kept_runs_are_compared(tmp_path):
-    ranks = run(
-        *("compare", *(str(KEPT / name) for name in NAMES), "--json"), folder=tmp_path / "output"
-    )
-    table = json.loads(ranks.printed(0))
-    assert [(Path(r["run_dir"]).name, r["problems"]) for r in table["runs"]] == [
-        (name, []) for name in NAMES
-    ]
+def test_kept_runs_are_compared():
+    found = samestep.compare(*(KEPT / name for name in NAMES))["runs"]
+    assert [(Path(r["run_dir"]).name, r["problems"]) for r in found] == [(n, []) for n in NAMES]
 
 
 @pytest.mark.parametrize("copy", NAMES[:1], indirect=True)
-def test_a_checkpoint_of_a_newer_format_is_refused_and_both_formats_are_named(copy, tmp_path):
+def test_a_checkpoint_of_a_newer_format_is_refused_and_both_formats_are_named(copy, refused):
     index = copy / "checkpoints" / "index.json"
     for path in (copy / "checkpoints").glob("*.pt"):
         was = sha256(path)
         torch.save({**torch.load(path, weights_only=True), "format": 99}, path)
         index.write_text(index.read_text().replace(was, sha256(path)))
-    said = refusal(
-        *("train", str(copy), "--resume", "--epochs", "6", "--max-steps", "42"),
-        folder=tmp_path / "output",
-    )
+    said = refused("train", str(copy), "--resume", "--epochs", "6", "--max-steps", "42")
     assert "format 99" in said
     assert "format 1." in said

@@ -7,7 +7,7 @@ import pytest
 
 from samestep import nearby
 from samestep.nearby import find_nearby
-from tests.command_line import RECIPE, call, one_message, refusal
+from tests.command_line import RECIPE, call, one_message
 from tests.reporting.made_runs import write_run
 
 
@@ -96,13 +96,19 @@ def test_the_search_ends_in_time(project, monkeypatch):
     assert len(read) <= 2
 
 
-def test_the_command_is_told_with_the_right_place_in_it(project):
-    told = refusal("train", "mine.py", "--lr", "0.1", folder=project / "output")
-    assert told.endswith("samestep train examples/mine.py --lr 0.1")
-    told = refusal("train", "mine", "--lr", "0.1", folder=project / "output")
-    assert told.endswith("samestep train examples/mine.py --lr 0.1")
-    told = refusal("train", "toy-1", "--resume", folder=project / "output")
-    assert told.endswith("samestep train runs/toy-1 --resume")
+@pytest.mark.parametrize(
+    ("command", "right"),
+    [
+        ("mine.py --lr 0.1", "examples/mine.py --lr 0.1"),
+        ("mine --lr 0.1", "examples/mine.py --lr 0.1"),
+        ("toy-1 --resume", "runs/toy-1 --resume"),
+    ],
+)
+def test_the_command_is_told_with_the_right_place_in_it(
+    project, refused, monkeypatch, command, right
+):
+    monkeypatch.setattr("sys.argv", ["samestep", "train", *command.split()])
+    assert refused("train", *command.split()).endswith(f"samestep train {right}")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 import samestep
 from samestep import UserError
 from tests.api.recipes import made
-from tests.command_line import RECIPE, run
+from tests.command_line import RECIPE, call
 
 READS = f"""{RECIPE}
 from dataclasses import replace
@@ -45,13 +45,14 @@ def test_a_loaded_model_is_plain_torch_with_the_weights_that_were_evaluated(trai
     assert set(found) >= {"checkpoint", "split", "accuracy", "samples"}
 
 
-def test_evaluate_and_predict_return_what_the_verbs_print(trained, tmp_path):
+def test_evaluate_and_predict_return_what_the_verbs_print(trained, capfd):
     Path("rows.txt").write_text("1 2 3 4\n-1 0 0 0\n")
     Path("bad.txt").write_text("one two\n")
     files = ["rows.txt", Path("bad.txt")]
-    outputs = tmp_path / "outputs"
-    said = run("evaluate", "run", "--json", "--split", "validation", folder=outputs).printed(0)
-    assert samestep.evaluate(trained, split="validation") == json.loads(said)
+    capfd.readouterr()
+    assert call("evaluate", "run", "--json", "--split", "validation") == 0
+    said = json.loads(capfd.readouterr().out)
+    assert samestep.evaluate(trained, split="validation") == said
     found = samestep.predict("run", files, top=1)
     assert [row.get("row") for row in found] == [1, 2, None]
     assert found[0]["classes"][0].keys() == {"class", "probability"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import samestep
-from tests.command_line import call, read_json, run
+from tests.command_line import call, read_json, train_here
 
 RECIPE = """
 import torch
@@ -91,7 +91,7 @@ def typed(tmp_path_factory):
     def train(precision: str, *more: str) -> Path:
         path = folder / "-".join([precision, *more])
         flags = ("--precision", precision, "--run-dir", str(path), *more)
-        run("train", str(folder / "small.py"), *flags, folder=folder / "outputs")
+        train_here(str(folder / "small.py"), *flags)
         return path
 
     return train

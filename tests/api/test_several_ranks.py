@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,16 +16,10 @@ from samestep import Recipe, UserError
 from samestep.api.call import Call
 from samestep.api.sending import SentCall, receive, send
 from tests.api.recipes import made
-from tests.examples.programs import environment, forked
-from tests.processes import TIMEOUT_S
+from tests.command_line import typed
+from tests.examples.programs import forked
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> Path:
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def in_a_notebook(text: str) -> dict:
@@ -183,15 +176,7 @@ def test_a_script_without_a_guard_starts_its_ranks_once(here):
         "run = samestep.train(recipe, nproc=2, num_workers=0, quiet=True)\n"
         "print(run.result['status'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=here,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = typed(sys.executable, "script.py", folder=here, OMP_NUM_THREADS="1")
     assert done.stdout.split() == ["begins", "completed"]
     assert (done.returncode, done.stderr) == (0, "")
 

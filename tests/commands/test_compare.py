@@ -1,14 +1,13 @@
 """`samestep compare` as a user runs it, on runs that were trained."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from samestep.run.records import read_records
 from tests import tiny
-from tests.command_line import refusal, run
+from tests.command_line import call, train_here
 from tests.reporting.made_runs import write_run
 
 pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once for all of them
@@ -19,20 +18,27 @@ def trained(tmp_path_factory):
     """Train the same on one rank and on two, the latter stopped and resumed on one."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = tiny.write_recipe(folder)
-    tiny.train(recipe, "--run-dir", str(folder / "one"), folder=folder)
+    train_here(str(recipe), "--run-dir", str(folder / "one"))
     two = ("--run-dir", str(folder / "two"))
     tiny.train(recipe, *two, "--max-steps", "30", world_size=2, folder=folder)
-    tiny.resume(folder / "two", "--max-steps", "66", folder=folder)
+    train_here(str(folder / "two"), "--resume", "--max-steps", "66")
     return folder
 
 
-def compared(folder, *arguments):
-    return json.loads(run("compare", *arguments, "--json", folder=folder).printed(0))
+@pytest.fixture
+def compare(trained, capfd):
+    """Compare the two runs in this process; return what is printed."""
+
+    def compared(*flags):
+        capfd.readouterr()
+        assert call("compare", str(trained / "one"), str(trained / "two"), *flags) == 0
+        return capfd.readouterr().out
+
+    return compared
 
 
-def test_one_rank_and_two_are_told_to_be_the_same_training(trained):
-    one, two = str(trained / "one"), str(trained / "two")
-    found = compared(trained, one, two, "--metric", "loss")
+def test_one_rank_and_two_are_told_to_be_the_same_training(trained, compare):
+    found = json.loads(compare("--metric", "loss", "--json"))
     (same,) = found["same_training"]
     assert same["verdict"] in ("equal", "rounding")
     assert same["steps"] == 66
@@ -51,39 +57,31 @@ def test_one_rank_and_two_are_told_to_be_the_same_training(trained):
     assert found["by_samples"]["places"][0] == epochs[0]["epoch"] * 131
 
 
-def test_the_tables_fit_a_terminal(trained):
-    printed = run(
-        "compare", str(trained / "one"), str(trained / "two"), "--target", "0.6", folder=trained
-    ).printed(0)
-    lines = [line for line in printed.splitlines() if str(trained) not in line]
+def test_the_tables_fit_a_terminal(trained, compare, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line for line in compare("--target", "0.6").splitlines() if str(trained) not in line]
     assert "The same training?" in lines
     assert max(map(len, lines)) <= 80
 
 
-def test_the_curves_are_drawn_into_a_file(trained):
+def test_the_curves_are_drawn_into_a_file(trained, compare):
     pytest.importorskip("matplotlib")
     picture = trained / "curves.png"
-    runs = (str(trained / "one"), str(trained / "two"))
-    run("compare", *runs, "--plot", str(picture), folder=trained)
+    compare("--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "--plot a.txt" in refusal("compare", *runs, "--plot", "a.txt", folder=trained)
 
 
-def test_without_matplotlib_it_says_how_to_get_it(tmp_path):
-    write_run(tmp_path / "one")
-    write_run(tmp_path / "two")
-    program = (
-        "import sys; sys.modules['matplotlib'] = None; from samestep.cli import main\n"
-        "sys.exit(main(['compare', 'one', 'two', '--plot', 'x.png']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "pip install 'samestep[plot]'" in done.stderr
-    assert not (tmp_path / "x.png").exists()
-
-
-def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path):
-    runs = [str(write_run(tmp_path / name)) for name in ("one", "two")]
-    assert "'bleu'" in refusal("compare", *runs, "--metric", "bleu", folder=tmp_path)
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--metric bleu", "'bleu'"),
+        ("--plot a.txt", "--plot a.txt"),
+        ("--plot a.png", "pip install 'samestep[plot]'"),
+    ],
+)
+def test_a_mistake_gets_one_message_and_exit_code_2(here, refused, monkeypatch, flags, named):
+    runs = [str(write_run(here / name)) for name in ("one", "two")]
+    if "png" in flags:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert named in refused("compare", *runs, *flags.split())
+    assert not list(here.glob("a.*"))

@@ -7,7 +7,7 @@ import torch
 
 from samestep import read_records
 from tests import streams, tiny
-from tests.command_line import call, tree
+from tests.command_line import call, train_here, tree
 
 CASES = {
     "one rank": (1, "--epochs 2"),
@@ -63,6 +63,13 @@ def assert_as_trained(told, run):
     assert told["checkpoint_bytes"] == pytest.approx(real, rel=0.03)
 
 
+def one_epoch(folder):
+    """Return a run of the tiny recipe's first epoch."""
+    recipe, run = tiny.write_recipe(folder), folder / "run"
+    train_here(str(recipe), "--epochs", "1", "--run-dir", str(run))
+    return run
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_told_is_what_is_trained(case, tmp_path, explained):
     ranks, text = CASES[case]
@@ -73,13 +80,16 @@ def test_what_is_told_is_what_is_trained(case, tmp_path, explained):
     told = explained(recipe, *flags, "--nproc", ranks)
     assert tree(tmp_path) == before
     run = tmp_path / "run"
-    tiny.train(recipe, *flags, "--run-dir", str(run), world_size=ranks, folder=tmp_path)
+    command = (str(recipe), *flags, "--run-dir", str(run))
+    if ranks == 1:
+        train_here(*command)
+    else:
+        tiny.train(*command, world_size=ranks, folder=tmp_path)
     assert_as_trained(told, run)
 
 
 def test_a_run_is_explained_as_it_goes_on_on_another_number_of_ranks(tmp_path, explained):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    tiny.train(recipe, "--epochs", "1", "--run-dir", str(run), folder=tmp_path)
+    run = one_epoch(tmp_path)
     before = tiny.files(run)
     told = explained(run, "--max-steps", "30", "--epochs", "9", "--nproc", "2")
     assert tiny.files(run) == before
@@ -92,8 +102,7 @@ def test_a_run_is_explained_as_it_goes_on_on_another_number_of_ranks(tmp_path, e
 def test_a_new_run_with_the_settings_of_a_run_is_explained_where_it_is_asked_for(
     tmp_path, explained
 ):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    tiny.train(recipe, "--epochs", "1", "--run-dir", str(run), folder=tmp_path)
+    run = one_epoch(tmp_path)
     told = explained(run, "--new")
     assert told["goes_on"] is None
     assert told["events"][0]["step"] == 4
@@ -115,14 +124,10 @@ def test_what_a_recipe_prints_is_not_in_the_object(tmp_path, explained):
 
 
 def test_eight_gpus_on_two_nodes_are_explained_without_any(explained):
-    told = explained(
-        "spiral", "--nproc", 4, "--nodes", 2, "--device", "cuda", "--precision", "fp16"
-    )
-    assert (told["device"], told["ranks"]["world_size"], told["ranks"]["num_nodes"]) == (
-        "cuda",
-        8,
-        2,
-    )
+    flags = "--nproc 4 --nodes 2 --device cuda --precision fp16"
+    told = explained("spiral", *flags.split())
+    ranks = told["ranks"]
+    assert (told["device"], ranks["world_size"], ranks["num_nodes"]) == ("cuda", 8, 2)
     assert told["plan"]["global_batch_size"] == 32
     assert [other["ranks"] for other in told["others"]] == [1, 4, 8, 16]
     assert told["memory"]["optimizer"]["exp_avg"]["elements"] == 2834
@@ -209,8 +214,7 @@ def test_a_mistake_is_told_as_train_tells_it(arguments, here, refused):
 
 
 def test_a_run_that_would_become_another_training_is_refused(tmp_path, refused):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    tiny.train(recipe, "--epochs", "1", "--run-dir", str(run), folder=tmp_path)
+    run = one_epoch(tmp_path)
     for flag, value in (("--lr", "0.5"), ("--batch-size", "24"), ("--seed", "1")):
         told = refused("explain", str(run), flag, value)
         assert told == refused("train", str(run), "--resume", flag, value)

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from samestep.cli import main
 from samestep.recipe import find_recipe
 from samestep.recipes.images import ImagesOptions, complete
 from samestep.session.request import draft
-from tests.command_line import RECIPE, read_json, refusal, run, train_here
+from tests.command_line import RECIPE, read_json, refusal, run, train_here, typed
 from tests.image_files import BROKEN, write_images
 from tests.processes import TIMEOUT_S, start_samestep
 from tests.tiny import all_records, num_records, until
@@ -198,7 +196,7 @@ def test_a_killed_job_leaves_nothing_in_shared_memory(place, tmp_path):
 def test_pillow_is_not_imported_before_an_image_is_read():
     modules = "samestep, samestep.commands.train, samestep.recipes.images, samestep.recipes.cifar10"
     program = f"import sys, {modules}; sys.exit('PIL' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert typed("-c", program).returncode == 0
 
 
 @pytest.mark.parametrize(

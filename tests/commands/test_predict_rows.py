@@ -2,7 +2,6 @@
 
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from samestep.cli import main
 from samestep.recipe import find_recipe
 from samestep.session.trained_model import evaluate_run
 from tests import tiny
-from tests.command_line import one_message, train_here
+from tests.command_line import train_here
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -285,15 +284,8 @@ def test_a_file_is_drawn_where_the_recipe_says_how(numbers, tmp_path, refused):
         assert told in message
 
 
-def test_without_matplotlib_a_plot_says_how_to_get_it(numbers):
+def test_without_matplotlib_a_plot_says_how_to_get_it(numbers, refused, monkeypatch):
     folder, path = numbers
-    program = (
-        "import sys; sys.modules['matplotlib'] = None; from samestep.cli import main\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    command = ["predict", str(folder), str(path), "--plot", "a.png"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *command], capture_output=True, text=True, check=False
-    )
-    message = one_message(done.returncode, done.stdout + done.stderr)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = refused("predict", str(folder), str(path), "--plot", "a.png")
     assert "pip install 'samestep[plot]'" in message

@@ -4,15 +4,13 @@ import errno
 import gzip
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from samestep.profiling.trace_digest import phases_of
 from tests import tiny
-from tests.command_line import end_with_first_failure, read_json, run, start, train_here
+from tests.command_line import end_with_first_failure, read_json, run, start, train_here, typed
 from tests.processes import Ranks
 from tests.profiling.planted import SITUATIONS
 from tests.training.test_full_disk import disk, fill  # noqa: F401 - the disk is a fixture
@@ -205,8 +203,9 @@ def test_a_short_script_runs_to_its_end_and_what_there_is_is_told(here):
 def test_what_a_script_prints_does_not_spoil_the_json(here):
     """Standard output is read alone, as a program would."""
     write(here, LONG)
-    command = [sys.executable, "-m", "samestep", "profile", "train.py", *QUICK.split(), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=here)
+    command = ("-m", "samestep", "profile", "train.py", *QUICK.split(), "--json")
+    done = typed(*command, folder=here)
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["name"] == "train.py"
     assert "arguments []" in done.stderr
 

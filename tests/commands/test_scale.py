@@ -1,47 +1,23 @@
 """`samestep scale` as a user runs it: real ranks, started one size after the other."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.command_line import refusal
-from tests.processes import TIMEOUT_S
+from tests.command_line import refusal, typed
 from tests.tiny import write_recipe
 
 
 def scale(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "samestep", "scale", *arguments],
-        cwd=folder,
-        timeout=TIMEOUT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("-m", "samestep", "scale", *arguments)
+    return typed(*command, folder=folder, OMP_NUM_THREADS="1")
 
 
 def test_it_measures_each_size_and_keeps_the_runs_where_it_is_told_to(tmp_path):
     recipe = write_recipe(tmp_path)
     recipe.write_text("print('read')\n" + recipe.read_text())
-    done = scale(
-        tmp_path,
-        "tiny.py",
-        "--nproc",
-        "1,2",
-        "--seconds",
-        "0.3",
-        "--rounds",
-        "1",
-        "--run-dir",
-        "kept",
-        "--device",
-        "cpu",
-        "--json",
-    )
+    flags = "--seconds 0.3 --rounds 1 --run-dir kept --device cpu --json"
+    done = scale(tmp_path, "tiny.py", "--nproc", "1,2", *flags.split())
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "round 1 of 1" in done.stderr
@@ -80,28 +56,24 @@ def test_what_fails_on_the_ranks_is_told_once_and_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nproc", "1"], "--nproc 1"),
-        (["--nproc", "1,x"], "--nproc 1,x"),
-        (["--epochs", "3"], "--epochs"),
-        (["--seconds", "0"], "--seconds is 0.0"),
-        (["--rounds", "0"], "--rounds is 0"),
-        (["--engine", "lightning"], "--engine"),
-        (["--mode", "sideways"], "--mode"),
-        (["--mode", "strong", "--nproc", "1,5", "--batch-size", "4"], "--batch-size 4"),
-        (["--run-dir", "full"], "full"),
-        (["--nonsense"], "--nonsense"),
+        ("spiral --nproc 1", "--nproc 1"),
+        ("spiral --nproc 1,x", "--nproc 1,x"),
+        ("spiral --epochs 3", "--epochs"),
+        ("spiral --seconds 0", "--seconds is 0.0"),
+        ("spiral --rounds 0", "--rounds is 0"),
+        ("spiral --engine lightning", "--engine"),
+        ("spiral --mode sideways", "--mode"),
+        ("spiral --mode strong --nproc 1,5 --batch-size 4", "--batch-size 4"),
+        ("spiral --run-dir full", "full"),
+        ("spiral --nonsense", "--nonsense"),
+        ("--nproc 1,2", "before --nproc:"),
     ],
 )
-def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, arguments, words, monkeypatch):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    arguments = [str(tmp_path / a) if a == "full" else a for a in arguments]
-    assert words in refusal("scale", "spiral", *arguments, folder=tmp_path / "out")
+def test_a_mistake_gets_one_message_and_exit_code_2(here, refused, arguments, words):
+    (here / "full").mkdir()
+    (here / "full" / "file").touch()
+    assert words in refused("scale", *arguments.split())
 
 
 def test_under_a_launcher_it_refuses_to_start_ranks_of_its_own(tmp_path):
     assert "torchrun" in refusal("scale", "spiral", world_size=2, folder=tmp_path)
-
-
-def test_without_a_target_it_says_what_to_name(tmp_path):
-    assert "before --nproc:" in refusal("scale", "--nproc", "1,2", folder=tmp_path)

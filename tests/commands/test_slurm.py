@@ -2,16 +2,12 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from samestep.cli import main
 from samestep.slurm.options import JobOptions, keep_options, kept_options
-from tests.command_line import RECIPE
-from tests.processes import TIMEOUT_S
+from tests.command_line import RECIPE, call
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +26,8 @@ def here(tmp_path, monkeypatch) -> Path:
 def slurm(capfd):
     """Give a function that runs `samestep slurm` here; it returns exit code, output and errors."""
 
-    def run(*words: str) -> tuple[int | str | None, str, str]:
-        try:
-            code = main(["slurm", *words])
-        except SystemExit as stop:
-            code = stop.code
+    def run(*words: str) -> tuple[int, str, str]:
+        code = call("slurm", *words)
         return code, *capfd.readouterr()
 
     return run
@@ -170,16 +163,3 @@ def test_a_run_goes_on_with_what_its_job_asked_for_and_flags_change_it(here, slu
     found = directives(text)
     assert (found["nodes"], found["time"], "qos" in found) == ("2", "60", False)
     assert re.findall("^export A=(.*)$", text, re.MULTILINE) == ["1"]
-
-
-def samestep(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-    )
-
-
-def test_a_real_process_ends_with_the_code_of_its_verb():
-    done = samestep("-m", "samestep", "slurm", "status", "12")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("samestep: ")
-    assert "Traceback" not in done.stderr

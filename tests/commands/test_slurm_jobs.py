@@ -16,14 +16,8 @@ from samestep.slurm.restarts import BEGUN
 from tests.slurm.fake_slurm import install
 
 STEP = {"event": "step", "step": 10, "loss": 0.5, "samples_per_s": 16.0}
-START = {
-    "event": "start",
-    "resumed": False,
-    "total_steps": 100,
-    "steps_per_epoch": 10,
-    "epochs": 10,
-    "global_batch_size": 8,
-}
+START = {"event": "start", "resumed": False, "total_steps": 100, "steps_per_epoch": 10}
+START |= {"epochs": 10, "global_batch_size": 8}
 
 
 @pytest.fixture
@@ -49,12 +43,9 @@ def run(tmp_path):
     return folder
 
 
-def refusal(capfd, *words: str) -> str:
-    assert main(["slurm", *words]) == 2
-    said = capfd.readouterr().err
-    assert said.count("samestep: ") == 1
-    assert "Traceback" not in said
-    return said
+@pytest.fixture
+def refusal(refused):
+    return lambda *words: refused("slurm", *words)
 
 
 # --- which job
@@ -79,9 +70,9 @@ def test_a_run_directory_names_its_job_that_has_not_ended_or_else_the_newest(
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
-def test_a_job_of_another_user_is_refused(slurm, run, capfd, verb):
+def test_a_job_of_another_user_is_refused(slurm, run, refusal, verb):
     slurm.add(8, run, uid=os.getuid() + 1, user="eve")
-    assert "user eve" in refusal(capfd, verb, "8")
+    assert "user eve" in refusal(verb, "8")
     assert not [call for call in slurm.calls if call.startswith("scancel")]
 
 
@@ -117,7 +108,7 @@ def test_a_filter_of_the_users_own_hides_no_job(slurm, run, monkeypatch):
 @pytest.mark.parametrize("how", ["none", "down"])
 @pytest.mark.parametrize("name", ["runs/one", "5"])
 def test_status_and_logs_go_on_with_the_runs_files_where_slurm_is_silent(
-    slurm, run, capfd, monkeypatch, how, name
+    slurm, run, capfd, refusal, monkeypatch, how, name
 ):
     if how == "none":
         monkeypatch.setenv("PATH", str(run))
@@ -137,17 +128,17 @@ def test_status_and_logs_go_on_with_the_runs_files_where_slurm_is_silent(
     said = capfd.readouterr()
     assert said.out == "log of 5\n"
     assert says in said.err
-    assert says in refusal(capfd, "cancel", name)
+    assert says in refusal("cancel", name)
 
 
-def test_the_settings_of_a_sandbox_that_is_down_are_named(slurm, tmp_path, capfd, monkeypatch):
+def test_the_settings_of_a_sandbox_that_is_down_are_named(slurm, tmp_path, refusal, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    said = refusal(capfd, "status")
+    said = refusal("status")
     assert f"SLURM_CONF is {tmp_path}/slurm.conf" in said
     assert "unset SLURM_CONF" in said
     (tmp_path / "slurm.conf").touch()
     slurm.break_down()
-    assert "sandbox status" in refusal(capfd, "status")
+    assert "sandbox status" in refusal("status")
 
 
 def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, capfd):
@@ -268,5 +259,5 @@ def test_cancel_says_how_to_go_on_with_what_there_is(slurm, run, capfd):
     assert f": sbatch {run}/job.sbatch\n" in capfd.readouterr().out
 
 
-def test_cancel_of_a_run_without_a_job_says_so(slurm, run, capfd):
-    assert str(run) in refusal(capfd, "cancel", str(run))
+def test_cancel_of_a_run_without_a_job_says_so(slurm, run, capfd, refusal):
+    assert str(run) in refusal("cancel", str(run))

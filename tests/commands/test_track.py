@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,18 +12,18 @@ from samestep.errors import UserError
 from samestep.run.directory import lock_run
 from samestep.run.files import hold
 from tests import tiny
-from tests.command_line import run as run_command
-from tests.processes import TIMEOUT_S
+from tests.command_line import call, train_here, typed
 from tests.tracking import own_tracker
 from tests.tracking.readers import expected
-from tests.tracking.test_following import TRACKER, sent, train, what
+from tests.tracking.test_following import TRACKER, sent, what
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run that had no tracker."""
     folder = tmp_path_factory.mktemp("finished")
-    train(tiny.write_recipe(folder), "--run-dir", folder / "run", "--epochs", "1", folder=folder)
+    recipe = str(tiny.write_recipe(folder))
+    train_here(recipe, "--run-dir", str(folder / "run"), "--epochs", "1")
     return folder / "run"
 
 
@@ -35,18 +33,24 @@ def run(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def track(*arguments, code=0):
-    """Run `samestep track`; return what it printed."""
-    command = [sys.executable, "-m", "samestep", "track", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    if code:
-        assert done.stderr.count("samestep: ") == 1
-    return " ".join((done.stdout + done.stderr).split())
+@pytest.fixture
+def track(capfd):
+    """Return a function that runs `samestep track` here; it returns what it printed."""
+
+    def tracked(*arguments, code=0):
+        capfd.readouterr()
+        ended = call("track", *map(str, arguments))
+        printed, told = capfd.readouterr()
+        assert ended == code, printed + told
+        assert "Traceback" not in told
+        if code:
+            assert told.count("samestep: ") == 1
+        return " ".join((printed + told).split())
+
+    return tracked
 
 
-def test_a_run_that_never_had_a_tracker_is_sent_once(run):
+def test_a_run_that_never_had_a_tracker_is_sent_once(track, run):
     before = tiny.files(run)
     text = track(run, "--to", TRACKER, "--project", "later", "--name", "it", "--tags", "x,y")
     assert "own_tracker sent to https://tracker.example/the-run" in text
@@ -63,7 +67,7 @@ def test_a_run_that_never_had_a_tracker_is_sent_once(run):
     }, "what the run had is as it was"
 
 
-def test_checkpoints_are_sent_when_they_are_asked_for_as_far_as_they_are_there(run):
+def test_checkpoints_are_sent_when_they_are_asked_for_as_far_as_they_are_there(track, run):
     (run / "checkpoints" / "checkpoint_step_4.pt").unlink()
     track(run, "--to", TRACKER, "--checkpoints")
     files = [line["file"] for line in what(run, "checkpoint")]
@@ -117,7 +121,7 @@ def test_without_a_tracker_the_flag_is_named(run, capsys):
     assert "--to" in capsys.readouterr().err
 
 
-def test_without_a_key_a_run_is_not_sent_and_the_message_says_what_to_do(run, monkeypatch):
+def test_without_a_key_a_run_is_not_sent_and_the_message_says_what_to_do(track, run, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(run))
@@ -127,7 +131,7 @@ def test_without_a_key_a_run_is_not_sent_and_the_message_says_what_to_do(run, mo
     assert not (run / "tracking").exists()
 
 
-def test_of_a_damaged_run_what_is_there_is_sent_and_what_is_not_is_said(run):
+def test_of_a_damaged_run_what_is_there_is_sent_and_what_is_not_is_said(track, run):
     (run / "settings.toml").write_text("lr = = 3")
     (run / "result.json").write_text('{"status":')
     (run / "environment.json").unlink()
@@ -145,9 +149,12 @@ def test_of_a_damaged_run_what_is_there_is_sent_and_what_is_not_is_said(run):
     assert finish["status"] == "killed", "nothing says how it ended"
 
 
-def test_a_run_that_goes_on_or_is_being_sent_is_left_to_its_own_process(run):
+def test_a_run_that_goes_on_or_is_being_sent_is_left_to_its_own_process(track, run):
+    command = ("-m", "samestep", "track", str(run), "--to", TRACKER)
     held = lock_run(run)
-    assert f"process {os.getpid()} " in track(run, "--to", TRACKER, code=2)
+    done = typed(*command)
+    assert done.returncode == 2
+    assert f"process {os.getpid()} " in done.stderr
     held.close()
     (run / "tracking").mkdir()
     held = hold(run / "tracking" / "own_tracker.lock")
@@ -157,7 +164,7 @@ def test_a_run_that_goes_on_or_is_being_sent_is_left_to_its_own_process(run):
     track(run, "--to", TRACKER)
 
 
-def test_one_tracker_that_fails_does_not_keep_the_run_from_another(run, tmp_path):
+def test_one_tracker_that_fails_does_not_keep_the_run_from_another(track, run, tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text(
         "def start(run): raise ConnectionError('gone')\n"
@@ -170,6 +177,6 @@ def test_one_tracker_that_fails_does_not_keep_the_run_from_another(run, tmp_path
     assert "Traceback" in log, "whoever wrote it finds where"
 
 
-def test_the_help_names_every_tracker(tmp_path):
-    text = run_command("track", "--help", folder=tmp_path).printed(0)
+def test_the_help_names_every_tracker(track):
+    text = track("--help")
     assert all(name in text for name in ("comet", "mlflow", "tensorboard", "wandb"))
