@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from samestep.reporting.words import wrapped
 
-_GAP = "  "
 _LEAST_NAME = 16
 _LEAST_FOLDED = 20
 _ANSI = {"bold": "1", "dim": "2", "red": "1;31", "green": "32", "yellow": "33"}
@@ -40,6 +39,8 @@ class Table:
     note: str = ""
     left: frozenset[str] = frozenset()
     """Columns aligned left beside the first; the others are aligned right."""
+    gap: int = 2
+    """Spaces between columns."""
     fold: bool = False
     """Whether the last column wraps within the width of the terminal."""
     cut: int | None = None
@@ -62,8 +63,13 @@ def text_lines(table: Table, width: int | None = None, *, colour: bool = False) 
     widths = [max(columns_of(row[n].text) for row in cells) for n in range(len(table.columns))]
     shown = _fitting(table, widths, width)
     blocks = [shown]
-    if width is not None and not table.fold and not table.drop and _total(widths, shown) > width:
-        blocks = list(_blocks(widths, width))
+    if (
+        width is not None
+        and not table.fold
+        and not table.drop
+        and _total(table, widths, shown) > width
+    ):
+        blocks = list(_blocks(table, widths, width))
     for number, block in enumerate(blocks):
         if number:
             yield ""
@@ -77,13 +83,13 @@ def _fitting(table: Table, widths: list[int], width: int | None) -> list[int]:
     if width is None:
         return shown
     if table.fold:
-        others = _total(widths, shown) - widths[-1]
+        others = _total(table, widths, shown) - widths[-1]
         widths[-1] = max(_LEAST_FOLDED, min(widths[-1], width - others))
     if table.cut is not None:
         over = _total(widths, shown) - width
         widths[table.cut] = max(1, widths[table.cut] - max(0, over))
     for number, name in enumerate((*table.drop, None)):
-        over = _total(widths, shown) - width
+        over = _total(table, widths, shown) - width
         if over <= 0 or not table.drop:
             break
         room = widths[0] - over
@@ -95,15 +101,15 @@ def _fitting(table: Table, widths: list[int], width: int | None) -> list[int]:
     return shown
 
 
-def _total(widths: list[int], shown: list[int]) -> int:
-    return sum(widths[n] for n in shown) + len(_GAP) * (len(shown) - 1)
+def _total(table: Table, widths: list[int], shown: list[int]) -> int:
+    return sum(widths[n] for n in shown) + table.gap * (len(shown) - 1)
 
 
-def _blocks(widths: list[int], width: int) -> Iterator[list[int]]:
+def _blocks(table: Table, widths: list[int], width: int) -> Iterator[list[int]]:
     """Yield the columns of blocks that fit below each other, each with the first column."""
     block = [0]
     for n in range(1, len(widths)):
-        if len(block) > 1 and _total(widths, [*block, n]) > width:
+        if len(block) > 1 and _total(table, widths, [*block, n]) > width:
             yield block
             block = [0]
         block.append(n)
@@ -127,12 +133,14 @@ def _row_lines(
             for n, part in zip(block, parts, strict=True)
         ]
         if colour:
-            styles = (_ANSI.get(row[n].style) for n in block)
-            cells = [
-                f"\x1b[{style}m{cell}\x1b[0m" if style and cell.strip() else cell
-                for cell, style in zip(cells, styles, strict=True)
-            ]
-        yield _GAP.join(cells).rstrip()
+            cells = [coloured(row[n]._replace(text=c)) for n, c in zip(block, cells, strict=True)]
+        yield (" " * table.gap).join(cells).rstrip()
+
+
+def coloured(cell: Styled) -> str:
+    """Return a text in its colour, by the codes of a terminal."""
+    style = _ANSI.get(cell.style)
+    return f"\x1b[{style}m{cell.text}\x1b[0m" if style and cell.text.strip() else cell.text
 
 
 def _styled(cell: Cell) -> Styled:

@@ -1,26 +1,24 @@
 """The table for people, the object for programs."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
-from samestep.reporting.words import count, ranks
+from samestep.reporting.table import Cell, Styled, Table, coloured, text_lines
+from samestep.reporting.words import count, ranks, wrapped
 from samestep.verification.evidence import LEFT_OUT, Check
 from samestep.verification.rows.one_writer import ONE_WRITER
 from samestep.verification.verify_recipe import Verification
 
-_COLOURS = {
+_STYLES = {
     "same": "green",
     "accepted": "green",
     "note": "yellow",
     "skipped": "dim",
-    "different": "bold red",
+    "different": "red",
 }
-_INDENT = 11
 _HELD = {
     "batchnorm": "BatchNorm frozen",
     "dropout": "draws from torch constant",
@@ -30,41 +28,79 @@ _HELD = {
 
 def show(found: Verification, console: Console) -> None:
     """Print what was run, the table, and one sentence."""
-    facts, size = found.facts, found.facts.size
-    virtual = facts.virtual_ranks
-    shares = f"{count(virtual, 'virtual rank')} " if virtual else ""
-    ran = (
-        f"{size.steps} steps of {count(size.global_batch, 'sample')} (the last of an epoch: "
-        f"{size.rest}), {size.num_samples} of {count(facts.num_samples, 'training sample')}, "
-        f"{shares}on {ranks(found.sizes)}, {' and '.join(found.precisions)}"
-    )
-    console.print(Text(f"verified   {found.recipe}", style="bold"))
-    console.print(_block("ran", ran))
-    notes = list(found.notes)
-    if facts.inexact:
-        notes.append(
-            f"float64 is not possible here ({facts.inexact}), so only losses are compared; the "
-            "tolerance comes from what one rounding of the weights does to them."
-        )
-    for note in notes:
-        console.print(_block("note", note, "yellow"))
-    if facts.present:
-        held = ", ".join(words for kind, words in _HELD.items() if kind in facts.present)
-        console.print(_block("held still", f"{held}, except in the rows of their names"))
-    if virtual:
-        console.print(_block("held still", "nothing: draws and BatchNorm are as they are"))
-    console.print()
-    console.print(_table(found.checks, allowed=not virtual))
+    colour = console.is_terminal and not console.no_color
+    console.file.write("\n".join((*_lines(found, console.width, colour=colour), "")))
+
+
+def _lines(found: Verification, width: int, *, colour: bool) -> Iterator[str]:
+    yield from text_lines(_summary(found), width, colour=colour)
+    yield ""
+    yield from text_lines(_table(found), width, colour=colour)
     # Rows that say the same are explained together.
     explained: dict[tuple[object, ...], list[Check]] = {}
     for check in found.checks:
         if check.cause.why:
             explained.setdefault((check.cause, check.status), []).append(check)
     for checks in explained.values():
-        console.print()
-        _explain(checks, console)
-    console.print()
-    console.print(_sentence(found))
+        check = checks[0]
+        where = [f"from step {check.first_step}"] if check.first_step else []
+        where += [f"first in {check.first_parameter}"] if check.first_parameter else []
+        names = ", ".join(c.name for c in checks) + ": " * bool(where) + ", ".join(where)
+        name = check.cause.name or "failure"
+        first, *more = wrapped(f"{name}  {names}", "", width)
+        if colour:
+            first = first.replace(name, coloured(Styled(name, _STYLES[check.status])), 1)
+        yield from ("", first, *more)
+        for line in check.cause.why.splitlines():
+            yield from wrapped(f"  {line}", "  ", width)
+        if check.cause.advice:
+            yield from wrapped(f"  → {check.cause.advice}", "    ", width)
+    yield ""
+    for line in wrapped(_sentence(found), "", width):
+        yield coloured(Styled(line, "green" if found.same else "red")) if colour else line
+
+
+def _summary(found: Verification) -> Table:
+    facts, size = found.facts, found.facts.size
+    shares = f"{count(facts.virtual_ranks, 'virtual rank')} " if facts.virtual_ranks else ""
+    ran = (
+        f"{size.steps} steps of {count(size.global_batch, 'sample')} (the last of an epoch: "
+        f"{size.rest}), {size.num_samples} of {count(facts.num_samples, 'training sample')}, "
+        f"{shares}on {ranks(found.sizes)}, {' and '.join(found.precisions)}"
+    )
+    notes = list(found.notes)
+    if facts.inexact:
+        notes.append(
+            f"float64 is not possible here ({facts.inexact}), so only losses are compared; the "
+            "tolerance comes from what one rounding of the weights does to them."
+        )
+    rows: list[tuple[Cell, str]] = [(Styled("ran", "bold"), ran)]
+    rows += [(Styled("note", "yellow"), note) for note in notes]
+    held = [words for kind, words in _HELD.items() if kind in facts.present]
+    if held:
+        text = f"{', '.join(held)}, except in the rows of their names"
+        rows.append((Styled("held still", "bold"), text))
+    if facts.virtual_ranks:
+        text = "nothing: draws and BatchNorm are as they are"
+        rows.append((Styled("held still", "bold"), text))
+    return Table(columns=("verified  ", found.recipe), rows=rows, gap=1, fold=True)
+
+
+def _table(found: Verification) -> Table:
+    names = ["", "check", "differs", "allowed", "compared"]
+    rows: list[list[Cell]] = [
+        [
+            Styled(check.status, _STYLES[check.status]),
+            Styled(check.name, "bold"),
+            *map(_number, (check.difference, check.tolerance)),
+            check.compared,
+        ]
+        for check in found.checks
+    ]
+    if found.facts.virtual_ranks:
+        for cells in (names, *rows):
+            del cells[3]
+    return Table(columns=names, rows=rows, gap=1, left=frozenset({"check"}), fold=True)
 
 
 def as_table(found: Verification) -> dict[str, Any]:
@@ -103,52 +139,13 @@ def _object(check: Check) -> dict[str, Any]:
     }
 
 
-def _block(name: str, text: str, style: str = "bold") -> Table:
-    table = Table.grid(padding=0)
-    table.add_column(width=_INDENT, no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row(Text(name, style=style), Text(text))
-    return table
-
-
-def _table(checks: list[Check], *, allowed: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("", no_wrap=True)
-    table.add_column("check", no_wrap=True, style="bold")
-    table.add_column("differs", no_wrap=True, justify="right")
-    if allowed:
-        table.add_column("allowed", no_wrap=True, justify="right")
-    table.add_column("compared", overflow="fold")
-    for check in checks:
-        status = Text(check.status, style=_COLOURS[check.status])
-        numbers = [_number(check.difference)]
-        if allowed:
-            numbers.append(_number(check.tolerance))
-        table.add_row(status, check.name, *numbers, Text(check.compared))
-    return table
-
-
 def _number(value: float | None) -> str:
     if value is None:
         return ""
     return "0" if value == 0 else f"{value:.0e}" if math.isfinite(value) else "∞"
 
 
-def _explain(checks: list[Check], console: Console) -> None:
-    check, style = checks[0], _COLOURS[checks[0].status]
-    where = [f"from step {check.first_step}"] if check.first_step else []
-    where += [f"first in {check.first_parameter}"] if check.first_parameter else []
-    rows = f"  {', '.join(c.name for c in checks)}{': ' if where else ''}{', '.join(where)}"
-    head = Text(check.cause.name or "failure", style=style)
-    console.print(head.append(rows, style="not bold default"))
-    console.print(Padding(Text(check.cause.why), (0, 0, 0, 2)))
-    if check.cause.advice:
-        advice = Table.grid(padding=(0, 1, 0, 0))
-        advice.add_row(Text("→", style=style), Text(check.cause.advice))
-        console.print(Padding(advice, (0, 0, 0, 2)))
-
-
-def _sentence(found: Verification) -> Text:
+def _sentence(found: Verification) -> str:
     accepted = " and ".join(check.name for check in found.checks if check.status == "accepted")
     different = [check for check in found.checks if not check.passed]
     causes = "; ".join(dict.fromkeys(check.cause.name or check.name for check in different))
@@ -161,4 +158,4 @@ def _sentence(found: Verification) -> Text:
         text = f"The same training, but {causes}."
     else:
         text = f"Not the same training: {causes}."
-    return Text(f"{text} ({found.seconds:.0f} s)", style="green" if found.same else "bold red")
+    return f"{text} ({found.seconds:.0f} s)"
