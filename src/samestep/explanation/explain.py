@@ -143,13 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 def explain(request: Request, world: ImaginedWorld, device: str) -> Explanation:
-    """Return what a training would do, without writing anything.
-
-    This process stands in for rank 0 of an imagined world, on the CPU; `device` is the training's.
-
-    Raises:
-        UserError: for anything that the training would refuse.
-    """
+    """Return what a training on a device would do; this process is rank 0 of an imagined world."""
     threads = torch.get_num_threads()
     try:
         with switched(request.settings, world.device):
@@ -165,12 +159,16 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
     built, why = _build(request, world, device)
     with closing(built.work):
-        plan = _plan(request, built, world)
+        model = built.work.learner.model
+        if settings.sync_batchnorm and not batch_norms(model):
+            prepare(model, settings, World(), data_dtype(settings.precision))  # refuses it
+        plan = planned(request, built.work.train.num_samples, world.world_size)
         # As the training would have it: with its settings, on its device.
         own_world = replace(built.work.world, device=torch.device(device))
         work = replace(built.work, settings=settings, plan=plan, world=own_world)
         as_trained = replace(built, work=work)
-        resumed = _go_on(request, as_trained, path)
+        found = newest_whole(path) if request.resume and is_run(path) else None
+        resumed = found and go_on(request, work, built.state, path, found)
         before = read_index(path / "checkpoints").up_to(built.state.position.step)
         shares = full_step(plan, settings, world)
         memory, drawn, problem = _measured(request, built, plan, shares.most, device, why)
@@ -225,22 +223,6 @@ def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, 
         if device == "cpu":
             raise
         return build(plain, world, splits=splits, tries=False), str(error)
-
-
-def _plan(request: Request, built: Built, world: ImaginedWorld) -> Plan:
-    """Return the plan of the user's own settings."""
-    work, settings = built.work, request.settings
-    if settings.sync_batchnorm and not batch_norms(work.learner.model):
-        prepare(work.learner.model, settings, World(), data_dtype(settings.precision))  # refuses it
-    return planned(request, work.train.num_samples, world.world_size)
-
-
-def _go_on(request: Request, built: Built, path: Path) -> Resumed | None:
-    """Restore the newest checkpoint of a run, without writing to its directory."""
-    if not request.resume or not is_run(path):
-        return None
-    found = newest_whole(path)
-    return None if found is None else go_on(request, built.work, built.state, path, found)
 
 
 def _goes_on(built: Built, path: Path, resumed: Resumed | None) -> ResumePoint:

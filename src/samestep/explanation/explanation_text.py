@@ -74,13 +74,11 @@ def _step(found: Explanation) -> Rows:
     even = plan.micro_batch_size * parts * plan.accumulate
     most = "" if even == plan.global_batch_size else "at most "
     noun = "virtual rank" if plan.virtual_ranks else "rank"
-    yield (
-        "samples",
-        (
-            f"{plan.global_batch_size:,} per step = {most}{plan.micro_batch_size:,} × "
-            f"{count(parts, noun)} × {count(plan.accumulate, 'micro-step')}"
-        ),
+    text = (
+        f"{plan.global_batch_size:,} per step = {most}{plan.micro_batch_size:,} × "
+        f"{count(parts, noun)} × {count(plan.accumulate, 'micro-step')}"
     )
+    yield "samples", text
     yield from _shares(found.step)
     if plan.accumulate > 1:
         yield "micro-steps", "add up their gradients: less memory, the same step"
@@ -142,13 +140,11 @@ def _length(found: Explanation) -> Rows:
         yield "training", f"{steps} (--max-steps) = {epochs}"
     if few := found.last_step:
         each = f", {few.shares[0].samples} per rank" if len(few.shares) == 1 else ""
-        yield (
-            "last step",
-            (
-                f"{count(few.samples, 'sample')} at the end of an epoch = {samples:,} - "
-                f"{per_epoch - 1:,} × {batch:,}{each}; each counts as much as any other"
-            ),
+        text = (
+            f"{count(few.samples, 'sample')} at the end of an epoch = {samples:,} - "
+            f"{per_epoch - 1:,} × {batch:,}{each}; each counts as much as any other"
         )
+        yield "last step", text
         yield from _shares(few) if len(few.shares) > 1 else ()
 
 
@@ -158,14 +154,12 @@ def _rates(found: Explanation) -> Rows:
         yield "lr", f"{plan.lr:.6g} (--lr), whatever the global batch: --lr-scaling is none"
     else:
         root = "square root of " if settings.lr_scaling == "sqrt" else ""
-        yield (
-            "lr",
-            (
-                f"{plan.lr:.6g} = {settings.lr:.6g} × {plan.lr / settings.lr:.4g} "
-                f"({settings.lr_scaling} scaling: {root}{plan.global_batch_size:,} samples per "
-                f"step / {settings.base_batch_size:,} that --lr was tuned for)"
-            ),
+        text = (
+            f"{plan.lr:.6g} = {settings.lr:.6g} × {plan.lr / settings.lr:.4g} "
+            f"({settings.lr_scaling} scaling: {root}{plan.global_batch_size:,} samples per "
+            f"step / {settings.base_batch_size:,} that --lr was tuned for)"
         )
+        yield "lr", text
     own = "the recipe's own" if plan.schedule is not None else settings.schedule
     warmup = settings.warmup_steps
     ramp = f"{count(warmup, 'step')} of warm-up, then " if warmup else ""
@@ -261,29 +255,23 @@ def _equal(found: Explanation) -> Rows:
     """Yield what stays equal on other numbers of ranks, and what does not."""
     plan, drawn = found.plan, found.drawn
     if any(not (other.same or other.refused) for other in found.others):
-        yield (
-            "another",
-            (
-                "with --batch-size-per-rank, other ranks make another global batch. Keep it with "
-                f"--batch-size {plan.global_batch_size}."
-            ),
+        text = (
+            "with --batch-size-per-rank, other ranks make another global batch. Keep it with "
+            f"--batch-size {plan.global_batch_size}."
         )
+        yield "another", text
     if plan.virtual_ranks:
-        yield (
-            "equal",
-            (
-                f"to the last bit on 1 to {plan.virtual_ranks} ranks, dropout and batch "
-                "normalisation included, with the same PyTorch on the same model of device"
-            ),
+        text = (
+            f"to the last bit on 1 to {plan.virtual_ranks} ranks, dropout and batch "
+            "normalisation included, with the same PyTorch on the same model of device"
         )
+        yield "equal", text
         return
-    yield (
-        "equal",
-        (
-            "with the same global batch: the order of the samples, the samples of each step, the "
-            "learning rate, and, to rounding, losses and gradients"
-        ),
+    text = (
+        "with the same global batch: the order of the samples, the samples of each step, the "
+        "learning rate, and, to rounding, losses and gradients"
     )
+    yield "equal", text
     if drawn is None:
         yield "not equal", "not known: the model was not tried. samestep verify tries it."
         return
@@ -375,10 +363,8 @@ def _checkpoints(found: Explanation) -> Rows:
         yield "size", f"about {size(each)} each: weights, optimizer{average}, the state of the run"
         if kept is not None:
             most = kept.most + 1
-            yield (
-                "disk",
-                (
-                    f"up to {size(most * each)} = {most} × {size(each)}: one more is there "
-                    "while a new one is written"
-                ),
+            text = (
+                f"up to {size(most * each)} = {most} × {size(each)}: one more is there "
+                "while a new one is written"
             )
+            yield "disk", text

@@ -26,7 +26,7 @@ from samestep.training.device import data_dtype
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.side_effects import RandomDraws, batch_norms, watched
 from samestep.training.snapshot import capture
-from samestep.training.step import EagerStep, Learner, check_used
+from samestep.training.step import EagerStep, check_used
 from samestep.training.tree import TreeSum
 
 _TIMES_THE_WEIGHTS = 4
@@ -124,18 +124,20 @@ def is_too_large(model: nn.Module) -> bool:
 
 
 def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[RankMemory, Drawn]:
-    """Take one step of `rows` samples with a built training; return what it held, and drew.
-
-    The training's weights change by it.
-
-    Raises:
-        UserError: the model or the loss fails, as it would on the first batch of a training.
-    """
+    """Take one step of `rows` samples, which changes the weights; return what it held, and drew."""
     work, seen = built.work, RandomDraws()
-    learner = _watched(replace(work.learner, scaler=None, counter=None, measured=False), seen)
+    model, module = work.learner.model, work.learner.applied
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    wrapped: Any = watched(forward, seen)
+    loss = watched(work.learner.loss, seen)
+    learner = replace(work.learner, scaler=None, counter=None, measured=False)
+    learner = replace(learner, wrapped=wrapped, loss=loss)
     block = _real_batch(request, built, rows)
-    batch = _tensors_of(block)
-    model = work.learner.model
+    leaves = tree_leaves((block.inputs, block.targets))
+    batch = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     model.train()
     held = [*model.parameters(), *model.buffers(), *batch]
     saved = _Saved({where for t in held if (where := _address(t)) is not None})
@@ -164,17 +166,6 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     return memory, drawn
 
 
-def _watched(learner: Learner, seen: RandomDraws) -> Learner:
-    """Return what a step changes, with a model and a loss that note what they draw."""
-    module = learner.applied
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs)
-
-    wrapped: Any = watched(forward, seen)
-    return replace(learner, wrapped=wrapped, loss=watched(learner.loss, seen))
-
-
 def _real_batch(request: Request, built: Built, rows: int) -> Block:
     """Return the first samples of the first epoch as a process alone would train on them."""
     settings = built.work.settings
@@ -192,12 +183,6 @@ def _real_batch(request: Request, built: Built, rows: int) -> Block:
     return replace(
         block, inputs=inputs, targets=inputs if whole else map_tensors(torch.clone, block.targets)
     )
-
-
-def _tensors_of(block: Block) -> list[Tensor]:
-    """Return the tensors of a batch, each once."""
-    leaves = tree_leaves((block.inputs, block.targets))
-    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
 def _sums_at_a_time(built: Built) -> int:

@@ -87,19 +87,19 @@ def _summary(found: Verification) -> Table:
 
 
 def _table(found: Verification) -> Table:
-    names = ["", "check", "differs", "allowed", "compared"]
-    rows: list[list[Cell]] = [
-        [
+    names: tuple[str, ...] = ("", "check", "differs", "allowed", "compared")
+    rows: list[tuple[Cell, ...]] = [
+        (
             Styled(check.status, _STYLES[check.status]),
             Styled(check.name, "bold"),
-            *map(_number, (check.difference, check.tolerance)),
+            _number(check.difference),
+            _number(check.tolerance),
             check.compared,
-        ]
+        )
         for check in found.checks
     ]
-    if found.facts.virtual_ranks:
-        for cells in (names, *rows):
-            del cells[3]
+    if found.facts.virtual_ranks:  # which allow no difference
+        names, rows = names[:3] + names[4:], [row[:3] + row[4:] for row in rows]
     return Table(columns=names, rows=rows, gap=1, left=frozenset({"check"}), fold=True)
 
 

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.reporting.words import count
 from samestep.verification.causes import DATA_BY_RANK, LENGTHS, OTHER_ORDER, UNKEYED, Cause
@@ -15,22 +14,13 @@ from samestep.verification.short_trainings import MAIN, RankFailure
 _SHOWN = 4
 
 
-def _hashes_as_stored(tested: RecipeUnderTest, _world: World) -> list[str]:
-    return tested.hashes(replace(tested.recipe, augment=None, transform=None))
-
-
-def _lengths(evidence: Evidence) -> dict[str, int]:
-    """Return the numbers of samples that processes hold, with the first process of each number."""
-    found: dict[str, int] = {}
+def _explain_order(evidence: Evidence) -> Cause | None:
+    lengths: dict[str, int] = {}  # the first process of each number of samples
     for start in sorted(evidence.starts, key=lambda start: -start.world_size):
         for rank, report in enumerate(evidence.reports.get(start.place, ())):
-            if report.num_samples and report.num_samples not in found.values():
-                found[f"rank {rank} of {start.world_size}"] = report.num_samples
-    return found
-
-
-def _explain_order(evidence: Evidence) -> Cause | None:
-    if len(lengths := _lengths(evidence)) > 1:
+            if report.num_samples and report.num_samples not in lengths.values():
+                lengths[f"rank {rank} of {start.world_size}"] = report.num_samples
+    if len(lengths) > 1:
         each = [f"{rank} holds {number:,}" for rank, number in lengths.items()]
         return LENGTHS.of(lengths=", ".join(each[:_SHOWN]))
     found = evidence.found_on_ranks(ORDER.name, list[str])
@@ -65,7 +55,9 @@ def _order(evidence: Evidence) -> Check:
 
 ORDER = TableRow(
     name="order",
-    look_on_rank=_hashes_as_stored,
+    look_on_rank=lambda tested, _world: tested.hashes(
+        replace(tested.recipe, augment=None, transform=None)
+    ),
     answer=_order,
     explain=_explain_order,
     explain_failure=_explain_order_failure,
@@ -118,13 +110,15 @@ def _explain_augmentation(evidence: Evidence) -> Cause | None:
     return UNKEYED[changes.part].of(when=when)
 
 
-def _augmentation(evidence: Evidence) -> Check:
-    compared = f"a sample read again{'' if evidence.bits else ', in other batches'}"
-    return cause_check(evidence, compared, _explain_augmentation(evidence))
-
-
 AUGMENTATION = TableRow(
-    name="augmentation", look=_read_again, answer=_augmentation, explain=_explain_augmentation
+    name="augmentation",
+    look=_read_again,
+    answer=lambda evidence: cause_check(
+        evidence,
+        f"a sample read again{'' if evidence.bits else ', in other batches'}",
+        _explain_augmentation(evidence),
+    ),
+    explain=_explain_augmentation,
 )
 
 

@@ -21,7 +21,6 @@ from samestep.verification.difference import TrainingDifference, evaluations_apa
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check, measured
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, hold_model
 from samestep.verification.short_trainings import MAIN
-from samestep.verification.trace import Trace
 
 
 def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
@@ -101,18 +100,14 @@ def largest_difference(evidence: Evidence) -> TrainingDifference:
         trace = evidence.trace(start.place, MAIN)
         if trace is None:
             continue
-        same = _trains_the_same(evidence, trace)
+        # Weights are equal but for rounding so small that it turns no prediction around.
+        exact = evidence.facts.exact == "fp64" or evidence.bits
+        same = exact and evidence.compare(trace).largest <= evidence.exact
         steps = [step for step in sorted(one.keys() & trace.evaluations.keys()) if same or not step]
         for step in steps:
             size, name = evaluations_apart(one[step], trace.evaluations[step])
             found.append(TrainingDifference(size, first_step=step or None, what=name))
     return worst(found)
-
-
-def _trains_the_same(evidence: Evidence, trace: Trace) -> bool:
-    """Whether weights are equal but for rounding so small that it turns no prediction around."""
-    exact = evidence.facts.exact == "fp64" or evidence.bits
-    return exact and evidence.compare(trace).largest <= evidence.exact
 
 
 def _metrics(evidence: Evidence) -> Check:

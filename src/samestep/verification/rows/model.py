@@ -31,7 +31,7 @@ from samestep.verification.module_outputs import (
 )
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows.state import change_of_loss, hidden_of, remembers
-from samestep.verification.short_trainings import RankFailure, RecipeFacts
+from samestep.verification.short_trainings import RecipeFacts
 from samestep.verification.trace import Values, dense, values_of
 
 _UNUSED_MESSAGE = re.compile(
@@ -246,11 +246,6 @@ SAMPLES_APART = TableRow(
 )
 
 
-def _find_unused(tested: RecipeUnderTest) -> list[str]:
-    named = tested.free_step.model.named_parameters()
-    return [name for name, p in named if p.requires_grad and p.grad is None]
-
-
 def unused_parameters(facts: RecipeFacts) -> list[str]:
     """Return the parameters without a gradient: ranks would wait for it forever."""
     found: list[str] = facts.found.get(PARAMETERS.name, [])
@@ -262,11 +257,6 @@ def _unused_cause(names: list[str]) -> Cause:
     if not names:
         loss = "In some steps the loss does not depend on all parameters"
     return UNUSED.of(loss=loss)
-
-
-def _explain_unused(evidence: Evidence, failure: RankFailure) -> Cause | None:
-    found = _UNUSED_MESSAGE.search(failure.message)
-    return _unused_cause(unused_parameters(evidence.facts)) if found else None
 
 
 def _parameters(evidence: Evidence) -> Check:
@@ -281,5 +271,16 @@ def _parameters(evidence: Evidence) -> Check:
 
 
 PARAMETERS = TableRow(
-    name="parameters", look=_find_unused, answer=_parameters, explain_failure=_explain_unused
+    name="parameters",
+    look=lambda tested: [
+        name
+        for name, p in tested.free_step.model.named_parameters()
+        if p.requires_grad and p.grad is None
+    ],
+    answer=_parameters,
+    explain_failure=lambda evidence, failure: (
+        _unused_cause(unused_parameters(evidence.facts))
+        if _UNUSED_MESSAGE.search(failure.message)
+        else None
+    ),
 )

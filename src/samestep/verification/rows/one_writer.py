@@ -102,18 +102,15 @@ def line_that_writes(frame: FrameType | None) -> str:
         file = frame.f_code.co_filename
         if is_users(file):
             return place_of(frame)
-        if "importlib" in file or file == tempfile.__file__ or not _writes_where_told(file):
+        # Without a virtual environment the libraries lie within Python's own folder.
+        library = next((folder for folder in _LIBRARIES if file.startswith(folder)), None)
+        known = file.startswith(_PYTHON)
+        if library:
+            known = file.removeprefix(library).startswith(_TOLD_TO)
+        if "importlib" in file or file == tempfile.__file__ or not known:
             return ""
         frame = frame.f_back
     return ""
-
-
-def _writes_where_told(file: str) -> bool:
-    # Without a virtual environment the libraries lie within Python's own folder.
-    for folder in _LIBRARIES:
-        if file.startswith(folder):
-            return file.removeprefix(folder).startswith(_TOLD_TO)
-    return file.startswith(_PYTHON)
 
 
 class _WatchedStream:

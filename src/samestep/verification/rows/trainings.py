@@ -21,7 +21,6 @@ from samestep.verification.evidence import (
     measured,
     training_check,
 )
-from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows.model import moved_buffers
 from samestep.verification.short_trainings import (
     MAIN,
@@ -46,13 +45,6 @@ def _one_process(evidence: Evidence) -> Check:
 
 
 ONE_PROCESS = TableRow(name="one process", answer=_one_process)
-
-
-def _several_ranks(evidence: Evidence) -> list[Check]:
-    return [
-        replace(_ranks_of(evidence, start), name=f"{start.world_size} ranks")
-        for start in evidence.several
-    ]
 
 
 def _ranks_of(evidence: Evidence, start: Start) -> Check:
@@ -80,7 +72,10 @@ def _ranks_of(evidence: Evidence, start: Start) -> Check:
 
 SEVERAL_RANKS = TableRow(
     name="ranks",
-    answer=_several_ranks,
+    answer=lambda evidence: [
+        replace(_ranks_of(evidence, start), name=f"{start.world_size} ranks")
+        for start in evidence.several
+    ],
     training=ShortTraining(name=MAIN, saves=True, evaluates=True),
 )
 
@@ -187,10 +182,6 @@ LIGHTNING = TableRow(
 )
 
 
-def _find_batch_norms(tested: RecipeUnderTest) -> list[str]:
-    return list(batch_norms(tested.free_step.model))
-
-
 def _batchnorm(evidence: Evidence) -> Check:
     names = evidence.found(BATCHNORM.name, list[str])
     if not names:
@@ -202,16 +193,11 @@ def _batchnorm(evidence: Evidence) -> Check:
 
 BATCHNORM = TableRow(
     name="BatchNorm",
-    look=_find_batch_norms,
+    look=lambda tested: list(batch_norms(tested.free_step.model)),
     training=left_free("batchnorm"),
     answer=_batchnorm,
     with_virtual_ranks=False,
 )
-
-
-def _find_draws(tested: RecipeUnderTest) -> dict[str, str]:
-    """Return each random operation of torch with the line that calls it, if it is the user's."""
-    return tested.free_step.seen.draws
 
 
 def _dropout(evidence: Evidence) -> Check:
@@ -225,7 +211,7 @@ def _dropout(evidence: Evidence) -> Check:
 
 DROPOUT = TableRow(
     name="dropout",
-    look=_find_draws,
+    look=lambda tested: tested.free_step.seen.draws,  # operation of torch → the user's line
     training=left_free("dropout"),
     answer=_dropout,
     with_virtual_ranks=False,
