@@ -1,5 +1,6 @@
 """A recipe that trains the same on any ranks, and what may be planted in it."""
 
+import textwrap
 from pathlib import Path
 
 GOOD = """
@@ -38,6 +39,16 @@ def line_of(path: Path, text: str) -> str:
     return f"{path.name}:{next(k for k, line in enumerate(lines, start=1) if text in line)}"
 
 
+def _module(built: str, forward: str, *, before: str = "", name: str = "Planted") -> str:
+    """Return lines that plant a model with these attributes and this forward."""
+    body = [
+        *(before, f"class {name}(nn.Module):", "    def __init__(self):"),
+        textwrap.indent("super().__init__()\n" + built.strip(), " " * 8),
+        *("    def forward(self, x):", textwrap.indent(forward.strip(), " " * 8)),
+    ]
+    return "\n".join((*body, f"recipe = replace(recipe, model={name})\n"))
+
+
 BATCHNORM = """
 def model():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
@@ -48,15 +59,9 @@ def model():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
 recipe = replace(recipe, model=model)
 """
-FUNCTIONAL = """
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(6, 2)
-    def forward(self, x):
-        return nn.functional.dropout(self.line(x), 0.3, self.training)
-recipe = replace(recipe, model=Noisy)
-"""
+FUNCTIONAL = _module(
+    "self.line = nn.Linear(6, 2)", "return nn.functional.dropout(self.line(x), 0.3, self.training)"
+)
 BOTH = """
 def model():
     return nn.Sequential(
@@ -151,81 +156,57 @@ def cut():
     return Splits(train=(x[:count], y[:count]), validation=splits.validation)
 recipe = replace(recipe, data=cut)
 """
-UNUSED = """
-class Spare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(6, 2)
-        self.spare = nn.Linear(6, 2)
-    def forward(self, x):
-        return self.line(x)
-recipe = replace(recipe, model=Spare)
-"""
-BRANCH = """
-class Branch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line, self.rare = nn.Linear(6, 2), nn.Linear(6, 2)
-    def forward(self, x):
-        rare, out = x[:, 1] > 1, self.line(x)
-        return out + self.rare(x) * rare[:, None] if rare.any() else out
-recipe = replace(recipe, model=Branch)
-"""
-UNUSED_AT_TIMES = """
-class Spare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line, self.spare = nn.Linear(6, 2), nn.Linear(6, 2)
-        self.register_buffer("calls", torch.zeros(()))
-    def forward(self, x):
-        if self.training:
-            self.calls += 1
-        return self.line(x) + (self.spare(x) if self.calls < 3 else 0)
-recipe = replace(recipe, model=Spare)
-"""
-PYTHONS_RANDOM = """
-import random
-class Skips(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line, self.more = nn.Linear(6, 2), nn.Linear(6, 2)
-    def forward(self, x):
-        return self.line(x) + self.more(x) * random.random()
-recipe = replace(recipe, model=Skips)
-"""
+UNUSED = _module(
+    """
+self.line = nn.Linear(6, 2)
+self.spare = nn.Linear(6, 2)
+""",
+    "return self.line(x)",
+)
+BRANCH = _module(
+    "self.line, self.rare = nn.Linear(6, 2), nn.Linear(6, 2)",
+    """
+rare, out = x[:, 1] > 1, self.line(x)
+return out + self.rare(x) * rare[:, None] if rare.any() else out
+""",
+)
+UNUSED_AT_TIMES = _module(
+    """
+self.line, self.spare = nn.Linear(6, 2), nn.Linear(6, 2)
+self.register_buffer("calls", torch.zeros(()))
+""",
+    """
+if self.training:
+    self.calls += 1
+return self.line(x) + (self.spare(x) if self.calls < 3 else 0)
+""",
+)
+PYTHONS_RANDOM = _module(
+    "self.line, self.more = nn.Linear(6, 2), nn.Linear(6, 2)",
+    "return self.line(x) + self.more(x) * random.random()",
+    before="import random",
+)
 NUMPYS_RANDOM = PYTHONS_RANDOM.replace("import random", "import numpy").replace(
     "random.random()", "float(numpy.random.rand())"
 )
-COUNTER = """
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line, self.calls = nn.Linear(6, 2), 0
-    def forward(self, x):
-        self.calls += 1
-        return self.line(x) / self.calls
-recipe = replace(recipe, model=Counts)
-"""
-OWN_GENERATOR = """
-g = torch.Generator().manual_seed(1)
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(6, 2)
-    def forward(self, x):
-        return self.line(x + torch.randn(x.shape, generator=g, dtype=x.dtype) * self.training)
-recipe = replace(recipe, model=Noisy)
-"""
+COUNTER = _module(
+    "self.line, self.calls = nn.Linear(6, 2), 0",
+    """
+self.calls += 1
+return self.line(x) / self.calls
+""",
+    name="Counts",
+)
+OWN_GENERATOR = _module(
+    "self.line = nn.Linear(6, 2)",
+    "return self.line(x + torch.randn(x.shape, generator=g, dtype=x.dtype) * self.training)",
+    before="g = torch.Generator().manual_seed(1)",
+)
 SEEDED_ANEW = OWN_GENERATOR.replace("generator=g", "generator=g.manual_seed(1)")
-FIXED_SHAPE = """
-class Fixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(6, 2)
-    def forward(self, x):
-        return self.line(x.reshape(-1, 4, 6) if self.training else x).reshape(-1, 2)
-recipe = replace(recipe, model=Fixed)
-"""
+FIXED_SHAPE = _module(
+    "self.line = nn.Linear(6, 2)",
+    "return self.line(x.reshape(-1, 4, 6) if self.training else x).reshape(-1, 2)",
+)
 LAST_BENT = """
 def loss(outputs, targets):
     value = nn.functional.cross_entropy(outputs, targets)
@@ -264,15 +245,7 @@ def private():
     return data()
 recipe = replace(recipe, data=private)
 """
-OWN_FORWARD = """
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(6, 2)
-    def forward(self, x):
-        return self.line(x)
-recipe = replace(recipe, model=Plain)
-"""
+OWN_FORWARD = _module("self.line = nn.Linear(6, 2)", "return self.line(x)")
 F1 = """
 def f1(outputs, targets):
     predicted = outputs.argmax(1)
@@ -285,30 +258,27 @@ def model():
     return net
 recipe = replace(recipe, model=model, metrics={"f1": f1})
 """
-WHITENING = """
-class Whitened(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)
-    def forward(self, x):
-        h = self.inner(x)
-        return self.out((h - h.mean(0)) / (h.std(0) + 1))
-recipe = replace(recipe, model=Whitened)
-"""
-EMA = """
-class Ema(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)
-        self.register_buffer("mean", torch.zeros(8))
-    def forward(self, x):
-        h = self.inner(x)
-        y = self.out(h - self.mean)
-        if self.training:
-            self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-        return y
-recipe = replace(recipe, model=Ema)
-"""
+WHITENING = _module(
+    "self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)",
+    """
+h = self.inner(x)
+return self.out((h - h.mean(0)) / (h.std(0) + 1))
+""",
+    name="Whitened",
+)
+EMA = _module(
+    """
+self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)
+self.register_buffer("mean", torch.zeros(8))
+""",
+    """
+h = self.inner(x)
+y = self.out(h - self.mean)
+if self.training:
+    self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+return y
+""",
+)
 STATE_IN_LOSS = """
 class WarmedUp:
     calls = 0
@@ -324,16 +294,11 @@ def model():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
 recipe = replace(recipe, model=model)
 """
-RANK_IN_FORWARD = """
-import os
-class Ranked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(6, 2)
-    def forward(self, x):
-        return self.line(x) * (1 + 0.1 * int(os.environ.get("RANK", "0")))
-recipe = replace(recipe, model=Ranked)
-"""
+RANK_IN_FORWARD = _module(
+    "self.line = nn.Linear(6, 2)",
+    'return self.line(x) * (1 + 0.1 * int(os.environ.get("RANK", "0")))',
+    before="import os",
+)
 SPARSE = """
 class Words(nn.Module):
     def __init__(self):
@@ -395,47 +360,33 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets.repeat_interleave(3))
 recipe = replace(recipe, model=Carried, loss=loss, metrics={})
 """
-BANK = """
-class Bank(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line, self.bank = nn.Linear(6, 2), []
-    def forward(self, x):
-        y = self.line(x)
-        self.bank.append(y.detach().mean(0))
-        return y - torch.stack(self.bank[-4:]).mean(0)
-recipe = replace(recipe, model=Bank)
-"""
-RUNNING_MEAN = """
-class Centred(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line, self.mean = nn.Linear(6, 2), torch.zeros(6)
-    def forward(self, x):
-        self.mean = 0.9 * self.mean.to(x) + 0.1 * x.mean(0)
-        return self.line(x - self.mean)
-recipe = replace(recipe, model=Centred)
-"""
-NUMPY_GENERATOR = """
-import numpy
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line, self.rng = nn.Linear(6, 2), numpy.random.default_rng(3)
-    def forward(self, x):
-        return self.line(x) + float(self.rng.normal())
-recipe = replace(recipe, model=Noisy)
-"""
-KEEPS_A_MAP = """
-class Shows(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line, self.last = nn.Linear(6, 2), None
-    def forward(self, x):
-        self.last = self.line(x)
-        return self.last
-recipe = replace(recipe, model=Shows)
-"""
+BANK = _module(
+    "self.line, self.bank = nn.Linear(6, 2), []",
+    """
+y = self.line(x)
+self.bank.append(y.detach().mean(0))
+return y - torch.stack(self.bank[-4:]).mean(0)
+""",
+)
+RUNNING_MEAN = _module(
+    "self.line, self.mean = nn.Linear(6, 2), torch.zeros(6)",
+    """
+self.mean = 0.9 * self.mean.to(x) + 0.1 * x.mean(0)
+return self.line(x - self.mean)
+""",
+)
+NUMPY_GENERATOR = _module(
+    "self.line, self.rng = nn.Linear(6, 2), numpy.random.default_rng(3)",
+    "return self.line(x) + float(self.rng.normal())",
+    before="import numpy",
+)
+KEEPS_A_MAP = _module(
+    "self.line, self.last = nn.Linear(6, 2), None",
+    """
+self.last = self.line(x)
+return self.last
+""",
+)
 OWN_OPTIMIZER = """
 class Own(torch.optim.Optimizer):
     def __init__(self, parameters):

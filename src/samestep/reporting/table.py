@@ -86,7 +86,7 @@ def _fitting(table: Table, widths: list[int], width: int | None) -> list[int]:
         others = _total(table, widths, shown) - widths[-1]
         widths[-1] = max(_LEAST_FOLDED, min(widths[-1], width - others))
     if table.cut is not None:
-        over = _total(widths, shown) - width
+        over = _total(table, widths, shown) - width
         widths[table.cut] = max(1, widths[table.cut] - max(0, over))
     for number, name in enumerate((*table.drop, None)):
         over = _total(table, widths, shown) - width
