@@ -1,4 +1,4 @@
-"""What every public function shares, without torch: paths as arguments, and errors in one line."""
+"""Shared by all public functions, without torch: path arguments, and errors in one line."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ AnyPath = str | os.PathLike[str]
 
 
 def path_of(value: Any, name: str) -> Path:
-    """Return an argument as a path; a run is one, too."""
+    """Return an argument, which may be a run, as a path."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         shown = repr(value) if isinstance(value, str) else f"of type {type(value).__name__}"
         raise UserError(f"{name} is {shown}; it must be a path, or a run.")
@@ -26,7 +26,7 @@ def path_of(value: Any, name: str) -> Path:
 
 
 def one_line_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Show a `UserError` that nobody catches as one line, and name settings as arguments in it."""
+    """Show an uncaught `UserError` as one line, in which settings are named as arguments."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -35,7 +35,7 @@ def one_line_errors(function: Callable[P, T]) -> Callable[P, T]:
                 return function(*args, **kwargs)
         except UserError as error:
             error.in_python = True
-            if sys.excepthook is sys.__excepthook__:  # another one is somebody else's
+            if sys.excepthook is sys.__excepthook__:  # keep a hook that somebody else has set
                 sys.excepthook = _show
                 traceback.clear_frames(error.__traceback__)  # they may hold the error itself
                 weakref.finalize(error, _give_back).atexit = False

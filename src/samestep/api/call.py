@@ -1,4 +1,4 @@
-"""From the arguments of a call in Python to the request that a command line would make."""
+"""Turn the arguments of a call in Python into a request, as the command line does."""
 
 import inspect
 import multiprocessing
@@ -149,12 +149,14 @@ def call_of(
     if not target:
         raise UserError("The first argument is empty: name a recipe, a recipe file or a run.")
     if recipe is not None and not is_run(Path(target)):
-        raise UserError(f"recipe= goes with the directory of a run, and {target} is none.")
+        raise UserError(
+            f"recipe= needs the directory of a run, and {target} is not one. Leave recipe= out."
+        )
     return Call(target=target, recipe=given_recipe(recipe, what), **more)
 
 
 def given_recipe(recipe: AnyRecipe, run: object = None) -> Recipe | None:
-    """Return the recipe that a caller gives as an object, by name or by file, or the run's own."""
+    """Return the recipe given as an object, name or file; without one, the run's own."""
     if recipe is None:
         recipe = getattr(run, "recipe", None)
     if recipe is None or isinstance(recipe, Recipe):
@@ -207,7 +209,7 @@ def _plain(value: Any) -> Any:
 def check_may_start(function: str) -> None:
     """Refuse a call in a process that is itself a rank, a spawned child or a reader of a recipe.
 
-    There it would start ranks without end.
+    There it would start ranks endlessly.
     """
     name = f"samestep.{function}()"
     if (file := being_read()) is not None:
@@ -218,7 +220,7 @@ def check_may_start(function: str) -> None:
         raise UserError(f"{name} was called in a process that is starting.", remedy=GUARD)
     if in_process_group():
         raise UserError(
-            f"{name} makes a process group of its own, and this process is in one already. Call "
+            f"{name} makes its own process group, and this process is already in one. Call "
             "torch.distributed.destroy_process_group() first, or use samestep.open_run() for a "
             "loop of your own in it."
         )
@@ -228,7 +230,7 @@ def check_may_start(function: str) -> None:
 def as_in_fresh_process() -> Iterator[None]:
     """Compute with PyTorch's default modes; restore modes, random numbers and threads afterwards.
 
-    A caller's `no_grad`, autocast, default type or device would make it another training.
+    A caller's `no_grad`, autocast, default type or device would change the training.
     """
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     try:

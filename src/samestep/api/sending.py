@@ -1,7 +1,7 @@
 """Send a call to the ranks that it starts.
 
-A recipe made in a notebook is in no file, so cloudpickle sends it by value. The file lies in a
-private temporary folder and is deleted with the ranks; it never gets into a run.
+cloudpickle sends recipes by value, as one made in a notebook has no file. The call's file is in a
+private temporary folder and is deleted when the ranks end; it is never copied into a run.
 """
 
 import functools
@@ -22,7 +22,7 @@ from samestep.recipe import Recipe
 from samestep.run.records import Record
 
 CALL_FILE = "--call-file"
-"""Stands before the file of a call in the arguments of a rank."""
+"""Precedes the file of a call in the arguments of a rank."""
 _DEEPEST = 8
 
 
@@ -36,7 +36,7 @@ class SentCall:
 
 
 def send(sent: SentCall, file: Path) -> None:
-    """Write a call where only this user's processes can read it."""
+    """Write a call to a file that only this user can read."""
     buffer = io.BytesIO()
     pickler = _CallPickler(buffer)
     try:
@@ -45,7 +45,7 @@ def send(sent: SentCall, file: Path) -> None:
     except Exception as error:
         raise UserError(_why_not(sent.call.recipe, sent.call.keywords, error)) from error
     file.touch(mode=0o600)
-    # Three pickles: what the call imports is looked up on the caller's path, which is read first.
+    # Three pickles: the caller's path comes first, as the call's imports need it.
     file.write_bytes(cloudpickle.dumps(sys.path) + main + buffer.getvalue())
 
 
@@ -69,8 +69,8 @@ def receive(file: Path) -> SentCall:
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Notes the classes and functions that it takes from the caller's `__main__`.
 
-    The ranks put them into their own `__main__`, so that their instances can go between ranks and
-    loader workers as between processes of one script.
+    The ranks put them into their own `__main__`, so that ranks and loader workers can exchange
+    their instances.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -145,7 +145,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that an object is made of, with their names if they have any."""
+    """Yield the parts of an object, with their names if they have any."""
     if isinstance(value, functools.partial):
         yield from (("", part) for part in (value.func, *value.args))
         yield from value.keywords.items()

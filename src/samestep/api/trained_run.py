@@ -69,7 +69,7 @@ class TrainedRun:
             found: dict[str, Any] = json.loads((self.path / "result.json").read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             if not self.path.is_dir():
-                raise UserError(f"There is no directory {self.path} any more.") from error
+                raise UserError(f"The directory {self.path} no longer exists.") from error
             raise UserError(
                 f"{self.path} has no result.json that can be read: it is still training, or was "
                 "killed. Resume it: samestep.train(run, resume=True)."
@@ -169,7 +169,7 @@ def _card(path: Path, state: str, facts: Mapping[str, str], losses: Sequence[flo
 
 
 def _facts(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the facts that a run's result has, as text."""
+    """Return the facts of a result as text."""
     facts: dict[str, str] = {}
     best, test = result.get("best") or {}, result.get("test") or {}
     if isinstance(best.get("value"), int | float):
@@ -209,7 +209,7 @@ def _sparkline(losses: Sequence[float | None]) -> str:
 
 
 def _picture(path: Path) -> str:
-    """Return the decision boundary, or else the run's first figure, if it is small."""
+    """Return the decision boundary, else the first figure, as HTML; empty if it is too large."""
     figures = [e for e in read_pictures(path) if e.get("kind") == "figure" and "name" in e]
     figures.sort(key=lambda entry: entry["name"] != "boundary")
     for entry in figures[:1]:
@@ -246,7 +246,7 @@ def _figure(
         ) from error
 
     class RunFigure(Figure):
-        """A figure that a notebook shows even if nothing has imported pyplot."""
+        """A figure that a notebook shows without pyplot."""
 
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()

@@ -50,7 +50,7 @@ _LOOK_EVERY_S = 0.1
 
 
 class RecordScreen(AbstractContextManager[Any], Protocol):
-    """What rank 0 hands the records to."""
+    """Shows the records of rank 0."""
 
     def show(self, record: Record) -> None:
         """Show one record."""

@@ -20,16 +20,17 @@ class CompareFlags:
     """Compare runs: settings that differ, whether it is the same training, speed, curves."""
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN…")]
-    """Directories of two runs or more, or of one with --plot; a running or damaged one is read as
-    far as it goes."""
+    """Directories of two or more runs, or of one with --plot. Running and damaged runs are read as
+    far as possible."""
     metric: str | None = None
-    """Of the validation set (loss, accuracy …), or train_loss; by default accuracy, else loss."""
+    """A metric of the validation set (loss, accuracy …), or train_loss; default: accuracy, else
+    loss."""
     target: float | None = None
-    """Tell when the metric was first at this value, or beyond: below it where less is better."""
+    """Show when the metric first reached this value."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Draw the curves into a file (samestep[plot])."""
     any_recipe: Switch = False
-    """Compare runs of different recipes too."""
+    """Also compare runs of different recipes."""
     json: Switch = False
     """Print one JSON object."""
 

@@ -24,11 +24,11 @@ from samestep.settings import MERGED, Settings, flag_name
 from samestep.tracking.choice import PACKAGES
 
 Target = Literal["recipe", "run", "runs", "files", "file", "folder", "none"]
-"""What the words without a flag are: a recipe, file or run; a run; runs; a run, then files; …"""
+"""What the positional words are: a recipe, file or run; a run; runs; a run, then files; …"""
 
 _NAMED_FILES = ("dir", "config", "script", "plot", "out", "container", "venv")
 _KNOWN_VALUES = {"checkpoint": ("best", "last"), "track": (*PACKAGES,), "to": (*PACKAGES,)}
-"""Some values of flags that take any text."""
+"""Suggestions for flags that take any text."""
 
 # verb → the module and the dataclass of its flags, and its target. With "+" the verb takes the
 # settings, too, except those in the module's tuple of that name.
@@ -86,7 +86,7 @@ _EXAMPLES = (
 
 
 class Flag(NamedTuple):
-    """One flag of a verb, with its hyphens, and the values that it may have as far as known."""
+    """One flag of a verb, with its hyphens, and its known values."""
 
     name: str
     takes: Literal["nothing", "value", "file"]
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
 
 
 def completion_words() -> Words:
-    """Return everything that can be completed. It imports every verb, and so torch."""
+    """Return everything that can be completed; imports every verb, and so torch."""
     recipes = {name: importlib.import_module(place).recipe for name, place in RECIPES.items()}
     return Words(
         flags={verb: tuple(_of_verb(place)) for verb, (place, _) in COMMANDS.items()},

@@ -18,14 +18,14 @@ _EXAMPLES = ("data list", "data get mnist --data-dir data/mnist")
 
 @dataclass(frozen=True, kw_only=True)
 class _Get:
-    """Download a data set into a folder; files that are there and right are kept."""
+    """Download a data set into a folder; files that are already correct are kept."""
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
     """The data set, one of those that `samestep data list` shows."""
     data_dir: Annotated[Path, arg(metavar="DIR")]
-    """The folder for the files; it is made if it does not exist."""
+    """The folder for the files; created if missing."""
     mirror: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="URL")] = ()
-    """Address of a folder with the files, used in place of the known mirrors."""
+    """URL of a folder with the files, used instead of the known mirrors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class _List:
 
 
 def main(arguments: list[str]) -> int:
-    """Run `samestep data` with the arguments after these two words; return the exit code."""
+    """Run the verb."""
     with examples(*_EXAMPLES):
         command = tyro.cli(
             Annotated[_Get, subcommand(name="get")] | Annotated[_List, subcommand(name="list")],

@@ -1,6 +1,6 @@
 """`samestep demo`: one training on one rank; the same one killed on two ranks, resumed on three.
 
-It works as a user would: `samestep.train`, and the command line in processes that are killed.
+It uses what a user has: `samestep.train`, and the command line for processes to kill.
 """
 
 import subprocess
@@ -62,7 +62,7 @@ class Killed:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoFlags:
-    """Show on this machine what samestep promises, in under a minute.
+    """Demonstrate on this machine, in under a minute, that ranks and kills change nothing.
 
     It trains a small network on one rank. Then it trains it again on two ranks, kills all their
     processes in the middle, resumes on three, and compares both trainings.
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
     out(f"weights  {digests[0][:16]}… and {digests[1][:16]}… (SHA-256)\n\n")
     same = alike.verdict == "equal" and len({*digests}) == 1
     if not same:
-        out(_plain("The two trainings differ. That must not be: please report it, with both runs."))
+        out(_plain("The two trainings differ. This is a bug: please report it, with both runs."))
     else:
         seconds = time.monotonic() - began
         out(_plain(f"The same training to the last bit, in {seconds:.0f} s: {_BECAUSE}"))
@@ -135,15 +135,15 @@ def _plain(text: str) -> str:
 
 @contextmanager
 def _step(console: Console, who: str, what: str) -> Iterator[list[str]]:
-    """Say who does what, and once it is done what was put into the list."""
-    began, came_of_it = time.monotonic(), list[str]()
+    """Print who does what; at the end, print what the body has put into the list."""
+    began, results = time.monotonic(), list[str]()
     ending = "" if console.is_terminal else " …"
     console.print(f"[bold]{who:<8}[/] {what}{ending}", soft_wrap=True)
     sys.stdout.flush()
     with console.status("        ") if console.is_terminal else nullcontext():
-        yield came_of_it
+        yield results
     seconds = time.monotonic() - began
-    console.print(f"         {' '.join(came_of_it)} ({seconds:.0f} s)", soft_wrap=True)
+    console.print(f"         {' '.join(results)} ({seconds:.0f} s)", soft_wrap=True)
 
 
 def command_line(run: Path, nproc: int) -> list[str]:
@@ -195,7 +195,7 @@ def proof(one: "TrainedRun", other: "TrainedRun") -> SameTraining:
 
 
 def _kill(process: "subprocess.Popen[str]") -> int:
-    """Kill a process and all that it has started; return how many there were."""
+    """Kill a process and its descendants; return how many there were."""
     try:
         victims = [*psutil.Process(process.pid).children(recursive=True)]
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""`samestep doctor`: what this machine, or every node of an allocation, lacks for training."""
+"""`samestep doctor`: check this machine, or every node of an allocation, for training."""
 
 import os
 import sys
@@ -18,16 +18,16 @@ _EXAMPLES = ("doctor", "srun --nodes=2 --ntasks-per-node=4 samestep doctor --run
 
 @dataclass(frozen=True, kw_only=True)
 class _Doctor(DoctorOptions):
-    """Check this machine; started on several ranks, check every node and what lies between."""
+    """Check this machine; started on several ranks, check every node and their network."""
 
     json: Switch = False
-    """Print one JSON object in place of the table."""
+    """Print one JSON object instead of the table."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb: 0 if nothing is red, 1 if something is, 2 for a mistake in the command."""
     code = run_as_rank(lambda log: _doctor(_parse(arguments), log))
-    if still_waiting():  # PyTorch may abort where a thread of its is still connecting
+    if still_waiting():  # PyTorch may abort while one of its threads is still connecting
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -37,8 +37,8 @@ def _parse(arguments: list[str]) -> _Doctor:
     command = parse_flags(_Doctor, "doctor", arguments, *_EXAMPLES)
     if command.recipe is not None and command.recipe.suffix != ".py":
         raise UserError(
-            f"{command.recipe} is no recipe file, whose name ends in .py. The recipes of samestep "
-            "itself need none: doctor always compares samestep's own source."
+            f"{command.recipe} is not a recipe file: its name must end in .py. Omit built-in "
+            "recipes: doctor always compares samestep's own source."
         )
     check_positive(timeout_s=command.timeout_s, budget_s=command.budget_s)
     if command.num_workers is not None and command.num_workers < 0:

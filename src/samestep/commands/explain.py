@@ -29,22 +29,22 @@ _MOST_RANKS = 4096
 
 @dataclass(frozen=True)
 class ExplainFlags:
-    """The verb's own flags."""
+    """Flags of `explain`, in addition to the settings."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
     nproc: Nproc = 1
-    """Ranks on a node, which need not be here; auto: as many as train would start here."""
+    """Ranks per node, on any machine; auto: as many as `train` would start here."""
     nodes: int = 1
-    """Nodes with that many ranks each."""
+    """Number of nodes."""
     new: Switch = False
-    """Of a run: explain a new run with its settings, as `samestep train RUN` begins one."""
+    """For a run: explain a new run with its settings, as `samestep train RUN` starts it."""
     resume: Switch = False
     """Explain how a run is resumed, the default for a RUN."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
-    """As `samestep train RUN --resume` takes it: settings that may differ."""
+    """Settings that may differ, as for `samestep train RUN --resume`."""
     recipe_of_run: Switch = False
-    """As `samestep train RUN --resume` takes it: the run's own copy of its recipe."""
+    """Use the run's own copy of its recipe, as for `samestep train RUN --resume`."""
     json: Switch = False
     """Print one JSON object with all numbers."""
 
@@ -65,7 +65,7 @@ def _explain(arguments: list[str]) -> int:
     check_engine(request)
     check_installed(chosen(settings.track))
     world, device = _imagined(command, settings)
-    # What a recipe prints would stand before the JSON object.
+    # A recipe must not print before the JSON object.
     with redirect_stdout(sys.stderr if command.json else sys.stdout):
         found = explain(request, world, device)
     as_json = json.dumps(found.as_json(), indent=2, default=list) + "\n" if command.json else ""
@@ -91,7 +91,7 @@ def _is_run(target: str) -> bool:
 
 
 def _imagined(command: ExplainFlags, settings: Settings) -> "tuple[ImaginedWorld, str]":
-    """Return the world to explain, with this process in the place of rank 0, and its device."""
+    """Return the world to explain, in which this process is rank 0, and its device."""
     import torch  # noqa: PLC0415 - the help needs none
 
     from samestep.ranks.world import ImaginedWorld, choose_backend, choose_device  # noqa: PLC0415
@@ -106,7 +106,7 @@ def _imagined(command: ExplainFlags, settings: Settings) -> "tuple[ImaginedWorld
     device = settings.device
     if device == "auto":
         found = choose_device("auto", 0).type
-        # Gloo cannot reduce what lies on Apple's GPU.
+        # Gloo cannot reduce tensors on Apple's GPU.
         device = "cuda" if found == "cuda" else "mps" if found == "mps" and ranks == 1 else "cpu"
     backend = choose_backend(settings.backend, torch.device(device))
     world = ImaginedWorld(

@@ -48,7 +48,7 @@ _COLUMN, _LEAST, _MOST = 26, 40, 100
 
 @contextmanager
 def examples(*lines: str) -> Iterator[None]:
-    """Print examples after the help that is printed inside; tyro has no place for them."""
+    """Print examples after the help that tyro prints inside; tyro itself has no place for them."""
     try:
         yield
     except SystemExit as stop:
@@ -58,7 +58,7 @@ def examples(*lines: str) -> Iterator[None]:
 
 
 def example_text(*lines: str) -> str:
-    """Return the end of a help text; a line without `samestep` gets it in front."""
+    """Return the examples of a help text; lines without `samestep` get it as a prefix."""
     whole = (line if "samestep " in line else f"samestep {line}" for line in lines)
     return "examples:\n" + "".join(f"  {line}\n" for line in whole)
 
@@ -70,7 +70,7 @@ def parse_flags(kind: type[T], verb: str, arguments: list[str], *lines: str) -> 
 
 
 def show_general_help(arguments: list[str], text: str) -> None:
-    """Print a verb's help and end, if the first argument asks for it or there is none."""
+    """Print a verb's help and end if there are no arguments or the first asks for help."""
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(text)
         raise AlreadyTold(0 if arguments else 2)
@@ -82,7 +82,7 @@ def recipe_files() -> list[str]:
 
 
 def check_positive(**flags: float | None) -> None:
-    """Check that flags, given by their names, are above 0 or not given."""
+    """Check that flags that were given are above 0."""
     for name, value in flags.items():
         if value is not None and not 0 < value < math.inf:
             least = "1 or more" if isinstance(value, int) else "greater than 0"
@@ -190,7 +190,7 @@ def _word(kind: Any) -> str:
 
 
 def _default(name: str, value: object) -> str:
-    """Return the default of a flag, if there is anything to say."""
+    """Return the text for a flag's default; empty for None, empty values and False."""
     if value in (None, (), "") or value is False:
         return ""
     if value is True:

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_name(kind: str, path: Path) -> None:
-    """Check that a file of this name can be trained, and hides no other module."""
+    """Check that this file can be trained, and that it hides no other module."""
     stem = path.name.removesuffix(".py")
     if not path.name.endswith(".py"):
         raise UserError(f"{path} does not end in .py. {_better(kind, path, _as_module(stem))}")
@@ -91,19 +91,19 @@ def _check_name(kind: str, path: Path) -> None:
 
 
 def _better(kind: str, path: Path, stem: str) -> str:
-    """Return what to type for a file of another name in the same folder."""
+    """Suggest the command with another file name in the same folder."""
     return f"Type: samestep new {kind} {shlex.quote(str(path.parent / f'{stem}.py'))}"
 
 
 def _as_module(name: str) -> str:
-    """Return the nearest name that is free and that Python can import."""
+    """Return a similar name that Python can import and that hides no module."""
     words = re.sub(r"\W+", "_", name).strip("_") or "recipe"
     taken = words[0].isdigit() or keyword.iskeyword(words)
     return f"my_{words}" if taken or _module_that_is_hidden(words, Path()) else words
 
 
 def _module_that_is_hidden(name: str, folder: Path) -> str:
-    """Return the module of this name that lies outside the folder, or nothing."""
+    """Return the module of this name outside the folder, or an empty text."""
     if name in sys.stdlib_module_names or name == "__main__":
         return f"Python's own module {name}"
     found = importlib.util.find_spec(name)
@@ -126,7 +126,7 @@ def _write(kind: str, path: Path) -> None:
             file.write(text)
     except FileExistsError as error:
         raise UserError(
-            f"{path} exists already and is left as it is. Move it away, or choose another name. "
+            f"{path} already exists and was not changed. Move it, or choose another name. "
             f"{_better(kind, path, _free(path))}"
         ) from error
     except FileNotFoundError as error:

@@ -1,6 +1,6 @@
 """`samestep predict`: predict files with a checkpoint of a run, on one device.
 
-The rows are shown as they come, so it uses the generators below `samestep.predict`.
+It shows rows as they come, so it uses the generators that `samestep.predict` is made of.
 """
 
 import json
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _blocks(predictions: "Iterator[Prediction]") -> "Iterator[list[Prediction]]":
-    """Yield predictions as they come, in blocks of rows."""
+    """Yield predictions in blocks of rows with the same columns."""
     block: list[Prediction] = []
     for one in predictions:
         other = block and _names(one) != _names(block[0])
@@ -104,13 +104,13 @@ def _blocks(predictions: "Iterator[Prediction]") -> "Iterator[list[Prediction]]"
 
 
 def _names(one: "Prediction") -> tuple[str, ...]:
-    """Return the columns of a row that fits into a table, or nothing."""
+    """Return the columns of a row that fits into a table; empty for other predictions."""
     plain = not any(isinstance(value, list | dict) for value in one.values.values())
     return tuple(one.values) if one.row is not None and not one.classes and plain else ()
 
 
 class _Shown:
-    """What was printed last, for what comes next."""
+    """Prints predictions; headings depend on what was printed last."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
@@ -128,7 +128,7 @@ class _Shown:
             for one in block:
                 self._show_alone(one)
             return
-        # On a terminal the headings are repeated: many rows scroll away.
+        # A terminal scrolls, so each block repeats the headings.
         heading = self._columns is None or self._console.is_terminal
         self._columns = self._columns or Columns()
         rows = [{"row": one.row, **one.values} for one in block]

@@ -1,4 +1,4 @@
-"""`samestep profile`: where the time of a training goes, and the one thing to change."""
+"""`samestep profile`: where the time of a training goes, and what to change first."""
 
 import ast
 import contextlib
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from samestep.profiling.profile_report import Profile
     from samestep.profiling.script_profile import ScriptFailed
 
-# The profiler's own library writes to standard error when it starts and stops; set before torch is
-# imported.
+# Silences the profiler's library, which otherwise logs to standard error; before torch's import.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -85,15 +84,15 @@ class ProfileFlags(Extent):
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
     workers: str | None = None
-    """Try these numbers of loader workers, and say which to use: 0,1,2,4."""
+    """Try these numbers of loader workers, and recommend one: 0,1,2,4."""
     batch_sizes: str | None = None
-    """Try these batch sizes, and say which is fastest: 32,64,128. Another batch size is
-    another training."""
+    """Try these batch sizes, and show the fastest: 32,64,128. The batch size changes the
+    training."""
     apply: Switch = False
-    """Write what --workers and --batch-sizes found into the file that --config names, or into a
-    new RECIPE.toml."""
+    """Write the results of --workers and --batch-sizes into the file of --config, or into a new
+    RECIPE.toml."""
     json: Switch = False
-    """Print one JSON object in place of the tables."""
+    """Print one JSON object instead of the tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ class ScriptCommand(Extent):
     out: Path | None = None
     """Directory for the traces; by default a new one in runs/."""
     oversubscribe: Switch = False
-    """Insist on more than 4 ranks per core."""
+    """Allow more than 4 ranks per core."""
     json: Switch = False
     """Print one JSON object; what the script prints goes to standard error."""
 
@@ -130,7 +129,7 @@ def _profile(arguments: list[str], log: RankLog) -> int:
         return _script(arguments, log, module=False)
     if "--" in flags:
         raise UserError(
-            f"{target} is a recipe: what follows `--` would be a script's own. Leave `--` out."
+            f"{target} is a recipe, and only a script takes arguments after `--`. Leave `--` out."
         )
     return _recipe(arguments, log)
 
@@ -178,7 +177,9 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     workers = numbers("workers", command.workers, least=0)
     batch_sizes = numbers("batch-sizes", command.batch_sizes)
     if command.apply and not (workers or batch_sizes):
-        raise UserError("--apply writes what --workers or --batch-sizes finds: give one of them.")
+        raise UserError(
+            "--apply writes the results of --workers or --batch-sizes: give one of them."
+        )
     place = None
     if command.apply:
         from samestep.profiling.sweep import file_to_apply  # noqa: PLC0415
@@ -188,7 +189,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     if run_dir is not None and is_run(Path(run_dir)):
         raise UserError(
             f"{run_dir} already holds a run or a profile. Choose another --run-dir, or leave it "
-            "out: a new directory is made in runs/.",
+            "out to make a new directory in runs/.",
             on_all_ranks=True,
         )
     settings = request.settings
@@ -240,8 +241,8 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
     for flag in ("--workers", "--batch-sizes", "--apply", "--config"):
         if any(given.split("=")[0] == flag for given in flags[:cut]):
             raise UserError(
-                f"{flag} changes a recipe's settings, and {script} is a script, which has its own: "
-                f"pass its arguments after `--`, and profile it once with each."
+                f"{flag} changes a recipe's settings, and {script} is a script. Pass its own "
+                "arguments after `--`, and profile it once per value."
             )
     command = parse_flags(ScriptCommand, f"profile {script}", flags[:cut], *_EXAMPLES)
     _check_extent(command)

@@ -1,4 +1,4 @@
-"""`samestep report`: one page of a run, of several or of a scaling study, to look at or send."""
+"""`samestep report`: one HTML page of a run, of several runs, or of a scaling study."""
 
 import sys
 import webbrowser
@@ -16,14 +16,15 @@ _EXAMPLES = ("report runs/ID --open", "report runs/ONE runs/OTHER --target 0.95 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFlags:
-    """Make one page of runs, a file that needs nothing else: curves, classes, ranks, settings."""
+    """Make one self-contained page of runs: curves, classes, ranks, settings."""
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN…")]
-    """Directories of runs, going on or killed ones too; or files of `samestep scale --json`."""
+    """Directories of runs, also running or killed ones; or files of `samestep scale --json`."""
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = None
-    """By default report.html in the directory of a single run, else in the current one."""
+    """The page's file; default: report.html in the directory of a single run, else in the current
+    one."""
     target: float | None = None
-    """With several runs: tell when their metric was first at this value, or beyond."""
+    """With several runs: show when their metric first reached this value."""
     open: Switch = False
     """Open the page in the browser."""
 

@@ -27,7 +27,7 @@ class RunsFlags:
     sort: Sort = "date"
     """metric: the best first; duration: the longest; date: the newest."""
     recipe: str | None = None
-    """List the runs of this recipe alone."""
+    """List only the runs of this recipe."""
     json: Switch = False
     """Print one JSON array, with an object for each run."""
 

@@ -1,4 +1,4 @@
-"""`samestep scale`: what more ranks are worth here, measured."""
+"""`samestep scale`: measure the speed-up from more ranks on this machine."""
 
 import os
 import sys
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 _EXAMPLES = ("scale spiral --nproc 1,2,4", "scale my_recipe.py --nproc 1,2 --mode strong --json")
 _MOST_RANKS = 64
 _LOOK_S = 0.5
-# What a measurement decides by itself: it ends after --seconds, and nothing is evaluated.
+# A measurement ends after --seconds, and evaluates nothing.
 _DECIDED = ("epochs", "max_steps", "patience", "monitor")
 
 
 @dataclass(frozen=True)
 class ScaleFlags:
-    """What this command itself takes, beside the settings."""
+    """Flags of `scale`, in addition to the settings."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
@@ -42,16 +42,16 @@ class ScaleFlags:
     mode: Literal["weak", "strong", "both"] = "both"
     """Keep the batch of a rank (weak), or the global batch (strong)."""
     seconds: float = 1.5
-    """Of training in each measurement, after warming up."""
+    """Seconds of training per measurement, after the warm-up."""
     rounds: int = 3
-    """How often everything is measured, in turn."""
+    """How many times to repeat all measurements, in turn."""
     json: Switch = False
     """Print one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings(Settings):
-    """The settings, where `--mode` is this command's: nothing is monitored here."""
+    """The settings without `mode`: `--mode` is this command's own flag."""
 
     mode: Annotated[
         Literal["auto", "min", "max"], tyro.conf.arg(name="monitor-mode"), tyro.conf.Suppress
@@ -93,7 +93,7 @@ def _scale(arguments: list[str]) -> int:
         except OSError as error:
             raise UserError(f"--run-dir {folder} cannot be used: {error.strerror}.") from error
         study = plan_study(request.settings, sizes, modes)
-        # Cores that other work keeps busy, since this process only waits.
+        # Cores busy with other work: this process only waits.
         busy = psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1)
         study, found = run_study(
             study, folder, rounds=command.rounds, seconds=command.seconds, launch=launch, tell=_tell
@@ -146,6 +146,6 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     if len(sizes) == 1:
         example = f"1,{text}" if sizes[0] > 1 else "1,2"
         raise UserError(
-            f"--nproc {text} is only one size; to see how it scales, give two or more: {example}."
+            f"--nproc {text} is one size. Give two or more to compare: --nproc {example}."
         )
     return sizes

@@ -1,6 +1,6 @@
-"""What the verbs that train share: a target, then the flags of the verb, the settings, the recipe.
+"""Parsing for the verbs that train: a target, then flags of the verb, the settings and the recipe.
 
-Defaults of the flags are what the recipe, a run and a TOML file say; tyro puts the flags on top.
+The recipe, a run and a TOML file give the defaults; tyro puts the flags on top.
 """
 
 import dataclasses
@@ -50,8 +50,7 @@ def parse_target(
         )
     if target in recipe_files():
         lines = tuple(line.replace("spiral", target) for line in lines)
-    # A recipe that prints while it is read must not print before a verb's JSON object. Ranks that
-    # a verb has started print into a log.
+    # What a recipe prints must not come before a verb's JSON object. Ranks print to a log.
     asks_help, is_rank = HELP & set(flags), TASK in os.environ
     quiet = hasattr(kind, "json") and not asks_help and not is_rank
     with examples(*lines), redirect_stdout(sys.stderr if quiet else sys.stdout):

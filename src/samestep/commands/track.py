@@ -1,4 +1,4 @@
-"""`samestep track`: send a run to trackers, now that there is a network, or for the first time."""
+"""`samestep track`: send a run to trackers after it was trained."""
 
 import sys
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrackFlags:
-    """Send a run to trackers: what they do not have of it, exactly once."""
+    """Send a run to trackers: whatever they lack of it, exactly once."""
 
     run: RunPath
     """Directory of the run."""
     to: str
-    """comet, mlflow, tensorboard, wandb, or your own (my_tracker.py), with commas between them."""
+    """comet, mlflow, tensorboard, wandb, or your own (my_tracker.py), separated by commas."""
     project: str | None = None
     """Project at the tracker; by default the run's --track-project, else its recipe."""
     name: str | None = None
@@ -31,13 +31,13 @@ class TrackFlags:
     workspace: str | None = None
     """Workspace at Comet, entity at W&B."""
     tags: str | None = None
-    """Tags, with commas between them."""
+    """Tags, separated by commas."""
     offline: Switch = False
     """Write the tracker's files into the run directory and send nothing."""
     checkpoints: Switch = False
-    """Send the checkpoints too."""
+    """Also send the checkpoints."""
     timeout: float | None = None
-    """Seconds that a tracker may take to start, and for each answer; 120 by default."""
+    """Seconds to wait for a tracker's start and for each of its answers; 120 by default."""
 
 
 def main(arguments: list[str]) -> int:
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     def say(text: str) -> None:
         console.print(f"[yellow]note[/]    {escape(text)}", soft_wrap=True)
 
-    # Whether the training was offline says nothing of now.
+    # The training may have been offline; this command has its own flag.
     sent = send_run(command.run, {**overrides, "track_offline": command.offline}, say)
     for one in sent:
         if one.failed is not None:

@@ -29,31 +29,31 @@ if TYPE_CHECKING:
 _EXAMPLES = ("verify spiral", "verify my_recipe.py --world-sizes 1,2,4 --accept batchnorm --json")
 _ABOUT = (
     "Train {} for a few steps on one process and on several ranks, and compare: losses, gradients, "
-    "weights, samples, metrics. What differs is named with its likely cause. Exit codes: 0 the "
+    "weights, samples, metrics. Each difference is shown with its likely cause. Exit codes: 0 the "
     "same training, 1 different (or every rank writes a file), 2 a mistake in the command or the "
-    "recipe. With --virtual-ranks nothing is held still, and all has to be equal to the last bit."
+    "recipe. With --virtual-ranks everything must be equal to the last bit, randomness included."
 )
-# A rank that waits for one that does something else is a finding, not a reason to wait long.
+# Ranks that wait for each other are a finding: verify reports them after this time.
 _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class VerifyFlags:
-    """The verb's own flags."""
+    """Flags of `verify`, in addition to the settings."""
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
     world_sizes: str = "1,2,3"
     """Numbers of ranks to compare; 1 is always among them."""
     quick: Switch = False
-    """Leave out what takes longest: a third size of ranks (unless --world-sizes names it), the
+    """Skip the slowest checks: a third size of ranks (unless --world-sizes names it), the
     recipe's own precision, accumulation, resuming, Lightning, a checkpoint on one device."""
     accept: str = ""
-    """What may differ by intent: batchnorm, dropout, or both. A recipe may accept them itself."""
+    """What may differ by design: batchnorm, dropout, or both. A recipe can also accept them."""
     tolerance: float | None = None
-    """Compare losses alone, up to this relative difference: for what is random by intent."""
+    """Compare only the losses, up to this relative difference, for training that is random."""
     json: Switch = False
-    """Print one JSON object in place of the table."""
+    """Print one JSON object instead of the table."""
 
 
 def main(arguments: list[str]) -> int:
@@ -120,7 +120,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _rank(path: Path, arguments: list[str]) -> int:
-    """Run as one rank of a start; nothing of it reaches the screen."""
+    """Run as one rank of a start; its output goes to a log."""
     from samestep.api.call import request_of  # noqa: PLC0415 - the help needs no torch
     from samestep.api.sending import CALL_FILE, receive  # noqa: PLC0415
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
@@ -133,7 +133,7 @@ def _rank(path: Path, arguments: list[str]) -> int:
     with log.open("ab") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    # Every rank needs it; to bring it in makes caches, which is not the recipe's doing.
+    # Import it now: its caches would otherwise be attributed to the recipe.
     import torch._dynamo  # noqa: F401, PLC0415
 
     output = watch_output(folder)
@@ -147,5 +147,5 @@ def _rank(path: Path, arguments: list[str]) -> int:
     run_start(request, instructions, world, output)
     leave(world)
     sys.stdout.flush()
-    # All is written; to take PyTorch's modules apart would cost every rank another second.
+    # Everything is written. A normal exit would spend another second on PyTorch's teardown.
     os._exit(0)

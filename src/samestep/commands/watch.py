@@ -1,4 +1,4 @@
-"""`samestep watch`: the page of a run while it trains, on this machine alone."""
+"""`samestep watch`: serve the page of a run to this machine's browser while it trains."""
 
 import sys
 import time
@@ -17,12 +17,12 @@ _EXAMPLES = ("watch runs/ID", "watch runs/ID --port 0 --open")
 
 @dataclass(frozen=True, kw_only=True)
 class WatchFlags:
-    """Show the page of a run in the browser, and redraw it while the run goes on."""
+    """Show the page of a run in the browser, and update it while the run trains."""
 
     run: RunPath
     """Directory of the run."""
     port: int = 8008
-    """Port on 127.0.0.1; 0 takes any that is free."""
+    """Port on 127.0.0.1; 0 takes a free one."""
     open: Switch = False
     """Open the page in the browser."""
 

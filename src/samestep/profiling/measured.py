@@ -14,9 +14,9 @@ class Extent:
     epoch: int | None = None
     """Trace this epoch as a whole, counted from 1; by default a few steps."""
     seconds: float = 3.0
-    """How long to measure, at least."""
+    """Measure at least this long."""
     steps: int | None = None
-    """Measure this many steps, whatever time they take, in place of --seconds."""
+    """Measure this many steps instead of --seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,9 +39,7 @@ def main(arguments: list[str]) -> int:
     if found.queue_error is not None:
         raise found.queue_error
     if job is None:
-        raise UserError(
-            f"Slurm knows no job of yours of {command.job}: there is nothing to cancel."
-        )
+        raise UserError(f"Slurm has no job of yours for {command.job}: there is nothing to cancel.")
     if job.ended:
         raise UserError(
             f"{command.job} has already ended ({job.state}): there is nothing to cancel."
@@ -51,10 +49,12 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write(f"Job {job.job} is cancelled.\n")
         return 0
     if not _wait_for_script(job, job.run):
-        sys.stderr.write(f"Job {job.job} has not said that it began; it is told all the same.\n")
+        sys.stderr.write(
+            f"Job {job.job} has not reported its start yet; the signal is sent anyway.\n"
+        )
     # To the script only: it signals the ranks, waits for them, and does not start again.
     call("scancel", "--batch", "--signal=USR2", str(job.job))
-    if command.now:  # plain scancel would leave the ranks half a minute
+    if command.now:  # plain scancel gives the ranks half a minute
         with contextlib.suppress(ProgramError):  # the ranks may have ended by themselves
             call("scancel", "--signal=KILL", f"{job.job}.0")
         sys.stdout.write(f"Job {job.job} is cancelled.\n")

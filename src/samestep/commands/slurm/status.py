@@ -1,4 +1,4 @@
-"""`samestep slurm status`: the queue's state and the training's, side by side."""
+"""`samestep slurm status`: the state of the queue and of the training."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _seen(found: JobAndRun) -> Progress | None:
-    """Return the progress of a run in view of its job's state."""
+    """Return the progress of a run, corrected by its job's state."""
     progress = read_progress(found.run) if found.run else None
     if progress is None or found.run is None or found.job is None:
         return progress
@@ -99,11 +99,11 @@ def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
         limit = duration(job.limit_s) if job.limit_s else "no limit"
         rows["time"] = f"{duration(job.elapsed_s)} of {limit}, {job.restarts} restarts"
     else:
-        forgot = "Slurm no longer knows it (it forgets a job some minutes after its end)"
+        forgot = "no longer known to Slurm, which forgets jobs some minutes after their end"
         rows["job"] = found.note or forgot
     unseen = progress is None or not progress.total_steps
     if unseen and found.run is not None and is_script(found.run):
-        rows["training"] = "a script of yours, whose steps samestep does not see"
+        rows["training"] = "your own script; samestep does not see its steps"
         if job is not None and job.ended:
             rows["ended"] = f"{job.state.lower()}, exit code {job.exit_code.partition(':')[0]}"
     elif progress is None:
@@ -136,7 +136,7 @@ def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
         if job is not None and job.limit_s is not None:
             left = max(0, job.limit_s - job.elapsed_s)
             if progress.eta_s <= left:
-                rows["ETA"] += f", within the {duration(left)} that are left"
+                rows["ETA"] += f", within the {duration(left)} left"
             else:
                 more = math.ceil((progress.eta_s - left) / job.limit_s)
                 rows["ETA"] += f"; {duration(left)} left, so {more} more start{'s' * (more > 1)}"

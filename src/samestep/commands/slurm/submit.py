@@ -52,7 +52,7 @@ class _Submit(UncheckedOptions):
     dry_run: Switch = False
     """Print the script and submit nothing."""
     script: Annotated[Path | None, arg(aliases=["-o"], metavar="FILE")] = None
-    """Write the script to a file, to edit and submit with sbatch; submits nothing."""
+    """Write the script to a file, to edit and submit with sbatch; submit nothing."""
 
 
 def main(arguments: list[str]) -> int:
@@ -104,14 +104,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_flags(target: str, flags: list[str]) -> None:
-    """Refuse a flag that the job does not have: it may belong to the training."""
+    """Refuse unknown flags, which may belong to the training."""
     known = {"help", "no-requeue", *(field.name.replace("_", "-") for field in fields(_Submit))}
     for word in flags:
         name = word.removeprefix("--").partition("=")[0].replace("_", "-")
         if word.startswith("--") and name not in known:
             raise UserError(
                 f"--{name} is no flag of a job. {did_you_mean(name, known)}If it belongs to the "
-                f"training or the script, it comes after `--`: samestep slurm submit {target} … -- "
+                f"training or the script, put it after `--`: samestep slurm submit {target} … -- "
                 f"--{name} …"
             )
 
