@@ -11,7 +11,7 @@ import pytest
 
 from samestep import read_records
 from samestep.cli import main
-from samestep.verification.rows import loss
+from samestep.verification import causes
 from tests import tiny
 from tests.examples.programs import ROOT
 from tests.verification.forked import check, differing, verified
@@ -53,7 +53,7 @@ def test_verify_points_to_loss_terms_where_a_mean_over_words_lacks_them(tmp_path
     recipe.write_text(text.replace("    loss_terms=", "    # loss_terms="))
     found = verified(recipe, *SMALL["padded_text"], folder=tmp_path / "ranks")
     assert not found.same
-    assert differing(found)["2 ranks"] == loss.NOT_A_MEAN
+    assert differing(found)["2 ranks"] == causes.NOT_A_MEAN.name
     assert "loss_terms" in check(found, "loss").cause.advice
 
 
