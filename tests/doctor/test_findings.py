@@ -68,21 +68,24 @@ def test_the_worst_status_is_the_whole_tables():
     assert worst([yellow("b", "c"), red("b", "c"), green("d")]) == "red"
 
 
-def test_merging_keeps_the_worst_of_each_check_and_says_who_has_it():
-    fine, slow = named("disk", green("fine")), named("disk", red("full", "empty it"))
-    merged = merge([("rank 0 on a", [fine]), ("rank 1 on a", [slow]), ("rank 2 on b", [slow])])
-    assert merged == [Finding("red", "rank 1 on a and 1 more: full", "empty it", "disk")]
+SLOW = named("disk", yellow("slow", "wait"))
+FINE, FULL = named("disk", green("fine")), named("disk", red("full", "empty it"))
 
 
-def test_merging_names_nobody_where_all_are_the_same():
-    slow = named("disk", yellow("slow", "wait"))
-    for finding in (slow, named("disk", green("fine"))):
-        assert merge([("rank 0 on a", [finding]), ("rank 1 on b", [finding])]) == [finding]
-
-
-def test_merging_counts_only_those_that_looked():
-    slow = named("disk", yellow("slow", "wait"))
-    assert merge([("rank 0 on a", [slow]), ("rank 1 on a", [])]) == [slow]
+@pytest.mark.parametrize(
+    ("of_ranks", "merged"),
+    [
+        ([[FINE], [FULL], [FULL]], Finding("red", "rank 1 and 1 more: full", "empty it", "disk")),
+        ([[SLOW], [SLOW]], SLOW),
+        ([[FINE], [FINE]], FINE),
+        ([[SLOW], []], SLOW),
+    ],
+    ids=["the worst", "all the same", "all are well", "only one looked"],
+)
+def test_merging_keeps_the_worst_of_each_check_and_says_who_has_it_unless_all_have(
+    of_ranks, merged
+):
+    assert merge([(f"rank {n}", found) for n, found in enumerate(of_ranks)]) == [merged]
 
 
 CHECKS = {

@@ -61,23 +61,28 @@ def test_sizes_are_put_in_order():
     assert parse_ranks("4,1,2,2") == (1, 2, 4)
 
 
+class Launch:
+    """Ranks that measure nothing: each setup leaves made-up segments of ten steps."""
+
+    def __init__(self):
+        self.started, self.folders = [], set()
+
+    def __call__(self, ranks, task):
+        self.started.append((ranks, [size for size, *_ in task.setups]))
+        for number, (size, _, run) in enumerate(task.setups):
+            Path(run).mkdir(parents=True)  # there is none yet
+            self.folders.add(Path(run).parent)
+            one = Segment(steps=10, samples=10 * size, phases={"forward": 1.0 + number})
+            (Path(run) / FILE).write_bytes(msgspec.json.encode(measurement([one, one])))
+
+
 def test_rounds_take_turns_and_one_start_of_ranks_serves_both_modes(tmp_path):
     study = plan_study(Settings(batch_size=8), [1, 2], ["weak", "strong"])
-    started, told = [], []
-
-    def launch(ranks, task):
-        started.append((ranks, [size for size, *_ in task.setups]))
-        for number, (size, _, run) in enumerate(task.setups):
-            assert Path(run).parent == tmp_path
-            assert not Path(run).exists()
-            Path(run).mkdir()
-            one = Segment(steps=10, samples=10 * size, phases={"forward": 1.0 + number})
-            content = measurement([one, one])
-            (Path(run) / FILE).write_bytes(msgspec.json.encode(content))
-
+    launch, told = Launch(), []
     left, found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch, tell=told.append)
     assert left == study
-    assert started == [(1, [8]), (2, [16, 8])] * 2
+    assert launch.folders == {tmp_path}
+    assert launch.started == [(1, [8]), (2, [16, 8])] * 2
     assert [(one.setup, len(one.rounds)) for one in found] == [(s, 2) for s in study.setups]
     assert found[2].rounds[0].segments[0].seconds == 2.0
     assert told[1] == "round 1 of 2, 2 ranks: weak 160, strong 40 samples/s"
@@ -85,18 +90,9 @@ def test_rounds_take_turns_and_one_start_of_ranks_serves_both_modes(tmp_path):
 
 def test_steps_that_the_training_set_does_not_fill_are_left_out_and_said(tmp_path):
     """1,000 samples: two ranks of 400 have them, four would train 1,600 in name only."""
-    study = plan_study(Settings(batch_size=400), [1, 2, 4], ["weak"])
-    started = []
-
-    def launch(ranks, task):
-        started.append(ranks)
-        ((size, _, run),) = task.setups
-        Path(run).mkdir(parents=True)
-        one = Segment(steps=10, samples=10 * size, phases={"forward": 1.0})
-        (Path(run) / FILE).write_bytes(msgspec.json.encode(measurement([one, one])))
-
+    study, launch = plan_study(Settings(batch_size=400), [1, 2, 4], ["weak"]), Launch()
     left, found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch, tell=len)
-    assert started == [1, 2] * 2
+    assert launch.started == [(1, [400]), (2, [800])] * 2
     assert [one.setup.ranks for one in found] == [1, 2]
     (said,) = left.left_out
     assert re.match(r"weak scaling at 4 ranks .* 1,600 .* 1,000 ", said)

@@ -154,11 +154,6 @@ def test_sigterm_ends_a_script_and_shows_what_was_measured(here):
     assert read_json(here / "out" / "profile.json")["measured"]["steps"] > 1
 
 
-def test_as_many_steps_are_measured_as_are_asked_for(here):
-    text = EPOCHS.format(epochs=10**9, loader="DataLoader(data, batch_size=10)")
-    assert profiled(here, text, "--steps", "50")["measured"]["steps"] == 50
-
-
 INDEXED = """
 import time
 for _ in range(10**9):
@@ -247,27 +242,29 @@ def test_an_epoch_that_the_script_profiles_itself_is_not_traced_twice(here):
     assert re.search(r"train\.py .* epoch 2.*--epoch", said)
 
 
-def test_a_module_is_profiled_as_python_would_run_it(here):
+def test_a_module_is_profiled_as_python_would_run_it_for_so_many_steps_as_asked(here):
     (here / "pkg").mkdir()
     (here / "pkg" / "__init__.py").write_text("")
     (here / "pkg" / "net.py").write_text("WIDTH = 8\n")
     text = f"import sys\nfrom .net import WIDTH\n{HEAD}\nprint(sys.argv[1:], __name__)\n"
-    (here / "pkg" / "train.py").write_text(text + STEPS.format(10**9))
-    flags = (*QUICK, "--out", "out", "--", "--lr", "1")
+    epochs = EPOCHS.format(epochs=10**9, loader="DataLoader(data, batch_size=10)")
+    (here / "pkg" / "train.py").write_text(text + epochs)
+    flags = ("--steps", "50", "--out", "out", "--", "--lr", "1")
     ranks = run("profile", "-m", "pkg.train", *flags, folder=here.parent / "o")
     assert "['--lr', '1'] __main__" in ranks.printed(0)
-    assert read_json(here / "out" / "profile.json")["name"] == "pkg.train"
+    found = read_json(here / "out" / "profile.json")
+    assert (found["name"], found["measured"]["steps"]) == ("pkg.train", 50)
 
 
-def test_a_module_that_fails_shows_its_own_frames_and_a_wrong_name_is_one_message(here):
+def test_a_module_that_fails_shows_its_own_frames_and_a_wrong_name_is_one_message(here, refused):
     (here / "mine.py").write_text("raise ValueError('of the module')\n")
     ranks = start("profile", "-m", "mine", folder=here.parent / "o")
     assert ranks.wait() == [1]
     assert "ValueError: of the module" in ranks.output()
     assert "runpy" not in ranks.output()
     assert re.search(r"^samestep: mine .* 0 steps", ranks.output(), re.MULTILINE)
-    assert "gone.train" in refusal("profile", "-m", "gone.train", folder=here.parent)
-    assert "-m" in refusal("profile", "-m", folder=here.parent)
+    assert "gone.train" in refused("profile", "-m", "gone.train")
+    assert "-m" in refused("profile", "-m")
 
 
 OWN = """

@@ -28,27 +28,18 @@ def conf(user: str = "ada") -> str:
     )
 
 
-def test_each_node_has_its_own_port_on_this_machine():
+def test_each_node_has_its_own_port_and_each_path_lies_in_the_sandbox():
     lines = re.findall(r"^NodeName=.*$", conf(), re.MULTILINE)
     assert [line.split()[0] for line in lines] == [f"NodeName=node{n}" for n in (1, 2, 3)]
     assert [re.findall(r"Port=(\d+)", line) for line in lines] == [["20001"], ["20002"], ["20003"]]
     assert all("NodeHostname=laptop NodeAddr=127.0.0.1" in line for line in lines)
-
-
-def test_the_nodes_are_read_back_from_the_text():
     assert nodes_of(conf()) == ["node1", "node2", "node3"]
-
-
-def test_every_path_lies_in_the_folder_of_the_sandbox():
     paths = re.findall(r"=(/[^,\s]*)", conf())
     assert len(paths) == 8
     assert all(path.startswith("/home/ada/sandbox/") for path in paths)
-
-
-def test_no_setting_is_given_twice():
     names = re.findall(r"^(\w+)=", conf(), re.MULTILINE)
     single = [name for name in names if name not in ("NodeName", "PartitionName")]
-    assert len(single) == len(set(single))
+    assert len(single) == len(set(single)), "no setting is given twice"
 
 
 def test_all_daemons_run_as_the_user():

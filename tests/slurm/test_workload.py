@@ -40,41 +40,31 @@ def test_a_recipes_name_becomes_a_training_in_a_new_run_directory(here):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "kind"),
     [
-        RECIPE,
-        RECIPE.replace("recipe =", "recipe: Recipe ="),
-        "import samestep\nrecipe = samestep.Recipe()\n",
+        (RECIPE, "recipe"),
+        (RECIPE.replace("recipe =", "recipe: Recipe ="), "recipe"),
+        ("import samestep\nrecipe = samestep.Recipe()\n", "recipe"),
+        (RECIPE + "raise SystemExit('it ran')\n", "recipe"),
+        ("print(1)\n", "script"),
+        ("recipe = 'soup'\n", "script"),
+        ("import samestep\n", "script"),
+        ("import samesteps\nrecipe = 1\n", "script"),
+        ("import samestep\ndef f():\n    recipe = 1\n", "script"),
     ],
 )
-def test_a_file_that_assigns_recipe_and_imports_samestep_is_trained(here, text):
+def test_a_file_that_assigns_recipe_and_imports_samestep_is_trained_and_any_other_run(
+    here, text, kind
+):
+    """It is told apart without running it; a script has its arguments as they are."""
     Path("mine.py").write_text(text)
-    found = find("mine.py")
-    assert (found.name, found.kind) == ("mine", "recipe")
-    assert found.command[:4] == ("-m", "samestep", "train", str(here / "mine.py"))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "print(1)\n",
-        "recipe = 'soup'\n",
-        "import samestep\n",
-        "import samesteps\nrecipe = 1\n",
-        "import samestep\ndef f():\n    recipe = 1\n",
-    ],
-)
-def test_any_other_file_is_a_script_with_its_arguments_as_they_are(here, text):
-    Path("mine.py").write_text(text)
-    found = find("mine.py", "--nproc", "2", "--run-dir", "x", "--resume")
-    assert (found.name, found.kind) == ("mine", "script")
-    words = ("--nproc", "2", "--run-dir", "x", "--resume")
-    assert found.command == (str(here / "mine.py"), *words)
-
-
-def test_a_file_is_told_apart_without_running_it(here):
-    Path("mine.py").write_text(RECIPE + "raise SystemExit('it ran')\n")
-    assert find("mine.py").kind == "recipe"
+    words = () if kind == "recipe" else ("--nproc", "2", "--run-dir", "x", "--resume")
+    found = find("mine.py", *words)
+    assert (found.name, found.kind) == ("mine", kind)
+    if kind == "recipe":
+        assert found.command[:4] == ("-m", "samestep", "train", str(here / "mine.py"))
+    else:
+        assert found.command == (str(here / "mine.py"), *words)
 
 
 def test_a_run_directory_goes_on_in_place(here):

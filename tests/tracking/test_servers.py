@@ -47,15 +47,8 @@ def untracked(tmp_path_factory):
 def test_a_server_that_accepts_and_never_answers_leaves_every_tracker_offline(tmp_path, untracked):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     with Silent(is_there=False) as server:
-        ranks = train(
-            recipe,
-            "--track",
-            "wandb,comet",
-            "--run-dir",
-            run,
-            folder=tmp_path,
-            **at(server.url, tmp_path),
-        )
+        flags = ("--run-dir", run, "--track", "wandb,comet")
+        ranks = train(recipe, *flags, folder=tmp_path, **at(server.url, tmp_path))
     tiny.assert_same_training(run, untracked, 0)
     assert ranks.output().count("(127.0.0.1 ") == 2
     assert ranks.output().count("in 5 s)") == 2
@@ -73,17 +66,8 @@ def test_a_server_that_is_there_and_hangs_or_fails_is_given_up_with_one_warning_
 ):
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     with Silent(is_there=True) if kind == "hangs" else Errors() as server:
-        ranks = train(
-            recipe,
-            "--track",
-            trackers,
-            "--track-timeout",
-            "12",
-            "--run-dir",
-            run,
-            folder=tmp_path,
-            **at(server.url, tmp_path),
-        )
+        flags = ("--run-dir", run, "--track", trackers, "--track-timeout", "12")
+        ranks = train(recipe, *flags, folder=tmp_path, **at(server.url, tmp_path))
     tiny.assert_same_training(run, untracked, 0)
     for tracker in trackers.split(","):
         assert ranks.output().count(f"warning {tracker} failed: ") == 1, ranks.output()
@@ -106,9 +90,8 @@ def test_wandb_has_a_run_once_whose_server_died_within_it(tmp_path, untracked, d
     recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     with Wandb() as server:
         here = at(server.url, tmp_path)
-        train(
-            recipe, "--track", "wandb", "--run-dir", run, "--epochs", "1", folder=tmp_path, **here
-        )
+        flags = ("--run-dir", run, "--track", "wandb", "--epochs", "1")
+        train(recipe, *flags, folder=tmp_path, **here)
         assert history(server, run) == expected(run)
         ((name, state),) = server.runs.items()
         known = list(state["history"])
@@ -123,12 +106,12 @@ def test_wandb_has_a_run_once_whose_server_died_within_it(tmp_path, untracked, d
         assert ranks.output().count("warning wandb failed: ") == 1
         assert state["history"] == known
         server.dead = server.dies_with_history = None
-        again = samestep("track", run, "--to", "wandb", folder=tmp_path, **at(server.url, tmp_path))
+        again = samestep("track", run, "--to", "wandb", folder=tmp_path, **here)
         assert again.wait() == [0], again.output()
         assert list(server.runs) == [name]
         assert all(history(server, run)[series] == expected(run)[series] for series in SERIES)
         assert f"{server.url}/me/tiny/runs/{name}" in again.output()
-        twice = samestep("track", run, "--to", "wandb", folder=tmp_path, **at(server.url, tmp_path))
+        twice = samestep("track", run, "--to", "wandb", folder=tmp_path, **here)
         assert twice.wait() == [2]
         assert f"{run} already at {server.url}" in twice.output()
 
@@ -138,16 +121,8 @@ def test_a_run_that_was_offline_is_sent_whole_under_the_same_name(tmp_path):
     train(recipe, "--track", "wandb", "--track-offline", "--run-dir", run, folder=tmp_path)
     offline = read_json(run / "tracking" / "wandb.json")["offline"]
     with Wandb() as server:
-        sent = samestep(
-            "track",
-            run,
-            "--to",
-            "wandb",
-            "--tags",
-            "a,b",
-            folder=tmp_path,
-            **at(server.url, tmp_path),
-        )
+        flags = ("--to", "wandb", "--tags", "a,b")
+        sent = samestep("track", run, *flags, folder=tmp_path, **at(server.url, tmp_path))
         assert sent.wait() == [0], sent.output()
         assert list(server.runs) == [offline["run"]]
         assert history(server, run) == expected(run)
