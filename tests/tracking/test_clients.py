@@ -74,29 +74,10 @@ def tracked(request, tmp_path_factory):
         "MLFLOW_TRACKING_URI": f"http://somebody:{PLANTED}@{nowhere}",
     }
     run = folder / "run"
-    begin = (
-        "train",
-        str(recipe),
-        "--engine",
-        request.param,
-        "--run-dir",
-        str(run),
-        "--track",
-        "wandb,comet,tensorboard,mlflow",
-        "--track-project",
-        "odd ones",
-        "--track-name",
-        "the first",
-        "--track-tags",
-        "a, b",
-        "--log-every",
-        "2",
-        "--track-checkpoints",
-        "--track-timeout",
-        "600",
-        "--epochs",
-        "1",
-    )
+    flags = f"--engine {request.param} --log-every 2 --track-checkpoints --track-timeout 600"
+    names = ("--track-project", "odd ones", "--track-name", "the first", "--track-tags", "a, b")
+    track = ("--track", "wandb,comet,tensorboard,mlflow", *names, *flags.split(), "--epochs", "1")
+    begin = ("train", recipe, "--run-dir", run, *track)
     printed = []
     (folder / "outputs").mkdir()
     for arguments in (begin, ("train", run, "--resume", "--epochs", "2")):
@@ -116,6 +97,26 @@ def metrics_of(run, series):
 
 
 SERIES = ("train", "epoch", "validation")
+
+
+def curves(run):
+    """Yield name → [(step, or epoch of an epoch's, value)], as two of the trackers draw them."""
+    for series in SERIES:
+        metrics = metrics_of(run, series)
+        for name in {metric[0] for metric in metrics}:
+            own = [metric for metric in metrics if metric[0] == name]
+            yield name, [(e if series == "epoch" else step, value) for _, step, e, value in own]
+
+
+def mlflow_run(run):
+    """Return MLflow's store of a run and the one run in it."""
+    store = readers.mlflow_store(run)
+    (found,) = store.search_runs([store.get_experiment_by_name("odd ones").experiment_id])
+    return store, found
+
+
+def names_of(artifacts):
+    return {Path(one.path).name for one in artifacts}
 
 
 def last_test(run):
@@ -149,9 +150,6 @@ def test_wandb_has_one_run_with_every_record_as_a_row_in_its_order(tracked):
     steps = [row["_step"] for row in rows]
     assert steps == sorted(set(steps)), "W&B's own count only goes up, over both executions"
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
-
-
-def test_wandb_draws_epochs_over_epochs_and_all_else_over_steps(tracked):
     axes = readers.wandb_axes(tracked.path)
     assert axes["epoch/*"] == "epoch"
     assert {axes[f"{series}/*"] for series in ("train", "validation", "test")} == {"step"}
@@ -159,21 +157,10 @@ def test_wandb_draws_epochs_over_epochs_and_all_else_over_steps(tracked):
 
 def test_wandb_has_the_settings_the_machine_the_result_and_the_checkpoints(tracked):
     records = [r for _, r in readers.wandb_records(tracked.path)]
-    config = {
-        u.key or u.nested_key[0]: json.loads(u.value_json)
-        for r in records
-        if r.HasField("config")
-        for u in r.config.update
-    }
+    config, summary = (readers.wandb_updates(tracked.path, of) for of in ("config", "summary"))
     assert config["lr"] == 0.01
     assert config["options.hidden"] == 16
     assert config["facts.world_size"] == 2
-    summary = {
-        u.key or u.nested_key[0]: json.loads(u.value_json)
-        for r in records
-        if r.HasField("summary")
-        for u in r.summary.update
-    }
     result = read_json(tracked.path / "result.json")
     assert summary["result.test.accuracy"] == result["test"]["accuracy"]
     run = next(r.run for r in records if r.HasField("run"))
@@ -212,24 +199,6 @@ def test_comet_has_the_pictures(tracked):
     assert all(map(is_png, found.values()))
 
 
-def test_tensorboard_has_the_pictures_at_their_steps(tracked):
-    reader = readers.tensorboard(tracked.path)
-    assert set(reader.Tags()["images"]) == {f"pictures/{name}" for name in PICTURES}
-    step, _ = last_test(tracked.path)
-    for name in PICTURES:
-        last = reader.Images(f"pictures/{name}")[-1]
-        assert (last.step, is_png(last.encoded_image_string)) == (step, True)
-        assert min(last.width, last.height) > 100
-
-
-def test_mlflow_has_the_pictures_as_artifacts(tracked):
-    store = readers.mlflow_store(tracked.path)
-    experiment = store.get_experiment_by_name("odd ones")
-    (run,) = store.search_runs([experiment.experiment_id])
-    kept = {Path(one.path).name for one in store.list_artifacts(run.info.run_id, "pictures")}
-    assert kept == {f"{name}.png" for name in PICTURES}
-
-
 def test_comet_has_one_experiment_with_every_value_by_step_and_epoch(tracked):
     archives = readers.comet_messages(tracked.path)
     assert len(archives) == 2, "one for each execution"
@@ -264,14 +233,9 @@ def test_comet_has_one_experiment_with_every_value_by_step_and_epoch(tracked):
 
 def test_tensorboard_has_every_value_at_its_step_or_epoch(tracked):
     reader = readers.tensorboard(tracked.path)
-    for series in SERIES:
-        for name in {metric[0] for metric in metrics_of(tracked.path, series)}:
-            must = [
-                (epoch if series == "epoch" else step, np.float32(value))
-                for found, step, epoch, value in metrics_of(tracked.path, series)
-                if found == name
-            ]
-            assert [(e.step, np.float32(e.value)) for e in reader.Scalars(name)] == must, name
+    for name, must in curves(tracked.path):
+        drawn = [(e.step, np.float32(e.value)) for e in reader.Scalars(name)]
+        assert drawn == [(at, np.float32(value)) for at, value in must], name
     step, values = last_test(tracked.path)
     last = reader.Scalars("test/accuracy")[-1]
     assert (last.step, np.float32(last.value)) == (step, np.float32(values["test/accuracy"]))
@@ -281,31 +245,28 @@ def test_tensorboard_has_every_value_at_its_step_or_epoch(tracked):
     }
     assert "| lr | 0.01 |" in texts["settings"]
     assert "| status | completed |" in texts["result"]
+    assert set(reader.Tags()["images"]) == {f"pictures/{name}" for name in PICTURES}
+    for name in PICTURES:
+        last = reader.Images(f"pictures/{name}")[-1]
+        assert (last.step, is_png(last.encoded_image_string)) == (step, True)
+        assert min(last.width, last.height) > 100
 
 
 def test_mlflow_has_one_run_with_every_value_at_its_step_or_epoch(tracked):
-    store = readers.mlflow_store(tracked.path)
-    experiment = store.get_experiment_by_name("odd ones")
-    (run,) = store.search_runs([experiment.experiment_id])
-    assert run.info.run_name == "the first"
-    assert run.info.status == "FINISHED"
+    store, run = mlflow_run(tracked.path)
+    assert (run.info.run_name, run.info.status) == ("the first", "FINISHED")
     assert run.data.params["lr"] == "0.01"
     assert run.data.tags["tags"] == "a, b"
     assert run.data.tags["facts.world_size"] == "2"
-    for series in SERIES:
-        for name in {metric[0] for metric in metrics_of(tracked.path, series)}:
-            must = [
-                (epoch if series == "epoch" else step, value)
-                for found, step, epoch, value in metrics_of(tracked.path, series)
-                if found == name
-            ]
-            history = store.get_metric_history(run.info.run_id, name)
-            assert [(m.step, m.value) for m in history] == must, name
+    for name, must in curves(tracked.path):
+        history = store.get_metric_history(run.info.run_id, name)
+        assert [(m.step, m.value) for m in history] == must, name
     _, values = last_test(tracked.path)
     assert run.data.metrics["test/loss"] == values["test/loss"]
-    artifacts = store.list_artifacts(run.info.run_id, "checkpoints")
     kept = {path.name for path in (tracked.path / "checkpoints").glob("*.pt")}
-    assert {Path(artifact.path).name for artifact in artifacts} == kept
+    assert names_of(store.list_artifacts(run.info.run_id, "checkpoints")) == kept
+    pictures = store.list_artifacts(run.info.run_id, "pictures")
+    assert names_of(pictures) == {f"{name}.png" for name in PICTURES}
 
 
 def test_facts_of_the_machine_reach_those_trackers_that_do_not_measure_it_themselves(tracked):
@@ -327,16 +288,8 @@ def test_no_key_and_no_password_is_in_any_file_of_the_run_or_on_the_screen(track
 
 def test_trackers_leave_files_in_the_run_directory_alone(tracked):
     left = {path.name for path in tracked.folder.iterdir()}
-    assert left <= {
-        "tiny.py",
-        "tiny.pace",
-        "run",
-        "outputs",
-        "__pycache__",
-        ".config",
-        ".cache",
-        ".local",
-    }
+    made = {"tiny.py", "tiny.pace", "run", "outputs", "__pycache__"}
+    assert left <= made | {".config", ".cache", ".local"}
 
 
 def test_the_screen_says_once_for_each_tracker_where_it_is_and_why_it_is_offline(tracked):

@@ -3,7 +3,6 @@
 Each is started in a process of its own: W&B takes over `sys.exit` where it runs.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -118,13 +117,7 @@ def _known_elsewhere(path: Path) -> tuple[str, int | None]:
 
 def test_wandb_has_the_machine_of_a_run_that_is_sent_later_in_its_summary(tmp_path):
     run_ranks(_one_step_and_the_machine, 1, tmp_path / "rank", tmp_path)
-    records = [r for _, r in readers.wandb_records(tmp_path)]
-    summary = {
-        u.key or u.nested_key[0]: json.loads(u.value_json)
-        for r in records
-        if r.HasField("summary")
-        for u in r.summary.update
-    }
+    summary = readers.wandb_updates(tmp_path, "summary")
     assert summary["system/cpu_percent.mean"] == 30.0
     assert summary["system/cpu_percent.max"] == 40.0
     assert [row["_step"] for row in readers.wandb_rows(tmp_path)] == [1]
