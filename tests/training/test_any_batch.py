@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from samestep import read_records
 from samestep.session.trained_model import evaluate_run
@@ -35,7 +34,7 @@ def alone(request, tmp_path_factory):
     """Give a recipe, its flags, and the run of a single process."""
     folder = tmp_path_factory.mktemp("alone")
     recipe, flags = EXAMPLES / request.param, (*FP64, *RECIPES[request.param])
-    tiny.train(recipe, "--run-dir", str(folder / "run"), *flags, folder=folder)
+    tiny.trained(recipe, folder / "run", *flags)
     return recipe, flags, folder / "run"
 
 
@@ -43,11 +42,9 @@ def test_micro_steps_on_three_ranks_gone_on_with_on_one_are_the_same_training(al
     """Stopped in the middle of an epoch."""
     recipe, flags, reference = alone
     run, size = tmp_path / "run", read_start(reference)["global_batch_size"]
-    flags = (*flags, "--run-dir", str(run), "--micro-batch-size", str(size // 8))
     stop = Fault("after a step", 4, signal.SIGTERM, rank=None)
-    ranks = tiny.start(recipe, *flags, faults=(stop,), world_size=3, folder=tmp_path)
-    assert ranks.wait() == [128 + signal.SIGTERM] * 3, ranks.output()
-    tiny.resume(run, folder=tmp_path)
+    tiny.struck(recipe, run, stop, *flags, "--micro-batch-size", str(size // 8), on=3)
+    tiny.resumed(run)
     tiny.assert_same_training(run, reference, 1e-9)
 
 
@@ -64,30 +61,33 @@ def test_an_evaluation_of_the_run_measures_what_the_training_did(alone):
     assert measured["samples"] > 30
 
 
-@pytest.mark.parametrize("flag", ["--find-unused", "--static-graph"])
-def test_terms_are_added_up_where_ddp_follows_the_forward_and_none_can_travel(tmp_path, flag):
-    recipe, flags = EXAMPLES / "padded_text.py", (*FP64, *RECIPES["padded_text.py"])
-    for name, more, world_size in (("alone", (), 1), ("run", (flag,), 2)):
-        run = ("--run-dir", str(tmp_path / name))
-        tiny.train(recipe, *flags, *run, *more, world_size=world_size, folder=tmp_path)
-    tiny.assert_same_training(tmp_path / "run", tmp_path / "alone", 1e-9)
+TEXT = EXAMPLES / "padded_text.py"
+
+
+def test_terms_are_added_up_where_ddp_follows_the_forward_and_none_can_travel(tmp_path):
+    flags = (*FP64, *RECIPES[TEXT.name])
+    tiny.trained(TEXT, tmp_path / "alone", *flags)
+    followed = ("--find-unused", "--static-graph")
+    words = [[TEXT, "--run-dir", tmp_path / flag, *flags, flag] for flag in followed]
+    tiny.train_all(words, on=2, folder=tmp_path)
+    for flag in followed:
+        tiny.assert_same_training(tmp_path / flag, tmp_path / "alone", 1e-9)
 
 
 def test_a_mean_over_words_is_not_the_mean_of_the_sentences_means(tmp_path):
     """What it would be without loss_terms: another loss on each number of ranks."""
-    text = (EXAMPLES / "padded_text.py").read_text()
     wrong = tmp_path / "wrong.py"
-    wrong.write_text(text.replace("    loss_terms=", "    # loss_terms="))
-    flags = (*FP64, *RECIPES["padded_text.py"], "--max-steps", "3")
-    losses = {}
-    for recipe in (EXAMPLES / "padded_text.py", wrong):
-        for world_size in (1, 2):
-            run = tmp_path / f"{recipe.stem}-{world_size}"
-            tiny.train(
-                recipe, "--run-dir", str(run), *flags, world_size=world_size, folder=tmp_path
-            )
-            steps = [r["loss"] for r in read_records(run) if r["event"] == "step"]
-            losses[recipe.stem, world_size] = torch.tensor(steps, dtype=torch.float64)
-    right = losses["padded_text", 1] - losses["padded_text", 2]
-    assert right.abs().max() < 1e-12
-    assert (losses["wrong", 1] - losses["wrong", 2]).abs().max() > 1e-3
+    wrong.write_text(TEXT.read_text().replace("    loss_terms=", "    # loss_terms="))
+    flags = (*FP64, *RECIPES[TEXT.name], "--max-steps", "3")
+    words = []
+    for recipe in (TEXT, wrong):
+        tiny.trained(recipe, tmp_path / f"{recipe.stem}-1", *flags)
+        words.append([recipe, "--run-dir", tmp_path / f"{recipe.stem}-2", *flags])
+    tiny.train_all(words, on=2, folder=tmp_path)
+
+    def difference(name):
+        both = [tiny.events(tmp_path / f"{name}-{ranks}", "step") for ranks in (1, 2)]
+        return max(abs(a["loss"] - b["loss"]) for a, b in zip(*both, strict=True))
+
+    assert difference("padded_text") < 1e-12
+    assert difference("wrong") > 1e-3

@@ -27,10 +27,11 @@ from tests.tiny import (
     newest_announced,
     num_records,
     read_index,
-    resume,
+    resumed,
     set_pace,
     start,
-    train,
+    struck,
+    trained,
     until,
     write_recipe,
 )
@@ -64,17 +65,14 @@ def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit
     run = tmp_path / "run"
     set_pace(recipe, 0.02)  # several ranks agree twice a second: after 25 steps at most
     fault = Fault("after a step", nth, signum=signum, rank=rank)
-    ranks = start(
-        recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size, folder=tmp_path
-    )
-    assert ranks.wait() == [128 + signum] * world_size, ranks.output()
+    ranks = struck(recipe, run, fault, on=world_size)
     step = assert_stopped(run, signum, ranks.printed(0))
     # One process acts after the very step; several at the next step that they agreed to meet at.
     assert step == nth if world_size == 1 else nth <= step <= nth + 26
     set_pace(recipe, 0)
-    resume(run, world_size=world_size, folder=tmp_path)
-    (resumed,) = (r for r in all_records(run) if r["event"] == "resume")
-    assert resumed["step"] == step
+    resumed(run, on=world_size)
+    (found,) = (r for r in all_records(run) if r["event"] == "resume")
+    assert found["step"] == step
     whole = uninterrupted if world_size == 1 else uninterrupted_on_two
     assert_same_training(run, whole, tolerance=0)
 
@@ -93,16 +91,12 @@ def test_a_signal_during_a_checkpoint_lets_it_finish_and_leaves_an_evaluation(
 ):
     run = tmp_path / "run"
     set_pace(recipe, 0.02)
-    fault = Fault(point, 1, signum=TERM)
-    ranks = start(
-        recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size, folder=tmp_path
-    )
-    assert ranks.wait() == [128 + TERM] * world_size, ranks.output()
+    ranks = struck(recipe, run, Fault(point, 1, signum=TERM), on=world_size)
     step = assert_stopped(run, TERM, ranks.printed(0))
     if world_size == 1:
         assert step == {"before an evaluation": 11}.get(point, 5)
     set_pace(recipe, 0)
-    resume(run, world_size=3 - world_size, folder=tmp_path)
+    resumed(run)
     assert_same_training(run, uninterrupted)
 
 
@@ -127,15 +121,13 @@ def test_a_signal_leaves_an_evaluation_which_the_resumed_run_does(
     whole, run = uninterrupted if world_size == 1 else uninterrupted_on_two, tmp_path / "run"
     if flags:
         whole = tmp_path / "whole"
-        train(recipe, "--run-dir", str(whole), *flags, world_size=world_size, folder=tmp_path)
+        trained(recipe, whole, *flags, on=world_size)
     fault = Fault("before an evaluation", number, signum=TERM)
-    arguments = ("--run-dir", str(run), *flags)
-    ranks = start(recipe, *arguments, faults=(fault,), world_size=world_size, folder=tmp_path)
-    assert ranks.wait() == [128 + TERM] * world_size, ranks.output()
+    ranks = struck(recipe, run, fault, *flags, on=world_size)
     done = [r for r in all_records(run) if r["event"] == "evaluation"]
     assert len(done) == number - 1
     assert_stopped(run, TERM, ranks.printed(0))
-    resume(run, world_size=world_size, folder=tmp_path)
+    resumed(run, on=world_size)
     assert_same_training(run, whole, tolerance=0)
 
 
@@ -143,24 +135,19 @@ def test_a_signal_leaves_an_evaluation_which_the_resumed_run_does(
 def test_a_second_interrupt_ends_the_rank_at_once(recipe, tmp_path, world_size):
     run = tmp_path / "run"
     fault = Fault("after a step", 9, signum=INT, times=2, rank=None)
-    ranks = start(
-        recipe, "--run-dir", str(run), faults=(fault,), world_size=world_size, folder=tmp_path
-    )
-    assert ranks.wait() == [130] * world_size, ranks.output()
+    struck(recipe, run, fault, on=world_size)
     assert [r["event"] for r in all_records(run)][-1] != "stop"
     assert newest_announced(run) == 8
-    resume(run, folder=tmp_path)
 
 
 def test_stopping_again_and_again_is_the_same_run(uninterrupted, recipe, tmp_path):
     run, draw = tmp_path / "run", random.Random(SEED)
-    for _ in range(5):
+    for _ in range(3):
         nth = draw.randint(1, 12)
         print(f"seed {SEED}: after step {nth} of this attempt")
         fault = Fault("after a step", nth, signum=USR1)
-        ranks = start(recipe, "--run-dir", str(run), "--resume", faults=(fault,), folder=tmp_path)
-        assert ranks.wait() == [128 + USR1], ranks.output()
-    resume(run, folder=tmp_path)
+        struck(recipe, run, fault, "--resume")
+    resumed(run)
     assert_same_training(run, uninterrupted, tolerance=0)
 
 
@@ -179,7 +166,7 @@ def test_a_second_process_that_resumes_the_same_run_is_told_who_has_it(
     first.kill()
     first.wait()
     set_pace(recipe, 0)
-    resume(run, folder=tmp_path)
+    resumed(run)
     assert_same_training(run, uninterrupted)
 
 
@@ -251,12 +238,11 @@ USES_A_POOL = """def data(options):
 """
 
 
-# All signals go the same way; this is the one that a terminal sends to all.
-@pytest.mark.parametrize("signum", [INT])
 def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
-    uninterrupted_on_two, recipe, tmp_path, signum
+    uninterrupted_on_two, recipe, tmp_path
 ):
-    run = tmp_path / "run"
+    """All signals go the same way; SIGINT is the one that a terminal sends to all."""
+    run, signum = tmp_path / "run", INT
     recipe.write_text(recipe.read_text().replace("def data(options):\n", USES_A_POOL))
     set_pace(recipe, 0.02)
     with command(recipe, run) as parent:
@@ -268,7 +254,7 @@ def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
     assert "Traceback" not in printed
     assert not [pid for pid in ranks.values() if runs(pid)]
     set_pace(recipe, 0)
-    resume(run, "--max-steps", str(max(step, STEPS)), world_size=2, folder=tmp_path)
+    resumed(run, "--max-steps", str(max(step, STEPS)), on=2)
     assert step <= STEPS
     assert_same_training(run, uninterrupted_on_two, tolerance=0)
 
@@ -325,5 +311,5 @@ def test_killing_one_rank_of_the_command_ends_it_and_tells_of_it_once(
     assert "Traceback" not in printed
     assert not [pid for pid in ranks.values() if runs(pid)]
     set_pace(recipe, 0)
-    resume(run, "--max-steps", str(STEPS), folder=tmp_path)
+    resumed(run, "--max-steps", str(STEPS))
     assert_same_training(run, uninterrupted)

@@ -1,6 +1,5 @@
 """A stream trains the same on any number of ranks, with workers, and when it is gone on with."""
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def alone(request, tmp_path_factory):
         streams.write_tars(folder / "tars")
     recipe = streams.write_recipe(folder)
     flags = ("--kind", request.param, "--tars", str(folder / "tars"), *KINDS[request.param])
-    tiny.train(recipe, "--run-dir", str(folder / "run"), *flags, folder=folder)
+    tiny.trained(recipe, folder / "run", *flags)
     return recipe, flags, folder / "run"
 
 
@@ -42,13 +41,10 @@ WORKERS = ("--num-workers", "2", "--batch-size", "12", "--micro-batch-size", "2"
 
 def test_three_ranks_with_workers_killed_and_gone_on_with_on_one_are_the_same(alone, tmp_path):
     recipe, flags, reference = alone
-    run = tmp_path / "run"
-    kill = Fault("after a step", 18, signal.SIGKILL, rank=None)
-    flags = ("--run-dir", str(run), "--checkpoint-every-steps", "4", *flags, *WORKERS)
-    ranks = tiny.start(recipe, *flags, faults=(kill,), world_size=3, folder=tmp_path)
-    assert ranks.wait() == [-signal.SIGKILL] * 3, ranks.output()
+    run, kill = tmp_path / "run", Fault("after a step", 18, rank=None)
+    tiny.struck(recipe, run, kill, "--checkpoint-every-steps", "4", *flags, *WORKERS, on=3)
     assert tiny.last_state(run)["position"]["step"] == 16
-    tiny.resume(run, folder=tmp_path)
+    tiny.resumed(run, "--num-workers", "0")
     tiny.assert_same_training(run, reference, 1e-9)
 
 
@@ -83,8 +79,7 @@ def test_a_stream_that_ends_elsewhere_on_another_rank_ends_all_ranks(tmp_path):
 def test_no_rank_opens_the_shards_of_others(tmp_path):
     (tmp_path / "opened").mkdir()
     recipe = streams.write_recipe(tmp_path)
-    flags = ("--kind", "shards", "--epochs", "1", "--run-dir", str(tmp_path / "run"))
-    tiny.train(recipe, *flags, world_size=2, folder=tmp_path)
+    tiny.trained(recipe, tmp_path / "run", "--kind", "shards", "--epochs", "1", on=2)
     opened = {path.name for path in (tmp_path / "opened").iterdir()}
     # 7 lanes for 12 slots: the first three fill slots 0 to 5, which are those of rank 0.
     # By the first one the ranks see that they read the same.
@@ -94,9 +89,9 @@ def test_no_rank_opens_the_shards_of_others(tmp_path):
 def test_steps_may_end_it_within_an_epoch_and_more_steps_go_on(tmp_path):
     recipe = streams.write_recipe(tmp_path)
     runs = tmp_path / "at once", tmp_path / "gone on with"
-    tiny.train(recipe, "--max-steps", "25", "--run-dir", str(runs[0]), folder=tmp_path)
-    tiny.train(recipe, "--max-steps", "15", "--run-dir", str(runs[1]), folder=tmp_path)
-    tiny.resume(runs[1], "--max-steps", "25", folder=tmp_path)
+    tiny.trained(recipe, runs[0], "--max-steps", "25")
+    tiny.trained(recipe, runs[1], "--max-steps", "15")
+    tiny.resumed(runs[1], "--max-steps", "25")
     assert [r["samples"] for r in read_records(runs[0]) if r["event"] == "epoch"] == [131, 131, 36]
     ours, theirs = map(tiny.last_state, runs)
     assert ours["position"]["step"] == theirs["position"]["step"] == 25
@@ -107,7 +102,7 @@ def test_steps_may_end_it_within_an_epoch_and_more_steps_go_on(tmp_path):
 
 def test_what_comes_after_the_last_step_may_be_broken(tmp_path):
     recipe, run = streams.write_recipe(tmp_path), tmp_path / "run"
-    tiny.train(recipe, "--max-steps", "3", "--fail", "36", "--run-dir", str(run), folder=tmp_path)
+    tiny.trained(recipe, run, "--max-steps", "3", "--fail", "36")
     assert tiny.last_state(run)["position"]["step"] == 3
 
 
