@@ -281,3 +281,11 @@ def test_runs_that_share_no_time_have_no_table_by_time(tmp_path, pace, tables):
     runs = [write_run(tmp_path / "one"), write_run(tmp_path / "other", step_s=0.5 * pace)]
     headings = [line for line in lines(compare_runs(runs)) if line.startswith("validation")]
     assert len(headings) == tables
+
+
+def test_runs_of_two_recipes_show_all_settings_and_the_time_to_a_target(tmp_path):
+    one = write_run(tmp_path / "one", lr=0.1)
+    other = write_run(tmp_path / "other", recipe="martian", noise=0.2)
+    shown = "\n".join(lines(compare_runs([one, other], target=0.6, any_recipe=True)))
+    assert "noise" in shown
+    assert "≥ 0.6" in shown

@@ -1,6 +1,7 @@
 """A run tells the format that it was written in; a newer one is refused by whoever reads it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,12 @@ def test_a_line_without_a_record_is_left_out_and_its_neighbours_are_read(line):
 
 def test_nan_of_an_earlier_version_is_null():
     assert parse_lines(b'{"event": "own", "loss": NaN}\n') == [{"event": "own", "loss": None}]
+
+
+def test_a_path_that_is_not_utf_8_is_no_damage(tmp_path):
+    path = write_run(tmp_path / "run")
+    events = path / "events.jsonl"
+    first, *others = events.read_text().splitlines()
+    start = json.loads(first) | {"run_dir": os.fsdecode(b"x_\xff")}
+    events.write_text("\n".join([json.dumps(start), *others, ""]))
+    assert len(list(read_records(path))) == len(list(read_records(write_run(tmp_path / "plain"))))

@@ -18,7 +18,8 @@ WITH_OPTION = RECIPE.replace(
     "def model():\n    return nn.Linear(4, 2)",
     "from dataclasses import dataclass\n\n@dataclass(frozen=True)\nclass Options:\n"
     "    scale: float = 1.0\n    depth: int | None = None\n    trees: int = 1\n"
-    "    place: str = may_change('here')\n\n"
+    "    place: str = may_change('here')\n"
+    "    def __post_init__(self):\n        object.__setattr__(self, 'twice', 2 * self.scale)\n\n"
     "def model(options):\n    return nn.Linear(4, 2)",
 ).replace("def data():", "def data(options):")
 WITH_OPTION = WITH_OPTION.replace("import Recipe", "import Recipe, may_change")

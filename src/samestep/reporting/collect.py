@@ -222,14 +222,12 @@ def _tone(status: str) -> str:
 
 
 def _beside(found: Comparison) -> Beside:
-    tables = (
-        comparison_text.throughput(found),
-        comparison_text.phases(found),
-        comparison_text.time_to_target(found),
-    )
+    tables = [comparison_text.throughput(found), comparison_text.phases(found)]
+    if comparison_text.num_recipes(found) == 1:  # else their metrics measure different things
+        tables.append(comparison_text.time_to_target(found))
     return Beside(
         runs=comparison_text.overview(found),
-        settings=comparison_text.settings(found),
+        settings=comparison_text.settings(found, shared=True),
         tables=tuple(table for table in tables if table is not None),
         verdicts=_verdicts(found),
         notes=tuple(found.notes),

@@ -91,12 +91,13 @@ def overview(found: Comparison) -> Table:
     return Table(title="Runs", columns=columns, rows=rows)
 
 
-def settings(found: Comparison, longest: int = 60) -> Table | None:
-    """Return the settings and facts that differ; of several recipes, those that all have.
+def settings(found: Comparison, longest: int = 60, *, shared: bool = False) -> Table | None:
+    """Return the settings and facts that differ.
 
     Args:
         found: the comparison.
         longest: values with more characters lose their middle: what differs is often at the end.
+        shared: whether settings that only some of the recipes have are left out.
     """
     head = longest // 3
 
@@ -104,7 +105,7 @@ def settings(found: Comparison, longest: int = 60) -> Table | None:
         return text if len(text) <= longest else f"{text[:head]}…{text[head + 1 - longest :]}"
 
     differ = found.differences
-    if num_recipes(found) > 1:
+    if shared:
         differ = [one for one in differ if UNSET not in one.values]
     if not differ:
         return None
@@ -271,8 +272,8 @@ def metric_name(found: Comparison) -> str:
 
 
 def time_to_target(found: Comparison) -> Table | None:
-    """Return when each run's metric was first at the target; None for several recipes."""
-    if found.target is None or num_recipes(found) > 1:
+    """Return when each run's metric was first at the target, if there is one."""
+    if found.target is None:
         return None
     sign = "≤" if found.smaller else "≥"
     goals, pick = found.reached, min if found.smaller else max

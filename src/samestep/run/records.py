@@ -323,9 +323,7 @@ def _parse(line: bytes, *, checked: bool) -> Record | None:
     except RecursionError:
         return None
     except msgspec.MsgspecError:
-        if b"NaN" not in line and b"Infinity" not in line:
-            return None
-        try:  # earlier versions wrote these, which are no JSON
+        try:  # NaN, which earlier versions wrote, and a path's bytes that are not UTF-8
             record = json.loads(line, parse_constant=lambda _: None)
         except (ValueError, RecursionError):
             return None

@@ -49,12 +49,13 @@ def record_failure(
     if session.run is None or not session.begun:
         return
     state.stop_reason = f"failed: {device_error(error) or error}"
+    with contextlib.suppress(UserError):  # first: the weights may wait for a device that hangs
+        step = state.position.step
+        session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
     weights = ""
     with contextlib.suppress(Exception):  # a model that cannot give its weights
         weights = weights_sha256(work.learner.model)
     with contextlib.suppress(UserError):
-        step = state.position.step
-        session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
         session.run.write_result(_result(request, work, state, "failed", weights))
 
 

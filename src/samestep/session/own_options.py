@@ -51,7 +51,9 @@ class Options:
         """Return the directory of a run that is to begin or to go on."""
         path = Path(self.path or os.environ.get(JOB_RUN) or new_run_path(self.name))
         if not self.resume:
-            refuse_taken(path, "open_run(…, resume=True)")
+            refuse_taken(
+                path, "Continue it with open_run(…, resume=True), or name another directory."
+            )
         return path
 
     @property

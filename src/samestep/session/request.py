@@ -257,7 +257,8 @@ def finish(
     if run is not None and run is not start:
         if options is not None:  # those that the repeated command does not give are the run's
             own = {*given, *start.options_layer}
-            kept = {k: v for k, v in vars(run.options()).items() if k not in own}
+            before = run.options()
+            kept = {f.name: getattr(before, f.name) for f in fields(before) if f.name not in own}
             options = replace(options, **kept)
         merged = merge_layers(run.settings_layer, merged)
         merged = with_sizes_of_run(merged, run.settings_layer, flags, earlier=run.earlier)

@@ -147,13 +147,10 @@ class Session:
             self.run.close()
 
 
-def refuse_taken(path: Path, go_on: str) -> None:
-    """Refuse a directory that holds a run; `go_on` says how to continue that one."""
+def refuse_taken(path: Path, remedy: str) -> None:
+    """Refuse a directory that holds a run."""
     if is_run(path):
-        raise UserError(
-            f"{path} already holds a run.",
-            remedy=f"Continue it with {go_on}, or choose another --run-dir.",
-        )
+        raise UserError(f"{path} already holds a run.", remedy=remedy)
 
 
 def start_record(

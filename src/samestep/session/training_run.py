@@ -182,7 +182,8 @@ def choose_path(request: Request) -> Path:
     if not request.resume:
         in_python = request.source.startswith(FROM_PYTHON)
         call = f"samestep.train({str(path)!r}, recipe=…, resume=True)"
-        refuse_taken(path, call if in_python else f"`samestep train {path} --resume`")
+        way = call if in_python else f"`samestep train {path} --resume`"
+        refuse_taken(path, f"Continue it with {way}, or choose another --run-dir.")
     return path if is_run(path) else check_free(path)
 
 
