@@ -265,12 +265,8 @@ class Recipe:
             blame(f"The recipe's {name}() failed", error, function, remedy=remedy)
 
 
-def recipe_names() -> list[str]:
-    """Return the names of the recipes that come with samestep."""
-    return sorted(_recipe_modules())
-
-
-def _recipe_modules() -> dict[str, str]:
+def _recipes() -> dict[str, str]:
+    # Imported by name: the recipes are built upon this module.
     found: dict[str, str] = importlib.import_module("samestep.recipes").RECIPES
     return found
 
@@ -279,7 +275,7 @@ def find_recipe(name: str, original: str | None = None) -> Recipe:
     """Return the recipe of this name, or the one in this Python file, maybe copied from another."""
     if name.endswith(".py"):
         return _from_file(Path(name), Path(original or name))
-    known = recipe_names()
+    known = _recipes()
     if name not in known:
         if "/" in name or os.sep in name:
             raise UserError(
@@ -292,7 +288,7 @@ def find_recipe(name: str, original: str | None = None) -> Recipe:
             f"{', '.join(known)}; or give the path of your own file, ending in .py."
             f"{nearby(name, 'run') or nearby(f'{name}.py', 'file')}"
         )
-    recipe: Recipe = importlib.import_module(_recipe_modules()[name]).recipe
+    recipe: Recipe = importlib.import_module(known[name]).recipe
     return replace(recipe, name=name)
 
 
@@ -308,7 +304,7 @@ def _from_file(path: Path, original: Path) -> Recipe:
     if not path.is_file():
         raise UserError(
             f"There is no file {path}. Give the path of a recipe file, or a name of: "
-            f"{', '.join(recipe_names())}.{nearby(path, 'file')}"
+            f"{', '.join(_recipes())}.{nearby(path, 'file')}"
         )
     if opened := opens_run(path.read_bytes()):
         raise UserError(

@@ -9,7 +9,7 @@ import pytest
 
 from samestep.cli import VERBS
 from samestep.commands.completion import _INNER, COMMANDS, SCRIPTS, completion_words
-from samestep.commands.help import recipe_files
+from samestep.recipes import RECIPES
 from tests.command_line import call, one_message
 from tests.reporting.made_runs import write_run
 
@@ -71,7 +71,7 @@ def test_the_verbs_and_what_comes_after_them_are_completed(complete):
 
 def test_a_verb_that_trains_completes_recipes_and_files(complete, tmp_path):
     assert complete("samestep train sp") == ["spiral"]
-    assert complete("samestep train ") == recipe_files()
+    assert complete("samestep train ") == list(RECIPES)
     (tmp_path / "my recipe.py").touch()
     write_run(tmp_path / "runs" / "spiral-1")
     assert complete("samestep verify my") == ["my recipe.py"]

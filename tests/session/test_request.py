@@ -6,8 +6,9 @@ import pytest
 
 import samestep
 from samestep import Recipe, UserError
-from samestep.recipe import find_recipe, recipe_names
+from samestep.recipe import find_recipe
 from samestep.recipe_source import unread_options, with_options
+from samestep.recipes import RECIPES
 from samestep.session.request import Request, to_toml
 from samestep.settings import Settings
 
@@ -85,7 +86,7 @@ def test_options_go_to_each_function_that_asks_and_one_that_nothing_reads_is_ref
 
 
 def test_every_option_of_the_recipes_here_is_read_and_functions_keep_their_old_parameters():
-    for name in recipe_names():
+    for name in RECIPES:
         recipe = find_recipe(name)
         assert recipe.options is None or unread_options(recipe)[0] == [], name
     for builder in (lambda o: o, lambda *o: o[0], lambda options=None: options):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from samestep.commands.help import Nproc, Switch, check_positive, recipe_files
+from samestep.commands.help import Nproc, Switch, check_positive
 from samestep.commands.target import parse_target
 from samestep.commands.train import check_resume
 from samestep.errors import UserError
 from samestep.ranks.nproc import ranks_to_start, refuse_inside_launcher
 from samestep.ranks.process import run_as_rank
+from samestep.recipes import RECIPES
 from samestep.run.directory import is_run
 from samestep.settings import Settings
 from samestep.tracking.choice import check_installed, chosen
@@ -87,7 +88,7 @@ def _parse(arguments: list[str]) -> "tuple[ExplainFlags, Request]":
 
 
 def _is_run(target: str) -> bool:
-    return target not in recipe_files() and is_run(Path(target))
+    return target not in RECIPES and is_run(Path(target))
 
 
 def _imagined(command: ExplainFlags, settings: Settings) -> "tuple[ImaginedWorld, str]":

@@ -21,7 +21,6 @@ import tyro
 
 from samestep.errors import AlreadyTold, UserError
 from samestep.ranks.nproc import NumRanks
-from samestep.recipes import RECIPES
 from samestep.settings import MERGED, Settings, field_docs, flag_name
 
 T = TypeVar("T")
@@ -74,11 +73,6 @@ def show_general_help(arguments: list[str], text: str) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(text)
         raise AlreadyTold(0 if arguments else 2)
-
-
-def recipe_files() -> list[str]:
-    """Return the names of the built-in recipes without importing them, which needs torch."""
-    return sorted(RECIPES)
 
 
 def check_positive(**flags: float | None) -> None:

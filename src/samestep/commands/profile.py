@@ -18,7 +18,6 @@ from samestep.commands.help import (
     example_text,
     numbers,
     parse_flags,
-    recipe_files,
     show_general_help,
 )
 from samestep.errors import UserError
@@ -36,6 +35,7 @@ from samestep.ranks.process import (
 )
 from samestep.ranks.startup import PARENT
 from samestep.recipe_source import names_recipe
+from samestep.recipes import RECIPES
 from samestep.run.directory import is_run, new_run_path
 from samestep.settings import Settings
 
@@ -111,7 +111,7 @@ class ScriptCommand(Extent):
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    general = _HELP.format(recipes=", ".join(recipe_files()))
+    general = _HELP.format(recipes=", ".join(RECIPES))
     show_general_help(arguments, f"{general}\n{example_text(*_EXAMPLES)}")
     return run_as_rank(lambda log: _profile(arguments, log))
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 import tyro
 from tyro.conf import Suppress
 
-from samestep.commands.help import HELP, HELP_ALL, example_text, examples, help_text, recipe_files
+from samestep.commands.help import HELP, HELP_ALL, example_text, examples, help_text
 from samestep.errors import AlreadyTold, UserError, known_elsewhere
 from samestep.ranks.process import TASK
+from samestep.recipes import RECIPES
 from samestep.settings import ALSO_ACCEPTED, OTHER_NAMES, Settings, flag_name, own_names
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ def parse_target(
     target, *flags = own_flags(arguments)
     if target.startswith("-"):
         raise UserError(
-            f"Name what to {verb} before {target}: a recipe ({', '.join(recipe_files())}), a "
+            f"Name what to {verb} before {target}: a recipe ({', '.join(RECIPES)}), a "
             "recipe file, or the directory of a run."
         )
-    if target in recipe_files():
+    if target in RECIPES:
         lines = tuple(line.replace("spiral", target) for line in lines)
     # What a recipe prints must not come before a verb's JSON object. Ranks print to a log.
     asks_help, is_rank = HELP & set(flags), TASK in os.environ
@@ -162,7 +163,7 @@ def _show_general(
 ) -> NoReturn:
     """Print a verb's help without a target."""
     text = (
-        f"{about.format('TARGET')} TARGET is a recipe ({', '.join(recipe_files())}), a recipe file "
+        f"{about.format('TARGET')} TARGET is a recipe ({', '.join(RECIPES)}), a recipe file "
         "(my_recipe.py), or the directory of a run. "
         f"`samestep {verb} TARGET --help` shows its own defaults and options."
     )

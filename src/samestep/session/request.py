@@ -13,8 +13,9 @@ import msgspec
 import tomli_w
 
 from samestep.errors import UserError, did_you_mean
-from samestep.recipe import Recipe, find_recipe, recipe_names
+from samestep.recipe import Recipe, find_recipe
 from samestep.recipe_source import unread_options
+from samestep.recipes import RECIPES
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import best_file
 from samestep.run.records import first_start
@@ -97,7 +98,7 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
         assert recipe is not None
         target = FROM_PYTHON + recipe.name
         return _layered(target, recipe, None, [(config, read_toml(config))] if config else [])
-    named_recipe = target in recipe_names()  # a folder of data may well be called mnist
+    named_recipe = target in RECIPES  # a folder of data may well be called mnist
     run = Path(target) if not named_recipe and is_run(Path(target)) else None
     if run is None and not named_recipe and Path(target).is_dir():
         raise no_run(Path(target))
@@ -169,7 +170,7 @@ def _recipe_of_run(run: Path, source: str) -> Recipe:
 def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
     """Return a run's own copy of its recipe: of the run `target`, or else of `run_dir`."""
     for run in (target, run_dir):
-        if run and run not in recipe_names() and is_run(Path(str(run))):
+        if run and run not in RECIPES and is_run(Path(str(run))):
             source = str(read_toml(Path(str(run)) / "settings.toml").get("recipe"))
             return copy_of_run(Path(str(run)), source)
     return None

@@ -8,8 +8,9 @@ from typing import Annotated
 import tyro
 from tyro.conf import arg
 
-from samestep.commands.help import Switch, example_text, examples, recipe_files, show_general_help
+from samestep.commands.help import Switch, example_text, examples, show_general_help
 from samestep.errors import UserError, did_you_mean
+from samestep.recipes import RECIPES
 from samestep.reporting.words import wrapped
 from samestep.run.files import write_text
 from samestep.slurm.checks import advice, check_ranks
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
     _check_flags(target, flags[:cut])
     files = defaults_files(Path.cwd())
     # A run keeps the options of its last job; a recipe's name wins over a folder of this name.
-    before = None if target in recipe_files() else kept_options(Path(target))
+    before = None if target in RECIPES else kept_options(Path(target))
     if before is not None:
         files = [Path(target, OPTIONS)]
     defaults = before or read_defaults(files)
@@ -78,7 +79,7 @@ def main(arguments: list[str]) -> int:
             default=_Submit(**vars(defaults)),
         )
     options = apply_flags(defaults, command, files)
-    found = find_workload(target, flags[cut + 1 :], recipe_files())
+    found = find_workload(target, flags[cut + 1 :], list(RECIPES))
     if found.kind == "recipe":  # check its flags now, not after hours in the queue
         from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
 
