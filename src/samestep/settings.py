@@ -441,6 +441,8 @@ def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
                 merged.pop(other, None)
         if layer.get("optimizer", "sgd") != "sgd" and "momentum" not in layer:
             merged.pop("momentum", None)  # it was meant for the optimizer of a layer below
+        if layer.get("monitor", merged.get("monitor")) != merged.get("monitor"):
+            merged.pop("mode", None)  # it was meant for the metric of a layer below
         merged.update(layer)
     return merged
 

@@ -72,6 +72,14 @@ def test_a_batch_per_rank_makes_more_of_more_ranks():
         plan_of(batch_size=24, **told)
 
 
+def test_a_direction_belongs_to_the_metric_of_its_layer():
+    below = {"monitor": "loss:min"}
+    assert merge_layers(below, {"monitor": "accuracy"}) == {"monitor": "accuracy"}
+    assert merge_layers(below, {"monitor": "loss"}) == {"monitor": "loss", "mode": "min"}
+    both = merge_layers(below, {"monitor": "accuracy:max"})
+    assert both == {"monitor": "accuracy", "mode": "max"}
+
+
 def test_the_global_batch_size_is_another_name_of_the_batch_size():
     assert merge_layers({"batch_size": 4}, {"global_batch_size": 8}) == {"batch_size": 8}
     with pytest.raises(UserError, match="batch_size is 8 and global_batch_size is 64"):

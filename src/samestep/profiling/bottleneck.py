@@ -152,7 +152,7 @@ ADVICE = {
             "in memory": "Make transform and augment cheaper: they get a batch, so need no loop "
             "over samples.",
             "all cores work": "Make reading a sample cheaper: decode once and keep the result, or "
-            "hold the data in memory; {cores} cores feed no more than {workers} per rank.",
+            "hold the data in memory; {cores} feed no more than {workers} per rank.",
             "recipe": "Read in worker processes: --workers {tried} here finds how many.",
             "iterable": f"{_MORE_WORKERS}, with an IterableDataset whose __iter__ yields only its "
             "worker's share by torch.utils.data.get_worker_info(): else each worker yields every "
@@ -244,7 +244,7 @@ ADVICE = {
         change={
             "many threads": "{set_threads}: as many threads as each rank has cores.",
             "many workers": "Fewer workers: {fitting_workers} per rank.",
-            "else": "Fewer ranks: {cores} cores for {local_ranks} of them.",
+            "else": "Fewer ranks: {cores} for {local_ranks} of them.",
         },
     ),
 }
@@ -307,7 +307,7 @@ def _facts(bottleneck: StepPart, m: MeasuredSteps) -> dict[str, object]:
         "local_ranks": m.local_ranks,
         "threads": count(m.threads, "thread"),
         "workers": count(m.workers, "worker"),
-        "cores": m.cores,
+        "cores": count(m.cores, "core"),
         "are": f"{'is' if m.cores == 1 else 'are'} {m.cores}",
         "wanted": f"{m.wanted_cores:.1f}",
         "set_threads": f"torch.set_num_threads({threads})" if m.script else f"--threads {threads}",
