@@ -11,7 +11,7 @@
 
     samestep.Recipe, Splits                              # a model and its data
     samestep.open_run                                    # for a training loop of your own
-    samestep.dist                                        # the process group alone
+    samestep.dist                                        # only the process group
 
 Names are imported when they are first used, so importing samestep is cheap.
 """

@@ -108,7 +108,7 @@ class Hangs(nn.Linear):
     def forward(self, x):
         while self.training and len(x) == 10:
             print(".", flush=True)
-            time.sleep(0.1)
+            time.sleep(0.1)  # the step hangs until the test presses stop
         return super().forward(x)
 
 samestep.train(made(lambda: Hangs(4, 2)), run_dir='twice', quiet=True, **long)

@@ -57,7 +57,7 @@ def verify(
         KeyboardInterrupt: it was interrupted; the ranks have ended.
     """
     check_may_start("verify")
-    refuse_inside_launcher("samestep.verify()", "Call it in a process that is alone.")
+    refuse_inside_launcher("samestep.verify()", "Call it from a single process.")
     given = dict(settings)
     if "nproc" in given:
         raise UserError("verify() takes no nproc: name numbers of ranks, world_sizes=(1, 2).")

@@ -252,7 +252,7 @@ class CompileRecord(Struct, kw_only=True, tag_field="event", tag="compile"):
 
 
 class ResumeRecord(Struct, kw_only=True, tag_field="event", tag="resume"):
-    """What a resumed run goes on from."""
+    """The checkpoint that a resumed run continues from."""
 
     step: _Count
     """The step of the checkpoint."""
