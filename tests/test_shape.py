@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -213,3 +213,17 @@ def test_every_file_that_the_page_on_architecture_names_is_there():
         name for name in named if not ((SOURCE / name).is_file() or (root / name).is_file())
     ] == []
     assert named
+
+
+def test_old_names_of_a_recipe_s_plot_and_a_run_s_rows_go_on_with_a_warning(tmp_path):
+    from samestep import OwnRun, Recipe, TrainedRun, open_run
+
+    with pytest.warns(DeprecationWarning, match="plot"):
+        recipe = Recipe(model=dict, data=list, picture=print)
+    assert recipe.plot is print
+    assert replace(recipe, name="other").plot is print
+    (tmp_path / "settings.toml").touch()
+    with pytest.warns(DeprecationWarning, match="per_epoch"):
+        assert TrainedRun(tmp_path).epochs == []
+    with pytest.warns(DeprecationWarning, match="keep_newest"):
+        assert isinstance(open_run(tmp_path / "run", keep_checkpoints=2), OwnRun)

@@ -1,7 +1,7 @@
 """Train the same step on one process and on many.
 
     run = samestep.train("spiral", epochs=3, nproc=2)    # a name, a file, or a samestep.Recipe
-    run.result["test"], run.history, run.epochs          # plain dicts, ready for pandas
+    run.result["test"], run.history, run.per_epoch       # plain dicts, ready for pandas
     model = samestep.load(run, checkpoint="best")        # an nn.Module in eval mode
     samestep.evaluate(run, split="validation")
     samestep.predict(run, ["a.csv", "b.csv"])

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -154,11 +155,13 @@ class Recipe:
     show: Callable[[Any, Any], Sequence[Mapping[str, Any]]] | None = None
     """(outputs, targets) → a dict for each sample: what `samestep predict` shows of it. Targets are
     None where `read` gave inputs alone; with `forward` it is given (outputs, batch)."""
-    picture: Callable[..., None] | None = None
+    plot: Callable[..., None] | None = None
     """(options, file, rows, figure) → draws what `samestep predict --plot` was asked for into a
     figure of matplotlib; the rows are what `predict` shows of the file, in its order."""
+    picture: Callable[..., None] | None = None
+    """The old name of `plot`."""
     pictures: Mapping[str, Callable[[nn.Module, Splits], Any]] = field(default_factory=dict)
-    """name → (model, data) → another picture of the run: a matplotlib figure or HTML text. Rank 0
+    """name → (model, data) → a picture of the run: a matplotlib figure or HTML text. Rank 0
     calls it when a run ends, with the best weights, in eval mode."""
     baselines: Callable[..., Mapping[str, Mapping[str, float] | str]] | None = None
     """options → name → metric → value: what a model has to beat. Rank 0 calls it once, after the
@@ -174,6 +177,10 @@ class Recipe:
     """Where it was found, for a recipe of a file; set then."""
 
     def __post_init__(self) -> None:
+        if self.picture is not None:
+            warnings.warn("Recipe(picture=…) is Recipe(plot=…) now.", DeprecationWarning, 3)
+            object.__setattr__(self, "plot", self.picture)
+            object.__setattr__(self, "picture", None)
         if self.metrics is _BY_DEFAULT:
             own = dict(_BY_DEFAULT) if is_cross_entropy(self.loss) else {}
             object.__setattr__(self, "metrics", own)

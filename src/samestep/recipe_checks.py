@@ -21,7 +21,7 @@ PICTURE_NAMES = ("confusion", "predictions", "regression", "samples")
 
 _FUNCTIONS = (
     *("loss", "loss_terms", "collate", "forward", "optimizer", "schedule", "transform", "augment"),
-    *("complete", "read", "show", "picture", "baselines"),
+    *("complete", "read", "show", "plot", "baselines"),
 )
 """Fields of a recipe that are functions, or objects that can be called."""
 _MADE = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)

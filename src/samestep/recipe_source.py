@@ -17,7 +17,7 @@ OTHERS: Mapping[str, int] = {
     "complete": 0,
     "baselines": 0,
     "read": 1,
-    "picture": 3,
+    "plot": 3,
     "loss": 2,
     "loss_terms": 1,
     "collate": 1,
@@ -31,7 +31,7 @@ OTHERS: Mapping[str, int] = {
     "show": 2,
 }
 """Each function of a recipe → how many arguments it gets, not counting the options."""
-_OPTIONS_FIRST = frozenset({"model", "data", "complete", "baselines", "read", "picture"})
+_OPTIONS_FIRST = frozenset({"model", "data", "complete", "baselines", "read", "plot"})
 """These may call them by another name, as the first of their parameters."""
 _HAS_OPTIONS = "has_options"
 
@@ -49,7 +49,7 @@ def with_options(name: str, function: Any, options: object) -> Any:
     """
     function = without_options(function)
     asked = _asked(name, function)
-    if asked is None or (options is None and name not in ("read", "picture")):
+    if asked is None or (options is None and name not in ("read", "plot")):
         return function
     is_first = asked == next(iter(inspect.signature(function).parameters))
     given = partial(function, options) if is_first else partial(function, options=options)

@@ -28,7 +28,7 @@ def test_the_curves_are_those_of_the_records_and_the_best_is_marked(trained):
         lines = {line.get_label(): line for line in panel.lines}
         for label, key in (("training", name), ("validation", f"validation_{name}")):
             assert list(lines[label].get_xdata()) == [1, 2, 3, 4]
-            assert list(lines[label].get_ydata()) == [row[key] for row in trained.epochs]
+            assert list(lines[label].get_ydata()) == [row[key] for row in trained.per_epoch]
     best = trained.result["best"]
     (mark,) = (line for line in panels["accuracy"].lines if line.get_marker() == "*")
     assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([best["epoch"]], [best["value"]])

@@ -38,10 +38,10 @@ def test_the_run_tells_its_records_as_plain_dicts():
     trained = samestep.train(made(), quiet=True)
     assert trained.history == list(read_records(trained.path))
     assert trained.history[0]["event"] == "start"
-    assert [row["epoch"] for row in trained.epochs] == [1, 2, 3, 4]
+    assert [row["epoch"] for row in trained.per_epoch] == [1, 2, 3, 4]
     measured = [r["loss"] for r in trained.history if r.get("split") == "validation"]
-    assert [row["validation_loss"] for row in trained.epochs] == measured
-    assert all(isinstance(v, int | float) for row in trained.epochs for v in row.values())
+    assert [row["validation_loss"] for row in trained.per_epoch] == measured
+    assert all(isinstance(v, int | float) for row in trained.per_epoch for v in row.values())
     assert trained.result == read_json(trained.path / "result.json")
     assert trained.settings["epochs"] == 4
     assert os.fspath(trained) == str(trained.path)

@@ -261,7 +261,7 @@ def picture(options, path, rows, figure):
         raise KeyError("row")
     figure.subplots().plot([row["output"] for row in rows])
 
-recipe = replace(recipe, picture=picture)
+recipe = replace(recipe, plot=picture)
 """
 
 

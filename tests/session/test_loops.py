@@ -95,7 +95,7 @@ LOSSES = (5.0, 3.0, 2.0, 4.0, 3.0, 1.0, 6.0, 7.0, 8.0)
 def stops_early(path, epochs, *, leaves=False, until=99, **more):
     """Train until the validation loss was no better for 2 epochs; return what was trained."""
     torch.manual_seed(0)
-    t = Training(path, keep_checkpoints=1, **more)
+    t = Training(path, keep_newest=1, **more)
     trained = []
     with t.run as run:
         run.state["waited"] = 0

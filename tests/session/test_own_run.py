@@ -28,7 +28,7 @@ def collate(words):
 
 DROPOUT = float(sys.argv[1])
 with samestep.open_run("run", seed=3, resume=True, log_every=1, checkpoint_every_steps=1,
-                       settings={"dropout": DROPOUT}, keep_checkpoints=3) as run:
+                       settings={"dropout": DROPOUT}, keep_newest=3) as run:
     model = run.place(nn.Sequential(nn.Linear(1, 8), nn.Dropout(DROPOUT), nn.Linear(8, 1)))
     unused = run.place(nn.Linear(1, 1))
     optimizer = torch.optim.Adam([*model.parameters(), *unused.parameters()], lr=0.01)

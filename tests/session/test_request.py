@@ -73,7 +73,7 @@ def test_options_go_to_each_function_that_asks_and_one_that_nothing_reads_is_ref
 
     def trained(**options):
         run = samestep.train("mine.py", quiet=True, **options)
-        return run, run.epochs[-1]
+        return run, run.per_epoch[-1]
 
     (run, plain), (_, smooth), (_, slow) = trained(), trained(smooth=0.3), trained(rate=0.001)
     assert len({plain["loss"], smooth["loss"], slow["loss"]}) == 3

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -85,7 +86,7 @@ class TrainedRun:
         return list(read_records(self.path))
 
     @property
-    def epochs(self) -> list[dict[str, Any]]:
+    def per_epoch(self) -> list[dict[str, Any]]:
         """A row per epoch, flat, ready for `pandas.DataFrame`: losses, metrics, times.
 
         What was measured on the validation set begins with `validation_`.
@@ -100,6 +101,12 @@ class TrainedRun:
                 row = next((r for r in rows.values() if r["step"] == record["step"]), {})
                 row |= {f"validation_{name}": v for name, v in metric_values(record).items()}
         return list(rows.values())
+
+    @property
+    def epochs(self) -> list[dict[str, Any]]:
+        """The old name of `per_epoch`."""
+        warnings.warn("run.epochs is run.per_epoch now.", DeprecationWarning, stacklevel=2)
+        return self.per_epoch
 
     def report(self, output: AnyPath | None = None) -> Path:
         """Make one self-contained page of the run, and return its file.
@@ -129,7 +136,7 @@ class TrainedRun:
         Raises:
             UserError: no epoch has ended yet, or matplotlib is not installed.
         """
-        rows = self.epochs
+        rows = self.per_epoch
         if not rows:
             raise UserError(f"{self.path} has no epoch that has ended: there are no curves yet.")
         index, mark = read_index(self.path / "checkpoints"), None
@@ -145,7 +152,7 @@ class TrainedRun:
         losses: list[float | None] = []
         try:
             recipe = str(self.settings.get("recipe", ""))
-            losses = [row.get("loss") for row in self.epochs]
+            losses = [row.get("loss") for row in self.per_epoch]
         except (UserError, ValueError, KeyError, TypeError) as error:
             facts["problem"] = str(error)
         if is_written(self.path):

@@ -45,7 +45,7 @@ class PredictFlags:
     device: Device = "auto"
     """The device; auto takes the best one here."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """Draw the predictions of one file, for a recipe with a `picture` (samestep[plot])."""
+    """Draw the predictions of one file, for a recipe with a `plot` (samestep[plot])."""
     json: Switch = False
     """Print one JSON object per file, or per row of a file, a line each."""
 

@@ -30,7 +30,7 @@ class Options:
     log_every: int | None
     checkpoint_every_epochs: int
     checkpoint_every_steps: int | None
-    keep_checkpoints: int | None
+    keep_newest: int | None
     device: Device
     backend: Backend
     timeout_s: float
@@ -38,7 +38,7 @@ class Options:
     def check(self) -> None:
         """Refuse numbers that are out of range, and a text in place of a list."""
         names = ("log_every", "checkpoint_every_epochs", "checkpoint_every_steps")
-        for name in (*names, "keep_checkpoints"):
+        for name in (*names, "keep_newest"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"open_run({name}={value!r}): it must be a whole number from 1.")

@@ -1,5 +1,6 @@
 """`samestep.open_run`: a run for a training loop that the user writes."""
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -371,10 +372,11 @@ def open_run(
     log_every: int | None = None,
     checkpoint_every_epochs: int = 1,
     checkpoint_every_steps: int | None = None,
-    keep_checkpoints: int | None = None,
+    keep_newest: int | None = None,
     device: Device = "auto",
     backend: Backend = "auto",
     timeout_s: float = 600.0,
+    keep_checkpoints: int | None = None,
 ) -> OwnRun:
     """Return a run for a training loop of your own, alone or as one of the ranks of a launcher.
 
@@ -393,16 +395,20 @@ def open_run(
             records, and in long runs one every 50 steps.
         checkpoint_every_epochs: epochs between two checkpoints; there is always one at the end.
         checkpoint_every_steps: steps between two checkpoints, besides those after epochs.
-        keep_checkpoints: how many of the newest are kept; by default all.
+        keep_newest: how many of the newest checkpoints are kept, beside the best; by default all.
         device: where to train; "auto" takes the best device here.
         backend: what connects the ranks; "auto" chooses by platform and device.
         timeout_s: seconds that ranks wait for the slowest of them.
+        keep_checkpoints: the old name of `keep_newest`.
 
     Raises:
         SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
             after a stop signal, with a checkpoint.
     """
     arguments = locals()
+    if arguments.pop("keep_checkpoints") is not None:
+        warnings.warn("open_run(keep_checkpoints=…) is keep_newest=… now.", DeprecationWarning, 2)
+        arguments["keep_newest"] = keep_checkpoints
     is_path = names_of_path(settings or {}, path)
     kept = {name: value for name, value in (settings or {}).items() if name not in is_path}
     arguments |= {"settings": plain_settings(kept), "name": name or script_name()}

@@ -174,7 +174,7 @@ class OwnSession:
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""
         own, started = self.state, time.perf_counter()
-        position, keep = own.position, self.options.keep_checkpoints
+        position, keep = own.position, self.options.keep_newest
         if not self.session.begun or self._saved_at == (position.epoch, position.step):
             return
         self.means.read()  # values that wait on the device belong to the sums

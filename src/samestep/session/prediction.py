@@ -201,21 +201,21 @@ def _said(predictor: Predictor, samples: Sequence[Any], top: int) -> list[dict[s
 
 def check_draws(predictor: Predictor) -> None:
     """Check that the recipe can draw what is predicted."""
-    if predictor.recipe.picture is None:
+    if predictor.recipe.plot is None:
         raise UserError(
             f"--plot: recipe {predictor.recipe.name} does not say what to draw: give it "
-            "Recipe(picture=…), a function of the options, the file, the rows and a figure."
+            "Recipe(plot=…), a function of the options, the file, the rows and a figure."
         )
 
 
 def draw(predictor: Predictor, file: Path, rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
     """Draw what was predicted of a file into a figure of matplotlib."""
-    paint = predictor.recipe.picture
+    paint = predictor.recipe.plot
     assert paint is not None
     try:
         paint(file, rows, figure)
     except Exception as error:
-        blame(f"The recipe's picture failed with {file}", error, paint)
+        blame(f"The recipe's plot failed with {file}", error, paint)
 
 
 def check_files(files: Sequence[Path]) -> None:
