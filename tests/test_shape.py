@@ -222,7 +222,8 @@ def test_old_names_of_a_recipe_s_plot_and_a_run_s_rows_go_on_with_a_warning(tmp_
         recipe = Recipe(model=dict, data=list, picture=print)
     assert recipe.plot is print
     assert replace(recipe, name="other").plot is print
-    (tmp_path / "settings.toml").touch()
+    for name in ("settings.toml", "events.jsonl"):
+        (tmp_path / name).touch()
     with pytest.warns(DeprecationWarning, match="per_epoch"):
         assert TrainedRun(tmp_path).epochs == []
     with pytest.warns(DeprecationWarning, match="keep_newest"):

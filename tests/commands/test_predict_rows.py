@@ -275,7 +275,7 @@ def test_a_file_is_drawn_where_the_recipe_says_how(numbers, tmp_path, refused):
     long = tmp_path / "long.txt"
     long.write_text("1 2 3 " * 3)
     for run, files, plot, told in (
-        (plain, [path], png, "picture"),
+        (plain, [path], png, "plot"),
         (drawn, [path, path], png, "--plot"),
         (drawn, [path], tmp_path / "rows.doc", ".png"),
         (drawn, [long], png, "rows_pairs.py:"),

@@ -18,18 +18,10 @@ from samestep.recipe_source import without_options
 from samestep.training.side_effects import closure_of
 
 NOT_OF_THE_TRAINING = frozenset(
-    [
-        "settings",
-        "name",
-        "file",
-        "accepts",
-        "read",
-        "show",
-        "plot",
-        "picture",
-        "pictures",
+    {
+        *("settings", "name", "file", "accepts", "read", "show", "plot", "picture", "pictures"),
         "baselines",
-    ]
+    }
 )
 """Fields of a recipe: settings are compared as such; what predicts and draws trains nothing."""
 _DEPTH = 8
