@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from samestep.doctor.between_ranks import _lost
+from tests.doctor.situations import says
 from tests.doctor.tables import reds, rows_in, rows_of
 from tests.processes import Ranks, start_ranks
 
@@ -120,16 +122,6 @@ def _killed_on_1(rank: int, work: Path) -> None:
         measurements.time_products = lambda _: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _no_memory_on_1(rank: int, work: Path) -> None:
-    from samestep.doctor import measurements
-
-    def fail(*_):
-        raise RuntimeError("out of memory")
-
-    if rank == 1:
-        measurements.time_all_reduce = fail
-
-
 PLANTS = {
     name.removeprefix("_"): value
     for name, value in globals().items()
@@ -141,19 +133,6 @@ def table_of(ranks: Ranks) -> dict:
     """Return what rank 0 printed; nothing but the table, and no rank showed a traceback."""
     assert "Traceback" not in ranks.output()
     return json.loads(ranks.printed(0)[ranks.printed(0).index("{") :])
-
-
-def test_one_process_alone_is_well_and_leaves_nothing(tmp_path):
-    started = time.monotonic()
-    ranks = doctor(tmp_path, world_size=1)
-    assert ranks.wait() == [0], ranks.output()
-    assert time.monotonic() - started < 200
-    table = table_of(ranks)
-    assert table["status"] in ("green", "yellow")
-    assert all(row.keys() == KEYS for row in table["checks"])
-    assert {"python", "cores", "shared memory", "run directory"} <= rows_in(table).keys()
-    assert (table["all_reduce"], len(table["ranks"])) == ([], 1)
-    assert list((tmp_path / "work").iterdir()) == []
 
 
 def test_healthy_ranks_are_well_and_leave_nothing(tmp_path):
@@ -193,7 +172,6 @@ FAULTS = {
     "port_taken": ([1, 1], IN_VAIN, {"master port": "127.0.0.1"}, "Rank 0 "),
     "killed_on_1": ([1, -9], MEETS, {"connection": "rank 1"}, ""),
     "hangs_on_1": ([1, 1], ("--timeout-s", "3"), {"connection": "3.5 s"}, ""),
-    "no_memory_on_1": ([1, 1], MEETS, {"connection": "rank 1 lost"}, ""),
 }
 
 
@@ -224,6 +202,25 @@ def run_here(capfd, *arguments: str) -> tuple[int | str | None, str]:
     except SystemExit as stop:
         code = stop.code
     return code, "".join(capfd.readouterr())
+
+
+def test_one_process_alone_is_well_and_leaves_nothing(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, text = run_here(capfd, *QUICK)
+    table = json.loads(text)
+    assert code == 0
+    assert table["status"] in ("green", "yellow")
+    assert all(row.keys() == KEYS for row in table["checks"])
+    assert {"python", "cores", "shared memory", "run directory"} <= rows_in(table).keys()
+    assert (table["all_reduce"], len(table["ranks"])) == ([], 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_lost_contact_reports_an_effect_and_another_the_cause():
+    failures = {0: "timing: Connection closed by peer", 1: "timing: out of memory"}
+    finding = _lost(failures, 3)
+    says(finding, "red: rank 1 lost at timing: out of memory; rank 2 said nothing | NCCL_DEBUG")
+    assert finding.name == "connection"
 
 
 @pytest.mark.parametrize(
@@ -268,10 +265,3 @@ def test_a_mistake_in_the_command_is_exit_code_2(capfd, mistake):
     assert code == 2
     assert mistake[0] in text
     assert "Traceback" not in text
-
-
-def test_help_ends_with_two_examples(capfd):
-    code, text = run_here(capfd, "--help")
-    assert code == 0
-    assert len(re.findall(r"^  .*samestep doctor", text, re.MULTILINE)) == 2
-    assert text.rstrip().splitlines()[-3] == "examples:"

@@ -6,19 +6,14 @@ import pytest
 
 from samestep.slurm.training_progress import Progress, read_progress
 
-START = {
-    "event": "start",
-    "resumed": False,
-    "total_steps": 100,
-    "steps_per_epoch": 10,
-    "epochs": 10,
-    "global_batch_size": 8,
-}
+START = {"event": "start", "resumed": False, "world_size": 1, "num_samples": 80}
+START |= {"total_steps": 100, "steps_per_epoch": 10, "epochs": 10, "global_batch_size": 8}
 AGAIN = {**START, "resumed": True}
 
 
 def step(number: int, loss: float = 0.5) -> dict:
-    return {"event": "step", "step": number, "epoch": 1, "loss": loss, "samples_per_s": 16.0}
+    seen = {"samples": 8 * number, "seconds": 1.0, "samples_per_s": 16.0}
+    return {"event": "step", "step": number, "epoch": 1, "loss": loss} | seen
 
 
 def saved(number: int) -> dict:
@@ -74,6 +69,7 @@ def test_a_resumed_training_stands_at_its_checkpoint_and_not_where_it_was_killed
 
 def test_the_last_epoch_is_never_exceeded(write):
     assert write(START, step(100)).epoch == 10
+    assert write(START | {"epochs": None}, step(100)).epoch == 11
 
 
 STOPPED = json.dumps({"status": "stopped", "reason": "SIGUSR1"})

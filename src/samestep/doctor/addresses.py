@@ -4,6 +4,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from samestep.doctor.findings import Check, Finding, green, red, yellow
@@ -24,7 +25,10 @@ RESOLVE_S = 5.0
 
 def read_address(master: str, environment: Mapping[str, str] = os.environ) -> Address:
     """Read the facts; names get a few seconds to resolve."""
-    resolved, own = _resolve(master), _resolve(socket.gethostname())
+    resolved, own = (
+        value_within(RESOLVE_S, partial(resolve, name), "")
+        for name in (master, socket.gethostname())
+    )
     local = address_towards(resolved) if resolved else ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -41,10 +45,6 @@ def read_address(master: str, environment: Mapping[str, str] = os.environ) -> Ad
         gloo_interface=environment.get("GLOO_SOCKET_IFNAME", ""),
         nccl_interface=environment.get("NCCL_SOCKET_IFNAME", ""),
     )
-
-
-def _resolve(name: str) -> str:
-    return value_within(RESOLVE_S, lambda: resolve(name), "")
 
 
 def master_address(rank: RankFacts) -> Finding:
@@ -128,11 +128,12 @@ def announced_address(allocation: Allocation) -> Finding | None:
     """Check the address that Gloo announces: what a host's own name resolves to there."""
     if not allocation.spans_hosts:
         return None
-    wrong = []
-    for rank in allocation.ranks:
-        chosen, own = rank.address.gloo_interface, rank.address.own
-        if chosen == "lo" or (not chosen and (not own or is_loopback(own))):
-            wrong.append(rank)
+    wrong = [
+        rank
+        for rank in allocation.ranks
+        if (chosen := rank.address.gloo_interface) == "lo"
+        or (not chosen and (not rank.address.own or is_loopback(rank.address.own)))
+    ]
     if not wrong:
         return green("every host's own name resolves to an address that others can reach")
     rank = next((r for r in wrong if not r.address.chosen or r.address.gloo_interface), wrong[0])

@@ -27,7 +27,7 @@ def nodes(allocation: Allocation) -> Finding | None:
 
 def device(allocation: Allocation) -> Finding:
     """Check that every rank has a device, of one kind, and that no two share a GPU."""
-    ranks = allocation.ranks
+    ranks, kind = allocation.ranks, _kind(allocation.ranks[0])
     if without := [rank for rank in ranks if rank.device_problem]:
         return red(
             f"{_names(without)}: {without[0].device_problem}",
@@ -40,7 +40,7 @@ def device(allocation: Allocation) -> Finding:
         )
     if odd := _odd_ones(ranks, _kind):
         return yellow(odd, "Every step waits for the slowest; take nodes of one kind.")
-    return green(_kind(ranks[0]) + (" on all ranks" if len(ranks) > 1 else ""))
+    return green(f"{kind} on all ranks" if len(ranks) > 1 else kind)
 
 
 def threads(allocation: Allocation) -> Finding | None:
@@ -55,11 +55,11 @@ def threads(allocation: Allocation) -> Finding | None:
     found = f"OMP_NUM_THREADS={each}: {count(len(ranks), 'rank')} × {each} on {cores:.3g} cores"
     if sum(rank.machine.omp_threads or 0 for rank in ranks) <= cores:
         return green(found)
+    where = f"{ranks[0].machine.host}: " if allocation.spans_hosts else ""
     return yellow(
-        _where(allocation, ranks) + found,
-        "More threads than cores wait for each other: export OMP_NUM_THREADS="
-        f"{max(1, int(cores / len(ranks)))}, or unset it (samestep then takes each rank's share "
-        "of the cores).",
+        f"{where}{found}",
+        f"Threads would wait for cores: export OMP_NUM_THREADS={max(1, int(cores / len(ranks)))}, "
+        "or unset it (each rank then takes its share of the cores).",
     )
 
 
@@ -73,8 +73,8 @@ def loader_workers(allocation: Allocation) -> Finding:
         return green(found)
     fitting = max(0, int(cores / len(ranks)) - 1)
     fewer = f"Use --num-workers {fitting}" if fitting < workers else "Start fewer ranks"
-    advice = f"{fewer}, or ask for more cores (--cpus-per-task)."
-    return yellow(_where(allocation, ranks) + found, advice)
+    where = f"{ranks[0].machine.host}: " if allocation.spans_hosts else ""
+    return yellow(f"{where}{found}", f"{fewer}, or ask for more cores (--cpus-per-task).")
 
 
 def same_versions(allocation: Allocation) -> Finding | None:
@@ -116,10 +116,6 @@ def sharing(ranks: Sequence[RankFacts]) -> list[RankFacts]:
     """Return the ranks that share a GPU with another one."""
     counts = Counter(rank.device_uuid for rank in ranks if rank.device_uuid)
     return [rank for rank in ranks if counts[rank.device_uuid] > 1]
-
-
-def _where(allocation: Allocation, ranks: Sequence[RankFacts]) -> str:
-    return f"{ranks[0].machine.host}: " if allocation.spans_hosts else ""
 
 
 def _kind(rank: RankFacts) -> str:

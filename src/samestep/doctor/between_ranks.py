@@ -22,7 +22,7 @@ import torch
 from samestep.doctor import measurements
 from samestep.doctor.addresses import MEETING_CHECKS, announced_address
 from samestep.doctor.all_ranks import ONE_ENVIRONMENT, sharing
-from samestep.doctor.findings import Finding, green, named, red, run_checks, worst
+from samestep.doctor.findings import Finding, green, red, run_checks, worst
 from samestep.doctor.rank_facts import Allocation, DoctorOptions, Measurements, RankFacts
 from samestep.doctor.run_directory import NFS_WAIT_S, find_shared_file
 from samestep.doctor.timeouts import call_within
@@ -62,8 +62,8 @@ def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocatio
     try:
         store = _open_store(options, me.launch)
     except (RuntimeError, TimeoutError) as error:
-        advice = "Set MASTER_PORT to another port on every rank, and see that no firewall closes it"
-        return alone, [*findings, named("roll call", red(_first_line(error), f"{advice}."))]
+        advice = "Set MASTER_PORT to another port on every rank; no firewall may close it."
+        return alone, [*findings, red(_first_line(error), advice, "roll call")]
     received, ended = collect_facts(store, me, options.timeout_s)
     why = "when the launcher ended this" if ended else f"within {options.timeout_s:g} s"
     ranks, roll = _read_roll(received, why)
@@ -78,10 +78,10 @@ def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocatio
     store.set("orders", msgspec.json.encode(orders).decode())
     # Wait until the others have read them: the store may end with this process.
     wait_for_all(store, "read", [n for n, facts in enumerate(received) if n and facts])
-    findings.append(named("roll call", roll))
+    findings.append(roll)
     if orders.join:
         measured, connection = _measure_or_explain(options, world, store, orders)
-        findings.append(named("connection", connection))
+        findings.append(connection)
         allocation = replace(allocation, measured=measured)
     return allocation, findings
 
@@ -101,19 +101,23 @@ def collect_facts(store: Store, me: RankFacts, timeout_s: float) -> tuple[list[b
 def follow(options: DoctorOptions, world: World, me: RankFacts) -> None:
     """As any other rank, send the facts to rank 0 and do what it orders."""
     launch = me.launch
-    for finding in run_checks(MEETING_CHECKS, me):
-        if finding.status == "red":
-            raise _cut_off(me, f"{finding.name}: {finding.found}. {finding.advice}")
     try:
+        if red_one := next((f for f in run_checks(MEETING_CHECKS, me) if f.status == "red"), None):
+            raise CutOffError(f"{red_one.name}: {red_one.found}. {red_one.advice}")
         store = _open_store(options, launch)
         orders = announce(store, launch.rank, msgspec.json.encode(me), options.timeout_s)
-    except (RuntimeError, TimeoutError) as error:
-        where = f"{launch.master_addr}:{launch.master_port} within {options.timeout_s:g} s"
-        message = (
-            f"Rank 0 did not answer at {where}: {_first_line(error)}. Check that rank 0 was "
-            "started and that no firewall closes the port between the two nodes."
+    except (CutOffError, RuntimeError, TimeoutError) as error:
+        why = (
+            str(error)
+            if isinstance(error, CutOffError)
+            else (
+                f"Rank 0 did not answer at {launch.master_addr}:{launch.master_port} within "
+                f"{options.timeout_s:g} s: {_first_line(error)}. Check that rank 0 was started and "
+                "that no firewall closes the port between the two nodes."
+            )
         )
-        raise _cut_off(me, message) from error
+        # Usually the whole node is cut off, and one message from it is enough.
+        raise CutOffError(f"[{me.label}] {why}" if launch.local_rank == 0 else "") from error
     if orders.join:
         _measure_or_explain(options, world, store, orders)
 
@@ -125,11 +129,6 @@ def announce(store: Store, rank: int, facts: bytes, timeout_s: float) -> Orders:
     orders = msgspec.json.decode(store.get("orders"), type=Orders)
     store.set(f"read/{rank}", "1")
     return orders
-
-
-def _cut_off(me: RankFacts, message: str) -> CutOffError:
-    # Usually the whole node is cut off, and one message from it is enough.
-    return CutOffError(f"[{me.label}] {message}" if me.launch.local_rank == 0 else "")
 
 
 def _open_store(options: DoctorOptions, launch: Launch) -> Store:
@@ -183,7 +182,7 @@ def _measure_or_explain(
         others = wait_for_all(store, "failed", range(1, world.world_size))
         failures = {rank: why.decode() for rank, why in others.items() if why is not None}
         return None, _lost({0: str(error)} | failures, world.world_size)
-    return measured, green(f"{world.world_size} ranks by {world.backend}")
+    return measured, green(f"{world.world_size} ranks by {world.backend}", name="connection")
 
 
 def _measure(
@@ -193,7 +192,6 @@ def _measure(
         return _stage(name, world, patience_s, partial(function, world, *arguments))
 
     wait_s = min(NFS_WAIT_S, options.timeout_s / 2)
-    time_all_reduce = measurements.time_all_reduce
     return Measurements(  # one after the other, on all ranks in this order
         clock_s=stage("comparing clocks", measurements.measure_clocks),
         unshared=stage("looking for a file", find_shared_file, options.run_dir, wait_s),
@@ -202,7 +200,7 @@ def _measure(
             stage(f"timing ranks {a} and {b}", measurements.measure_link, a, b)
             for a, b in measurements.ring(first_ranks)
         ),
-        all_reduce=stage("timing the all-reduce", time_all_reduce, options.budget_s),
+        all_reduce=stage("timing all-reduce", measurements.time_all_reduce, options.budget_s),
     )
 
 
@@ -230,6 +228,7 @@ def _lost(failures: dict[int, str], world_size: int) -> Finding:
         "(Gloo and NCCL use any), whether GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an "
         "interface between them, and what NCCL_DEBUG=INFO prints; silent ranks may have been "
         "killed.",
+        "connection",
     )
 
 
@@ -244,7 +243,7 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
             foreign.append(number)
     if foreign:
         what = f"{_numbers(foreign)} cannot be understood: another samestep runs there"
-        return tuple(found), red(what, ONE_ENVIRONMENT)
+        return tuple(found), red(what, ONE_ENVIRONMENT, "roll call")
     if missing:
         seen = {rank.machine.host.partition(".")[0] for rank in found}
         listed = found[0].slurm.hosts if found[0].slurm else ()
@@ -254,10 +253,11 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
             f"{_numbers(missing)} of {len(received)} never came {why}{where}",
             "See their own messages above; check that they were started, and that their nodes "
             f"reach {found[0].launch.master_addr}:{found[0].launch.master_port}.",
+            "roll call",
         )
     # Rank 0 knows the number of workers from the run's settings.
     ranks = tuple(replace(rank, num_workers=found[0].num_workers) for rank in found)
-    return ranks, green(f"all {len(received)} ranks came")
+    return ranks, green(f"all {len(received)} ranks came", name="roll call")
 
 
 def _numbers(numbers: list[int]) -> str:

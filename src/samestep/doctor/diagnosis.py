@@ -4,23 +4,29 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from operator import attrgetter
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from samestep.doctor import addresses, all_ranks, measurements, node, run_directory, slurm_job
 from samestep.doctor.between_ranks import CutOffError, follow, lead
-from samestep.doctor.findings import Finding, merge, named, red, run_checks, size_name, worst
+from samestep.doctor.findings import Finding, merge, red, run_checks, size_name, worst
 from samestep.doctor.rank_facts import Allocation, AllReduce, DoctorOptions, RankFacts
 from samestep.errors import UserError
 from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN, Launch, detect_launch
 from samestep.ranks.world import World, find_world
+from samestep.reporting.table import Table, text_lines
 from samestep.reporting.words import wrapped
 
 _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
 _STATUS_WIDTH = 8
+_OF_A_RANK = (
+    *("launch.rank", "launch.local_rank", "launch.node", "machine.host", "device", "device_uuid"),
+    *("machine.cores", "machine.python", "machine.torch", "machine.samestep", "machine.code"),
+    "address.interface",
+)
+"""Facts of each rank in the JSON object."""
 
 SIDE_BY_SIDE = [
     *all_ranks.CHECKS,
@@ -42,33 +48,17 @@ class Diagnosis:
 
     def as_json(self) -> str:
         """Return everything as one JSON object."""
-        findings = [asdict(finding) for finding in self.findings]
         table = {
             "status": worst(self.findings),
-            "checks": [{"name": finding.pop("name"), **finding} for finding in findings],
+            "checks": [{"name": finding.name} | asdict(finding) for finding in self.findings],
             "all_reduce": [asdict(size) for size in self.all_reduce],
-            "ranks": [_as_row(rank) for rank in self.ranks],
+            "ranks": [
+                {place.split(".")[-1]: attrgetter(place)(rank) for place in _OF_A_RANK}
+                | {"address": rank.address.local}
+                for rank in self.ranks
+            ],
         }
         return json.dumps(table, indent=2)
-
-
-def _as_row(rank: RankFacts) -> dict[str, Any]:
-    launch, machine = rank.launch, rank.machine
-    return {
-        "rank": launch.rank,
-        "local_rank": launch.local_rank,
-        "node": launch.node,
-        "host": machine.host,
-        "device": rank.device,
-        "device_uuid": rank.device_uuid,
-        "cores": machine.cores,
-        "python": machine.python,
-        "torch": machine.torch,
-        "samestep": machine.samestep,
-        "code": machine.code,
-        "interface": rank.address.interface,
-        "address": rank.address.local,
-    }
 
 
 def diagnose(
@@ -80,8 +70,14 @@ def diagnose(
     """
     try:
         launch = detect_launch(environment)
-    except UserError as error:
-        return _unreadable_launch(error, environment)
+    except UserError as error:  # rank 0 reports it in its table, others in one line
+        names = (TORCHRUN[0], OPEN_MPI[0], PMI[0], "SLURM_PROCID")
+        number = next((environment[name] for name in names if environment.get(name)), "0")
+        if number.isdecimal() and int(number):
+            raise CutOffError(f"[rank {number}] {error}") from error
+        what, _, advice = str(error).partition(". ")
+        advice = advice or "Unset what was exported by hand, and start again."
+        return Diagnosis(findings=(red(what, advice, "launcher"),))
     try:
         world, problem = find_world(options.device, options.backend, environment), ""
     except UserError as error:  # examine the rest on the CPU
@@ -94,17 +90,6 @@ def diagnose(
         return _check(*lead(options, world, me))
     follow(options, world, me)
     return None
-
-
-def _unreadable_launch(error: UserError, environment: Mapping[str, str]) -> Diagnosis:
-    """Report a launcher's contradicting variables: rank 0 in its table, others in one line."""
-    names = (TORCHRUN[0], OPEN_MPI[0], PMI[0], "SLURM_PROCID")
-    number = next((environment[name] for name in names if environment.get(name)), "0")
-    if number.isdecimal() and int(number):
-        raise CutOffError(f"[rank {number}] {error}")
-    what, _, advice = str(error).partition(". ")
-    finding = red(what, advice or "Unset what was exported by hand, and start again.")
-    return Diagnosis(findings=(named("launcher", finding),))
 
 
 def _read_rank(
@@ -130,7 +115,6 @@ def _read_rank(
 
 
 def _check(allocation: Allocation, findings: list[Finding]) -> Diagnosis:
-    """Check every rank by itself, then all side by side."""
     main, *others = allocation.ranks
     if main.slurm:
         main = replace(main, job=slurm_job.read_job(main.slurm))
@@ -139,9 +123,11 @@ def _check(allocation: Allocation, findings: list[Finding]) -> Diagnosis:
         table = run_checks(slurm_job.CHECKS, rank) + run_checks(node.CHECKS, rank.machine)
         table += run_checks(run_directory.CHECKS, rank.folder) if rank.folder else []
         tables.append((rank.label, table))
-    rows = (*merge(tables), *findings, *run_checks(SIDE_BY_SIDE, allocation))
-    all_reduce = allocation.measured.all_reduce if allocation.measured else ()
-    return Diagnosis(findings=rows, ranks=allocation.ranks, all_reduce=all_reduce)
+    return Diagnosis(
+        findings=(*merge(tables), *findings, *run_checks(SIDE_BY_SIDE, allocation)),
+        ranks=allocation.ranks,
+        all_reduce=allocation.measured.all_reduce if allocation.measured else (),
+    )
 
 
 def print_report(diagnosis: Diagnosis, console: Console) -> None:
@@ -149,13 +135,12 @@ def print_report(diagnosis: Diagnosis, console: Console) -> None:
     for line in _finding_lines(diagnosis.findings, console.width):
         console.print(line, soft_wrap=True)
     if diagnosis.all_reduce:
-        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-        for heading in ("all-reduce", "time, µs", "bus bandwidth, GB/s"):
-            table.add_column(heading, justify="right")
-        for size in diagnosis.all_reduce:
-            bandwidth = f"{size.bus_gb_s:.4f}"
-            table.add_row(size_name(size.bytes), f"{size.latency_us:,.0f}", bandwidth)
-        console.print("", table, sep="\n")
+        rows = [
+            (size_name(size.bytes), f"{size.latency_us:,.0f}", f"{size.bus_gb_s:.4f}")
+            for size in diagnosis.all_reduce
+        ]
+        table = Table(columns=("all-reduce", "time, µs", "bus bandwidth, GB/s"), rows=rows, gap=3)
+        console.print("", *text_lines(table, console.width), sep="\n")
     status = worst(diagnosis.findings)
     names = [finding.name for finding in diagnosis.findings if finding.status == status]
     sentence = f"[{_COLOURS[status]}]{len(names)} {status}:[/] {escape(', '.join(names))}"

@@ -8,8 +8,10 @@ A new check is a function, and its name in the list at the end of its module:
         return graded(found, "Raise it: ulimit -n 65536.", yellow_if=machine.open_files < 1024)
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeVar
 
 Status = Literal["green", "yellow", "red"]
@@ -17,7 +19,7 @@ F = TypeVar("F")
 Check = Callable[[F], "Finding | None"]
 """Checks facts of one kind; returns None if the check does not apply."""
 
-_BADNESS = {"green": 0, "yellow": 1, "red": 2}
+_BADNESS: tuple[Status, ...] = ("green", "yellow", "red")
 
 
 @dataclass(frozen=True)
@@ -38,29 +40,12 @@ class Finding:
         assert self.advice or self.status == "green", f"{self.name}: no advice for {self.found}"
 
 
-def green(found: str) -> Finding:
-    """Return a finding without a problem."""
-    return Finding("green", found)
-
-
-def yellow(found: str, advice: str) -> Finding:
-    """Return a finding that slows training down, or may."""
-    return Finding("yellow", found, advice)
-
-
-def red(found: str, advice: str) -> Finding:
-    """Return a finding that breaks training."""
-    return Finding("red", found, advice)
+green, yellow, red = (partial(Finding, status) for status in _BADNESS)
 
 
 def graded(found: str, advice: str, *, red_if: bool = False, yellow_if: bool = False) -> Finding:
     """Return a finding as bad as its worst condition; a green one drops the advice."""
     return red(found, advice) if red_if else yellow(found, advice) if yellow_if else green(found)
-
-
-def named(name: str, finding: Finding) -> Finding:
-    """Return a finding under a name."""
-    return replace(finding, name=name)
 
 
 def run_checks(checks: Sequence[Check[F]], facts: F) -> list[Finding]:
@@ -75,13 +60,13 @@ def run_checks(checks: Sequence[Check[F]], facts: F) -> list[Finding]:
                 "This is a fault of samestep: please report it with this line.",
             )
         if finding is not None:
-            findings.append(named(getattr(check, "__name__", "check").replace("_", " "), finding))
+            findings.append(replace(finding, name=check.__name__.replace("_", " ")))
     return findings
 
 
 def worst(findings: Sequence[Finding]) -> Status:
     """Return the worst status; green if there are no findings."""
-    return max((f.status for f in findings), key=_BADNESS.__getitem__, default="green")
+    return max((f.status for f in findings), key=_BADNESS.index, default="green")
 
 
 def merge(tables: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
@@ -89,10 +74,10 @@ def merge(tables: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
 
     If a check is green everywhere, the first rank's words are shown.
     """
-    rows: dict[str, list[tuple[str, Finding]]] = {}
+    rows: dict[str, list[tuple[str, Finding]]] = defaultdict(list)
     for label, findings in tables:
         for finding in findings:
-            rows.setdefault(finding.name, []).append((label, finding))
+            rows[finding.name].append((label, finding))
     merged = []
     for found in rows.values():
         status = worst([finding for _, finding in found])

@@ -134,14 +134,15 @@ def rounds_within(seconds: float, left: float) -> int:
 
 def _timed(world: World, function: Callable[[], object]) -> float:
     """Return the seconds that a function takes, including the device's work."""
-    synchronise = world.device.type == "cuda"
-    if synchronise:
-        torch.cuda.synchronize(world.device)
-    started = time.perf_counter()
+
+    def now() -> float:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        return time.perf_counter()
+
+    started = now()
     function()
-    if synchronise:
-        torch.cuda.synchronize(world.device)
-    return time.perf_counter() - started
+    return now() - started
 
 
 def clock(allocation: Allocation) -> Finding | None:
@@ -149,14 +150,11 @@ def clock(allocation: Allocation) -> Finding | None:
     if allocation.measured is None:
         return None
     rank, offset = max(enumerate(allocation.measured.clock_s), key=lambda item: abs(item[1]))
-    size = abs(offset)
-    if size <= CLOCK_YELLOW_S:
+    if (size := abs(offset)) <= CLOCK_YELLOW_S:
         return green(f"all within {max(size * 1e3, 1):.0f} ms of rank 0's")
-    return graded(
+    return (red if size > CLOCK_RED_S else yellow)(
         f"{allocation.ranks[rank].label} is {size:,.1f} s {'ahead' if offset > 0 else 'behind'}",
         "Synchronise its clock with a time server: chronyc tracking shows its state.",
-        red_if=size > CLOCK_RED_S,
-        yellow_if=True,
     )
 
 

@@ -40,10 +40,6 @@ DOCKER_SHM_BYTES = 64 << 20  # a container's default; one batch of images can be
 FULL_SHM_FRACTION = 0.1
 STALE_BYTES, STALE_S, NAMED_FILES = 1 << 20, 60.0, 3
 """Smaller files (semaphores) and younger ones do not count as stale."""
-FEW_FILES, TOO_FEW_FILES = 1024, 256
-"""1,024 is the default of most systems, and enough for some ten workers."""
-FEW_PROCESSES, TOO_FEW_PROCESSES = 4096, 512
-"""Every thread counts, and each rank of PyTorch has tens of them."""
 MUCH_USED_FRACTION = 0.1
 """Above this, a program uses a GPU's memory, not only the driver."""
 
@@ -60,12 +56,9 @@ def read_machine(
     stale = stale_files() if look_outside else {}
     return Machine(
         host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
-        python=found["python"],
-        torch=str(found["torch"]),  # torch has its own type of string
-        samestep=found["samestep"],
+        **{name: str(found.get(name, "")) for name in ("python", "torch", "samestep", "cuda")},
         code=hash_of_code(),
         recipe=hash_of_recipe(recipe),
-        cuda=found.get("cuda", ""),
         nccl=_nccl(),
         driver=_driver(),
         gpus=_gpus(),
@@ -101,10 +94,8 @@ def stale_files(
             own = path.is_file() and stat.st_uid == os.getuid()
             if own and old and stat.st_size >= STALE_BYTES:
                 sizes[str(path)] = stat.st_size
-    if not sizes:
-        return {}
-    held = set()
-    for process in processes.glob("[0-9]*"):
+    held: set[str] = set()
+    for process in processes.glob("[0-9]*") if sizes else ():
         with contextlib.suppress(OSError):  # another user's process, or one that has ended
             held |= {os.readlink(link) for link in (process / "fd").iterdir()}  # noqa: PTH115
             lines = (process / "maps").read_text(errors="replace").splitlines()
@@ -155,8 +146,7 @@ def _driver() -> str:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return ""
-    match = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
-    return match[0] if match else "unknown"
+    return next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", text)), "unknown")
 
 
 def _gpus() -> tuple[Gpu, ...]:
@@ -173,11 +163,15 @@ def _gpus() -> tuple[Gpu, ...]:
         used = {uuid.removeprefix("GPU-"): int(mib) * 2**20 for uuid, mib in rows}
     except (OSError, subprocess.SubprocessError, ValueError):
         used = {}  # no nvidia-smi, or a GPU that does not report it
-    gpus = []
-    for gpu in map(pytorch.cuda.get_device_properties, range(pytorch.cuda.device_count())):
-        uuid, total = str(gpu.uuid), gpu.total_memory
-        gpus.append(Gpu(name=gpu.name, uuid=uuid, memory_bytes=total, used_bytes=used.get(uuid, 0)))
-    return tuple(gpus)
+    return tuple(
+        Gpu(
+            name=gpu.name,
+            uuid=str(gpu.uuid),
+            memory_bytes=gpu.total_memory,
+            used_bytes=used.get(str(gpu.uuid), 0),
+        )
+        for gpu in map(pytorch.cuda.get_device_properties, range(pytorch.cuda.device_count()))
+    )
 
 
 def _offline() -> str:
@@ -233,12 +227,9 @@ def gpus(machine: Machine) -> Finding | None:
     """Check that the GPUs are of one kind and unused."""
     if not machine.gpus:
         return None
-    kinds = {gpu.name: gpu for gpu in machine.gpus}
-    counts = Counter(gpu.name for gpu in machine.gpus)
-    shown = ", ".join(
-        f"{counts[g.name]} × {g.name} ({g.memory_bytes / 2**30:.0f} GiB)" for g in kinds.values()
-    )
-    if len(kinds) > 1:
+    counts = Counter(f"{g.name} ({g.memory_bytes / 2**30:.0f} GiB)" for g in machine.gpus)
+    shown = ", ".join(f"{number} × {kind}" for kind, number in counts.items())
+    if len(counts) > 1:
         return yellow(shown, "Every step waits for the slowest; use GPUs of one kind.")
     used = [g.used_bytes / g.memory_bytes for g in machine.gpus]
     if max(used) > MUCH_USED_FRACTION:
@@ -253,8 +244,8 @@ def cores(machine: Machine) -> Finding:
     """Check how many of the machine's cores this process may use."""
     allowed, quota = len(machine.cores), machine.quota_cores
     limits = f"affinity {allowed}" + (f", quota {quota:.3g}" if quota is not None else "")
-    usable = min(allowed, quota or allowed)
-    found = f"{usable:.3g} of the machine's {machine.machine_cores} ({limits})"
+    found = f"{min(allowed, quota or allowed):.3g} of the machine's {machine.machine_cores}"
+    found += f" ({limits})"
     if quota is not None and quota < 1:
         advice = "Every step waits for the scheduler; give the container or job more CPU."
         return red(f"{found}: less than one", advice)
@@ -293,13 +284,13 @@ def shared_memory(machine: Machine) -> Finding | None:
 def open_files(machine: Machine) -> Finding:
     """Check the limit: loader workers and connections take several descriptors each."""
     advice = "Raise it before training: ulimit -n 65536 (in the job script)."
-    return _at_most(machine.open_files, FEW_FILES, TOO_FEW_FILES, advice)
+    return _at_most(machine.open_files, 1024, 256, advice)  # 1,024 is enough for some ten workers
 
 
 def processes(machine: Machine) -> Finding:
-    """Check the limit, which counts ranks, workers and all their threads."""
+    """Check the limit, which counts ranks, workers and their threads: tens of each rank."""
     advice = "Raise it: ulimit -u 65536; where that is refused, ask the administrators."
-    return _at_most(machine.processes, FEW_PROCESSES, TOO_FEW_PROCESSES, advice)
+    return _at_most(machine.processes, 4096, 512, advice)
 
 
 def locked_memory(machine: Machine) -> Finding:

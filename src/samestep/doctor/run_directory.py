@@ -185,13 +185,13 @@ def shared_folder(allocation: Allocation) -> Finding | None:
     """Check that all ranks see the same run directory."""
     if allocation.measured is None or allocation.measured.unshared is None:
         return None
-    if blind := [(rank, why) for rank, why in enumerate(allocation.measured.unshared) if why]:
-        rank, why = blind[0]
-        folder = allocation.ranks[0].folder
-        assert folder is not None, "rank 0 is the first of its node"
-        more = f" ({len(blind)} ranks in all)" if len(blind) > 1 else ""
-        return red(
-            f"rank 0 wrote a file for {folder.path}; {allocation.ranks[rank].label} {why}{more}",
-            "Give --run-dir as an absolute path on a file system that all nodes share.",
-        )
-    return green("all ranks see the same")
+    if not (blind := [(n, why) for n, why in enumerate(allocation.measured.unshared) if why]):
+        return green("all ranks see the same")
+    rank, why = blind[0]
+    folder = allocation.ranks[0].folder
+    assert folder is not None, "rank 0 is the first of its node"
+    more = f" ({len(blind)} ranks in all)" if len(blind) > 1 else ""
+    return red(
+        f"rank 0 wrote a file for {folder.path}; {allocation.ranks[rank].label} {why}{more}",
+        "Give --run-dir as an absolute path on a file system that all nodes share.",
+    )

@@ -1,15 +1,15 @@
 """How far a run has come, read from its directory."""
 
 import contextlib
+import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from samestep.errors import UserError
 from samestep.run.directory import STEPPED
 from samestep.run.files import read_object
-from samestep.run.records import Record, read_records
+from samestep.run.records import RecordFile, as_uninterrupted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,47 @@ class Progress:
 def read_progress(run: Path) -> Progress | None:
     """Return a run's progress, or None if it has not begun."""
     result = read_object(run / "result.json")
-    ended = Progress(status=result.get("status", ""), why=result.get("reason", ""))
-    events = run / "events.jsonl"
-    if not events.is_file():
-        return ended if result else None
+    status, why = result.get("status", ""), str(result.get("reason", ""))
+    events = RecordFile(run / "events.jsonl", checked=True)
     try:
-        return _progress(run, list(read_records(run)), result)
-    except UserError as error:
-        return replace(ended, damage=f"unknown: {error}".split(". ")[0])
-    except (AttributeError, LookupError, TypeError, ValueError):  # no record that a run writes
-        return replace(ended, damage=f"unknown: a line inside {events} is damaged")
+        records = as_uninterrupted(events.read_all(), run)
+    except (OSError, UserError) as error:
+        return Progress(status=status, why=why, damage=f"unknown: {error}".split(". ")[0])
+    if events.damaged:
+        damage = f"unknown: line {events.damaged[0]} of {run / 'events.jsonl'} is damaged"
+        return Progress(status=status, why=why, damage=damage)
+    starts, steps, saved = (
+        [r for r in records if r["event"] == event] for event in ("start", "step", "checkpoint")
+    )
+    if not starts:
+        return Progress(status=status, why=why) if result and not events.num_read else None
+    plan, eta_s = starts[-1], None
+    moved = [r for r in records if r["event"] in ("step", "epoch", "checkpoint", "stop")]
+    step = max((r["step"] for r in moved if isinstance(r.get("step"), int)), default=0)
+    total = plan.get("total_steps") or 0  # nobody knows when a stream ends
+    epochs = plan.get("epochs") or 0
+    epoch = max((r.get("epoch") or 1 for r in moved), default=1)  # for a stream
+    if plan["steps_per_epoch"] is not None:
+        epoch = min(step // plan["steps_per_epoch"] + 1, epochs or sys.maxsize)
+    if total and steps and steps[-1].get("samples_per_s"):
+        eta_s = (total - step) * plan["global_batch_size"] / steps[-1]["samples_per_s"]
+    # The result may be of an earlier start: it is the latest's after a stop, or a kill without one.
+    is_latest = records[-1]["event"] == "stop" or (
+        status == "failed"
+        and (run / "result.json").stat().st_mtime > (run / "events.jsonl").stat().st_mtime
+    )
+    return Progress(
+        step=step,
+        total_steps=total,
+        epoch=epoch,
+        epochs=epochs,
+        loss=steps[-1]["loss"] if steps else None,
+        checkpoint_step=saved[-1]["step"] if saved else None,
+        eta_s=eta_s,
+        starts=len(starts),
+        status=status if is_latest else "",
+        why=why,
+    )
 
 
 def seconds_since_sign(run: Path) -> float | None:
@@ -56,47 +87,3 @@ def seconds_since_sign(run: Path) -> float | None:
         with contextlib.suppress(OSError):
             times.append((run / name).stat().st_mtime)
     return max(0.0, time.time() - max(times)) if times else None
-
-
-def _progress(run: Path, records: list[Record], result: dict[str, Any]) -> Progress | None:
-    starts, steps, saved = (
-        [r for r in records if r["event"] == event] for event in ("start", "step", "checkpoint")
-    )
-    if not starts:
-        return None
-    plan = starts[-1]
-    moved = [r for r in records if r["event"] in ("step", "epoch", "checkpoint", "stop")]
-    step = max((r["step"] for r in moved), default=0)
-    eta = None
-    total = plan["total_steps"] or 0  # nobody knows when a stream ends
-    if total and steps and steps[-1].get("samples_per_s"):
-        left = total - step
-        eta = left * plan["global_batch_size"] / steps[-1]["samples_per_s"]
-    return Progress(
-        step=step,
-        total_steps=total,
-        epoch=_epoch(plan, step, moved),
-        epochs=plan["epochs"] or 0,
-        loss=steps[-1]["loss"] if steps else None,
-        checkpoint_step=saved[-1]["step"] if saved else None,
-        eta_s=eta,
-        starts=len(starts),
-        # What an earlier start left does not speak for one that runs now.
-        status=result.get("status", "") if _is_last(run, records, result) else "",
-        why=str(result.get("reason", "")),
-    )
-
-
-def _epoch(plan: Record, step: int, moved: list[Record]) -> int:
-    """Return the epoch that runs, counted from 1; of a stream the records tell it."""
-    if plan["steps_per_epoch"] is not None:
-        return int(min(step // plan["steps_per_epoch"] + 1, plan["epochs"]))
-    return max((int(r["epoch"]) for r in moved if "epoch" in r), default=1)
-
-
-def _is_last(run: Path, records: list[Record], result: dict[str, Any]) -> bool:
-    """Whether the result speaks of the latest start: after a stop, or after a kill without one."""
-    if records[-1]["event"] == "stop":
-        return True
-    written = (run / "result.json").stat().st_mtime if result.get("status") == "failed" else 0.0
-    return written > (run / "events.jsonl").stat().st_mtime
