@@ -10,6 +10,7 @@ from samestep.reporting import facts
 from samestep.reporting.collect import collect
 from samestep.reporting.page import render
 from samestep.reporting.run_data import read_run
+from samestep.run.records import SYSTEM
 from tests.reporting.made_runs import change, lines_of, write_run
 
 
@@ -160,7 +161,8 @@ def test_runs_of_two_recipes_have_charts_of_their_own(tmp_path):
 def test_memory_is_drawn_where_a_tracker_took_samples_of_it(tmp_path):
     run = write_run(tmp_path / "run")
     sample = {"event": "system", "time": 1.0, "step": 3, "process_memory_gib": 1.5}
-    (run / "system.jsonl").write_text(json.dumps(sample) + "\n")
+    (run / SYSTEM).parent.mkdir()
+    (run / SYSTEM).write_text(json.dumps(sample) + "\n")
     report = collect([run])
     assert chart(report, "memory").curves[0].y == (1.5,)
     assert "1.5 GiB" in report.runs[0].memory

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from samestep.reporting.charts import MOST_CHARTS
+from samestep.reporting.charts import MOST_CHARTS, MOST_POINTS
 from samestep.reporting.collect import collect
 from samestep.reporting.page import render, write_report
-from samestep.reporting.series import MOST_POINTS
 from tests.reporting.made_runs import PHASES, append, change_start, evaluation, write_run
 from tests.reporting.pages import ReadPage
 

@@ -4,7 +4,8 @@ import json
 
 from samestep.reporting.collect import collect
 from samestep.reporting.page import render
-from samestep.reporting.pictures import MOST_BYTES, read_gallery
+from samestep.reporting.picture_files import LIMIT_BYTES
+from samestep.reporting.pictures import read_gallery
 from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage
 
@@ -73,7 +74,7 @@ def test_a_damaged_or_missing_picture_is_a_note_and_the_rest_is_there(tmp_path):
 
 def test_more_than_a_run_saves_is_not_taken_into_the_page(tmp_path):
     entry = {"name": "big", "kind": "figure", "file": "big.png"}
-    run = with_pictures(write_run(tmp_path / "run"), entry, big_png=PNG + bytes(MOST_BYTES))
+    run = with_pictures(write_run(tmp_path / "run"), entry, big_png=PNG + bytes(LIMIT_BYTES))
     assert read_gallery(run).pictures[0].kind == "note"
 
 

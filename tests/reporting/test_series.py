@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from samestep.reporting.series import MOST_POINTS, grouped_means, make_curve
+from samestep.reporting.charts import MOST_POINTS, grouped_means, make_curve
 
 
 def test_a_short_curve_stays_as_it_is():

@@ -10,7 +10,6 @@ from samestep.reporting.curves import throughput
 from samestep.reporting.run_data import RunData
 from samestep.reporting.table import Table, number
 from samestep.reporting.words import count, duration, short, size
-from samestep.run.files import read_object
 from samestep.run.records import metric_values
 from samestep.settings import Settings, flag_name
 
@@ -21,25 +20,20 @@ _LONGEST = 160
 
 def header(run: RunData) -> Pairs:
     """Return the facts that a reader looks for first."""
-    result, plan = read_object(run.path / "result.json"), run.plan
-    speed = throughput(run)
-    versions = {
-        name: run.facts[name]
-        for name in ("samestep", "python", "torch", "cuda")
-        if name in run.facts
-    }
+    plan, speed, most = run.plan, throughput(run), run.result.get("peak_memory_bytes")
+    versions = [n for n in ("samestep", "python", "torch", "cuda") if n in run.facts]
     told = {
         "trained": _trained(run),
         "left": _left(run),
-        "best": _best(run, result),
-        "test": _test(run, result),
-        "duration": _duration(run, result),
+        "best": _best(run),
+        "test": _test(run),
+        "duration": _duration(run),
         "ranks": _where(run),
         "throughput": f"{short(speed.samples_per_s)} samples/s over {speed.basis}" if speed else "",
         "parameters": f"{plan['parameters']:,}" if isinstance(plan.get("parameters"), int) else "",
-        "memory": _memory(result),
+        "memory": f"{size(most)} at most, on rank 0" if isinstance(most, int) else "",
         "precision": str(plan.get("precision", "")),
-        "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
+        "versions": ", ".join(f"{name} {run.facts[name]}" for name in versions),
         "code": _code(run),
     }
     return tuple((name, value) for name, value in told.items() if value)
@@ -52,8 +46,7 @@ def last_step(run: RunData) -> int:
 
 
 def _trained(run: RunData) -> str:
-    steps = last_step(run)
-    whole = run.plan.get("total_steps")
+    steps, whole = last_step(run), run.plan.get("total_steps")
     of = f" of {whole:,}" if isinstance(whole, int) and whole > steps else ""
     epochs = len({r["epoch"] for r in run.of("epoch")})
     return f"{count(epochs, 'epoch')}, {steps:,}{of} steps"
@@ -71,41 +64,34 @@ def _left(run: RunData) -> str:
     return f"{duration(round(left * took / done))} of training at the latest speed"
 
 
-def _best_so_far(run: RunData) -> dict[str, Any]:
-    """Return the best evaluation that is recorded, as a result tells it."""
-    found = [r for r in run.of("evaluation") if r.get("split") == "validation"]
-    usual = "accuracy" if any("accuracy" in r for r in found) else "loss"
-    metric = str(run.plan.get("monitor") or usual)
-    values = [r for r in found if isinstance(r.get(metric), int | float)]
-    smaller = run.smaller_is_better(metric) or metric == "loss"
-    pick = min if smaller else max
-    best = pick(values, key=lambda r: r[metric], default=None)
-    return {"metric": metric, "value": best[metric], "epoch": best.get("epoch")} if best else {}
-
-
-def _best(run: RunData, result: Mapping[str, Any]) -> str:
-    best = result.get("best")
+def _best(run: RunData) -> str:
+    best = run.result.get("best")
     if run.status == "running" or not isinstance(best, dict):  # or it is of an earlier attempt
-        best = _best_so_far(run)
+        found = run.of("evaluation", "validation")
+        usual = "accuracy" if any("accuracy" in r for r in found) else "loss"
+        metric = str(run.plan.get("monitor") or usual)
+        pick = min if run.smaller_is_better(metric) or metric == "loss" else max
+        values = (r for r in found if isinstance(r.get(metric), int | float))
+        at = pick(values, key=lambda r: r[metric], default={})
+        best = {"metric": metric, "value": at.get(metric), "epoch": at.get("epoch")}
     if best.get("value") is None:
         return ""
     epoch = f", epoch {best['epoch']}" if best.get("epoch") is not None else ""
     return f"{best.get('metric', 'metric')} {number(best['value'])} on validation{epoch}"
 
 
-def _test(run: RunData, result: Mapping[str, Any]) -> str:
-    test = result.get("test")
+def _test(run: RunData) -> str:
+    test = run.result.get("test")
     if not isinstance(test, dict):
-        found = [r for r in run.of("evaluation") if r.get("split") == "test"]
-        test = found[-1] if found else {}
-    values = metric_values(test)
-    said = ", ".join(f"{name} {number(value)}" for name, value in list(values.items())[:4])
+        test = (run.of("evaluation", "test") or [{}])[-1]
+    values = list(metric_values(test).items())[:4]
+    said = ", ".join(f"{name} {number(value)}" for name, value in values)
     of = f" ({count(test['samples'], 'sample')})" if isinstance(test.get("samples"), int) else ""
     return said + of if said else ""
 
 
-def _duration(run: RunData, result: Mapping[str, Any]) -> str:
-    seconds = result.get("training_seconds")
+def _duration(run: RunData) -> str:
+    seconds = run.result.get("training_seconds")
     if not isinstance(seconds, int | float):
         seconds = next((r["seconds"] for r in reversed(run.of("step"))), None)
     return f"{duration(seconds)} of training" if seconds is not None else ""
@@ -115,9 +101,8 @@ def _where(run: RunData) -> str:
     plan = run.plan
     if not plan:
         return ""
-    told = plan.get("num_nodes")
-    nodes = told if isinstance(told, int) else 1
-    on = f" on {nodes} nodes" if nodes > 1 else ""
+    nodes = plan.get("num_nodes")
+    on = f" on {nodes} nodes" if isinstance(nodes, int) and nodes > 1 else ""
     batch = f", {count(plan['global_batch_size'], 'sample')} per step"
     return f"{count(plan['world_size'], 'rank')}{on}, {plan.get('device', 'device unknown')}{batch}"
 
@@ -129,14 +114,9 @@ def _code(run: RunData) -> str:
         told.append(f"recipe.py in the run directory, {kept}")
     elif (run.path / "script.py").is_file():
         told.append("script.py in the run directory")
-    if commit := read_object(run.path / "environment.json").get("git_commit"):
+    if commit := run.environment.get("git_commit"):
         told.append(f"git commit {str(commit)[:10]}")
     return ", ".join(told)
-
-
-def _memory(result: Mapping[str, Any]) -> str:
-    most = result.get("peak_memory_bytes")
-    return f"{size(most)} at most, on rank 0" if isinstance(most, int) else ""
 
 
 def settings_tables(run: RunData) -> tuple[Table, ...]:
@@ -148,31 +128,24 @@ def settings_tables(run: RunData) -> tuple[Table, ...]:
     usual = {field.name: field.default for field in fields(Settings)}
     own = _is_own(_command(run))
     given = {word.partition("=")[0] for word in _command(run) if word.startswith("--")}
-    special: list[tuple[str, ...]] = []
-    others: list[tuple[str, ...]] = []
+    special, others = "Settings that are not samestep's defaults", "Other settings, and options"
+    rows: dict[str, list[tuple[str, ...]]] = {special: [], others: []}
     for name, value in (run.settings or {}).items():
-        if name == "recipe":
-            continue
+        table, why = others, "" if name in usual else "option of the recipe"
         if own:
-            special.append((name, _shown(value), "of the loop"))
+            table, why = special, "of the loop"
         elif f"--{flag_name(name)}" in given:
-            special.append((name, _shown(value), "given on the command line"))
+            table, why = special, "given on the command line"
         elif name in usual and value != usual[name]:
-            special.append((name, _shown(value), "of the recipe, or derived"))
-        else:
-            others.append((name, _shown(value), "" if name in usual else "option of the recipe"))
-    captions = ("Settings that are not samestep's defaults", "Other settings, and options")
+            table, why = special, "of the recipe, or derived"
+        rows[table].append((name, _shown(value), why))
     head = ("setting", "value", "")
-    return tuple(
-        Table(title=caption, columns=head, rows=tuple(rows))
-        for caption, rows in zip(captions, (special, others), strict=True)
-        if rows
-    )
+    return tuple(Table(title=title, columns=head, rows=of) for title, of in rows.items() if of)
 
 
 def environment_table(run: RunData) -> Table | None:
     """Return what environment.json tells, None if it tells nothing."""
-    rows = tuple(_flat(read_object(run.path / "environment.json")))
+    rows = tuple(_flat(run.environment))
     return Table(title="Environment", columns=("", ""), rows=rows) if rows else None
 
 
@@ -195,7 +168,7 @@ def _shown(value: object) -> str:
 
 
 def _command(run: RunData) -> list[str]:
-    words = read_object(run.path / "environment.json").get("command")
+    words = run.environment.get("command")
     return [str(word) for word in words] if isinstance(words, list) else []
 
 
@@ -239,8 +212,7 @@ def commands(run: RunData) -> Pairs:
 
 def baselines_table(run: RunData) -> Table | None:
     """Return what the model had to beat, beside what it did on the test set."""
-    result = read_object(run.path / "result.json")
-    rows = result.get("baselines")
+    rows, test = run.result.get("baselines"), run.result.get("test")
     if not isinstance(rows, dict):
         found = run.of("baselines")
         rows = found[-1].get("values") if found else None
@@ -248,12 +220,12 @@ def baselines_table(run: RunData) -> Table | None:
         return None
     told = {name: row for name, row in rows.items() if isinstance(row, dict)}
     names = list(dict.fromkeys(metric for row in told.values() for metric in row))
-    test = result.get("test")
     model = [("the model", test)] if isinstance(test, dict) else []
-    shown = [*model, *told.items()]
     return Table(
         title="The model and the baselines on the test set",
         columns=("", *names),
-        rows=tuple((name, *(number(row.get(m)) for m in names)) for name, row in shown),
+        rows=[
+            (name, *(number(row.get(m)) for m in names)) for name, row in (*model, *told.items())
+        ],
         marked=frozenset({0} if model else ()),
     )

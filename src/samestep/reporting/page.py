@@ -21,7 +21,7 @@ from samestep.version import __version__
 
 _HERE = Path(__file__).parent
 _JSON_ESCAPES = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
-EVERY_MS = 2000
+_EVERY_MS = 2000
 """How often a page that is watched asks for news."""
 
 
@@ -37,62 +37,54 @@ class Page:
 def render(report: Report, *, live: bool = False) -> Page:
     """Return the page of a report; a live one asks its server for news and redraws itself."""
     assets = _HERE / "assets"
-    library, script = (_read(assets / name) for name in ("uplot/uPlot.iife.min.js", "page.js"))
-    style = _read(assets / "uplot" / "uPlot.min.css") + _read(assets / "page.css")
-    frames = _framed(report)
-    policy = _policy([library, script, *_scripts(frames)], style, framed=bool(frames), live=live)
-    html = (
-        _templates()
-        .get_template("report.html.j2")
-        .render(
-            report=report,
-            policy=policy,
-            style=Markup(style),  # noqa: S704 - samestep's own file
-            library=Markup(library),  # noqa: S704 - same
-            script=Markup(script),  # noqa: S704 - same
-            data=as_json_script({"charts": [chart.as_json() for chart in report.charts]}),
-            live=as_json_script({"every_ms": EVERY_MS} if live else None),
-            version=__version__,
-            scaling=scaling,
-        )
+    library, script, *styles = (
+        (assets / name).read_text(encoding="utf-8")
+        for name in ("uplot/uPlot.iife.min.js", "page.js", "uplot/uPlot.min.css", "page.css")
     )
-    return Page(html=encodable(html), policy=policy)
-
-
-def encodable(text: str) -> str:
-    """Return a text that UTF-8 can hold: a file's name on Linux may be none."""
-    return text.encode("utf-8", "replace").decode()
+    style = "".join(styles)
+    galleries = [run.gallery for run in report.runs if run.gallery]
+    frames = [p.html for gallery in galleries for p in gallery.pictures if p.kind == "html"]
+    policy = _policy([library, script, *_scripts(frames)], style, framed=bool(frames), live=live)
+    html = _template("report.html.j2").render(
+        report=report,
+        policy=policy,
+        style=Markup(style),  # noqa: S704 - samestep's own file
+        library=Markup(library),  # noqa: S704 - same
+        script=Markup(script),  # noqa: S704 - same
+        data=_as_json({"charts": [chart.as_json() for chart in report.charts]}),
+        live=_as_json({"every_ms": _EVERY_MS} if live else None),
+        version=__version__,
+        scaling=scaling,
+    )
+    # The name of a file on Linux may hold what UTF-8 cannot.
+    return Page(html=html.encode("utf-8", "replace").decode(), policy=policy)
 
 
 def news(report: Report) -> dict[str, Any]:
     """Return what a live page replaces: data of its charts, and its sections as HTML."""
-    template = _templates().get_template("body.html.j2")
     return {
         "ended": report.ended,
         "status": ", ".join(run.status for run in report.runs),
         "charts": [chart.as_json() for chart in report.charts],
-        "body": template.render(report=report, scaling=scaling),
+        "body": _template("body.html.j2").render(report=report, scaling=scaling),
     }
 
 
-def as_json_script(value: object) -> Markup:
+def _as_json(value: object) -> Markup:
     """Return JSON that may stand inside of a script element, whatever texts are in it."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return Markup(text.translate(_JSON_ESCAPES))  # noqa: S704 - no markup is left in it
 
 
-def _templates() -> jinja2.Environment:
-    return jinja2.Environment(
+def _template(name: str) -> jinja2.Template:
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+    return environment.get_template(name)
 
 
 def _policy(scripts: list[str], style: str, *, framed: bool, live: bool) -> str:
@@ -116,11 +108,6 @@ def _policy(scripts: list[str], style: str, *, framed: bool, live: bool) -> str:
 def _hash(text: str) -> str:
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-def _framed(report: Report) -> list[str]:
-    galleries = [run.gallery for run in report.runs if run.gallery]
-    return [p.html for gallery in galleries for p in gallery.pictures if p.kind == "html"]
 
 
 class _Scripts(HTMLParser):
@@ -167,9 +154,6 @@ def write_report(
     """Write the page of some runs, and return its path.
 
     By default it is `report.html` in the directory of a single run, else in the current one.
-
-    Raises:
-        UserError: there is no such run, or the file cannot be written.
     """
     single = len(paths) == 1 and paths[0].is_dir()
     file = output or (paths[0] / NAME if single else Path(NAME))

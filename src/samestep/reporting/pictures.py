@@ -2,21 +2,17 @@
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from samestep.reporting.picture_files import FOLDER, INDEX, LIMIT_BYTES, Entry
 from samestep.reporting.table import Table, number, percent
 
-FOLDER = "pictures"
-MOST_BYTES = 5_000_000
-"""Of all files of a run: more than this a run does not save."""
 _TYPES = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Photograph:
+class Photograph(NamedTuple):
     """One sample's image."""
 
     source: str
@@ -25,17 +21,15 @@ class Photograph:
     probability: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scatter:
+class Scatter(NamedTuple):
     """Predicted values against actual ones, in a square of 0 to 100; y grows downwards."""
 
-    points: tuple[tuple[float, float], ...]
+    points: list[tuple[float, float]]
     low: str
     high: str
-    diagonal: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ShownPicture:
     """One picture; which fields are set follows from its kind."""
 
@@ -47,8 +41,8 @@ class ShownPicture:
     """A data URL of the image."""
     html: str = ""
     """A recipe's own page; it is shown in a frame that may do nothing."""
-    right: tuple[Photograph, ...] = ()
-    wrong: tuple[Photograph, ...] = ()
+    right: list[Photograph] | None = None
+    wrong: list[Photograph] | None = None
     scatter: Scatter | None = None
     table: Table | None = None
 
@@ -58,28 +52,27 @@ class Gallery:
     """All pictures of a run, and of which checkpoint they are."""
 
     of: str
-    pictures: tuple[ShownPicture, ...] = ()
+    pictures: list[ShownPicture]
 
 
-@dataclass
 class _Folder:
     """Reads files by their plain names, until too much was read."""
 
-    path: Path
-    left: int = field(default=MOST_BYTES)
+    def __init__(self, path: Path) -> None:
+        self._path, self._left = path, LIMIT_BYTES
 
     def read(self, name: object) -> bytes | None:
         """Return a file of the folder; None if it is not there, or is not of this folder."""
         if not isinstance(name, str) or not name or Path(name).name != name:
             return None
-        file = self.path / name
+        file = self._path / name
         try:
-            if file.is_symlink() or file.stat().st_size > self.left:
+            if file.is_symlink() or file.stat().st_size > self._left:
                 return None
             found = file.read_bytes()
         except (OSError, ValueError):  # a name may hold what no file's does
             return None
-        self.left -= len(found)
+        self._left -= len(found)
         return found
 
     def url(self, name: object) -> str:
@@ -91,67 +84,70 @@ class _Folder:
 
 def read_gallery(run: Path) -> Gallery | None:
     """Return the pictures that a run has saved; None if it has none."""
-    folder = _Folder(run / FOLDER)
+    listed = run / FOLDER / INDEX
     try:
-        listed = folder.path / "pictures.json"
-        if listed.stat().st_size > MOST_BYTES:
+        if listed.stat().st_size > LIMIT_BYTES:
             return None
-        told = json.loads(listed.read_bytes(), parse_constant=_no_number)
+        told = json.loads(listed.read_bytes(), parse_constant=lambda _: None)
     except (OSError, ValueError, RecursionError):
         return None
     entries = told.get("pictures") if isinstance(told, dict) else None
-    if not isinstance(entries, list):
-        return None
-    shown = [_picture(entry, folder) for entry in entries if isinstance(entry, dict)]
-    of = ", ".join(str(told[k]) for k in ("checkpoint", "split") if told.get(k))
-    return Gallery(of=of, pictures=tuple(shown)) if shown else None
+    folder = _Folder(run / FOLDER)
+    shown = [_picture(entry, folder) for entry in _objects(entries)]
+    of = ", ".join(str(told[k]) for k in ("checkpoint", "split") if shown and told.get(k))
+    return Gallery(of=of, pictures=shown) if shown else None
 
 
-def _no_number(_: str) -> None:
-    """NaN and infinity are no JSON."""
+def _objects(found: Any) -> list[Entry]:
+    """Return the tables of a list; none of what is no list."""
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
-def _picture(entry: Mapping[str, Any], folder: _Folder) -> ShownPicture:
+def _picture(entry: Entry, folder: _Folder) -> ShownPicture:
     kind, name = str(entry.get("kind")), str(entry.get("name", ""))
-    title = str(entry.get("title") or name or "picture")
-    text = str(entry.get("text") or "")
-    made: ShownPicture | None = None
-    if kind == "figure" and (source := folder.url(entry.get("file"))):
-        made = ShownPicture(name=name, kind=kind, title=title, text=text, source=source)
-    elif kind == "html" and (page := folder.read(entry.get("file"))):
-        html = page.decode(errors="replace")
-        made = ShownPicture(name=name, kind=kind, title=title, text=text, html=html)
-    elif kind == "images":
-        right, wrong = (_photographs(entry.get(side), folder) for side in ("right", "wrong"))
-        made = ShownPicture(name=name, kind=kind, title=title, text=text, right=right, wrong=wrong)
-    elif kind == "points" and (scatter := _scatter(entry.get("points"))):
-        said = text or _drawn_of(scatter, entry.get("of"))
-        made = ShownPicture(name=name, kind=kind, title=title, text=said, scatter=scatter)
-    elif kind == "rows" and (table := _rows(entry.get("rows"), title)):
-        made = ShownPicture(name=name, kind=kind, title=title, text=text, table=table)
-    elif kind == "note":
-        made = ShownPicture(name=name, kind=kind, title=title, text=text)
-    lost = (
-        f"This picture cannot be shown: its entry in {FOLDER}/pictures.json or its file is damaged."
-    )
-    return made or ShownPicture(name=name, kind="note", title=title, text=lost)
-
-
-def _photographs(entries: Any, folder: _Folder) -> tuple[Photograph, ...]:
-    found = []
-    for entry in entries if isinstance(entries, list) else []:
-        source = folder.url(entry.get("file")) if isinstance(entry, dict) else ""
-        if source:
-            chance = entry.get("probability")
-            found.append(
-                Photograph(
-                    source=source,
-                    target=str(entry.get("target", "?")),
-                    predicted=str(entry.get("predicted", "?")),
-                    probability=percent(chance) if isinstance(chance, int | float) else "",
-                )
+    shown = ShownPicture(name=name, kind=kind, title=str(entry.get("title") or name or "picture"))
+    shown.text = str(entry.get("text") or "")
+    whole: object = False
+    match kind:
+        case "note":
+            whole = True
+        case "figure":
+            whole = shown.source = folder.url(entry.get("file"))
+        case "html":
+            whole = shown.html = (folder.read(entry.get("file")) or b"").decode(errors="replace")
+        case "images":
+            shown.right, shown.wrong = (
+                _photographs(entry.get(side), folder) for side in ("right", "wrong")
             )
-    return tuple(found)
+            whole = True
+        case "points":
+            whole = shown.scatter = _scatter(entry.get("points"))
+            if shown.scatter and not shown.text:
+                drawn, of = len(shown.scatter.points), entry.get("of")
+                more = f" of {of:,}" if isinstance(of, int) and of > drawn else ""
+                shown.text = f"{drawn:,}{more} samples; on the line the prediction is exact."
+        case "rows":
+            rows = _objects(entry.get("rows"))
+            if head := list(dict.fromkeys(str(key) for row in rows for key in row)):
+                cells = [[number(row.get(key)) for key in head] for row in rows]
+                whole = shown.table = Table(title=shown.title, columns=head, rows=cells)
+    if not whole:
+        shown.kind = "note"
+        shown.text = (
+            f"This picture cannot be shown: its entry in {FOLDER}/{INDEX} or its file is damaged."
+        )
+    return shown
+
+
+def _photographs(entries: Any, folder: _Folder) -> list[Photograph]:
+    found = []
+    for entry in _objects(entries):
+        if source := folder.url(entry.get("file")):
+            target, predicted = (str(entry.get(key, "?")) for key in ("target", "predicted"))
+            chance = entry.get("probability")
+            shown = percent(chance) if isinstance(chance, int | float) else ""
+            found.append(Photograph(source, target, predicted, shown))
+    return found
 
 
 def _scatter(points: Any) -> Scatter | None:
@@ -163,26 +159,9 @@ def _scatter(points: Any) -> Scatter | None:
     ]
     if not pairs:
         return None
-    low = min(min(pair) for pair in pairs)
-    high = max(max(pair) for pair in pairs)
+    low, high = min(map(min, pairs)), max(map(max, pairs))
     span = (high - low) or 1.0
-    places = tuple(
+    places = [
         (round(100 * (a - low) / span, 2), round(100 - 100 * (p - low) / span, 2)) for a, p in pairs
-    )
-    return Scatter(points=places, low=number(low), high=number(high))
-
-
-def _drawn_of(scatter: Scatter, of: object) -> str:
-    drawn = len(scatter.points)
-    more = isinstance(of, int) and of > drawn
-    whole = f" of {of:,}" if more else ""
-    return f"{drawn:,}{whole} samples; on the line the prediction is exact."
-
-
-def _rows(rows: Any, title: str) -> Table | None:
-    told = [row for row in (rows if isinstance(rows, list) else []) if isinstance(row, dict)]
-    head = list(dict.fromkeys(str(key) for row in told for key in row))
-    if not head:
-        return None
-    cells: Sequence[tuple[str, ...]] = [tuple(number(row.get(k)) for k in head) for row in told]
-    return Table(title=title, columns=tuple(head), rows=tuple(cells))
+    ]
+    return Scatter(places, number(low), number(high))

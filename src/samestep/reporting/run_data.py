@@ -1,5 +1,6 @@
 """Read a run as far as it can be read: it may be running, killed, or damaged."""
 
+import contextlib
 import hashlib
 import time
 import tomllib
@@ -11,10 +12,14 @@ from typing import Any
 
 from samestep.run.directory import how_it_ended, no_run
 from samestep.run.files import read_object
-from samestep.run.records import Record, RecordFile, as_uninterrupted, metric_values
+from samestep.run.records import SYSTEM, Record, RecordFile, as_uninterrupted, metric_values
 from samestep.settings import settings_of_run
 
 TRAIN_LOSS = "train_loss"
+_PLANNED = (
+    *("num_samples", "parameters", "accumulate"),
+    *("world_size", "num_nodes", "device", "backend", "threads"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +41,17 @@ class RunData:
     """Of where it ran: ranks, device, versions, and what its own recipe file was."""
     weights: Mapping[int, str] = field(default_factory=dict)
     """Step → SHA-256 of the weights after it, where that is recorded."""
+    result: Mapping[str, Any] = field(default_factory=dict)
+    """What is in result.json."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    """What is in environment.json."""
     problems: tuple[str, ...] = ()
     """What is not there, or cannot be read; a sentence each."""
 
-    def of(self, event: str) -> list[Record]:
-        """Return the records of one kind."""
-        return [*self._by_event.get(event, ())]
+    def of(self, event: str, split: str | None = None) -> list[Record]:
+        """Return the records of one kind, of evaluations those of one split."""
+        found = self._by_event.get(event, ())
+        return [r for r in found if split is None or r.get("split") == split]
 
     @cached_property
     def _by_event(self) -> dict[str, list[Record]]:
@@ -50,12 +60,19 @@ class RunData:
             found.setdefault(record["event"], []).append(record)
         return found
 
+    @cached_property
+    def system(self) -> list[Record]:
+        """The samples that a tracker's process took of the machine."""
+        with contextlib.suppress(OSError):
+            found = RecordFile(self.path / SYSTEM).read_all()
+            return [record for record in found if isinstance(record.get("step"), int)]
+        return []
+
     def metrics(self) -> list[str]:
         """Return what the run measured on its validation set, and its training loss."""
         found = [
             name
-            for record in self.of("evaluation")
-            if record.get("split") == "validation"
+            for record in self.of("evaluation", "validation")
             for name, value in metric_values(record).items()
             if isinstance(value, int | float)
         ]
@@ -71,17 +88,14 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Return what a run's directory tells.
-
-    Raises:
-        UserError: there is no run here at all.
-    """
+    """Return what a run's directory tells; raise UserError if there is no run at all."""
     if not (path / "events.jsonl").is_file() and not (path / "settings.toml").is_file():
         raise no_run(path)
     problems: list[str] = []
     records = _records(path / "events.jsonl", problems)
     starts = [record for record in records if record["event"] == "start"]
-    result = read_object(path / "result.json")
+    plan = starts[-1] if starts else {}
+    result, environment = (read_object(path / name) for name in ("result.json", "environment.json"))
     table = _settings(path / "settings.toml", problems)
     if not starts:
         problems.append("no start record: what follows from its settings is not known")
@@ -90,10 +104,9 @@ def read_run(path: Path) -> RunData:
         problems.append(f"it ran on {', then '.join(map(str, sizes))} ranks: its figures mix them")
     settings = None
     if table is not None:  # settings and options beside each other, as the command line has them
-        settings = {key: table[key] for key in table if key not in ("recipe", "options")}
         own = table["options"] if isinstance(table.get("options"), dict) else {}
+        settings = {key: table[key] for key in table if key not in ("recipe", "options")}
         settings |= {key: own[key] for key in own if key not in settings}
-    plan = starts[-1] if starts else {}
     name = plan.get("recipe") or result.get("recipe") or (table or {}).get("recipe") or ""
     return RunData(
         path=path,
@@ -102,8 +115,10 @@ def read_run(path: Path) -> RunData:
         records=tuple(records),
         plan=plan,
         settings=settings,
-        facts=_facts(path, plan, problems),
+        facts=_facts(path, plan, environment, problems),
         weights=_weights(records, result),
+        result=result,
+        environment=environment,
         problems=tuple(problems),
     )
 
@@ -131,10 +146,9 @@ def _records(file: Path, problems: list[str]) -> list[Record]:
 def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
         return settings_of_run(tomllib.loads(file.read_text(encoding="utf-8")))
-    except OSError:
-        problems.append("settings.toml is missing: its settings are not known")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        problems.append("settings.toml is damaged: its settings are not known")
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        how = "missing" if isinstance(error, OSError) else "damaged"
+        problems.append(f"settings.toml is {how}: its settings are not known")
     return None
 
 
@@ -147,8 +161,9 @@ def _weights(records: list[Record], result: dict[str, Any]) -> dict[int, str]:
     return {r["step"]: digest for r in told if isinstance(digest := r.get("weights_sha256"), str)}
 
 
-def _facts(path: Path, plan: Record, problems: list[str]) -> dict[str, object]:
-    environment = read_object(path / "environment.json")
+def _facts(
+    path: Path, plan: Record, environment: dict[str, Any], problems: list[str]
+) -> dict[str, object]:
     if not environment:
         problems.append("environment.json is missing or damaged: versions and machine not known")
     # The sizes are in settings.toml too; where that is gone, the plan still has them. An earlier
@@ -157,9 +172,7 @@ def _facts(path: Path, plan: Record, problems: list[str]) -> dict[str, object]:
         "batch_size": plan.get("global_batch_size"),
         "micro_batch_size": plan.get("micro_batch_size", plan.get("batch_size")),
     }
-    others = ("num_samples", "parameters", "accumulate")
-    where = ("world_size", "num_nodes", "device", "backend", "threads")
-    facts = {name: plan[name] for name in (*others, *where) if name in plan}
+    facts = {name: plan[name] for name in _PLANNED if name in plan}
     facts |= {name: size for name, size in sizes.items() if size is not None}
     facts |= {name: environment[name] for name in ("host", "cores_usable") if name in environment}
     versions = environment.get("versions")

@@ -11,6 +11,7 @@ from typing import Any
 from samestep.errors import UserError
 from samestep.reporting.collect import Report, collect
 from samestep.reporting.page import news, render
+from samestep.run.records import SYSTEM
 
 HOST = "127.0.0.1"
 _NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -66,7 +67,7 @@ class RunServer(ThreadingHTTPServer):
 
     def _state(self) -> tuple[int, ...]:
         found: list[int] = []
-        for name in ("events.jsonl", "result.json", "system.jsonl", "pictures/pictures.json"):
+        for name in ("events.jsonl", "result.json", SYSTEM, "pictures/pictures.json"):
             try:
                 stat = (self._run / name).stat()
             except OSError:

@@ -22,6 +22,9 @@ Record = dict[str, Any]
 RUN_FORMAT = 1
 """The format of a run directory, in its `start` records; a run whose records do not say has 1."""
 
+SYSTEM = Path("tracking", "system.jsonl")
+"""In a run directory: what was measured of the machine, while the run was tracked."""
+
 PHASES = ("data", "to_device", "forward", "backward", "all_reduce", "optimizer", "other")
 """The phases of a training step, in its order. `all_reduce` is the wait for other ranks that
 backward does not hide."""

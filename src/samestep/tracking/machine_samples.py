@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from samestep.run.files import Held, hold
-from samestep.tracking.record_stream import SYSTEM
+from samestep.run.records import SYSTEM
 
 _EVERY_S = 15.0
 _FIRST_S = 1.0

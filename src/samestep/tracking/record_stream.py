@@ -17,11 +17,8 @@ from typing import Any
 
 from samestep.reporting.picture_files import read_png
 from samestep.reporting.plot import confusion_png, has_confusion
-from samestep.run.records import Record, RecordFile, check_format
+from samestep.run.records import SYSTEM, Record, RecordFile, check_format
 from samestep.tracking import Picture, Scalar, TrackedRecord
-
-SYSTEM = Path("tracking", "system.jsonl")
-"""In a run directory: what was measured of the machine, while the run was tracked."""
 
 _EVENTS = ("step", "epoch", "validation", "test", "train", "checkpoint", "metrics", "picture")
 _NAME = re.compile(r"[\w-]{1,60}")
