@@ -33,7 +33,8 @@ HIDDEN = {
         "bank.append(out.detach().mean(0))\n        out = out - torch.stack(bank).mean(0)",
         "outside the model",
     ),
-    "the clock": ("out = out * (1 + time.perf_counter())", "clock"),
+    # The fraction alone: float32 does not tell apart two times of a long uptime within 4 ms.
+    "the clock": ("out = out * (1 + time.perf_counter() % 1)", "clock"),
 }
 OPTIMIZER = """
 class Own(torch.optim.SGD):
