@@ -7,6 +7,7 @@ to draw the same everywhere, or the weights drift apart, and nothing else would 
 import contextlib
 import platform
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,13 +34,10 @@ def arithmetic(device: torch.device) -> dict[str, str]:
 
 
 def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if found := re.search(r"^model name\s*:(.*)$", text, re.MULTILINE):
+            return found[1].strip()
     return platform.processor() or platform.machine()
 
 

@@ -85,7 +85,13 @@ class StepBuffers:
         changed = [now != before for now, before in pairs]
         after, found = self._flat(floats), []
         if not self._known or after.shape != self._before.shape:
-            self._check_shapes([*floats, *others])
+            both = zip((*floats, *others), self._kept, strict=True)
+            _refuse_first(
+                self._all,
+                [now.shape != kept.shape for now, kept in both],
+                "changes its shape in forward, so what virtual ranks make of it cannot be added "
+                "up. Keep its shape",
+            )
             # Kernels of batch normalisation write without counting it as a change.
             pairs_of_values = zip((*floats, *others), self._kept, strict=True)
             wrote = [not torch.equal(now, kept) for now, kept in pairs_of_values]
@@ -96,7 +102,12 @@ class StepBuffers:
         if self._kept:
             torch._foreach_copy_([*floats, *others], self._kept)
         if self._known:
-            self._check_still(changed)
+            _refuse_first(
+                self._marked,
+                changed,
+                "changed in this step, but not in the first one, which decides what virtual ranks "
+                "add up. Let each forward of a training step write it",
+            )
         self._marks = _marks(self._marked)
         return found
 
@@ -125,16 +136,14 @@ class StepBuffers:
             self._watch([p for p, moves in zip(self._all, changed, strict=True) if moves])
 
     def _check_finite(self, moved: Tensor) -> None:
-        """An infinite buffer that moves has no mean move."""
         gone_in = self._before.isinf() & ~moved.isnan()  # infinities that stay move by NaN
         sizes = [place.tensor.numel() for place in self._floats]
-        for place, gone in zip(self._floats, torch.split(gone_in, sizes), strict=True):
-            if gone.any():
-                raise UserError(
-                    f"--virtual-ranks: the model's buffer {place.name} is infinite before the "
-                    "first step, so it cannot move by the mean of what virtual ranks make of it. "
-                    "Begin with a number, or leave the setting out."
-                )
+        _refuse_first(
+            self._floats,
+            [bool(gone.any()) for gone in torch.split(gone_in, sizes)],
+            "is infinite before the first step, so it cannot move by the mean of what virtual "
+            "ranks make of it. Begin with a number",
+        )
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
@@ -147,23 +156,14 @@ class StepBuffers:
         found = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         return torch.cat(found).to(self._dtype) if found else self._no_bytes
 
-    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
-        for place, now, kept in zip(self._all, tensors, self._kept, strict=False):
-            if now.shape != kept.shape:
-                raise UserError(
-                    f"--virtual-ranks: the model's buffer {place.name} changes its shape in "
-                    "forward, so what virtual ranks make of it cannot be added up. Leave the "
-                    "setting out."
-                )
 
-    def _check_still(self, changed: Sequence[bool]) -> None:
-        for place, moves in zip(self._marked, changed, strict=True):
-            if moves:
-                raise UserError(
-                    f"--virtual-ranks: the model's buffer {place.name} changed in this step, but "
-                    "not in the first one, which decides what virtual ranks add up. Let each "
-                    "forward of a training step write it, or leave the setting out."
-                )
+def _refuse_first(places: Sequence[_Place], wrong: Sequence[bool], why: str) -> None:
+    """Raise for the first buffer with which something is wrong."""
+    for place, is_wrong in zip(places, wrong, strict=False):
+        if is_wrong:
+            raise UserError(
+                f"--virtual-ranks: the model's buffer {place.name} {why}, or leave the setting out."
+            )
 
 
 @torch.no_grad()

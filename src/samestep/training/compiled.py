@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves, narrow, tree_leaves
@@ -33,7 +33,6 @@ from samestep.training.work import Step, Work
 # Measured on small models: 4 steps a graph give most of the gain, 16 no more than 8, and the
 # time to compile grows with their number.
 _STEPS_PER_GRAPH = 8
-
 
 Compiles = Literal["nothing", "model", "step"]
 
@@ -59,19 +58,17 @@ def _why_the_model_alone(
     settings: Settings, world: World, model: nn.Module, own: Sequence[str]
 ) -> str:
     """Return why whole steps cannot be compiled, as far as it shows without a batch, or ''."""
-    if own:
-        parts = ", ".join(own)
-        return "the data is a stream" if "stream" in own else f"the recipe has its own {parts}"
-    if settings.ema is not None:
-        return "--ema takes in the weights after each step"
-    if world.connected:
-        return "ranks reduce gradients between backward and update"
-    if settings.precision == "fp16":
-        return "the scaler of fp16 decides on the host whether to update"
-    # The graph's rates are of the weights' type.
-    if settings.param_dtype == "bf16" or len({p.dtype for p in model.parameters()}) > 1:
-        return "not all weights are in the type of the learning rate"
-    return ""
+    mixed = settings.param_dtype == "bf16" or len({p.dtype for p in model.parameters()}) > 1
+    reasons = {
+        "the data is a stream": "stream" in own,
+        f"the recipe has its own {', '.join(own)}": bool(own),
+        "--ema takes in the weights after each step": settings.ema is not None,
+        "ranks reduce gradients between backward and update": world.connected,
+        "the scaler of fp16 decides on the host whether to update": settings.precision == "fp16",
+        # The graph's rates are of the weights' type.
+        "not all weights are in the type of the learning rate": mixed,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def make_step(
@@ -154,7 +151,12 @@ class WholeStep(EagerStep):
         if block.num_steps != self.steps_per_call or not whole:
             return super().__call__(block, step, lrs, want_norm=want_norm)
         if self._graph is None and (why := self._why_not(block, step)):
-            self._compile_model(why)
+            # From now on compile only the model.
+            compiled = cast("nn.Module", torch.compile(self._learner.model, dynamic=False))
+            learner = replace(self._learner, wrapped=compiled)
+            taken = EagerStep(learner, self._settings, self._world, self._batch_size, self._phases)
+            self._compiled_model = ModelStep(taken, self._settings, self._plan, self._phases, why)
+            self._phases.whole = self._was_whole
             return self(block, step, lrs, want_norm=want_norm)
         self._seed(step)
         shape = (block.num_steps, block.rows)
@@ -195,15 +197,6 @@ class WholeStep(EagerStep):
             self._tell(error, inputs, targets)
         self._agreed = True
         return why
-
-    def _compile_model(self, why: str) -> None:
-        """From now on compile only the model."""
-        compiled = cast("nn.Module", torch.compile(self._learner.model, dynamic=False))
-        learner = replace(self._learner, wrapped=compiled)
-        size, phases = self._plan.micro_batch_size, self._phases
-        step = EagerStep(learner, self._settings, self._world, size, phases)
-        self._compiled_model = ModelStep(step, self._settings, self._plan, phases, why)
-        self._phases.whole = self._was_whole
 
 
 def _one_by_one(
@@ -255,8 +248,6 @@ def _note(what: str, steps: int, seconds: float) -> Record:
 
 
 def _fold(tree: Any, shape: tuple[int, ...]) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.reshape(*shape, *tree.shape[1:])
     return map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), tree)
 
 

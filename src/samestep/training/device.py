@@ -1,13 +1,12 @@
 """How a process computes: precision, PyTorch's process-wide switches, threads and memory."""
 
-import contextlib
 import ctypes
 import os
 import platform
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from samestep.ranks.startup import threads_wished
 from samestep.settings import MatmulPrecision, Precision, Settings
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 _KINDS = ("cpu", "cuda", "mps")
 """Kinds of devices that samestep trains on."""
 
@@ -33,15 +31,13 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
     return _AUTOCAST.get(precision)
 
 
-def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context of a forward pass."""
     dtype = autocast_dtype(precision)
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-@contextlib.contextmanager
+@contextmanager
 def outside_autocast() -> Iterator[None]:
     """Suspend any `torch.autocast` that is open around this.
 
@@ -77,11 +73,8 @@ def check_precision(precision: Precision, device: torch.device) -> None:
     """Check that a device can compute in a precision."""
     if device.type == "mps" and precision == "fp64":
         raise UserError("--precision fp64: Apple GPUs have no float64. Use --device cpu.")
-    if (
-        device.type == "cuda"
-        and precision == "bf16"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    bf16_on_cuda = device.type == "cuda" and precision == "bf16"
+    if bf16_on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError("--precision bf16: this GPU has no bfloat16. Use fp16 or fp32.")
 
 
@@ -95,14 +88,30 @@ def switched(settings: Settings, device: torch.device) -> Iterator[None]:
     Enter it before the first matrix product on the device: cuBLAS reads its variable once.
     """
     with ExitStack() as stack:
-        if settings.matmul_precision is not None:
-            stack.enter_context(_float32_products(settings.matmul_precision))
+
+        def switch(holder: Any, **values: bool) -> None:
+            for name, value in values.items():
+                stack.callback(setattr, holder, name, getattr(holder, name))
+                setattr(holder, name, value)
+
+        if (precision := settings.matmul_precision) is not None:
+            stack.callback(_set_float32, *_float32_of(precision))
+            _set_float32(precision, precision != "highest")
         if settings.deterministic:
-            stack.enter_context(_deterministic(device))
+            if device.type == "cuda" and _WORKSPACE not in os.environ:
+                os.environ[_WORKSPACE] = ":4096:8"  # cuBLAS would share a workspace between streams
+                stack.callback(os.environ.pop, _WORKSPACE, None)
+            kept = torch.are_deterministic_algorithms_enabled()
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            stack.callback(torch.use_deterministic_algorithms, kept, warn_only=warns)
+            torch.use_deterministic_algorithms(True)  # other operations raise a RuntimeError
+            switch(torch.backends.cudnn, benchmark=False, deterministic=True)
             if settings.virtual_ranks is not None:
-                stack.enter_context(_unfilled())
+                # Filling new memory with NaN takes 5% of a step. A model that reads memory it never
+                # wrote shows in the digests of the weights.
+                switch(torch.utils.deterministic, fill_uninitialized_memory=False)
         elif settings.cudnn_benchmark:
-            stack.enter_context(_cudnn(benchmark=True))
+            switch(torch.backends.cudnn, benchmark=True, deterministic=False)
         yield
 
 
@@ -121,34 +130,24 @@ def kernels_of(device: torch.device) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _float32_products(precision: MatmulPrecision) -> Iterator[None]:
-    """Set the precision within float32 products and convolutions.
+def _float32_of(wanted: MatmulPrecision) -> tuple[str, bool]:
+    """Return the precision within float32 products, and whether convolutions use TF32.
 
     This uses the older of PyTorch's two interfaces, which also sets the newer one: `torch.compile`
     reads the older one, which raises where only the newer one was set.
     """
     try:
         with _no_deprecation():
-            kept, convolutions = torch.get_float32_matmul_precision(), _tf32_convolutions()
+            return torch.get_float32_matmul_precision(), bool(torch.backends.cudnn.allow_tf32)
     except RuntimeError as error:
         raise UserError(
-            f"--matmul-precision {precision}: the recipe, or what it imports, has set a part of "
+            f"--matmul-precision {wanted}: the recipe, or what it imports, has set a part of "
             "torch.backends' fp32_precision already, and PyTorch does not let both be mixed. Leave "
             "one of them out."
         ) from error
-    _set_float32(precision, tf32_convolutions=precision != "highest")
-    try:
-        yield
-    finally:
-        _set_float32(kept, tf32_convolutions=convolutions)
 
 
-def _tf32_convolutions() -> bool:
-    return bool(torch.backends.cudnn.allow_tf32)
-
-
-def _set_float32(precision: str, *, tf32_convolutions: bool) -> None:
+def _set_float32(precision: str, tf32_convolutions: bool) -> None:
     with _no_deprecation():
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = tf32_convolutions
@@ -159,50 +158,6 @@ def _no_deprecation() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*TF32 behavior")
         yield
-
-
-@contextmanager
-def _cudnn(*, benchmark: bool, deterministic: bool = False) -> Iterator[None]:
-    cudnn = torch.backends.cudnn
-    kept = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = kept
-
-
-@contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """Allow only deterministic operations; others raise a RuntimeError."""
-    kept = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    adds = device.type == "cuda" and _WORKSPACE not in os.environ
-    if adds:
-        os.environ[_WORKSPACE] = ":4096:8"  # cuBLAS would share a workspace between streams
-    torch.use_deterministic_algorithms(True)
-    try:
-        with _cudnn(benchmark=False, deterministic=True):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(kept, warn_only=warns)
-        if adds:
-            os.environ.pop(_WORKSPACE, None)
-
-
-@contextmanager
-def _unfilled() -> Iterator[None]:
-    """Do not fill new memory with NaN, as deterministic mode does: that takes 5% of a step.
-
-    A model that reads memory it never wrote shows in the digests of the weights.
-    """
-    mode: Any = torch.utils.deterministic
-    kept = mode.fill_uninitialized_memory
-    mode.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        mode.fill_uninitialized_memory = kept
 
 
 # Below this a matrix product is over before a second thread has woken up.
@@ -216,10 +171,8 @@ def choose_threads(wanted: int | None, model: nn.Module, cores: int, neighbours:
     costs little, where two threads that wait for each other slow down many times over. Other models
     share their cores evenly with the ranks beside them.
     """
-    wanted = wanted or threads_wished()
-    if wanted is not None:
-        return wanted
-    return 1 if is_small(model) else max(1, cores // neighbours)
+    guess = 1 if is_small(model) else max(1, cores // neighbours)
+    return wanted or threads_wished() or guess
 
 
 def is_small(model: nn.Module) -> bool:
@@ -227,13 +180,6 @@ def is_small(model: nn.Module) -> bool:
     parameters = list(model.parameters())
     convolves = any(parameter.dim() > 2 for parameter in parameters)
     return not convolves and sum(p.numel() for p in parameters) < _SMALL_PARAMETERS
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-
-_MOST_OF_MMAP = 32 << 20  # more than that glibc does not take
-
-_NEVER = 2**31 - 1
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
@@ -257,5 +203,6 @@ def keep_freed_memory(device: torch.device) -> None:
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, _MOST_OF_MMAP)
-    libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    trim_threshold, mmap_threshold = -1, -3  # of glibc's malloc.h
+    libc.mallopt(mmap_threshold, 32 << 20)  # glibc takes no more than that
+    libc.mallopt(trim_threshold, 2**31 - 1)  # never

@@ -96,15 +96,13 @@ def check_extra_state(model: nn.Module) -> None:
 
 def _check_labels(name: str, source: Source, outputs: Any, loss: object) -> None:
     """Check all targets in memory: a wrong one may come late, and unclear on a GPU."""
-    if not (loss is nn.functional.cross_entropy or type(loss) is nn.CrossEntropyLoss):
-        return
-    ignored = getattr(loss, "ignore_index", -100)
-    if not isinstance(source, MemorySource) or not isinstance(outputs, Tensor):
+    classifies = loss is nn.functional.cross_entropy or type(loss) is nn.CrossEntropyLoss
+    if not (classifies and isinstance(source, MemorySource) and isinstance(outputs, Tensor)):
         return
     targets = source.targets
     if outputs.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
         return
-    num = outputs.shape[1]
+    num, ignored = outputs.shape[1], getattr(loss, "ignore_index", -100)
     wrong = ((targets < 0) | (targets >= num)) & (targets != ignored)
     if bool(wrong.any()):
         place = int(wrong.nonzero()[0])

@@ -97,7 +97,10 @@ def evaluate(
             nth = number - first.setdefault(part, number)
             if nth == 0:
                 put_back()
-            _draw_as(mix(seed, part, nth), world)  # reading draws numbers too
+            drawn = mix(seed, part, nth)
+            if world.virtual_ranks:  # reading draws numbers too
+                seed_reading(drawn)
+            seed_torch(drawn, world.device)
             outputs = outputs_of(forward or model, batch.inputs, precision, world.device)
             with autocast(precision, world.device):
                 totals.add(outputs, batch)
@@ -109,13 +112,6 @@ def evaluate(
             raise EvaluationError(str(error), on_all_ranks=True) from error
     put_back()
     return totals.means()
-
-
-def _draw_as(drawn: int, world: World) -> None:
-    """Seed what a forward draws from; for virtual ranks also Python's and NumPy's generators."""
-    if world.virtual_ranks:
-        seed_reading(drawn)
-    seed_torch(drawn, world.device)
 
 
 @contextmanager
@@ -161,11 +157,9 @@ class Totals:
         # float64, so that sums over a large set do not depend on how it was shared out. Apple's
         # GPU has none; there the sums are moved to the CPU batch by batch.
         home = torch.device("cpu") if world.device.type == "mps" else world.device
-        held = held_parts(world)
-        self._sums = torch.zeros(
-            len(held), len(self._metrics) + 3, dtype=torch.float64, device=home
-        )
-        self._held, self._part = held, held.start
+        self._held = held_parts(world)
+        self._part, shape = self._held.start, (len(self._held), len(self._metrics) + 3)
+        self._sums = torch.zeros(shape, dtype=torch.float64, device=home)
         self.objects = Objects(metrics, home)
         """The metrics that gather a state."""
         self._confusion = Confusion(classes, home) if classes else None

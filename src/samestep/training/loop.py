@@ -63,30 +63,21 @@ def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> I
         evaluates = saves = False  # the end of the epoch does it anyway
     if not (evaluates or saves or agreed.signum):
         return ()  # most steps: no generator is made for them
-    return _pause(work, state, control, meter, agreed.signum, evaluates=evaluates, saves=saves)
 
+    def pause() -> Iterator[Record]:
+        meter.settle()
+        metric = None
+        if evaluates and work.validation is not None:
+            metric = yield from _evaluate(work, state, control, work.validation)
+            if state.signum:
+                return
+        if saves or agreed.signum or state.stop_reason:
+            yield save_now(work, state, control, metric)
+        if agreed.signum:
+            _stop(state, agreed.signum)
+        meter.resume()
 
-def _pause(
-    work: Work,
-    state: State,
-    control: RunControl,
-    meter: Meter,
-    signum: int,
-    *,
-    evaluates: bool,
-    saves: bool,
-) -> Iterator[Record]:
-    meter.settle()
-    metric = None
-    if evaluates and work.validation is not None:
-        metric = yield from _evaluate(work, state, control, work.validation)
-        if state.signum:
-            return
-    if saves or signum or state.stop_reason:
-        yield save_now(work, state, control, metric)
-    if signum:
-        _stop(state, signum)
-    meter.resume()
+    return pause()
 
 
 def catch_up(work: Work, state: State, control: RunControl) -> Iterator[Record]:
@@ -192,15 +183,8 @@ def judge(
         raise _diverged(work, state, "The validation loss is NaN or infinite")
     epoch, metric = state.position.epoch + 1, values[state.watch.metric]
     state.watch = state.watch.after(metric, epoch, work.settings.min_delta)
-    record = {
-        "event": "evaluation",
-        "split": "validation",
-        "epoch": epoch,
-        "step": state.position.step,
-        **values,
-        "seconds": seconds,
-    }
-    return record, metric
+    record: Record = {"event": "evaluation", "split": "validation", "epoch": epoch}
+    return {**record, "step": state.position.step, **values, "seconds": seconds}, metric
 
 
 def stop_early(work: Work, state: State) -> None:

@@ -39,12 +39,9 @@ class Clock:
 
     def rate(self, position: Position) -> Record:
         """Return the fields `seconds` and `samples_per_s`, the latter since the last mark."""
-        samples, seconds = self._marked
-        now = self.seconds()
-        return {
-            "seconds": now,
-            "samples_per_s": (position.samples - samples) / max(now - seconds, 1e-9),
-        }
+        (samples, seconds), now = self._marked, self.seconds()
+        rate = (position.samples - samples) / max(now - seconds, 1e-9)
+        return {"seconds": now, "samples_per_s": rate}
 
     def mark(self, position: Position) -> None:
         """Measure the next rate from here."""
@@ -62,7 +59,7 @@ class Clock:
 _LONGEST = 1024
 
 KEPT = "Training stopped; earlier checkpoints are kept."
-"""Of a run, for one that keeps none to leave out of the message."""
+"""Only for runs that keep checkpoints."""
 
 REMEDIES = "Try a smaller --lr, --warmup-steps, --clip-norm 1, or a wider --precision."
 
@@ -71,11 +68,10 @@ class Window:
     """Losses that the host has not read yet; reading is a collective, at the same steps."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._world, self._first_step = world, 0
         self._losses: list[Tensor] = []
         self._sizes: list[int] = []
         self._terms: list[Tensor] = []
-        self._first_step = 0
 
     @property
     def full(self) -> bool:
@@ -123,11 +119,8 @@ class Window:
             # The largest of the negatives is the first bad step of any rank.
             latest = torch.tensor(-bad if bad else -(2**62))
             step = -int(self._world.reduce(latest, "max"))
-            raise UserError(
-                f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g}). {KEPT} "
-                f"{REMEDIES}",
-                on_all_ranks=True,
-            )
+            what = f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g})."
+            raise UserError(f"{what} {KEPT} {REMEDIES}", on_all_ranks=True)
         return losses, sums
 
 
@@ -155,21 +148,14 @@ class Meter:
             self._state.measured.add(result.seen)
         self._window.add(first, result.losses, size, result.terms)
         if logged or self._window.full:
-            losses = self._read(logged, lrs[-1])
+            losses, self._state.sums = self._window.read(logged, lrs[-1], self._state.sums)
             for step, loss in zip(logged, losses, strict=True):
                 norms, place = result.grad_norms, step - first - 1
-                records.append(
-                    {
-                        "event": "step",
-                        "step": step,
-                        "epoch": position.epoch + 1,
-                        "loss": loss,
-                        "grad_norm": None if norms is None else float(norms[place]),
-                        "lr": lrs[place],
-                        "samples": position.samples - (len(lrs) - place - 1) * size,
-                        **clock.rate(position),
-                    }
-                )
+                record = {"event": "step", "step": step, "epoch": position.epoch + 1, "loss": loss}
+                record["grad_norm"] = None if norms is None else float(norms[place])
+                record["lr"] = lrs[place]
+                record["samples"] = position.samples - (len(lrs) - place - 1) * size
+                records.append(record | clock.rate(position))
             if logged:
                 clock.mark(position)
         if clock.shows():
@@ -180,7 +166,8 @@ class Meter:
     def settle(self) -> None:
         """Update the state from the steps since; all ranks call it. Only finite losses pass."""
         work, position = self._work, self._state.position
-        self._read([], learning_rate(work.plan, work.settings, position.step - 1))
+        lr = learning_rate(work.plan, work.settings, position.step - 1)
+        _, self._state.sums = self._window.read([], lr, self._state.sums)
         self._state.measured.settle()
         work.phases.lap("other")
         position.seconds = self._clock.seconds()
@@ -190,10 +177,6 @@ class Meter:
         """Continue after a pause that began with `settle`, and do not count the pause."""
         self._clock.resume(self._state.position)
         self._work.phases.begin()
-
-    def _read(self, logged: Sequence[int], lr: float) -> list[float]:
-        losses, self._state.sums = self._window.read(logged, lr, self._state.sums)
-        return losses
 
 
 def epoch_record(work: Work, state: State) -> Record:

@@ -4,10 +4,9 @@ A metric object is one of torchmetrics, or has the same methods: `update`, `comp
 state that can be gathered from all ranks.
 """
 
-import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +32,6 @@ def functions_of(metrics: Mapping[str, Any]) -> dict[str, Callable[[Any, Any], A
     return {name: metric for name, metric in metrics.items() if not is_object(metric)}
 
 
-def check_object(name: str, metric: Any) -> None:
-    """Check that ranks can combine the state of a metric object."""
-    if not getattr(metric, "_reductions", None):
-        raise UserError(
-            f"The recipe's metric {name!r} is a {type(metric).__name__} without a state that ranks "
-            "could put together. Use a torchmetrics.Metric whose add_state() names its states, or "
-            "a function (outputs, targets) → one value a sample."
-        )
-
-
 def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any, count: int) -> Any:
     """Return a metric's values of a batch: (samples,)."""
     value = told(f"metric {name!r}", metric, outputs, targets)
@@ -65,37 +54,37 @@ def told(what: str, function: Callable[..., Any], outputs: Any, targets: Any) ->
         blame(f"The recipe's {what} failed with {trees}", error, function, remedy=remedy)
 
 
-def remedy_of(error: Exception, outputs: Any, targets: Any, function: object) -> str:
+_OTHER_SHAPE = (
+    "Their shapes differ: give both the shape that it takes, or give the recipe a function "
+    "(outputs, targets) that does."
+)
+_NO_CLASSES = (
+    "Classes are whole numbers: targets.long(). For targets that are measured, take another loss, "
+    "such as nn.functional.mse_loss."
+)
+
+
+def remedy_of(error: Exception, outputs: Any, targets: Any, function: object) -> str:  # noqa: PLR0911
     """Return what to do where a library's loss or metric fails for a common reason, else ''.
 
     Not for a user's own function: its failing line says enough.
     """
-    remedy = ""
     if defined_at(function) or isinstance(targets, dict):
-        return remedy
+        return ""
     if not isinstance(outputs, Tensor):
-        found = type(outputs).__name__
         hint = "end forward with `return`" if outputs is None else "return it alone"
-        remedy = f"The model returns a {found} where a tensor is needed: {hint}."
-    elif not isinstance(targets, Tensor):
-        pass
-    elif is_cross_entropy(function):
-        if isinstance(error, IndexError):
-            num = outputs.shape[1:2].numel()
-            remedy = f"The model has {num} outputs, so classes are 0 to {num - 1}."
-        elif targets.shape[1:] == (1,):
-            remedy = "Classes are one number a sample, (batch,): targets.squeeze(1)."
-        elif targets.dtype != torch.int64 and targets.shape != outputs.shape:
-            remedy = (
-                "Classes are whole numbers: targets.long(). For targets that are measured, take "
-                "another loss, such as nn.functional.mse_loss."
-            )
-    elif targets.shape != outputs.shape:
-        remedy = (
-            "Their shapes differ: give both the shape that it takes, or give the recipe a function "
-            "(outputs, targets) that does."
-        )
-    return remedy
+        return f"The model returns a {type(outputs).__name__} where a tensor is needed: {hint}."
+    if not isinstance(targets, Tensor):
+        return ""
+    same = targets.shape == outputs.shape
+    if not is_cross_entropy(function):
+        return "" if same else _OTHER_SHAPE
+    if isinstance(error, IndexError):
+        num = outputs.shape[1:2].numel()
+        return f"The model has {num} outputs, so classes are 0 to {num - 1}."
+    if targets.shape[1:] == (1,):
+        return "Classes are one number a sample, (batch,): targets.squeeze(1)."
+    return "" if same or targets.dtype == torch.int64 else _NO_CLASSES
 
 
 class Objects:
@@ -104,7 +93,12 @@ class Objects:
     def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
         self._metrics = {n: copy.deepcopy(m) for n, m in metrics.items() if is_object(m)}
         for name, metric in self._metrics.items():
-            check_object(name, metric)
+            if not getattr(metric, "_reductions", None):
+                raise UserError(
+                    f"The recipe's metric {name!r} is a {type(metric).__name__} without a state "
+                    "that ranks could put together. Use a torchmetrics.Metric whose add_state() "
+                    "names its states, or a function (outputs, targets) → one value a sample."
+                )
             metric.to(device)
         self.reset()
 
@@ -142,8 +136,21 @@ class Objects:
             self._earlier = list(found)
 
     def _put_together(self, found: Sequence[States]) -> None:
-        for name, metric in self._metrics.items():
-            _merge(metric, [states[name] for states in found if name in states])
+        """Combine states as torchmetrics does: stack or flatten, then reduce."""
+        for metric_name, metric in self._metrics.items():
+            metric.reset()
+            ranks = [states[metric_name] for states in found if metric_name in states]
+            for name, reduction in metric._reductions.items() if ranks else ():  # noqa: SLF001
+                values = [states[name] for states in ranks]
+                if isinstance(values[0], list):
+                    whole: Any = [tensor for value in values for tensor in value]
+                elif len(values) == 1:
+                    (whole,) = values
+                else:
+                    stacked = torch.stack(values)
+                    whole = stacked if reduction is None else reduction(stacked)
+                setattr(metric, name, _on(whole, metric.device))
+            metric._update_count = len(ranks)  # noqa: SLF001 - it has been updated, on other ranks
 
     def next_part(self) -> None:
         """Keep the state so far apart: another part of the data begins."""
@@ -163,53 +170,27 @@ class Objects:
         ranks = world.gather(self.states() if states is None else states)
         whole = Objects(self._metrics, torch.device("cpu"))
         whole._put_together([states for rank in ranks for states in rank])
-        wanted = {n: metric for n, metric in whole._metrics.items() if n not in without}
-        return {name: _number(name, metric) for name, metric in wanted.items()}
+        return {n: _number(n, m) for n, m in whole._metrics.items() if n not in without}
 
     def check(self) -> None:
         """Check that each metric computes a single number, where it can compute yet."""
         for name, metric in self._metrics.items():
-            value: Any = 0.0
-            with contextlib.suppress(Exception):  # of a few samples, perhaps all of one class
-                value = _computed(metric)
-            _check_number(name, value)
+            _number(name, metric, early=True)
 
 
-def _merge(metric: Any, ranks: Iterable[dict[str, Any]]) -> None:
-    """Combine the states of ranks as torchmetrics does: stack or flatten, then reduce."""
-    metric.reset()
-    found = list(ranks)
-    for name, reduction in metric._reductions.items() if found else ():  # noqa: SLF001
-        values = [states[name] for states in found]
-        if isinstance(values[0], list):
-            whole: Any = [tensor for value in values for tensor in value]
-        elif len(values) == 1:
-            (whole,) = values
-        else:
-            stacked = torch.stack(values)
-            whole = stacked if reduction is None else reduction(stacked)
-        setattr(metric, name, _on(whole, metric.device))
-    metric._update_count = len(found)  # noqa: SLF001 - it has been updated, on other ranks
-
-
-def _number(name: str, metric: Any) -> float:
-    try:
-        value = _computed(metric)
-    except Exception as error:
-        blame(f"The recipe's metric {name!r} failed to compute", error)
-    return _check_number(name, value)
-
-
-def _computed(metric: Any) -> Any:
+def _number(name: str, metric: Any, *, early: bool = False) -> float:
+    """Return what a metric computes; `early`: of few samples, perhaps all of one class."""
     # It has the states of all ranks already: torchmetrics would add up equal ones once a rank. It
     # reads `sync_on_compute` when a metric is made, and this from then on.
     metric._to_sync = False  # noqa: SLF001
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of metrics that no sample of a small set reaches
-        return metric.compute()
-
-
-def _check_number(name: str, value: Any) -> float:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of metrics that no sample of a small set reaches
+            value = metric.compute()
+    except Exception as error:
+        if early:
+            return 0.0
+        blame(f"The recipe's metric {name!r} failed to compute", error)
     if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(value)
     raise UserError(
@@ -224,9 +205,7 @@ def _on(value: Any, device: Any) -> Any:
     return value.detach().to(device)
 
 
-_MOST_STEPS = 64
-
-_MOST_BYTES = 16 << 20
+_MOST_STEPS, _MOST_BYTES = 64, 16 << 20
 
 
 class StepOutputs(NamedTuple):
@@ -375,15 +354,12 @@ class _PartMetrics:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this rank, after `settle`."""
-        sums = dict(zip(self.functions, self._sums, strict=True))
-        return {
-            "sums": self._without_late(sums),
-            "states": [self._without_late(states) for states in self.objects.states()],
-            "samples": self._samples,
-        }
-
-    def _without_late(self, found: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in found.items() if name not in self.late}
+        named: list[States] = [dict(zip(self.functions, self._sums, strict=True))]  # type: ignore[arg-type]
+        sums, *states = (
+            {name: value for name, value in found.items() if name not in self.late}
+            for found in named + self.objects.states()
+        )
+        return {"sums": sums, "states": states, "samples": self._samples}
 
     def load(self, ranks: Sequence[dict[str, Any]]) -> None:
         """Continue from what some ranks have measured."""
@@ -392,8 +368,7 @@ class _PartMetrics:
             return
         self._samples = sum(rank["samples"] for rank in ranks)
         self._sums = [sum(rank["sums"].get(n, 0.0) for rank in ranks) for n in self.functions]
-        states: list[States] = [one for rank in ranks for one in rank["states"]]
-        self.objects.load(states)
+        self.objects.load([one for rank in ranks for one in rank["states"]])
         for rank in ranks:
             if rank["samples"]:
                 known = {*rank["sums"], *(name for one in rank["states"] for name in one)}
@@ -402,17 +377,10 @@ class _PartMetrics:
 
 def _alike(one: StepOutputs, other: StepOutputs) -> bool:
     """Whether two batches can be concatenated."""
-    outputs, targets, samples, _part = one
-    return (
-        samples == other.samples
-        and isinstance(outputs, Tensor)
-        and isinstance(targets, Tensor)
-        and isinstance(other.outputs, Tensor)
-        and isinstance(other.targets, Tensor)
-        and outputs.shape == other.outputs.shape
-        and targets.shape == other.targets.shape
-        and len(outputs) == len(targets) == samples
-    )
+    for mine, its in ((one.outputs, other.outputs), (one.targets, other.targets)):
+        if not (isinstance(mine, Tensor) and isinstance(its, Tensor) and mine.shape == its.shape):
+            return False
+    return one.samples == other.samples == len(one.outputs) == len(one.targets)
 
 
 class Confusion:

@@ -1,14 +1,13 @@
 """Build the optimizer, fused where the device has a fused kernel."""
 
 import contextlib
-import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from samestep.data.trees import map_tensors
@@ -29,6 +28,14 @@ _SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
 
 _KERNELS = ("fused", "foreach", "capturable")
 """What decides how an optimizer computes here, and where its step counts lie."""
+
+_KERNELS_OF: dict[bool, tuple[Callable[..., None], tuple[str, ...]]] = {
+    False: (adam, ("exp_avg", "exp_avg_sq", "", "step")),
+    True: (sgd, ("momentum_buffer",)),
+}
+"""Whether it is SGD → PyTorch's functional form, and the state that it takes, in this order."""
+
+_VARIES = ("params", "lr")
 
 
 def make_optimizer(
@@ -52,20 +59,13 @@ def make_optimizer(
             parameters, lr=lr, momentum=momentum, weight_decay=decay, fused=fused
         )
         if fused and momentum and settings.precision == "fp16":
-            _begin_momentum(built, parameters)
+            # The fused kernel fills new memory in the first step. If the gradient scaler skips that
+            # step, as it often does, uninitialised memory would become the momentum.
+            for parameter in parameters:
+                built.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return built
     kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
     return kind(parameters, lr=lr, weight_decay=decay, fused=fused)
-
-
-def _begin_momentum(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Give SGD the momentum of its first step: zeros.
-
-    The fused kernel fills new memory in the first step; if the gradient scaler skips that step, as
-    it often does, uninitialised memory becomes the momentum.
-    """
-    for parameter in parameters:
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def optimizer_of(
@@ -90,8 +90,8 @@ def optimizer_of(
             f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
             "a torch.optim.Optimizer."
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
         raise UserError(
             f"The recipe's optimizer{place} is {type(optimizer).__name__}, which calls the model "
             "itself. Use it in a training loop of your own."
@@ -139,7 +139,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             f"this one has {len(own)}. Use the optimizer of the run that wrote it."
         )
     for mine, its in zip(own, saved["param_groups"], strict=True):
-        if (_RATIO in mine or _RATIO in its) and _names(mine) != _names(its):
+        names, saved_names = (group.keys() - {"params", *_KERNELS} for group in (mine, its))
+        if (_RATIO in mine or _RATIO in its) and names != saved_names:
             raise UserError(
                 "The checkpoint was written by another kind of optimizer, and what it has gathered "
                 "does not fit this one. Use the optimizer of the run that wrote it, or start a new "
@@ -156,11 +157,6 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     for group, mine in zip(optimizer.param_groups, own, strict=True):
         names = mine.keys() - {"params"} if _RATIO in mine else _SETTINGS
         group.update({name: mine[name] for name in names if name in mine})
-
-
-def _names(group: dict[str, Any]) -> set[str]:
-    """Return the settings of a group, by which kinds of optimizers differ."""
-    return group.keys() - {"params", *_KERNELS}
 
 
 def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -193,29 +189,26 @@ class Update:
         maker: object = None,
     ) -> None:
         self._optimizer, self._scaler, self._maker = optimizer, scaler, maker
-        self._group = optimizer.param_groups[0]
-        self._plain, self._kept = _RATIO in self._group, False
-        self._state: dict[str, list[Tensor]] = {}
+        self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
+        self._own, self._kept = _RATIO in optimizer.param_groups[0], False
+        self._kernel: Callable[..., None] | None = None
+        """(gradients, lr) → the fused update of all parameters."""
 
     def __call__(self, lr: float) -> None:
         """Take one step at a learning rate."""
-        if self._plain or self._scaler is not None:
-            set_lr(self._optimizer, lr)
-            if self._plain:
-                self._own_step()
-            else:
-                self._ordinary_step()
+        if self._kernel is not None:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            if len(gradients) == len(self._parameters):
+                with torch.no_grad():
+                    self._kernel(gradients, lr=lr)
+                return
+        set_lr(self._optimizer, lr)
+        if self._own:
+            self._own_step()
             return
-        parameters = self._group["params"]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not self._state or len(gradients) < len(parameters) or not self._group["fused"]:
-            set_lr(self._optimizer, lr)
-            self._optimizer.step()
-            self._look_up(parameters)
-        elif isinstance(self._optimizer, torch.optim.SGD):
-            self._sgd(parameters, gradients, lr)
-        else:
-            self._adam(parameters, gradients, lr)
+        self._ordinary_step()
+        if self._scaler is None and self._optimizer.param_groups[0]["fused"]:
+            self._kernel = self._look_up()
 
     def _ordinary_step(self) -> None:
         if self._scaler is None:
@@ -242,49 +235,17 @@ class Update:
             )
         self._kept = True
 
-    def _look_up(self, parameters: list[nn.Parameter]) -> None:
-        states = [self._optimizer.state[p] for p in parameters]
-        if all(states):
-            self._state = {name: [s[name] for s in states] for name in states[0]}
-
-    @torch.no_grad()
-    def _adam(self, parameters: list[Tensor], gradients: list[Tensor], lr: float) -> None:
-        group, state = self._group, self._state
-        function = adamw if isinstance(self._optimizer, torch.optim.AdamW) else adam
-        beta1, beta2 = group["betas"]
-        function(
-            parameters,
-            gradients,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            [],
-            state["step"],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-    @torch.no_grad()
-    def _sgd(self, parameters: list[Tensor], gradients: list[Tensor], lr: float) -> None:
-        group = self._group
-        buffers: list[Tensor | None] = [*self._state["momentum_buffer"]]
-        sgd(
-            parameters,
-            gradients,
-            buffers,
-            fused=True,
-            lr=lr,
-            momentum=group["momentum"],
-            weight_decay=group["weight_decay"],
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
+    def _look_up(self) -> Callable[..., None] | None:
+        states = [self._optimizer.state[p] for p in self._parameters]
+        if not all(states):
+            return None
+        kernel, names = _KERNELS_OF[isinstance(self._optimizer, torch.optim.SGD)]
+        lists = [[s[name] for s in states] if name else [] for name in names]
+        group, known = dict(self._optimizer.param_groups[0]), signature(kernel).parameters
+        group |= dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+        fixed = {name: group[name] for name in known if name in group and name not in _VARIES}
+        parameters = self._parameters
+        return lambda gradients, lr: kernel(parameters, gradients, *lists, lr=lr, **fixed)
 
 
 class Average:

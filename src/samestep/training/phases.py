@@ -1,9 +1,8 @@
 """Where the seconds of training steps go: a lap timer that every run carries.
 
 A lap ends where the next begins, so that the phases of an epoch add up to its training time. On
-the CPU the laps are readings of the host's clock. CUDA works behind the host's back: there they
-are events in its queue, read once they have passed, so that a phase has the time that the device
-spent on it, or idled in it, and no step waits for the host.
+the CPU the laps are readings of the host's clock. On CUDA they are events in the device's queue,
+read once they have passed, so that no step waits for the host.
 """
 
 import time
@@ -52,17 +51,13 @@ class Phases:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of this epoch that this attempt spent in each phase."""
-        running, cleared = self.running(), self._cleared
-        return self._named({p: s - cleared.get(p, 0.0) for p, s in running.items()})
+        return self._named(self._since_cleared())
 
     def total(self) -> dict[str, float]:
         """Return the seconds of this epoch in each phase, earlier attempts' included."""
-        running, cleared, earlier = self.running(), self._cleared, self.earlier
+        earlier, here = self.earlier, self._since_cleared()
         return self._named(
-            {
-                phase: running.get(phase, 0.0) - cleared.get(phase, 0.0) + earlier.get(phase, 0.0)
-                for phase in running.keys() | earlier.keys()
-            }
+            {p: here.get(p, 0.0) + earlier.get(p, 0.0) for p in here.keys() | earlier.keys()}
         )
 
     def attempt(self) -> dict[str, float]:
@@ -82,6 +77,9 @@ class Phases:
         self.running()
         self._seconds = defaultdict(float, kept)
         self.begin()
+
+    def _since_cleared(self) -> dict[str, float]:
+        return {p: s - self._cleared.get(p, 0.0) for p, s in self.running().items()}
 
     def _named(self, seconds: dict[str, float]) -> dict[str, float]:
         if not self.whole:

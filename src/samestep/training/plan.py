@@ -155,8 +155,23 @@ def make_plan(
         )
     if num_samples == 0:
         _check_stream(settings, world_size, schedule)
-    per_epoch = _steps_per_epoch(settings, num_samples, global_batch)
+    per_epoch = ENDLESS
+    if num_samples > 0:
+        per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
+    if per_epoch == 0:
+        raise UserError(
+            f"--drop-last leaves no step: {num_samples} training samples are fewer than the "
+            f"global batch of {global_batch}. Use a smaller batch or leave out --drop-last."
+        )
     epochs, total = _length(settings, per_epoch)
+    if schedule is not None:
+        if settings.schedule != "constant":
+            raise UserError(
+                f"--schedule {settings.schedule}: the recipe has a schedule of its own"
+                f"{defined_at(schedule)}. Leave one of them out."
+            )
+        for step in (0, total // 2, total - 1):
+            factor_of(schedule, step, total)
     return Plan(
         world_size=world_size,
         virtual_ranks=settings.virtual_ranks,
@@ -169,7 +184,7 @@ def make_plan(
         total_steps=total,
         log_every=settings.log_every or (steps_between_records(total) if total < ENDLESS else None),
         lr=scaled_lr(settings, global_batch),
-        schedule=_checked(schedule, settings, total),
+        schedule=schedule,
     )
 
 
@@ -196,33 +211,13 @@ def check_virtual(settings: Settings, num_samples: int, world_size: int) -> None
         )
 
 
-def _checked(
-    schedule: Callable[[int, int], float] | None, settings: Settings, total: int
-) -> Callable[[int, int], float] | None:
-    """Try a recipe's schedule at the first, middle and last step."""
-    if schedule is None:
-        return None
-    if settings.schedule != "constant":
-        raise UserError(
-            f"--schedule {settings.schedule}: the recipe has a schedule of its own"
-            f"{defined_at(schedule)}. Leave one of them out."
-        )
-    for step in (0, total // 2, total - 1):
-        factor_of(schedule, step, total)
-    return schedule
-
-
 def factor_of(schedule: Callable[[int, int], float], step: int, total: int) -> float:
     """Return a schedule's factor, once it is a number of 0 or more."""
     try:
         found = schedule(step, total)
     except Exception as error:
-        blame(
-            f"The recipe's schedule failed at step {step} of {total}",
-            error,
-            schedule,
-            remedy="It is called with (step, total steps).",
-        )
+        failed = f"The recipe's schedule failed at step {step} of {total}"
+        blame(failed, error, schedule, remedy="It is called with (step, total steps).")
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         factor = float(found)
         if 0 <= factor < math.inf:
@@ -233,26 +228,11 @@ def factor_of(schedule: Callable[[int, int], float], step: int, total: int) -> f
     )
 
 
-def _steps_per_epoch(settings: Settings, num_samples: int, global_batch: int) -> int:
-    if num_samples == 0:
-        return ENDLESS
-    per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
-    if per_epoch == 0:
-        raise UserError(
-            f"--drop-last leaves no step: {num_samples} training samples are fewer than the "
-            f"global batch of {global_batch}. Use a smaller batch or leave out --drop-last."
-        )
-    return per_epoch
-
-
 def _length(settings: Settings, per_epoch: int) -> tuple[int, int]:
     if settings.epochs is None and settings.max_steps is None:
         raise UserError("How long to train? Give --epochs or --max-steps.")
-    limits = [
-        settings.epochs * per_epoch if settings.epochs is not None else math.inf,
-        settings.max_steps if settings.max_steps is not None else math.inf,
-    ]
-    total = int(min(limits))
+    by_epochs = None if settings.epochs is None else settings.epochs * per_epoch
+    total = min(limit for limit in (by_epochs, settings.max_steps) if limit is not None)
     if per_epoch == ENDLESS:
         return settings.epochs or 0, min(total, ENDLESS)
     return -(-total // per_epoch), total
@@ -273,8 +253,7 @@ def _check_stream(
             "Leave it out, or use layers that do not look at the batch."
         )
     if settings.max_steps is None and (schedule is not None or settings.schedule != "constant"):
-        named = f"--schedule {settings.schedule}"
-        name = "The recipe's schedule" if schedule is not None else named
+        name = f"--schedule {settings.schedule}" if schedule is None else "The recipe's schedule"
         raise UserError(
             f"{name} needs the number of steps, and the length of a stream is unknown. Give "
             "--max-steps, or take --schedule constant."

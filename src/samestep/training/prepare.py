@@ -28,8 +28,13 @@ def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dty
     hold_parameters(model, settings)
     if settings.sync_batchnorm:
         model = _synchronise(model, world)
-    if settings.virtual_ranks is not None:
-        _refuse_synchronised(model)
+    for name, module in model.named_modules() if settings.virtual_ranks is not None else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UserError(
+                f"--virtual-ranks: the model's {name or 'own class'} is a SyncBatchNorm, which "
+                "normalises over whatever the ranks compute at a time. Use BatchNorm, which "
+                "normalises over the samples of a virtual rank, or leave --virtual-ranks out."
+            )
     if settings.channels_last:
         to_channels_last(model)
     if settings.checkpoint_activations:
@@ -109,16 +114,6 @@ def _synchronise(model: nn.Module, world: World) -> nn.Module:
         )
     synchronised: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return synchronised
-
-
-def _refuse_synchronised(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise UserError(
-                f"--virtual-ranks: the model's {name or 'own class'} is a SyncBatchNorm, which "
-                "normalises over whatever the ranks compute at a time. Use BatchNorm, which "
-                "normalises over the samples of a virtual rank, or leave --virtual-ranks out."
-            )
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:

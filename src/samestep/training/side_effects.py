@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from samestep.errors import is_not_deterministic, is_users
 
 Prints = dict[str, str]
 """Place of an attribute, such as "the model's encoder.cache" → a hash of what is there."""
-
 
 _DEPTH = 4
 
@@ -129,7 +128,7 @@ def _pieces(value: Any, depth: int, seen: set[int]) -> Iterator[bytes]:
                 yield from _pieces(part, depth - 1, seen)
 
 
-def _content(value: Any) -> bytes | None:  # noqa: PLR0911 - a case a kind
+def _content(value: Any) -> bytes | None:
     """Return the content of a tensor, an array or a generator; None of anything else."""
     match value:
         case Tensor():
@@ -139,13 +138,15 @@ def _content(value: Any) -> bytes | None:  # noqa: PLR0911 - a case a kind
             return f"{value.dtype}{value.shape}".encode() + content
         case torch.Generator():
             return value.get_state().numpy().tobytes()
-        case np.random.Generator():
-            return repr(value.bit_generator.state).encode()
         case np.random.RandomState():
-            return repr(value.get_state()).encode()
+            state: Any = value.get_state()
+        case np.random.Generator():
+            state = value.bit_generator.state
         case random.Random():
-            return repr(value.getstate()).encode()
-    return None
+            state = value.getstate()
+        case _:
+            return None
+    return repr(state).encode()
 
 
 def _values(tensor: Tensor) -> bytes:
@@ -200,7 +201,7 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
 
 Kind = Literal["batchnorm", "dropout", "state"]
 
-KINDS: tuple[Kind, ...] = ("batchnorm", "dropout", "state")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ALL_KINDS = frozenset(KINDS)
 
@@ -248,7 +249,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {a.name: a.default_value for a in known if a.has_default_value()}
         given |= {a.name: v for a, v in zip(known, args, strict=False)} | kwargs
         name = func.overloadpacket.__name__
-        if _draws_nothing(name, given):
+        fraction = given.get("dropout_p", given.get("dropout"))
+        drops_none = fraction == 0 or (name == "native_dropout" and given.get("p") == 0)
+        if drops_none or given.get("train") is False or given.get("training") is False:
             return func(*args, **kwargs)
         line = users_line(sys._getframe(1))  # noqa: SLF001
         self._seen.draws.setdefault(name, line)
@@ -259,14 +262,6 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stood = hashlib.blake2b(state, digest_size=8).hexdigest()
             self._seen.own.setdefault(line, []).append(stood)
         return _constant(name, func, given) if self._hold else func(*args, **kwargs)
-
-
-def _draws_nothing(name: str, given: Mapping[str, Any]) -> bool:
-    """Whether a random operation is told to change nothing, as in an evaluation."""
-    if given.get("train") is False or given.get("training") is False:
-        return True
-    fraction = given.get("dropout_p", given.get("dropout"))
-    return fraction == 0 or (name == "native_dropout" and given.get("p") == 0)
 
 
 def _constant(name: str, func: Any, given: Mapping[str, Any]) -> Any:
@@ -350,22 +345,17 @@ def _modules_at(model: nn.Module, frames: Sequence[Frame]) -> str:
     found: dict[type, list[str]] = {}
     for name, module in model.named_modules():
         found.setdefault(type(module), []).append(name or "itself")
-    spans = {kind: _span(kind) for kind in found}
+    spans: dict[type, tuple[str, range]] = {}
+    for kind in found:
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            code = kind.forward.__code__  # type: ignore[attr-defined]
+            lines, first = inspect.getsourcelines(code)
+            spans[kind] = code.co_filename, range(first, first + len(lines))
     for file, line in reversed(frames):
-        for kind, (source, lines) in spans.items():
-            if file == source and line in lines:
+        for kind, (source, span) in spans.items():
+            if file == source and line in span:
                 return f"{' or '.join(found[kind][:3])} ({kind.__name__})"
     return ""
-
-
-def _span(kind: type) -> tuple[str, range]:
-    """Return the file and the lines of a module's forward."""
-    try:
-        code = kind.forward.__code__  # type: ignore[attr-defined]
-        lines, first = inspect.getsourcelines(code)
-    except (AttributeError, OSError, TypeError):
-        return "", range(0)
-    return code.co_filename, range(first, first + len(lines))
 
 
 def _forward_of(again: Callable[[], Any]) -> list[Frame]:

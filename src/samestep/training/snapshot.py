@@ -10,7 +10,6 @@ import torch
 
 from samestep.data.blocks import held_parts
 from samestep.data.keyed_random import mix
-from samestep.data.stream_lanes import Mark
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, listed
 from samestep.run.checkpoints import FORMAT
@@ -25,30 +24,32 @@ from samestep.training.work import Position, State, Sums, Work
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     """Return what a checkpoint holds. All ranks call it; each adds its own part."""
     check_alike(work, state.position.step)
-    scaler = work.learner.scaler
-    plan, average = work.plan, work.learner.average
-    virtual = work.settings.virtual_ranks is not None
-    next_lr = learning_rate(plan, work.settings, state.position.step)
-    set_lr(work.learner.optimizer, next_lr)  # the steps do not keep it up to date
+    learner, plan, settings = work.learner, work.plan, work.settings
+    scaler, average, virtual = learner.scaler, learner.average, settings.virtual_ranks is not None
+    next_lr = learning_rate(plan, settings, state.position.step)
+    set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date
     mine: dict[str, Any] = {
         "rng": rng_state(),
         "loss_sum": state.sums.loss,
         "measured": state.measured.state(),
-        "stream": _marks(work, state.position),
+        "stream": {},
     }
+    if isinstance(work.train, StreamSource):  # where this rank's part continues
+        position = state.position
+        mine["stream"] = work.train.marks_at(position.epoch, position.step_in_epoch)
     ranks = work.world.gather(mine)
     return {
         "format": FORMAT,
         "recipe": recipe,
         "classes": list(work.classes),
-        "model": work.learner.model.state_dict(),
-        **({"weights_sha256": weights_sha256(work.learner.model)} if virtual else {}),
+        "model": learner.model.state_dict(),
+        **({"weights_sha256": weights_sha256(learner.model)} if virtual else {}),
         **({} if average is None else {"ema": average.state()}),
-        "optimizer": work.learner.optimizer.state_dict(),
+        "optimizer": learner.optimizer.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
         "schedule": {
-            "schedule": work.settings.schedule,
-            "warmup_steps": work.settings.warmup_steps,
+            "schedule": settings.schedule,
+            "warmup_steps": settings.warmup_steps,
             "total_steps": plan.total_steps,
             "next_lr": next_lr,
         },
@@ -58,13 +59,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "terms": state.sums.terms,
         "measured": [part for rank in ranks for part in rank["measured"]],
         "watch": asdict(state.watch),
-        "order": {
-            "seed": work.settings.seed,
-            "num_samples": plan.num_samples,
-            "global_batch_size": plan.global_batch_size,
-            "drop_last": work.settings.drop_last,
-            **_order_of_stream(work),
-        },
+        "order": _order(work),
         "stream": [rank["stream"] for rank in ranks],
     }
 
@@ -79,37 +74,35 @@ def check_alike(work: Work, step: int) -> None:
     check_weights(named, work.world, step, added)
 
 
-def _order_of_stream(work: Work) -> dict[str, int]:
-    """Return what else the order of a stream depends on."""
-    if not isinstance(work.train, StreamSource):
-        return {}
-    return {"shuffle_buffer": work.settings.shuffle_buffer, "num_shards": work.train.num_shards}
+def _order(work: Work) -> dict[str, Any]:
+    """Return what the order of samples depends on."""
+    settings, plan = work.settings, work.plan
+    order = {"num_samples": plan.num_samples, "global_batch_size": plan.global_batch_size}
+    order |= {"seed": settings.seed, "drop_last": settings.drop_last}
+    if isinstance(work.train, StreamSource):
+        order |= {"shuffle_buffer": settings.shuffle_buffer, "num_shards": work.train.num_shards}
+    return order
 
 
 def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
     """Restore a checkpoint into a new training, on any number of ranks."""
     check_recipe(saved, recipe)
     check_classes(saved, work.classes)
-    order, plan = saved["order"], work.plan
-    for name, now in (
-        ("num_samples", plan.num_samples),
-        ("global_batch_size", plan.global_batch_size),
-        ("seed", work.settings.seed),
-        ("drop_last", work.settings.drop_last),
-        *_order_of_stream(work).items(),
-    ):
-        if order.get(name) != now:
+    for name, now in _order(work).items():
+        before = saved["order"].get(name)
+        if before != now:
             raise UserError(
-                f"The checkpoint was trained with {name} = {order.get(name)}, now it is {now}: the "
-                "order of samples would change within the run. Start a new run instead."
+                f"The checkpoint was trained with {name} = {before}, now it is {now}: the order of "
+                "samples would change within the run. Start a new run instead."
             )
-    load_model(work.learner.model, saved)
-    if work.learner.average is not None:
-        work.learner.average.load(saved.get("ema"))
-    load_state(work.learner.optimizer, saved["optimizer"])
-    match_layouts(work.learner.optimizer)
-    if work.learner.scaler is not None and saved["scaler"] is not None:
-        work.learner.scaler.load_state_dict(saved["scaler"])
+    learner = work.learner
+    load_model(learner.model, saved)
+    if learner.average is not None:
+        learner.average.load(saved.get("ema"))
+    load_state(learner.optimizer, saved["optimizer"])
+    match_layouts(learner.optimizer)
+    if learner.scaler is not None and saved["scaler"] is not None:
+        learner.scaler.load_state_dict(saved["scaler"])
     state.position = Position(**saved["position"])
     if isinstance(work.train, StreamSource):
         marks = {lane: mark for rank in saved["stream"] for lane, mark in rank.items()}
@@ -131,13 +124,6 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     else:
         state.measured.load([measured] if world.is_main else [])
     state.sums = Sums(loss_sum, saved.get("terms", 0.0))
-
-
-def _marks(work: Work, position: Position) -> dict[int, Mark]:
-    """Return where this rank's part of a stream continues."""
-    if not isinstance(work.train, StreamSource):
-        return {}
-    return work.train.marks_at(position.epoch, position.step_in_epoch)
 
 
 def weights_sha256(model: torch.nn.Module) -> str:

@@ -126,8 +126,8 @@ class EagerStep:
         self._phases = phases or Phases()
         self._casts = autocast_dtype(settings.precision) is not None
         self._update = Update(learner.optimizer, learner.scaler, learner.optimizer_maker)
+        # Whether the update may draw random numbers.
         self._draws = "optimizer" in learner.own and may_draw(learner.optimizer)
-        """Whether the update may draw random numbers."""
         self._rank_seed = mix(settings.seed, world.rank)
         self._agreed, self._step = False, 0
         self._outputs: Any = None
@@ -177,8 +177,7 @@ class EagerStep:
         world_size = self._world.world_size
         total: Tensor | None = None
         parts = self._parts(block)
-        weights = self._weights_of(parts) if self._agreed else self._first_weights(parts)
-        last = len(parts) - 1
+        weights, last = self._weigh(parts), len(parts) - 1
         for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             try:
                 if number < last:
@@ -226,11 +225,9 @@ class EagerStep:
         if isinstance(weight, Tensor) or weight != 1.0:
             loss = loss * weight
         if learner.measured and part.weight:
-            outputs = self._outputs
-            if isinstance(outputs, Tensor):
-                outputs = outputs.detach()
-            else:
-                outputs = map_tensors(Tensor.detach, outputs)
+            made = self._outputs
+            is_one = isinstance(made, Tensor)
+            outputs = made.detach() if is_one else map_tensors(Tensor.detach, made)
             self._seen.append(StepOutputs(outputs, targets, part.rows, part.place))
         phases, last = self._phases, "backward"
         phases.lap("forward")
@@ -264,9 +261,9 @@ class EagerStep:
             return [(1.0, None)]
         return [(mine / self._terms, None) for mine in found]
 
-    def _first_weights(self, parts: Sequence[Block]) -> Weights:
-        """Return the weights of the first step; a mistake in any rank's terms raises on all."""
-        if self._learner.terms is None:
+    def _weigh(self, parts: Sequence[Block]) -> Weights:
+        """Return the weights; in the first step a mistake in any rank's terms raises on all."""
+        if self._agreed or self._learner.terms is None:
             return self._weights_of(parts)
         return self._world.on_every(lambda: self._weights_of(parts))
 

@@ -15,12 +15,11 @@ from samestep.training.apply import call, takes_keywords
 from samestep.training.cuda_graph import Kept, replayed_on
 from samestep.training.device import autocast, is_small
 from samestep.training.metrics import StepOutputs
-from samestep.training.side_effects import Prints, closure_prints, differing, model_prints
+from samestep.training.side_effects import closure_prints, differing, model_prints
 from samestep.training.step import Learner, StepResult, check_loss
 
 Vectors = list[Tensor]
 """All weights, or all of one kind that belongs to them: packed into one, or a tensor of each."""
-
 
 Results = tuple[Tensor, ...]
 """Of each step the loss and the norm of the gradient; the outputs of all of them, if wanted."""
@@ -29,9 +28,9 @@ Results = tuple[Tensor, ...]
 class StepGraph:
     """Steps as one compiled function of weights, optimizer state, buffers and samples.
 
-    Inside it small weights are packed into one vector, and so is each kind of optimizer state: an
-    update is then one loop. Large ones stay as they are, since packing would copy them at every
-    call. Model and optimizer stay ordinary objects and are up to date after every call.
+    Small weights are packed into one vector, and so is each kind of optimizer state, so that an
+    update is one loop; packing large ones would copy them at every call. Model and optimizer are
+    up to date after every call.
     """
 
     def __init__(
@@ -39,19 +38,17 @@ class StepGraph:
         learner: Learner,
         settings: Settings,
         device: torch.device,
-        micro_batch_size: int,
+        micro_batch: int,
         step: int,
     ) -> None:
         """Prepare the steps that follow `step` steps of the run."""
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size, self._measured = micro_batch, learner.measured
         self._model, self._optimizer = learner.model, learner.optimizer
         self._loss, self._settings, self._device = learner.loss, settings, device
-        self._measured = learner.measured
         named = {n: p for n, p in learner.model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
-        self._frozen = {
-            n: p.detach() for n, p in learner.model.named_parameters() if not p.requires_grad
-        }
+        weights = learner.model.named_parameters()
+        self._frozen = {n: p.detach() for n, p in weights if not p.requires_grad}
         self._buffers = [name for name, _ in learner.model.named_buffers()]
         self._packs = is_small(learner.model)
         self._shapes = [p.shape for p in self._parameters]
@@ -60,15 +57,15 @@ class StepGraph:
         adam = settings.optimizer != "sgd"
         self._betas: tuple[float, float] = group.get("betas", (0.0, 0.0))
         self._eps: float = group.get("eps", 0.0)
-        self._keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
-        if not adam and not settings.momentum:
-            self._keys = ()
+        momentum = ("momentum_buffer",) if settings.momentum else ()
+        self._keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if adam else momentum
         self._update = self._adam if adam else self._sgd
         self._make_state()
         self._guarded: list[Any] = []
         """Of the samples that the compiler's guards have let pass: shapes, strides and types."""
         # Its own count is on the device, and reading it at every call would make the host wait.
-        self._ahead = self._count_taken() - step
+        count = self._optimizer.state[self._parameters[0]].get("step")
+        self._ahead = (0 if count is None else int(count)) - step
         # The C++ wrapper spares Python's overhead per kernel call; it exists for CPUs only. On a
         # GPU the mode is the default one: "reduce-overhead" captures no function that changes its
         # inputs, as this one does, so it is captured here.
@@ -137,11 +134,6 @@ class StepGraph:
         for number, state in enumerate(states if self._counts else ()):
             state["step"] = self._counts[0][number]
 
-    def _count_taken(self) -> int:
-        """Return the steps that the optimizer has counted, or 0 where it counts none."""
-        count = self._optimizer.state[self._parameters[0]].get("step")
-        return 0 if count is None else int(count)
-
     def _rates(self, taken: int, lrs: list[float]) -> Tensor:
         """Return what varies by step (steps, 3): lr / (1 - β₁ᵗ), √(1 - β₂ᵗ), lr.
 
@@ -149,15 +141,12 @@ class StepGraph:
         the powers into the innermost loop.
         """
         first, second = self._betas
-        rows = []
-        for t, lr in enumerate(lrs, start=taken + 1):
-            rows.append([lr / (1 - first**t), (1 - second**t) ** 0.5, lr])
+        counted = enumerate(lrs, start=taken + 1)
+        rows = [[lr / (1 - first**t), (1 - second**t) ** 0.5, lr] for t, lr in counted]
         rates = torch.tensor(rows, dtype=self._parameters[0].dtype)
-        if self._device.type == "cuda":
-            # Only from pinned memory is it copied without waiting. PyTorch does not hand that
-            # memory out again before the copy is done.
+        if self._device.type == "cuda":  # only from pinned memory is it copied without waiting
             return rates.pin_memory().to(self._device, non_blocking=True)
-        return rates if self._device.type == "cpu" else rates.to(self._device)
+        return rates.to(self._device)
 
     def _steps(
         self,
@@ -175,7 +164,9 @@ class StepGraph:
         for k in range(rates.shape[0]):
             gradients, loss, buffers, given = self._gradients(vectors, buffers, inputs, targets, k)
             seen += given
-            norm = _total_norm(gradients)
+            # As torch.nn.utils.get_total_norm does it.
+            each: list[Tensor] = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+            norm = each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each))
             if self._settings.clip_norm is not None:
                 # As torch.nn.utils.clip_grad_norm_ does it.
                 scale = torch.clamp(self._settings.clip_norm / (norm + 1e-6), max=1.0)
@@ -263,15 +254,7 @@ class StepGraph:
         return vector - rates[2] * gradient, state
 
 
-def _total_norm(gradients: Vectors) -> Tensor:
-    """Return the norm of all gradients together, as torch.nn.utils.get_total_norm does it."""
-    norms: list[Tensor] = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
 def _rows(tree: Any, k: int, rows: slice) -> Any:
-    if isinstance(tree, Tensor):
-        return tree[k, rows]
     return map_leaves(lambda leaf: leaf[k, rows], tree)
 
 
@@ -297,12 +280,7 @@ def dropped(
     return input * kept / (1 - p)
 
 
-def not_dropped(
-    input: Tensor,  # noqa: A002
-    p: float = 0.5,  # noqa: ARG001
-    training: bool = True,  # noqa: ARG001
-    inplace: bool = False,  # noqa: ARG001
-) -> Tensor:
+def not_dropped(input: Tensor, *_given: Any, **_more: Any) -> Tensor:  # noqa: A002
     """Return the input: so other random draws show."""
     return input
 
@@ -320,11 +298,8 @@ def dropout_by(function: Dropout) -> Iterator[None]:
 def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Precision) -> str:
     """Return what a forward and backward do that a graph of whole steps cannot, or ''.
 
-    The graph gives every weight a gradient, also one that the loss does not depend on, which weight
-    decay or momentum then changes. It keeps what is written into a buffer, not a tensor put in its
-    place. On the CPU it may use random numbers before they are drawn (`dropped`).
-
-    The model is tried as a copy that shares its weights, so nothing changes.
+    The graph gives every weight a gradient, also one that the loss does not depend on. It keeps
+    what is written into a buffer, not a tensor put in its place. A copy of the model is tried.
     """
     if isinstance(inputs, dict) and takes_keywords(learner.model, inputs):
         return "the model takes keyword arguments"
@@ -336,7 +311,7 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
     except Exception:
         return "the model cannot be copied to try a step"
     before, state = _held(model), torch.get_rng_state()
-    prints = _prints(model, loss_of)
+    prints = model_prints(model, loss_of) | closure_prints(loss_of)
     device = next(iter(trained.values())).device
     with autocast(precision, device), dropout_by(not_dropped):
         loss = loss_of(call(model, inputs), targets)
@@ -344,20 +319,15 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
     if device.type == "cpu" and not torch.equal(state, torch.get_rng_state()):
         return "the model draws random numbers beside nn.Dropout, maybe used before they are drawn"
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    unused = [name for name, g in zip(trained, gradients, strict=True) if g is None]
-    if unused:
-        return f"the loss does not depend on {unused[0]}"
+    for name, gradient in zip(trained, gradients, strict=True):
+        if gradient is None:
+            return f"the loss does not depend on {name}"
     after = _held(model)
-    changed = [name for name in before | after if before.get(name) is not after.get(name)]
-    if changed:
-        return f"forward assigns {changed[0]} anew"
-    written = differing(prints, _prints(model, loss_of))
+    for name in before | after:
+        if before.get(name) is not after.get(name):
+            return f"forward assigns {name} anew"
+    written = differing(prints, model_prints(model, loss_of) | closure_prints(loss_of))
     return f"a step changes {written[0]}" if written else ""
-
-
-def _prints(model: nn.Module, loss: object) -> Prints:
-    """Fingerprint what model and loss keep and no graph would: counters, lists."""
-    return model_prints(model, loss) | closure_prints(loss)
 
 
 def _held(model: nn.Module) -> dict[str, object]:

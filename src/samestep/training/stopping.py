@@ -53,7 +53,11 @@ def catch_signals(again: Again = end_process) -> Iterator[ReceivedSignal]:
         if signum == signal.SIGINT and received.signum == signal.SIGINT:
             again()
         if Signals(signum).name == "SIGHUP":
-            _leave_terminal()
+            # Writing to a closed terminal fails.
+            with Path(os.devnull).open("w") as nowhere:
+                for descriptor in (1, 2):
+                    if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                        os.dup2(nowhere.fileno(), descriptor)
         received.signum = signum
 
     before = {number: signal.signal(number, remember) for number in stop_signals()}
@@ -66,14 +70,6 @@ def catch_signals(again: Again = end_process) -> Iterator[ReceivedSignal]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _leave_terminal() -> None:
-    """Redirect output to nowhere: writing to a closed terminal fails."""
-    with Path(os.devnull).open("w") as nowhere:
-        for descriptor in (1, 2):
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-                os.dup2(nowhere.fileno(), descriptor)
 
 
 @dataclass(frozen=True)
@@ -175,11 +171,9 @@ class Watch:
 
     def after(self, value: float, epoch: int, min_delta: float) -> "Watch":
         """Return the watch after another evaluation; NaN and infinity are no improvement."""
-        if not math.isfinite(value):
-            return replace(self, evaluations_since=self.evaluations_since + 1)
-        watch = self
-        if self.better(value, self.best):
+        watch, finite = self, math.isfinite(value)
+        if finite and self.better(value, self.best):
             watch = replace(watch, best=value, best_epoch=epoch)
-        if self.better(value, self.reference, min_delta):
+        if finite and self.better(value, self.reference, min_delta):
             return replace(watch, reference=value, evaluations_since=0)
         return replace(watch, evaluations_since=watch.evaluations_since + 1)

@@ -7,7 +7,7 @@ of parts only, and only the last parts can be absent.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -176,11 +176,8 @@ class TreeReduce:
     ) -> Tensor:
         """Give every rank one shard of all rows, gather the shards' sums; return their sum."""
         world = self._world
-        size, shard, number = (
-            world.world_size,
-            rows.shape[1] // world.world_size,
-            counts[world.rank],
-        )
+        size, number = world.world_size, counts[world.rank]
+        shard = rows.shape[1] // size
         received = self._room("received", rows, sum(counts), shard)
         sent = rows[:number].view(number, size, shard).transpose(0, 1).contiguous()
         world.all_to_all_into(received, sent, counts)
@@ -218,7 +215,7 @@ def _buckets(like: Sequence[Tensor], world_size: int, most_bytes: int) -> list[_
             size = 0
         size += tensor.nbytes
     found = []
-    for start, stop in zip(starts, [*starts[1:], len(like)], strict=True):
+    for start, stop in pairwise([*starts, len(like)]):
         unit = _ALIGNED_BYTES // like[start].element_size()
         sizes = [-(-like[place].numel() // unit) * unit for place in range(start, stop)]
         *offsets, total = accumulate(sizes, initial=0)

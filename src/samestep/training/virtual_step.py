@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,11 @@ from samestep.data.blocks import Block
 from samestep.data.keyed_random import mix
 from samestep.data.loader_source import seed_reading
 from samestep.errors import UserError, defined_at, is_not_deterministic, listed
-from samestep.ranks.world import World, as_if_alone
+from samestep.ranks.world import as_if_alone
 from samestep.settings import Settings
 from samestep.training.alike import bits_of, seed_torch
 from samestep.training.apply import as_scalar
 from samestep.training.buffers import StepBuffers, WriteCheck
-from samestep.training.phases import Phases
 from samestep.training.side_effects import (
     Prints,
     closure_prints,
@@ -37,8 +37,11 @@ from samestep.training.side_effects import (
 from samestep.training.step import EagerStep, Learner, StepResult, Weights, check_used
 from samestep.training.tree import Tensors, TreeReduce, TreeSum, add_tensors
 
+_OUTSIDE = (
+    "keeps something outside the model (a list, a global variable), reads the clock, or draws from "
+    "a generator other than the global ones of torch, Python and NumPy"
+)
 _DEPENDS = "so the weights would depend on the number of ranks"
-
 _OR = "or, if no weight depends on it, add --no-self-check"
 
 
@@ -89,13 +92,7 @@ class SelfCheck:
             )
         if not same:
             again = torch.equal(bits_of(compute(part, micro_steps)), self._bits)
-            what = (
-                "asks for its rank or for the number of ranks"
-                if again
-                else "keeps something outside the model (a list, a global variable), reads the "
-                "clock, or draws from a generator other than the global ones of torch, Python and "
-                "NumPy"
-            )
+            what = "asks for its rank or for the number of ranks" if again else _OUTSIDE
             raise UserError(
                 "--virtual-ranks: the same samples, weights and random numbers gave different "
                 f"gradients the second time, {_DEPENDS}. Probably the model"
@@ -129,15 +126,8 @@ class SelfCheck:
 class VirtualStep(EagerStep):
     """Take steps one by one, each virtual rank with PyTorch's own autograd."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        settings: Settings,
-        world: World,
-        batch_size: int,
-        phases: Phases | None = None,
-    ) -> None:
-        super().__init__(learner, settings, world, batch_size, phases)
+    def __init__(self, learner: Learner, settings: Settings, *others: Any) -> None:
+        super().__init__(learner, settings, *others)
         self._overlaps = False  # nothing is sent off within a backward
         self._unchecked = False
         self._to_check = not settings.allows_unused
@@ -167,7 +157,10 @@ class VirtualStep(EagerStep):
         self._buffers.begin()
         self._still.begin()
         if not block.parts and not self._agreed:
-            self._agree_without()
+            # Join what ranks agree on in their first step, without samples of it.
+            for _ in range(1 if self._learner.terms is None else 2):
+                self._world.on_every(lambda: None)
+            self._agreed = True
         tree = TreeSum(add_tensors)
         checks = self._check if self._repeats else None
         for part, parts in groupby(block.parts, key=lambda micro_step: micro_step.place):
@@ -184,25 +177,15 @@ class VirtualStep(EagerStep):
                     checks.take(share)
                 tree.push(share, part)
         self._to_check = False
-        if checks is not None:
-            self._repeat(checks)
+        if checks is not None:  # the first share again, once all ranks have theirs
+            self._repeats, seen = False, len(self._seen)
+            self._world.on_every(lambda: checks.repeat(self._share))
+            del self._seen[seen:]
         *gradients, numbers = self._reducer()(tree.roots, present)
         loss, terms = self._settle(gradients, numbers, block.global_size, present)
         self._phases.lap("all_reduce" if self._world.connected else "backward")
         # The ranks' parts of a loss are added up where it is read.
         return loss if self._world.is_main else torch.zeros_like(loss), terms
-
-    def _repeat(self, checks: SelfCheck) -> None:
-        """Compute this rank's first share again, once all ranks have theirs."""
-        self._repeats, seen = False, len(self._seen)
-        self._world.on_every(lambda: checks.repeat(self._share))
-        del self._seen[seen:]
-
-    def _agree_without(self) -> None:
-        """Join what ranks agree on in their first step, without samples of it."""
-        for _ in range(1 if self._learner.terms is None else 2):
-            self._world.on_every(lambda: None)
-        self._agreed = True
 
     def _add_share(self, left: Tensors, part: int, micro_steps: Sequence[Block]) -> Tensors:
         """Return the sum of the virtual rank to the left and this one, added up by autograd.
@@ -240,9 +223,8 @@ class VirtualStep(EagerStep):
     def _share(self, part: int, micro_steps: Sequence[Block]) -> Tensors:
         """Return a virtual rank's gradients, and the numbers that travel with them."""
         self._draw_as(part)
-        weights = (self._weights_of if self._agreed else self._first_weights)(micro_steps)
         losses = []
-        for micro_step, weight in zip(micro_steps, weights, strict=True):
+        for micro_step, weight in zip(micro_steps, self._weigh(micro_steps), strict=True):
             try:
                 losses.append(self._micro_step(micro_step, *weight))
             except Exception as error:
