@@ -14,7 +14,7 @@ from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
 from samestep.training.step import EagerStep, Learner
 
-BATCH, IN_A_GRAPH = 6, 4
+BATCH, IN_A_GRAPH = 6, 2
 CPU = torch.device("cpu")
 
 OPTIMIZERS = {

@@ -47,7 +47,6 @@ WRITING = [
     "within the record",
     "after the record",
 ]
-OTHER_WORLD = {1: 2, 2: 3, 3: 1}
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_a_kill_while_a_checkpoint_is_written_loses_none_that_was_announced(
     uninterrupted, recipe, tmp_path, place, point
 ):
     draw = random.Random(f"{SEED}-{point}")
-    ranks = 1 + place % 2
+    ranks = 2 if place % 4 == 1 else 1  # rank 0 alone writes
     fault = a_fault(point, draw.randint(1, 12))
     print(f"seed {SEED}: {fault} on {ranks} ranks")
     run = tmp_path / "run"
@@ -95,7 +94,6 @@ def test_a_kill_while_a_checkpoint_is_written_loses_none_that_was_announced(
     if "within" in point or "sync" in point or "before the checkpoint's name" in point:
         torn = list((run / "checkpoints").glob(".*.tmp"))
         assert len(torn) == ("record" not in point)  # it struck where it should
-    # Half of those of two ranks, and some of one, go on on another number.
     assert_resumes(run, uninterrupted, 2 if place % 4 == 0 else 1)
 
 
@@ -122,7 +120,7 @@ def test_a_job_killed_at_random_moments_again_and_again_still_arrives(
 ):
     """The kill comes from outside, whatever the ranks are doing just then."""
     draw = random.Random(SEED)
-    run, world_size = tmp_path / "run", 3
+    run, world_size = tmp_path / "run", 2
     set_pace(recipe, 0.01)
     target, flags = recipe, ("--run-dir", str(run))
     for _ in range(3):
@@ -135,7 +133,7 @@ def test_a_job_killed_at_random_moments_again_and_again_still_arrives(
         print(f"seed {SEED}: killed at record {num_records(run)} at world size {world_size}")
         newest_announced(run)
         target, flags = run, ("--resume",)
-        world_size = OTHER_WORLD[world_size]
+        world_size = 3 - world_size
     set_pace(recipe, 0)
     assert_resumes(run, uninterrupted, world_size)
 
@@ -143,8 +141,8 @@ def test_a_job_killed_at_random_moments_again_and_again_still_arrives(
 def test_many_kills_in_a_row_at_random_points_still_arrive(uninterrupted, recipe, tmp_path):
     """One run directory, one command that is repeated, and a fault in each attempt."""
     draw = random.Random(SEED)
-    run, world_sizes = tmp_path / "run", itertools.cycle([1, 2, 3])
-    for world_size in itertools.islice(world_sizes, 6):
+    run, world_sizes = tmp_path / "run", itertools.cycle([1, 2])
+    for world_size in itertools.islice(world_sizes, 4):
         point = draw.choice(["after a step", "before an evaluation", *WRITING])
         nth = {"after a step": draw.randint(1, 6), "before an evaluation": 1}.get(
             point, draw.randint(1, 2)

@@ -28,25 +28,18 @@ recipe = Recipe(loss=counting, metrics={"error": error}, lower_is_better=("error
 )
 
 
-def test_the_lowest_error_is_the_best_and_its_checkpoint_is_kept_and_tested(here):
+def test_the_lowest_error_is_the_best_its_checkpoint_is_kept_and_growth_stops_early(here):
     (here / "grows.py").write_text(GROWS)
-    flags = ("--monitor", "error", "--epochs", "3", "--keep-top-k", "1", "--run-dir", "r")
-    train_here("grows.py", *flags)
+    flags = ("--monitor", "error", "--epochs", "4", "--patience", "2", "--keep-top-k", "1")
+    train_here("grows.py", *flags, "--run-dir", "r")
     result = read_json(here / "r" / "result.json")
+    assert (result["reason"], result["epochs"]) == ("early stopping", 3)
     assert result["best"] == {"metric": "error", "mode": "min", "value": 0.5, "epoch": 1}
     assert result["test"]["checkpoint"] == "checkpoint_epoch_1.pt"
     index = read_index(here / "r" / "checkpoints")
     assert [entry.epoch for entry in index.checkpoints] == [1, 3]
     start = json.loads((here / "r" / "events.jsonl").read_text().splitlines()[0])
     assert (start["monitor"], start["lower_is_better"]) == ("error", ["loss", "error"])
-
-
-def test_an_error_that_grows_stops_early(here):
-    (here / "grows.py").write_text(GROWS)
-    flags = ("--monitor", "error", "--patience", "1", "--epochs", "4", "--run-dir", "r")
-    train_here("grows.py", *flags)
-    result = read_json(here / "r" / "result.json")
-    assert (result["reason"], result["epochs"]) == ("early stopping", 2)
 
 
 @pytest.mark.parametrize("said", ["", "error.higher_is_better = True\n"])

@@ -25,7 +25,7 @@ def plan_of(num_samples=PLENTY, world_size=1, **told):
 @given(
     st.integers(1, 200), SIZES, st.none() | SIZES, st.none() | SIZES, st.booleans(), st.booleans()
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_any_batch_is_shared_by_any_number_of_ranks(
     batch, world_size, micro_batch, accumulate, virtual, together
 ):
@@ -256,7 +256,7 @@ def test_how_often_steps_are_recorded_follows_from_the_length_unless_it_is_given
 
 
 @given(st.integers(1, 30_000))
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_a_stream_of_unknown_length_has_records_enough_wherever_it_ends(length):
     plan = plan_of(num_samples=0, batch_size=4)
     assert plan.log_every is None

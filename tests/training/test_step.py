@@ -13,6 +13,13 @@ from samestep.training.optimizer import make_optimizer
 from samestep.training.step import EagerStep, Learner
 
 
+def learner_of(model, optimizer=None, loss=lambda outputs, _: outputs.mean()):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
+    return Learner(
+        model=model, applied=model, wrapped=model, optimizer=optimizer, scaler=None, loss=loss
+    )
+
+
 class Drawing(nn.Module):
     """A model that keeps what it drew, as dropout would."""
 
@@ -31,14 +38,7 @@ def steps_of(rank=0, seed=1, batch_size=4, **told):
     settings = Settings(optimizer="sgd", seed=seed, **told)
     model = Drawing()
     optimizer = make_optimizer(model.parameters(), settings, 0.5, torch.device("cpu"))
-    learner = Learner(
-        model=model,
-        applied=model,
-        wrapped=model,
-        optimizer=optimizer,
-        scaler=None,
-        loss=lambda outputs, targets: (outputs - targets).square().mean(),
-    )
+    learner = learner_of(model, optimizer, lambda o, t: (o - t).square().mean())
     step = EagerStep(learner, settings, World(rank=rank), batch_size)
     block = Block(0, 1, torch.arange(4.0), torch.zeros(4), 4, 1.0, 4)
     return model, lambda number: step(block, number, [0.5], want_norm=True)
@@ -89,13 +89,8 @@ def test_ranks_that_talk_in_forward_take_equally_many_micro_steps(rows, batch_si
     calls, total = set(), 0.0
     for rank in range(2):
         model = Drawing()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        loss = lambda outputs, _: outputs.mean()  # noqa: E731
-        learner = Learner(
-            model=model, applied=model, wrapped=model, optimizer=optimizer, scaler=None, loss=loss
-        )
         world = World(rank=rank, world_size=2)
-        step = EagerStep(learner, Settings(sync_batchnorm=True), world, batch_size)
+        step = EagerStep(learner_of(model), Settings(sync_batchnorm=True), world, batch_size)
         step._agreed = True  # nobody is there to agree with
         mine = share(range(rows), rank, 2)
         inputs = torch.arange(float(rows))[mine.start : mine.stop]
@@ -108,12 +103,7 @@ def test_ranks_that_talk_in_forward_take_equally_many_micro_steps(rows, batch_si
 
 def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_cut():
     model, _ = steps_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loss = lambda outputs, _: outputs.mean()  # noqa: E731
-    learner = Learner(
-        model=model, applied=model, wrapped=model, optimizer=optimizer, scaler=None, loss=loss
-    )
-    step = EagerStep(learner, Settings(), World(), 2)
+    step = EagerStep(learner_of(model), Settings(), World(), 2)
     graphs = Block(0, 1, torch.arange(9.0), torch.zeros(4), 4, 1.0, 4)  # 9 nodes of 4 graphs
     with pytest.raises(UserError, match=r"4 samples holds \(9,\) float32.*--accumulate"):
         step(graphs, 0, [0.5], want_norm=False)
@@ -135,15 +125,7 @@ def test_sparse_gradients_have_the_norm_of_dense_ones_and_are_clipped_alike(most
         words = torch.nn.Embedding(5, 3, sparse=sparse)
         torch.nn.init.constant_(words.weight, 0.5)
         words(torch.tensor([1, 1, 4])).square().sum().backward()
-        learner = Learner(
-            model=words,
-            applied=words,
-            wrapped=words,
-            optimizer=torch.optim.SGD(words.parameters(), lr=0.1),
-            scaler=None,
-            loss=torch.mean,
-        )
-        step = EagerStep(learner, Settings(clip_norm=most), World(), 4)
+        step = EagerStep(learner_of(words), Settings(clip_norm=most), World(), 4)
         norms.append((float(step._clip(want_norm=True)), words.weight.grad.to_dense()))
     assert norms[0][0] == pytest.approx(norms[1][0])
     torch.testing.assert_close(norms[0][1], norms[1][1])

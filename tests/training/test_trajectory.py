@@ -156,7 +156,6 @@ ALONE = {
 # Which of them is trained on how many ranks, and with which recipe or flags instead.
 OTHERS = [
     ("clipped", 2),
-    ("clipped", 5),
     ("single precision", 3),
     ("drop last", 3),
     ("cosine", 3),
@@ -263,7 +262,7 @@ def first_stop(losses, patience, min_delta):
 # --- stopping and going on ---
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1)])
 def test_a_run_stopped_within_an_epoch_goes_on_as_if_never_stopped_on_other_ranks(
     tmp_path, uninterrupted, before, after
 ):
@@ -286,7 +285,7 @@ def test_a_run_that_reached_its_last_step_can_be_made_longer_on_other_ranks(tmp_
     recipe = tiny.write_recipe(tmp_path)
     whole, run = tmp_path / "whole", tmp_path / "run"
     tiny.trained(recipe, whole, "--batch-size", "13", "--max-steps", "40")
-    tiny.trained(recipe, run, "--batch-size", "13", "--max-steps", "13", on=3)
+    tiny.trained(recipe, run, "--batch-size", "13", "--max-steps", "13", on=2)
     tiny.resumed(run, "--max-steps", "40")
 
     def steps_and_whole_epochs(path):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import samestep
+from samestep.training import compiled as whole_steps
 from samestep.training import step_graph
 from samestep.training.cuda_graph import Replayed
 from tests.captures import Captures
@@ -87,18 +88,19 @@ def test_an_optimizer_that_begins_anew_within_a_run_counts_from_its_own_beginnin
 
 def test_what_a_schedule_tells_the_loss_counts_from_that_step_on(monkeypatch, here):
     """A schedule runs before every call, and is a common place to turn a loss over."""
+    monkeypatch.setattr(whole_steps, "_STEPS_PER_GRAPH", 2)
     compiled = partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, fullgraph=True, dynamic=False))
     late, ends = [False], []
 
     def schedule(step, _total):
-        late[0] = step >= 24
+        late[0] = step >= 8
         return 1.0
 
     def loss(outputs, targets):
         return (outputs - targets).abs().mean() if late[0] else (outputs - targets).square().mean()
 
-    x = torch.randn(256, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     recipe = samestep.Recipe(
         model=lambda: nn.Linear(4, 1),
         data=lambda: samestep.Splits(train=(x, x.sum(1, keepdim=True))),
