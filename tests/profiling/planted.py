@@ -188,6 +188,7 @@ SITUATIONS = [
     Situation(
         "long chains of element by element",
         *("memory-bound", "fuse", {"sizes": "4096, 2048, 1024, 16", "layers": _CHAIN}),
+        slow=True,
     ),
     Situation(
         "a rank that computes slowly",
@@ -216,6 +217,7 @@ SITUATIONS = [
         "slow checkpoints",
         *("checkpoint-bound", "more rarely"),
         {"checkpoint": "0.05", "settings": '"checkpoint_every_steps": 4'},
+        slow=True,
     ),
     Situation(
         "evaluations too often",

@@ -145,6 +145,11 @@ def test_the_evidence_names_only_operations_of_its_kind():
         )
 
 
+def test_steps_in_which_no_clock_moved_have_a_verdict_too():
+    verdict = judge(measured(dict.fromkeys(STEP, 0.0)))
+    assert (verdict.share, verdict.ceiling) == (0.0, pytest.approx(1.0))
+
+
 def test_what_was_not_looked_into_is_nothing_that_comes_next():
     verdict = judge(measured({"data": 0.3, "other": 0.003}))
     assert (verdict.kind, verdict.next_kind) == ("input-bound", "loop-bound")

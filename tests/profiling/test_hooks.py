@@ -111,31 +111,31 @@ def test_a_model_that_trains_with_a_frozen_part_in_eval_mode_is_not_evaluated(sc
     assert laps.seen() == [*STEP, "data"]
 
 
-@pytest.mark.parametrize("how", ["by position", "by name"])
-def test_what_an_optimizer_does_around_its_closure_is_its_own(script, laps, how):
-    optimizer = torch.optim.LBFGS(script.model.parameters(), max_iter=1)
-
+def closure_of(script, optimizer, sleep_s=0.0):
     def closure():
+        time.sleep(sleep_s)
         optimizer.zero_grad()
-        loss = script.model(DATA.tensors[0]).square().mean()
+        loss = (script.model(DATA.tensors[0] + 1) - 2).square().mean()
         loss.backward()
         return loss
 
-    if how == "by position":
-        optimizer.step(closure)
-    else:
-        optimizer.step(closure=closure)
+    return closure
+
+
+def lbfgs(script, max_iter=2):
+    return torch.optim.LBFGS(script.model.parameters(), max_iter=max_iter)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_an_optimizer_does_around_its_closure_is_its_own(script, laps, by_name):
+    optimizer = lbfgs(script, max_iter=1)
+    closure = closure_of(script, optimizer)
+    optimizer.step(closure=closure) if by_name else optimizer.step(closure)
     assert laps.seen() == ["optimizer", "forward", "backward", "optimizer"]
 
 
-def closure_of(script, optimizer):
-    def closure():
-        optimizer.zero_grad()
-        loss = script.model(DATA.tensors[0]).square().mean()
-        loss.backward()
-        return loss
-
-    return lambda: optimizer.step(closure)
+def step_of(script, optimizer):
+    return lambda: optimizer.step(closure_of(script, optimizer))
 
 
 def of_a_function(script, optimizer):
@@ -154,8 +154,8 @@ def of_a_function(script, optimizer):
     "make",
     [
         lambda script: script.step,
-        lambda script: closure_of(script, script.optimizer),
-        lambda script: closure_of(script, torch.optim.LBFGS(script.model.parameters(), max_iter=2)),
+        lambda script: step_of(script, script.optimizer),
+        lambda script: step_of(script, lbfgs(script)),
         lambda script: of_a_function(script, script.optimizer),
     ],
     ids=["a plain step", "a closure", "LBFGS", "a model that is a function"],
@@ -177,14 +177,7 @@ def test_python_between_the_steps_of_a_loop_without_a_loader_is_other(make):
 def test_data_that_a_closure_makes_is_no_part_of_the_forward():
     script = Script()
     script.hooks.phases = Phases()
-
-    def closure():
-        time.sleep(0.02)  # planted: slow Python between the steps
-        script.optimizer.zero_grad()
-        loss = script.model(DATA.tensors[0]).square().mean()
-        loss.backward()
-        return loss
-
+    closure = closure_of(script, script.optimizer, sleep_s=0.02)
     with script.hooks.installed():
         for _ in range(2):
             script.optimizer.step(closure)
@@ -194,10 +187,10 @@ def test_data_that_a_closure_makes_is_no_part_of_the_forward():
 def test_python_between_a_loaders_batch_and_a_step_with_a_closure_is_not_the_optimizers(
     script, laps
 ):
-    step = closure_of(script, script.optimizer)
+    closure = closure_of(script, script.optimizer)
     for _ in DataLoader(DATA, batch_size=12):
         laps.clear()
-        step()
+        script.optimizer.step(closure)
     assert laps[0] == "other"
 
 
@@ -309,18 +302,11 @@ def test_weights_that_a_script_changes_itself_make_steps_and_gathered_gradients_
 
 def test_with_an_optimizer_of_pytorchs_its_steps_alone_count_however_late_they_come():
     script = Script()
-    model = script.model
-    script.optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6)
-
-    def closure():
-        script.optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(DATA.tensors[0] + 1), DATA.tensors[1] + 2)
-        loss.backward()
-        return loss
-
+    optimizer = lbfgs(script, max_iter=6)
+    closure = closure_of(script, optimizer)
     with script.hooks.installed():
         for _ in range(4):
             closure()
         for _ in range(2):
-            script.optimizer.step(closure)
+            optimizer.step(closure)
     assert script.steps == [1, 2]

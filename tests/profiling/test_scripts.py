@@ -78,8 +78,8 @@ def test_an_epoch_is_traced_from_its_first_step_to_its_last(here):
     ],
     ids=["a loader", "no loader"],
 )
-def test_an_epoch_that_never_began_is_one_message(here, text, numbers):
-    said = refusal("profile", script(here, text), "--epoch", "99", folder=here.parent / "o")
+def test_an_epoch_that_never_began_is_one_message(here, refused, text, numbers):
+    said = refused("profile", script(here, text), "--epoch", "99")
     message = said[said.index("samestep: ") :]  # below what the script prints
     assert "--epoch" in message
     assert re.findall(r"\b\d+\b", message) == numbers
@@ -127,12 +127,13 @@ def test_of_a_script_that_fails_is_said_how_far_it_came(here, text, code, steps)
 
 
 def test_ranks_that_samestep_starts_tell_of_a_scripts_failure_once(here):
-    """In real processes: the parent tells what the ranks leave for it."""
+    """In real processes: the parent tells what the ranks leave for it, and removes their logs."""
     command = [sys.executable, "-m", "samestep", "profile", script(here, ERROR), "--nproc", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
     assert done.returncode == 1, done.stderr
     assert len(re.findall(r"^samestep: .*train\.py ", done.stderr, re.MULTILINE)) == 1
     assert "no data folder" in done.stderr
+    assert not list(here.glob("runs/*")), "nothing was measured"
 
 
 def test_what_was_measured_until_a_script_failed_is_kept(here):

@@ -3,13 +3,16 @@
 Each fake training takes steps of known length; a step that is traced takes ten times as long.
 """
 
+from dataclasses import fields
 from itertools import count
 
 import pytest
 
+from samestep.profiling.measured import Extent
 from samestep.profiling.stages import Stages, TimeAccount
 
 STEP_S, SLOW_DOWN = 0.125, 10
+EXTENT = {field.name for field in fields(Extent)}
 
 
 class Clock:
@@ -54,10 +57,12 @@ class Training:
         self.per_epoch, self.profiles, self.at_once = per_epoch, profiles, at_once
         self.profiler_is_on = False
         self.asked = []
+        extent = Extent(**{name: wishes.pop(name) for name in EXTENT & wishes.keys()})
         account = TimeAccount(lambda: self.clock, now=lambda: self.clock.seconds, cores=dict)
         self.stages = Stages(
             account,
             lambda answer: self.asked.append(self.taken) or agree(answer),
+            extent,
             new_tracer=FakeTracer,
             own_profiler_runs=lambda: self.profiler_is_on,
             **wishes,
@@ -155,7 +160,7 @@ def test_of_an_epoch_without_an_end_what_there_is_after_20_seconds_is_measured()
 
 @pytest.mark.parametrize("wished", [2, 37, 500])
 def test_so_many_steps_are_measured_as_are_wished_for_whatever_the_epochs(wished):
-    training = Training(num_steps=wished, per_epoch=100, wants_epochs=lambda: True, seconds=1.0)
+    training = Training(steps=wished, per_epoch=100, wants_epochs=lambda: True, seconds=1.0)
     assert training.run()
     assert training.stages.span.steps == wished
     assert training.stages.tracer.steps == 5

@@ -27,11 +27,11 @@ def test_an_epochs_small_last_batch_counts_as_such_and_how_long_to_train_need_no
     assert 31 <= row["samples_per_s"] * row["seconds"] <= 80
 
 
-def test_batches_that_the_training_set_does_not_fill_are_refused_before_measuring(tmp_path):
-    ranks = profile(tmp_path, "--batch-sizes", "2,132", world_size=2)
-    assert ranks.wait() == [2, 2], ranks.output()
-    assert re.search(r"--batch-sizes: .*131 .*132", ranks.printed(0))
-    assert not (tmp_path / "out").exists()
+def test_batches_that_the_training_set_does_not_fill_are_refused_before_measuring(here, refused):
+    path, out = str(tiny.write_recipe(here)), here / "out"
+    said = refused("profile", path, "--batch-sizes", "2,132", "--run-dir", str(out))
+    assert re.search(r"--batch-sizes: .*131 .*132", said)
+    assert not out.exists()
 
 
 STOPS_AT_4 = """

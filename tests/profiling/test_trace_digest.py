@@ -155,67 +155,52 @@ def test_of_a_long_name_the_telling_part_stays(name):
 
 
 def test_putting_samples_together_is_told_as_a_share_of_the_wait():
-    found = digest(trace([event("aten::stack", 20, 60), event("aten::mm", 200, 50)]), 5)
-    assert found.collate == pytest.approx(0.6)
-
-
-def test_so_is_what_a_loader_spends_in_its_collate_function_whatever_that_calls():
-    collates = event(COLLATE, 10, 80, "user_annotation")
-    found = digest(trace([collates, event("aten::stack", 20, 60), event("aten::mm", 200, 50)]), 5)
-    assert found.collate == pytest.approx(0.8)
+    calls = [event("aten::stack", 20, 60), event("aten::mm", 200, 50)]
+    assert digest(trace(calls), 5).collate == pytest.approx(0.6)
+    collates = event(COLLATE, 10, 80, "user_annotation")  # whatever that calls
+    assert digest(trace([collates, *calls]), 5).collate == pytest.approx(0.8)
 
 
 KERNEL = "kernel"
 
 
-def test_a_gpu_that_computes_all_the_time_is_busy_however_short_the_hosts_calls_are():
-    kernels = [event("ampere_sgemm_128x64", 100, 880, KERNEL, 7), event("aten::mm", 100, 5)]
-    found = digest(trace(kernels), 5)
-    assert found.matmul > 0.95
-    assert found.launch < 0.05
+def on_gpu(begin, duration, name="ampere_sgemm_128x64", stream=7):
+    return event(name, begin, duration, KERNEL, stream)
 
 
-def test_a_gpu_that_waits_for_the_host_is_launch_bound():
-    kernels = [event("elementwise_kernel", start, 10, KERNEL, 7) for start in range(100, 1000, 50)]
-    found = digest(trace(kernels), 5)
-    assert found.launch > 0.7
-    assert found.memory == pytest.approx(0.2, abs=0.05)
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+DRY = [
+    one
+    for start in range(100, 1000, 100)
+    for one in (on_gpu(start, 30), event("cudaStreamSynchronize", start + 10, 25, "cuda_runtime"))
+]
+# What a GPU does → the least and the most of a share.
+ON_GPU = {
+    "short calls of the host": (
+        [on_gpu(100, 880), event("aten::mm", 100, 5)],
+        {"matmul": (0.95, 1), "launch": (0, 0.05)},
+    ),
+    "waits for the host": (
+        [on_gpu(start, 10, "elementwise_kernel") for start in range(100, 1000, 50)],
+        {"launch": (0.7, 1), "memory": (0.15, 0.25)},
+    ),
+    "runs dry while the host waits for it": (DRY, {"sync": (0.6, 1), "launch": (0, 0.1)}),
+    "waits for data": ([on_gpu(101, 898)], {"launch": (0, 0.01)}),
+    "sends by NCCL": ([on_gpu(100, 500), on_gpu(600, 400, NCCL, 8)], {"matmul": (0.98, 1)}),
+}
 
 
-def test_a_gpu_that_runs_dry_while_the_host_waits_for_it_is_host_sync():
-    step = [
-        one
-        for start in range(100, 1000, 100)
-        for one in (
-            event("ampere_sgemm_128x64", start, 30, KERNEL, 7),
-            event("cudaStreamSynchronize", start + 10, 25, "cuda_runtime"),
-        )
-    ]
+@pytest.mark.parametrize("case", ON_GPU)
+def test_a_gpus_time_is_split_by_what_it_does_or_waits_for(case):
+    step, shares = ON_GPU[case]
     found = digest(trace(step), 5)
-    assert found.sync > 0.6
-    assert found.launch < 0.1
-
-
-def test_a_gpu_that_waits_for_data_is_not_launch_bound():
-    found = digest(trace([event("ampere_sgemm_128x64", 101, 898, KERNEL, 7)]), 5)
-    assert found.launch < 0.01
-
-
-def test_what_nccl_does_is_neither_work_nor_idleness():
-    step = [
-        event("ampere_sgemm_128x64", 100, 500, KERNEL, 7),
-        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 600, 400, KERNEL, 8),
-    ]
-    found = digest(trace(step), 5)
-    assert found.matmul > 0.98
+    for name, (least, most) in shares.items():
+        assert least <= getattr(found, name) <= most, (name, found)
 
 
 def test_a_gpu_is_busy_while_any_kernel_runs_on_any_of_its_streams():
-    step = [
-        event("ampere_sgemm_128x64", 100, 500, KERNEL, 7),
-        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 400, 300, KERNEL, 8),
-        event("Memcpy HtoD (Pinned -> Device)", 750, 100, "gpu_memcpy", 9),
-    ]
+    copy = event("Memcpy HtoD (Pinned -> Device)", 750, 100, "gpu_memcpy", 9)
+    step = [on_gpu(100, 500), on_gpu(400, 300, NCCL, 8), copy]
     assert digest(trace(step), 5).gpu_busy == pytest.approx(600e-6)
     assert digest(trace(step, steps=5), 40).gpu_busy == pytest.approx(75e-6)  # 8 steps a graph
     assert digest(trace([event("aten::mm", 100, 90)]), 5).gpu_busy is None

@@ -84,7 +84,7 @@ def test_what_cannot_be_is_refused_with_the_name_of_its_flag(options, says):
 )
 def test_nodes_are_a_number_or_the_fewest_and_the_most(nodes, fewest, most, size):
     options = JobOptions(nodes=nodes, gpus_per_node=8)
-    assert (options.fewest_nodes, options.most_nodes) == (fewest, most)
+    assert options.node_range == (fewest, most)
     assert (options.is_elastic, options.most_ranks) == (fewest < most, 8 * most)
     assert options.size == size
 

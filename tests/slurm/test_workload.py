@@ -26,17 +26,8 @@ def test_a_recipes_name_becomes_a_training_in_a_new_run_directory(here):
     assert (found.name, found.kind) == ("spiral", "recipe")
     assert found.run.parent == here / "runs"
     assert found.run.name.startswith("spiral-")
-    assert found.command == (
-        "-m",
-        "samestep",
-        "train",
-        "spiral",
-        "--epochs",
-        "5",
-        "--run-dir",
-        str(found.run),
-        "--resume",
-    )
+    words = ("-m", "samestep", "train", "spiral", "--epochs", "5", "--run-dir", str(found.run))
+    assert found.command == (*words, "--resume")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +108,7 @@ def test_a_file_that_does_not_exist_is_refused_with_what_there_is():
 
 def test_a_run_that_has_not_begun_says_how_its_job_is_handed_in_again(here):
     (here / "my run").mkdir()
-    with pytest.raises(UserError, match=r"my run is .*settings\.toml"):
+    with pytest.raises(UserError, match=r"my run has no settings\.toml.*go on\.$"):
         find("my run")
     (here / "my run" / "job.sbatch").touch()
     with pytest.raises(UserError, match=r"settings\.toml.* sbatch 'my run/job.sbatch'"):
@@ -126,12 +117,7 @@ def test_a_run_that_has_not_begun_says_how_its_job_is_handed_in_again(here):
 
 @pytest.mark.parametrize(
     ("name", "first"),
-    [
-        ("job.sh", ""),
-        ("job.sbatch", ""),
-        ("job", "#!/bin/bash -l\n"),
-        ("j.py", "#!/usr/bin/env sh\n"),
-    ],
+    [("job.sh", ""), ("job.sbatch", ""), ("job", "#!/bin/bash -l\n"), ("j.py", "#!/bin/env sh\n")],
 )
 def test_a_shell_script_is_told_from_python_with_what_to_do_instead(name, first):
     Path(name).write_text(f"{first}srun python train.py\n")

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import importlib.util
 import os
+import shutil
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -258,7 +259,7 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
         command.nproc, ["profile", *arguments], task=str(out), oversubscribe=command.oversubscribe
     )
     if code is not None:
-        return code
+        return _without_logs(out, code)
     launch = detect_launch(os.environ)
     if launch.world_size > 1 and not place and command.out is None:
         raise UserError(
@@ -292,6 +293,13 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
     if found is not None:
         _save_and_show(found, as_json=command.json)
     return _STOPPED if found is not None and found.measured.stopped else 0
+
+
+def _without_logs(out: Path, code: int) -> int:
+    """Remove what failed ranks left if that is only their logs, and return their exit code."""
+    if code and all(path.name.startswith("rank-") for path in out.glob("*")):
+        shutil.rmtree(out, ignore_errors=True)  # what matters of them was printed
+    return code
 
 
 def _importable(module: str) -> bool:

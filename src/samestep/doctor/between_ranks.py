@@ -41,8 +41,7 @@ class Orders(msgspec.Struct, frozen=True):
     """What rank 0 tells the others after the roll call."""
 
     join: bool
-    on_cpu: bool
-    """Whether to connect by Gloo on the CPU, since not every rank has a GPU of its own."""
+    on_cpu: bool  # whether to connect by Gloo on the CPU, since not every rank has a GPU of its own
     first_ranks: tuple[int, ...]
 
 
@@ -144,10 +143,7 @@ def wait_for_all(
     timeout_s: float = _FAREWELL_S,
     ended: threading.Event | None = None,
 ) -> dict[int, bytes | None]:
-    """Return the value of `WHAT/RANK` for each rank; None if it is missing at the deadline.
-
-    The store is polled, since Python handles no signal while PyTorch's store waits.
-    """
+    """Poll for `WHAT/RANK` of each rank: while PyTorch's store waits, no signal is handled."""
     deadline, ended = time.monotonic() + timeout_s, ended or threading.Event()
     found: dict[int, bytes | None] = {}
     for rank in ranks:

@@ -25,8 +25,7 @@ _OF_A_RANK = (
     *("launch.rank", "launch.local_rank", "launch.node", "machine.host", "device", "device_uuid"),
     *("machine.cores", "machine.python", "machine.torch", "machine.samestep", "machine.code"),
     "address.interface",
-)
-"""Facts of each rank in the JSON object."""
+)  # facts of each rank in the JSON object
 
 SIDE_BY_SIDE = [
     *all_ranks.CHECKS,
@@ -34,8 +33,7 @@ SIDE_BY_SIDE = [
     measurements.clock,
     run_directory.shared_folder,
     *(measurements.compute, measurements.links, measurements.all_reduce),
-]
-"""Checks of all ranks together, in the order of the table."""
+]  # checks of all ranks together, in the order of the table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +62,7 @@ class Diagnosis:
 def diagnose(
     options: DoctorOptions, environment: Mapping[str, str] = os.environ
 ) -> Diagnosis | None:
-    """Examine this machine, and all others with the other ranks; return the diagnosis on rank 0.
-
-    Raises CutOffError on another rank if it cannot reach rank 0.
-    """
+    """Examine this machine, and with several ranks all others; rank 0 gets the diagnosis."""
     try:
         launch = detect_launch(environment)
     except UserError as error:  # rank 0 reports it in its table, others in one line

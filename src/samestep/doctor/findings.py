@@ -30,13 +30,10 @@ class Finding:
     """green: well. yellow: training works, but worse than it could. red: training will fail, or
     silently go wrong."""
     found: str
-    advice: str = ""
-    """What to do about it; empty for green findings."""
-    name: str = ""
-    """The check's name."""
+    advice: str = ""  # what to do about it; empty for green findings
+    name: str = ""  # the check's name
 
     def __post_init__(self) -> None:
-        """Require advice for every problem."""
         assert self.advice or self.status == "green", f"{self.name}: no advice for {self.found}"
 
 
@@ -70,10 +67,7 @@ def worst(findings: Sequence[Finding]) -> Status:
 
 
 def merge(tables: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
-    """Merge each rank's (label, findings): the worst finding of each check, with the ranks' label.
-
-    If a check is green everywhere, the first rank's words are shown.
-    """
+    """Merge each rank's (label, findings): of each check the worst, the first of equals."""
     rows: dict[str, list[tuple[str, Finding]]] = defaultdict(list)
     for label, findings in tables:
         for finding in findings:

@@ -1,7 +1,4 @@
-"""Clocks, computation, links and the all-reduce: measured by all ranks, then checked.
-
-Each measurement is bounded in time; rank 0 decides for all.
-"""
+"""Clocks, computation, links and the all-reduce: measured in bounded time, then checked."""
 
 import statistics
 import time
@@ -45,11 +42,7 @@ def bus_bandwidth(num_bytes: int, seconds: float, world_size: int) -> float:
 
 
 def measure_clocks(world: World) -> tuple[float, ...]:
-    """Return how far each rank's clock is ahead of rank 0's, in seconds.
-
-    All read it right after a barrier. The smallest difference of several rounds is the best
-    estimate, since waiting for a core only adds to it.
-    """
+    """Return how many seconds each rank's clock is ahead of rank 0's: the least after barriers."""
     best = [float("inf")] * world.world_size
     for _ in range(_CLOCK_ROUNDS):
         world.barrier()
@@ -133,7 +126,6 @@ def rounds_within(seconds: float, left: float) -> int:
 
 
 def _timed(world: World, function: Callable[[], object]) -> float:
-    """Return the seconds that a function takes, including the device's work."""
 
     def now() -> float:
         if world.device.type == "cuda":

@@ -40,8 +40,7 @@ DOCKER_SHM_BYTES = 64 << 20  # a container's default; one batch of images can be
 FULL_SHM_FRACTION = 0.1
 STALE_BYTES, STALE_S, NAMED_FILES = 1 << 20, 60.0, 3
 """Smaller files (semaphores) and younger ones do not count as stale."""
-MUCH_USED_FRACTION = 0.1
-"""Above this, a program uses a GPU's memory, not only the driver."""
+MUCH_USED_FRACTION = 0.1  # above this, a program uses a GPU's memory, not only the driver
 
 
 def read_machine(
@@ -82,10 +81,7 @@ def read_machine(
 def stale_files(
     folder: Path = SHM, processes: Path = Path("/proc"), now: float | None = None
 ) -> dict[str, int]:
-    """Return this user's files in a folder that no process has open, the largest first.
-
-    Shared memory outlives its processes: that of a killed rank or loader worker is never freed.
-    """
+    """Return this user's files that no process has open, as killed ranks leave, largest first."""
     now, sizes = now or time.time(), {}
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
@@ -175,7 +171,6 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _offline() -> str:
-    """Return why the internet cannot be reached, within two seconds."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy")):
         return ""  # the proxy resolves names
     tables = {Path("/proc/net/route"): 1, Path("/proc/net/ipv6_route"): 0}

@@ -49,13 +49,11 @@ class Gpu:
 class Machine:
     """One machine as one process sees it."""
 
-    host: str
-    """Its name; in a Slurm job Slurm's name of the node."""
+    host: str  # its name; in a Slurm job Slurm's name of the node
     python: str
     torch: str
     samestep: str
-    code: str
-    """Hash of samestep's source files; `recipe` is that of the recipe file, or "missing"."""
+    code: str  # hash of samestep's source files; `recipe` is that of the recipe file, or "missing"
     recipe: str = ""
     cuda: str = ""
     nccl: str = ""
@@ -65,18 +63,15 @@ class Machine:
     """The NVIDIA GPUs that the kernel knows, whether this process may use them or not."""
     machine_cores: int
     cores: tuple[int, ...]
-    omp_threads: int | None = None
-    """OMP_NUM_THREADS; None if it is unset or not a number."""
-    quota_cores: float | None = None
-    """CPU quota of the control group, in cores."""
+    omp_threads: int | None = None  # OMP_NUM_THREADS; None if it is unset or not a number
+    quota_cores: float | None = None  # CPU quota of the control group, in cores
     shm_bytes: int | None = None
     shm_free_bytes: int = 0
     shm_stale: tuple[str, ...] = ()
     """Files of this user in /dev/shm that no process has open, the largest first."""
     shm_stale_bytes: int = 0
     open_files: int | None = None
-    processes: int | None = None
-    """Limit of processes and threads of this user."""
+    processes: int | None = None  # limit of processes and threads of this user
     locked_bytes: int | None = None
     has_rdma: bool = False
     offline: str | None = None
@@ -87,16 +82,12 @@ class Machine:
 class Address:
     """A rank's place in the network."""
 
-    place: str
-    """Identifies the host, or the container if it has a network of its own."""
+    place: str  # identifies the host, or the container if it has a network of its own
     master: str = ""
-    local: str = ""
-    """This host's address on the way to the master."""
+    local: str = ""  # this host's address on the way to the master
     interface: str = ""
-    own: str = ""
-    """What this host's own name resolves to here; Gloo announces it to the others."""
-    chosen: str = ""
-    """The interface that samestep tells Gloo to use; empty if Gloo chooses."""
+    own: str = ""  # what this host's own name resolves to here; Gloo announces it to the others
+    chosen: str = ""  # the interface that samestep tells Gloo to use; empty if Gloo chooses
     gloo_interface: str = ""
     nccl_interface: str = ""
 
@@ -106,11 +97,9 @@ class Folder:
     """A run directory, or the folder in which it will be made."""
 
     path: str
-    problem: str = ""
-    """Why it cannot be written; empty if it can."""
+    problem: str = ""  # why it cannot be written; empty if it can
     free_bytes: int | None = None
-    checkpoint_bytes: int | None = None
-    """Size of the run's newest checkpoint."""
+    checkpoint_bytes: int | None = None  # size of the run's newest checkpoint
     num_checkpoints: int | None = None
     """How many the run will keep, including the one that is being written."""
     num_workers: int = 0
@@ -122,8 +111,7 @@ class SlurmTask:
     """A process's place in a Slurm job, by the variables that Slurm sets."""
 
     job: str
-    in_step: bool
-    """Whether srun started this process, or its launcher, as a task."""
+    in_step: bool  # whether srun started this process, or its launcher, as a task
     in_script: bool = False
     num_tasks: int | None = None
     job_nodes: int | None = None
@@ -141,8 +129,7 @@ class SlurmJob:
 
     is_batch: bool
     requeue: bool
-    time_limit: str
-    """As Slurm writes it: 1-02:03:04, or UNLIMITED."""
+    time_limit: str  # as Slurm writes it: 1-02:03:04, or UNLIMITED
     signal: str | None = None
     """The script's --signal; empty if it has none, None if the script cannot be read."""
     traps_signal: bool = False
@@ -155,16 +142,13 @@ class RankFacts:
     launch: Launch
     machine: Machine
     address: Address
-    folder: Folder | None = None
-    """Read by the first rank of each node."""
+    folder: Folder | None = None  # read by the first rank of each node
     slurm: SlurmTask | None = None
-    job: SlurmJob | None = None
-    """Read by rank 0, after the roll call."""
+    job: SlurmJob | None = None  # read by rank 0, after the roll call
     device: str = "cpu"
     device_uuid: str = ""
     device_problem: str = ""
-    elastic: bool = False
-    """Whether torchrun started it."""
+    elastic: bool = False  # whether torchrun started it
     num_workers: int = 0
 
     @property
@@ -179,8 +163,7 @@ class AllReduce:
 
     bytes: int
     latency_us: float
-    bus_gb_s: float
-    """Bus bandwidth in 10⁹ bytes per second."""
+    bus_gb_s: float  # bus bandwidth in 10⁹ bytes per second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,22 +172,19 @@ class Link:
 
     first: int
     second: int
-    gb_s: float
-    """10⁹ bytes per second in each direction."""
+    gb_s: float  # 10⁹ bytes per second in each direction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
     """What was measured between the ranks."""
 
-    clock_s: tuple[float, ...]
-    """How far each rank's clock is ahead of rank 0's."""
+    clock_s: tuple[float, ...]  # how far each rank's clock is ahead of rank 0's
     unshared: tuple[str, ...] | None
     """Per rank, why it does not see rank 0's file; None if rank 0 could not write one."""
     matmul_s: tuple[float, ...]
     links: tuple[Link, ...]
-    all_reduce: tuple[AllReduce, ...]
-    """Growing sizes, as many as the time budget allowed."""
+    all_reduce: tuple[AllReduce, ...]  # growing sizes, as many as the time budget allowed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,11 @@ from samestep.run.directory import is_run
 from samestep.run.files import write_text
 from samestep.run.records import read_records
 
-PREFIX = ".samestep-doctor-"
-"""Prefix of every file that the doctor writes and removes again."""
+PREFIX = ".samestep-doctor-"  # prefix of every file that the doctor writes and removes again
 _ANSWER_S = 15.0  # a file system that takes longer has lost its server
 ESTIMATED_CHECKPOINT_BYTES = 1_200_000_000
 """Assumed without a run: 100 million parameters, with Adam's moments 12 bytes each."""
-FEW_CHECKPOINTS = 3
-"""Assumed without a run: the last, the best, and the one being written."""
+FEW_CHECKPOINTS = 3  # assumed without a run: the last, the best, and the one being written
 FULL_BYTES = 64 << 20  # a disk with less is full for any run
 NFS_WAIT_S = 5.0
 """NFS may cache for some seconds that a file did not exist (acregmin, acdirmin: man 5 nfs)."""
@@ -128,11 +126,7 @@ CHECKS: list[Check[Folder]] = [run_directory, free_space]
 
 
 def find_shared_file(world: World, run_dir: Path, wait_s: float) -> tuple[str, ...] | None:
-    """Write a file on rank 0 and look for it on every rank.
-
-    Returns for each rank why it does not see the file, empty if it does; None if rank 0 could not
-    write it.
-    """
+    """Return why each rank cannot see a file of rank 0's; None if rank 0 could not write one."""
     path = run_dir.absolute()
     # Each access is bounded: a file system that has lost its server never answers.
     written = value_within(wait_s, lambda: _write_token(path), None) if world.is_main else None

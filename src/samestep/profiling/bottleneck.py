@@ -24,8 +24,7 @@ class StepPart:
     """A part of every step that has a remedy of its own."""
 
     kind: str
-    seconds: float
-    """Per step."""
+    seconds: float  # per step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +33,13 @@ class Bottleneck:
 
     kind: str
     seconds: float
-    step: float
-    """Seconds per step, with its share of evaluations and checkpoints."""
-    why: str
-    """The evidence, a sentence."""
-    change: str
-    """The one thing to change, a sentence."""
-    ceiling: float
-    """How many times as fast training would be without the bottleneck."""
-    next_kind: str
-    """What would bound it then."""
+    step: float  # seconds per step, with its share of evaluations and checkpoints
+    why: str  # the evidence, a sentence
+    change: str  # the one thing to change, a sentence
+    ceiling: float  # how many times as fast training would be without the bottleneck
+    next_kind: str  # what would bound it then
     next_seconds: float
-    parts: tuple[StepPart, ...]
-    """All parts, the largest first; they add up to the step."""
+    parts: tuple[StepPart, ...]  # all parts, the largest first; they add up to the step
     notes: tuple[str, ...] = ()
 
     @property
@@ -58,7 +51,7 @@ class Bottleneck:
 def judge(measured: MeasuredSteps) -> Bottleneck:
     """Return the verdict on some measured steps."""
     parts = sorted(split(measured), key=lambda part: -part.seconds)
-    total = sum(part.seconds for part in parts)
+    total = max(sum(part.seconds for part in parts), 1e-9)  # a clock may not have moved
     first, *rest = parts
     starved = max(rank.starved for rank in measured.ranks)
     started = measured.local_ranks * (measured.threads + measured.workers)
@@ -68,13 +61,17 @@ def judge(measured: MeasuredSteps) -> Bottleneck:
     # Time that was not traced is no bottleneck.
     following = next((p for p in rest if p.seconds > 0 and p.kind != "untraced"), first)
     facts = _facts(first, measured)
-    why, change = (_advice(text, measured, facts) for text in ADVICE[first.kind])
+    holds = _conditions(measured)
+    why, change = (
+        (text if isinstance(text, str) else next(one for c, one in text.items() if holds[c]))
+        for text in ADVICE[first.kind]
+    )
     return Bottleneck(
         kind=first.kind,
         seconds=first.seconds,
         step=total,
-        why=why,
-        change=change,
+        why=why.format(**facts),
+        change=change.format(**facts),
         ceiling=total / max(total - first.seconds, 1e-9 * total),
         next_kind=following.kind,
         next_seconds=following.seconds,
@@ -276,15 +273,7 @@ def _conditions(m: MeasuredSteps) -> dict[str, object]:
     }
 
 
-def _advice(text: dict[str, str] | str, measured: MeasuredSteps, facts: dict[str, object]) -> str:
-    if isinstance(text, dict):
-        holds = _conditions(measured)
-        text = next(one for condition, one in text.items() if holds[condition])
-    return text.format(**facts)
-
-
 def _facts(bottleneck: StepPart, m: MeasuredSteps) -> dict[str, object]:
-    """Return what the texts of `ADVICE` name."""
     seconds, traced, slow, typical = bottleneck.seconds, m.traced, m.ranks[m.slowest], m.typical
     number, free = len(m.ranks), m.cores // m.local_ranks
     gigabytes = 2 * (number - 1) / number * m.gradient_bytes / 1e9

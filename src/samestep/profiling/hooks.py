@@ -27,28 +27,8 @@ from samestep.training.phases import Phases, make_phases
 from samestep.training.prepare import tell_end_of_autograd
 from samestep.training.side_effects import leaves_of
 
-_SURE = 3
-"""After this many updates without an optimizer, a script counts as making its own."""
+_SURE = 3  # after this many updates without an optimizer, a script counts as making its own
 _FEW, _VALUES = 8, 64
-
-
-class OwnUpdates:
-    """Notice that weights change between backward passes, by a few values of a few of them.
-
-    They are found through each loss, since a script may replace weights instead of changing them.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._before: list[Tensor] = []
-
-    def count_before(self, loss: Tensor) -> None:
-        """Count an update if the weights of a loss have changed since the last call."""
-        few = itertools.islice(leaves_of(loss), _FEW)
-        now = [leaf.detach().reshape(-1)[:_VALUES].clone() for leaf in few]
-        pairs = zip(self._before, now, strict=False)
-        self.count += any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
-        self._before = now
 
 
 class Hooks:
@@ -60,31 +40,26 @@ class Hooks:
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
         self.on_profiler: Callable[[], None] = lambda: None
         """Called when the script starts a profiler."""
-        self.on_own_updates: Callable[[], None] = lambda: None
+        self.on_own_updates: Callable[[], object] = lambda: None
         """Called when the script turns out to change its weights itself."""
-        self.trained: list[Tensor] = []
-        """The weights of the optimizer; without one, of the loss."""
-        self._own_updates: OwnUpdates | None = OwnUpdates()
-        """None once an optimizer has begun a step."""
+        self.trained: list[Tensor] = []  # the weights of the optimizer; without one, of the loss
+        self._own_updates: int | None = 0
+        """How often weights changed between two backward passes; None once an optimizer steps."""
+        self._some_weights: list[Tensor] = []
+        """A few values of a few weights at the last backward pass."""
         self.steps = 0
-        self.optimizer: Optimizer | None = None
-        """The first that took a step: its steps count."""
-        self.loader: DataLoader[Any] | None = None
-        """The loader that the training reads from."""
-        self.batches = 0
-        """Batches that the training has read."""
+        self.optimizer: Optimizer | None = None  # the first that took a step: its steps count
+        self.loader: DataLoader[Any] | None = None  # the loader that the training reads from
+        self.batches = 0  # batches that the training has read
         self._several = several
-        self.epochs = 0
-        """How often the training began to read from its loader."""
+        self.epochs = 0  # how often the training began to read from its loader
         self._epoch_step = 0
         self._latest: DataLoader[Any] | None = None
         self._evaluating = False
         self._eval_mode = False
         self._depth = 0
-        self._between = False
-        """Whether an optimizer has stepped and the next step has not begun."""
-        self._has_gradients = False
-        """Whether a backward has run since the last optimizer step."""
+        self._between = False  # whether an optimizer has stepped and the next step has not begun
+        self._has_gradients = False  # whether a backward has run since the last optimizer step
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -166,17 +141,19 @@ class Hooks:
             self.on_step(self.steps)
 
     def _begin(self, trained: list[Tensor]) -> None:
-        """Note the weights, and the device whose clock counts."""
         self.trained = trained
         if trained[0].device.type == "cuda":
             self.phases = make_phases(trained[0].device)
             self.phases.begin()
 
-    def _count_own_update(self, updates: OwnUpdates, loss: Tensor) -> None:
-        """Count a step if the script has changed its weights without an optimizer."""
-        before = updates.count
-        updates.count_before(loss)
-        if updates.count == before or updates.count < _SURE:
+    def _count_own_update(self, updates: int, loss: Tensor) -> None:
+        """Count a step if the script has changed the weights of its loss without an optimizer."""
+        few = itertools.islice(leaves_of(loss), _FEW)
+        now = [leaf.detach().reshape(-1)[:_VALUES].clone() for leaf in few]
+        pairs = zip(self._some_weights, now, strict=False)
+        changed = any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
+        self._some_weights, self._own_updates = now, updates + changed
+        if not changed or self._own_updates < _SURE:
             return
         if not self.trained:
             self._begin(list(leaves_of(loss)))
@@ -186,7 +163,11 @@ class Hooks:
 
     def _around_iter(self, original: Callable[..., Any], loader: Any) -> Any:
         self._begin_reading()
-        if self._is_for_training(loader):
+        trains = self.loader is not None and torch.is_grad_enabled()
+        # From the same loader, or from one that a new epoch has made anew.
+        if trains and (
+            loader is self.loader or (not self._evaluating and _alike(loader, self.loader))
+        ):
             self.loader = loader
             if self.steps > self._epoch_step:  # else it reads from two at once
                 self._begin_epoch()
@@ -198,12 +179,6 @@ class Hooks:
         if fetcher is not None:
             fetcher.collate_fn = record_function(COLLATE)(fetcher.collate_fn)
         return iterator
-
-    def _is_for_training(self, loader: Any) -> bool:
-        """Whether the training reads from it, or a new epoch has made it anew."""
-        if self.loader is None or not torch.is_grad_enabled():
-            return False
-        return loader is self.loader or (not self._evaluating and _alike(loader, self.loader))
 
     def _begin_epoch(self) -> None:
         self.epochs += 1
@@ -287,13 +262,12 @@ class Hooks:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two loaders seem to read the same data."""
-
-    def seen(loader: Any) -> tuple[Any, ...]:
-        data = loader.dataset
-        return type(data), loader.batch_size, len(data) if hasattr(data, "__len__") else None
-
-    return one.dataset is other.dataset or seen(one) == seen(other)
+    a, b = one.dataset, other.dataset
+    kinds = [
+        (type(loader.dataset), loader.batch_size, getattr(loader.dataset, "__len__", int)())
+        for loader in (one, other)
+    ]
+    return a is b or kinds[0] == kinds[1]
 
 
 def _replacement(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:

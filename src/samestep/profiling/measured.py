@@ -23,22 +23,16 @@ class Extent:
 class Operations:
     """What the operations of the traced steps were, as shares of what a step computes."""
 
-    launch: float = 0.0
-    """Overhead: Python and starting operations, while none works."""
-    matmul: float = 0.0
-    """Matrix products, convolutions, attention: limited by arithmetic."""
-    memory: float = 0.0
-    """All others: limited by moving numbers to and from memory."""
-    sync: float = 0.0
-    """The host waited for the device, which then idled."""
-    count: float = 0.0
-    """Operations per step."""
+    launch: float = 0.0  # overhead: Python and starting operations, while none works
+    matmul: float = 0.0  # matrix products, convolutions, attention: limited by arithmetic
+    memory: float = 0.0  # all others: limited by moving numbers to and from memory
+    sync: float = 0.0  # the host waited for the device, which then idled
+    count: float = 0.0  # operations per step
     gpu_busy: float | None = None
     """Seconds per step in which a GPU ran at least one kernel; None if no GPU was traced."""
     syncs: float = 0.0
     """Times per step that the host read a number: `.item()`, `float(tensor)`, `.cpu()`."""
-    collate: float = 0.0
-    """Share of the wait for data in which samples were collated."""
+    collate: float = 0.0  # share of the wait for data in which samples were collated
     top_matmul: tuple[tuple[str, float], ...] = ()
     """The longest operations limited by arithmetic, each with its share."""
     top_memory: tuple[tuple[str, float], ...] = ()
@@ -50,8 +44,7 @@ class MeasuredRank:
 
     phases: Mapping[str, float]
     operations: Operations | None = None
-    starved: float = 0.0
-    """Seconds per step that its most delayed thread waited for a core."""
+    starved: float = 0.0  # seconds per step that its most delayed thread waited for a core
     wanted_cores: float = 0.0
     """Cores that its threads and loader processes used or waited for, on average."""
     memory: tuple[float, str] | None = None
@@ -75,36 +68,27 @@ class MeasuredSteps:
 
     ranks: tuple[MeasuredRank, ...]
     steps: int
-    wall: float = 0.0
-    """Seconds per step by the clock, to which the phases add up."""
-    samples: float = 0.0
-    """Samples per step over all ranks; 0 if unknown."""
+    wall: float = 0.0  # seconds per step by the clock, to which the phases add up
+    samples: float = 0.0  # samples per step over all ranks; 0 if unknown
     evaluation: float = 0.0
     """Seconds per step, if evaluations are shared out over the steps between them."""
     checkpoint: float = 0.0
     worker_start: float = 0.0
     """Part of the wait for data in which loader processes were being started."""
     device: str = "cpu"
-    cores: int = 1
-    """Cores that these ranks may use on their node."""
+    cores: int = 1  # cores that these ranks may use on their node
     local_ranks: int = 1
-    threads: int = 1
-    """CPU threads per rank."""
-    workers: int = 0
-    """Loader processes per rank."""
+    threads: int = 1  # CPU threads per rank
+    workers: int = 0  # loader processes per rank
     iterable: bool = False
     """Whether the data is an IterableDataset, which each worker reads by itself."""
-    in_memory: bool = False
-    """Whether the data is held in memory, so that no worker could read it."""
-    gradient_bytes: int = 0
-    """Per rank."""
-    script: bool = False
-    """Whether it was a user's script, not a recipe."""
+    in_memory: bool = False  # whether the data is held in memory, so that no worker could read it
+    gradient_bytes: int = 0  # per rank
+    script: bool = False  # whether it was a user's script, not a recipe
     profiled_itself: bool = False
     """Whether the script ran a profiler of its own in some steps, which are left out."""
     compiled: bool = False
-    stopped: bool = False
-    """Whether a signal ended it before all was measured."""
+    stopped: bool = False  # whether a signal ended it before all was measured
     counts: Mapping[str, int] = field(default_factory=dict)
     """Steps between two evaluations and two checkpoints, by the settings."""
 

@@ -37,18 +37,13 @@ class SweepRow:
     """One value that was tried."""
 
     value: int
-    seconds: float
-    """Per step, in the fastest round: whatever else runs only adds to it."""
+    seconds: float  # per step, in the fastest round: whatever else runs only adds to it
     samples_per_s: float
-    ratio: float
-    """Samples per second, relative to the first value."""
-    low: float
-    high: float
-    """The smallest and the largest of the rounds' ratios to the best value before it."""
-    data: float
-    """Seconds per step of waiting for data."""
-    helps: bool
-    """Whether it was faster than the best value before it, beyond noise."""
+    ratio: float  # samples per second, relative to the first value
+    low: float  # the smallest of the rounds' ratios to the best value before it
+    high: float  # the largest
+    data: float  # seconds per step of waiting for data
+    helps: bool  # whether it was faster than the best value before it, beyond noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +52,11 @@ class Sweep:
 
     setting: str
     rows: tuple[SweepRow, ...]
-    best: int
-    """The value to use."""
+    best: int  # the value to use
     skipped: tuple[int, ...] = ()
     """Values that were not tried, since larger ones had stopped to help."""
-    why: str = ""
-    """Why the sweep ended."""
-    sure: bool = True
-    """Whether the rounds agree well enough to rely on it."""
+    why: str = ""  # why the sweep ended
+    sure: bool = True  # whether the rounds agree well enough to rely on it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +87,14 @@ class Profile:
 def show(profile: Profile, console: Console) -> None:
     """Print a profile."""
     measured = profile.measured
+    parts = [count(len(measured.ranks), "rank"), measured.device]
+    if measured.device == "cpu":
+        parts.append(f"{count(measured.threads, 'thread')} each")
+    if not measured.in_memory:
+        parts.append(f"{count(measured.workers, 'worker')} each")
+    where = ", ".join(filter(None, [*parts, profile.precision, count(measured.cores, "core")]))
     console.print(f"[bold]{escape(profile.name)}[/]")
-    _line(console, "where", _where(measured, profile.precision))
+    _line(console, "where", f"{where}; {measured.steps:,} steps measured")
     _print_table(console, _phases(measured, profile.verdict))
     for name, text in _verdict(profile):
         _line(console, name, text)
@@ -116,17 +114,6 @@ def _line(console: Console, name: str, text: str) -> None:
     indent = " " * 9
     lines = textwrap.wrap(text, max(20, console.width - len(indent)), break_on_hyphens=False)
     console.print(f"[bold]{name:<9}[/]" + escape(f"\n{indent}".join(lines)), soft_wrap=True)
-
-
-def _where(measured: MeasuredSteps, precision: str) -> str:
-    parts = [count(len(measured.ranks), "rank"), measured.device]
-    if measured.device == "cpu":
-        parts.append(f"{count(measured.threads, 'thread')} each")
-    if not measured.in_memory:
-        parts.append(f"{count(measured.workers, 'worker')} each")
-    parts += [precision] * bool(precision)
-    parts.append(count(measured.cores, "core"))
-    return f"{', '.join(parts)}; {measured.steps:,} steps measured"
 
 
 def _print_table(console: Console, table: Table, *, after: bool = True) -> None:
@@ -183,12 +170,16 @@ def _verdict(profile: Profile) -> list[tuple[str, str]]:
         ("change", verdict.change),
     ]
     if measured.samples:
-        samples = _speed(measured.samples / verdict.step)
-        text = f"{_speed(1 / verdict.step)} steps per second, {samples} samples per second"
+        # At least four digits: 40.41, 218.9, 115,360.
+        steps, samples = (
+            f"{speed:,.0f}" if speed >= 1000 else f"{speed:.4g}"
+            for speed in (1 / verdict.step, measured.samples / verdict.step)
+        )
         parts = {part.kind for part in verdict.parts if part.seconds}
         between = [f"{name}s" for name in ("evaluation", "checkpoint") if f"{name}-bound" in parts]
         end = f", with {' and '.join(between)}." if between else "."
-        lines.append(("speed", f"{text}{end}"))
+        text = f"{steps} steps per second, {samples} samples per second{end}"
+        lines.append(("speed", text))
     if measured.gpu_idle is not None:
         busy = measured.traced.gpu_busy or 0.0
         times = f"its kernels run {milliseconds(busy)} of {milliseconds(measured.wall)}"
@@ -198,11 +189,6 @@ def _verdict(profile: Profile) -> list[tuple[str, str]]:
         size = f"{most:,.1f} MiB" if most >= 1 else f"{most * 1024:,.1f} KiB"
         lines.append(("memory", f"at most {size} more than between the steps, in {phase}"))
     return [*lines, *(("note", note) for note in verdict.notes)]
-
-
-def _speed(value: float) -> str:
-    """Return a number of at least four digits: 40.41, 218.9, 115,360."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def sweep_table(one: Sweep) -> Table:

@@ -49,27 +49,12 @@ def profile_recipe(
     tried: Mapping[str, tuple[int, ...]],
     begin: Callable[[Path], None],
 ) -> Profile:
-    """Measure some steps of a recipe on this world, and judge them.
-
-    `tried` is the values to try of `num_workers` and `batch_size`. Every rank calls `begin` with
-    the run directory once it exists.
-    """
+    """Measure and judge some steps; try the values in `tried`; `begin` gets the run directory."""
     if request.settings.engine != "native":
         raise UserError(
             "samestep profile RECIPE measures samestep's own loop: leave --engine out. Any script "
             "can be profiled too, one with Lightning's Trainer as well: samestep profile SCRIPT.py"
         )
-    with switched(request.settings, world.device):
-        return _profile(request, world, extent, tried, begin)
-
-
-def _profile(
-    request: Request,
-    world: World,
-    extent: Extent,
-    tried: Mapping[str, tuple[int, ...]],
-    begin: Callable[[Path], None],
-) -> Profile:
     settings = request.settings
     if settings.epochs is None and settings.max_steps is None:
         settings = replace(settings, max_steps=ENDLESS)
@@ -78,45 +63,25 @@ def _profile(
         new_path = partial(choose_path, request)
     path = Path(world.on_main(new_path))
     request = replace(request, settings=replace(settings, run_dir=str(path)))
-    request = completed(request, world)
-    built = build(request, world)
-    work = built.work
-    if tried["num_workers"] and isinstance(work.train, MemorySource):
-        raise UserError(
-            f"--workers: {request.recipe.name} holds its data in memory, so no worker reads it. "
-            "Leave --workers out.",
-            on_all_ranks=True,
-        )
-    samples = work.train.num_samples  # 0 of a stream
-    for size in tried["batch_size"]:
-        if samples and size > samples:
-            raise UserError(
-                f"--batch-sizes: {size:,} samples per step are more than the {samples:,} training "
-                f"samples. Leave {size} out.",
-                on_all_ranks=True,
-            )
-        if size < world.num_parts:
-            raise UserError(
-                f"--batch-sizes: {size} samples per step are less than the {world.num_parts} "
-                f"ranks. Leave {size} out.",
-                on_all_ranks=True,
-            )
 
     def write_description() -> None:
         with closing(Run(path)) as run:
             describe(run, request, built)
 
-    world.on_main(write_description)
-    world.on_every(lambda: begin(path))
-    with catch_signals() as received:
+    def stop() -> bool:
+        return bool(world.broadcast(received.signum if world.is_main else 0))
 
-        def stop() -> bool:
-            return bool(world.broadcast(received.signum if world.is_main else 0))
-
-        measured = measure(work, built.state, path, extent, received)
-        sweeps = _sweep(request, built, path, tried, stop)
-        measured = replace(measured, stopped=measured.stopped or stop())
-    work.train.close()
+    with switched(settings, world.device):
+        request = completed(request, world)
+        built = build(request, world)
+        _check_values(tried, built.work, request.recipe.name)
+        world.on_main(write_description)
+        world.on_every(lambda: begin(path))
+        with catch_signals() as received:
+            measured = measure(built.work, built.state, path, extent, received)
+            sweeps = _sweep(request, built, path, tried, stop)
+            measured = replace(measured, stopped=measured.stopped or stop())
+        built.work.train.close()
     return Profile(
         name=request.recipe.name,
         path=path,
@@ -126,6 +91,24 @@ def _profile(
         traces=tuple(f"traces/{p.name}" for p in sorted((path / "traces").glob("trace_*"))),
         precision=request.settings.precision,
     )
+
+
+def _check_values(tried: Mapping[str, tuple[int, ...]], work: Work, recipe: str) -> None:
+    samples, ranks = work.train.num_samples, work.world.num_parts
+    if tried["num_workers"] and isinstance(work.train, MemorySource):
+        raise UserError(
+            f"--workers: {recipe} holds its data in memory, so no worker reads it. Leave --workers "
+            "out.",
+            on_all_ranks=True,
+        )
+    for size in tried["batch_size"]:
+        if size < ranks or 0 < samples < size:  # 0 of a stream
+            limit = f"more than the {samples:,} training samples"
+            limit = f"less than the {ranks} ranks" if size < ranks else limit
+            raise UserError(
+                f"--batch-sizes: {size:,} samples per step are {limit}. Leave {size} out.",
+                on_all_ranks=True,
+            )
 
 
 def measure(
@@ -169,10 +152,8 @@ def _run_stages(
     world = work.world
     stages = Stages(
         TimeAccount(lambda: work.phases),
-        agree=lambda function: world.broadcast(function() if world.is_main else 0),
-        seconds=extent.seconds,
-        num_steps=extent.steps,
-        epoch=extent.epoch,
+        lambda function: world.broadcast(function() if world.is_main else 0),
+        extent,
         stop=lambda: received.signum != 0,
     )
     stages.epoch_begins(state.position.epoch + 1)
@@ -232,10 +213,11 @@ def _sweep(
 
 
 def _steps_between(work: Work) -> dict[str, int]:
-    """Return how many steps lie between two evaluations, and between two checkpoints."""
     settings, epoch = work.settings, work.plan.steps_per_epoch
-    evaluation = settings.eval_every_epochs * epoch
-    saving = settings.checkpoint_every_epochs * epoch
+    evaluation, saving = (
+        settings.eval_every_epochs * epoch,
+        settings.checkpoint_every_epochs * epoch,
+    )
     return {
         "evaluation": min(evaluation, settings.eval_every_steps or evaluation),
         "checkpoint": min(saving, settings.checkpoint_every_steps or saving),
@@ -250,27 +232,26 @@ def _evaluation_seconds(work: Work) -> float:
     part = _PartialSource(work.validation)
     evaluate_work(replace(work, forward=None), part)  # without compiling, which happens once
     if work.world.device.type == "cuda":  # the host was ahead; now it has read the sums
-        part.seconds = time.perf_counter() - part.began
+        part.times[-1] = time.perf_counter()
     batches = -(-share // evaluation_batch(work.settings, work.plan.micro_batch_size))
-    return max(work.world.gather(part.seconds / max(1, part.batches) * batches))
+    seconds = part.times[-1] - part.times[0]
+    return max(work.world.gather(seconds / max(1, len(part.times) - 1) * batches))
 
 
 class _PartialSource:
-    """A source whose evaluation ends early and counts its batches."""
+    """A source whose evaluation ends early and notes when each batch was done."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self.began = self.seconds = 0.0
-        self.batches = 0
+        self.times = [0.0]
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield batches until the time is up."""
-        self.began = time.perf_counter()
+        self.times = [time.perf_counter()]
         for batch in self._source.evaluation(batch_size):
             yield batch
-            self.batches += 1
-            self.seconds = time.perf_counter() - self.began
-            if self.seconds > _LONGEST_EVALUATION_S:
+            self.times.append(time.perf_counter())
+            if self.times[-1] - self.times[0] > _LONGEST_EVALUATION_S:
                 return
 
 

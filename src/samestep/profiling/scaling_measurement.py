@@ -34,12 +34,7 @@ def measure(
     seconds: float,
     started_at: float,
 ) -> int:
-    """Train for some seconds, write a `Measurement` into the run's directory.
-
-    `sizes` are the global batch size, the micro-batch size and the run's directory; they replace
-    the request's own. `seconds` are measured after warming up. Returns the signal that stopped it,
-    or 0.
-    """
+    """Measure (global batch, micro-batch, run directory) for so long; return the stop signal."""
     global_batch, micro_batch, path = sizes
     stopwatch = _Stopwatch(received, seconds)
     settings = replace(
@@ -63,7 +58,10 @@ def measure(
         engine=Engine(wrap=NATIVE.wrap, drive=stopwatch.drive),
     )
     if outcome.signum == 0:
-        facts = world.gather((world.node, _gpu(world), tuple(sorted(usable_cores()))))
+        gpu = "mps" if world.device.type == "mps" else ""
+        if world.device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(world.device).uuid)
+        facts = world.gather((world.node, gpu, tuple(sorted(usable_cores()))))
         here = [fact for fact in facts if fact[0] == world.node]
         gpus = [fact[:2] for fact in facts if fact[1]]
         found = Measurement(
@@ -80,7 +78,6 @@ def measure(
 
 
 def _training_part(data: Any) -> Any:
-    """Return a loader of only the training set of a recipe."""
 
     def load(options: Any = None) -> Splits:
         splits: Splits = with_options("data", data, options)()
@@ -95,8 +92,7 @@ class _Stopwatch:
     def __init__(self, received: ReceivedSignal, seconds: float) -> None:
         self._received, self._seconds = received, seconds
         self.segments: list[Segment] = []
-        self.num_samples = 0
-        """Of the training set."""
+        self.num_samples = 0  # of the training set
         self._cut: tuple[int, int, dict[str, float]] | None = None
         """Steps, samples and seconds at the begin of the running segment."""
 
@@ -121,7 +117,6 @@ class _Stopwatch:
         state.stop_reason = Signals(state.signum).name if state.signum else "measured"
 
     def _look(self, work: Work, state: State) -> None:
-        """Close the segment if it is long enough."""
         seconds = work.phases.attempt()  # on a GPU the host waits here, a few times a second
         now = (state.position.step, state.position.samples, seconds)
         if self._cut is None:
@@ -138,9 +133,3 @@ class _Stopwatch:
     def _is_enough(self) -> bool:
         measured = sum(segment.seconds for segment in self.segments)
         return len(self.segments) > 1 and measured >= self._seconds
-
-
-def _gpu(world: World) -> str:
-    if world.device.type == "cuda":
-        return str(torch.cuda.get_device_properties(world.device).uuid)
-    return "mps" if world.device.type == "mps" else ""

@@ -24,18 +24,15 @@ class Setup:
     mode: Mode
     ranks: int
     global_batch_size: int
-    micro_batch_size: int
-    """Most samples per rank and micro-step."""
+    micro_batch_size: int  # most samples per rank and micro-step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """All setups to measure; the others are compared with the smallest number of ranks."""
 
-    setups: tuple[Setup, ...]
-    """The first has the smallest number of ranks, and serves both modes."""
-    left_out: tuple[str, ...] = ()
-    """Sentences on what cannot be measured, and why."""
+    setups: tuple[Setup, ...]  # the first has the smallest number of ranks, and serves both modes
+    left_out: tuple[str, ...] = ()  # sentences on what cannot be measured, and why
 
     @property
     def base(self) -> Setup:
@@ -52,8 +49,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     samples: int
-    phases: dict[str, float]
-    """Seconds in each phase, on rank 0."""
+    phases: dict[str, float]  # seconds in each phase, on rank 0
 
     @property
     def seconds(self) -> float:
@@ -66,14 +62,10 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     segments: list[Segment]
     device: str
-    threads: int
-    """CPU threads per rank."""
-    cores: int
-    """Cores that the ranks of rank 0's node may use together."""
-    num_samples: int
-    """Of the training set."""
-    sharing_gpu: int = 0
-    """Number of ranks that share a GPU."""
+    threads: int  # CPU threads per rank
+    cores: int  # cores that the ranks of rank 0's node may use together
+    num_samples: int  # of the training set
+    sharing_gpu: int = 0  # number of ranks that share a GPU
 
 
 class MeasurementTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,11 +95,7 @@ def samples_per_s(segments: Sequence[Segment]) -> float:
 
 
 def plan_study(settings: Settings, sizes: Sequence[int], modes: Sequence[Mode]) -> Study:
-    """Return the batch sizes of every setup.
-
-    Weak scaling keeps the batch of a rank and strong scaling the global batch, both as the settings
-    make them on the smallest number of ranks.
-    """
+    """Plan batch sizes: weak scaling keeps a rank's batch, strong scaling the global one."""
     base = _setup(settings, modes[0], sizes[0])
     setups, left_out = [base], []
     for ranks, mode in product(sizes[1:], modes):
@@ -149,11 +137,7 @@ def run_study(
     launch: Callable[[int, MeasurementTask], None],
     tell: Callable[[str], None],
 ) -> tuple[Study, list[MeasuredSetup]]:
-    """Measure every setup once per round, so that other work on the machine affects all of them.
-
-    `launch` starts this many ranks, which do the task, and returns when they have ended. Returns
-    the study without the setups that the training set is too small for, and the measurements.
-    """
+    """Measure every setup once per round; return the study without setups that are too large."""
     found: dict[Setup, list[Measurement]] = {setup: [] for setup in study.setups}
     for number in range(1, rounds + 1):
         for ranks in sorted({setup.ranks for setup in study.setups}):

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -40,23 +40,18 @@ class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
         self.code = code
-        self.text = text
-        """Its traceback, as Python would print it; empty for an exit code."""
-        self.steps = 0
-        """Optimizer steps that it took."""
-        self.found: Profile | None = None
-        """What was measured until then, if that was enough."""
+        self.text = text  # its traceback, as Python would print it; empty for an exit code
+        self.steps = 0  # optimizer steps that it took
+        self.found: Profile | None = None  # what was measured until then, if that was enough
 
     def summary(self, script: Path) -> str:
         """Return the line to show below the script's own error."""
         how = f"ended with exit code {self.code}"
-        if isinstance(self.__cause__, _Done):
-            how = "was ended by SIGTERM"
-        elif isinstance(self.__cause__, Exception):
-            how = "ended with an error"
-        found = "nothing was measured"
-        if self.found is not None:
-            found = "the profile is of what was measured until then"
+        if isinstance(self.__cause__, _Done | Exception):
+            was_ended = isinstance(self.__cause__, _Done)
+            how = "was ended by SIGTERM" if was_ended else "ended with an error"
+        until = "the profile is of what was measured until then"
+        found = until if self.found is not None else "nothing was measured"
         return f"{script.name} {how} after {count(self.steps, 'step')}: {found}."
 
 
@@ -65,10 +60,7 @@ class _Done(BaseException):
 
 
 class RankZeroEnded(BaseException):
-    """Rank 0 has ended after this many steps; raised in the script on the other ranks.
-
-    A BaseException, so that the script's own `except Exception` does not swallow it.
-    """
+    """Rank 0 has ended; a BaseException, which the script's own `except Exception` lets pass."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
@@ -76,10 +68,7 @@ class RankZeroEnded(BaseException):
 
 
 class ScriptRanks:
-    """One rank of those that profile the same script: they agree through a store of their own.
-
-    Whether and how the script itself connects its ranks is up to the script.
-    """
+    """One rank of a script; they agree through a store that is not the script's own."""
 
     def __init__(self, launch: Launch, within_s: float = _TIMEOUT_S) -> None:
         self.rank, self.world_size = launch.rank, launch.world_size
@@ -101,10 +90,7 @@ class ScriptRanks:
             self._get(f"here-{rank}", f"for rank {rank} to start")
 
     def agree(self, function: Callable[[], int]) -> int:
-        """Return a function's value on rank 0; all ranks call this equally often, in order.
-
-        Raises RankZeroEnded once rank 0 has ended.
-        """
+        """Return a function's value on rank 0; RankZeroEnded once that has ended."""
         if self.world_size == 1:
             return function()
         self._answers += 1
@@ -151,14 +137,9 @@ class ScriptRanks:
         )
 
 
-@dataclass(frozen=True)
-class _RankFound:
-    """What a rank sends to rank 0."""
-
-    rank: MeasuredRank
-    worker_start: float
-    trace: str | None
-    profiled_itself: bool
+_Found = tuple[MeasuredRank, float, str | None, bool]
+"""What a rank sends to rank 0: with the seconds that its workers took to start, its trace, and
+whether the script profiled itself."""
 
 
 def profile_script(
@@ -181,22 +162,23 @@ def profile_script(
     """
     ranks.join()
     hooks = Hooks(Phases(), several=ranks.world_size > 1)
-    account, wants = TimeAccount(lambda: hooks.phases), lambda: hooks.loader is not None
     received: list[int] = []
     epoch = extent.epoch
     stages = Stages(
-        account,
+        TimeAccount(lambda: hooks.phases),
         ranks.agree,
-        seconds=extent.seconds,
-        num_steps=extent.steps,
-        epoch=epoch,
-        wants_epochs=wants,
+        extent,
+        wants_epochs=lambda: hooks.loader is not None,
         stop=lambda: bool(received),
     )
     hooks.on_step = lambda step: _stop_if(stages.at(step))
     hooks.on_epoch = lambda number: _stop_if(stages.epoch_begins(number))
     hooks.on_profiler = stages.script_profiles
-    hooks.on_own_updates = lambda: _warn_of_own_updates(script, ranks.rank)
+    if ranks.rank == 0:
+        hooks.on_own_updates = lambda: sys.stderr.write(
+            f"samestep: {script} changes its weights without a torch.optim optimizer: each change "
+            "between two backward passes counts as a step, and its time as 'other'.\n"
+        )
     failure = profile = None
     try:
         with (
@@ -228,14 +210,6 @@ def profile_script(
         failure.steps, failure.found = hooks.steps, profile
         raise failure
     return profile
-
-
-def _warn_of_own_updates(script: Path, rank: int) -> None:
-    if rank == 0:
-        sys.stderr.write(
-            f"samestep: {script} changes its weights without a torch.optim optimizer: each change "
-            "between two backward passes counts as a step, and its time as 'other'.\n"
-        )
 
 
 def _stop_if(done: bool) -> None:
@@ -312,7 +286,6 @@ def _to_stderr() -> Iterator[None]:
 
 
 def _why_nothing(script: Path, hooks: Hooks, epoch: int | None) -> str:
-    """Return why there is no profile."""
     if not hooks.steps:
         return (
             f"{script} ended without a single step of a torch.optim optimizer, and its backward "
@@ -353,21 +326,21 @@ def _gather_profile(
         operations, memory = stages.tracer.keep(out / "traces", name)
         mine = replace(mine, operations=operations, memory=memory)
         trace = f"traces/trace_{name}.json.gz"
-    phases = dict(mine.phases)
-    worker_start = phases.pop("workers", 0.0)
-    phases["data"] = phases.get("data", 0.0) + worker_start
-    mine = replace(mine, phases=phases)
-    sent = msgspec.json.encode(_RankFound(mine, worker_start, trace, stages.profiled_itself))
-    found = [msgspec.json.decode(one, type=_RankFound) for one in ranks.gather(sent.decode())]
+    worker_start = mine.phases.get("workers", 0.0)
+    phases = {name: seconds for name, seconds in mine.phases.items() if name != "workers"}
+    mine = replace(mine, phases=phases | {"data": phases.get("data", 0.0) + worker_start})
+    sent = msgspec.json.encode((mine, worker_start, trace, stages.profiled_itself)).decode()
+    found = [msgspec.json.decode(one, type=_Found) for one in ranks.gather(sent)]
     if ranks.rank != 0:
         return None
+    measured_ranks, worker_starts, traces, profiled_themselves = zip(*found, strict=True)
     batch = getattr(loader, "batch_size", None) or 0
     measured = MeasuredSteps(
-        ranks=tuple(each.rank for each in found),
+        ranks=measured_ranks,
         steps=span.steps,
         wall=span.seconds / span.steps,
         samples=batch * round(hooks.batches / max(1, hooks.steps)) * len(found),
-        worker_start=max(each.worker_start for each in found),
+        worker_start=max(worker_starts),
         device=hooks.trained[0].device.type,
         cores=len(usable_cores()),
         local_ranks=ranks.local_world_size,
@@ -377,10 +350,10 @@ def _gather_profile(
         in_memory=loader is None,
         gradient_bytes=sum(p.nbytes for p in hooks.trained),
         script=True,
-        profiled_itself=any(each.profiled_itself for each in found),
+        profiled_itself=any(profiled_themselves),
         stopped=stopped,
     )
-    traces = tuple(each.trace for each in found if each.trace is not None)
+    traces = tuple(filter(None, traces))
     return Profile(
         name=script.name, path=out, measured=measured, verdict=judge(measured), traces=traces
     )

@@ -20,8 +20,7 @@ from samestep.reporting.words import ranks as ranks_in_words
 
 DRAWS = 1000
 _WIDTH = 80
-BUSY = 0.3
-"""From this many cores on, other work that keeps them busy counts."""
+BUSY = 0.3  # from this many cores on, other work that keeps them busy counts
 Interval = tuple[float, float]
 
 
@@ -32,16 +31,12 @@ class ScalingResult:
     setup: Setup
     samples_per_s: float
     steps_per_s: float
-    speed_up: float
-    """Samples per second, relative to the smallest number of ranks."""
+    speed_up: float  # samples per second, relative to the smallest number of ranks
     speed_up_interval: Interval
-    efficiency: float
-    """The speed-up, relative to that of the ranks' number."""
+    efficiency: float  # the speed-up, relative to that of the ranks' number
     efficiency_interval: Interval
-    phases_ms_per_step: dict[str, float]
-    """On rank 0."""
-    lost_ms_per_step: dict[str, float]
-    """What each phase takes above the ideal."""
+    phases_ms_per_step: dict[str, float]  # on rank 0
+    lost_ms_per_step: dict[str, float]  # what each phase takes above the ideal
     rounds: int
     segments: int
 
@@ -61,10 +56,8 @@ class ScalingReport:
     """The results of a study."""
 
     recipe: str
-    seconds: float
-    """Requested per measurement."""
-    results: dict[Mode, list[ScalingResult]]
-    """By the number of ranks; the base first."""
+    seconds: float  # requested per measurement
+    results: dict[Mode, list[ScalingResult]]  # by the number of ranks; the base first
     warnings: list[str]
     crowded: dict[int, bool]
     """Whether this many ranks share cores, with each other or with other work."""
@@ -90,10 +83,7 @@ def analyse(
     seconds: float,
     busy: float,
 ) -> ScalingReport:
-    """Return speed-ups, efficiencies, losses and warnings of every setup.
-
-    `busy` is how many cores other work kept busy when the study began.
-    """
+    """Judge every setup; `busy` is how many cores other work kept busy at the beginning."""
     by_setup = {one.setup: one for one in found}
     base = by_setup[study.base]
     return ScalingReport(
@@ -106,11 +96,7 @@ def analyse(
 
 
 def scaling_of(one: MeasuredSetup, base: MeasuredSetup, mode: Mode) -> ScalingResult:
-    """Compare a setup with the smallest number of ranks.
-
-    In weak scaling, the ideal step is that of the smallest number of ranks; in strong scaling, that
-    step divided by how many times more ranks share its batch.
-    """
+    """Compare with the base: the ideal is its step, in strong scaling divided by the ranks."""
     times = one.setup.ranks / base.setup.ranks
     phases, reference = _per_step(one), _per_step(base)
     ideal = 1.0 if mode == "weak" else 1 / times
@@ -136,7 +122,6 @@ def scaling_of(one: MeasuredSetup, base: MeasuredSetup, mode: Mode) -> ScalingRe
 
 
 def _per_step(one: MeasuredSetup) -> dict[str, float]:
-    """Return the milliseconds per step in each phase, over all rounds."""
     steps = sum(segment.steps for segment in one.segments)
     names = dict.fromkeys(name for segment in one.segments for name in segment.phases)
     return {n: 1000 * sum(s.phases.get(n, 0.0) for s in one.segments) / steps for n in names}
@@ -269,7 +254,6 @@ def _speed_ups(mode: Mode, results: list[ScalingResult]) -> Iterator[str]:
 
 
 def _phases(results: list[ScalingResult]) -> Iterator[str]:
-    """Yield where a step's time goes, and how much of it is above the ideal."""
     more = results[1:]
     rows = []
     for name in dict.fromkeys(name for one in results for name in one.phases_ms_per_step):

@@ -20,7 +20,7 @@ from typing import Literal
 
 from torch import autograd
 
-from samestep.profiling.measured import MeasuredRank
+from samestep.profiling.measured import Extent, MeasuredRank
 from samestep.profiling.tracing import Tracer
 from samestep.training.phases import Phases
 
@@ -41,11 +41,9 @@ class ClockReading:
 
     step: int
     at: float
-    phases: Mapping[str, float]
-    """Seconds in each phase since the training began."""
+    phases: Mapping[str, float]  # seconds in each phase since the training began
     cores: Clocks
-    counts: bool
-    """Whether the time after it counts."""
+    counts: bool  # whether the time after it counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +65,11 @@ class TimeAccount:
         now: Callable[[], float] = time.perf_counter,
         cores: Callable[[], Clocks] | None = None,
     ) -> None:
-        self.phases = phases
-        """Returns the lap timer; a script's changes once its device is known."""
+        self.phases = phases  # returns the lap timer; a script's changes once its device is known
         self.now = now
         self._cores = cores or core_clocks
         self.readings: list[ClockReading] = []
-        self.epochs: list[int] = []
-        """Which readings were taken where an epoch began."""
+        self.epochs: list[int] = []  # which readings were taken where an epoch began
 
     def passed(self, step: int) -> tuple[int, float]:
         """Return the steps and the seconds since the first reading."""
@@ -89,10 +85,7 @@ class TimeAccount:
         self.readings.append(self._read(step, counts=counts))
 
     def span(self, step: int, *, whole_epochs: bool) -> MeasuredSpan | None:
-        """Add up what counts; return None if that is less than two steps.
-
-        With `whole_epochs`, count only from the first beginning of an epoch to the last.
-        """
+        """Add up what counts, of whole epochs only if asked; None for less than two steps."""
         readings = [*self.readings, self._read(step, counts=False)]
         if whole_epochs and len(self.epochs) > 1:
             readings = readings[self.epochs[0] : self.epochs[-1] + 1]
@@ -136,11 +129,7 @@ def _of_threads(pid: int, name: str) -> Iterator[tuple[int, list[int]]]:
 
 
 def _cores_between(pairs: Sequence[tuple[Clocks, Clocks]], seconds: float) -> tuple[float, float]:
-    """Return what lies between pairs of readings, which are `seconds` apart in all.
-
-    That is the average number of cores that threads used or waited for, and the seconds that this
-    process's most delayed thread waited for a core.
-    """
+    """Return the cores used or waited for on average, and the most delayed thread's wait in s."""
     own = os.getpid()
     busy = waited = 0.0
     for before, after in pairs:
@@ -166,10 +155,8 @@ class Stages:
         self,
         account: TimeAccount,
         agree: Callable[[Callable[[], int]], int],
+        extent: Extent,
         *,
-        seconds: float = 3.0,
-        num_steps: int | None = None,
-        epoch: int | None = None,
         wants_epochs: Callable[[], bool] = lambda: False,
         stop: Callable[[], bool] = lambda: False,
         new_tracer: Callable[[Phases], Tracer] = Tracer,
@@ -177,28 +164,25 @@ class Stages:
     ) -> None:
         """Begin to warm up.
 
-        `agree` calls a function on rank 0 and returns its value on every rank. At least `seconds`
-        are measured, or `num_steps` if given; `wants_epochs` says whether to measure a whole epoch,
-        with what lies between it and the next. `epoch`, counted from 1, is traced, or by default a
-        few steps. `stop` says whether to end with what there is.
+        `agree` calls a function on rank 0 and returns its value on every rank. `wants_epochs` says
+        whether to measure a whole epoch, with what lies between it and the next; `stop`, whether to
+        end with what there is.
         """
         self.stage: Literal["warm-up", "measure", "trace", "done"] = "warm-up"
         self.span: MeasuredSpan | None = None
         self.tracer: Tracer | None = None
-        self.stopped = False
-        """Whether the training ended before all was measured and traced."""
+        self.stopped = False  # whether the training ended before all was measured and traced
         self.profiled_itself = False
         """Whether the script had a profiler of its own on in some steps."""
         self._account, self._agree = account, agree
-        self._seconds, self._epoch, self._wants_epochs = seconds, epoch, wants_epochs
-        self._num_steps, self._stop = num_steps, stop
+        self._seconds, self._epoch, self._num_steps = extent.seconds, extent.epoch, extent.steps
+        self._wants_epochs, self._stop = wants_epochs, stop
         self._new_tracer, self._own_profiler_runs = new_tracer, own_profiler_runs
         self._began = account.now()
         self._step = 0
         self._next_decision = _FIRST_DECISION
         self._trace_until = 0
-        self._paused = False
-        """Whether a profiler other than the tracer is on, or starting."""
+        self._paused = False  # whether a profiler other than the tracer is on, or starting
 
     @property
     def done(self) -> bool:
@@ -221,7 +205,10 @@ class Stages:
                 self.end()
             elif self.stage != "trace":
                 self._decide()
-            self._decide_after_the_last_step()
+            if self._num_steps is not None and self.stage == "measure":
+                last = self._account.readings[0].step + self._num_steps
+                if last > self._step:  # decide no later than after the last of them
+                    self._next_decision = min(self._next_decision, last)
         return self.done
 
     def epoch_begins(self, number: int) -> bool:
@@ -271,16 +258,10 @@ class Stages:
         traces = self.stage == "trace" and self._epoch is None
         self._account.mark(self._step, counts=not (self._paused or traces))
 
-    def _decide_after_the_last_step(self) -> None:
-        """Decide no later than after the last of `num_steps`."""
-        if self._num_steps is not None and self.stage == "measure":
-            last = self._account.readings[0].step + self._num_steps
-            if last > self._step:
-                self._next_decision = min(self._next_decision, last)
-
     def _decide(self) -> None:
         if self.stage == "warm-up":
-            if self._agree(self._is_warm):
+            warm_at = self._began + _WARM_UP_S
+            if self._agree(lambda: self._epoch is not None or self._account.now() >= warm_at):
                 self.stage = "measure"
                 self._account.restart(self._step)
         elif self._epoch is None and self._agree(self._is_enough):
@@ -290,9 +271,6 @@ class Stages:
             if self._agree(self._has_its_epochs):
                 self._measure()
             self._begin_trace()
-
-    def _is_warm(self) -> bool:
-        return self._epoch is not None or self._account.now() - self._began >= _WARM_UP_S
 
     def _is_enough(self) -> bool:
         steps, seconds = self._account.passed(self._step)
@@ -310,7 +288,10 @@ class Stages:
 
     def _begin_trace(self) -> None:
         if self._epoch is None:
-            self._trace_until = self._step + self._agree(self._steps_to_trace)
+            steps, seconds = self._account.passed(self._step)
+            number = math.ceil(_TRACE_S * steps / seconds)
+            number = min(_MOST_TRACED, max(_LEAST_TRACED, number))
+            self._trace_until = self._step + self._agree(lambda: number)
         elif self.stage == "measure":
             self._measure()
         is_warm, self.stage = self.stage == "measure", "trace"
@@ -325,19 +306,14 @@ class Stages:
         else:
             self._account.restart(self._step)
 
-    def _steps_to_trace(self) -> int:
-        steps, seconds = self._account.passed(self._step)
-        return min(_MOST_TRACED, max(_LEAST_TRACED, math.ceil(_TRACE_S * steps / seconds)))
-
     def _end_trace(self) -> None:
-        """End the trace; continue to measure if the trace had interrupted that."""
         assert self.tracer is not None
         self._account.mark(self._step, counts=False)
         self.tracer.stop()
+        self.stage = "measure"
         if self.span is not None or self._epoch is not None:
             self._finish()
         else:
-            self.stage = "measure"
             self._mark()
 
     def _finish(self) -> None:

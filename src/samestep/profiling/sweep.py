@@ -25,8 +25,7 @@ ROUNDS, MOST_ROUNDS = 3, 7
 _WIDE = 0.15
 """More rounds follow while their ratios differ by more than this: something else is running."""
 TURN_S = 0.5
-NOISE = 0.03
-"""A value helps if it is faster in most rounds, and by more than this in the fastest."""
+NOISE = 0.03  # a value helps if it is faster in most rounds, and by more than this in the fastest
 _PATIENCE = 2
 """The sweep ends after this many values in a row that do not help: one worker is often slower than
 none, while two are faster."""
@@ -42,10 +41,8 @@ class Candidate:
     work: Work
     state: State
     steps: Generator[StepsTaken]
-    prefetched: int
-    """Steps that the loader has ready after a pause, which are not measured."""
-    each: int = 1
-    """Calls of the step in a turn."""
+    prefetched: int  # steps that the loader has ready after a pause, which are not measured
+    each: int = 1  # calls of the step in a turn
     turns: list["Turn"] = field(default_factory=list)
     ratios: list[float] = field(default_factory=lambda: [1.0])
     """Per round, samples per second relative to the best value before it."""
@@ -56,16 +53,18 @@ class Candidate:
         """The least disturbed turn: whatever else runs only adds to the time."""
         return max(self.turns, key=lambda turn: turn.samples_per_s)
 
+    def close(self) -> None:
+        """End its training and its workers."""
+        self.steps.close()
+        self.work.train.close()
+
 
 class Turn(NamedTuple):
     """What was measured in one turn."""
 
-    seconds: float
-    """Per step."""
-    samples_per_s: float
-    """Counted over all ranks: an epoch's last batch may be smaller."""
-    data: float
-    """Seconds per step of waiting for data."""
+    seconds: float  # per step
+    samples_per_s: float  # counted over all ranks: an epoch's last batch may be smaller
+    data: float  # seconds per step of waiting for data
 
 
 def sweep(
@@ -75,11 +74,7 @@ def sweep(
     make: Callable[[int], tuple[Work, State]],
     stop: Callable[[], bool] = lambda: False,
 ) -> Sweep:
-    """Try values in ascending order, each in turns with the best so far; return what to use.
-
-    All ranks try the same values, and rank 0's clock counts. `make` returns the work with a value
-    and its own source, and its state. `stop` says on all ranks alike whether to skip the rest.
-    """
+    """Try values in ascending order, each in turns with the best so far; return what to use."""
     ordered = sorted(set(values))
     best = first = _open(ordered[0], *make(ordered[0]))
     _take_turns(world, best)
@@ -93,8 +88,8 @@ def sweep(
         tried.append(candidate)
         misses = 0 if candidate.helps else misses + 1
         best, other = (candidate, best) if candidate.helps else (best, candidate)
-        _close(other)
-    _close(best)
+        other.close()
+    best.close()
     rows = tuple(
         SweepRow(
             value=one.value,
@@ -108,8 +103,16 @@ def sweep(
     )
     left = tuple(ordered[len(tried) :])
     sure = not any(_spread([row.low, row.high]) > _UNSURE and row.low < 1 for row in rows)
-    why = "A stop signal came: the rest was not tried." if stopped else ""
-    why = why or _why(left, rows, sure=sure)
+    why = ""
+    if stopped:
+        why = "A stop signal came: the rest was not tried."
+    elif not sure:
+        why = "The rounds differ too much to be sure: something else uses the machine. Measure "
+        why += "again on a quiet one."
+    elif left:
+        why = f"Not tried: {', '.join(map(str, left))}. More had stopped to help."
+    elif len(rows) > 1 and rows[-1].helps:
+        why = "The largest value was the fastest: an even larger one may be faster still."
     return Sweep(setting=setting, rows=rows, best=best.value, skipped=left, why=why, sure=sure)
 
 
@@ -127,19 +130,6 @@ def _compare(world: World, best: Candidate, candidate: Candidate) -> None:
 
 def _spread(ratios: Sequence[float]) -> float:
     return (max(ratios) - min(ratios)) / median(ratios)
-
-
-def _why(skipped: Sequence[int], rows: Sequence[SweepRow], *, sure: bool) -> str:
-    if not sure:
-        return (
-            "The rounds differ too much to be sure: something else uses the machine. Measure "
-            "again on a quiet one."
-        )
-    if skipped:
-        return f"Not tried: {', '.join(map(str, skipped))}. More had stopped to help."
-    if len(rows) > 1 and rows[-1].helps:
-        return "The largest value was the fastest: an even larger one may be faster still."
-    return ""
 
 
 def variant(work: Work, settings: Settings, source: Source) -> Work:
@@ -181,7 +171,6 @@ def _train_for(candidate: Candidate, calls: int) -> None:
 
 
 def _take_turns(world: World, *candidates: Candidate) -> None:
-    """Let each train for a moment."""
     for candidate in candidates:
         phases, position = candidate.work.phases, candidate.state.position
         phases.begin()
@@ -197,11 +186,6 @@ def _take_turns(world: World, *candidates: Candidate) -> None:
         candidate.turns.append(Turn(*world.broadcast(turn)))
 
 
-def _close(candidate: Candidate) -> None:
-    candidate.steps.close()
-    candidate.work.train.close()
-
-
 def file_to_apply(config: Path | None, recipe: str) -> Path:
     """Return the file for `apply_settings`: that of --config, or a new one named by the recipe."""
     path = config or Path(f"{recipe}.toml")
@@ -213,10 +197,7 @@ def file_to_apply(config: Path | None, recipe: str) -> Path:
 
 
 def apply_settings(path: Path, values: Mapping[str, int], recipe: str) -> None:
-    """Set some top-level keys of a TOML file; a new file also names its recipe.
-
-    Comments, order and all other keys stay.
-    """
+    """Set top-level keys of a TOML file and keep all else; a new file also names its recipe."""
     text = path.read_text(encoding="utf-8") if path.exists() else f'recipe = "{recipe}"\n'
     try:
         before = tomllib.loads(text)

@@ -13,7 +13,6 @@ work; while none runs, it waits for the host.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -27,8 +26,7 @@ from samestep.run.records import COMPUTE
 Event = Mapping[str, Any]
 Interval = tuple[float, float]
 Numbers = NDArray[np.float64]
-Spans = Numbers
-"""(number of spans, 2): begins and ends."""
+Spans = Numbers  # (number of spans, 2): begins and ends
 
 MARK = "samestep::"
 FLOOR = MARK + "floor"
@@ -63,16 +61,8 @@ _NO_WORK_FLOORS = 3
 _ROUNDING_US = 1e-4
 
 
-@dataclass
-class ComputeSplit:
-    """µs per step of what the steps compute, by what limits it."""
-
-    matmul: float
-    memory: float
-    launch: float
-    sync: float
-    names: Mapping[str, float] = field(default_factory=dict)
-    """Each operation's work."""
+Split = tuple[dict[str, float], Mapping[str, float]]
+"""µs per step of what the steps compute, by what limits it; and the work of each operation."""
 
 
 def digest(events: Sequence[Event], steps: int) -> Operations:
@@ -83,47 +73,32 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
         return Operations()
     waits = union(time for phase, time in phases if phase == "data")
     on_gpu = any(event.get("cat") in _ON_GPU for event in events)
-    split = _split_device(events, compute, waits, steps) if on_gpu else _split_host(events, compute)
-    whole = split.matmul + split.memory + split.launch + split.sync or 1.0
-    top: dict[bool, dict[str, float]] = {kind: defaultdict(float) for kind in (True, False)}
-    for name, duration in split.names.items():
-        top[multiplies(name)][short_name(name)] += duration / whole
-    most = {kind: tuple(sorted(top[kind].items(), key=lambda item: -item[1])[:5]) for kind in top}
+    parts, names = (
+        _split_device(events, compute, waits, steps) if on_gpu else _split_host(events, compute)
+    )
+    whole = sum(parts.values()) or 1.0
+    top: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    for name, duration in names.items():
+        top[multiplies(name)][short_name(name)] += duration / whole  # type: ignore[assignment]
     kernels = union(span(event) for event in events if event.get("cat") == "kernel")
     collated = common(spans_of(events, *_COLLATES), waits)
-    return Operations(
-        gpu_busy=length(kernels) / steps / 1e6 if on_gpu else None,
-        launch=split.launch / whole,
-        matmul=split.matmul / whole,
-        memory=split.memory / whole,
-        sync=split.sync / whole,
-        count=len(_within(calls(events), compute)) / steps,
-        syncs=_count_reads(events) / steps,
-        collate=length(collated) / length(waits) if len(waits) else 0.0,
-        top_matmul=most[True],
-        top_memory=most[False],
-    )
-
-
-def _count_reads(events: Sequence[Event]) -> int:
-    """Count the numbers that the script reads from tensors.
-
-    PyTorch itself reads optimizers' counters, loaders' seeds and indices, all on the CPU.
-    """
+    # PyTorch itself reads optimizers' counters, loaders' seeds and indices, all on the CPU.
     others = spans_of(events, "enumerate(DataLoader)#", "aten::_fused", INDEX)
     itself = union([*others, *_of_optimizers(events)])
     reads = [e["ts"] for e in calls(events) if e["name"] == READ]
-    return int((find(itself, reads) < 0).sum())
+    return Operations(
+        **{kind: part / whole for kind, part in parts.items()},
+        gpu_busy=length(kernels) / steps / 1e6 if on_gpu else None,
+        count=len(_within(calls(events), compute)) / steps,
+        syncs=int((find(itself, reads) < 0).sum()) / steps,
+        collate=length(collated) / length(waits) if len(waits) else 0.0,
+        top_matmul=tuple(top[True].most_common(5)),
+        top_memory=tuple(top[False].most_common(5)),
+    )
 
 
-def _split_device(
-    events: Sequence[Event], compute: Spans, waits: Spans, steps: int
-) -> ComputeSplit:
-    """Split what a GPU did.
-
-    `compute` is when the host, which runs ahead of the device, was in the phases that compute. A
-    device that idles while the host waits for data waits for data, too.
-    """
+def _split_device(events: Sequence[Event], compute: Spans, waits: Spans, steps: int) -> Split:
+    """Split what a GPU did; `compute` is when the host, which runs ahead, was in such a phase."""
     ran = [event for event in events if event.get("cat") in _ON_GPU]
     window = np.array([(compute[0, 0], max(compute[-1, 1], *(span(e)[1] for e in ran)))])
     computing = [event for event in ran if not _COMMUNICATION.search(event["name"])]
@@ -138,17 +113,13 @@ def _split_device(
     names: dict[str, float] = defaultdict(float)
     for event in computing:
         names[event["name"]] += event["dur"] / steps
-    return ComputeSplit(
-        matmul=matmul / steps,
-        memory=(length(common(union(span(e) for e in computing), window)) - matmul) / steps,
-        sync=drained / steps,
-        launch=(length(idle) - drained) / steps,
-        names=names,
-    )
+    worked = length(common(union(span(e) for e in computing), window))
+    parts = {"matmul": matmul, "memory": worked - matmul}
+    parts |= {"sync": drained, "launch": length(idle) - drained}
+    return {kind: part / steps for kind, part in parts.items()}, names
 
 
-def _split_host(events: Sequence[Event], compute: Spans) -> ComputeSplit:
-    """Split what the host computed, by its calls."""
+def _split_host(events: Sequence[Event], compute: Spans) -> Split:
     host = _within(calls(events), compute)
     steps = spans_of(events, "ProfilerStep#")
     steps = steps[lengths_in(steps, compute) > _ROUNDING_US]
@@ -178,13 +149,13 @@ def _split_host(events: Sequence[Event], compute: Spans) -> ComputeSplit:
         for (begin, end), step in zip(gaps.tolist(), find(steps, gaps[:, 0]), strict=True)
     ]
     names = _per_step(work, len(steps))
-    return ComputeSplit(
-        matmul=sum(time for name, time in names.items() if multiplies(name)),
-        memory=sum(time for name, time in names.items() if not multiplies(name)),
-        launch=sum(sum(_per_step(one, len(steps)).values()) for one in (overhead, between)),
-        sync=float(np.median(lengths_in(steps, chains))),
-        names=names,
-    )
+    parts = {
+        "matmul": sum(time for name, time in names.items() if multiplies(name)),
+        "memory": sum(time for name, time in names.items() if not multiplies(name)),
+        "launch": sum(sum(_per_step(one, len(steps)).values()) for one in (overhead, between)),
+        "sync": float(np.median(lengths_in(steps, chains))),
+    }
+    return parts, names
 
 
 def _chains(
@@ -203,10 +174,7 @@ def _chains(
 
 
 def _per_step(pieces: Iterable[tuple[str, int, float]], num_steps: int) -> dict[str, float]:
-    """Return the median µs per step of each name, from (name, step, µs).
-
-    The n-th piece of a name is the same call in each step.
-    """
+    """Return each name's median µs per step; the n-th piece of a name is the same call in each."""
     values: dict[tuple[str, int], list[float]] = defaultdict(list)
     seen: Counter[tuple[str, int]] = Counter()
     for name, step, value in pieces:
@@ -219,10 +187,7 @@ def _per_step(pieces: Iterable[tuple[str, int, float]], num_steps: int) -> dict[
 
 
 def memory_timeline(events: Sequence[Event]) -> list[tuple[float, str, float]]:
-    """Return (ms since the trace began, phase, MiB) for each change of the allocated memory.
-
-    The bytes are those of PyTorch's allocator, on the GPU if the trace has one, else on the CPU.
-    """
+    """Return (ms, phase, MiB) at each change of the allocated memory, of a GPU if it was traced."""
     changes = [e for e in events if e.get("name") == "[memory]"]
     on_device = [e for e in changes if e["args"].get("Device Type", 0) == 1]
     changes = sorted(on_device or changes, key=lambda e: e["ts"])
@@ -252,20 +217,14 @@ def peak_memory(rows: list[tuple[float, str, float]]) -> tuple[float, str] | Non
 
 
 def short_name(name: str) -> str:
-    """Return the telling part of an operation's or a kernel's name, in at most 40 characters.
-
-    A C++ name begins with its return type and its namespaces. In a generic template, the first
-    function among the arguments names the operation.
-    """
+    """Return the telling part of an operation's or a kernel's name, in at most 40 characters."""
     name = name.removeprefix("aten::").removeprefix("void ").replace("(anonymous namespace)::", "")
     head, _, arguments = name.partition("<")
-    short = head.split("(")[0].rpartition("::")[2].strip()
+    short = head.split("(")[0].rpartition("::")[2].strip() or name
     if _GENERIC.search(short) and arguments:
         words = re.findall(r"[A-Za-z_]\w*(?=\s*[<,>({]|$)", arguments)
         short = next((word for word in words if not _NO_FUNCTION.fullmatch(word)), short)
-    if len(short) > _LONGEST_NAME:
-        short = f"{short[: _LONGEST_NAME - 1]}…"
-    return short or name[:_LONGEST_NAME]
+    return short if len(short) <= _LONGEST_NAME else f"{short[: _LONGEST_NAME - 1]}…"
 
 
 def multiplies(name: str) -> bool:
@@ -316,9 +275,9 @@ def _of_optimizers(events: Sequence[Event]) -> Spans:
 def own_times(ordered: Sequence[Event]) -> list[tuple[Event, float]]:
     """Return each call with the µs that it did not spend in calls within it, on its thread."""
     own = {id(call): float(call["dur"]) for call in ordered}
-    threads: dict[Any, list[Event]] = {}
+    threads: dict[Any, list[Event]] = defaultdict(list)
     for call in ordered:
-        stack = threads.setdefault((call["pid"], call["tid"]), [])
+        stack = threads[call["pid"], call["tid"]]
         while stack and call["ts"] >= span(stack[-1])[1]:
             stack.pop()
         if stack:
@@ -328,7 +287,6 @@ def own_times(ordered: Sequence[Event]) -> list[tuple[Event, float]]:
 
 
 def _within(events: Sequence[Event], spans: Spans) -> list[Event]:
-    """Return the events that begin in one of the spans."""
     inside = find(spans, [event["ts"] for event in events]) >= 0
     return [event for event, yes in zip(events, inside, strict=True) if yes]
 
@@ -355,22 +313,17 @@ def find(spans: Spans, moments: ArrayLike) -> NDArray[np.intp]:
     return np.where(moments < ends[place], place, -1)
 
 
-def common(one: Spans, other: Spans) -> Spans:
-    """Return the time that is in both."""
-    return _pieces(one, other, np.logical_and)
-
-
-def without(spans: Spans, taken: Spans) -> Spans:
-    """Return the time in some spans that others do not cover."""
-    return _pieces(spans, taken, np.greater)
-
-
-def _pieces(one: Spans, other: Spans, keep: np.ufunc) -> Spans:
-    """Cut the time at all begins and ends; keep the pieces by whether they are in each."""
+def common(one: Spans, other: Spans, keep: np.ufunc = np.logical_and) -> Spans:
+    """Return the time that is in both, or what `keep` makes of whether it is in each."""
     one, other = (spans[spans[:, 0] < spans[:, 1]] for spans in (one, other))
     edges = np.unique(np.concatenate([one.ravel(), other.ravel()]))
     kept = keep(find(one, edges[:-1]) >= 0, find(other, edges[:-1]) >= 0)
     return np.asarray(np.column_stack([edges[:-1], edges[1:]])[kept])
+
+
+def without(spans: Spans, taken: Spans) -> Spans:
+    """Return the time in some spans that others do not cover."""
+    return common(spans, taken, np.greater)
 
 
 def lengths_in(windows: Spans, spans: Spans) -> Numbers:

@@ -5,6 +5,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ from samestep.profiling.trace_digest import (
 from samestep.run.files import write_atomically
 from samestep.training.phases import Phases
 
-_MANY_STEPS = 200
-"""Reading a trace of this many steps takes seconds, which the user is told."""
+_MANY_STEPS = 200  # reading a trace of this many steps takes seconds, which the user is told
 
 
 class Tracer:
@@ -40,8 +40,7 @@ class Tracer:
             activities.append(ProfilerActivity.CUDA)
         # Not with acc_events: making Python objects of all events takes longer than all the rest.
         self._profile = profile(activities=activities, profile_memory=True)
-        self.steps = 0
-        """Steps traced so far."""
+        self.steps = 0  # steps traced so far
         self._running = False
 
     def start(self) -> None:
@@ -112,7 +111,6 @@ class Tracer:
 
 
 def _mark(phase: str) -> None:
-    """Mark the end of a phase in the trace."""
     with record_function(MARK + phase):
         pass
 
@@ -128,11 +126,7 @@ def _mark_indexing() -> Callable[[], None]:
             return original(tensor, key)
 
     Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
-
-    def end() -> None:
-        del Tensor.__getitem__  # uncovers the inherited one
-
-    return end
+    return partial(delattr, Tensor, "__getitem__")  # uncovers the inherited one
 
 
 def _is_index(key: Any) -> bool:

@@ -32,10 +32,7 @@ class Partition:
 
 
 def check_partitions(options: JobOptions, partition: str | None) -> None:
-    """Refuse what a partition, or every one of several with commas between, can never give.
-
-    None is for any partition: then Slurm, or the site's own rules, choose.
-    """
+    """Refuse what a partition, or each of several, can never give; None is for any partition."""
     # All, also hidden ones; without --exact, unlike nodes share a line with the least of each.
     text = call("sinfo", "--all", "--exact", "--noheader", "--format=%R|%D|%c|%l|%G")
     known = parse_partitions(text)
@@ -76,7 +73,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
 def _refusal(options: JobOptions, partition: Partition) -> str:
     """Return why a partition can never run the job; empty if it can."""
     name, cpus = partition.name, options.cpus_per_task or 1
-    if options.fewest_nodes > partition.nodes:  # of a range, Slurm gives what there is
+    if options.node_range[0] > partition.nodes:  # of a range, Slurm gives what there is
         return f"--nodes {options.nodes}: partition {name} has {partition.nodes} in all."
     if options.gpus_per_node > partition.gpus:
         return (
@@ -186,7 +183,6 @@ def advice(
 
 
 def _lacking(venv: Path) -> list[str]:
-    """Return which of torch and samestep an environment lacks; none if it cannot be asked."""
     try:
         done = subprocess.run(
             [venv / "bin" / "python", "-c", _MISSING.format(names=("torch", "samestep"))],

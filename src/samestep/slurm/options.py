@@ -1,7 +1,4 @@
-"""What a job asks for: flags of `slurm submit`, above `[slurm]` of samestep.toml or the last job.
-
-`JobOptions` checks the values when all layers have come together; `UncheckedOptions` is one layer.
-"""
+"""What a job asks for: flags of `slurm submit`, above samestep.toml and the last job."""
 
 import json
 import os
@@ -45,8 +42,7 @@ _LEAST = {
 ENVIRONMENTS = ("venv", "conda", "container", "container_image")
 """Options that name the ranks' environment; a job has at most one of them."""
 
-OPTIONS = "job.json"
-"""In a run directory: the options of its newest job."""
+OPTIONS = "job.json"  # in a run directory: the options of its newest job
 
 _DEFAULTS = "samestep.toml"
 
@@ -159,29 +155,25 @@ class JobOptions:
         return self.ntasks_per_node or self.gpus_per_node or 1
 
     @property
-    def fewest_nodes(self) -> int:
-        """The fewest nodes on which the job starts."""
-        return _nodes(self.nodes)[0]
-
-    @property
-    def most_nodes(self) -> int:
-        """The most nodes that the job takes."""
-        return _nodes(self.nodes)[1]
+    def node_range(self) -> tuple[int, int]:
+        """The fewest nodes on which the job starts, and the most that it takes."""
+        return _nodes(self.nodes)
 
     @property
     def is_elastic(self) -> bool:
         """Whether each start of the job may have another number of nodes."""
-        return self.fewest_nodes < self.most_nodes
+        fewest, most = self.node_range
+        return fewest < most
 
     @property
     def most_ranks(self) -> int:
         """How many ranks run on the most nodes."""
-        return self.most_nodes * self.ranks_per_node
+        return self.node_range[1] * self.ranks_per_node
 
     @property
     def size(self) -> str:
         """Nodes × ranks in words."""
-        nodes, ranks = self.most_nodes > 1, self.ranks_per_node > 1
+        nodes, ranks = self.node_range[1] > 1, self.ranks_per_node > 1
         return f"{self.nodes} node{'s' * nodes} × {self.ranks_per_node} rank{'s' * ranks}"
 
 
@@ -334,7 +326,6 @@ def apply_flags(
 
 
 def _layer(path: Path) -> dict[str, Any]:
-    """Return the options that a file's `[slurm]` sets, by name."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -360,8 +351,7 @@ def _layer(path: Path) -> dict[str, Any]:
         except msgspec.ValidationError as error:  # the value may be a secret
             raise UserError(f"{path}: [slurm] {key}: {error}.") from error
     for name in ("venv", "container"):
-        place = values.get(name)
-        if place and not place.startswith("~") and "://" not in place:
+        if (place := values.get(name)) and place[0] != "~" and "://" not in place:
             values[name] = str(path.parent / place)
     return values
 

@@ -36,10 +36,7 @@ class ProgramError(UserError):
 
 
 def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
-    """Run one of Slurm's programs without some variables; return what it printed.
-
-    A refusal raises `ProgramError` with all that the program said.
-    """
+    """Run one of Slurm's programs without some variables; a refusal is a `ProgramError`."""
     if shutil.which(name) is None:
         raise UserError(
             f"There is no Slurm here: {name} is not on the PATH. On a cluster's login node it is "
@@ -80,10 +77,7 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
 
 
 def outside_of_any_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of a job.
-
-    A job submitted from inside another would inherit its sizes and take itself for a rank.
-    """
+    """Return an environment without a job's variables, which a new job would inherit."""
     return {k: v for k, v in environment.items() if not _OF_A_JOB.fullmatch(k)}
 
 
@@ -176,14 +170,10 @@ def parse_job(line: str) -> QueuedJob:
 
 
 def find_job_or_run(text: str) -> JobAndRun:
-    """Return the job and the run that a job's number or a run directory names.
-
-    A number that Slurm has forgotten is searched for in ./runs. Of a run's jobs, the running one
-    counts, else the newest that has not ended, else the newest.
-    """
+    """Return the job and the run of a number or run directory: its running or newest job."""
+    run = Path(text)
     if text.isdigit():
         return _find_number(int(text))
-    run = Path(text)
     if not (is_run(run) or (run / "job.sbatch").is_file()):
         raise UserError(
             f"{text} is neither a job's number nor the directory of a run.{nearby(run, 'run')}"

@@ -5,7 +5,7 @@ with the time of each. A rank that raised has left a file, or a traceback in the
 that did not end because of another one is the cause.
 """
 
-import contextlib
+import itertools
 import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,14 +48,10 @@ class RankEnd:
     node: str = ""
     code: int | None = None
     signal: str = ""
-    said: str = ""
-    """The error that it raised."""
-    frames: tuple[str, ...] = ()
-    """The user's own lines that led to it, the innermost first."""
-    is_effect: bool = False
-    """Whether another rank's end, or Slurm, ended it."""
-    at: float = 0.0
-    """When it raised, in seconds since the epoch; 0 if unknown."""
+    said: str = ""  # the error that it raised
+    frames: tuple[str, ...] = ()  # the user's own lines that led to it, the innermost first
+    is_effect: bool = False  # whether another rank's end, or Slurm, ended it
+    at: float = 0.0  # when it raised, in seconds since the epoch; 0 if unknown
 
     @property
     def sentence(self) -> str:
@@ -76,25 +72,27 @@ class RankEnd:
 
 def latest_start(log: Path) -> list[str]:
     """Return the lines of the latest start in a job's log; none if it cannot be read."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - (1 << 20)))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
+    lines = _last_lines(log, 1 << 20)
     starts = [number for number, line in enumerate(lines) if _START.match(line)]
     return lines[starts[-1] + 1 :] if starts else lines
 
 
 def last_words(paths: Iterable[Path]) -> list[str]:
     """Return the last lines of ranks' standard error, labelled as in a job's log."""
-    found = []
-    for path in paths:
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - (1 << 14)))
-            lines = file.read().decode(errors="replace").splitlines()
-            found += [f"{path.name.rpartition('-')[2]}: {line}" for line in lines]
-    return found
+    labels = {path: path.name.rpartition("-")[2] for path in paths}
+    return [
+        f"{rank}: {line}" for path, rank in labels.items() for line in _last_lines(path, 1 << 14)
+    ]
+
+
+def _last_lines(path: Path, num_bytes: int) -> list[str]:
+    """Return the lines in the last bytes of a file; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - num_bytes))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def lines_of(rank: int, lines: Sequence[str]) -> list[str]:
@@ -105,10 +103,7 @@ def lines_of(rank: int, lines: Sequence[str]) -> list[str]:
 
 
 def first_end(lines: Sequence[str], failures: Sequence[dict[str, Any]] = ()) -> RankEnd | None:
-    """Return the end of the rank that failed first, not because of another; None if unknown.
-
-    `lines` are of the latest start in the job's log, `failures` the files that its ranks left.
-    """
+    """Return the end of the rank that failed first and by itself; None if unknown."""
     raised = {int(failure["rank"]): failure for failure in failures}
     ends = _ends_by_torchrun(lines) or list(_ends_by_srun(lines))
     ends = [_with_reason(end, raised.get(end.rank), lines) for end in ends]
@@ -119,14 +114,13 @@ def first_end(lines: Sequence[str], failures: Sequence[dict[str, Any]] = ()) -> 
         for rank, failure in sorted(raised.items(), key=lambda item: item[1].get("time", 0))
         if rank not in seen
     ]
-    return min(ends, key=_doubt, default=None)
-
-
-def _doubt(end: RankEnd) -> tuple[float, ...]:
-    """Return how unlikely an end is to be the cause; among equals the first counts."""
-    # C++ libraries often abort when another rank is lost, and a rank's last lines may be lost when
-    # Slurm ends it.
-    return end.is_effect, end.signal == "SIGABRT", not (end.said or end.signal), end.at
+    # The likeliest to be the cause, among equals the first. C++ libraries often abort when another
+    # rank is lost, and a rank's last lines may be lost when Slurm ends it.
+    return min(
+        ends,
+        key=lambda e: (e.is_effect, e.signal == "SIGABRT", not (e.said or e.signal), e.at),
+        default=None,
+    )
 
 
 def read_failures(run: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -146,7 +140,9 @@ def _ends_by_srun(lines: Sequence[str]) -> Iterator[RankEnd]:
         exited = _EXITED.match(how)
         name = "SIGKILL" if how == "Out Of Memory" else _SIGNALS.get(how.partition(" (")[0], how)
         killed_by = "" if exited else name
-        for rank in _numbers(tasks):
+        parts = (part.partition("-") for part in tasks.split(","))  # such as 0,3-5
+        spans = (range(int(first), int(last or first) + 1) for first, _, last in parts)
+        for rank in itertools.chain.from_iterable(spans):
             yield RankEnd(
                 rank=rank,
                 node=node,
@@ -160,22 +156,15 @@ def _ends_by_torchrun(lines: Sequence[str]) -> list[RankEnd]:
     found = sorted(_TORCHRUN.finditer("\n".join(lines)), key=lambda match: match["time"])
     ends = []
     for match in found:
-        code = int(match["code"])
-        killed_by = _SIGNALS.get(signal.strsignal(-code), "a signal") if code < 0 else ""
-        ends.append(
-            RankEnd(
-                rank=int(match["rank"]),
-                node=match["host"],
-                code=code if code >= 0 else None,
-                signal=killed_by,
-                is_effect=killed_by == "SIGTERM",
-            )
-        )
+        end = RankEnd(rank=int(match["rank"]), node=match["host"], code=int(match["code"]))
+        if int(match["code"]) < 0:
+            name = _SIGNALS.get(signal.strsignal(-int(match["code"])), "a signal")
+            end = replace(end, code=None, signal=name, is_effect=name == "SIGTERM")
+        ends.append(end)
     return ends
 
 
 def _with_reason(end: RankEnd, failure: dict[str, Any] | None, lines: Sequence[str]) -> RankEnd:
-    """Add what the rank itself wrote about its end."""
     # A rank that raised may abort when Python exits while threads of its process group still run.
     aborted = end.signal == "SIGABRT"
     if end.signal and not aborted and not (failure is not None and end.signal == "SIGTERM"):
@@ -212,10 +201,3 @@ def _last_error(lines: Sequence[str]) -> tuple[str, tuple[str, ...]]:
             frames[-1] += f": {line.strip()}"
             is_users = False
     return "", tuple(reversed(frames))
-
-
-def _numbers(tasks: str) -> Iterator[int]:
-    """Yield 0, 3, 4, 5 for "0,3-5"."""
-    for part in tasks.split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)

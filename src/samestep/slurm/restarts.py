@@ -1,14 +1,10 @@
-"""How one start of a job ended, and whether the job starts again.
-
-`decide` is a pure function; `read_ending` reads what it needs from the run directory.
-"""
+"""How one start of a job ended, and whether the job starts again."""
 
 import json
 import signal
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -41,8 +37,7 @@ class Restarts:
     job: int = 0
     restarts: int = 0
     without_progress: int = 0
-    step: int = 0
-    """Step of the newest checkpoint at its last restart."""
+    step: int = 0  # step of the newest checkpoint at its last restart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,22 +45,15 @@ class Ending:
     """What is known after the ranks of one start have ended."""
 
     code: int
-    told: str
-    """The signal that the script received: USR1, USR2, TERM or nothing."""
+    told: str  # the signal that the script received: USR1, USR2, TERM or nothing
     step: int | None
     """Step of the newest announced checkpoint; None for a script without a samestep run."""
-    saved: bool
-    """Whether this start announced that checkpoint."""
-    stepped: bool = True
-    """Whether any start took a step, as far as is known."""
-    mistake: bool
-    """Whether the next start would fail in the same way, as after exit code 2."""
-    stopped: bool
-    """Whether result.json says that a signal stopped the run."""
-    why: str
-    """The error of the rank that failed first, or what its exit code means."""
-    frames: tuple[str, ...] = ()
-    """The user's lines that led to the error, the innermost first."""
+    saved: bool  # whether this start announced that checkpoint
+    stepped: bool = True  # whether any start took a step, as far as is known
+    mistake: bool  # whether the next start would fail in the same way, as after exit code 2
+    stopped: bool  # whether result.json says that a signal stopped the run
+    why: str  # the error of the rank that failed first, or what its exit code means
+    frames: tuple[str, ...] = ()  # the user's lines that led to the error, the innermost first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +61,12 @@ class Decision:
     """What the script does next."""
 
     word: Word
-    text: str
-    """The last line of the log."""
+    text: str  # the last line of the log
     restarts: Restarts
 
 
 def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True) -> Decision:
-    """Return what follows: the end, another start, or nothing because Slurm ends the job anyway.
-
-    `limit` is the number of starts in a row without a newer checkpoint.
-    """
+    """Decide what follows; `limit` is how many starts in a row may bring no newer checkpoint."""
     at = f" at step {ending.step:,}" if ending.step else ""
     if ending.code == 0:
         text = "completed."
@@ -145,7 +129,10 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
     # srun and torchrun hide the ranks' exit codes. Files of earlier starts do not count.
     failures = [left for path, left in read_failures(run) if _is_of_this_start(run, path.name)]
     failures.sort(key=lambda left: (left.get("lost_peer", False), left.get("time", 0)))
-    mistake = next((_message(left) for left in failures if left.get("code") == 2), "")
+    mistake = ""
+    if wrong := next((left for left in failures if left.get("code") == 2), None):
+        prefix = f"[rank {wrong['rank']}] " if wrong["rank"] else ""
+        mistake = f"{prefix}{wrong.get('message', '')}"
     lines = latest_start(log) if log else []
     # srun drops the ranks' last lines when it ends the others; their own files have them.
     own_files = run.glob(STDERR.format(rank="*")) if code else ()
@@ -153,15 +140,14 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
     first = first_end(lines, failures)
     cause = None if first is None or first.is_effect else first
     result = read_object(run / _RESULT) if _is_of_this_start(run, _RESULT) else {}
-    left = str(result.get("reason", "")) if result.get("status") == "failed" else ""
-    why = (
-        cause.sentence if cause and (cause.said or cause.signal) else left.removeprefix("failed: ")
-    )
+    why = str(result.get("reason", "")) if result.get("status") == "failed" else ""
+    why = cause.sentence if cause and (cause.said or cause.signal) else why.removeprefix("failed: ")
     stepped = step != 0 or (run / STEPPED).exists()
     # Exit code 2 is a mistake of the user's. What their code raised after some steps may not happen
     # again.
     again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)
     raised = stepped and any(left.get("raised") for left in failures)
+    said = (line.removeprefix(_OURS) for line in reversed(lines) if line.startswith(_OURS))
     return Ending(
         code=code,
         told=told,
@@ -170,15 +156,9 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
         stepped=stepped,
         mistake=again and not raised,
         stopped=result.get("status") == "stopped",
-        why=mistake or why or _last_message(lines) or _meaning(code, cause),
+        why=mistake or why or next(said, "") or _meaning(code, cause),
         frames=cause.frames if cause and not mistake else (),
     )
-
-
-def _message(failure: dict[str, Any]) -> str:
-    """Return the message of a rank's failure, with the rank if it is not rank 0."""
-    rank, message = failure["rank"], str(failure.get("message", ""))
-    return f"[rank {rank}] {message}" if rank else message
 
 
 def settle(run: Path, verdict: Decision, ending: Ending) -> None:
@@ -208,7 +188,6 @@ def _is_of_this_start(run: Path, name: str) -> bool:
 
 
 def _meaning(code: int, cause: RankEnd | None) -> str:
-    """Return what an exit code means, if no rank said more."""
     if cause is not None:
         return f"{cause.sentence}."
     if code == 128 + signal.SIGKILL:
@@ -216,8 +195,3 @@ def _meaning(code: int, cause: RankEnd | None) -> str:
     if code > 128 and code - 128 in {int(number) for number in signal.Signals}:
         return f"a rank was ended by {signal.Signals(code - 128).name}."
     return f"the ranks ended with exit code {code}."
-
-
-def _last_message(lines: Sequence[str]) -> str:
-    """Return samestep's last message among a start's lines."""
-    return next((x.removeprefix(_OURS) for x in reversed(lines) if x.startswith(_OURS)), "")

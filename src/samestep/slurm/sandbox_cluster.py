@@ -46,11 +46,7 @@ def slurm_conf(
     cpus: int,
     first_job: int = 1,
 ) -> str:
-    """Return the text of `slurm.conf` for one machine that plays several nodes.
-
-    The folder is absolute; the host is this machine's name without its domain, as Slurm's daemons
-    know it. Each node claims `cpus` CPUs, whatever the machine has.
-    """
+    """Return `slurm.conf` for one machine, by its short name, that plays several nodes."""
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
         f"CPUs={cpus} RealMemory=8192"  # MiB; nothing enforces it
@@ -232,8 +228,7 @@ class Status:
     """The process id of each daemon by its name; None if it does not run."""
     nodes: dict[str, str]
     """The state of each node, as `sinfo` names it; empty if the controller does not answer."""
-    num_job_processes: int
-    """With slurmstepd's."""
+    num_job_processes: int  # with slurmstepd's
 
     @property
     def is_up(self) -> bool:
@@ -242,12 +237,7 @@ class Status:
 
 
 def up(folder: Path, *, nodes: int, cpus: int | None = None, first_job: int = 1) -> Status:
-    """Start a Slurm of some nodes, all on this machine, and wait until every node is idle.
-
-    Each node claims `cpus` CPUs, by default as many as the machine has, and at least 4. Jobs derive
-    ports from their numbers, so sandboxes that run jobs at the same time differ in `first_job`. If
-    it does not come up, nothing is left running.
-    """
+    """Start a Slurm on this machine and wait until every node is idle; if not, end all of it."""
     folder = folder.absolute().resolve()
     cpus = max(4, os.cpu_count() or 1) if cpus is None else cpus
     if nodes < 1 or cpus < 1:

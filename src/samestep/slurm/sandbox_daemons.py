@@ -42,12 +42,9 @@ _PORTS = range(12_000, 32_000)
 class Process:
     """A process of a sandbox: a daemon, a slurmstepd, or a process of a job."""
 
-    pid: int
-    """Its id now; look it up again before sending a signal."""
-    name: str
-    """The program's name as the kernel knows it."""
-    part: str
-    """The part it belongs to: munged, slurmctld, or the name of a node."""
+    pid: int  # its id now; look it up again before sending a signal
+    name: str  # the program's name as the kernel knows it
+    part: str  # the part it belongs to: munged, slurmctld, or the name of a node
 
     @property
     def is_daemon(self) -> bool:
@@ -61,10 +58,7 @@ class Process:
 
 
 def find_processes(folder: Path) -> list[Process]:
-    """Return all processes of the sandbox in a folder, except zombies and this one's ancestors.
-
-    The folder may be gone.
-    """
+    """Return a sandbox's processes, except zombies and our ancestors; its folder may be gone."""
     # The environment of another user's process is None.
     looks = psutil.process_iter(["name", "ppid", "status", "environ"])
     everyone = {one.pid: one.info for one in looks if one.info["status"] != psutil.STATUS_ZOMBIE}

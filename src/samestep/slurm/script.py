@@ -28,13 +28,11 @@ class JobScript:
     name: str
     title: str
     run: str
-    folder: str
-    """The directory that the command was typed in."""
+    folder: str  # the directory that the command was typed in
     command: tuple[str, ...]
     """What each rank runs: words after the interpreter, such as ("-m", "samestep", …)."""
     kind: Literal["recipe", "script"]
-    python: str = "python"
-    """The interpreter, unless the ranks enter an environment with its own."""
+    python: str = "python"  # the interpreter, unless the ranks enter an environment with its own
     venv: str | None = None
     mounts: tuple[str, ...] = ()
     """Folders to mount in a container: of the run, of the command, of the data."""
@@ -83,15 +81,18 @@ def sbatch_options(job: JobScript) -> dict[str, str | None]:
 
 
 def _directives(job: JobScript) -> list[str]:
+    options = []
+    for name, value in sbatch_options(job).items():
+        option = f"--{name}" if value is None else f"--{name}={value}"
+        if value and not _PLAIN.fullmatch(value):  # a space would end it, # begin a comment
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+            option = f'--{name}="{escaped}"'
+        options.append(option)
     return [
         "#!/usr/bin/env bash",
         f"# {job.title}",
         "# Written by `samestep slurm submit`. Edit it as you like and hand it in with sbatch.",
-        *(
-            f"#SBATCH --{name}" + ("" if value is None else f"={_in_directive(value)}")
-            for name, value in sbatch_options(job).items()
-        ),
-        *(f"#SBATCH {option}" for option in job.options.sbatch),
+        *(f"#SBATCH {option}" for option in (*options, *job.options.sbatch)),
     ]
 
 
@@ -106,12 +107,6 @@ def _cpus_per_task(options: JobOptions) -> int | None:
 
 def _cpus_per_node(options: JobOptions) -> int:
     return (options.cpus_per_task or 1) * options.ranks_per_node
-
-
-def _in_directive(value: str) -> str:
-    """Quote for sbatch: a space would end the value, and # would begin a comment."""
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return value if _PLAIN.fullmatch(value) else f'"{escaped}"'
 
 
 def _signal_handlers(job: JobScript) -> list[str]:
@@ -143,8 +138,7 @@ cancel() {{
   for _ in {{1..{patience_s}}}; do running || return 0; sleep 1; done
   echo "samestep: the ranks had not ended {patience_s} s after the cancel, so they are killed." >&2
   scancel --signal=KILL "$SLURM_JOB_ID.0"
-}}
-""".splitlines()
+}}""".split("\n")  # a path may hold other ends of lines
 
 
 def _environment(job: JobScript) -> list[str]:
@@ -231,7 +225,6 @@ def _start_ranks(job: JobScript) -> list[str]:
 
 
 def _apptainer(job: JobScript, *flags: str) -> list[str]:
-    """Return the words that enter the container; none without one."""
     if not job.options.container:
         return []
     binds = [f"--bind={shlex.quote(folder)}" for folder in job.mounts]
@@ -243,7 +236,7 @@ def _rank(job: JobScript) -> tuple[list[str], list[str]]:
     python = "python" if job.enters_environment else job.python
     program = [shlex.quote(word) for word in (python, *job.command)]
     if job.kind == "recipe":
-        return (["# One task for each rank."], program)
+        return ["# One task for each rank."], program
     # tee is not a child of the rank, since the rank may wait for all its children.
     words = f'tee "$SAMESTEP_RUN_DIR/{STDERR.format(rank="$RANK")}" >&2'
     inner = (
@@ -251,14 +244,12 @@ def _rank(job: JobScript) -> tuple[list[str], list[str]]:
         f"LOCAL_WORLD_SIZE={job.options.ranks_per_node}\n"
         f'  exec "$@" 2> >((trap "" HUP INT TERM USR1 USR2; exec {words}) <&0 &)'
     )
-    return (
-        [
-            "# One task for each rank, with the variables that torchrun would set. srun may lose",
-            "# what a rank said last, so its errors also go to a file.",
-            _SC2016,
-        ],
-        ["bash", "-c", f"'{inner}'", "rank", *program],
-    )
+    comments = [
+        "# One task for each rank, with the variables that torchrun would set. srun may lose",
+        "# what a rank said last, so its errors also go to a file.",
+        _SC2016,
+    ]
+    return comments, ["bash", "-c", f"'{inner}'", "rank", *program]
 
 
 def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
@@ -276,34 +267,33 @@ def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
         '--local-addr="${address[SLURM_NODEID]}"',
         f"--max-restarts={options.max_restarts}",
     ]
-    # Label each line of a script's output with its rank, as srun does.
-    label = job.kind == "script"
-    launcher += ["--tee=3", '--log-dir="$SAMESTEP_RUN_DIR/torchrun"'] if label else []
-    labels = [
-        "# shellcheck disable=SC2016  # torchrun fills in the rank",
-        "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: ' PYTHONUNBUFFERED=1",
+    comments = [
+        "# torchrun passes the warning on and gives the ranks as long to save (by variables: a",
+        "# PyTorch too old for one of these flags passes over it).",
+        "export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        f"export PET_SHUTDOWN_TIMEOUT={options.signal_s}",
+    ]
+    if job.kind == "script":  # label each line of its output with the rank, as srun does
+        launcher += ["--tee=3", '--log-dir="$SAMESTEP_RUN_DIR/torchrun"']
+        comments += [
+            "# shellcheck disable=SC2016  # torchrun fills in the rank",
+            "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: ' PYTHONUNBUFFERED=1",
+        ]
+    comments += [
+        "# One torchrun for each node; it starts the ranks, and all again when one fails.",
+        _SC2016,
     ]
     start = f"address=($addresses); exec {launcher[0]}"
     inner = " \\\n    ".join([start, *launcher[1:], '"$@"'])
-    return (
-        [
-            "# torchrun passes the warning on and gives the ranks as long to save (by variables: a",
-            "# PyTorch too old for one of these flags passes over it).",
-            "export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-            f"export PET_SHUTDOWN_TIMEOUT={options.signal_s}",
-            *(labels if label else []),
-            "# One torchrun for each node; it starts the ranks, and all again when one fails.",
-            _SC2016,
-        ],
-        ["bash", "-c", shlex.quote(inner), "torchrun", *[shlex.quote(w) for w in job.command]],
-    )
+    words = ["bash", "-c", shlex.quote(inner), "torchrun"]
+    return comments, [*words, *map(shlex.quote, job.command)]
 
 
 def _wrap(words: list[str], width: int = 96) -> list[str]:
     """Join words to lines of at most `width` characters, unless a word is longer."""
-    lines: list[str] = []
-    for word in words:
-        if lines and len(lines[-1]) + 1 + len(word) <= width:
+    lines = words[:1]
+    for word in words[1:]:
+        if len(lines[-1]) + 1 + len(word) <= width:
             lines[-1] += f" {word}"
         else:
             lines.append(word)

@@ -51,15 +51,11 @@ class Workload:
     name: str
     kind: Literal["recipe", "script"]
     run: Path
-    command: tuple[str, ...]
-    """Words for the Python interpreter."""
+    command: tuple[str, ...]  # words for the Python interpreter
 
 
 def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Workload:
-    """Return what a recipe's name, a file or a run directory stands for.
-
-    `arguments` are for the training or the script; `recipes` are the built-in ones.
-    """
+    """Return what a recipe's name, a file or a run directory stands for."""
     path = Path(text)
     if text in recipes:  # it wins over a file or a folder of this name
         is_file = goes_on = False
@@ -71,7 +67,12 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
                 f"directory, or a recipe: {', '.join(recipes)}.{nearby(path, 'file')}"
             )
         if path.is_dir() and not goes_on:
-            raise _not_begun(path)
+            script = path / "job.sbatch"
+            again = f" To submit its job once more: sbatch {shlex.quote(str(script))}"
+            raise UserError(
+                f"{path} has no settings.toml, so no training has begun there that could go on."
+                + again * script.is_file()
+            )
     if is_file and not _is_recipe_file(path):
         run = new_run_path(path.stem).absolute()
         command = (str(path.absolute()), *arguments)
@@ -99,16 +100,6 @@ def is_script(run: Path) -> bool:
         return "--kind script" in (run / "job.sbatch").read_text()
     except OSError:
         return False
-
-
-def _not_begun(path: Path) -> UserError:
-    script = path / "job.sbatch"
-    if not script.is_file():
-        return UserError(f"{path} is a folder without settings.toml, so it is no run directory.")
-    return UserError(
-        f"{path} has no settings.toml: no training has begun there that could go on. To submit its "
-        f"job once more: sbatch {shlex.quote(str(script))}"
-    )
 
 
 def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -139,8 +130,9 @@ def _is_recipe_file(path: Path) -> bool:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError) as error:
-        at = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        why = error.msg if isinstance(error, SyntaxError) else error
+        at, why = "", getattr(error, "msg", error)
+        if line := getattr(error, "lineno", None):
+            at = f":{line}"
         raise UserError(
             f"{path}{at} cannot be read as Python: {why}. Correct it, or name another file."
         ) from error

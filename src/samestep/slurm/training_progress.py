@@ -22,16 +22,13 @@ class Progress:
     epochs: int = 0
     loss: float | None = None
     checkpoint_step: int | None = None
-    eta_s: float | None = None
-    """Seconds of training that are left at the latest speed."""
+    eta_s: float | None = None  # seconds of training that are left at the latest speed
     starts: int = 0
-    status: str = ""
-    """From result.json: completed, stopped or failed; empty while it runs."""
+    status: str = ""  # from result.json: completed, stopped or failed; empty while it runs
     why: str = ""
     quiet_s: float | None = None
     """Seconds since the last step or record, of a job that runs; None for any other."""
-    damage: str = ""
-    """Why nothing can be told, where the records cannot be read."""
+    damage: str = ""  # why nothing can be told, where the records cannot be read
 
 
 def read_progress(run: Path) -> Progress | None:

@@ -80,7 +80,6 @@ def _seen(found: JobAndRun) -> Progress | None:
 
 
 def _is_quiet(progress: Progress) -> bool:
-    """Whether the last step was longer ago than a few steps take."""
     left = progress.total_steps - progress.step
     step_s = progress.eta_s / left if progress.eta_s and left else 0.0
     return progress.quiet_s is not None and progress.quiet_s > max(_QUIET_S, 5 * step_s)

@@ -105,7 +105,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_flags(target: str, flags: list[str]) -> None:
-    """Refuse unknown flags, which may belong to the training."""
     known = {"help", "no-requeue", *(field.name.replace("_", "-") for field in fields(_Submit))}
     for word in flags:
         name = word.removeprefix("--").partition("=")[0].replace("_", "-")
@@ -122,7 +121,6 @@ def _size(options: JobOptions) -> str:
 
 
 def _keep(job: JobScript, command: _Submit) -> int:
-    """Print the script or write it to a file."""
     text = script_text(job)
     if command.script is None:
         sys.stdout.write(text)
