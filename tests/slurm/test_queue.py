@@ -9,53 +9,38 @@ from samestep.reporting.table import text_lines
 from samestep.slurm.queue import JobAndRun, QueuedJob, parse_job
 from samestep.slurm.training_progress import Progress
 
-_TIMES = (
-    "SubmitTime=2026-11-21T14:46:53 EligibleTime=2026-11-21T14:46:53 "
-    "AccrueTime=2026-11-21T14:46:53 StartTime={start} EndTime={end} Deadline=N/A "
-    "PreemptEligibleTime=2026-11-21T14:46:53 PreemptTime=None SuspendTime=None SecsPreSuspend=0 "
-    "LastSchedEval=2026-11-21T14:46:53 Scheduler=Main "
-)
-_SIZES = (
-    "NumNodes=1 NumCPUs=1 NumTasks=1 CPUs/Task=1 ReqB:S:C:T=0:0:*:* TRES=cpu=1,node=1,billing=1 "
-    "Socks/Node=* NtasksPerN:B:S:C=0:0:*:* CoreSpec=* MinCPUsNode=1 MinMemoryNode=0 "
-    "MinTmpDiskNode=0 Features=(null) DelayBoot=00:00:00 OverSubscribe=OK Contiguous=0 "
-    "Licenses=(null) Network=(null) "
-)
 _HEAD = (
     "UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=4294901740 Nice=0 Account=(null) "
     "QOS=(null) "
 )
 PENDING = (
     "JobId=7 JobName=spiral " + _HEAD + "JobState=PENDING Reason=Dependency "
-    "Dependency=afterok:6(unfulfilled) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 "
-    "RunTime=00:00:00 TimeLimit=UNLIMITED TimeMin=N/A "
-    + _TIMES.format(start="Unknown", end="Unknown")
-    + "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=node9 ExcNodeList=node8 NodeList= "
-    + _SIZES
-    + "Command=/home/ada/runs/a/job.sbatch WorkDir=/home/ada "
-    "Comment=samestep:/home/ada/runs/a StdErr=/home/ada/runs/a/slurm-7.out StdIn=/dev/null "
-    "StdOut=/home/ada/runs/a/slurm-7.out Power= "
+    "Dependency=afterok:6(unfulfilled) Requeue=1 Restarts=0 ExitCode=0:0 RunTime=00:00:00 "
+    "TimeLimit=UNLIMITED StartTime=Unknown ReqNodeList=node9 ExcNodeList=node8 NodeList= "
+    "NumNodes=1 Comment=samestep:/home/ada/runs/a StdOut=/home/ada/runs/a/slurm-7.out Power= "
 )
 RUNNING = (
     "JobId=19 JobName=my first job " + _HEAD + "JobState=RUNNING Reason=None Dependency=(null) "
     "Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=1-02:03:04 "
     "TimeLimit=2-00:00:00 TimeMin=N/A "
-    + _TIMES.format(start="2026-11-21T14:46:53", end="2026-11-23T14:46:53")
-    + "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=(null) ExcNodeList=(null) "
+    "SubmitTime=2026-11-21T14:46:53 EligibleTime=2026-11-21T14:46:53 "
+    "StartTime=2026-11-21T14:46:53 EndTime=2026-11-23T14:46:53 Deadline=N/A "
+    "PreemptEligibleTime=2026-11-21T14:46:53 PreemptTime=None SuspendTime=None SecsPreSuspend=0 "
+    "LastSchedEval=2026-11-21T14:46:53 Scheduler=Main "
+    "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=(null) ExcNodeList=(null) "
     "NodeList=node[1-2] BatchHost=node1 "
-    + _SIZES
-    + "Command=/home/ada/it's here/runs/b/job.sbatch WorkDir=/home/ada/it's here "
+    "NumNodes=1 NumCPUs=1 NumTasks=1 CPUs/Task=1 ReqB:S:C:T=0:0:*:* TRES=cpu=1,node=1,billing=1 "
+    "Socks/Node=* NtasksPerN:B:S:C=0:0:*:* CoreSpec=* MinCPUsNode=1 MinMemoryNode=0 "
+    "MinTmpDiskNode=0 Features=(null) DelayBoot=00:00:00 OverSubscribe=OK Contiguous=0 "
+    "Licenses=(null) Network=(null) "
+    "Command=/home/ada/it's here/runs/b/job.sbatch WorkDir=/home/ada/it's here "
     "Comment=samestep:/home/ada/it's here/runs/b StdErr=/home/ada/it's here/runs/b/slurm-19.out "
     "StdIn=/dev/null StdOut=/home/ada/it's here/runs/b/slurm-19.out Power= "
 )
 COMPLETED = (
-    "JobId=20 JobName=job.sh " + _HEAD + "JobState=COMPLETED Reason=None Dependency=(null) "
-    "Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:15 RunTime=00:00:11 TimeLimit=00:01:00 "
-    "TimeMin=N/A "
-    + _TIMES.format(start="2026-11-21T14:46:53", end="2026-11-21T14:47:04")
-    + "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=(null) ExcNodeList=(null) "
-    "NodeList=node1 BatchHost=node1 " + _SIZES + "Command=/home/ada/job.sh WorkDir=/home/ada "
-    "StdErr=/dev/null StdIn=/dev/null StdOut=/dev/null Power= "
+    "JobId=20 JobName=job.sh " + _HEAD + "JobState=COMPLETED Reason=None Restarts=0 ExitCode=0:15 "
+    "RunTime=00:00:11 TimeLimit=00:01:00 NodeList=node1 BatchHost=node1 Command=/home/ada/job.sh "
+    "WorkDir=/home/ada StdErr=/dev/null StdIn=/dev/null StdOut=/dev/null Power= "
 )
 
 

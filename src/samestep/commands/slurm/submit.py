@@ -16,7 +16,6 @@ from samestep.run.files import write_text
 from samestep.slurm.checks import advice, check_ranks
 from samestep.slurm.options import (
     OPTIONS,
-    JobOptions,
     UncheckedOptions,
     apply_flags,
     defaults_files,
@@ -93,12 +92,13 @@ def main(arguments: list[str]) -> int:
     if command.dry_run or command.script is not None:
         return _keep(job, command)
     number, script = submit(job)
-    same = ", as its job before" * (before is not None and vars(options) == vars(before))
+    asks = options.size + (f", --time {options.time}" if options.time else "")
+    asks += ", as its job before" * (before is not None and vars(options) == vars(before))
     sys.stdout.write(
         f"job     {number}\n"
         f"run     {_shown(found.run)}\n"
         f"script  {_shown(script)}\n"
-        f"asks    {_size(options)}{same}\n\n"
+        f"asks    {asks}\n\n"
         f"Watch it with: samestep slurm status {number}\n"
     )
     return 0
@@ -114,10 +114,6 @@ def _check_flags(target: str, flags: list[str]) -> None:
                 f"training or the script, put it after `--`: samestep slurm submit {target} … -- "
                 f"--{name} …"
             )
-
-
-def _size(options: JobOptions) -> str:
-    return options.size + (f", --time {options.time}" if options.time else "")
 
 
 def _keep(job: JobScript, command: _Submit) -> int:
