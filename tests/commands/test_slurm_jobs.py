@@ -16,8 +16,9 @@ from samestep.slurm.restarts import BEGUN
 from tests.slurm.fake_slurm import install
 
 STEP = {"event": "step", "step": 10, "loss": 0.5, "samples_per_s": 16.0}
+STEP |= {"samples": 80, "seconds": 5.0}
 START = {"event": "start", "resumed": False, "total_steps": 100, "steps_per_epoch": 10}
-START |= {"epochs": 10, "global_batch_size": 8}
+START |= {"epochs": 10, "global_batch_size": 8, "world_size": 1, "num_samples": 80}
 
 
 @pytest.fixture
