@@ -93,10 +93,9 @@ def is_checked(before: int, after: int) -> bool:
 
 
 def check_weights(named: Mapping[str, Tensor], world: World, step: int, added: str) -> None:
-    """Check by one number per weight that all ranks have the same weights.
+    """Check by one number per weight that all ranks, if they round alike, have the same weights.
 
-    There is nothing to compare where ranks round differently. `added` says, for the message, what
-    may be wrong with a gradient that differs.
+    `added` says, for the message, what may be wrong with a gradient that differs.
     """
     if not (world.connected and named):
         return

@@ -1,12 +1,7 @@
 """A model's buffers within a step of virtual ranks, such as the statistics of BatchNorm.
 
-Each virtual rank starts from what the buffers were before the step. Afterwards
-
-- a floating-point buffer moves by the mean of what all virtual ranks moved it by, added up along
-  the tree;
-- any other buffer, such as a count of batches, takes the value that virtual rank 0 gave it.
-
-Both depend only on the virtual ranks.
+Each virtual rank starts from the buffers before the step. A floating-point buffer then moves by the
+mean of what all virtual ranks moved it by; any other takes the value that virtual rank 0 gave it.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,8 +70,8 @@ class StepBuffers:
     def moved(self, part: int) -> list[Tensor]:
         """Return what a virtual rank did to the buffers, and undo it.
 
-        In the first step, whether each buffer was changed; then by how much the floating-point ones
-        moved; then the bytes of the others, from virtual rank 0 alone.
+        In the first step, whether each was changed; then how far the floating-point ones moved, and
+        the bytes of the others, from virtual rank 0 alone.
         """
         if not self._all:
             return []

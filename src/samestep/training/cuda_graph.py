@@ -101,10 +101,7 @@ def _reason(error: BaseException) -> str:
 
 
 def capture_on_cuda(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Capture what a function launches; the device stays usable if that fails.
-
-    Other threads, such as a loader's, allocate meanwhile: theirs is not watched.
-    """
+    """Capture what a function launches in this thread; the device stays usable if that fails."""
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     captured = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
     try:
@@ -118,10 +115,7 @@ def capture_on_cuda(function: Callable[[], Any]) -> tuple[Any, Callable[[], None
 
 
 def _clean_up(pool: tuple[int, int]) -> None:
-    """Undo what a failed capture may leave in PyTorch.
-
-    The allocator would defer freeing memory, and the generator would refuse to draw.
-    """
+    """Undo what a failed capture leaves: memory is not freed, and the generator does not draw."""
     device = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):
         # Raises where the capture was ended in order; then the graph gives its memory back itself.

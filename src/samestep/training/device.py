@@ -167,9 +167,8 @@ _SMALL_PARAMETERS = 1_000_000
 def choose_threads(wanted: int | None, model: nn.Module, cores: int, neighbours: int) -> int:
     """Return how many threads a rank uses: those wanted, else OMP_NUM_THREADS, else a guess.
 
-    A small model without convolutions gets one thread: that is as fast, and a busy neighbour then
-    costs little, where two threads that wait for each other slow down many times over. Other models
-    share their cores evenly with the ranks beside them.
+    One for a small model: that is as fast, and two that wait for each other slow down many times
+    over beside a busy neighbour. Ranks of other models share the cores.
     """
     guess = 1 if is_small(model) else max(1, cores // neighbours)
     return wanted or threads_wished() or guess

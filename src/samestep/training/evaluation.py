@@ -44,8 +44,7 @@ class Evaluable(Protocol):
 class Interruptible:
     """Data to evaluate, of which a rank skips the rest once it got a stop signal.
 
-    Ranks do not meet within an evaluation. Launchers signal all of them, so all leave it soon; if
-    one alone got the signal, it waits for the others.
+    Ranks do not meet within an evaluation: one that alone got the signal waits for the others.
     """
 
     def __init__(self, source: Evaluable, agreement: Agreement) -> None:
@@ -81,10 +80,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return loss and metrics as means over all samples of all ranks, and their number.
 
-    The model is not wrapped: ranks may hold unequal shares, so no collective runs in it. `forward`
-    replaces it, such as the same model compiled. Each evaluation draws the same random numbers,
-    from `seed`. With `classes` the result also has `per_class` and `confusion`. On every rank, a
-    mistake of the recipe on any of them raises an `EvaluationError`.
+    The model is not wrapped: ranks may hold unequal shares. `forward` replaces it, such as the same
+    model compiled. Each evaluation draws the same random numbers, from `seed`. With `classes` the
+    result has `per_class` and `confusion`. A mistake of the recipe on any rank raises an
+    `EvaluationError` on all.
     """
     totals = Totals(loss, metrics, world, classes, terms)
     # A forward may write buffers, and ranks compute another number of them.

@@ -126,11 +126,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state; its settings stay those that it was built with.
+    """Load an optimizer's state; its settings and kernel stay those that it was built with.
 
-    The saved groups may name another kernel than this device has, and torch puts the step counts
-    where the loaded groups say, so they get this optimizer's kernel. State of another kind of
-    optimizer is not loaded: this one begins anew.
+    State of another kind of optimizer is not loaded: this one begins anew.
     """
     own = [dict(group) for group in optimizer.param_groups]
     if len(own) != len(saved["param_groups"]):
@@ -160,10 +158,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
 
 
 def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore the saved type of single numbers in a loaded state.
+    """Restore the saved type of single numbers, such as NAdam's product of momenta.
 
-    Torch casts all but the step count to the type of the weight: NAdam's product of momenta, in
-    float32, would become float64, and ASGD's rates the other way round.
+    Torch casts all but the step count to the type of the weight.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -177,9 +174,8 @@ def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> No
 class Update:
     """Take an optimizer's step by torch's functional form, with the same numbers and state.
 
-    `optimizer.step()` looks up every parameter's state and group at each call: 13 µs, 5% of a small
-    model's step. Here that is done once, after the first ordinary step. A recipe's own optimizer
-    always takes its ordinary step.
+    `optimizer.step()` looks up all state at each call: 13 µs, 5% of a small model's step. Here that
+    is done once, after the first step. A recipe's own optimizer takes its ordinary step.
     """
 
     def __init__(

@@ -234,8 +234,8 @@ def share_buffers(model: nn.Module, world: World) -> None:
 def tell_end_of_autograd(loss: Tensor, tell: Callable[[], None]) -> None:
     """Call `tell` within loss.backward(), once all gradients are computed and sent off.
 
-    The engine calls back in the order of requests. DDP requests its wait for all-reduces when the
-    last gradient is there; this requests when backward begins.
+    The engine calls back in the order of requests: this one when backward begins, DDP's wait for
+    all-reduces with the last gradient.
     """
     engine = Variable._execution_engine  # noqa: SLF001 - PyTorch's own DDP has no other way
 

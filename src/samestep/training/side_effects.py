@@ -1,8 +1,7 @@
 """What a forward does besides returning outputs: state it changes, random numbers it draws.
 
-A fingerprint names each place where an object keeps plain state (tensors, numbers, generators, and
-containers, objects and closures that hold them, to a depth) and hashes what is there. Two
-fingerprints around a forward differ where it has changed such state.
+A fingerprint hashes each place where an object keeps plain state, to a depth. Two fingerprints
+around a forward differ where it has changed such state.
 """
 
 import contextlib

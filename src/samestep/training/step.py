@@ -169,11 +169,7 @@ class EagerStep:
         return StepResult([loss], norms, terms=None if terms is None else [terms], seen=seen)
 
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
-        """Add up the gradients of this rank's micro-steps.
-
-        Return this rank's part of the mean loss, and, if the mean is over terms, their number over
-        all ranks.
-        """
+        """Add up this rank's micro-steps; return its part of the mean loss, all ranks' terms."""
         world_size = self._world.world_size
         total: Tensor | None = None
         parts = self._parts(block)
@@ -309,7 +305,6 @@ class EagerStep:
         return loss
 
     def _tell(self, error: Exception, inputs: Any, targets: Any) -> NoReturn:
-        """Raise what the user reads of an error in a micro-step."""
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise error
         when = f"at step {self._step + 1}" if self._agreed else "on the first batch"
@@ -342,13 +337,9 @@ class EagerStep:
             return norm
 
     def _seed(self, step: int) -> None:
-        """Seed torch's generator for a step, so that dropout resumes exactly.
-
-        Ranks draw different numbers, since they hold different samples.
-        """
+        """Seed torch's generator for a step of this rank, so that dropout resumes exactly."""
         self._step = step
         seed_torch(mix_next(self._rank_seed, step), self._world.device)
 
     def _seed_update(self) -> None:
-        """Seed what the optimizer draws: the same on all ranks."""
         seed_update(self._settings.seed, self._step, self._world.device)

@@ -46,11 +46,10 @@ _OR = "or, if no weight depends on it, add --no-self-check"
 
 
 class SelfCheck:
-    """Check a process's first step, and how its optimizer goes on if it is the user's `own`.
+    """Check a process's first step, and the state of the optimizer if it is the user's `own`.
 
-    A rank's first share is computed a second time, after the others, with the same samples,
-    weights, buffers and random numbers, and as if there were no other ranks. It has to give the
-    same bits and leave the same state behind. Otherwise something counts the shares that a rank
+    A rank's first share is computed again, after the others and as if there were no other ranks. It
+    has to give the same bits and leave the same state: else something counts the shares that a rank
     computes, or depends on the ranks or the clock.
     """
 
@@ -148,11 +147,7 @@ class VirtualStep(EagerStep):
         self._step = step  # each virtual rank seeds by itself
 
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
-        """Add up the gradients of all virtual ranks.
-
-        Return the mean loss on rank 0, and 0 on the others; and, if the mean is over terms, their
-        number over all virtual ranks.
-        """
+        """Add up all virtual ranks; return the mean loss on rank 0, 0 elsewhere, and its terms."""
         present = min(self._world.num_parts, block.global_size)
         self._buffers.begin()
         self._still.begin()
@@ -213,8 +208,8 @@ class VirtualStep(EagerStep):
     def _may_add_in_place(self) -> bool:
         """Whether autograd may add up two virtual ranks.
 
-        Not where something reads each one's gradient, nor where a backward adds to a gradient
-        several times, as reentrant checkpoints do: (left + a) + b is not left + (a + b).
+        Not where a hook reads each gradient, nor where a backward adds to one several times, as
+        reentrant checkpoints do: (left + a) + b is not left + (a + b).
         """
         if self._to_check or not self._adds_once or self._settings.allows_unused:
             return False
