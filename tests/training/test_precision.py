@@ -106,7 +106,7 @@ def test_the_scaler_of_fp16_is_saved_and_restored(recipe, tmp_path, world_size):
     assert tiny.last_state(run)["scaler"]["_growth_tracker"] == 33
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_whose_gradient_overflows_is_left_out_and_the_scale_halved(tmp_path, world_size):
     """On every rank alike: the steps that follow are those of one process."""
     text = tiny.RECIPE.replace(

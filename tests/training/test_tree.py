@@ -138,7 +138,6 @@ def _reduced(world: World, present: int) -> list[torch.Tensor]:
 
 def test_tensors_of_all_kinds_add_up_to_the_same_bits_across_processes(tmp_path):
     alone = reduced()
-    for ranks in (3, 4):
-        for found in run_ranks(reduced, ranks, tmp_path / str(ranks)):
-            for sums, must in zip(found, alone, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(sums, must, strict=True))
+    for found in run_ranks(reduced, 3, tmp_path):
+        for sums, must in zip(found, alone, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(sums, must, strict=True))
