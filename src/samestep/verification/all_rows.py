@@ -1,11 +1,12 @@
 """All rows of the table, in order: what they train and look at, and how they are judged."""
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
 from samestep.ranks.world import World
 from samestep.settings import Precision
-from samestep.verification.causes import NO_CAUSE, UNKNOWN, Cause
+from samestep.verification.causes import NO_CAUSE, UNKNOWN
 from samestep.verification.evidence import LEFT_OUT, Check, Evidence, TableRow
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows import data, loss, metrics, model, one_writer, state, trainings
@@ -49,11 +50,9 @@ def look_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, Any]:
     """Return what the experiments of all rows found on this rank."""
     found = {}
     for row in ROWS:
-        if row.look_on_rank:
-            try:
+        with contextlib.suppress(Exception):  # the short trainings say how it fails
+            if row.look_on_rank:
                 found[row.name] = row.look_on_rank(tested, world)
-            except Exception:  # noqa: S112 - the short trainings say how it fails
-                continue
     return found
 
 
@@ -65,8 +64,7 @@ def judge(evidence: Evidence) -> list[Check]:
         left_out = row.thorough and evidence.quick
         answer = Check("skipped", LEFT_OUT) if left_out else row.answer(evidence)
         checks = answer if isinstance(answer, list) else [answer]
-        found += [replace(check, name=check.name or row.name) for check in checks]
-    found = [_explained(evidence, check) for check in found]
+        found += [_explained(evidence, replace(c, name=c.name or row.name)) for c in checks]
     # Unknown causes of trainings are likely the same one: all show the first. A check without a
     # step is not of a training but of a single value, such as a metric.
     unknown = [c for c in found if c.cause.name == UNKNOWN.name and c.first_step]
@@ -87,10 +85,6 @@ def _explained(evidence: Evidence, check: Check) -> Check:
         return check
     candidates = [*(row.explain for row in ROWS), *(row.suspect for row in ROWS)]
     explanations = (explain(evidence) for explain in candidates if explain)
-    return replace(check, cause=next(filter(None, explanations), None) or _unknown(check))
-
-
-def _unknown(check: Check) -> Cause:
     step = f"step {check.first_step}" if check.first_step else None
     first = ", ".join(filter(None, (step, check.what, check.first_parameter)))
-    return UNKNOWN.of(first=first)
+    return replace(check, cause=next(filter(None, explanations), UNKNOWN.of(first=first)))

@@ -22,14 +22,14 @@ NO_CAUSE = Cause()
 # Data.
 OTHER_ORDER = Cause(
     "order",
-    "Processes hold other samples in the same places: data() returns them in another order, or "
-    "others, each time it is called.",
+    "Processes hold other samples in the same places: data() returns others, or another order, "
+    "each time it is called.",
     "Sort what comes from a folder or a set, and give each generator in data() a fixed seed.",
 )
 DATA_BY_RANK = Cause(
     "data that depends on the rank",
-    "{rank} holds other values than rank 0 in the same places, and every process that was rank 0 "
-    "holds the same: data() or the data set reads the rank.",
+    "{rank} holds other values than rank 0 in the same places; every rank 0 holds the same: data() "
+    "or the data set reads the rank.",
     "Let data() return the same in every process: samestep gives each rank its share.",
 )
 LENGTHS = Cause(
@@ -37,37 +37,30 @@ LENGTHS = Cause(
     "Processes have other numbers of training samples: {lengths}.",
     "Let data() return all samples in every process: samestep shares them out.",
 )
-_UNKEYED = "unkeyed augmentation"
 UNKEYED = {
-    "dataset": Cause(
-        _UNKEYED,
-        "The data set gives something else {when}.",
-        "Draw in __getitem__ from torch, random or np.random themselves, not from a generator of "
-        "your own: samestep seeds those by (seed, epoch, sample).",
-    ),
-    "transform": Cause(
-        _UNKEYED,
-        "transform() gives something else {when}.",
-        "transform() must not draw; move what is random to augment() and draw from its keys: "
-        "samestep.uniform(keys, draws).",
-    ),
-    "augment": Cause(
-        _UNKEYED,
-        "augment() gives something else {when}.",
-        "Draw from the keys that augment() is given: samestep.uniform(keys, draws), one row per "
-        "sample.",
-    ),
+    part: Cause("unkeyed augmentation", f"{who} gives something else {{when}}.", advice)
+    for part, who, advice in (
+        (
+            "dataset",
+            "The data set",
+            "Draw in __getitem__ from torch, random or np.random, not from a generator of its own.",
+        ),
+        (
+            "transform",
+            "transform()",
+            "Draw in augment() instead, from its keys: samestep.uniform(keys, draws).",
+        ),
+        ("augment", "augment()", "Draw from the keys it is given: samestep.uniform(keys, draws)."),
+    )
 }
 
 # The loss and the metrics.
 OF_BATCH = Cause(
     "loss that compares the samples of a batch",
-    "What a sample adds to the loss depends on the outputs of the other samples of its batch, as "
-    "in a contrastive loss. On N ranks each sample meets only those of its rank, one N-th of the "
-    "batch (fewer negatives), and in micro-steps fewer still, so the loss and its gradients "
-    "differ.",
-    "With shares of a fixed size it is the same training on any number of ranks: --virtual-ranks "
-    "N, with N times the batch that one sample is to meet.",
+    "A sample's loss depends on the outputs of the others in its batch, as in a contrastive loss. "
+    "On N ranks each sample meets only one N-th of the batch, in micro-steps fewer still, so the "
+    "loss and its gradients differ.",
+    "Fix the shares: --virtual-ranks N, with N times the batch that one sample is to meet.",
 )
 OF_TERMS = Cause(
     "loss that is not a mean over its loss_terms",
@@ -83,44 +76,35 @@ NOT_A_MEAN = Cause(
     A_SUM.name,
     "The loss of a batch is not the mean of its parts' losses by their numbers of samples: it is "
     "weighted (class weights, ignored targets), or made over the whole batch.",
-    "If it is a mean over something else, say over what in Recipe(loss_terms=…): tokens, targets "
-    "that are not ignored, the sum of their weights. Otherwise let each of n samples weigh 1/n.",
+    "Say in Recipe(loss_terms=…) what it is a mean over: tokens, targets that are not ignored, the "
+    "sum of their weights. Otherwise let each of n samples weigh 1/n.",
 )
 UNEVEN_BATCH = Cause(
     "the last uneven batch",
     "The last batch of an epoch has {samples} here: {problem}.",
-    "Take the number of samples from the batch (len(inputs)), or leave the last one out: "
-    "--drop-last.",
+    "Take the number of samples from the batch (len(inputs)), or use --drop-last.",
 )
 ONE_SAMPLE = Cause(
     UNEVEN_BATCH.name,
     "It fails: {error}.",
     "Choose sizes that never leave one sample, or --drop-last.",
 )
-_AVERAGED = "metric averaged over ranks"
-_PER_SAMPLE = (
-    "Return one value per sample, of this rank alone; sums and counts are added up over ranks and "
-    "divided once."
-)
 OVER_RANKS = Cause(
-    _AVERAGED,
-    "{metric} of a rank's samples changes with what the other ranks measure at that time: it is "
-    "averaged over ranks inside the metric.",
-    _PER_SAMPLE,
+    "metric averaged over ranks",
+    "{metric} of a rank's samples changes with what other ranks measure: it is averaged over ranks "
+    "inside the metric.",
+    "Return one value per sample, of this rank alone; samestep adds up sums and counts over ranks.",
 )
-OVER_BATCH = Cause(
-    _AVERAGED,
-    "{metric} of a sample depends on the others of its batch: it is made over the batch, and ranks "
-    "have other batches.",
-    _PER_SAMPLE,
+OVER_BATCH = replace(
+    OVER_RANKS,
+    why="{metric} of a sample depends on the others of its batch, and ranks have other batches.",
 )
 
 # The model.
 INITIAL_WEIGHTS = Cause(
     "initial weights that differ per process",
     "{parameter} begins with other values in {rank} than in {first}, though all processes are "
-    "seeded alike before they build the model. (DDP gives all ranks those of rank 0; the next "
-    "start of the training has others again.)",
+    "seeded alike. (DDP gives all ranks those of rank 0; the next start has others again.)",
     "Draw initial weights from torch, random or NumPy as they are seeded: not from os.urandom, the "
     "time, the process, or a generator without a fixed seed.",
 )
@@ -128,8 +112,7 @@ FORWARD_BY_RANK = Cause(
     "forward or loss that depends on the rank",
     "{module} gives {rank} something else ({difference:.0e}) than {first}, with equal weights and "
     "inputs: it reads the rank, the number of ranks, or something else of its process{lines}.",
-    "Leave the rank out of forward and loss: what a sample gives must not depend on the rank that "
-    "holds it.",
+    "Leave the rank out of forward and loss.",
 )
 MIXED = Cause(
     "samples that see each other",
@@ -146,16 +129,16 @@ BUFFERS = Cause(
 )
 MOVED_BUFFER = Cause(
     "buffer that every forward moves",
-    "Every forward moves {names}, as spectral_norm does: with 2 micro-steps it is moved twice per "
-    "step. Without micro-steps the ranks train the same.",
+    "Every forward moves {names}, as spectral_norm does: 2 micro-steps move it twice per step. "
+    "Without micro-steps the ranks train the same.",
     "Train without --accumulate (a --micro-batch-size as large as a rank's share), or move it once "
     "per optimizer step.",
 )
 UNUSED = Cause(
     "unused parameters",
     "{loss}, so ranks would wait for a gradient that never comes.",
-    "Use them in forward in every step, or freeze them: requires_grad_(False). If it is a model "
-    "with branches that some steps leave out by intent, add --find-unused.",
+    "Use them in every step, or freeze them: requires_grad_(False). If some steps leave out "
+    "branches by intent, add --find-unused.",
 )
 BATCHNORM = Cause(
     "BatchNorm statistics per rank",
@@ -166,48 +149,43 @@ BATCHNORM = Cause(
 )
 DROPOUT = Cause(
     "dropout",
-    "The model draws from torch{lines}. Each rank draws other numbers, since it holds other "
-    "samples; with the draws held still the difference is gone.",
+    "The model draws from torch{lines}. Each rank draws other numbers for its samples; with the "
+    "draws held still the difference is gone.",
     'Is it intended? Then accept it: --accept dropout, in the recipe accepts=("dropout",); or '
     "compare losses alone, up to --tolerance 0.1. Otherwise set its probability to 0.",
 )
 
 # State that no checkpoint holds.
-_REGISTER = (
-    "Keep it with register_buffer(), so that checkpoints hold it, and change it once per step."
-)
 OUTSIDE_MODULE = Cause(
     "state outside the module",
     "{module} gives something else ({difference:.0e}) in a second forward with equal weights, "
     "buffers and inputs: it keeps a number or a generator that no checkpoint holds.{kept}",
-    _REGISTER,
+    "Keep it with register_buffer(), so that checkpoints hold it, and change it once per step.",
 )
-ATTRIBUTE = Cause(
-    OUTSIDE_MODULE.name,
-    "Forward or loss changes {names}: a plain attribute, which no checkpoint holds and each rank "
-    "has its own of.",
-    _REGISTER,
+ATTRIBUTE = replace(
+    OUTSIDE_MODULE,
+    why="Forward or loss changes {names}: a plain attribute, which no checkpoint holds and each "
+    "rank has its own of.",
 )
 OWN_GENERATOR = Cause(
     OUTSIDE_MODULE.name,
-    "The model or the loss draws from a torch.Generator of its own{lines}, which goes on from step "
-    "to step: no checkpoint holds it, so a resumed run draws other numbers, and each rank has one.",
+    "The model or the loss draws from a torch.Generator of its own{lines}, kept from step to step: "
+    "no checkpoint holds it, so a resumed run draws other numbers, and each rank has one.",
     "Draw without generator=: torch's own is seeded in every step.",
 )
 OTHER_GENERATORS = Cause(
     OUTSIDE_MODULE.name,
     "The model or the loss draws from {names}, whose state differs on every rank and after a stop; "
     "with it held still the difference is gone.",
-    "Draw from torch, which is seeded in every step, or from what all ranks have alike, such as "
-    "the weights or the inputs.",
+    "Draw from torch, which is seeded in every step.",
 )
 IN_LOSS = Cause(
     "state in the loss",
     "The loss gives something else ({change:.0e}) when it is called again with equal outputs and "
     "targets: it keeps a number from call to call. No checkpoint holds that, each rank has one, "
     "and evaluations change it too.{kept}",
-    "Compute the loss from outputs and targets alone. What has to change over the steps may be a "
-    "buffer of the model, which returns it beside its outputs.",
+    "Compute the loss from outputs and targets alone. What has to change may be a buffer of the "
+    "model, which returns it beside its outputs.",
 )
 CLOCK = Cause(
     "forward or loss that reads the clock",
@@ -229,16 +207,14 @@ LEARNED = Cause(
     "a learned parameter outside the model",
     "The loss depends on {names}, which is not among the model's parameters: its gradient is not "
     "added up over ranks, and no checkpoint holds it.",
-    "Make it an nn.Parameter of the model, so that the optimizer gets it. The model may return it "
-    "beside its outputs for the loss.",
+    "Make it an nn.Parameter of the model, which may return it beside its outputs for the loss.",
 )
 
 # Output.
 ALL_WRITE = Cause(
     "every rank writes",
     "{line} writes {files} on every rank, all at once.",
-    "A recipe's code runs on every rank: write the file before training, or put the rank into its "
-    'name: os.environ.get("RANK", "0").',
+    'Write the file before training, or put the rank into its name: os.environ.get("RANK", "0").',
 )
 ALL_PRINT = Cause(
     "every rank prints",

@@ -46,29 +46,24 @@ def difference(
 ) -> TrainingDifference:
     """Compare two trainings step by step, over the steps that the second one took.
 
-    Losses and norms are compared relative to the larger of both; each parameter's gradient relative
-    to the largest entry of the whole gradient, each weight to the largest weight. (A gradient that
-    is zero but for rounding has no scale of its own.) The first parameter that differs beyond the
-    tolerance is named also where losses alone decide.
+    Losses and norms are relative to the larger of both; each gradient or weight to the largest
+    entry of all, as one that is zero but for rounding has no scale of its own. The first parameter
+    beyond the tolerance is named also where losses alone decide.
     """
     largest, first = 0.0, TrainingDifference()
     for step in sorted(other.losses):
         found = _in_step(one, other, step)
-        decisive = found[:1] if losses_only else found
-        largest = max([largest, *(size for _, _, size in decisive)])
-        beyond = [(what, name) for what, name, size in found if size > tolerance]
-        if first.first_step is None and any(size > tolerance for _, _, size in decisive):
+        decisive = [size for _, _, size in (found[:1] if losses_only else found)]
+        largest = max(largest, *decisive)
+        if first.first_step is None and any(size > tolerance for size in decisive):
+            beyond = [(what, name) for what, name, size in found if size > tolerance]
             named = next((name for _, name in beyond if name), None)
             first = TrainingDifference(first_step=step, first_parameter=named, what=beyond[0][0])
     return replace(first, largest=largest)
 
 
-Found = tuple[str, str, float]
-"""What differs, in which parameter if any, and how much."""
-
-
-def _in_step(one: Trace, other: Trace, step: int) -> list[Found]:
-    """Compare one step: the loss first, then in the order of the computation."""
+def _in_step(one: Trace, other: Trace, step: int) -> list[tuple[str, str, float]]:
+    """Return what differs, in which parameter, and how much: the loss first."""
     found = [("loss", "", relative(one.losses.get(step, math.nan), other.losses[step]))]
     if step in one.norms and step in other.norms:
         found.append(("gradient norm", "", relative(one.norms[step], other.norms[step])))
@@ -87,13 +82,12 @@ def _in_step(one: Trace, other: Trace, step: int) -> list[Found]:
 
 def _tensors(
     what: str, one: Mapping[str, Values] | None, other: Mapping[str, Values] | None
-) -> list[Found]:
+) -> list[tuple[str, str, float]]:
     if one is None or other is None:
         return []  # Lightning's steps are not looked into
     largest = max((float(np.abs(v[1:]).max()) for v in one.values()), default=0.0)
     norm = math.hypot(*(float(v[0]) for v in one.values()))
-    names = [*one, *(name for name in other if name not in one)]
-    return [(what, n, _apart(one.get(n), other.get(n), norm, largest)) for n in names]
+    return [(what, n, _apart(one.get(n), other.get(n), norm, largest)) for n in {**one, **other}]
 
 
 def _apart(one: Values | None, other: Values | None, norm: float, largest: float) -> float:

@@ -103,14 +103,15 @@ class Evidence:
         """Tolerance of what is compared in the exact precision."""
         if self.bits:
             return 0.0
-        usual = ROUNDING[self.facts.exact]
-        if self.trace(0, NUDGED) is None:
-            return usual
-        return min(usual, max(LEAST[self.facts.exact], _TIMES * self.nudged()))
+        usual, least = ROUNDING[self.facts.exact], LEAST[self.facts.exact]
+        moved = self.nudged()
+        return usual if moved is None else min(usual, max(least, _TIMES * moved))
 
-    def nudged(self) -> float:
-        """Return how far one rounding of the weights has moved the losses."""
-        nudged = self.traces[0, NUDGED][0]
+    def nudged(self) -> float | None:
+        """Return how far one rounding of the weights has moved the losses, if that was tried."""
+        nudged = self.trace(0, NUDGED)
+        if nudged is None:
+            return None
         return difference(self.reference, nudged, 0.0, losses_only=True).largest
 
     def trace(self, place: int, training: str) -> Trace | None:
@@ -132,8 +133,9 @@ class Evidence:
 
     def tolerance_of(self, training: str) -> float:
         """Return the tolerance of a short training's comparison."""
-        own = ROUNDING[self.chosen] if training == OWN_PRECISION else self.exact
-        return own if self.tolerance is None else self.tolerance
+        if self.tolerance is not None:
+            return self.tolerance
+        return ROUNDING[self.chosen] if training == OWN_PRECISION else self.exact
 
     def losses_only(self, training: str = MAIN) -> bool:
         """Whether only losses decide: without float64, or with the user's tolerance."""
@@ -151,11 +153,8 @@ class Evidence:
         self, training: str, *, reference: Trace | None = None
     ) -> dict[Start, TrainingDifference]:
         """Compare a short training of all starts that ran it with that of one process."""
-        return {
-            start: self.compare(trace, training, reference=reference)
-            for start in self.starts
-            if (trace := self.trace(start.place, training))
-        }
+        traces = {start: self.trace(start.place, training) for start in self.starts}
+        return {s: self.compare(t, training, reference=reference) for s, t in traces.items() if t}
 
     def not_compared(self) -> str:
         """Return why nothing was compared with several ranks, if nothing was."""
@@ -166,13 +165,8 @@ class Evidence:
 
     def failures(self, *, training: str = "", place: int | None = None) -> list[RankFailure]:
         """Return the failures of a short training or of a start, causes before their effects."""
-        found = [
-            failure
-            for start, reports in self.reports.items()
-            for report in reports
-            for failure in report.failures
-            if training in ("", failure.training) and place in (None, start)
-        ]
+        reports = [r for at, each in self.reports.items() if place in (None, at) for r in each]
+        found = [f for r in reports for f in r.failures if training in ("", f.training)]
         return sorted(found, key=lambda failure: failure.lost_peer)
 
     def died(self, place: int) -> bool:
@@ -205,6 +199,18 @@ class TableRow:
     """Returns this row's cause if a failure shows it."""
 
 
+def failed(compared: str, failures: Sequence[RankFailure]) -> Check:
+    """Return the check of what failed first."""
+    first = failures[0]
+    return Check("different", compared, first_step=first.step or None, failure=first)
+
+
+def failed_start(evidence: Evidence, compared: str, place: int) -> Check:
+    """Return the check of a start that ended before its ranks had trained."""
+    ended = RankFailure(training=MAIN, step=0, message=evidence.ended.get(place, "it ended"))
+    return failed(compared, [*evidence.failures(place=place), ended])
+
+
 def measured(
     compared: str, found: TrainingDifference, tolerance: float, cause: Cause | None = None
 ) -> Check:
@@ -213,8 +219,7 @@ def measured(
     if same and tolerance == 0:
         compared = f"{EQUAL}: {compared}"
     known = cause if cause and not same else NO_CAUSE
-    status: Status = "same" if same else "different"
-    return Check(status, compared, found.largest, tolerance, known, *where)
+    return Check("same" if same else "different", compared, found.largest, tolerance, known, *where)
 
 
 def cause_check(
@@ -222,25 +227,19 @@ def cause_check(
     compared: str,
     cause: Cause | None,
     difference: float | None = None,
-    *,
-    first_step: int | None = None,
-    first_parameter: str | None = None,
+    **first: Any,
 ) -> Check:
-    """Return the check of a row whose experiment found its cause, or found none."""
-    # Where losses decide, by the user's tolerance, a cause is only a note.
-    found: Status = "different" if evidence.tolerance is None else "note"
-    status = found if cause else "same"
+    """Return the check of a row whose experiment found its cause, or found none.
+
+    `first` are the first step and the first parameter with a difference.
+    """
     tolerance = None if difference is None else evidence.exact
-    if evidence.bits and cause is None:
-        compared = f"{EQUAL}: {compared}"
-    cause = cause or NO_CAUSE
-    return Check(status, compared, difference, tolerance, cause, first_step, first_parameter)
-
-
-def failed_start(evidence: Evidence, compared: str, place: int) -> Check:
-    """Return the check of a start that ended before its ranks had trained."""
-    ended = RankFailure(training=MAIN, step=0, message=evidence.ended.get(place, "it ended"))
-    return _failed(compared, [*evidence.failures(place=place), ended])
+    if cause is None:
+        compared = f"{EQUAL}: {compared}" if evidence.bits else compared
+        return Check("same", compared, difference, tolerance, **first)
+    # Where losses decide, by the user's tolerance, a cause is only a note.
+    status: Status = "different" if evidence.tolerance is None else "note"
+    return Check(status, compared, difference, tolerance, cause, **first)
 
 
 def training_check(
@@ -254,9 +253,8 @@ def training_check(
 
     By default each is compared with one process. `sizes` are the numbers of ranks in words.
     """
-    failures = evidence.failures(training=training)
-    if failures:
-        return _failed(compared, failures)
+    if failures := evidence.failures(training=training):
+        return failed(compared, failures)
     found = evidence.compare_starts(training) if found is None else found
     if not found:
         return Check("skipped", NOT_REACHED)
@@ -271,17 +269,9 @@ def left_free_check(evidence: Evidence, kind: Kind, compared: str, cause: Cause)
     one, many = evidence.trace(0, name), evidence.trace(1, name)
     if one is None or many is None:
         return Check("skipped", f"{compared}; {evidence.not_compared() or NOT_REACHED}")
-    check = measured(
-        f"{compared}, on {evidence.starts[1].world_size} ranks",
-        evidence.compare(many, name, reference=one),
-        evidence.tolerance_of(MAIN),
-        cause,
-    )
+    compared = f"{compared}, on {evidence.starts[1].world_size} ranks"
+    found = evidence.compare(many, name, reference=one)
+    check = measured(compared, found, evidence.tolerance_of(MAIN), cause)
     if check.passed or kind == "state" or kind not in evidence.accepts:
         return check
     return replace(check, status="accepted", cause=replace(cause, advice=""))
-
-
-def _failed(compared: str, failures: Sequence[RankFailure]) -> Check:
-    first_step = failures[0].step or None
-    return Check("different", compared, first_step=first_step, failure=failures[0])

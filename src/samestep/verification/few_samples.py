@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from samestep.data.recipe_splits import SPLITS, PreparedOnRanks
 from samestep.data.stream_lanes import Lane, Route, is_stream
@@ -78,15 +78,11 @@ def choose_training_size(
     At least one of them does not divide its batch, and none its last batch; or the batch is the
     one that the user wants. Virtual ranks share it out as that number of ranks would. If a step is
     heavy, there is one full batch per epoch.
-
-    Raises:
-        UserError: there are too few samples.
     """
     shares = (*sizes, virtual) if virtual else tuple(sizes)
-    top = max(shares)
+    top, needed = max(shares), 0
     primes = [n for n in _EVALUATED if top < n <= num_evaluated]
     evaluated = min(num_evaluated, next((n for n in primes if n >= 2 * top), 2 * top + 1))
-    needed = 0
     for full, global_batch, rest in _candidates(shares, batch, virtual):
         if full > 1 and heavy and not drop_last:
             continue
@@ -158,34 +154,21 @@ class _BatchSubset(Subset[Any]):
         return dataset.read_batch([self.indices[index] for index in indices])
 
 
-class _Elements(Dataset[Any]):
-    """Elements of a stream, as a data set."""
-
-    def __init__(self, elements: list[Any]) -> None:
-        self._elements = elements
-
-    def __len__(self) -> int:
-        return len(self._elements)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._elements[index]
-
-
 def without_streams(splits: Splits, seed: int) -> Splits:
     """Replace each stream by a data set of its first elements."""
     route = Route(seed=seed, epoch=0, global_batch=1, lanes=1, mine=range(1))
     for name in SPLITS:
         data: Any = getattr(splits, name)
         if is_stream(data):
-            changed: dict[str, Any] = {name: _Elements(Lane(data, route, 0).take(_OF_STREAM))}
+            elements: Any = Lane(data, route, 0).take(_OF_STREAM)
+            changed: dict[str, Any] = {name: Subset(elements, range(len(elements)))}
             splits = replace(splits, **changed)
     return splits
 
 
 def num_samples(data: Any) -> int:
     """Return the number of samples of a split; 0 if it is absent or has no length."""
-    if isinstance(data, tuple) and data:
-        data = data[0]
+    data = data[0] if isinstance(data, tuple) and data else data
     return len(data) if hasattr(data, "__len__") else 0
 
 
@@ -205,7 +188,7 @@ def _some(data: Any, number: int) -> Any:
     """Return some samples of a split; what is not data is returned as it is, and refused later."""
     total = num_samples(data)
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        data = (data.tensors[0], data.tensors[1])
+        data = data.tensors
     if isinstance(data, tuple):
         if [isinstance(part, Tensor) for part in data] != [True, True]:
             return data

@@ -1,8 +1,10 @@
 """What each rank of a start does: the short trainings one by one, each handed back when done."""
 
+import contextlib
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from samestep.settings import Precision, in_precision
 from samestep.training.alike import seed_alike
 from samestep.training.device import switched
 from samestep.training.plan import check_virtual
-from samestep.training.side_effects import ALL_KINDS, Kind, RandomDraws, watched
+from samestep.training.side_effects import ALL_KINDS, RandomDraws, watched
 from samestep.training.stopping import ReceivedSignal
 from samestep.verification.all_rows import look, look_on_rank, plan_trainings
 from samestep.verification.few_samples import (
@@ -88,33 +90,35 @@ class _Start:
 
     def run(self) -> None:
         """Look at the recipe if this is the first start, then run what is planned."""
-        request, chosen = self._request, self._request.settings.precision
+        request, start, settings = self._request, self._start, self._request.settings
         options = self._world.on_main(lambda: request.recipe.complete_options(request.options))
         self._recipe = replace(request.recipe.with_options(options), complete=None)
         # The self-check would end the training with what is to be named here.
-        settings = replace(request.settings, self_check=False)
-        self._request = replace(request, options=options, settings=settings, resume=True)
-        seed_alike(request.settings.seed)
+        quiet = replace(settings, self_check=False)
+        self._request = replace(request, options=options, settings=quiet, resume=True)
+        seed_alike(settings.seed)
         # A run prepares all of its data; here a few samples are used.
         splits = load_splits(self._recipe, options, self._world, prepare=False)
-        self._hold_bits_still(splits)
-        splits = without_streams(splits, request.settings.seed)
+        if settings.virtual_ranks is not None:  # refuses data that they cannot share
+            num = 0 if is_stream(splits.train) else num_samples(splits.train)
+            check_virtual(settings, num, self._world.world_size)
+            torch.set_num_threads(settings.threads or 1)
+        splits = without_streams(splits, settings.seed)
         self.report.num_samples = num_samples(splits.train)
-        facts = self._instructions.facts or self._size(splits)
-        self._facts = facts
+        facts = self._facts = self._instructions.facts or self._size(splits)
         self._few = cut_down(splits, facts.size.num_samples, facts.size.num_evaluated)
         problem = ""
-        if first := self._start.place == 0:
-            exact, why, problem = exact_precision(self._tested(), chosen)
+        if start.place == 0:
+            exact, why, problem = exact_precision(self._tested(), settings.precision)
             self._facts = replace(facts, exact=exact, inexact=why)
         # Before anything else is tried: the other processes do the same.
         self.report.found |= look_on_rank(self._tested(), self._world)
-        if first:
+        if start.place == 0:
             if not problem:
                 self._facts = look(self._tested(), self._facts)
             hand_back(self._facts)
         quick = self._instructions.quick
-        for training in plan_trainings(self._start, self._facts, chosen, quick=quick):
+        for training in plan_trainings(start, self._facts, settings.precision, quick=quick):
             trace = Trace(training=training.name)
             try:
                 self._take(training, trace)
@@ -124,27 +128,18 @@ class _Start:
                     raise
             else:
                 hand_back(trace)
-        if self._start.closing:
-            run = run_of(self._instructions.folder, self._start.place - 1, MAIN)
+        if start.closing:
+            run = run_of(self._instructions.folder, start.place - 1, MAIN)
             self.report.found[ONE_DEVICE.name] = evaluate_checkpoint(self._tested(), run)
-
-    def _hold_bits_still(self, splits: Splits) -> None:
-        """Compute with virtual ranks' number of threads; refuse data that they cannot share."""
-        settings, train = self._request.settings, splits.train
-        if settings.virtual_ranks is not None:
-            num = 0 if is_stream(train) else num_samples(train)
-            check_virtual(settings, num, self._world.world_size)
-            torch.set_num_threads(settings.threads or 1)
 
     def _size(self, splits: Splits) -> RecipeFacts:
         """Choose how much of the data is trained and evaluated."""
         name, settings = evaluated_split(splits), self._request.settings
         seed_alike(settings.seed)
-        try:
+        heavy = False
+        with contextlib.suppress(UserError):  # the first short training reports it
             model = self._recipe.build_model(self._request.options)
             heavy = sum(p.numel() for p in model.parameters()) > _HEAVY
-        except UserError:  # the first short training reports it
-            heavy = False
         size = choose_training_size(
             self.report.num_samples,
             num_samples(getattr(splits, name)),
@@ -176,29 +171,41 @@ class _Start:
         place, name = self._start.place, training.name
         if training.resumes:
             place, name = place - 1, MAIN
-        held = None if self._facts.virtual_ranks else ALL_KINDS - training.free
         run = run_of(self._instructions.folder, place, name)
-        settings = settings_of(
-            training, self._request.settings, self._facts, self._world.world_size, run
-        )
+        num_ranks = self._world.world_size
+        settings = settings_of(training, self._request.settings, self._facts, num_ranks, run)
         if self._world.device.type != "cuda":
             settings = replace(settings, sync_batchnorm=False)
+        few = self._few if training.evaluates else replace(self._few, validation=None)
+        unused = [] if settings.allows_unused else unused_parameters(self._facts)
+        inner = self._recipe
+
+        def model(options: Any = None) -> nn.Module:
+            """Build it without parameters that nothing uses."""
+            built: nn.Module = with_options("model", inner.model, options)()
+            for name, parameter in built.named_parameters():
+                if name in unused:
+                    parameter.requires_grad = False
+            return built
+
+        recipe = replace(inner, model=model, data=lambda *_: few)
+        tested, held = self._tested(settings.precision), ALL_KINDS - training.free
+        holds = self._facts.virtual_ranks is None  # else nothing is held still, or looked into
+        if holds:
+            loss = watched(tested.placed_loss, RandomDraws(), held)
+            forward = None if inner.forward is None else tested.exactly(inner.forward)
+            recipe = replace(recipe, loss=loss, forward=forward)
 
         def prepare(model: nn.Module) -> None:
-            if held is None:
+            if not holds:
                 return
-
-            def calibrate() -> Any:
-                tested = self._tested(settings.precision)
-                return tested.calibrate(model, tested.batch())
-
             # A checkpoint brings the statistics that it was trained with.
-            hold_model(model, RandomDraws(), held, None if training.resumes else calibrate)
-            model.forward = self._tested(settings.precision).exactly(model.forward)
+            calibrate = None if training.resumes else partial(tested.calibrate, model)
+            hold_model(model, RandomDraws(), held, calibrate)
+            model.forward = tested.exactly(model.forward)
             if training.nudged:
                 nudge(model, settings.precision)
 
-        recipe = self._held_recipe(held, settings.precision, evaluates=training.evaluates)
         run_session(
             replace(self._request, recipe=recipe, settings=settings),
             self._world,
@@ -209,44 +216,18 @@ class _Start:
             engine=recording(training, self._facts.size.stop, trace, prepare),
         )
 
-    def _held_recipe(
-        self, held: frozenset[Kind] | None, precision: Precision, *, evaluates: bool
-    ) -> Recipe:
-        """Return the recipe with its few samples, and without parameters that nothing uses.
-
-        Nothing of it is held still, or looked into, if `held` is None.
-        """
-        few = self._few if evaluates else replace(self._few, validation=None)
-        recipe, allowed = self._recipe, self._request.settings.allows_unused
-        unused = [] if allowed else unused_parameters(self._facts)
-
-        def model(options: Any = None) -> nn.Module:
-            built: nn.Module = with_options("model", recipe.model, options)()
-            for name, parameter in built.named_parameters():
-                if name in unused:
-                    parameter.requires_grad = False
-            return built
-
-        loss, forward = recipe.loss, recipe.forward
-        if held is not None:
-            tested = self._tested(precision)
-            loss = watched(tested.placed_loss, RandomDraws(), held)
-            forward = None if forward is None else tested.exactly(forward)
-        return replace(recipe, model=model, data=lambda *_: few, loss=loss, forward=forward)
-
 
 def _failure(trace: Trace, error: Exception) -> RankFailure:
     if trace.begun > 1:  # what fails now and not at once depends on the batch
         error = caused(error)
-    mistake = isinstance(error, UserError)
-    text = str(error).strip()
+    mistake, text = isinstance(error, UserError), str(error).strip()
+    lost = not mistake and bool(LOST_PEER.search(text))
     if not mistake:
         # Without the dispatcher's list of what it could do.
         first = text.partition("\n")[0].partition(" This could be because the operator")[0]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         text = f"{type(error).__name__}: {first}{where}"
-    lost = not mistake and bool(LOST_PEER.search(str(error)))
     return RankFailure(
         training=trace.training, step=trace.begun, message=text, mistake=mistake, lost_peer=lost
     )

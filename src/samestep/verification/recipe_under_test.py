@@ -113,8 +113,7 @@ class RecipeUnderTest:
     def applied(self, model: nn.Module) -> nn.Module:
         """Return what takes the recipe's inputs: the model, or the model by its `forward`."""
         own = self.recipe.forward
-        exact = None if own is None else self.exactly(own)
-        return applied(model, replace(self.recipe, forward=exact))
+        return applied(model, replace(self.recipe, forward=own and self.exactly(own)))
 
     @cached_property
     def free_step(self) -> FreeStep:
@@ -127,15 +126,13 @@ class RecipeUnderTest:
         if before:  # a generator that is made or seeded anew in each forward keeps no state
             seen.own.clear()
             self.free_loss(model, block, loss)
-        return FreeStep(
-            model, seen, [line for line in before if before[line] != seen.own.get(line)]
-        )
+        own = [line for line in before if before[line] != seen.own.get(line)]
+        return FreeStep(model, seen, own)
 
     @cached_property
     def held_forward(self) -> HeldForward | None:
         """A forward with all draws held still; None if outputs are not one per sample."""
-        block = self.batch()
-        model = self.held_model(block)
+        block, model = self.batch(), self.held_model()
         outputs = self.forward(model, block.inputs)
         for leaf in tree_leaves(outputs):
             if not (isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == block.rows):
@@ -150,14 +147,15 @@ class RecipeUnderTest:
         model.forward = self.exactly(model.forward)
         return model.train()
 
-    def held_model(self, block: Block) -> nn.Module:
+    def held_model(self) -> nn.Module:
         """Return the model with all that it draws held still."""
         model = self.build()
-        hold_model(model, RandomDraws(), ALL_KINDS, lambda: self.calibrate(model, block))
+        hold_model(model, RandomDraws(), ALL_KINDS, partial(self.calibrate, model))
         return model
 
-    def calibrate(self, model: nn.Module, block: Block) -> Any:
+    def calibrate(self, model: nn.Module) -> Any:
         """Call a model with a few samples, for the statistics at which BatchNorm is held."""
+        block = self.batch()
         return self.forward(model, self.part(block, 0, min(4, block.rows)).inputs)
 
     def batch(
@@ -204,10 +202,8 @@ class RecipeUnderTest:
         self, data: Any, recipe: Recipe | None = None, world: World | None = None
     ) -> closing[Source]:
         """Return what reads a split in this process; the caller closes it."""
-        recipe = recipe or self.recipe
-        settings = replace(self.settings, num_workers=0)
-        source = open_split(data, world or self.world, recipe, settings, self.dtype)
-        return closing(source)
+        settings, recipe = replace(self.settings, num_workers=0), recipe or self.recipe
+        return closing(open_split(data, world or self.world, recipe, settings, self.dtype))
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """Return the model's outputs in the precision of the settings."""
@@ -216,10 +212,9 @@ class RecipeUnderTest:
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss with all that it draws held still."""
+        held = watched(self.placed_loss, RandomDraws(), ALL_KINDS)
         with autocast(self.settings.precision, self.world.device):
-            return cast(
-                "Tensor", watched(self.placed_loss, RandomDraws(), ALL_KINDS)(outputs, targets)
-            )
+            return cast("Tensor", held(outputs, targets))
 
     def free_loss(self, model: nn.Module, block: Block, loss: Callable[..., Any]) -> Tensor:
         """Return the loss of a batch with nothing held still."""
@@ -230,8 +225,7 @@ class RecipeUnderTest:
 
 def first_line(error: Exception) -> str:
     """Return an error's type and the first line of its message."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
 
 
 def exact_precision(tested: RecipeUnderTest, chosen: Precision) -> tuple[Precision, str, str]:
@@ -277,7 +271,7 @@ def hold_model(
         _calibrate(model, norms, calibrate)
     for norm in norms:
         norm.eval()
-        norm.train = partial(_stay, norm)  # type: ignore[method-assign]
+        norm.train = lambda _mode=True, norm=norm: norm  # type: ignore[method-assign,misc]
         if norm.running_mean is None:  # it uses the batch's statistics in an evaluation, too
             norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
     model.forward = watched(model.forward, seen, held)
@@ -294,10 +288,6 @@ def _calibrate(model: nn.Module, norms: list[_BatchNorm], forward: Callable[[], 
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.train(was_training)
-
-
-def _stay(norm: _BatchNorm, mode: bool = True) -> _BatchNorm:  # noqa: ARG001 - as every train()
-    return norm
 
 
 def _affine(norm: _BatchNorm, inputs: Tensor) -> Tensor:
@@ -327,17 +317,16 @@ class _Doubles(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        def wide(value: Any) -> Any:
+            narrow = isinstance(value, torch.dtype) and value in _NARROW
+            return torch.float64 if narrow else value
+
         kwargs = dict(kwargs or {})
         if func in _CASTS:
             return args[0].double()
         if func is not Tensor.view:  # it reads bits as another type
-            args = tuple(map(_wide, args))
-            kwargs = {name: _wide(value) for name, value in kwargs.items()}
+            args, kwargs = tuple(map(wide, args)), {k: wide(v) for k, v in kwargs.items()}
         return func(*args, **kwargs)
-
-
-def _wide(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
 
 
 def _in_doubles(function: Callable[..., Any]) -> Callable[..., Any]:

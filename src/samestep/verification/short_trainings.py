@@ -16,6 +16,17 @@ NUDGED = "nudged"
 OWN_PRECISION = "precision"
 """The same in the precision of the user's settings."""
 _SLOWER = 0.01
+_ALWAYS: dict[str, Any] = {
+    **dict.fromkeys(("epochs", "batch_size_per_rank", "accumulate", "patience", "keep_top_k")),
+    **dict.fromkeys(("checkpoint_every_minutes", "monitor")),
+    "mode": "auto",
+    "compile": "off",
+    "pictures": False,
+    "log_every": 1,
+    "eval_every_epochs": 1,
+    "checkpoint_every_epochs": 1,
+    "eval_batch_size": 256,  # all of the few samples at once, on any number of ranks
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +112,7 @@ def plan_starts(sizes: Sequence[int], *, quick: bool = False) -> list[Start]:
     """
     order = [1, *sorted({*sizes} - {1})]
     starts = [Start(place=place, world_size=size) for place, size in enumerate(order)]
-    if quick:
-        return starts
-    return [*starts, Start(place=len(starts), world_size=1, closing=True)]
+    return starts if quick else [*starts, Start(place=len(starts), world_size=1, closing=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +155,8 @@ class ShortTraining:
 def left_free(kind: Kind) -> ShortTraining:
     """Return the short training that leaves one kind of random behaviour as it is.
 
-    BatchNorm, draws from torch, and draws from Python and NumPy would hide every other difference.
-    All other trainings hold them still, so a difference in this one has this cause.
+    All other trainings hold it still, since it would hide every other difference: so a difference
+    in this one has this cause.
     """
     return ShortTraining(name=f"{kind} as it is", free=frozenset({kind}), short=True)
 
@@ -161,35 +170,22 @@ def settings_of(
     training: ShortTraining, settings: Settings, facts: RecipeFacts, world_size: int, run: Path
 ) -> Settings:
     """Return the user's settings, changed to those of a short training."""
-    size = facts.size
+    size, halves = facts.size, training.halves
     share = -(-size.global_batch // (settings.virtual_ranks or world_size))
     precision = settings.precision if training.own_precision else facts.exact
-    return replace(
-        in_precision(settings, precision),
-        run_dir=str(run),
-        epochs=None,
-        max_steps=size.steps,
-        batch_size=size.global_batch,
-        batch_size_per_rank=None,
-        micro_batch_size=-(-share // 2) if training.halves else share,
-        accumulate=None,
+    changed = {
+        **_ALWAYS,
+        "run_dir": str(run),
+        "max_steps": size.steps,
+        "batch_size": size.global_batch,
+        "micro_batch_size": -(-share // 2) if halves else share,
         # DDP has no static graph of micro-steps: find_unused allows the same there.
-        static_graph=settings.static_graph and not training.halves,
-        find_unused=settings.find_unused or (settings.static_graph and training.halves),
-        eval_batch_size=256,  # all of the few samples at once, on any number of ranks
+        "static_graph": settings.static_graph and not halves,
+        "find_unused": settings.find_unused or (settings.static_graph and halves),
         # With frozen statistics, a rate that suits batch normalisation may diverge.
-        lr=settings.lr * (_SLOWER if "batchnorm" in facts.present else 1.0),
-        engine="lightning" if training.lightning else "native",
-        compile="off",
-        log_every=1,
-        patience=None,
-        keep_top_k=None,
-        pictures=False,
-        checkpoint_every_minutes=None,
-        monitor=None,
-        mode="auto",
-        eval_every_epochs=1,
-        checkpoint_every_epochs=1,
-        eval_every_steps=size.stop if training.evaluates and not training.lightning else None,
-        checkpoint_every_steps=size.stop if training.saves or training.short else None,
-    )
+        "lr": settings.lr * (_SLOWER if "batchnorm" in facts.present else 1.0),
+        "engine": "lightning" if training.lightning else "native",
+        "eval_every_steps": size.stop if training.evaluates and not training.lightning else None,
+        "checkpoint_every_steps": size.stop if training.saves or training.short else None,
+    }
+    return replace(in_precision(settings, precision), **changed)

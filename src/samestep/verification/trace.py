@@ -1,7 +1,7 @@
 """What one rank keeps of one short training, and the engine that keeps it."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from samestep.run.records import Record
 from samestep.session.training_run import NATIVE, Engine, Task
 from samestep.training.loop import evaluate_now, evaluate_work, rehearse
 from samestep.training.meter import Meter, epoch_record
-from samestep.training.work import State, Work, close_epoch, epoch_is_full
+from samestep.training.work import close_epoch, epoch_is_full
 from samestep.verification.short_trainings import ShortTraining
 
 Values = NDArray[np.float64]
@@ -69,18 +69,9 @@ def _numbers(record: Record) -> dict[str, float]:
 
 
 def sample_hashes(*trees: Any) -> list[str]:
-    """Hash each sample of inputs and targets: equal hashes mean equal bits.
-
-    They are tensors (batch, …), or trees of them.
-    """
+    """Hash each sample of inputs and targets, tensors (batch, …) or trees of them."""
     leaves = [leaf.detach().cpu().contiguous() for tree in trees for leaf in tree_leaves(tree)]
-    hashes = []
-    for row in range(len(leaves[0])):
-        digest = hashlib.blake2b(digest_size=8)
-        for leaf in leaves:
-            digest.update(leaf[row].reshape(-1).view(torch.uint8).numpy().tobytes())
-        hashes.append(digest.hexdigest())
-    return hashes
+    return [hash_of(*(leaf[row] for leaf in leaves)) for row in range(len(leaves[0]))]
 
 
 def hash_of(*trees: Any) -> str:
@@ -111,19 +102,13 @@ def values_of(tensor: Tensor) -> Values:
     return found
 
 
-def _values_by_name(named: list[tuple[str, Tensor]]) -> dict[str, Values]:
-    return {name: values_of(t) for name, t in named if t.is_floating_point() and t.numel()}
+def _values_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Values]:
+    kept = ((name, t) for name, t in named if t is not None)
+    return {name: values_of(t) for name, t in kept if t.is_floating_point() and t.numel()}
 
 
 def _weights_of(model: nn.Module) -> dict[str, Values]:
     return _values_by_name([*model.named_parameters(), *model.named_buffers()])
-
-
-def _bits_of(model: nn.Module) -> dict[str, str]:
-    named = [(f"gradient {name}", p.grad) for name, p in model.named_parameters()]
-    named += [(f"weight {name}", p) for name, p in model.named_parameters()]
-    named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
-    return {name: hash_of(tensor) for name, tensor in named if tensor is not None}
 
 
 def recording(
@@ -160,7 +145,8 @@ def recording(
 
 def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) -> None:
     work, state = task.work, task.state
-    meter, model = Meter(work, state), work.learner.model
+    meter, model, virtual = Meter(work, state), work.learner.model, work.settings.virtual_ranks
+    every = work.settings.eval_every_steps
     trace.begun = state.position.step + 1
     for taken in rehearse(work, state):
         step, block = state.position.step, taken.block
@@ -168,16 +154,22 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
             # A collated batch names its samples by their index in the data.
             trees = (block.inputs,) if block.parts else (block.inputs, block.targets)
             trace.samples[step] = sample_hashes(*trees)
-        gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        gradients = [(name, p.grad) for name, p in model.named_parameters()]
         trace.gradients[step], trace.weights[step] = _values_by_name(gradients), _weights_of(model)
-        if work.settings.virtual_ranks:
-            trace.bits[step] = _bits_of(model)
+        if virtual:
+            named = [(f"gradient {name}", gradient) for name, gradient in gradients]
+            named += [(f"weight {name}", p) for name, p in model.named_parameters()]
+            named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
+            trace.bits[step] = {name: hash_of(t) for name, t in named if t is not None}
         for record in meter.count(taken):
             task.emit(record)
-        if work.settings.virtual_ranks and epoch_is_full(work, state):
+        ends_epoch = epoch_is_full(work, state)
+        if virtual and ends_epoch:
             meter.settle()
             task.emit(epoch_record(work, state))
-        if work.validation is not None and _evaluates(work, state):
+        # As in a run: as the settings say, after an epoch, at the end.
+        due = ends_epoch or step == work.plan.total_steps or (every and step % every == 0)
+        if work.validation is not None and due:
             task.emit(evaluate_now(work, state, work.validation)[0])
         if step == stop and training.saves:
             meter.settle()
@@ -188,13 +180,6 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
             break
         trace.begun = step + 1
     state.stop_reason = "enough is known"
-
-
-def _evaluates(work: Work, state: State) -> bool:
-    """Whether a run would evaluate now: as the settings say, after an epoch, at the end."""
-    step, every = state.position.step, work.settings.eval_every_steps
-    by_steps = every is not None and step % every == 0
-    return by_steps or epoch_is_full(work, state) or step == work.plan.total_steps
 
 
 class _ObservedSource:

@@ -1,12 +1,12 @@
 """One verification, from the request to the answer: start ranks, gather what they found, judge."""
 
-import importlib.util
 import pickle
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -65,8 +65,8 @@ class Verification:
     facts: RecipeFacts
     precisions: tuple[str, ...]
     checks: list[Check]
-    seconds: float
     notes: tuple[str, ...]
+    seconds: float = 0.0
 
     @property
     def same(self) -> bool:
@@ -84,16 +84,8 @@ def verify_recipe(
 ) -> Verification:
     """Train a recipe for a few steps on several numbers of ranks, and compare.
 
-    Args:
-        request: the recipe and the settings.
-        options: what is compared.
-        launch: starts ranks that call `run_start`.
-        given: the names of the settings that the user has given.
-        tell: shows the progress.
-
-    Raises:
-        UserError: it cannot be done, or the recipe cannot be trained in one process.
-        KeyboardInterrupt: the ranks were stopped by a signal.
+    `launch` starts ranks that call `run_start`; `given` are the settings that the user has given;
+    `tell` shows the progress. It raises KeyboardInterrupt if a signal stopped the ranks.
     """
     settings, started_at = request.settings, time.time()
     sizes = _sizes(options, settings.virtual_ranks)
@@ -111,14 +103,10 @@ def verify_recipe(
         quick=options.quick,
         tell=tell,
     )
-    return judge_evidence(
-        request,
-        evidence,
-        accept=accepted,
-        tolerance=options.tolerance,
-        notes=notes,
-        seconds=time.time() - started_at,
+    found = judge_evidence(
+        request, evidence, accept=accepted, tolerance=options.tolerance, notes=notes
     )
+    return replace(found, seconds=time.time() - started_at)
 
 
 def _sizes(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
@@ -138,12 +126,11 @@ def _sizes(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
 
 def _accepted(options: VerifyOptions, virtual: int | None) -> tuple[Accepted, ...]:
     known, accept = list(get_args(Accepted)), ",".join(options.accept)
-    for word in options.accept:
-        if word not in known:
-            raise UserError(
-                f"--accept {accept}: {word!r} cannot be accepted. "
-                f"{did_you_mean(word, known)}There is: {', '.join(known)}."
-            )
+    for word in (word for word in options.accept if word not in known):
+        raise UserError(
+            f"--accept {accept}: {word!r} cannot be accepted. "
+            f"{did_you_mean(word, known)}There is: {', '.join(known)}."
+        )
     for flag, value in (("accept", accept), ("tolerance", options.tolerance)):
         if value and virtual is not None:
             raise UserError(
@@ -156,18 +143,17 @@ def _accepted(options: VerifyOptions, virtual: int | None) -> tuple[Accepted, ..
 def _device(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
     """Return the device of all ranks, one GPU each or the CPU, and a note about it."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    too_few = f"{top} ranks need a GPU each, and {gpus} are here."
     if settings.device == "cuda" and 0 < gpus < top:
         raise UserError(
-            f"--device cuda: {top} ranks need a GPU each, and {gpus} are here. Use --device cpu, "
+            f"--device cuda: {too_few} Use --device cpu, "
             f"or --world-sizes 1{',2' if gpus > 1 else ''}."
         )
     if settings.device != "auto":
         return settings.device, ()
     if gpus >= top or (top == 1 and torch.backends.mps.is_available()):
         return "auto", ()
-    if gpus:
-        return "cpu", (f"On the CPU: {top} ranks need a GPU each, and {gpus} are here.",)
-    return "cpu", ()
+    return "cpu", (f"On the CPU: {too_few}",) * (gpus > 0)
 
 
 def gather(
@@ -184,21 +170,16 @@ def gather(
 
     One process is always among the sizes. The global batch is the smallest that will do, unless it
     is given. Lightning's Trainer is compared too if it is installed.
-
-    Raises:
-        UserError: the recipe cannot be trained in one process, or has too few samples.
-        KeyboardInterrupt: the ranks were stopped by a signal.
     """
     settings, starts = request.settings, plan_starts(sizes, quick=quick)
-    lightning = lightning and importlib.util.find_spec("lightning") is not None
-    # Its engine refuses all three.
-    lightning = lightning and request.recipe.loss_terms is None and settings.ema is None
+    # Lightning's engine refuses all three.
+    refused = request.recipe.loss_terms or settings.ema or settings.virtual_ranks
     instructions = StartInstructions(
         start=starts[0],
         folder=Path(tempfile.mkdtemp(prefix="samestep-verify-")),
         sizes=tuple(sorted({1, *sizes})),
         batch=batch,
-        lightning=lightning and settings.virtual_ranks is None,
+        lightning=lightning and refused is None and find_spec("lightning") is not None,
         quick=quick,
         facts=None,
     )
@@ -218,12 +199,17 @@ def gather(
                 next((v for v in each if isinstance(v, RankReport)), RankReport())
                 for each in values
             ]
-            _add_traces(traces, start, values)
+            of_start: dict[str, list[Trace]] = {}
+            for trace in (v for each in values for v in each if isinstance(v, Trace)):
+                of_start.setdefault(trace.training, []).append(trace)
+            # Only what all ranks have finished counts.
+            complete = {n: found for n, found in of_start.items() if len(found) == len(values)}
+            traces |= {(start.place, name): found for name, found in complete.items()}
             if how.code:
                 ended[start.place] = _message(start, how, reports[start.place])
             if start.place == 0:
                 facts = next((v for v in values[0] if isinstance(v, RecipeFacts)), None)
-                if (0, MAIN) not in traces:
+                if MAIN not in complete:
                     break
             else:  # these runs may be large, and have been resumed now
                 shutil.rmtree(folder / f"runs-{start.place - 1}", ignore_errors=True)
@@ -243,19 +229,6 @@ def gather(
     )
 
 
-def _add_traces(
-    traces: dict[tuple[int, str], list[Trace]], start: Start, values: list[list[Any]]
-) -> None:
-    """Add the traces of the short trainings that all ranks of a start have finished."""
-    for each in values:
-        for trace in each:
-            if isinstance(trace, Trace):
-                traces.setdefault((start.place, trace.training), []).append(trace)
-    for key in [key for key, found in traces.items() if key[0] == start.place]:
-        if len(traces[key]) < start.world_size:
-            del traces[key]
-
-
 def _message(start: Start, ended: Ended, reports: list[RankReport]) -> str:
     """Return why a start failed; raise it if the user has to mend it first."""
     if ended.code > 128:
@@ -263,8 +236,7 @@ def _message(start: Start, ended: Ended, reports: list[RankReport]) -> str:
     failures = [failure for report in reports for failure in report.failures]
     failure = min(failures, key=lambda f: f.lost_peer, default=None)
     message = failure.message if failure else ended.message.partition("; the other ranks")[0]
-    # Nothing was kept before these few steps.
-    message = message.replace(f"{KEPT} ", "")
+    message = message.replace(f"{KEPT} ", "")  # nothing was kept before these few steps
     if start.place == 0 and (failure.mistake if failure else ended.code == 2):
         raise UserError(message)
     return message or f"It ended with exit code {ended.code}."
@@ -277,7 +249,6 @@ def judge_evidence(
     accept: Sequence[Accepted] = (),
     tolerance: float | None = None,
     notes: Sequence[str] = (),
-    seconds: float = 0.0,
 ) -> Verification:
     """Return whether the recipe trains the same, by what its ranks handed back.
 
@@ -297,6 +268,5 @@ def judge_evidence(
         facts=evidence.facts,
         precisions=(exact,) if evidence.quick else tuple(dict.fromkeys((exact, evidence.chosen))),
         checks=judge(evidence),
-        seconds=seconds,
         notes=tuple(notes),
     )

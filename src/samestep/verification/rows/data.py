@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple
 
 from samestep.recipe import Recipe
 from samestep.reporting.words import count
-from samestep.verification.causes import DATA_BY_RANK, LENGTHS, OTHER_ORDER, UNKEYED, Cause
+from samestep.verification import causes
+from samestep.verification.causes import Cause
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.short_trainings import MAIN, RankFailure
@@ -22,20 +23,20 @@ def _explain_order(evidence: Evidence) -> Cause | None:
                 lengths[f"rank {rank} of {start.world_size}"] = report.num_samples
     if len(lengths) > 1:
         each = [f"{rank} holds {number:,}" for rank, number in lengths.items()]
-        return LENGTHS.of(lengths=", ".join(each[:_SHOWN]))
+        return causes.LENGTHS.of(lengths=", ".join(each[:_SHOWN]))
     found = evidence.found_on_ranks(ORDER.name, list[str])
     if all(hashes == found[0][1] for _, hashes in found) or changing_part(evidence) == "dataset":
         return None
     others = [rank for rank, hashes in found if hashes != found[0][1]]
     if any(rank.startswith("rank 0 ") for rank in others):
-        return OTHER_ORDER
-    return DATA_BY_RANK.of(rank=others[0])
+        return causes.OTHER_ORDER
+    return causes.DATA_BY_RANK.of(rank=others[0])
 
 
 def _explain_order_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
     if "loaded data of different sizes" not in failure.message:
         return None
-    return _explain_order(evidence) or OTHER_ORDER
+    return _explain_order(evidence) or causes.OTHER_ORDER
 
 
 def _order(evidence: Evidence) -> Check:
@@ -49,7 +50,7 @@ def _order(evidence: Evidence) -> Check:
         traces = evidence.traces.get((start.place, MAIN), [])
         for step, hashes in evidence.reference.samples.items() if traces else ():
             if [h for trace in traces for h in trace.samples.get(step, [])] != hashes:
-                return cause_check(evidence, compared, OTHER_ORDER, first_step=step)
+                return cause_check(evidence, compared, causes.OTHER_ORDER, first_step=step)
     return Check("same", compared)
 
 
@@ -107,7 +108,7 @@ def _explain_augmentation(evidence: Evidence) -> Cause | None:
     when = "each time the same sample is read in the same epoch"
     if changes.batchwise:
         when = "for a sample when the batch has other samples"
-    return UNKEYED[changes.part].of(when=when)
+    return causes.UNKEYED[changes.part].of(when=when)
 
 
 AUGMENTATION = TableRow(
@@ -133,7 +134,7 @@ def _evaluation(evidence: Evidence) -> Check:
     for start in evidence.several:
         traces = evidence.traces.get((start.place, MAIN), [])
         if traces and Counter(mark for trace in traces for mark in trace.evaluated) != expected:
-            return Check("different", compared, cause=OTHER_ORDER)
+            return Check("different", compared, cause=causes.OTHER_ORDER)
     return Check("same", compared)
 
 

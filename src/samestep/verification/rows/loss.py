@@ -11,15 +11,8 @@ from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.reporting.words import count
 from samestep.training.apply import terms_of
-from samestep.verification.causes import (
-    A_SUM,
-    NOT_A_MEAN,
-    OF_BATCH,
-    OF_TERMS,
-    ONE_SAMPLE,
-    UNEVEN_BATCH,
-    Cause,
-)
+from samestep.verification import causes
+from samestep.verification.causes import Cause
 from samestep.verification.difference import largest_apart, relative
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, first_line
@@ -131,10 +124,10 @@ def _explain_loss(evidence: Evidence) -> Cause | None:
     if found is None or found.full <= evidence.exact:
         return None
     if found.compares:
-        return OF_BATCH
+        return causes.OF_BATCH
     if found.over_terms:
-        return OF_TERMS
-    return A_SUM if found.adds_up else NOT_A_MEAN
+        return causes.OF_TERMS
+    return causes.A_SUM if found.adds_up else causes.NOT_A_MEAN
 
 
 def _loss(evidence: Evidence) -> Check:
@@ -160,7 +153,7 @@ def _try_small_batches(tested: RecipeUnderTest) -> dict[int, str]:
     for size in (tested.size.rest, 1):
         try:
             part = tested.part(block, 0, size)
-            tested.loss(tested.forward(tested.held_model(block), part.inputs), part.targets)
+            tested.loss(tested.forward(tested.held_model(), part.inputs), part.targets)
         except Exception as error:
             failed[size] = first_line(error)
     return failed
@@ -172,7 +165,7 @@ def _bent(evidence: Evidence) -> Cause | None:
     if found is None or found.uneven <= evidence.exact:
         return None
     problem = "its loss is no longer the mean over its samples"
-    return UNEVEN_BATCH.of(samples=count(rest, "sample"), problem=problem)
+    return causes.UNEVEN_BATCH.of(samples=count(rest, "sample"), problem=problem)
 
 
 def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
@@ -182,7 +175,7 @@ def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
         return None
     rest = count(size.rest, "sample")
     problem = f"it fails with {rest}, {size.global_batch} work"
-    return UNEVEN_BATCH.of(samples=rest, problem=problem)
+    return causes.UNEVEN_BATCH.of(samples=rest, problem=problem)
 
 
 def _last_batch(evidence: Evidence) -> Check:
@@ -194,13 +187,13 @@ def _last_batch(evidence: Evidence) -> Check:
     compared = f"{count(size.rest, 'sample')} in step {size.uneven_step}"
     if size.rest in fails:
         problem = f"it fails: {fails[size.rest]}"
-        cause = UNEVEN_BATCH.of(samples=count(size.rest, "sample"), problem=problem)
+        cause = causes.UNEVEN_BATCH.of(samples=count(size.rest, "sample"), problem=problem)
         return cause_check(evidence, compared, cause)
     uneven = parts.uneven if parts else None
     if bent and not bent_in_full_batches:
         return cause_check(evidence, compared, bent, uneven, first_step=size.uneven_step)
     if 1 in fails:
-        cause = ONE_SAMPLE.of(error=fails[1])
+        cause = causes.ONE_SAMPLE.of(error=fails[1])
         return Check("note", "a batch of one sample, as the last may be", cause=cause)
     # If full batches differ too, this one says nothing more.
     if bent_in_full_batches:

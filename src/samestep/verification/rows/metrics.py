@@ -16,7 +16,8 @@ from samestep.training.apply import terms_of
 from samestep.training.evaluation import evaluate
 from samestep.training.side_effects import ALL_KINDS, RandomDraws
 from samestep.training.snapshot import load_evaluated
-from samestep.verification.causes import OVER_BATCH, OVER_RANKS, Cause
+from samestep.verification import causes
+from samestep.verification.causes import Cause
 from samestep.verification.difference import TrainingDifference, evaluations_apart, worst
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check, measured
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, hold_model
@@ -128,9 +129,9 @@ def _cause(evidence: Evidence, name: str) -> Cause | None:
     on_ranks = evidence.found_on_ranks(METRICS.name, dict[str, float])
     across = any(found.get(name, 0.0) > evidence.exact for _, found in on_ranks)
     if across:
-        return OVER_RANKS.of(metric=name)
+        return causes.OVER_RANKS.of(metric=name)
     in_batch = (evidence.found(METRICS.name, dict[str, float]) or {}).get(name, 0.0)
-    return OVER_BATCH.of(metric=name) if in_batch > evidence.exact else None
+    return causes.OVER_BATCH.of(metric=name) if in_batch > evidence.exact else None
 
 
 METRICS = TableRow(

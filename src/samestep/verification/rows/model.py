@@ -12,14 +12,8 @@ from samestep.errors import listed
 from samestep.ranks.world import World
 from samestep.reporting.words import count
 from samestep.training.side_effects import batch_norms
-from samestep.verification.causes import (
-    BUFFERS,
-    FORWARD_BY_RANK,
-    INITIAL_WEIGHTS,
-    MIXED,
-    UNUSED,
-    Cause,
-)
+from samestep.verification import causes
+from samestep.verification.causes import Cause
 from samestep.verification.difference import largest_apart
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
 from samestep.verification.module_outputs import (
@@ -64,7 +58,7 @@ class ProcessOutputs:
 
 def _compute(tested: RecipeUnderTest, _world: World) -> ProcessOutputs:
     block = tested.batch()
-    model = tested.held_model(block)
+    model = tested.held_model()
     weights = {name: _few(p) for name, p in model.named_parameters() if p.numel()}
     held = tested.held_forward
     calls = module_calls(tested, model, block.inputs)
@@ -92,7 +86,7 @@ def _other_weights(evidence: Evidence) -> Cause | None:
             other = one.weights.get(name)
             same = other is not None and len(other) == len(values)
             if not same or largest_apart(*_tensors([values, other])) > evidence.exact:
-                return INITIAL_WEIGHTS.of(parameter=name, rank=who, first=found[0][0])
+                return causes.INITIAL_WEIGHTS.of(parameter=name, rank=who, first=found[0][0])
     return None
 
 
@@ -109,7 +103,7 @@ def _other_forward(evidence: Evidence) -> Cause | None:
         if module := _first_at_fault(first, other, evidence.exact):
             asks = hidden_of(evidence).asks
             lines = ", ".join(f"{what} in {line}" for what, line in asks.items())
-            return FORWARD_BY_RANK.of(
+            return causes.FORWARD_BY_RANK.of(
                 module=module.place,
                 rank=who,
                 difference=module.difference,
@@ -175,7 +169,7 @@ def _halve_batch(tested: RecipeUnderTest) -> BatchInfluence | None:
     if held is None or held.block.rows < 2:
         return None
     rows = held.block.rows // 2
-    model = tested.held_model(held.block)
+    model = tested.held_model()
     first = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def restore() -> None:
@@ -218,10 +212,10 @@ def _explain_samples_apart(evidence: Evidence) -> Cause | None:
     if found is None or remembers(evidence):
         return None
     if found.buffers:
-        return BUFFERS.of(names=", ".join(found.buffers[:3]))
+        return causes.BUFFERS.of(names=", ".join(found.buffers[:3]))
     if found.module is None:
         return None
-    return MIXED.of(module=found.module.place, difference=found.module.difference)
+    return causes.MIXED.of(module=found.module.place, difference=found.module.difference)
 
 
 def moved_buffers(evidence: Evidence) -> list[str]:
@@ -256,7 +250,7 @@ def _unused_cause(names: list[str]) -> Cause:
     loss = f"The loss does not depend on {listed(names)}"
     if not names:
         loss = "In some steps the loss does not depend on all parameters"
-    return UNUSED.of(loss=loss)
+    return causes.UNUSED.of(loss=loss)
 
 
 def _parameters(evidence: Evidence) -> Check:

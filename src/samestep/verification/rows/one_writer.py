@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 
 from samestep.errors import is_users
 from samestep.training.side_effects import place_of, users_line
-from samestep.verification.causes import ALL_PRINT, ALL_WRITE
+from samestep.verification import causes
 from samestep.verification.evidence import Check, Evidence, TableRow
 
 _COMPARED = "what other ranks than 0 print, write"
@@ -57,14 +57,14 @@ def _one_writer(evidence: Evidence) -> Check:
         path, line = next(iter(written.items()))
         more = len(written) - 1
         also = f" and {more} more file{'s' * (more > 1)}" if more else ""
-        cause = ALL_WRITE.of(line=line, files=f"{path}{also}")
+        cause = causes.ALL_WRITE.of(line=line, files=f"{path}{also}")
         return Check("different", _COMPARED, cause=cause)
     others = [output for outputs in starts for output in outputs[1:]]
     printed = {line: text for output in others for line, text in output.printed.items()}
     if not printed:
         return Check("same", _COMPARED)
     line, text = next(iter(printed.items()))
-    return Check("note", _COMPARED, cause=ALL_PRINT.of(line=line, text=text))
+    return Check("note", _COMPARED, cause=causes.ALL_PRINT.of(line=line, text=text))
 
 
 ONE_WRITER = TableRow(name="one writer", answer=_one_writer)

@@ -27,18 +27,8 @@ from samestep.training.side_effects import (
     users_line,
     watched,
 )
-from samestep.verification.causes import (
-    ATTRIBUTE,
-    CLOCK,
-    DRAWS,
-    IN_LOSS,
-    LEARNED,
-    OPTIMIZER,
-    OTHER_GENERATORS,
-    OUTSIDE_MODULE,
-    OWN_GENERATOR,
-    Cause,
-)
+from samestep.verification import causes
+from samestep.verification.causes import Cause
 from samestep.verification.difference import relative
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check, left_free_check
 from samestep.verification.module_outputs import ModuleDifference, first_difference
@@ -85,7 +75,7 @@ def other_batch(tested: RecipeUnderTest) -> Block:
 
 def _of_forward(tested: RecipeUnderTest) -> tuple[list[str], dict[str, str], list[str]]:
     block, other = tested.batch(), other_batch(tested)
-    model, loss = tested.held_model(block), inspect.unwrap(tested.placed_loss)
+    model, loss = tested.held_model(), inspect.unwrap(tested.placed_loss)
 
     def forward(block: Block) -> Tensor:
         return tested.loss(tested.forward(model, block.inputs), block.targets)
@@ -205,7 +195,7 @@ def _change_of_loss(tested: RecipeUnderTest) -> float | None:
 def _remembering(tested: RecipeUnderTest) -> ModuleDifference | None:
     """Return the first module whose output changes though weights, buffers and inputs do not."""
     block, other = tested.batch(), other_batch(tested)
-    model = tested.held_model(block)
+    model = tested.held_model()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     twice, restore = (block.inputs, block.inputs), partial(model.load_state_dict, state)
     if found := first_difference(tested, model, *twice, restore=restore):
@@ -245,10 +235,10 @@ def _suspect(evidence: Evidence) -> Cause | None:
     """Return what may be the cause of a difference that no experiment explains."""
     hidden = hidden_of(evidence)
     known = (
-        (DRAWS, hidden.draws),
-        (OPTIMIZER, hidden.optimizer),
-        (ATTRIBUTE, hidden.kept),
-        (LEARNED, hidden.learned),
+        (causes.DRAWS, hidden.draws),
+        (causes.OPTIMIZER, hidden.optimizer),
+        (causes.ATTRIBUTE, hidden.kept),
+        (causes.LEARNED, hidden.learned),
     )
     return next((cause.of(names=listed(names)) for cause, names in known if names), None)
 
@@ -260,24 +250,24 @@ def _explain(evidence: Evidence) -> Cause | None:
         f"{what} in {line}" for what, line in hidden.asks.items() if what.startswith(_CLOCK_MODULES)
     ]
     if clocks and (found or change):
-        return CLOCK.of(lines=listed(clocks))
+        return causes.CLOCK.of(lines=listed(clocks))
     named = f" It changes {listed(hidden.kept)}." if hidden.kept else ""
     if found is None and change is not None:
-        return IN_LOSS.of(change=change, kept=named)
+        return causes.IN_LOSS.of(change=change, kept=named)
     if found is None:
         return None
-    return OUTSIDE_MODULE.of(module=found.place, difference=found.difference, kept=named)
+    return causes.OUTSIDE_MODULE.of(module=found.place, difference=found.difference, kept=named)
 
 
 def _state(evidence: Evidence) -> Check:
     found = evidence.found(STATE.name, OutsideState)
     if found and not found.remembers and found.own_generators:
         lines = ", ".join(filter(None, found.own_generators))
-        cause = OWN_GENERATOR.of(lines=f" ({lines})" if lines else "")
+        cause = causes.OWN_GENERATOR.of(lines=f" ({lines})" if lines else "")
         return cause_check(evidence, "no generator of its own", cause)
     # Virtual ranks seed Python's and NumPy's generators, too.
     if found and not found.remembers and found.generators and not evidence.bits:
-        cause = OTHER_GENERATORS.of(names=" and ".join(found.generators))
+        cause = causes.OTHER_GENERATORS.of(names=" and ".join(found.generators))
         return left_free_check(evidence, "state", "draws as they are", cause)
     difference = found.remembers.difference if found and found.remembers else None
     difference = change_of_loss(evidence) if difference is None else difference
@@ -286,7 +276,7 @@ def _state(evidence: Evidence) -> Check:
     if check.status == "same":
         suspect = _suspect(evidence)
     # An optimizer may draw from the generators that samestep seeds.
-    if suspect is None or suspect.name == DRAWS.name:
+    if suspect is None or suspect.name == causes.DRAWS.name:
         return check
     return replace(check, status="note", cause=suspect)
 
