@@ -14,23 +14,24 @@ from samestep.ranks.world import World
 from samestep.verification.all_rows import judge, plan_trainings
 from samestep.verification.evidence import Check, Evidence
 from samestep.verification.few_samples import choose_training_size, cut_down, num_samples
+from samestep.verification.module_outputs import ModuleCall
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.rows.loss import LossOfParts
-from samestep.verification.rows.model import KeptCall, ProcessOutputs
+from samestep.verification.rows.model import ProcessOutputs
 from samestep.verification.short_trainings import RankReport, RecipeFacts, plan_starts
 from samestep.verification.trace import Trace
 
 
-def kept_call(name: str, given: list[float], made: list[float]) -> KeptCall:
+def kept_call(name: str, given: list[float], made: list[float]) -> ModuleCall:
     """Return a call of a module with one input and one output."""
-    return KeptCall(name, [np.array(given)], [np.array(made)])
+    return ModuleCall(name, [torch.tensor(given)], [torch.tensor(made)])
 
 
 def computed(**changes: Any) -> ProcessOutputs:
     """Return what each process makes of its model and of some samples, or something else."""
     calls = [kept_call("first", [1.0, 2.0], [3.0]), kept_call("", [1.0, 2.0], [4.0])]
     calls.append(kept_call("the loss", [4.0], [0.5]))
-    weights = {"first.weight": np.array([5.0, 3.0, 4.0])}
+    weights = {"first.weight": torch.tensor([5.0, 3.0, 4.0])}
     known = {"model": "Net", "weights": weights, "samples": ["a", "b"]}
     return ProcessOutputs(**{**known, "calls": calls, **changes})
 

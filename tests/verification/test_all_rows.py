@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,7 +28,7 @@ from tests.verification.made_up import checks, computed, different, kept_call, u
 
 SUM = LossOfParts(0.5, 0.25, adds_up=True)
 MODULE = ModuleDifference("1", 0.5)
-OUTSIDE = OutsideState(generators=[], own_generators=[], remembers=None)
+OUTSIDE = OutsideState()
 
 
 def losses_apart(evidence, training=MAIN, place=1):
@@ -315,7 +314,7 @@ def test_metrics_are_compared_after_steps_too_as_long_as_the_ranks_train_the_sam
 
 
 def test_initial_weights_of_another_process_are_named_with_their_parameter_and_rank():
-    other = computed(weights={"first.weight": np.array([5.0, 4.0, 3.0])})
+    other = computed(weights={"first.weight": torch.tensor([5.0, 4.0, 3.0])})
     evidence = on_rank(undisturbed(), "processes", computed(), other)
     assert different(evidence) == {"processes": causes.INITIAL_WEIGHTS.name}
     why = checks(evidence)["processes"].cause.why

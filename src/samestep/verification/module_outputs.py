@@ -1,5 +1,6 @@
 """Find the module of a model that is the first to turn equal inputs into other outputs."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -47,15 +48,14 @@ def first_difference(
 
     The first few rows of two inputs are compared, or all; `restore` is called before each pass.
     """
-    try:
-        passes = []
+    passes = []
+    with contextlib.suppress(Exception):  # modules that do not run each time, or fail on a size
         for each in inputs:
             restore()
             passes.append(module_calls(tested, model, each, rows))
         one, other = passes
         return first_at_fault(one, other, tested.rounding, type(model).__name__)
-    except Exception:  # a module that does not run each time, or a batch size that fails
-        return None
+    return None
 
 
 def first_at_fault(
@@ -64,9 +64,6 @@ def first_at_fault(
     """Return the first module that made another output of equal inputs; None if the last did not.
 
     A module whose inputs differ already only passes on what a module around it has made.
-
-    Raises:
-        ValueError: the two have different numbers of calls.
     """
     pairs = list(zip(one, other, strict=True))
     if not pairs or _apart(pairs[-1][0].outputs, pairs[-1][1].outputs) <= rounding:
@@ -75,12 +72,9 @@ def first_at_fault(
     for mine, others in pairs:
         if _apart(mine.inputs, others.inputs) > rounding:
             given_else = given_else or mine.name
-            continue
-        difference = _apart(mine.outputs, others.outputs)
-        if difference > rounding:
+        elif (difference := _apart(mine.outputs, others.outputs)) > rounding:
             inside = not mine.name or given_else.startswith(f"{mine.name}.")
-            before = given_else if inside else ""
-            return ModuleDifference(mine.name or model, difference, before)
+            return ModuleDifference(mine.name or model, difference, given_else * inside)
     return None
 
 
@@ -94,9 +88,8 @@ def module_calls(
     found: list[ModuleCall] = []
     given: list[list[Tensor]] = []
 
-    def begin(_module: nn.Module, arguments: Any, keywords: Any) -> None:
-        leaves = _tensors((arguments, keywords))
-        given.append([leaf[:rows] if leaf.dim() else leaf for leaf in leaves])
+    def begin(_module: nn.Module, *arguments: Any) -> None:
+        given.append([leaf[:rows] if leaf.dim() else leaf for leaf in _tensors(arguments)])
 
     def end(name: str, output: Any) -> None:
         leaves = _tensors(output)
@@ -104,18 +97,12 @@ def module_calls(
             leaves = [leaf[:rows] for leaf in leaves if leaf.dim() and len(leaf) >= rows]
         found.append(ModuleCall(name, given.pop(), leaves))
 
-    hooks = []
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-        hooks.append(
-            module.register_forward_hook(lambda _m, _i, output, name=name: end(name, output))
-        )
-    try:
-        with torch.no_grad():
-            tested.forward(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+            after = module.register_forward_hook(lambda _m, _i, out, name=name: end(name, out))
+            hooks.enter_context(after)
+        tested.forward(model, inputs)
     return found
 
 

@@ -10,33 +10,27 @@ from samestep.verification import causes
 from samestep.verification.causes import Cause
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import RecipeUnderTest
-from samestep.verification.short_trainings import MAIN, RankFailure
+from samestep.verification.short_trainings import MAIN
 
 _SHOWN = 4
 
 
 def _explain_order(evidence: Evidence) -> Cause | None:
-    lengths: dict[str, int] = {}  # the first process of each number of samples
+    lengths: dict[int, str] = {}  # each number of samples, with the first process that has it
     for start in sorted(evidence.starts, key=lambda start: -start.world_size):
         for rank, report in enumerate(evidence.reports.get(start.place, ())):
-            if report.num_samples and report.num_samples not in lengths.values():
-                lengths[f"rank {rank} of {start.world_size}"] = report.num_samples
+            lengths.setdefault(report.num_samples, f"rank {rank} of {start.world_size}")
+    lengths.pop(0, None)
     if len(lengths) > 1:
-        each = [f"{rank} holds {number:,}" for rank, number in lengths.items()]
+        each = [f"{rank} holds {number:,}" for number, rank in lengths.items()]
         return causes.LENGTHS.of(lengths=", ".join(each[:_SHOWN]))
     found = evidence.found_on_ranks(ORDER.name, list[str])
-    if all(hashes == found[0][1] for _, hashes in found) or changing_part(evidence) == "dataset":
-        return None
     others = [rank for rank, hashes in found if hashes != found[0][1]]
+    if not others or changing_part(evidence) == "dataset":
+        return None
     if any(rank.startswith("rank 0 ") for rank in others):
         return causes.OTHER_ORDER
     return causes.DATA_BY_RANK.of(rank=others[0])
-
-
-def _explain_order_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
-    if "loaded data of different sizes" not in failure.message:
-        return None
-    return _explain_order(evidence) or causes.OTHER_ORDER
 
 
 def _order(evidence: Evidence) -> Check:
@@ -61,7 +55,11 @@ ORDER = TableRow(
     ),
     answer=_order,
     explain=_explain_order,
-    explain_failure=_explain_order_failure,
+    explain_failure=lambda evidence, failure: (
+        _explain_order(evidence) or causes.OTHER_ORDER
+        if "loaded data of different sizes" in failure.message
+        else None
+    ),
 )
 Reader = Literal["dataset", "transform", "augment"]
 
@@ -85,13 +83,14 @@ def _read_again(tested: RecipeUnderTest) -> Changes | None:
         parts = [mark for half in halves for mark in tested.hashes(recipe, 1, half)]
         return parts == tested.hashes(recipe, 1)
 
-    is_same = same_in_parts if same_twice(tested.recipe) else same_twice
-    if is_same is same_in_parts and is_same(tested.recipe):
+    batchwise = same_twice(tested.recipe)
+    is_same = same_in_parts if batchwise else same_twice
+    if batchwise and is_same(tested.recipe):
         return None
     part: Reader = "dataset"
     if is_same(replace(tested.recipe, augment=None, transform=None)):
         part = "augment" if is_same(replace(tested.recipe, augment=None)) else "transform"
-    return Changes(part, batchwise=is_same is same_in_parts)
+    return Changes(part, batchwise)
 
 
 def changing_part(evidence: Evidence) -> Reader | None:
@@ -105,10 +104,9 @@ def _explain_augmentation(evidence: Evidence) -> Cause | None:
     # A virtual rank always reads the same samples together.
     if changes is None or (changes.batchwise and evidence.bits):
         return None
-    when = "each time the same sample is read in the same epoch"
-    if changes.batchwise:
-        when = "for a sample when the batch has other samples"
-    return causes.UNKEYED[changes.part].of(when=when)
+    other = "for a sample when the batch has other samples"
+    again = "each time the same sample is read in the same epoch"
+    return causes.UNKEYED[changes.part].of(when=other if changes.batchwise else again)
 
 
 AUGMENTATION = TableRow(

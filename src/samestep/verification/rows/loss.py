@@ -2,12 +2,11 @@
 
 import contextlib
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.reporting.words import count
 from samestep.training.apply import terms_of
@@ -16,7 +15,7 @@ from samestep.verification.causes import Cause
 from samestep.verification.difference import largest_apart, relative
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, first_line
-from samestep.verification.rows.state import change_of_loss
+from samestep.verification.rows.state import state_of
 from samestep.verification.short_trainings import RankFailure
 
 
@@ -37,17 +36,17 @@ class LossOfParts(NamedTuple):
 
 def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     """Compare batches' losses with their parts', which are as small as those of the ranks."""
-    if tested.held_forward is None:
+    if (held := tested.held_forward) is None:
         return None
-    model, size = tested.held_forward.model, tested.size
-    parts = [_parts(tested, model, step) for step in range(size.full)]
+    size = tested.size
+    parts = [_parts(tested, held.model, step) for step in range(size.full)]
     full, from_sum = (max(apart) for apart in zip(*parts, strict=True))
     uneven = 0.0
     if not size.drop_last:
         with contextlib.suppress(Exception):  # the row of the last batch says that it fails
-            uneven, _ = _parts(tested, model, size.full)
+            uneven, _ = _parts(tested, held.model, size.full)
     adds_up = from_sum <= tested.rounding < full
-    compares = full > tested.rounding and _compares(tested, tested.held_forward)
+    compares = full > tested.rounding and _compares(tested, held)
     return LossOfParts(full, uneven, adds_up, tested.recipe.loss_terms is not None, compares)
 
 
@@ -68,55 +67,44 @@ def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
 
         outputs = map_leaves(leaf, held.outputs)
         leaves = [o for o in tree_leaves(outputs) if o.requires_grad]
-        found = torch.autograd.grad(
-            tested.loss(outputs, held.block.targets), leaves, allow_unused=True
-        )
+        loss = tested.loss(outputs, held.block.targets)
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
         return [gradient[:half] for gradient in found if gradient is not None]
 
     try:
-        pairs = list(zip(gradients(0.0), gradients(0.01), strict=True))
+        pairs = zip(gradients(0.0), gradients(0.01), strict=True)
+        return any(largest_apart(*pair) > max(tested.rounding, 1e-9) for pair in pairs)
     except Exception:  # a loss without gradients for such outputs: the trainings tell of it
         return False
-    return any(largest_apart(one, other) > max(tested.rounding, 1e-9) for one, other in pairs)
 
 
 def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float, float]:
     """Return how far a loss is from its parts' weighted mean, and how far from their sum."""
     block = tested.batch(step)
-    rows = block.rows
+    rows, terms = block.rows, terms_of(tested.recipe)
     if rows < 2:
         return 0.0, 0.0
     last = max(1, rows // max(2, tested.size.ranks))
+    found = []
     with torch.no_grad():
         outputs = tested.forward(model, block.inputs)
         whole = float(tested.loss(outputs, block.targets))
-        losses = [
-            _of_part(tested, model, block, outputs, s, n)
-            for s, n in ((0, rows - last), (rows - last, last))
-        ]
-    mean = sum(loss * terms for loss, terms in losses) / sum(terms for _, terms in losses)
-    total = sum(loss for loss, _ in losses)
-    most = sys.float_info.max  # JSON has no infinity
+        for start, number in ((0, rows - last), (rows - last, last)):
+            part = tested.part(block, start, number)
+            if tested.recipe.collate is None:
+                given = narrow(outputs, start, number)
+            else:  # rows put together anew may be padded otherwise
+                given = tested.forward(model, part.inputs)
+            weight = terms(part.inputs, part.targets) if terms else number
+            found.append((float(tested.loss(given, part.targets)), float(weight)))
+    mean = sum(loss * weight for loss, weight in found) / sum(weight for _, weight in found)
+    total, most = sum(loss for loss, _ in found), sys.float_info.max  # JSON has no infinity
     return min(relative(whole, mean), most), min(relative(whole, total), most)
-
-
-def _of_part(
-    tested: RecipeUnderTest, model: nn.Module, block: Block, outputs: Any, start: int, count: int
-) -> tuple[float, float]:
-    """Return the loss of some rows of a batch, and what it is a mean over."""
-    part = tested.part(block, start, count)
-    if tested.recipe.collate is None:
-        outputs = narrow(outputs, start, count)
-    else:  # rows put together anew may be padded otherwise
-        outputs = tested.forward(model, part.inputs)
-    terms = terms_of(tested.recipe)
-    number = count if terms is None else float(terms(part.inputs, part.targets))
-    return float(tested.loss(outputs, part.targets)), number
 
 
 def loss_of_parts(evidence: Evidence) -> LossOfParts | None:
     """Return what was found; nothing of a loss that gives something else in each call."""
-    return None if change_of_loss(evidence) else evidence.found(LOSS.name, LossOfParts)
+    return None if state_of(evidence).loss else evidence.found(LOSS.name, LossOfParts)
 
 
 def _explain_loss(evidence: Evidence) -> Cause | None:
@@ -131,14 +119,12 @@ def _explain_loss(evidence: Evidence) -> Cause | None:
 
 
 def _loss(evidence: Evidence) -> Check:
-    found = loss_of_parts(evidence)
-    if change_of_loss(evidence):
+    if state_of(evidence).loss:
         return Check("skipped", "it changes from call to call")
-    if found is None:
+    if (found := loss_of_parts(evidence)) is None:
         return Check("skipped", "outputs are not one per sample")
-    return cause_check(
-        evidence, "of a batch, and of its parts", _explain_loss(evidence), found.full
-    )
+    compared = "of a batch, and of its parts"
+    return cause_check(evidence, compared, _explain_loss(evidence), found.full)
 
 
 LOSS = TableRow(
@@ -159,13 +145,17 @@ def _try_small_batches(tested: RecipeUnderTest) -> dict[int, str]:
     return failed
 
 
+def _uneven(evidence: Evidence, problem: str) -> Cause:
+    samples = count(evidence.facts.size.rest, "sample")
+    return causes.UNEVEN_BATCH.of(samples=samples, problem=problem)
+
+
 def _bent(evidence: Evidence) -> Cause | None:
     """Return the cause if the loss of the incomplete batch is not the mean over its samples."""
-    found, rest = loss_of_parts(evidence), evidence.facts.size.rest
+    found = loss_of_parts(evidence)
     if found is None or found.uneven <= evidence.exact:
         return None
-    problem = "its loss is no longer the mean over its samples"
-    return causes.UNEVEN_BATCH.of(samples=count(rest, "sample"), problem=problem)
+    return _uneven(evidence, "its loss is no longer the mean over its samples")
 
 
 def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
@@ -174,8 +164,7 @@ def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
     if failure.step != size.uneven_step and size.rest not in fails:
         return None
     rest = count(size.rest, "sample")
-    problem = f"it fails with {rest}, {size.global_batch} work"
-    return causes.UNEVEN_BATCH.of(samples=rest, problem=problem)
+    return _uneven(evidence, f"it fails with {rest}, {size.global_batch} work")
 
 
 def _last_batch(evidence: Evidence) -> Check:
@@ -186,9 +175,7 @@ def _last_batch(evidence: Evidence) -> Check:
         return Check("skipped", "--drop-last leaves none")
     compared = f"{count(size.rest, 'sample')} in step {size.uneven_step}"
     if size.rest in fails:
-        problem = f"it fails: {fails[size.rest]}"
-        cause = causes.UNEVEN_BATCH.of(samples=count(size.rest, "sample"), problem=problem)
-        return cause_check(evidence, compared, cause)
+        return cause_check(evidence, compared, _uneven(evidence, f"it fails: {fails[size.rest]}"))
     uneven = parts.uneven if parts else None
     if bent and not bent_in_full_batches:
         return cause_check(evidence, compared, bent, uneven, first_step=size.uneven_step)

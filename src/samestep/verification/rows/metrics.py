@@ -1,5 +1,6 @@
 """The rows about evaluations: equal weights give equal loss and metrics on any number of ranks."""
 
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -30,25 +31,20 @@ def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
     An untrained model may give all samples the same class, which hides every dependence: so the
     outputs are varied, too.
     """
-    held, found = tested.held_forward, {}
-    if held is None:
+    if (held := tested.held_forward) is None:
         return {}
+    rows, found = held.block.rows, {}
+    parts = (range(rows), range(rows // 2 + 1), range(rows // 2 + 1, rows))
     varied = [held, *(held._replace(outputs=map_leaves(v, held.outputs)) for v in (_roll, _spread))]
     for name, metric in tested.recipe.metrics.items():
-        sizes = (_dependence(tested, metric, one) for one in varied)
-        found[name] = max(size for size in (0.0, *sizes) if not math.isnan(size))
+        sizes = [0.0]
+        for one in varied:
+            # The evaluation says how it fails; varied outputs may be none for it.
+            with contextlib.suppress(Exception):
+                whole, *halves = (_of_rows(tested, metric, one, part) for part in parts)
+                sizes.append(float((whole - torch.cat(halves)).abs().max()))
+        found[name] = max(size for size in sizes if not math.isnan(size))
     return found
-
-
-def _dependence(tested: RecipeUnderTest, metric: Any, held: HeldForward) -> float:
-    """Return how far a metric of a batch is from the same metric of its parts."""
-    rows = held.block.rows
-    halves = [range(rows // 2 + 1), range(rows // 2 + 1, rows)]
-    try:
-        whole, *parts = (_of_rows(tested, metric, held, r) for r in (range(rows), *halves))
-        return float((whole - torch.cat(parts)).abs().max())
-    except Exception:  # the evaluation says how it fails; varied outputs may be none for it
-        return 0.0
 
 
 def _roll(outputs: Tensor) -> Tensor:
@@ -72,10 +68,9 @@ def _measure_with_others(tested: RecipeUnderTest, world: World) -> dict[str, flo
 
     It measures its samples while the others measure theirs, then all measure the same ones.
     """
-    held, found = None if world.world_size == 1 else tested.held_forward, {}
-    if held is None:
+    if world.world_size == 1 or (held := tested.held_forward) is None:
         return {}
-    rows = range(held.block.rows)
+    rows, found = range(held.block.rows), {}
     parts = [share(rows, rank, world.world_size) for rank in range(world.world_size)]
     for name, metric in tested.recipe.metrics.items():
         ranges = (parts[world.rank], *parts)
@@ -97,17 +92,15 @@ def largest_difference(evidence: Evidence) -> TrainingDifference:
     These are the one before training and, if the ranks train the same, all later ones.
     """
     one, found = evidence.reference.evaluations, []
+    # Weights are equal but for rounding so small that it turns no prediction around.
+    exact = evidence.facts.exact == "fp64" or evidence.bits
     for start in evidence.several:
-        trace = evidence.trace(start.place, MAIN)
-        if trace is None:
-            continue
-        # Weights are equal but for rounding so small that it turns no prediction around.
-        exact = evidence.facts.exact == "fp64" or evidence.bits
-        same = exact and evidence.compare(trace).largest <= evidence.exact
-        steps = [step for step in sorted(one.keys() & trace.evaluations.keys()) if same or not step]
-        for step in steps:
-            size, name = evaluations_apart(one[step], trace.evaluations[step])
-            found.append(TrainingDifference(size, first_step=step or None, what=name))
+        if trace := evidence.trace(start.place, MAIN):
+            same = exact and evidence.compare(trace).largest <= evidence.exact
+            for step in sorted(one.keys() & trace.evaluations.keys()):
+                if same or not step:
+                    size, name = evaluations_apart(one[step], trace.evaluations[step])
+                    found.append(TrainingDifference(size, first_step=step or None, what=name))
     return worst(found)
 
 
@@ -126,12 +119,12 @@ def _metrics(evidence: Evidence) -> Check:
 
 
 def _cause(evidence: Evidence, name: str) -> Cause | None:
-    on_ranks = evidence.found_on_ranks(METRICS.name, dict[str, float])
-    across = any(found.get(name, 0.0) > evidence.exact for _, found in on_ranks)
-    if across:
-        return causes.OVER_RANKS.of(metric=name)
-    in_batch = (evidence.found(METRICS.name, dict[str, float]) or {}).get(name, 0.0)
-    return causes.OVER_BATCH.of(metric=name) if in_batch > evidence.exact else None
+    in_process = evidence.found(METRICS.name, dict[str, float]) or {}
+    on_ranks = [f for _, f in evidence.found_on_ranks(METRICS.name, dict[str, float])]
+    for cause, found in ((causes.OVER_RANKS, on_ranks), (causes.OVER_BATCH, [in_process])):
+        if any(each.get(name, 0.0) > evidence.exact for each in found):
+            return cause.of(metric=name)
+    return None
 
 
 METRICS = TableRow(
@@ -172,9 +165,8 @@ def _one_device(evidence: Evidence) -> Check:
         return Check("skipped", evidence.not_compared())
     largest, stop = evidence.starts[-2], evidence.facts.size.stop
     trace = evidence.trace(largest.place, MAIN)
-    loaded = next(
-        (f for _, f in evidence.found_on_ranks(ONE_DEVICE.name, dict[str, float]) if f), None
-    )
+    on_ranks = evidence.found_on_ranks(ONE_DEVICE.name, dict[str, float])
+    loaded = next((found for _, found in on_ranks if found), None)
     if trace is None or loaded is None or stop not in trace.evaluations:
         return Check("skipped", "there is no checkpoint to load")
     found, what = evaluations_apart(trace.evaluations[stop], loaded)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from samestep.data.trees import tree_leaves
 from samestep.errors import listed
@@ -24,9 +24,9 @@ from samestep.verification.module_outputs import (
     module_calls,
 )
 from samestep.verification.recipe_under_test import RecipeUnderTest
-from samestep.verification.rows.state import change_of_loss, hidden_of, remembers
+from samestep.verification.rows.state import state_of
 from samestep.verification.short_trainings import RecipeFacts
-from samestep.verification.trace import Values, dense, values_of
+from samestep.verification.trace import dense, values_of
 
 _UNUSED_MESSAGE = re.compile(
     r"does not depend on|finished reduction in the prior iteration|find_unused_parameters"
@@ -35,44 +35,34 @@ _VALUES = 32
 _LOSS = "the loss"
 
 
-class KeptCall(NamedTuple):
-    """A module's call, with a few values of each tensor."""
-
-    name: str
-    inputs: list[Values]
-    outputs: list[Values]
-
-
 @dataclass(frozen=True)
 class ProcessOutputs:
     """What one process makes of its own model and of some samples."""
 
     model: str
     """Its class."""
-    weights: dict[str, Values]
-    """As they are built."""
+    weights: dict[str, Tensor]
+    """A few values of each, as built."""
     samples: list[str]
-    calls: list[KeptCall]
-    """Of the model's modules and, at last, of the loss."""
+    calls: list[ModuleCall]
+    """Of the model's modules and, at last, of the loss, with a few values of each tensor."""
 
 
 def _compute(tested: RecipeUnderTest, _world: World) -> ProcessOutputs:
-    block = tested.batch()
-    model = tested.held_model()
+    block, model = tested.batch(), tested.held_model()
     weights = {name: _few(p) for name, p in model.named_parameters() if p.numel()}
     held = tested.held_forward
     calls = module_calls(tested, model, block.inputs)
-    kept = [KeptCall(c.name, [*map(_few, c.inputs)], [*map(_few, c.outputs)]) for c in calls]
     if held is not None:
         loss = tested.loss(held.outputs, held.block.targets)
-        outputs = [_few(leaf) for leaf in tree_leaves(held.outputs)]
-        kept.append(KeptCall(_LOSS, outputs, [_few(loss)]))
+        calls.append(ModuleCall(_LOSS, tree_leaves(held.outputs), [loss]))
+    kept = [ModuleCall(c.name, [*map(_few, c.inputs)], [*map(_few, c.outputs)]) for c in calls]
     return ProcessOutputs(type(model).__name__, weights, tested.hashes(), kept)
 
 
-def _few(tensor: Tensor) -> Values:
-    tensor = tensor if tensor.is_floating_point() else torch.empty(0)
-    return values_of(tensor)[:_VALUES]
+def _few(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach() if tensor.is_floating_point() else torch.empty(0)
+    return torch.from_numpy(values_of(tensor)[:_VALUES])
 
 
 def _outputs(evidence: Evidence) -> list[tuple[str, ProcessOutputs]]:
@@ -83,15 +73,10 @@ def _other_weights(evidence: Evidence) -> Cause | None:
     found = _outputs(evidence)
     for who, one in found[1:]:
         for name, values in found[0][1].weights.items():
-            other = one.weights.get(name)
-            same = other is not None and len(other) == len(values)
-            if not same or largest_apart(*_tensors([values, other])) > evidence.exact:
+            other = one.weights.get(name, values[:0])
+            if len(other) != len(values) or largest_apart(values, other) > evidence.exact:
                 return causes.INITIAL_WEIGHTS.of(parameter=name, rank=who, first=found[0][0])
     return None
-
-
-def _tensors(values: list[Any]) -> list[Tensor]:
-    return [torch.from_numpy(each) for each in values]
 
 
 def _other_forward(evidence: Evidence) -> Cause | None:
@@ -100,44 +85,30 @@ def _other_forward(evidence: Evidence) -> Cause | None:
         first_process, first = found[0]
         if other.samples != first.samples or len(other.calls) != len(first.calls):
             continue
-        if module := _first_at_fault(first, other, evidence.exact):
-            asks = hidden_of(evidence).asks
-            lines = ", ".join(f"{what} in {line}" for what, line in asks.items())
-            return causes.FORWARD_BY_RANK.of(
-                module=module.place,
-                rank=who,
-                difference=module.difference,
-                first=first_process,
-                lines=f" ({lines})" if lines else "",
+        for of_loss in (False, True):
+            mine, others = (
+                [call for call in each.calls if (call.name == _LOSS) is of_loss]
+                for each in (first, other)
             )
-    return None
-
-
-def _first_at_fault(
-    one: ProcessOutputs, other: ProcessOutputs, rounding: float
-) -> ModuleDifference | None:
-    """Return the first module of the model, else the loss, that computed something else."""
-    for of_loss in (False, True):
-        mine, others = (
-            [
-                ModuleCall(call.name, _tensors(call.inputs), _tensors(call.outputs))
-                for call in each.calls
-                if (call.name == _LOSS) is of_loss
-            ]
-            for each in (one, other)
-        )
-        if found := first_at_fault(mine, others, rounding, one.model):
-            return found
+            if module := first_at_fault(mine, others, evidence.exact, first.model):
+                asks = [
+                    f"{what} in {line}" for what, line in state_of(evidence).hidden.asks.items()
+                ]
+                return causes.FORWARD_BY_RANK.of(
+                    module=module.place,
+                    rank=who,
+                    difference=module.difference,
+                    first=first_process,
+                    lines=f" ({', '.join(asks)})" if asks else "",
+                )
     return None
 
 
 def _explain_processes(evidence: Evidence) -> Cause | None:
-    if cause := _other_weights(evidence):
-        return cause
+    state = state_of(evidence)
     # What each process remembers of its own calls differs, too.
-    if remembers(evidence) or change_of_loss(evidence) or hidden_of(evidence).learned:
-        return None
-    return _other_forward(evidence)
+    differs = state.remembers or state.loss or state.hidden.learned
+    return _other_weights(evidence) or (None if differs else _other_forward(evidence))
 
 
 def _processes(evidence: Evidence) -> Check:
@@ -168,9 +139,10 @@ def _halve_batch(tested: RecipeUnderTest) -> BatchInfluence | None:
     held = tested.held_forward
     if held is None or held.block.rows < 2:
         return None
-    rows = held.block.rows // 2
-    model = tested.held_model()
+    rows, model = held.block.rows // 2, tested.held_model()
     first = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    # BatchNorm's have a row of their own.
+    norms = tuple(f"{name}." for name in batch_norms(model))
 
     def restore() -> None:
         for name, buffer in model.named_buffers():
@@ -178,44 +150,33 @@ def _halve_batch(tested: RecipeUnderTest) -> BatchInfluence | None:
                 with torch.no_grad():
                     buffer.copy_(first[name])
 
+    def buffers_after(inputs: Any) -> dict[str, Tensor]:
+        if all(name.startswith(norms) for name in first):
+            return {}
+        restore()
+        with torch.no_grad():
+            tested.forward(model, inputs)
+        named = [(n, b) for n, b in model.named_buffers() if not n.startswith(norms)]
+        return {name: dense(b.detach()).clone() for name, b in named if b.numel()}
+
     halves = held.block.inputs, tested.part(held.block, 0, rows).inputs
     module = first_difference(tested, model, *halves, rows=rows, restore=restore)
-    after = [_buffers_after(tested, model, each, restore) for each in halves]
-    buffers = [
-        name for name in after[0] if largest_apart(*(a[name] for a in after)) > tested.rounding
-    ]
-    moved = [
-        name
-        for name, left in after[0].items()
-        if name not in buffers and not torch.equal(left, dense(first[name]))
-    ]
-    return BatchInfluence(module, buffers, moved) if module or buffers or moved else None
-
-
-def _buffers_after(
-    tested: RecipeUnderTest, model: nn.Module, inputs: Any, restore: Any
-) -> dict[str, Tensor]:
-    """Return the buffers after a forward, except BatchNorm's, which have a row of their own."""
-    norms = tuple(f"{name}." for name in batch_norms(model))
-    if all(name.startswith(norms) for name, _ in model.named_buffers()):
-        return {}
-    restore()
-    with torch.no_grad():
-        tested.forward(model, inputs)
-    named = [(n, b) for n, b in model.named_buffers() if not n.startswith(norms)]
-    return {name: dense(b.detach()).clone() for name, b in named if b.numel()}
+    whole, half = map(buffers_after, halves)
+    apart = [name for name in whole if largest_apart(whole[name], half[name]) > tested.rounding]
+    moves = {name for name, left in whole.items() if not torch.equal(left, dense(first[name]))}
+    moved = [name for name in whole if name in moves and name not in apart]
+    return BatchInfluence(module, apart, moved) if module or apart or moved else None
 
 
 def _explain_samples_apart(evidence: Evidence) -> Cause | None:
     found = evidence.found(SAMPLES_APART.name, BatchInfluence)
     # A module that remembers something gives another output each time, whatever the batch.
-    if found is None or remembers(evidence):
+    if found is None or state_of(evidence).remembers:
         return None
     if found.buffers:
         return causes.BUFFERS.of(names=", ".join(found.buffers[:3]))
-    if found.module is None:
-        return None
-    return causes.MIXED.of(module=found.module.place, difference=found.module.difference)
+    module = found.module
+    return module and causes.MIXED.of(module=module.place, difference=module.difference)
 
 
 def moved_buffers(evidence: Evidence) -> list[str]:
@@ -242,15 +203,12 @@ SAMPLES_APART = TableRow(
 
 def unused_parameters(facts: RecipeFacts) -> list[str]:
     """Return the parameters without a gradient: ranks would wait for it forever."""
-    found: list[str] = facts.found.get(PARAMETERS.name, [])
-    return found
+    return list(facts.found.get(PARAMETERS.name, ()))
 
 
 def _unused_cause(names: list[str]) -> Cause:
-    loss = f"The loss does not depend on {listed(names)}"
-    if not names:
-        loss = "In some steps the loss does not depend on all parameters"
-    return causes.UNUSED.of(loss=loss)
+    none, some = "The loss does not depend on", "In some steps the loss does not depend on all"
+    return causes.UNUSED.of(loss=f"{none} {listed(names)}" if names else f"{some} parameters")
 
 
 def _parameters(evidence: Evidence) -> Check:

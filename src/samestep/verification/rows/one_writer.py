@@ -44,23 +44,20 @@ class RecipeOutput:
 def _one_writer(evidence: Evidence) -> Check:
     if not evidence.several:
         return Check("skipped", evidence.not_compared())
-    starts = [
-        [report.found.get(ONE_WRITER.name, RecipeOutput()) for report in reports]
-        for reports in evidence.reports.values()
-    ]
     written: dict[str, str] = {}
-    for outputs in starts:
+    printed: dict[str, str] = {}
+    for reports in evidence.reports.values():
+        outputs = [report.found.get(ONE_WRITER.name, RecipeOutput()) for report in reports]
         writers = Counter(path for output in outputs for path in output.written)
-        lines = {path: line for output in outputs for path, line in output.written.items()}
-        written |= {path: lines[path] for path, times in writers.items() if times > 1}
+        for rank, output in enumerate(outputs):
+            written |= {path: line for path, line in output.written.items() if writers[path] > 1}
+            printed |= output.printed if rank else {}
     if written:
         path, line = next(iter(written.items()))
         more = len(written) - 1
         also = f" and {more} more file{'s' * (more > 1)}" if more else ""
         cause = causes.ALL_WRITE.of(line=line, files=f"{path}{also}")
         return Check("different", _COMPARED, cause=cause)
-    others = [output for outputs in starts for output in outputs[1:]]
-    printed = {line: text for output in others for line, text in output.printed.items()}
     if not printed:
         return Check("same", _COMPARED)
     line, text = next(iter(printed.items()))

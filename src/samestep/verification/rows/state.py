@@ -1,5 +1,6 @@
 """The row about state: what a forward remembers, draws or asks for that no checkpoint holds."""
 
+import contextlib
 import inspect
 import os
 import sys
@@ -60,12 +61,10 @@ class Hidden:
 
 def find_hidden(tested: RecipeUnderTest) -> Hidden | None:
     """Take a few steps of a recipe in this process, and look; None where they fail."""
-    try:
-        kept, asks, learned = _of_forward(tested)
-        optimizer, draws = _of_optimizer(tested)
-    except Exception:  # the short trainings say how it fails
-        return None
-    return Hidden(kept=kept, optimizer=optimizer, draws=draws, learned=learned, asks=asks)
+    with contextlib.suppress(Exception):  # the short trainings say how it fails
+        found: dict[str, Any] = {**_of_forward(tested), **_of_optimizer(tested)}
+        return Hidden(**found)
+    return None
 
 
 def other_batch(tested: RecipeUnderTest) -> Block:
@@ -73,7 +72,7 @@ def other_batch(tested: RecipeUnderTest) -> Block:
     return tested.batch(1) if tested.size.full > 1 else tested.part(tested.batch(), 0, 1)
 
 
-def _of_forward(tested: RecipeUnderTest) -> tuple[list[str], dict[str, str], list[str]]:
+def _of_forward(tested: RecipeUnderTest) -> dict[str, Any]:
     block, other = tested.batch(), other_batch(tested)
     model, loss = tested.held_model(), inspect.unwrap(tested.placed_loss)
 
@@ -91,13 +90,13 @@ def _of_forward(tested: RecipeUnderTest) -> tuple[list[str], dict[str, str], lis
     kept = [name for name in differing(before, prints()) if not name.endswith(" forward")]
     known = {id(p) for p in model.parameters()}
     learned = [_described(leaf, model, loss) for leaf in leaves_of(value) if id(leaf) not in known]
-    return kept, asks, learned
+    return {"kept": kept, "asks": asks, "learned": learned}
 
 
-def _of_optimizer(tested: RecipeUnderTest) -> tuple[list[str], list[str]]:
+def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:
     """Return what an optimizer of the recipe's own keeps outside its state, and what it draws."""
     if tested.recipe.optimizer is None:
-        return [], []
+        return {}
     model, block, settings = tested.build(), tested.batch(), tested.settings
     optimizer = optimizer_of(tested.recipe, model, settings, settings.lr, tested.world.device)
     seen, prints = RandomDraws(), []
@@ -107,7 +106,7 @@ def _of_optimizer(tested: RecipeUnderTest) -> tuple[list[str], list[str]]:
         watched(optimizer.step, seen)()
         prints.append(optimizer_prints(optimizer))
     lines = {f"torch ({line})" if line else "torch" for line in seen.draws.values()}
-    return differing(*prints), sorted(lines | seen.generators)
+    return {"optimizer": differing(*prints), "draws": sorted(lines | seen.generators)}
 
 
 def _asked(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
@@ -155,25 +154,24 @@ def _described(leaf: Tensor, model: nn.Module, loss: object) -> str:
 class OutsideState:
     """What a forward draws from or remembers outside of weights and buffers."""
 
-    generators: list[str]
+    generators: list[str] = field(default_factory=list)
     """Of Python and NumPy, those that forward or loss draws from."""
-    own_generators: list[str]
+    own_generators: list[str] = field(default_factory=list)
     """Lines that draw from a `torch.Generator` of their own, with state kept across steps."""
-    remembers: ModuleDifference | None
+    remembers: ModuleDifference | None = None
     """The first module whose output differs in a second forward with the same inputs."""
     loss: float | None = None
     """How much the loss of equal outputs changes when it is called again, if it does."""
-    hidden: Hidden | None = None
+    hidden: Hidden = field(default_factory=Hidden)
 
 
 def _look_for_state(tested: RecipeUnderTest) -> OutsideState:
-    step = tested.free_step
     return OutsideState(
-        generators=sorted(step.seen.generators),
-        own_generators=step.own_generators,
+        generators=sorted(tested.free_step.seen.generators),
+        own_generators=tested.free_step.own_generators,
         remembers=_remembering(tested),
         loss=_change_of_loss(tested),
-        hidden=find_hidden(tested),
+        hidden=find_hidden(tested) or Hidden(),
     )
 
 
@@ -213,27 +211,14 @@ def _remembering(tested: RecipeUnderTest) -> ModuleDifference | None:
     return first_difference(tested, model, *twice, restore=after_others)
 
 
-def remembers(evidence: Evidence) -> ModuleDifference | None:
-    """Return the first module that remembers something, if one does."""
-    found = evidence.found(STATE.name, OutsideState)
-    return found.remembers if found else None
-
-
-def change_of_loss(evidence: Evidence) -> float | None:
-    """Return how much the loss of equal outputs changes when it is called again, if it does."""
-    found = evidence.found(STATE.name, OutsideState)
-    return found.loss if found else None
-
-
-def hidden_of(evidence: Evidence) -> Hidden:
-    """Return what a step keeps, draws or asks for that checkpoints do not hold."""
-    found = evidence.found(STATE.name, OutsideState)
-    return (found and found.hidden) or Hidden()
+def state_of(evidence: Evidence) -> OutsideState:
+    """Return what the experiment found; nothing where it failed."""
+    return evidence.found(STATE.name, OutsideState) or OutsideState()
 
 
 def _suspect(evidence: Evidence) -> Cause | None:
     """Return what may be the cause of a difference that no experiment explains."""
-    hidden = hidden_of(evidence)
+    hidden = state_of(evidence).hidden
     known = (
         (causes.DRAWS, hidden.draws),
         (causes.OPTIMIZER, hidden.optimizer),
@@ -244,37 +229,34 @@ def _suspect(evidence: Evidence) -> Cause | None:
 
 
 def _explain(evidence: Evidence) -> Cause | None:
-    found, change = remembers(evidence), change_of_loss(evidence)
-    hidden = hidden_of(evidence)
-    clocks = [
-        f"{what} in {line}" for what, line in hidden.asks.items() if what.startswith(_CLOCK_MODULES)
-    ]
-    if clocks and (found or change):
-        return causes.CLOCK.of(lines=listed(clocks))
-    named = f" It changes {listed(hidden.kept)}." if hidden.kept else ""
-    if found is None and change is not None:
-        return causes.IN_LOSS.of(change=change, kept=named)
-    if found is None:
+    state = state_of(evidence)
+    module, hidden = state.remembers, state.hidden
+    if module is None and state.loss is None:
         return None
-    return causes.OUTSIDE_MODULE.of(module=found.place, difference=found.difference, kept=named)
+    asks = hidden.asks.items()
+    if clocks := [f"{what} in {line}" for what, line in asks if what.startswith(_CLOCK_MODULES)]:
+        return causes.CLOCK.of(lines=listed(clocks))
+    kept = f" It changes {listed(hidden.kept)}." if hidden.kept else ""
+    if module is None:
+        return causes.IN_LOSS.of(change=state.loss, kept=kept)
+    return causes.OUTSIDE_MODULE.of(module=module.place, difference=module.difference, kept=kept)
 
 
 def _state(evidence: Evidence) -> Check:
-    found = evidence.found(STATE.name, OutsideState)
-    if found and not found.remembers and found.own_generators:
-        lines = ", ".join(filter(None, found.own_generators))
+    state = state_of(evidence)
+    module = state.remembers
+    if module is None and state.own_generators:
+        lines = ", ".join(filter(None, state.own_generators))
         cause = causes.OWN_GENERATOR.of(lines=f" ({lines})" if lines else "")
         return cause_check(evidence, "no generator of its own", cause)
     # Virtual ranks seed Python's and NumPy's generators, too.
-    if found and not found.remembers and found.generators and not evidence.bits:
-        cause = causes.OTHER_GENERATORS.of(names=" and ".join(found.generators))
+    if module is None and state.generators and not evidence.bits:
+        cause = causes.OTHER_GENERATORS.of(names=" and ".join(state.generators))
         return left_free_check(evidence, "state", "draws as they are", cause)
-    difference = found.remembers.difference if found and found.remembers else None
-    difference = change_of_loss(evidence) if difference is None else difference
     compared = "a second forward" if evidence.bits else "a second forward gives the same"
-    check, suspect = cause_check(evidence, compared, _explain(evidence), difference), None
-    if check.status == "same":
-        suspect = _suspect(evidence)
+    difference = module.difference if module else state.loss
+    check = cause_check(evidence, compared, _explain(evidence), difference)
+    suspect = _suspect(evidence) if check.status == "same" else None
     # An optimizer may draw from the generators that samestep seeds.
     if suspect is None or suspect.name == causes.DRAWS.name:
         return check

@@ -49,9 +49,8 @@ ONE_PROCESS = TableRow(name="one process", answer=_one_process)
 
 def _ranks_of(evidence: Evidence, start: Start) -> Check:
     """Compare one number of ranks with one process, and its ranks' weights with each other."""
-    virtual = evidence.facts.virtual_ranks
-    shared = virtual or evidence.facts.size.global_batch
-    smallest, larger = divmod(shared, start.world_size)
+    size, virtual = evidence.facts.size, evidence.facts.virtual_ranks
+    smallest, larger = divmod(virtual or size.global_batch, start.world_size)
     shares = [smallest + (rank < larger) for rank in range(start.world_size)]
     parts = " + ".join(map(str, shares)) if larger else f"{start.world_size} × {smallest}"
     # The weights of ranks are compared with each other even where losses alone decide.
@@ -60,7 +59,7 @@ def _ranks_of(evidence: Evidence, start: Start) -> Check:
     trace = evidence.trace(start.place, MAIN)
     if trace is None or evidence.died(start.place):
         return failed_start(evidence, compared, start.place)
-    last = evidence.facts.size.steps
+    last = size.steps
     first, *others = (
         Trace(losses={last: 0.0}, weights={last: trace.weights[last]}, bits=trace.bits)
         for trace in evidence.traces[start.place, MAIN]
@@ -80,26 +79,22 @@ SEVERAL_RANKS = TableRow(
 )
 
 
-def _rounding(evidence: Evidence) -> list[Check]:
-    """Measure how far one rounding of the weights moves the losses: the tolerance of all rows."""
-    if evidence.trace(0, NUDGED) is None:
-        return []
-    compared = "losses, weights off by one rounding: the measure"
-    return [Check("same", compared, evidence.nudged(), evidence.exact)]
-
-
 ROUNDING = TableRow(
-    name="rounding", answer=_rounding, training=ShortTraining(name=NUDGED, nudged=True)
+    name="rounding",
+    # How far one rounding of the weights moves the losses: the tolerance of all rows.
+    answer=lambda evidence: [
+        Check("same", "losses, weights off by one rounding: the measure", moved, evidence.exact)
+        for moved in (evidence.nudged(),)
+        if moved is not None
+    ],
+    training=ShortTraining(name=NUDGED, nudged=True),
 )
 
 
 def _precision(evidence: Evidence) -> list[Check]:
     one = evidence.trace(0, OWN_PRECISION)
-    found = {
-        start: evidence.compare(trace, OWN_PRECISION, reference=one)
-        for start in evidence.several
-        if one and (trace := evidence.trace(start.place, OWN_PRECISION))
-    }
+    compared = evidence.compare_starts(OWN_PRECISION, reference=one)
+    found = {start: how for start, how in compared.items() if one and start.world_size > 1}
     trained = one is not None and not evidence.failures(training=OWN_PRECISION)
     if evidence.chosen == evidence.facts.exact or (trained and not found):
         return []
@@ -117,25 +112,21 @@ _HALVES = ShortTraining(name="accumulated", halves=True, short=True)
 
 
 def _accumulation(evidence: Evidence) -> Check:
-    if not evidence.bits:
-        check = training_check(evidence, _HALVES.name, "2 micro-steps per step")
-        return _moved_buffer(evidence, check)
-    one = evidence.trace(0, _HALVES.name)
-    if one is None and not evidence.failures(training=_HALVES.name):
+    name = _HALVES.name
+    one = evidence.trace(0, name)
+    if evidence.bits and one is None and not evidence.failures(training=name):
         return Check("skipped", "a virtual rank has too few samples")
-    # BatchNorm and dropout depend on micro-steps, so the reference takes them, too.
-    found = evidence.compare_starts(_HALVES.name, reference=one)
-    return training_check(evidence, _HALVES.name, "2 micro-steps each", found)
-
-
-def _moved_buffer(evidence: Evidence, check: Check) -> Check:
-    """Name the cause if every forward moves a buffer and everything else agrees."""
+    if evidence.bits:
+        # BatchNorm and dropout depend on micro-steps, so the reference takes them, too.
+        found = evidence.compare_starts(name, reference=one)
+        return training_check(evidence, name, "2 micro-steps each", found)
+    check = training_check(evidence, name, "2 micro-steps per step")
     moved, trained = moved_buffers(evidence), evidence.compare_starts(MAIN).values()
     apart = any(found.largest > evidence.tolerance_of(MAIN) for found in trained)
     if check.passed or check.failure or apart or not moved:
         return check
-    cause = causes.MOVED_BUFFER.of(names=", ".join(moved[:3]))
-    return replace(check, cause=cause)
+    # Everything else agrees.
+    return replace(check, cause=causes.MOVED_BUFFER.of(names=", ".join(moved[:3])))
 
 
 ACCUMULATION = TableRow(name="accumulation", answer=_accumulation, thorough=True, training=_HALVES)
@@ -183,8 +174,7 @@ LIGHTNING = TableRow(
 
 
 def _batchnorm(evidence: Evidence) -> Check:
-    names = evidence.found(BATCHNORM.name, list[str])
-    if not names:
+    if not (names := evidence.found(BATCHNORM.name, list[str])):
         return Check("same", "the model has none")
     cause = causes.BATCHNORM.of(layers=listed(names, 1))
     compared = f"{len(names)} layers as they are" if len(names) > 1 else "1 layer as it is"
@@ -201,8 +191,7 @@ BATCHNORM = TableRow(
 
 
 def _dropout(evidence: Evidence) -> Check:
-    draws = evidence.found(DROPOUT.name, dict[str, str])
-    if not draws:
+    if not (draws := evidence.found(DROPOUT.name, dict[str, str])):
         return Check("same", "the model draws nothing from torch")
     lines = sorted({line for line in draws.values() if line})
     cause = causes.DROPOUT.of(lines=f" ({', '.join(lines[:3])})" if lines else "")
