@@ -86,29 +86,29 @@ def binds_gpus(environment: Environment) -> bool:
 
 def expand_node_list(node_list: str) -> list[str]:
     """Expand Slurm's short form of host names: `gpu[01-02],login` is gpu01, gpu02, login."""
-    malformed = UserError(
-        f"The Slurm node list {node_list!r} cannot be read; "
-        "it should look like gpu[001-003,7],login."
-    )
-    if not re.fullmatch(f"{HOSTS}(,{HOSTS})*", node_list):
-        raise malformed
     hosts: list[str] = []
-    for entry in re.findall(HOSTS, node_list):
+    whole = re.fullmatch(f"{HOSTS}(,{HOSTS})*", node_list)
+    for entry in re.findall(HOSTS, node_list) if whole else ():
         pieces = re.split(r"\[(.*?)\]", entry)  # at odd places: what stood in brackets
         choices = [_expand_ranges(p) if place % 2 else [p] for place, p in enumerate(pieces)]
-        if not all(choices):
-            raise malformed
-        hosts += ("".join(parts) for parts in itertools.product(*choices))
+        expanded = ["".join(parts) for parts in itertools.product(*choices)]
+        whole = whole if expanded else None
+        hosts += expanded
+    if not whole:
+        raise UserError(
+            f"The Slurm node list {node_list!r} cannot be read; "
+            "it should look like gpu[001-003,7],login."
+        )
     return hosts
 
 
 def _expand_ranges(ranges: str) -> list[str]:
+    """Return all numbers of `001-003,7`; none if a range runs backwards."""
     numbers: list[str] = []
     for item in ranges.split(","):
         first, _, last = item.partition("-")
-        span = range(int(first), int(last or first) + 1)
-        if not span:
-            return []  # it runs backwards
+        if not (span := range(int(first), int(last or first) + 1)):
+            return []
         numbers += (f"{number:0{len(first)}d}" for number in span)
     return numbers
 
@@ -119,10 +119,9 @@ def _torchrun(environment: Environment) -> Launch | None:
         return None  # job scripts for srun often export WORLD_SIZE alone
     if not environment.get("LOCAL_RANK"):
         raise UserError(
-            f"RANK={rank} and WORLD_SIZE={world_size} are set but LOCAL_RANK is not, and only the "
-            "rank on the node can choose the device. Start with torchrun, or set LOCAL_RANK and "
-            "LOCAL_WORLD_SIZE (0 and 1 for one process on each node), or, under srun or mpirun, "
-            "unset RANK and WORLD_SIZE."
+            f"RANK={rank} and WORLD_SIZE={world_size} are set but LOCAL_RANK is not, which chooses "
+            "the device. Start with torchrun; or set LOCAL_RANK and LOCAL_WORLD_SIZE (0 and 1 for "
+            "one process on each node); or, under srun or mpirun, unset RANK and WORLD_SIZE."
         )
     launch = _read_ranks(environment, "torchrun", TORCHRUN)
     if not environment.get("GROUP_RANK") or not environment.get("GROUP_WORLD_SIZE"):
@@ -149,15 +148,14 @@ def _slurm(environment: Environment) -> Launch | None:
     job = _first(environment, ("SLURM_JOB_ID", "SLURM_JOBID"))
     if job is None:
         return None
-    shell = _shell_in_allocation(environment)
-    if shell is not None:
+    if shell := _shell_in_allocation(environment):
         return Launch(
             note=f"This is {shell} of Slurm job {job}, so samestep uses one process. To start one "
             "per task, type `srun samestep train …` (with --ntasks=N for N of them)."
         )
-    world_size = _number(environment, *NUM_TASKS, at_least=1)
     num_nodes = _number(environment, *NUM_NODES, at_least=1)
     node = _number(environment, "SLURM_NODEID", at_most=num_nodes - 1)
+    world_size = _number(environment, *NUM_TASKS, at_least=1)
     local_world_size = _tasks_on_node(environment, node)
     launch = Launch(
         launcher="srun",

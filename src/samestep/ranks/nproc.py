@@ -14,12 +14,8 @@ MOST_PER_CORE = 4
 
 RANK_BYTES = 220 << 20
 """Memory that a rank has for itself with a tiny model on the CPU; two of spiral's had 224 MiB."""
-
-
 WORKER_BYTES = 13 << 20
 """The same of a loader process, which shares most of its memory with its rank."""
-
-
 NumRanks = int | Literal["auto"]
 
 
@@ -28,10 +24,15 @@ def ranks_to_start(wanted: NumRanks, device: str = "auto", *, oversubscribe: boo
 
     "auto" is one per GPU; without a GPU, one per core, as memory allows.
     """
-    if wanted == "auto":
-        return _gpus(device) or max(1, min(cores(), _that_fit(RANK_BYTES)))
-    check_ranks(wanted, oversubscribe=oversubscribe)
-    return wanted
+    if wanted != "auto":
+        check_ranks(wanted, oversubscribe=oversubscribe)
+        return wanted
+    if device in ("auto", "cuda"):
+        import torch  # noqa: PLC0415 - a number needs no torch
+
+        if torch.cuda.is_available() and (gpus := torch.cuda.device_count()):
+            return gpus
+    return max(1, min(cores(), _that_fit(RANK_BYTES)))
 
 
 def check_ranks(number: int, *, oversubscribe: bool = False, flag: str = "--nproc") -> None:
@@ -44,11 +45,9 @@ def check_ranks(number: int, *, oversubscribe: bool = False, flag: str = "--npro
 
 def check_workers(num_workers: int, num_ranks: int, num_cores: int) -> None:
     """Check that the cores and the free memory carry the loader processes of these ranks."""
-    what = f"--num-workers {num_workers}"
-    if num_ranks > 1:
-        what += f" for each of {num_ranks} ranks"
-    number = num_workers * num_ranks
-    _check(what, number, "loader processes", WORKER_BYTES, most=num_cores * MOST_PER_CORE)
+    each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+    what, most = f"--num-workers {num_workers}{each}", num_cores * MOST_PER_CORE
+    _check(what, num_workers * num_ranks, "loader processes", WORKER_BYTES, most)
 
 
 def cores() -> int:
@@ -58,30 +57,19 @@ def cores() -> int:
 
 
 def _check(what: str, number: int, kind: str, size: int, most: int) -> None:
+    fit, why = _that_fit(size), ""
     if number > most:
-        raise UserError(
-            f"{what}: more than {MOST_PER_CORE} {kind} per core, with {most // MOST_PER_CORE} "
-            f"usable here. Take at most {most}, or insist with --oversubscribe."
-        )
-    if number > _that_fit(size):
-        raise UserError(
-            f"{what}: {number} {kind} need at least {number * size / 2**30:.1f} GiB of memory, and "
-            f"{_that_fit(size) * size / 2**30:.1f} GiB are free. Take at most "
-            f"{_that_fit(size)}, or insist with --oversubscribe."
-        )
+        why = f"more than {MOST_PER_CORE} {kind} per core, with {most // MOST_PER_CORE} usable here"
+    elif number > fit:
+        need, free = (f"{many * size / 2**30:.1f} GiB" for many in (number, fit))
+        why, most = f"{number} {kind} need at least {need} of memory, and {free} are free", fit
+    if why:
+        raise UserError(f"{what}: {why}. Take at most {most}, or insist with --oversubscribe.")
 
 
 def _that_fit(size: int) -> int:
     free = free_memory_bytes()
     return 2**30 if free is None else free // size
-
-
-def _gpus(device: str) -> int:
-    if device not in ("auto", "cuda"):
-        return 0
-    import torch  # noqa: PLC0415 - a number needs no torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def start_nproc(

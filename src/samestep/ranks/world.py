@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
@@ -41,10 +42,9 @@ def one_gpu_each(
     Slurm says so. Under other launchers CUDA_VISIBLE_DEVICES may be set per rank or once for all:
     `check_gpus` compares. Ranks that samestep starts all see what it sees.
     """
-    if launch.launcher == "srun" and binds_gpus(environment):
-        return True
     chosen = environment.get("CUDA_VISIBLE_DEVICES") and not environment.get(PARENT)
-    return bool(chosen) and not oversubscribe
+    by_slurm = launch.launcher == "srun" and binds_gpus(environment)
+    return by_slurm or (bool(chosen) and not oversubscribe)
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -66,10 +66,11 @@ def check_gpus(launch: Launch, uuid: str, store: Any) -> None:
     store.set(f"gpu/{launch.rank}/told", "1")
     if launch.rank == 0:  # whose process may serve the store, and ends now
         store.wait([f"gpu/{rank}/told" for rank in range(size)])
-    several = ", ".join(map(str, sharing[:4])) + (", …" if len(sharing) > 4 else "")
+    several = ", ".join(map(str, sharing[:4])) + ", …" * (len(sharing) > 4)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     raise UserError(
-        f"Ranks {several} have one GPU between them: {told[sharing[0]]}. CUDA_VISIBLE_DEVICES is "
-        f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')} here. {FEWER_RANKS}",
+        f"Ranks {several} share one GPU: {told[sharing[0]]}. CUDA_VISIBLE_DEVICES is {visible} "
+        f"here. {FEWER_RANKS}",
         on_all_ranks=True,
     )
 
@@ -122,18 +123,16 @@ class World(Launch):
         Gloo reduces tensors on the CPU, even where NCCL connects the devices, so agreeing on a
         number never waits for the device.
         """
-        if not self.connected:
-            return values
-        values = values.clone()
-        dist.all_reduce(values, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        if self.connected:
+            values = values.clone()
+            dist.all_reduce(values, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         return values
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank; it is pickled between our own processes."""
-        if not self.connected:
-            return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        if self.connected:
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]  # type: ignore[no-any-return]
 
     def take_from_main(self, tensor: Tensor) -> None:
@@ -197,12 +196,10 @@ class World(Launch):
         """Call a function on every rank; a `UserError` on any of them is raised on all."""
         value, failure = _try(function)
         messages = self.gather(None if failure is None else str(failure))
-        failures = [(rank, text) for rank, text in enumerate(messages) if text]
-        if failures:
+        if failures := [(rank, text) for rank, text in enumerate(messages) if text]:
             rank, text = failures[0]
-            alone = len(failures) < self.world_size
-            told = f"[rank {rank}] {text}" if alone else text
-            raise UserError(told, on_all_ranks=True) from failure
+            of_rank = f"[rank {rank}] " if len(failures) < self.world_size else ""
+            raise UserError(of_rank + text, on_all_ranks=True) from failure
         return cast("T", value)
 
 
@@ -218,19 +215,18 @@ def _try(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
 def as_if_alone() -> Iterator[None]:
     """Let code that asks for its rank get 0, and for the number of ranks 1, within this."""
     told = {"get_rank": 0, "get_world_size": 1, "is_initialized": False}
-    asked = [(m, name) for m in (dist, dist.distributed_c10d) for name in told]
-    kept = [getattr(module, name) for module, name in asked]
     named = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     named |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
     before = {name: os.environ[name] for name in named if name in os.environ}
-    for module, name in asked:
+    kept = [(m, name, getattr(m, name)) for m in (dist, dist.distributed_c10d) for name in told]
+    for module, name, _ in kept:
         setattr(module, name, lambda *_, answer=told[name], **__: answer)
     os.environ.update({name: named[name] for name in before})
     try:
         yield
     finally:
         os.environ.update(before)
-        for (module, name), function in zip(asked, kept, strict=True):
+        for module, name, function in kept:
             setattr(module, name, function)
 
 
@@ -243,11 +239,10 @@ def choose_device(
     one_each: bool = False,
     oversubscribe: bool = False,
 ) -> torch.device:
-    """Return this rank's device: `cuda:LOCAL_RANK`, MPS or the CPU.
+    """Return this rank's device: `cuda:LOCAL_RANK`, MPS or the CPU; "auto" takes the best one.
 
-    "auto" takes the best one. `cuda` (the number of devices) and `mps` come from torch if not
-    given. `one_each`: the one GPU that a rank sees is its own. `oversubscribe`: ranks beyond the
-    number of GPUs share them in turn.
+    `cuda` (the number of devices) and `mps` come from torch if not given. `one_each`: the one GPU
+    that a rank sees is its own. `oversubscribe`: ranks beyond the number of GPUs share them.
     """
     if cuda is None:
         cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -256,8 +251,8 @@ def choose_device(
         built = "none is visible" if torch.version.cuda else "this PyTorch is built without CUDA"
         raise UserError(
             f"--device cuda: there is no CUDA device here ({built}; CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). Use --device auto or cpu, or "
-            "install a CUDA build of PyTorch on a machine with a GPU."
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). Use --device auto or cpu, or a "
+            "CUDA build of PyTorch on a machine with a GPU."
         )
     if wanted == "mps" and not has_mps:
         raise UserError("--device mps: there is no Apple GPU here. Use --device auto or cpu.")
@@ -269,9 +264,7 @@ def choose_device(
                 f"Local rank {local_rank} has no GPU: {cuda} visible on this node. {FEWER_RANKS}"
             )
         return torch.device("cuda", local_rank % cuda)
-    if wanted == "mps" or (wanted == "auto" and has_mps):
-        return torch.device("mps")
-    return torch.device("cpu")
+    return torch.device("mps" if wanted == "mps" or (wanted == "auto" and has_mps) else "cpu")
 
 
 def choose_backend(wanted: Backend, device: torch.device, platform: str = sys.platform) -> str:
@@ -328,18 +321,19 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
     Ranks can use it before they join, and find out who is missing. It raises a RuntimeError if it
     could not be served, or not be reached in time.
     """
+    by_agent = agent_serves()
     store = TCPStore(
         launch.master_addr,
         launch.master_port,
         world_size=launch.world_size,
-        is_master=launch.rank == 0 and not agent_serves(),
+        is_master=launch.rank == 0 and not by_agent,
         timeout=dt.timedelta(seconds=timeout_s),
         wait_for_workers=False,
         multi_tenant=True,  # this process may serve others there, too, as a script's own ranks
     )
     # An agent's store outlives the ranks, and holds the addresses of those that it started before.
     # A store of our own is new, and agents that came later than others count fewer attempts.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_serves() else "0"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
     return PrefixStore(f"samestep/{attempt}", store)
 
 
@@ -355,11 +349,16 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
     if not world.connected:
         return
     # Both: tensors on the device go by NCCL, what ranks agree on goes by Gloo from the CPU.
-    backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo"
-    device = world.device if world.backend == "nccl" else None
+    nccl = world.backend == "nccl"
+    connect = partial(
+        dist.init_process_group,
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        rank=world.rank,
+        world_size=world.world_size,
+        device_id=world.device if nccl else None,
+    )
     if world.world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
+        connect(store=dist.HashStore())  # type: ignore[attr-defined]
         return
     if named := os.environ.get("GLOO_SOCKET_IFNAME"):
         check_gloo_interfaces(named)
@@ -372,29 +371,21 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
     os.environ["MASTER_PORT"] = str(world.master_port)
     try:
         store = store or open_store(world, timeout_s)
-        if world.backend == "nccl":  # which would fail on it, in words of its own
+        if nccl:  # which would fail on it, in words of its own
             check_gpus(world, gpu_uuid(world.device), store)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=dt.timedelta(seconds=timeout_s),
-            device_id=device,
-        )
+        connect(store=store, timeout=dt.timedelta(seconds=timeout_s))
     except (dist.DistError, RuntimeError, socket.gaierror) as error:
+        reason, place = str(error).splitlines()[0], f"{world.master_addr}:{world.master_port}"
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise UserError(
-                f"Port {world.master_port} on {world.master_addr} is taken, perhaps by another "
-                "job. Set MASTER_PORT to a free port on every rank and start again."
+                f"The port of {place} is taken, perhaps by another job. Set MASTER_PORT to a free "
+                "port on every rank and start again."
             ) from error
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"Rank {world.rank} of {world.world_size} could not meet the others at "
-            f"{world.master_addr}:{world.master_port}: {reason}. Check that every rank was "
-            "started, that no firewall closes the port, and that all nodes are in one network "
-            "(GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name its interface); `samestep doctor`, "
-            "started the same way, looks for the reason."
+            f"Rank {world.rank} of {world.world_size} could not meet the others at {place}: "
+            f"{reason}. Check that every rank was started, that no firewall closes the port, and "
+            "that all nodes are in one network (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
+            "its interface); `samestep doctor`, started the same way, looks for the reason."
         ) from error
 
 
@@ -418,7 +409,7 @@ def in_process_group() -> bool:
 def abandon(code: int) -> None:
     """End this process at once, after a failure, if it is connected to others.
 
-    Python's usual end meets the group's threads still waiting for the others, and aborted 2 of 30
+    Python's usual end meets the group's threads still waiting for the others: it aborted 2 of 30
     failed ranks with a message from C++ and the wrong exit code.
     """
     if in_process_group():
