@@ -9,28 +9,9 @@ import torch
 
 from samestep.data.recipe_splits import load_splits
 from samestep.errors import UserError
-from samestep.explanation.rank_memory import (
-    Drawn,
-    RankMemory,
-    checkpoint_bytes,
-    is_too_large,
-    measure,
-)
-from samestep.explanation.schedule import (
-    KeptFiles,
-    OtherSize,
-    PlannedEvent,
-    Rate,
-    StepShares,
-    evaluation_shares,
-    first_stop,
-    full_step,
-    kept_files,
-    last_step,
-    other_sizes,
-    planned_events,
-    rates,
-)
+from samestep.explanation import rank_memory, schedule
+from samestep.explanation.rank_memory import Drawn, RankMemory
+from samestep.explanation.schedule import KeptFiles, OtherSize, PlannedEvent, Rate, StepShares
 from samestep.ranks.world import ImaginedWorld, World
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
@@ -170,9 +151,9 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         found = newest_whole(path) if request.resume and is_run(path) else None
         resumed = found and go_on(request, work, built.state, path, found)
         before = read_index(path / "checkpoints").up_to(built.state.position.step)
-        shares = full_step(plan, settings, world)
+        shares = schedule.full_step(plan, settings, world)
         memory, drawn, problem = _measured(request, built, plan, shares.most, device, why)
-        events = planned_events(
+        events = schedule.planned_events(
             plan, settings, built.state.position, evaluates=built.splits.validation is not None
         )
         return Explanation(
@@ -183,20 +164,24 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             device=device,
             plan=plan,
             step=shares,
-            last_step=last_step(plan, settings, world),
-            rates=rates(plan, settings, built.state.position.step),
+            last_step=schedule.last_step(plan, settings, world),
+            rates=schedule.rates(plan, settings, built.state.position.step),
             optimizer=type(built.work.learner.optimizer).__name__,
             memory=memory,
             drawn=drawn,
             not_measured=problem,
             accepts=recipe.accepts,
-            others=other_sizes(request, plan),
+            others=schedule.other_sizes(request, plan),
             goes_on=_goes_on(built, path, resumed) if request.resume else None,
             evaluations=_evaluations(settings, plan, built),
             events=events,
-            kept=None if events is None else kept_files(events, settings.keep_top_k, before),
-            stops_first=first_stop(settings.patience, events or (), built.state.watch),
-            checkpoint_bytes=checkpoint_bytes(request, as_trained) if memory is not None else None,
+            kept=None
+            if events is None
+            else schedule.kept_files(events, settings.keep_top_k, before),
+            stops_first=schedule.first_stop(settings.patience, events or (), built.state.watch),
+            checkpoint_bytes=rank_memory.checkpoint_bytes(request, as_trained)
+            if memory is not None
+            else None,
             notes=(
                 *built.splits.notes,
                 *notes_of(request, as_trained, path, resumed=resumed is not None),
@@ -214,8 +199,8 @@ def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, 
     synchronised = request.settings.sync_batchnorm and device == "cpu"
     settings = replace(request.settings, compile="off", num_workers=0, sync_batchnorm=synchronised)
     plain = replace(request, settings=settings)
-    # Ranks that prepare data together would wait for each other.
     seed_alike(settings.seed)
+    # Ranks that prepare data together would wait for each other.
     splits = load_splits(request.recipe, request.options, World())
     try:
         return build(plain, world, splits=splits), ""
@@ -226,12 +211,11 @@ def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, 
 
 
 def _goes_on(built: Built, path: Path, resumed: Resumed | None) -> ResumePoint:
-    position = built.state.position
     starts = [r["world_size"] for r in read_records(path) if r["event"] == "start"]
     return ResumePoint(
         checkpoint=resumed.checkpoint if resumed else "",
-        step=position.step,
-        epoch=position.epoch,
+        step=built.state.position.step,
+        epoch=built.state.position.epoch,
         ranks_before=starts[-1] if starts else 0,
         problems=tuple(resumed.problems if resumed else ()),
         changes=tuple(resumed.changes if resumed else ()),
@@ -242,18 +226,18 @@ def _measured(
     request: Request, built: Built, plan: Plan, rows: int, device: str, why: str
 ) -> tuple[RankMemory | None, Drawn | None, str]:
     """Return what a step held and drew, or a problem."""
-    if not why and is_too_large(built.work.learner.model):
+    if not why and rank_memory.is_too_large(built.work.learner.model):
         why = "A step of this model needs more memory than is free on this machine."
-    if why:
-        return None, None, why
-    try:
-        return (*measure(request, built, plan, rows), "")
-    except UserError as error:
-        if device == "cpu":  # the training would say the same
-            raise
-        return None, None, str(error)
-    except Exception as error:  # whatever a recipe's own operations do where they are watched
-        return None, None, f"{type(error).__name__}: {error}"
+    if not why:
+        try:
+            return (*rank_memory.measure(request, built, plan, rows), "")
+        except UserError as error:
+            if device == "cpu":  # the training would say the same
+                raise
+            why = str(error)
+        except Exception as error:  # whatever a recipe's own operations do where they are watched
+            why = f"{type(error).__name__}: {error}"
+    return None, None, why
 
 
 def _evaluations(settings: Settings, plan: Plan, built: Built) -> Evaluations:
@@ -263,7 +247,7 @@ def _evaluations(settings: Settings, plan: Plan, built: Built) -> Evaluations:
         has_validation=work.validation is not None,
         num_samples=known or None,
         batch_size=evaluation_batch(settings, plan.micro_batch_size),
-        share=evaluation_shares(known, work.world) if known else None,
+        share=schedule.evaluation_shares(known, work.world) if known else None,
         monitor=watch.metric,
         mode=watch.mode,
         has_test=built.splits.test is not None,

@@ -42,7 +42,7 @@ def text_of(found: Explanation) -> str:
 
 
 def _where(found: Explanation) -> Rows:
-    world, settings = found.world, found.settings
+    world, at = found.world, found.goes_on
     nodes = ""
     if world.num_nodes > 1:
         nodes = f" = {count(world.num_nodes, 'node')} × {world.local_world_size} ranks per node"
@@ -51,18 +51,16 @@ def _where(found: Explanation) -> Rows:
         virtual = count(found.plan.virtual_ranks, "virtual rank")
         yield "shares", f"{virtual}: fixed shares of each step, whatever the number of ranks"
     connected = f", connected by {world.backend}" if world.world_size > 1 else ""
-    yield "device", f"{found.device}{connected}, {settings.precision}"
+    yield "device", f"{found.device}{connected}, {found.settings.precision}"
     yield "run", found.run or f"a new directory, runs/{found.recipe}-…"
-    if found.goes_on is None:
+    if at is None:
         return
-    at = found.goes_on
     before = f" It was trained on {count(at.ranks_before, 'rank')}." if at.ranks_before else ""
     if not at.checkpoint:
         yield "resumes", f"from its beginning: there is no checkpoint yet.{before}"
         return
-    left = ""
-    if found.plan.total_steps < ENDLESS:
-        left = f"; {max(0, found.plan.total_steps - at.step):,} steps are left"
+    left = f"; {max(0, found.plan.total_steps - at.step):,} steps are left"
+    left *= found.plan.total_steps < ENDLESS
     yield "resumes", f"from {at.checkpoint}, step {at.step:,}{left}.{before}"
     yield from (("skipped", problem) for problem in at.problems)
     yield from (("changed", change) for change in at.changes)
@@ -73,10 +71,10 @@ def _step(found: Explanation) -> Rows:
     parts = plan.virtual_ranks or plan.world_size
     even = plan.micro_batch_size * parts * plan.accumulate
     most = "" if even == plan.global_batch_size else "at most "
-    noun = "virtual rank" if plan.virtual_ranks else "rank"
     text = (
         f"{plan.global_batch_size:,} per step = {most}{plan.micro_batch_size:,} × "
-        f"{count(parts, noun)} × {count(plan.accumulate, 'micro-step')}"
+        f"{count(parts, 'virtual rank' if plan.virtual_ranks else 'rank')} × "
+        f"{count(plan.accumulate, 'micro-step')}"
     )
     yield "samples", text
     yield from _shares(found.step)
@@ -119,12 +117,13 @@ def _sum(numbers: tuple[int, ...]) -> str:
 
 def _length(found: Explanation) -> Rows:
     plan, settings = found.plan, found.settings
+    steps, limited = count(plan.total_steps, "step"), plan.total_steps < ENDLESS
     if plan.is_stream:
         yield "epoch", "a stream, whose length is not known before it ends"
-        if plan.total_steps < ENDLESS:
-            yield "training", f"at most {plan.total_steps:,} steps (--max-steps)"
+        if limited:
+            yield "training", f"at most {steps} (--max-steps)"
         if plan.epochs:
-            yield "training", f"{count(plan.epochs, 'epoch')}"
+            yield "training", count(plan.epochs, "epoch")
         return
     per_epoch, samples, batch = plan.steps_per_epoch, plan.num_samples, plan.global_batch_size
     how = "floor" if settings.drop_last else "ceil"
@@ -132,7 +131,6 @@ def _length(found: Explanation) -> Rows:
     left = samples - per_epoch * batch
     if left > 0:
         yield "left out", f"{count(left, 'sample')} per epoch, others each time (--drop-last)"
-    steps = count(plan.total_steps, "step")
     if plan.total_steps == plan.epochs * per_epoch:
         yield "training", f"{steps} = {count(plan.epochs, 'epoch')} × {per_epoch:,}"
     else:
@@ -214,13 +212,13 @@ def _product(part: MemoryPart) -> str:
 
 
 def _optimizer(memory: RankMemory) -> str:
-    if not memory.optimizer:
+    parts = memory.optimizer.values()
+    if not parts:
         return "nothing: it keeps no state between steps"
-    total = sum(part.bytes for part in memory.optimizer.values())
-    parts = (f"{name} {part.elements:,}" for name, part in memory.optimizer.items())
-    each = {part.bytes / max(1, part.elements) for part in memory.optimizer.values()}
+    names = " + ".join(f"{name} {part.elements:,}" for name, part in memory.optimizer.items())
+    each = {part.bytes / max(1, part.elements) for part in parts}
     times = f", each × {each.pop():g} bytes" if len(each) == 1 else ""
-    return f"{size(total)}: {' + '.join(parts)} numbers{times}"
+    return f"{size(sum(part.bytes for part in parts))}: {names} numbers{times}"
 
 
 def _data(found: Explanation, memory: RankMemory) -> str:
@@ -229,9 +227,9 @@ def _data(found: Explanation, memory: RankMemory) -> str:
     where = "in the rank's memory"
     if found.device == "cuda":
         where = "on its GPU if they fit a quarter of it, else in the CPU's memory"
+    validate = " and validate" * found.evaluations.has_validation
     number = count(memory.data.elements, "sample")
-    what = "to train and validate with" if found.evaluations.has_validation else "to train with"
-    return f"{size(memory.data.bytes)}: {number} {what}, all of them {where}"
+    return f"{size(memory.data.bytes)}: {number} to train{validate} with, all of them {where}"
 
 
 def _others(found: Explanation) -> Rows:
@@ -278,19 +276,17 @@ def _equal(found: Explanation) -> Rows:
     accepted = dict.fromkeys(found.accepts, ", as the recipe accepts")
     reasons = []
     if drawn.draws:
-        where = sorted({line for line in drawn.draws.values() if line})
-        at = f" ({', '.join(where[:3])})" if where else ""
-        names = ", ".join(sorted(drawn.draws)[:3])
+        lines = sorted({line for line in drawn.draws.values() if line})[:3]
+        at = f" ({', '.join(lines)})" if lines else ""
         reasons.append(
-            f"what the model draws from torch: {names}{at}. Each rank draws other numbers"
-            f"{accepted.get('dropout', '')}."
+            f"what the model draws from torch: {', '.join(sorted(drawn.draws)[:3])}{at}. Each rank "
+            f"draws other numbers{accepted.get('dropout', '')}."
         )
     if drawn.batch_norms and not found.settings.sync_batchnorm:
-        more = len(drawn.batch_norms) - 1
-        named = drawn.batch_norms[0] + (f" and {more} more" if more else "")
+        more = f" and {len(drawn.batch_norms) - 1} more" * (len(drawn.batch_norms) > 1)
         reasons.append(
-            f"batch normalisation ({named}): it normalises over the {found.step.most} samples of a "
-            f"micro-step{accepted.get('batchnorm', '')}."
+            f"batch normalisation ({drawn.batch_norms[0]}{more}): it normalises over the "
+            f"{found.step.most} samples of a micro-step{accepted.get('batchnorm', '')}."
         )
     if drawn.generators:
         reasons.append(f"{' and '.join(drawn.generators)}: each rank draws other numbers.")
@@ -298,11 +294,11 @@ def _equal(found: Explanation) -> Rows:
     if reasons:
         remedy = "" if plan.is_stream else "--virtual-ranks makes them equal; "
         yield "remedy", f"{remedy}samestep verify checks all the rest"
-    else:
-        without = "has no batch normalisation"
-        if drawn.batch_norms:
-            without = "normalises over the samples of all ranks (--sync-batchnorm)"
-        yield "not equal", f"nothing found: the model draws nothing and {without}"
+        return
+    without = "has no batch normalisation"
+    if drawn.batch_norms:
+        without = "normalises over the samples of all ranks (--sync-batchnorm)"
+    yield "not equal", f"nothing found: the model draws nothing and {without}"
 
 
 def _intervals(every_epochs: int, every_steps: int | None) -> list[str]:
@@ -319,15 +315,14 @@ def _evaluation(found: Explanation) -> Rows:
         yield "validation", "there is none"
     else:
         when = ", ".join(_intervals(settings.eval_every_epochs, settings.eval_every_steps))
-        times = [event for event in events or () if event.evaluates]
-        number = f": {count(len(times), 'evaluation')}" if events is not None else ""
+        times = sum(event.evaluates for event in events or ())
+        number = f": {count(times, 'evaluation')}" if events is not None else ""
         yield "when", f"{when}{number}"
         known = "a stream" if how.num_samples is None else count(how.num_samples, "sample")
         share = ""
         if how.share is not None and found.world.num_parts > 1:
-            low, high = how.share
             of = "virtual rank" if found.plan.virtual_ranks else "rank"
-            share = f", {low if low == high else f'{low} or {high}'} per {of}"
+            share = f", {' or '.join(map(str, sorted({*how.share})))} per {of}"
         yield "on", f"{known}{share}, {how.batch_size} per forward; each counts once"
         better = "lowest" if how.mode == "min" else "highest"
         yield "the best", f"is the one with the {better} {how.monitor}"

@@ -4,10 +4,9 @@ The step has the samples of one micro-step and runs on the CPU, whatever the tra
 """
 
 import io
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -82,32 +81,6 @@ class Drawn:
     """Names of the layers."""
 
 
-@dataclass
-class _Saved:
-    """The storages that a forward saves for its backward."""
-
-    known: set[int]
-    """Addresses of those that are counted elsewhere."""
-    storages: dict[int, int] = field(default_factory=dict)
-    """Address → bytes."""
-    elements: int = 0
-    is_open: bool = True
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Count a tensor's storage once."""
-        where = _address(tensor)
-        if self.is_open and where is not None and where not in self.known:
-            size = tensor.untyped_storage().nbytes()
-            self.elements += 0 if where in self.storages else size // tensor.element_size()
-            self.storages[where] = size
-        return tensor
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        """Count no more: the backward has begun."""
-        self.is_open = False
-        return tensor
-
-
 def _address(tensor: Tensor) -> int | None:
     """Return where a tensor's memory begins, or None."""
     try:
@@ -127,27 +100,45 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     """Take one step of `rows` samples, which changes the weights; return what it held, and drew."""
     work, seen = built.work, RandomDraws()
     model, module = work.learner.model, work.learner.applied
+    saved: dict[int, tuple[int, int]] = {}  # address of what the forward saves → bytes, elements
+    forwards = True
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
 
-    wrapped: Any = watched(forward, seen)
-    loss = watched(work.learner.loss, seen)
-    learner = replace(work.learner, scaler=None, counter=None, measured=False)
-    learner = replace(learner, wrapped=wrapped, loss=loss)
+    def pack(tensor: Tensor) -> Tensor:
+        if forwards and (where := _address(tensor)) is not None and where not in known:
+            size = tensor.untyped_storage().nbytes()
+            saved[where] = size, size // tensor.element_size()
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        nonlocal forwards
+        forwards = False
+        return tensor
+
+    learner = replace(
+        work.learner,
+        scaler=None,
+        counter=None,
+        measured=False,
+        wrapped=cast("Any", watched(forward, seen)),
+        loss=watched(work.learner.loss, seen),
+    )
     block = _real_batch(request, built, rows)
     leaves = tree_leaves((block.inputs, block.targets))
     batch = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    known = {_address(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch)}
     model.train()
-    held = [*model.parameters(), *model.buffers(), *batch]
-    saved = _Saved({where for t in held if (where := _address(t)) is not None})
     step = EagerStep(learner, work.settings, World(), rows)
-    with saved_tensors_hooks(saved.pack, saved.unpack):
+    with saved_tensors_hooks(pack, unpack):
         step(block, 0, [learning_rate(plan, work.settings, 0)], want_norm=False)
     if plan.world_size > 1 and not work.settings.allows_unused:
         check_used(model)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     averages = work.learner.average.state().values() if work.learner.average else ()
+    sources = [s for s in (work.train, work.validation) if s is not None and s.held_bytes]
+    sizes, elements = (sum(counts) for counts in zip((0, 0), *saved.values(), strict=True))
     memory = RankMemory(
         weights=_part(model.parameters()),
         buffers=_part(model.buffers()),
@@ -155,8 +146,11 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         optimizer=_optimizer_parts(work.learner.optimizer),
         average=_part(averages),
         batch=_part(batch),
-        activations=MemoryPart(bytes=sum(saved.storages.values()), elements=saved.elements),
-        data=_held(built),
+        activations=MemoryPart(bytes=sizes, elements=elements),
+        data=MemoryPart(
+            bytes=sum(source.held_bytes for source in sources),
+            elements=sum(source.num_samples for source in sources),
+        ),
     )
     drawn = Drawn(
         draws=dict(seen.draws),
@@ -179,10 +173,9 @@ def _real_batch(request: Request, built: Built, rows: int) -> Block:
         return replace(part, parts=())
     # Steps that were gathered together share their memory.
     inputs = map_tensors(torch.clone, block.inputs)
-    whole = block.targets is block.inputs
-    return replace(
-        block, inputs=inputs, targets=inputs if whole else map_tensors(torch.clone, block.targets)
-    )
+    same = block.targets is block.inputs
+    targets = inputs if same else map_tensors(torch.clone, block.targets)
+    return replace(block, inputs=inputs, targets=targets)
 
 
 def _sums_at_a_time(built: Built) -> int:
@@ -198,21 +191,12 @@ def _sums_at_a_time(built: Built) -> int:
 
 def _optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, MemoryPart]:
     """Return what an optimizer has gathered, by the names that it gives it."""
-    sizes: Counter[str] = Counter()
-    numbers: Counter[str] = Counter()
+    tensors: dict[str, list[Tensor]] = {}
     for state in optimizer.state.values():
         for name, value in state.items():
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, Tensor):
-                    sizes[name] += leaf.nbytes
-                    numbers[name] += leaf.numel()
-    return {name: MemoryPart(bytes=sizes[name], elements=numbers[name]) for name in sizes}
-
-
-def _held(built: Built) -> MemoryPart:
-    sources = [s for s in (built.work.train, built.work.validation) if s is not None]
-    samples = sum(source.num_samples for source in sources if source.held_bytes)
-    return MemoryPart(bytes=sum(source.held_bytes for source in sources), elements=samples)
+            found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            tensors.setdefault(name, []).extend(found)
+    return {name: _part(found) for name, found in tensors.items() if found}
 
 
 def _part(tensors: Iterable[Tensor], copies: int = 1) -> MemoryPart:
@@ -230,15 +214,14 @@ class _ByteCount(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        size = memoryview(data).nbytes
-        self.bytes += size
-        return size
+        self.bytes += memoryview(data).nbytes
+        return memoryview(data).nbytes
 
 
 def checkpoint_bytes(request: Request, built: Built) -> int:
     """Return the size of a checkpoint of a training that has taken a step."""
     content = capture(built.work, built.state, request.recipe.name)
+    content["made_with"] = settings_text(request, built.work)
     count = _ByteCount()
-    made_with = settings_text(request, built.work)
-    torch.save({**content, "made_with": made_with}, cast("BinaryIO", count))
+    torch.save(content, cast("BinaryIO", count))
     return count.bytes

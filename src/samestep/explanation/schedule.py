@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -50,9 +52,7 @@ class StepShares:
 
 def full_step(plan: Plan, settings: Settings, world: World) -> StepShares:
     """Return the shares of a step with a whole global batch."""
-    samples = plan.global_batch_size
-    if 0 < plan.num_samples < samples:
-        samples = plan.num_samples
+    samples = min(plan.global_batch_size, plan.num_samples or plan.global_batch_size)
     return _shared(samples, samples, 0, plan, settings, world)
 
 
@@ -90,17 +90,15 @@ def _shared(
             for _, same in groupby(parts, key=lambda part: part.place)
             if world.virtual_ranks
         )
-        share = Share(
-            first_rank=found[-1].first_rank if found else rank,
-            last_rank=rank,
-            samples=sum(counted),
-            micro_steps=counted,
-            virtual_ranks=virtual,
-        )
-        if found and share == replace(found[-1], last_rank=rank):
-            found[-1] = share
+        numbers: dict[str, Any] = {
+            "samples": sum(counted),
+            "micro_steps": counted,
+            "virtual_ranks": virtual,
+        }
+        if found and numbers == {name: getattr(found[-1], name) for name in numbers}:
+            found[-1] = replace(found[-1], last_rank=rank)
         else:
-            found.append(replace(share, first_rank=rank))
+            found.append(Share(first_rank=rank, last_rank=rank, **numbers))
     samples = min(global_batch, num_samples - step * global_batch)
     return StepShares(samples=samples, shares=tuple(found))
 
@@ -175,7 +173,7 @@ def _events(plan: Plan, settings: Settings, start: Position) -> Iterator[Planned
     def name(epoch: int, step: int, step_in_epoch: int) -> str:
         return checkpoint_name(Position(epoch=epoch, step=step, step_in_epoch=step_in_epoch))
 
-    every = (settings.eval_every_steps, settings.checkpoint_every_steps)
+    every = [e for e in (settings.eval_every_steps, settings.checkpoint_every_steps) if e]
     for epoch in range(start.epoch, plan.epochs):
         begin = epoch * plan.steps_per_epoch
         end = min(begin + plan.steps_per_epoch, plan.total_steps)
@@ -183,7 +181,7 @@ def _events(plan: Plan, settings: Settings, start: Position) -> Iterator[Planned
         full = end - begin == plan.steps_per_epoch
         if end < start.step or (end == start.step and not full):
             continue  # it is trained already
-        for step in sorted({s for e in every if e for s in range(after - after % e + e, end, e)}):
+        for step in sorted({s for e in every for s in range(after - after % e + e, end, e)}):
             due = due_within_epoch(settings, step)
             saves = name(epoch, step, step - begin) if due.saves else ""
             yield PlannedEvent(step=step, epoch=epoch + 1, evaluates=due.evaluates, saves=saves)
@@ -260,19 +258,11 @@ def other_sizes(request: Request, plan: Plan) -> tuple[OtherSize, ...]:
 
 
 def _other(request: Request, plan: Plan, ranks: int) -> OtherSize:
-    def trains(plan: Plan) -> tuple[int, int, float]:
-        return plan.global_batch_size, plan.total_steps, plan.lr
-
     try:
         other = planned(request, plan.num_samples, ranks)
     except UserError as error:
         return OtherSize(ranks=ranks, refused=str(error))
-    return OtherSize(
-        ranks=ranks,
-        global_batch_size=other.global_batch_size,
-        micro_batch_size=other.micro_batch_size,
-        accumulate=other.accumulate,
-        total_steps=other.total_steps,
-        lr=other.lr,
-        same=trains(other) == trains(plan),
-    )
+    shown = ("global_batch_size", "micro_batch_size", "accumulate", "total_steps", "lr")
+    decisive = attrgetter("global_batch_size", "total_steps", "lr")
+    numbers = {name: getattr(other, name) for name in shown}
+    return OtherSize(ranks=ranks, same=decisive(other) == decisive(plan), **numbers)

@@ -52,7 +52,7 @@ class RankLog:
             self._usual = [os.dup(1), os.dup(2)]
             self.terminal = self._usual[1]
             self._early = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the rank
-            self._redirect(self._early.fileno())
+            self._redirect(self._early.fileno(), self._early.fileno())
 
     def move_to(self, run: Path) -> None:
         """Keep the log in a run directory from here on."""
@@ -60,32 +60,31 @@ class RankLog:
         if self._early is None:
             return
         with self.path.open("ab") as log:
-            self._flush()
+            _flush()
             self._early.seek(0)
             shutil.copyfileobj(self._early, log)
             log.flush()
-            self._redirect(log.fileno())
+            self._redirect(log.fileno(), log.fileno())
         self._early.close()
         self._early = None
 
     def give_back(self) -> None:
         """Print to the usual place again; this rank prints nothing after."""
-        if not self._usual:
-            return
-        self._flush()
-        for descriptor, usual in zip((1, 2), self._usual, strict=True):
-            os.dup2(usual, descriptor)
-            os.close(usual)
-        self._usual, self.terminal = [], 2
+        if self._usual:
+            self._redirect(*self._usual)
+            for usual in self._usual:
+                os.close(usual)
+            self._usual, self.terminal = [], 2
 
-    def _redirect(self, descriptor: int) -> None:
-        self._flush()
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
+    def _redirect(self, output: int, errors: int) -> None:
+        _flush()
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
 
-    def _flush(self) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 TASK = "SAMESTEP_TASK"
@@ -110,11 +109,10 @@ def hand_back(value: Any) -> None:
 def handed_back(task: Path, rank: int) -> list[Any]:
     """Return what a rank has handed back for a task, without a value that its end cut short."""
     values: list[Any] = []
-    path = _values_file(task, rank)
-    if path.is_file():
-        with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
-            while True:
-                values.append(pickle.load(file))  # noqa: S301 - written by our own ranks
+    ends = (FileNotFoundError, EOFError, pickle.UnpicklingError)
+    with contextlib.suppress(*ends), _values_file(task, rank).open("rb") as file:
+        while True:
+            values.append(pickle.load(file))  # noqa: S301 - written by our own ranks
     return values
 
 
@@ -151,14 +149,14 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         with contextlib.suppress(OSError), path.open("a", errors="backslashreplace") as file:
             whole = code == 1 or error.__cause__ is not None
             file.write("".join(traceback.format_exception(error)) if whole else message + "\n")
-    told_by_rank_0 = rank != 0 and getattr(error, "on_all_ranks", False)
-    lost_peer = is_lost_peer(error)
+    of_all, lost_peer = getattr(error, "on_all_ranks", False), is_lost_peer(error)
+    told_by_rank_0 = rank != 0 and of_all
     if not told_by_rank_0 and (run := os.environ.get(JOB_RUN)):
         failure = {"rank": rank, "code": code, "message": message, "time": time.time()}
+        # What the user's code raised may not come again, as an error of a disk.
+        raised = isinstance(error, UserError) and not isinstance(caused(error), UserError)
+        told = json.dumps(failure | {"lost_peer": lost_peer, "raised": raised})
         with contextlib.suppress(OSError):
-            # What the user's code raised may not come again, as an error of a disk.
-            raised = isinstance(error, UserError) and not isinstance(caused(error), UserError)
-            told = json.dumps(failure | {"lost_peer": lost_peer, "raised": raised})
             Path(run, FAILURE.format(rank=rank)).write_text(told)
     if lost_peer:
         # Whoever caused it is being reported; a launcher ends this process before the wait is up.
@@ -170,20 +168,17 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
         if "timed out" in message.lower():
             message += ". If a rank was only slow, as with a large checkpoint: --timeout-s"
+    of_rank = f"[rank {rank}] " if rank else ""
     if os.environ.get(PARENT):
         # The parent, which parsed the flags first, takes a mistake for one of all ranks.
-        alone = code == 2 and error.__cause__ is not None and not getattr(error, "on_all_ranks", 0)
-        leave_for_parent(_with_rank(rank, message) if alone else message, code)
+        alone = code == 2 and error.__cause__ is not None and not of_all
+        leave_for_parent(of_rank * alone + message, code)
         return code
     if rank != 0 and not lost_peer:
         time.sleep(GRACE_S)
     if not told_by_rank_0:
-        print_error(_with_rank(rank, message), log.terminal if log else 2)
+        print_error(of_rank + message, log.terminal if log else 2)
     return code
-
-
-def _with_rank(rank: int, message: str) -> str:
-    return f"[rank {rank}] {message}" if rank else message
 
 
 def print_error(message: str, descriptor: int = 2) -> None:
@@ -205,15 +200,13 @@ def _describe(error: BaseException, log: Path | None) -> str:
 
 def is_lost_peer(error: BaseException | None) -> bool:
     """Whether a rank gets this error when another one is gone."""
-    if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
-        return True
-    return type(error).__name__.startswith("Dist")
+    lost = isinstance(error, RuntimeError) and LOST_PEER.search(str(error))
+    return bool(lost) or type(error).__name__.startswith("Dist")
 
 
 def leave_for_parent(message: str, code: int) -> None:
     """Leave a message and an exit code where the elastic agent looks for a rank's failure."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         when = {"timestamp": str(int(time.time()))}
         failure = {"message": message, "errorCode": code, "extraInfo": when}
         Path(path).write_text(json.dumps({"message": failure}))

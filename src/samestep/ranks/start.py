@@ -72,21 +72,20 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     variables, disabled = dict(os.environ), logging.root.manager.disable
     # The agent keeps them, and would raise its own exception where nothing expects it.
     kept = stop_signals() if threading.current_thread() is threading.main_thread() else []
-    handlers = [signal.getsignal(number) for number in kept]
     interrupter = _interrupter()
-    for number in kept:
-        signal.signal(number, interrupter)
+    handlers = [(number, signal.signal(number, interrupter)) for number in kept]
     # The agent's own accounts of a failure are for its developers; ours follows.
     logging.disable(logging.CRITICAL)
-    os.environ[PARENT] = str(os.getpid())
-    os.environ.setdefault(STARTED_AT, str(time.time()))
-    if task:
-        os.environ[TASK] = task
-    # The ranks choose their threads themselves, unless the user has.
-    os.environ.setdefault(THREADS_WISHED, os.environ.get("OMP_NUM_THREADS", ""))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # A stop may first have to write a checkpoint; the agent's own patience is 30 s.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    os.environ |= {PARENT: str(os.getpid())} | ({TASK: task} if task else {})
+    for name, value in {
+        STARTED_AT: str(time.time()),
+        # The ranks choose their threads themselves, unless the user has.
+        THREADS_WISHED: os.environ.get("OMP_NUM_THREADS", ""),
+        "OMP_NUM_THREADS": "1",
+        # A stop may first have to write a checkpoint; the agent's own patience is 30 s.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+    }.items():
+        os.environ.setdefault(name, value)
     try:
         with _guarded():
             ended = _run_agent(num_ranks, arguments)
@@ -94,7 +93,7 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
             end_leftovers(os.getpid())
         return ended
     finally:
-        for number, handler in zip(kept, handlers, strict=True):
+        for number, handler in handlers:
             signal.signal(number, handler)
         logging.disable(disabled)
         os.environ.clear()
@@ -176,17 +175,13 @@ def _first_failure(error: ChildFailedError) -> Ended:
         code = int(left["errorCode"])
         prefix = f"[rank {rank}] " if rank and code == 1 else ""  # 2 is the same on every rank
         return Ended(code, prefix + left["message"])
+    stopped = "the other ranks were stopped."
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        return Ended(
-            1,
-            f"Rank {rank} was killed by {name}{hint}; the other ranks were stopped. Every "
-            "announced checkpoint is whole: go on with samestep train RUN --resume.",
-        )
-    return Ended(
-        2 if failure.exitcode == 2 else 1,
-        f"Rank {rank} ended with exit code {failure.exitcode} and raised no error, as os._exit() "
-        f"or a library that aborts does; the other ranks were stopped. What it printed last is "
-        f"in rank-{rank}.log of the run directory" + (", or above." if rank == 0 else "."),
-    )
+        how = f"was killed by {name}{' (out of memory?)' * (name == 'SIGKILL')}; {stopped}"
+        way = "Every announced checkpoint is whole: go on with samestep train RUN --resume."
+        return Ended(1, f"Rank {rank} {how} {way}")
+    how = f"ended with exit code {failure.exitcode} and raised no error, as os._exit() or a library"
+    log = f"rank-{rank}.log of the run directory{', or above' * (rank == 0)}"
+    message = f"Rank {rank} {how} that aborts does; {stopped} What it printed last is in {log}."
+    return Ended(2 if failure.exitcode == 2 else 1, message)

@@ -1,11 +1,9 @@
 """Before torch is imported, which takes seconds: hold a scheduler's warning, postpone collections.
 
-SIGUSR1 would end a process without a handler, so the command line holds it until the
-training listens.
-
-Python's garbage collector would take a fifth of a start's processor time: torch's modules are
-180,000 objects that stay, with Lightning's 430,000, and every full collection looks at all of them.
-So collections wait until a rank joins the others; what exists by then is never looked at again.
+SIGUSR1 would end a process without a handler, so the command line holds it until the training
+listens. Python's garbage collector would take a fifth of a start's processor time, as every full
+collection looks at torch's 180,000 objects: collections wait until a rank joins the others, and
+what exists by then is never looked at again.
 """
 
 import contextlib
@@ -16,18 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from types import FrameType
 
 PARENT = "SAMESTEP_PARENT"
 """Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
 
 _IS_RANK = "SAMESTEP_RANK_PROCESS"
-
-
 _held: list[int] = []
-
 _usual = gc.get_threshold()
-
 _DURING_START = (10_000, 1_000, 1_000)  # not never: a command that joins no others ends with these
 
 
@@ -56,10 +49,10 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class _Forking(threading.local):
-    """What this thread undoes after a fork, and what its forks are for."""
-
     mask: set[signal.Signals] | None = None
+    """This thread's before a fork."""
     serves = False
+    """Whether what this thread forks serves the ranks while they stop."""
 
 
 _forking = _Forking()
@@ -91,12 +84,9 @@ def _after_fork_in_child() -> None:
     """
     for number in _our_signals() if _forking.mask is not None else ():
         ends = number == signal.SIGTERM and not _forking.serves
-        signal.signal(number, signal.SIG_DFL if ends else _ignore)
+        # Unlike SIG_IGN a function is not inherited by a program that the child starts.
+        signal.signal(number, signal.SIG_DFL if ends else lambda *_: None)
     _after_fork()
-
-
-def _ignore(_signum: int, _frame: FrameType | None) -> None:
-    """Do nothing; unlike SIG_IGN it is not inherited by a program that the child starts."""
 
 
 if hasattr(os, "register_at_fork"):
