@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import samestep
 from samestep.run.records import read_records
 from tests.command_line import RECIPE, read_json
 from tests.processes import TIMEOUT_S, start_ranks
@@ -38,15 +40,16 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def on_two_ranks(launcher: str, words: list[str]) -> list[str]:
+    if launcher == "torchrun":
+        return [*TORCHRUN, "-m", "samestep", *words]
+    return [*SAMESTEP, *words, "--nproc", "2"]
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("nproc", marks=pytest.mark.slow)])
 def test_a_launcher_trains_on_two_ranks_and_rank_0_alone_prints(tmp_path, launcher):
     train = ["train", "spiral", "--epochs", "1", "--num-samples", "500", "--run-dir", "run"]
-    command = (
-        [*TORCHRUN, "-m", "samestep", *train]
-        if launcher == "torchrun"
-        else [*SAMESTEP, *train, "--nproc", "2"]
-    )
-    done = run(command, tmp_path)
+    done = run(on_two_ranks(launcher, train), tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.count("2 ranks, cpu") == 1
@@ -80,13 +83,8 @@ def test_when_one_rank_fails_the_others_stop_soon_and_its_failure_is_shown_once(
     (tmp_path / "fails.py").write_text(FAILS_ON_RANK_1)
     line = 1 + FAILS_ON_RANK_1.splitlines().index('        raise KeyError("lost on the way")')
     train = ["train", "fails.py", "--epochs", "1000", "--run-dir", "run"]
-    command = (
-        [*TORCHRUN, "-m", "samestep", *train]
-        if launcher == "torchrun"
-        else [*SAMESTEP, *train, "--nproc", "2"]
-    )
     started = time.monotonic()
-    done = run(command, tmp_path)
+    done = run(on_two_ranks(launcher, train), tmp_path)
     assert time.monotonic() - started < 100  # Gloo by itself would wait for half an hour
     assert done.returncode == (2 if launcher == "nproc" else 1)
     told = re.findall(r"^samestep: .*", done.stderr, re.MULTILINE)
@@ -306,12 +304,7 @@ def _execute(folder: Path) -> None:
 
 
 def test_before_setup_a_process_is_alone():
-    import torch
-
-    import samestep
-
-    tensor = torch.tensor([2.0])
     assert samestep.dist.is_main_process()
-    assert samestep.dist.reduce_tensor(tensor, "mean").tolist() == [2.0]
+    assert samestep.dist.reduce_tensor(torch.tensor([2.0]), "mean").tolist() == [2.0]
     samestep.dist.barrier()
     samestep.dist.cleanup()

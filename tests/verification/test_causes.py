@@ -26,16 +26,12 @@ THOROUGH = {
     ),
 }
 QUICK = {
-    "AUGMENT": dict.fromkeys(("2 ranks", "augmentation"), causes.UNKEYED["augment"].name),
     "OTHER_WEIGHTS": dict.fromkeys(
         ("2 ranks", "processes", "metrics"), causes.INITIAL_WEIGHTS.name
     ),
-    "STATE_IN_LOSS": dict.fromkeys(("2 ranks", "state", "metrics"), causes.IN_LOSS.name),
     "METRIC_OVER_RANKS": {"metrics": causes.OVER_RANKS.name},
     "ORDER": dict.fromkeys(("2 ranks", "order"), causes.OTHER_ORDER.name),
-    "UNUSED": {"parameters": causes.UNUSED.name},
     "PYTHONS_RANDOM": {"state": causes.OUTSIDE_MODULE.name},
-    "MIXES": dict.fromkeys(("2 ranks", "samples apart", "metrics"), causes.MIXED.name),
     "WRITES_OF_ITS_OWN": {},
 }
 
@@ -77,11 +73,6 @@ def test_branches_that_some_ranks_do_not_take_are_the_same_training(lightning, t
     flags, ranks = ("--find-unused",), tmp_path / "ranks"
     found = verified(recipe, *flags, folder=ranks, batch=8, lightning=lightning)
     assert differing(found) == {}
-
-
-def test_a_weighted_loss_is_the_same_training_over_its_terms(tmp_path):
-    recipe = planted.write(tmp_path, planted.LOSS_OF_TERMS, name="p_terms.py")
-    assert differing(verified(recipe, folder=tmp_path / "ranks")) == {}
 
 
 def test_ranks_that_hold_other_numbers_of_samples_are_told_of(tmp_path):

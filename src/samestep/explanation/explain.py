@@ -156,6 +156,9 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         events = schedule.planned_events(
             plan, settings, built.state.position, evaluates=built.splits.validation is not None
         )
+        top = settings.keep_top_k
+        kept = None if events is None else schedule.kept_files(events, top, before)
+        size = memory and rank_memory.checkpoint_bytes(request, as_trained)
         return Explanation(
             recipe=recipe.name,
             run=str(path) if request.resume or settings.run_dir else "",
@@ -175,13 +178,9 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             goes_on=_goes_on(built, path, resumed) if request.resume else None,
             evaluations=_evaluations(settings, plan, built),
             events=events,
-            kept=None
-            if events is None
-            else schedule.kept_files(events, settings.keep_top_k, before),
+            kept=kept,
             stops_first=schedule.first_stop(settings.patience, events or (), built.state.watch),
-            checkpoint_bytes=rank_memory.checkpoint_bytes(request, as_trained)
-            if memory is not None
-            else None,
+            checkpoint_bytes=size,
             notes=(
                 *built.splits.notes,
                 *notes_of(request, as_trained, path, resumed=resumed is not None),
