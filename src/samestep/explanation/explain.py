@@ -158,7 +158,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         )
         top = settings.keep_top_k
         kept = None if events is None else schedule.kept_files(events, top, before)
-        size = memory and rank_memory.checkpoint_bytes(request, as_trained)
+        size = None if memory is None else rank_memory.checkpoint_bytes(request, as_trained)
         return Explanation(
             recipe=recipe.name,
             run=str(path) if request.resume or settings.run_dir else "",

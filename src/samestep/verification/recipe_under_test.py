@@ -258,7 +258,7 @@ def hold_model(
     """Change a built model in place: note what it draws, and hold some of it still.
 
     `calibrate` calls the model with some inputs, the same on every rank. BatchNorm is held at their
-    statistics, or at those that the model was built with.
+    statistics, or at those that the model was built with, which would normalise nothing.
     """
     if "dropout" in held:
         for module in model.modules():
@@ -268,26 +268,21 @@ def hold_model(
                 module.dropout = 0.0
     norms = [*batch_norms(model).values()] if "batchnorm" in held else []
     if norms and calibrate is not None:
-        _calibrate(model, norms, calibrate)
+        was_training, momenta = model.training, [norm.momentum for norm in norms]
+        model.train()
+        for norm in norms:
+            norm.momentum = 1.0
+        with torch.no_grad(), outside(RandomDraws(), hold=True), Draws(RandomDraws(), hold=True):
+            calibrate()
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        model.train(was_training)
     for norm in norms:
         norm.eval()
         norm.train = lambda _mode=True, norm=norm: norm  # type: ignore[method-assign,misc]
         if norm.running_mean is None:  # it uses the batch's statistics in an evaluation, too
             norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
     model.forward = watched(model.forward, seen, held)
-
-
-def _calibrate(model: nn.Module, norms: list[_BatchNorm], forward: Callable[[], Any]) -> None:
-    """Set the running statistics to those of one batch: as built they would normalise nothing."""
-    was_training, momenta = model.training, [norm.momentum for norm in norms]
-    model.train()
-    for norm in norms:
-        norm.momentum = 1.0
-    with torch.no_grad(), outside(RandomDraws(), hold=True), Draws(RandomDraws(), hold=True):
-        forward()
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-    model.train(was_training)
 
 
 def _affine(norm: _BatchNorm, inputs: Tensor) -> Tensor:

@@ -76,10 +76,8 @@ def _summary(found: Verification) -> Table:
         )
     rows: list[tuple[Cell, str]] = [(Styled("ran", "bold"), ran)]
     rows += [(Styled("note", "yellow"), note) for note in notes]
-    held = [words for kind, words in _HELD.items() if kind in facts.present]
-    if held:
-        text = f"{', '.join(held)}, except in the rows of their names"
-        rows.append((Styled("held still", "bold"), text))
+    if held := ", ".join(words for kind, words in _HELD.items() if kind in facts.present):
+        rows.append((Styled("held still", "bold"), f"{held}, except in the rows of their names"))
     if facts.virtual_ranks:
         text = "nothing: draws and BatchNorm are as they are"
         rows.append((Styled("held still", "bold"), text))
@@ -87,7 +85,8 @@ def _summary(found: Verification) -> Table:
 
 
 def _table(found: Verification) -> Table:
-    names: tuple[str, ...] = ("", "check", "differs", "allowed", "compared")
+    names = ("", "check", "differs", "allowed", "compared")
+    shown = [0, 1, 2, 4] if found.facts.virtual_ranks else range(5)  # those allow no difference
     rows: list[tuple[Cell, ...]] = [
         (
             Styled(check.status, _STYLES[check.status]),
@@ -98,9 +97,9 @@ def _table(found: Verification) -> Table:
         )
         for check in found.checks
     ]
-    if found.facts.virtual_ranks:  # which allow no difference
-        names, rows = names[:3] + names[4:], [row[:3] + row[4:] for row in rows]
-    return Table(columns=names, rows=rows, gap=1, left=frozenset({"check"}), fold=True)
+    cut = [[row[n] for n in shown] for row in rows]
+    columns = [names[n] for n in shown]
+    return Table(columns=columns, rows=cut, gap=1, left=frozenset({"check"}), fold=True)
 
 
 def as_table(found: Verification) -> dict[str, Any]:
@@ -131,12 +130,7 @@ def _object(check: Check) -> dict[str, Any]:
     # JSON has no infinity: a difference that cannot be measured is null.
     if not math.isfinite(check.difference or 0.0):
         table["difference"] = None
-    return {
-        **table,
-        "cause": check.cause.name,
-        "why": check.cause.why,
-        "advice": check.cause.advice,
-    }
+    return table | {"cause": check.cause.name, "why": check.cause.why, "advice": check.cause.advice}
 
 
 def _number(value: float | None) -> str:
