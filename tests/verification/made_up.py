@@ -11,13 +11,13 @@ import torch
 from samestep.commands.verify import parse
 from samestep.data.order import share
 from samestep.ranks.world import World
-from samestep.verification.all_rows import judge, plan_trainings
 from samestep.verification.evidence import Check, Evidence
 from samestep.verification.few_samples import choose_training_size, cut_down, num_samples
-from samestep.verification.module_outputs import ModuleCall
 from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.rows import judge, plan_trainings
 from samestep.verification.rows.loss import LossOfParts
 from samestep.verification.rows.model import ProcessOutputs
+from samestep.verification.rows.state import ModuleCall
 from samestep.verification.short_trainings import RankReport, RecipeFacts, plan_starts
 from samestep.verification.trace import Trace
 

@@ -9,14 +9,18 @@ import pytest
 import torch
 
 from samestep.verification import causes
-from samestep.verification.all_rows import plan_trainings
-from samestep.verification.module_outputs import ModuleCall, ModuleDifference, first_at_fault
-from samestep.verification.rows import one_writer
+from samestep.verification.rows import one_writer, plan_trainings
 from samestep.verification.rows.data import Changes
 from samestep.verification.rows.loss import LossOfParts
 from samestep.verification.rows.model import BatchInfluence
 from samestep.verification.rows.one_writer import RecipeOutput
-from samestep.verification.rows.state import Hidden, OutsideState
+from samestep.verification.rows.state import (
+    Hidden,
+    ModuleCall,
+    ModuleDifference,
+    OutsideState,
+    first_at_fault,
+)
 from samestep.verification.short_trainings import (
     MAIN,
     NUDGED,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.verification.difference import ROUNDING
+from samestep.verification.trace import ROUNDING
 from tests.cifar_files import write_binary
 from tests.idx_files import write_mnist
 from tests.image_files import write_images

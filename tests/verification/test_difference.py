@@ -5,8 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from samestep.verification.difference import difference, evaluations_apart, relative, worst
-from samestep.verification.trace import Trace, Values
+from samestep.verification.trace import (
+    Trace,
+    Values,
+    difference,
+    evaluations_apart,
+    relative,
+    worst,
+)
 
 
 def values(*numbers: float) -> Values:

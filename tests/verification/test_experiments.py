@@ -8,9 +8,8 @@ import torch
 
 from samestep.errors import UserError
 from samestep.verification import causes
-from samestep.verification.all_rows import look
 from samestep.verification.recipe_under_test import exact_precision
-from samestep.verification.rows import data, loss, metrics, model, state, trainings
+from samestep.verification.rows import data, look, loss, metrics, model, state, trainings
 from samestep.verification.rows.state import find_hidden
 from tests.verification import planted
 from tests.verification.made_up import different, recipe_under_test, undisturbed, with_facts

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from samestep.verification.all_rows import judge
 from samestep.verification.causes import Cause
 from samestep.verification.result_table import as_table, show
+from samestep.verification.rows import judge
 from samestep.verification.rows.loss import LossOfParts
 from samestep.verification.verify_recipe import Verification
 from tests.verification.made_up import undisturbed

@@ -10,7 +10,6 @@ from samestep.reporting.words import ranks
 from samestep.settings import Precision
 from samestep.training.side_effects import Kind
 from samestep.verification.causes import NO_CAUSE, Cause
-from samestep.verification.difference import LEAST, ROUNDING, TrainingDifference, difference, worst
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.short_trainings import (
     MAIN,
@@ -23,7 +22,14 @@ from samestep.verification.short_trainings import (
     Start,
     left_free,
 )
-from samestep.verification.trace import Trace
+from samestep.verification.trace import (
+    LEAST,
+    ROUNDING,
+    Trace,
+    TrainingDifference,
+    difference,
+    worst,
+)
 
 T = TypeVar("T")
 Status = Literal["same", "accepted", "note", "skipped", "different"]

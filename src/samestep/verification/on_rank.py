@@ -26,7 +26,6 @@ from samestep.training.device import switched
 from samestep.training.plan import check_virtual
 from samestep.training.side_effects import ALL_KINDS, RandomDraws, watched
 from samestep.training.stopping import ReceivedSignal
-from samestep.verification.all_rows import look, look_on_rank, plan_trainings
 from samestep.verification.few_samples import (
     choose_training_size,
     cut_down,
@@ -40,6 +39,7 @@ from samestep.verification.recipe_under_test import (
     hold_model,
     nudge,
 )
+from samestep.verification.rows import look, look_on_rank, plan_trainings
 from samestep.verification.rows.metrics import ONE_DEVICE, evaluate_checkpoint
 from samestep.verification.rows.model import unused_parameters
 from samestep.verification.rows.one_writer import ONE_WRITER, RecipeOutput

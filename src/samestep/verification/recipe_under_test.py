@@ -37,9 +37,8 @@ from samestep.training.side_effects import (
     outside,
     watched,
 )
-from samestep.verification.difference import ROUNDING
 from samestep.verification.few_samples import TrainingSize
-from samestep.verification.trace import hash_of, sample_hashes
+from samestep.verification.trace import ROUNDING, hash_of, sample_hashes
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)

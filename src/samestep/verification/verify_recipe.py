@@ -22,8 +22,8 @@ from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.training.meter import KEPT
 from samestep.verification import NO_EFFECT
-from samestep.verification.all_rows import judge
 from samestep.verification.evidence import Check, Evidence
+from samestep.verification.rows import judge
 from samestep.verification.short_trainings import (
     MAIN,
     RankReport,

@@ -1,1 +1,90 @@
-"""The rows of the table, grouped by the experiment that they share; `all_rows` lists them."""
+"""All rows of the table, in order: what they train and look at, and how they are judged."""
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+from samestep.ranks.world import World
+from samestep.settings import Precision
+from samestep.verification.causes import NO_CAUSE, UNKNOWN
+from samestep.verification.evidence import LEFT_OUT, Check, Evidence, TableRow
+from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.rows import data, loss, metrics, model, one_writer, state, trainings
+from samestep.verification.short_trainings import MAIN, RecipeFacts, ShortTraining, Start
+
+ROWS: tuple[TableRow, ...] = (
+    *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
+    *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.LIGHTNING),
+    *(trainings.BATCHNORM, trainings.DROPOUT),
+    *(data.ORDER, model.PROCESSES, data.AUGMENTATION, loss.LOSS, loss.LAST_BATCH),
+    *(model.PARAMETERS, state.STATE, model.SAMPLES_APART, data.EVALUATION),
+    *(metrics.METRICS, one_writer.ONE_WRITER, metrics.ONE_DEVICE),
+)
+
+
+def rows_of(facts: RecipeFacts) -> list[TableRow]:
+    """Return the rows of a verification, with virtual ranks or without."""
+    return [row for row in ROWS if row.with_virtual_ranks or facts.virtual_ranks is None]
+
+
+def plan_trainings(
+    start: Start, facts: RecipeFacts, chosen: Precision, *, quick: bool = False
+) -> list[ShortTraining]:
+    """Return what one start trains, the decisive ones first: a failure on several ranks ends it."""
+    rows = [row for row in rows_of(facts) if not (quick and row.thorough)]
+    trainings = [row.training for row in rows if row.training]
+    taken = [training for training in trainings if training.is_taken(start, facts, chosen)]
+    return sorted(taken, key=lambda t: (t.lightning, t.own_precision, t.halves or t.resumes))
+
+
+def look(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:
+    """Return the facts with what the experiments of all rows found in this process."""
+    found = {row.name: row.look(tested) for row in rows_of(facts) if row.look}
+    # With virtual ranks nothing is held still.
+    held = tested.free_step.kinds if facts.virtual_ranks is None else frozenset()
+    kept = {name: value for name, value in found.items() if value is not None}
+    return replace(facts, present=held, found=kept)
+
+
+def look_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, Any]:
+    """Return what the experiments of all rows found on this rank."""
+    found = {}
+    for row in ROWS:
+        with contextlib.suppress(Exception):  # the short trainings say how it fails
+            if row.look_on_rank:
+                found[row.name] = row.look_on_rank(tested, world)
+    return found
+
+
+def judge(evidence: Evidence) -> list[Check]:
+    """Return the checks of all rows, or only the first if one process could not train."""
+    found = []
+    rows = rows_of(evidence.facts)
+    for row in rows if evidence.trace(0, MAIN) else rows[:1]:
+        left_out = row.thorough and evidence.quick
+        answer = Check("skipped", LEFT_OUT) if left_out else row.answer(evidence)
+        checks = answer if isinstance(answer, list) else [answer]
+        found += [_explained(evidence, replace(c, name=c.name or row.name)) for c in checks]
+    # Unknown causes of trainings are likely the same one: all show the first. A check without a
+    # step is not of a training but of a single value, such as a metric.
+    unknown = [c for c in found if c.cause.name == UNKNOWN.name and c.first_step]
+    first = min(unknown, key=lambda check: check.first_step or 0, default=None)
+    return [replace(c, cause=first.cause) if first and c in unknown else c for c in found]
+
+
+def _explained(evidence: Evidence, check: Check) -> Check:
+    """Return a check with its cause, if other rows found it."""
+    if failure := check.failure:
+        # A message says more than the step, which only shows that it was the last batch.
+        rows = sorted(ROWS, key=lambda row: row is loss.LAST_BATCH)
+        causes = (row.explain_failure(evidence, failure) for row in rows if row.explain_failure)
+        cause = next(filter(None, causes), NO_CAUSE)
+        why = f"It failed: {failure.message.rstrip('.')}. {cause.why}".strip()
+        return replace(check, cause=replace(cause, why=why))
+    if check.passed or check.cause.name:
+        return check
+    candidates = [*(row.explain for row in ROWS), *(row.suspect for row in ROWS)]
+    explanations = (explain(evidence) for explain in candidates if explain)
+    step = f"step {check.first_step}" if check.first_step else None
+    first = ", ".join(filter(None, (step, check.what, check.first_parameter)))
+    return replace(check, cause=next(filter(None, explanations), UNKNOWN.of(first=first)))

@@ -12,11 +12,11 @@ from samestep.reporting.words import count
 from samestep.training.apply import terms_of
 from samestep.verification import causes
 from samestep.verification.causes import Cause
-from samestep.verification.difference import largest_apart, relative
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, first_line
 from samestep.verification.rows.state import state_of
 from samestep.verification.short_trainings import RankFailure
+from samestep.verification.trace import largest_apart, relative
 
 
 class LossOfParts(NamedTuple):

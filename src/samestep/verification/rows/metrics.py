@@ -19,10 +19,10 @@ from samestep.training.side_effects import ALL_KINDS, RandomDraws
 from samestep.training.snapshot import load_evaluated
 from samestep.verification import causes
 from samestep.verification.causes import Cause
-from samestep.verification.difference import TrainingDifference, evaluations_apart, worst
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check, measured
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, hold_model
 from samestep.verification.short_trainings import MAIN
+from samestep.verification.trace import TrainingDifference, evaluations_apart, worst
 
 
 def _dependences(tested: RecipeUnderTest) -> dict[str, float]:

@@ -14,19 +14,18 @@ from samestep.reporting.words import count
 from samestep.training.side_effects import batch_norms
 from samestep.verification import causes
 from samestep.verification.causes import Cause
-from samestep.verification.difference import largest_apart
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
-from samestep.verification.module_outputs import (
+from samestep.verification.recipe_under_test import RecipeUnderTest
+from samestep.verification.rows.state import (
     ModuleCall,
     ModuleDifference,
     first_at_fault,
     first_difference,
     module_calls,
+    state_of,
 )
-from samestep.verification.recipe_under_test import RecipeUnderTest
-from samestep.verification.rows.state import state_of
 from samestep.verification.short_trainings import RecipeFacts
-from samestep.verification.trace import dense, values_of
+from samestep.verification.trace import dense, largest_apart, values_of
 
 _UNUSED_MESSAGE = re.compile(
     r"does not depend on|finished reduction in the prior iteration|find_unused_parameters"

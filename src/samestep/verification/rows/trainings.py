@@ -6,12 +6,6 @@ from samestep.errors import listed
 from samestep.reporting.words import count
 from samestep.training.side_effects import batch_norms
 from samestep.verification import causes
-from samestep.verification.difference import (
-    TrainingDifference,
-    difference,
-    evaluations_apart,
-    worst,
-)
 from samestep.verification.evidence import (
     Check,
     Evidence,
@@ -30,7 +24,13 @@ from samestep.verification.short_trainings import (
     Start,
     left_free,
 )
-from samestep.verification.trace import Trace
+from samestep.verification.trace import (
+    Trace,
+    TrainingDifference,
+    difference,
+    evaluations_apart,
+    worst,
+)
 
 _LONGEST = 160
 
