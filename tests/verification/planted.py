@@ -3,7 +3,9 @@
 import textwrap
 from pathlib import Path
 
+PARTS = ("model", "loss", "augment", "transform")
 GOOD = """
+from dataclasses import replace
 import torch
 from torch import nn
 from samestep import Recipe, Splits, uniform
@@ -20,16 +22,14 @@ def model():
 recipe = Recipe(model=model, data=data, settings={"epochs": 2, "batch_size": 10})
 """
 
-REPLACED = """
-from dataclasses import replace
-"""
-
 
 def write(folder: Path, planted: str = "", name: str = "planted.py") -> Path:
-    """Write the good recipe, with some lines after it that plant something."""
+    """Write the good recipe, with lines after it that plant something: what they define, it has."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    path.write_text(GOOD + REPLACED + planted)
+    defined = [part for part in PARTS if f"\ndef {part}(" in planted]
+    parts = ", ".join(("recipe", *(f"{part}={part}" for part in defined)))
+    path.write_text(f"{GOOD}{planted}recipe = replace({parts})\n")
     return path
 
 
@@ -52,12 +52,10 @@ def _module(built: str, forward: str, *, before: str = "", name: str = "Planted"
 BATCHNORM = """
 def model():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-recipe = replace(recipe, model=model)
 """
 DROPOUT = """
 def model():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
-recipe = replace(recipe, model=model)
 """
 FUNCTIONAL = _module(
     "self.line = nn.Linear(6, 2)", "return nn.functional.dropout(self.line(x), 0.3, self.training)"
@@ -67,22 +65,18 @@ def model():
     return nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)
     )
-recipe = replace(recipe, model=model)
 """
 AUGMENT = """
 def augment(x, keys):
     return x + torch.rand_like(x)
-recipe = replace(recipe, augment=augment)
 """
 AUGMENT_WHOLE_BATCH = """
 def augment(x, keys):
     return -x if uniform(keys[:1], 1) < 0.5 else x
-recipe = replace(recipe, augment=augment)
 """
 TRANSFORM = """
 def transform(x):
     return x * (0.5 + torch.rand(1))
-recipe = replace(recipe, transform=transform)
 """
 DATASET = """
 import random
@@ -102,12 +96,10 @@ recipe = replace(recipe, data=noisy)
 LOSS_SUM = """
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, reduction="sum") / 10
-recipe = replace(recipe, loss=loss)
 """
 LOSS_WEIGHTED = """
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, torch.tensor([1.0, 5.0]).to(outputs))
-recipe = replace(recipe, loss=loss)
 """
 LOSS_OF_TERMS = (
     LOSS_WEIGHTED
@@ -211,7 +203,6 @@ LAST_BENT = """
 def loss(outputs, targets):
     value = nn.functional.cross_entropy(outputs, targets)
     return value if len(targets) > 3 else value * len(targets) / 4
-recipe = replace(recipe, loss=loss)
 """
 MIXES = """
 class Centred(nn.Module):
@@ -219,7 +210,6 @@ class Centred(nn.Module):
         return x - x.mean(0)
 def model():
     return nn.Sequential(nn.Linear(6, 8), Centred(), nn.Tanh(), nn.Linear(8, 2))
-recipe = replace(recipe, model=model)
 """
 PRINTS = """
 def loud():
@@ -292,7 +282,6 @@ import os
 def model():
     torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-recipe = replace(recipe, model=model)
 """
 RANK_IN_FORWARD = _module(
     "self.line = nn.Linear(6, 2)",
@@ -314,7 +303,6 @@ SPECTRAL = """
 def model():
     first = nn.utils.spectral_norm(nn.Linear(6, 8))
     return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 2))
-recipe = replace(recipe, model=model)
 """
 CONTRAST = """
 class TwoViews(nn.Module):
@@ -335,7 +323,6 @@ FLOATS = """
 def loss(outputs, targets):
     one_hot = nn.functional.one_hot(targets, 2).float() * torch.tensor([1.0, 0.5])
     return nn.functional.mse_loss(outputs.float(), one_hot)
-recipe = replace(recipe, loss=loss)
 """
 SINGLE = """
 class Single(nn.Linear):
@@ -418,11 +405,9 @@ CLOCK = """
 from time import perf_counter
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets) * (1 + perf_counter() % 1)
-recipe = replace(recipe, loss=loss)
 """
 WORLD_SIZE = """
 import os
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets) * int(os.environ.get("WORLD_SIZE", "1"))
-recipe = replace(recipe, loss=loss)
 """

@@ -173,7 +173,6 @@ def loss(outputs, targets):
     if os.environ.get("RANK") == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return nn.functional.cross_entropy(outputs, targets)
-recipe = replace(recipe, loss=loss)
 """
     recipe = planted.write(tmp_path, text, name="p_killed.py")
     report = verified(recipe, folder=tmp_path / "ranks", quick=True)
@@ -185,7 +184,6 @@ def test_a_loss_that_is_no_number_is_told_without_checkpoints_that_never_were(tm
     text = """
 def loss(outputs, targets):
     return outputs.sum() * float("nan")
-recipe = replace(recipe, loss=loss)
 """
     recipe = planted.write(tmp_path, text, name="p_nan.py")
     with pytest.raises(UserError, match="step 1") as told:

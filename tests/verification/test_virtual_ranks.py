@@ -33,7 +33,7 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, torch.tensor([1.0, 5.0]).to(outputs))
 def augment(x, keys):
     return -x if uniform(keys[:1], 1) < 0.5 else x
-recipe = replace(recipe, model=Free, loss=loss, augment=augment)
+recipe = replace(recipe, model=Free)
 """
 # Virtual ranks of a rank are added up as they come, in place of along the tree.
 AS_THEY_COME = """
@@ -79,7 +79,6 @@ def test_sums_in_the_order_of_arrival_differ_in_the_last_bit(tmp_path):
     ("name", "cause"),
     [
         ("RANK_IN_FORWARD", causes.FORWARD_BY_RANK.name),
-        ("COUNTER", causes.OUTSIDE_MODULE.name),
         ("AUGMENT", causes.UNKEYED["augment"].name),
     ],
 )
