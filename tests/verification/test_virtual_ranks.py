@@ -77,10 +77,7 @@ def test_sums_in_the_order_of_arrival_differ_in_the_last_bit(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "cause"),
-    [
-        ("RANK_IN_FORWARD", causes.FORWARD_BY_RANK.name),
-        ("AUGMENT", causes.UNKEYED["augment"].name),
-    ],
+    [("RANK_IN_FORWARD", causes.FORWARD_BY_RANK.name), ("AUGMENT", causes.UNKEYED["augment"].name)],
 )
 def test_what_depends_on_the_rank_fails_with_its_cause(name, cause, tmp_path):
     recipe = planted.write(tmp_path, getattr(planted, name), name=f"v_{name.lower()}.py")

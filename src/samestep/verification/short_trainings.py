@@ -75,7 +75,7 @@ class StartInstructions:
     """The global batch, if the user named one."""
     lightning: bool
     quick: bool
-    facts: RecipeFacts | None
+    facts: RecipeFacts | None = None
     """None in the first start, which finds them out."""
 
 

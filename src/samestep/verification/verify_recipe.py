@@ -181,7 +181,6 @@ def gather(
         batch=batch,
         lightning=lightning and refused is None and find_spec("lightning") is not None,
         quick=quick,
-        facts=None,
     )
     traces: dict[tuple[int, str], list[Trace]] = {}
     reports: dict[int, list[RankReport]] = {}

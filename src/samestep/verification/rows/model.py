@@ -125,7 +125,7 @@ PROCESSES = TableRow(
 class BatchInfluence(NamedTuple):
     """What the other samples of a batch change."""
 
-    module: ModuleDifference | None
+    module: ModuleDifference | None = None
     """The first module whose output for a sample changes without the others."""
     buffers: list[str] = []  # noqa: RUF012 - a tuple's default, never changed
     """Buffers that have other values after a forward of fewer samples."""
@@ -168,9 +168,9 @@ def _halve_batch(tested: RecipeUnderTest) -> BatchInfluence | None:
 
 
 def _explain_samples_apart(evidence: Evidence) -> Cause | None:
-    found = evidence.found(SAMPLES_APART.name, BatchInfluence)
+    found = influence_of(evidence)
     # A module that remembers something gives another output each time, whatever the batch.
-    if found is None or state_of(evidence).remembers:
+    if state_of(evidence).remembers:
         return None
     if found.buffers:
         return causes.BUFFERS.of(names=", ".join(found.buffers[:3]))
@@ -178,16 +178,14 @@ def _explain_samples_apart(evidence: Evidence) -> Cause | None:
     return module and causes.MIXED.of(module=module.place, difference=module.difference)
 
 
-def moved_buffers(evidence: Evidence) -> list[str]:
-    """Return the buffers that every forward moves, whatever its samples are."""
-    found = evidence.found(SAMPLES_APART.name, BatchInfluence)
-    return found.moved if found else []
+def influence_of(evidence: Evidence) -> BatchInfluence:
+    """Return what the other samples of a batch change; nothing where that was not tried."""
+    return evidence.found(SAMPLES_APART.name, BatchInfluence) or BatchInfluence()
 
 
 def _samples_apart(evidence: Evidence) -> Check:
-    found = evidence.found(SAMPLES_APART.name, BatchInfluence)
-    cause = _explain_samples_apart(evidence)
-    difference = found.module.difference if found and found.module and cause else None
+    module, cause = influence_of(evidence).module, _explain_samples_apart(evidence)
+    difference = module.difference if module and cause else None
     return cause_check(evidence, "outputs, with others in the batch", cause, difference)
 
 
@@ -213,11 +211,11 @@ def _unused_cause(names: list[str]) -> Cause:
 def _parameters(evidence: Evidence) -> Check:
     names = unused_parameters(evidence.facts)
     compared = "every parameter gets a gradient"
+    # With --find-unused or --static-graph ranks do not wait; other rows compare the trainings.
+    if names and evidence.allows_unused:
+        return Check("same", f"{count(len(names), 'parameter')} unused in a step, as you allow")
     if not names:
         return Check("same", compared)
-    # With --find-unused or --static-graph ranks do not wait; other rows compare the trainings.
-    if evidence.allows_unused:
-        return Check("same", f"{count(len(names), 'parameter')} unused in a step, as you allow")
     return cause_check(evidence, compared, _unused_cause(names), first_parameter=names[0])
 
 

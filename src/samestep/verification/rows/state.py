@@ -250,8 +250,7 @@ def _described(leaf: Tensor, model: nn.Module, loss: object) -> str:
     )
     for owner, names in places:
         for name, kept in names.items():
-            several = kept if isinstance(kept, list | tuple) else (kept,)
-            if any(each is leaf for each in several):
+            if any(each is leaf for each in (kept if isinstance(kept, list | tuple) else (kept,))):
                 return f"{owner} {name}"
     return f"a parameter of shape {tuple(leaf.shape)}"
 
@@ -298,23 +297,19 @@ def _change_of_loss(tested: RecipeUnderTest) -> float | None:
 
 def _remembering(tested: RecipeUnderTest) -> ModuleDifference | None:
     """Return the first module whose output changes though weights, buffers and inputs do not."""
-    block, other = tested.batch(), other_batch(tested)
-    model = tested.held_model()
+    block, other, model = tested.batch(), other_batch(tested), tested.held_model()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     twice, restore = (block.inputs, block.inputs), partial(model.load_state_dict, state)
-    if found := first_difference(tested, model, *twice, restore=restore):
-        return found
-    between: list[Any] = []
+    between = iter((False, True))  # other samples come before the second pass
 
     def after_others() -> None:
-        if between:  # the first pass is over
+        if next(between):
             with torch.no_grad():
-                tested.forward(model, between.pop())
-        else:
-            between.append(other.inputs)
+                tested.forward(model, other.inputs)
         restore()
 
-    return first_difference(tested, model, *twice, restore=after_others)
+    found = first_difference(tested, model, *twice, restore=restore)
+    return found or first_difference(tested, model, *twice, restore=after_others)
 
 
 def state_of(evidence: Evidence) -> OutsideState:
@@ -326,10 +321,8 @@ def _suspect(evidence: Evidence) -> Cause | None:
     """Return what may be the cause of a difference that no experiment explains."""
     hidden = state_of(evidence).hidden
     known = (
-        (causes.DRAWS, hidden.draws),
-        (causes.OPTIMIZER, hidden.optimizer),
-        (causes.ATTRIBUTE, hidden.kept),
-        (causes.LEARNED, hidden.learned),
+        *((causes.DRAWS, hidden.draws), (causes.OPTIMIZER, hidden.optimizer)),
+        *((causes.ATTRIBUTE, hidden.kept), (causes.LEARNED, hidden.learned)),
     )
     return next((cause.of(names=listed(names)) for cause, names in known if names), None)
 

@@ -15,7 +15,7 @@ from samestep.verification.evidence import (
     measured,
     training_check,
 )
-from samestep.verification.rows.model import moved_buffers
+from samestep.verification.rows.model import influence_of
 from samestep.verification.short_trainings import (
     MAIN,
     NUDGED,
@@ -121,7 +121,7 @@ def _accumulation(evidence: Evidence) -> Check:
         found = evidence.compare_starts(name, reference=one)
         return training_check(evidence, name, "2 micro-steps each", found)
     check = training_check(evidence, name, "2 micro-steps per step")
-    moved, trained = moved_buffers(evidence), evidence.compare_starts(MAIN).values()
+    moved, trained = influence_of(evidence).moved, evidence.compare_starts(MAIN).values()
     apart = any(found.largest > evidence.tolerance_of(MAIN) for found in trained)
     if check.passed or check.failure or apart or not moved:
         return check
