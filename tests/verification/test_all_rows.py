@@ -224,10 +224,9 @@ def test_a_tolerance_compares_losses_alone_and_turns_causes_into_notes():
 
 def test_ranks_that_end_with_other_weights_differ_even_where_losses_decide():
     evidence = undisturbed()
-    traces = copied(evidence)
-    last = traces[1, MAIN][1].weights[evidence.facts.size.steps]
+    last = evidence.traces[1, MAIN][1].weights[evidence.facts.size.steps]
     last["first.weight"] += 100.0
-    evidence = replace(evidence, traces=traces, tolerance=0.5)
+    evidence = replace(evidence, tolerance=0.5)
     assert list(different(evidence)) == ["2 ranks"]
     assert checks(evidence)["2 ranks"].first_parameter == "first.weight"
 
@@ -263,29 +262,25 @@ def test_what_lightning_cannot_train_in_one_process_says_nothing_of_the_training
 
 def test_shares_that_are_not_those_of_one_process_are_named_with_their_step():
     evidence = undisturbed()
-    traces = copied(evidence)
-    traces[1, MAIN][1].samples[3].reverse()
-    found = checks(replace(evidence, traces=traces))["order"]
+    evidence.traces[1, MAIN][1].samples[3].reverse()
+    found = checks(evidence)["order"]
     assert (found.status, found.cause.name, found.first_step) == ("different", "order", 3)
 
 
 def test_a_sample_that_is_evaluated_twice_is_seen():
     evidence = undisturbed()
-    traces = copied(evidence)
-    traces[1, MAIN][1].evaluated.append("0")
-    assert list(different(replace(evidence, traces=traces))) == ["evaluation"]
+    evidence.traces[1, MAIN][1].evaluated.append("0")
+    assert list(different(evidence)) == ["evaluation"]
 
 
 @pytest.mark.parametrize("across", [True, False])
 def test_a_metric_that_differs_is_told_from_a_loss_that_does(across):
     evidence = undisturbed() if across else undisturbed(metrics={"accuracy": 0.25})
-    traces = copied(evidence)
-    traces[1, MAIN][0].evaluations[0]["accuracy"] = 0.25
-    differs = replace(evidence, traces=traces)
+    evidence.traces[1, MAIN][0].evaluations[0]["accuracy"] = 0.25
     if across:
-        assert different(differs) == {"metrics": causes.UNKNOWN.name}
-        differs = on_rank(differs, "metrics", {"accuracy": 0.25})
-    assert different(differs) == {"metrics": causes.OVER_RANKS.name}
+        assert different(evidence) == {"metrics": causes.UNKNOWN.name}
+        evidence = on_rank(evidence, "metrics", {"accuracy": 0.25})
+    assert different(evidence) == {"metrics": causes.OVER_RANKS.name}
 
 
 def test_a_metric_that_is_no_number_is_read_back_and_is_no_difference_by_itself():
@@ -306,11 +301,10 @@ def test_a_metric_over_the_batch_differs_though_the_model_gives_all_samples_one_
 
 def test_metrics_are_compared_after_steps_too_as_long_as_the_ranks_train_the_same():
     evidence = undisturbed()
-    traces = copied(evidence)
-    traces[1, MAIN][0].evaluations[evidence.facts.size.stop]["accuracy"] = 0.25
-    found = checks(replace(evidence, traces=traces))["metrics"]
+    evidence.traces[1, MAIN][0].evaluations[evidence.facts.size.stop]["accuracy"] = 0.25
+    found = checks(evidence)["metrics"]
     assert (found.status, found.first_step) == ("different", evidence.facts.size.stop)
-    assert "metrics" not in different(losses_apart(replace(evidence, traces=traces)))
+    assert "metrics" not in different(losses_apart(evidence))
 
 
 def test_initial_weights_of_another_process_are_named_with_their_parameter_and_rank():
@@ -378,9 +372,8 @@ def test_lengths_that_differ_are_named_with_the_lengths_and_their_ranks():
 
 def test_what_is_unknown_in_several_rows_is_told_once_by_its_first_step():
     evidence = losses_apart(losses_apart(undisturbed()), "accumulated")
-    traces = copied(evidence)
-    traces[1, "accumulated"][0].losses[1] += 0.3
-    found = checks(replace(evidence, traces=traces))
+    evidence.traces[1, "accumulated"][0].losses[1] += 0.3
+    found = checks(evidence)
     rows = [check for check in found.values() if not check.passed]
     assert {check.name for check in rows} == {"2 ranks", "accumulation"}
     (cause,) = {check.cause for check in rows}
