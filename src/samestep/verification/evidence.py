@@ -235,10 +235,7 @@ def cause_check(
     difference: float | None = None,
     **first: Any,
 ) -> Check:
-    """Return the check of a row whose experiment found its cause, or found none.
-
-    `first` are the first step and the first parameter with a difference.
-    """
+    """Return the check of a row whose experiment found its cause, or found none."""
     tolerance = None if difference is None else evidence.exact
     if cause is None:
         compared = f"{EQUAL}: {compared}" if evidence.bits else compared
@@ -255,10 +252,7 @@ def training_check(
     found: Mapping[Start, TrainingDifference] | None = None,
     sizes: str = "",
 ) -> Check:
-    """Return the check of a short training, by the difference of each start that ran it.
-
-    By default each is compared with one process. `sizes` are the numbers of ranks in words.
-    """
+    """Return the check of a short training; by default starts are compared with one process."""
     if failures := evidence.failures(training=training):
         return failed(compared, failures)
     found = evidence.compare_starts(training) if found is None else found
