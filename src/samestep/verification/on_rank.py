@@ -62,11 +62,7 @@ _HEAVY = 1_000_000
 def run_start(
     request: Request, instructions: StartInstructions, world: World, output: RecipeOutput
 ) -> None:
-    """Run all short trainings of a start on this rank, which has joined the others.
-
-    It hands back each trace, the facts if this is the first start, and at last a report, also of
-    the error that it raises.
-    """
+    """Run a start's short trainings on this rank; hand back traces, facts and, last, a report."""
     start = _Start(request, instructions, world)
     try:
         with switched(request.settings, world.device):

@@ -105,11 +105,7 @@ class RankReport:
 
 
 def plan_starts(sizes: Sequence[int], *, quick: bool = False) -> list[Start]:
-    """Return the starts: one process first, then the other sizes.
-
-    The last is one process again, which resumes the training of the largest number of ranks. A
-    quick verification resumes nothing and leaves it out.
-    """
+    """Return the starts: one process, other sizes and, unless quick, one process that resumes."""
     order = [1, *sorted({*sizes} - {1})]
     starts = [Start(place=place, world_size=size) for place, size in enumerate(order)]
     return starts if quick else [*starts, Start(place=len(starts), world_size=1, closing=True)]

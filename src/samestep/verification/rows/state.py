@@ -105,10 +105,7 @@ def first_at_fault(
 def module_calls(
     tested: RecipeUnderTest, model: nn.Module, inputs: Any, rows: int | None = None
 ) -> list[ModuleCall]:
-    """Return the calls of all modules in the order in which they returned, the model's last.
-
-    With `rows`, only the first rows of each tensor are kept.
-    """
+    """Return all modules' calls as they return, of tensors only the first `rows` if given."""
     found: list[ModuleCall] = []
     given: list[list[Tensor]] = []
 
