@@ -115,10 +115,7 @@ class Rate:
 
 
 def rates(plan: Plan, settings: Settings, taken: int) -> tuple[Rate, ...]:
-    """Return the rates at the first step, after the warm-up, half-way and at the last step.
-
-    If a run that is resumed has `taken` steps, also at its next step.
-    """
+    """Return the rates at the first, the next, half-way and last step, and after the warm-up."""
     named = {0: "first step"}
     if settings.warmup_steps:
         named[settings.warmup_steps] = "after the warm-up"
