@@ -20,10 +20,7 @@ NumRanks = int | Literal["auto"]
 
 
 def ranks_to_start(wanted: NumRanks, device: str = "auto", *, oversubscribe: bool = False) -> int:
-    """Return how many ranks `--nproc` starts.
-
-    "auto" is one per GPU; without a GPU, one per core, as memory allows.
-    """
+    """Return the ranks of `--nproc`; auto: one per GPU, else one per core as memory allows."""
     if wanted != "auto":
         check_ranks(wanted, oversubscribe=oversubscribe)
         return wanted
@@ -80,10 +77,7 @@ def start_nproc(
     device: str = "auto",
     oversubscribe: bool = False,
 ) -> int | None:
-    """Start the ranks of `--nproc`; return their exit code, or None in a process that is to work.
-
-    The ranks run `samestep` with these arguments and find `task` in `TASK`.
-    """
+    """Start the ranks of `--nproc`; return their exit code, or None where this process works."""
     if nproc == 1 or os.environ.get(PARENT):
         return None
     if nproc != "auto":

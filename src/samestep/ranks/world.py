@@ -285,10 +285,7 @@ def find_world(
     *,
     oversubscribe: bool = False,
 ) -> World:
-    """Return the world that the launcher's variables describe, not joined yet.
-
-    `oversubscribe`: several ranks may share a GPU.
-    """
+    """Return the world that the launcher's variables describe, not joined yet."""
     launch = detect_launch(environment)
     one_each = one_gpu_each(launch, environment, oversubscribe=oversubscribe)
     chosen = choose_device(
