@@ -65,27 +65,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LitData": "lightning",
-    "LitRecipe": "lightning",
-    "OwnRun": "session.own_run",
-    "Recipe": "recipe",
-    "Settings": "settings",
-    "Splits": "recipe",
-    "TrackerLogger": "lightning",
-    "TrainedRun": "api.trained_run",
-    "UserError": "errors",
-    "compare": "api.run_lists",
-    "evaluate": "api.trained_models",
-    "load": "api.trained_models",
-    "may_change": "settings",
-    "normal": "data.keyed_random",
-    "open_run": "session.own_run",
-    "predict": "api.trained_models",
-    "read_records": "run.records",
-    "runs": "api.run_lists",
-    "train": "api.training",
-    "uniform": "data.keyed_random",
-    "verify": "api.verify_ranks",
+    name: home
+    for home, names in {
+        "api.run_lists": "compare runs",
+        "api.trained_models": "evaluate load predict",
+        "api.trained_run": "TrainedRun",
+        "api.training": "train",
+        "api.verify_ranks": "verify",
+        "data.keyed_random": "normal uniform",
+        "errors": "UserError",
+        "lightning": "LitData LitRecipe TrackerLogger",
+        "recipe": "Recipe Splits",
+        "run.records": "read_records",
+        "session.own_run": "OwnRun open_run",
+        "settings": "Settings may_change",
+    }.items()
+    for name in names.split()
 }
 _UNLISTED = frozenset({"OwnRun", "TrainedRun", "may_change", "read_records"})
 """Results' types and helpers: public, but not what `samestep.<TAB>` offers."""

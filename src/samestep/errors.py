@@ -26,7 +26,7 @@ class UserError(Exception):
     """A mistake in what the user asked for, or in where they asked for it.
 
     An error is data; each surface renders it once: the terminal by `str`, Python by `in_python`.
-    A text names a setting as it is typed, `--batch-size`, and `in_python` makes an argument of it.
+    A text names a setting as it is typed, `--batch-size`; `in_python` makes an argument of it.
     """
 
     def __init__(
@@ -77,15 +77,13 @@ _CELL = re.compile(
 def _as_arguments(text: str) -> str:
     """Return a message as a caller in Python reads it: `lr=`'s name for `--lr`, cells by number."""
 
-    def argument(found: re.Match[str]) -> str:
-        return found["flag"].replace("-", "_") if found["flag"] else found[0]
-
     def cell(place: re.Match[str]) -> str:
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
         named = shell and shell.compile.format_code_name(place["file"])
         return f"{named[1]} line {place['line']}" if named else place[0]
 
-    return _FLAG.sub(argument, _CELL.sub(cell, text))
+    text = _CELL.sub(cell, text)
+    return _FLAG.sub(lambda found: (found["flag"] or "").replace("-", "_") or found[0], text)
 
 
 class AlreadyTold(SystemExit):
@@ -151,17 +149,11 @@ def listed(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
 def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoReturn:
     """Raise a `UserError` for an error in the user's code, with the line of theirs that raised it.
 
-    A `UserError` and the loss of another rank are raised as they are.
-
-    Args:
-        what: what failed, and on what.
-        error: the error.
-        makers: the user's functions that led to it, named if no line of theirs raised it.
-        remedy: what to do.
+    A `UserError` and the loss of another rank are raised as they are. The makers, the user's
+    functions that led to it, are named if no line of theirs raised it.
     """
-    if isinstance(error, UserError):
-        raise error
-    if isinstance(error, RuntimeError) and LOST_PEER.search(said(error)):
+    lost = isinstance(error, RuntimeError) and LOST_PEER.search(said(error))
+    if lost or isinstance(error, UserError):
         raise error
     place = raised_at(error) or defined_at(*makers)
     if told := device_error(error, f"{what}: ", place):
@@ -276,10 +268,8 @@ _EXTRAS = {
 
 def what_to_install(error: Exception) -> str:
     """Return the command that installs a missing package, if an extra brings it."""
-    name = (getattr(error, "name", None) or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or name not in _EXTRAS:
-        return ""
-    return f"Install it: pip install 'samestep[{_EXTRAS[name]}]'. "
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"Install it: pip install 'samestep[{_EXTRAS[name]}]'. " if name in _EXTRAS else ""
 
 
 _METHODS = ("forward", "__getitem__", "__call__", "__iter__", "step", "__post_init__", "__init__")
@@ -300,9 +290,8 @@ def defined_at(*makers: object) -> str:
                 name = getattr(maker, "__name__", kind.__name__)
                 found[f"{code.co_filename}:{code.co_firstlineno}"] = name
                 break
-    if len(found) == 1:
-        return f" ({next(iter(found))})"
-    return f" ({', '.join(f'{name}: {place}' for place, name in found.items())})" if found else ""
+    shown = [*found] if len(found) == 1 else [f"{name}: {place}" for place, name in found.items()]
+    return f" ({', '.join(shown)})" if found else ""
 
 
 _LIBRARIES = (*(os.path.dirname(file) + os.sep for file in (__file__, os.__file__)), "<")  # noqa: PTH120

@@ -57,15 +57,15 @@ def _candidates(folder: Path, target: Path, kinds: tuple[Kind, ...]) -> Iterator
             yield from (place for place in places if any(map(_is_run, _folders_in(place))))
 
 
-def _is_run(path: Path) -> bool:
-    return any(_is_file(path / name) for name in ("settings.toml", "events.jsonl"))
-
-
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError:
         return False
+
+
+def _is_run(path: Path) -> bool:
+    return _is_file(path / "settings.toml") or _is_file(path / "events.jsonl")
 
 
 def _folders(here: Path) -> Iterator[Path]:

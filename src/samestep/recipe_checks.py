@@ -72,7 +72,8 @@ def check_model(model: object) -> None:
             f"The recipe's model() returned {shown(model)}; it must return an nn.Module with "
             "parameters to train."
         )
-    kind, named = type(model).__name__, dict(model.named_parameters())
+    named = dict(model.named_parameters())
+    made = f"The recipe's model() returned a {type(model).__name__}"
     lazy = [name for name, parameter in named.items() if is_lazy(parameter)]
     if lazy:
         raise UserError(
@@ -81,23 +82,22 @@ def check_model(model: object) -> None:
             "sample before you return it."
         )
     if not named:
-        raise UserError(f"The recipe's model() returned a {kind} without parameters to train.")
+        raise UserError(f"{made} without parameters to train.")
     if not any(p.requires_grad for p in named.values()):
         raise UserError(
-            f"The recipe's model() returned a {kind} whose parameters are all frozen. Leave some "
-            "to train: parameter.requires_grad_(True)."
+            f"{made} whose parameters are all frozen. Leave some to train: "
+            "parameter.requires_grad_(True)."
         )
-    tensors = named | dict(model.named_buffers())
-    for name, tensor in tensors.items():
+    for name, tensor in (*model.named_buffers(), *named.items()):
         if tensor.is_meta:
             raise UserError(
-                f"The recipe's model() returned a {kind} whose {name} is on the meta device, and "
-                "has no numbers. Build it on the CPU; samestep moves it to the device."
+                f"{made} whose {name} is on the meta device, and has no numbers. Build it on the "
+                "CPU; samestep moves it to the device."
             )
         if name in named and tensor.is_complex():
             raise UserError(
-                f"The recipe's model() returned a {kind} whose {name} is complex. Hold it as real "
-                "numbers, and turn it with torch.view_as_complex in forward."
+                f"{made} whose {name} is complex. Hold it as real numbers, and turn it with "
+                "torch.view_as_complex in forward."
             )
 
 
@@ -124,8 +124,7 @@ def check_options(options: type, settings: set[str]) -> None:
                 f"The recipe's option {option.name!r} has no default: write "
                 f"`{option.name}: {kind} = …` in the class {options.__name__}."
             )
-    both = settings & {f.name for f in fields(options)}
-    if both:
+    if both := settings & {f.name for f in fields(options)}:
         raise UserError(
             f"The recipe's option {min(both)!r} is also a setting of samestep; "
             "give it another name."

@@ -131,33 +131,30 @@ def _names_in(code: Callable[..., Any], name: str, but: str = "") -> set[str] | 
         if isinstance(node, ast.FunctionDef) and node.name == but and not _assigns(node)
         for inner in ast.walk(node)
     ]
-    nodes = [node for node in ast.walk(tree) if node not in left_out]
-    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
-    read = [
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == name
-    ]
-    return {*read} if len(read) == len(uses) else None
+    uses, read = 0, list[str]()
+    for node in ast.walk(tree):
+        match node:
+            case _ if node in left_out:
+                continue
+            case ast.Name(id=found) if found == name:
+                uses += 1
+            case ast.Attribute(value=ast.Name(id=found), attr=attribute) if found == name:
+                read.append(attribute)
+    return {*read} if len(read) == uses else None
 
 
 def names_recipe(tree: ast.Module) -> bool:
     """Whether a file ends up with a `recipe`, assigned or imported at its top level."""
+    names: list[str | None] = []
     for node in tree.body:
         match node:
-            case ast.ImportFrom(names=names):
-                found = [alias.asname or alias.name for alias in names]
+            case ast.ImportFrom(names=imported):
+                names += [alias.asname or alias.name for alias in imported]
             case ast.Assign(targets=targets):
-                found = [target.id for target in targets if isinstance(target, ast.Name)]
+                names += [getattr(target, "id", None) for target in targets]
             case ast.AnnAssign(target=ast.Name(id=name)):
-                found = [name]
-            case _:
-                continue
-        if "recipe" in found:
-            return True
-    return False
+                names.append(name)
+    return "recipe" in names
 
 
 def opens_run(source: bytes) -> int | None:
@@ -170,8 +167,6 @@ def opens_run(source: bytes) -> int | None:
         return None
     if names_recipe(tree):
         return None
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(func=ast.Name(id="open_run") | ast.Attribute(attr="open_run")):
-                return node.lineno
-    return None
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    names = ((getattr(c.func, "attr", getattr(c.func, "id", "")), c.lineno) for c in calls)
+    return next((line for name, line in names if name == "open_run"), None)

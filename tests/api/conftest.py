@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch._dynamo  # noqa: F401 - it sets a variable of the environment, once
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch import nn
 import samestep
 from samestep import Recipe, UserError
 from samestep.api.call import Call
-from samestep.api.sending import SentCall, receive, send
+from samestep.api.sending import receive, send
 from tests.api.recipes import made
 from tests.command_line import typed
 from tests.examples.programs import forked
@@ -115,11 +115,11 @@ def test_a_call_is_read_by_its_own_user_alone_and_finds_the_callers_modules(here
     monkeypatch.syspath_prepend(here / "mine")
     import nets
 
-    send(SentCall(call=Call(target=None, recipe=made(nets.net))), here / "call")
+    send(Call(target=None, recipe=made(nets.net)), here / "call")
     assert (here / "call").stat().st_mode & 0o077 == 0
     monkeypatch.delitem(sys.modules, "nets")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(here / "mine")])
-    assert isinstance(receive(here / "call").call.recipe.model(), nn.Linear)
+    assert isinstance(receive(here / "call").recipe.model(), nn.Linear)
 
 
 def test_a_module_that_the_ranks_do_not_find_is_told(here, monkeypatch):
@@ -127,7 +127,7 @@ def test_a_module_that_the_ranks_do_not_find_is_told(here, monkeypatch):
     exec("def net(): pass", vars(module))
     module.net.__module__ = "gone"
     monkeypatch.setitem(sys.modules, "gone", module)
-    send(SentCall(call=Call(target=None, recipe=made(module.net))), here / "call")
+    send(Call(target=None, recipe=made(module.net)), here / "call")
     monkeypatch.delitem(sys.modules, "gone")
     with pytest.raises(UserError) as told:
         receive(here / "call")

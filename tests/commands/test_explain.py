@@ -10,9 +10,11 @@ from tests import streams, tiny
 from tests.command_line import call, train_here, tree
 
 CASES = {
-    "one rank": (1, "--epochs 2"),
-    "micro-steps": (2, "--micro-batch-size 3 --epochs 1"),
-    "scaled": (2, "--lr-scaling linear --base-batch-size 4 --warmup-steps 3 --schedule cosine"),
+    "one rank": (1, "--epochs 2 --schedule cosine"),
+    "micro-steps, scaled": (
+        2,
+        "--micro-batch-size 3 --epochs 1 --lr-scaling linear --base-batch-size 4 --warmup-steps 3",
+    ),
     "best kept": (1, "--epochs 3 --keep-top-k 1 --checkpoint-every-epochs 2 --eval-every-steps 5"),
     "cut short": (1, "--max-steps 15 --ema 0.9 --optimizer sgd --momentum 0.9 --drop-last"),
     "virtual ranks": (2, "--virtual-ranks 3 --micro-batch-size 2 --epochs 1"),
@@ -74,8 +76,6 @@ def one_epoch(folder):
 def test_what_is_told_is_what_is_trained(case, tmp_path, explained):
     ranks, text = CASES[case]
     recipe, flags = tiny.write_recipe(tmp_path), text.split()
-    if "--epochs" not in flags and "--max-steps" not in flags:
-        flags += ["--epochs", "1"]
     before = tree(tmp_path)
     told = explained(recipe, *flags, "--nproc", ranks)
     assert tree(tmp_path) == before

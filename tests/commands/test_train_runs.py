@@ -1,7 +1,6 @@
 """What a run leaves in its directory, and how it is started, repeated and continued."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import re
@@ -110,14 +109,6 @@ def test_a_run_leaves_these_files_and_no_other(finished):
     }
 
 
-def test_the_default_directory_names_recipe_date_time_and_a_short_id(here):
-    train(here, "small.py", world_size=2)
-    train(here, "small.py")
-    names = [path.name for path in (here / "runs").iterdir()]
-    assert len(names) == 2, "both ranks use one directory, and the next run has its own"
-    assert all(re.fullmatch(r"small-\d{8}-\d{6}-[0-9a-f]{4}", name) for name in names)
-
-
 def test_the_result_says_how_the_run_ended(of_two_ranks):
     result = read_json(of_two_ranks.path / "result.json")
     expected = {"recipe": "small", "status": "completed", "reason": "finished", "device": "cpu"}
@@ -198,17 +189,22 @@ def test_the_environment_is_recorded_by_an_allow_list_without_secrets(of_two_ran
 # --- rank 0 alone prints and writes
 
 
-def test_what_another_rank_prints_goes_to_its_log(here):
+def test_what_another_rank_prints_goes_to_its_log_in_the_one_default_directory(here):
     loud = 'import os, sys\nprint("import on", os.environ["RANK"])\n' + RECIPE.replace(
         "    return nn", '    print("model on", os.environ["RANK"], file=sys.stderr)\n    return nn'
     )
     (here / "loud.py").write_text(loud)
-    ranks = run("train", "loud.py", "--run-dir", "run", world_size=2, folder=here.parent / "out")
+    ranks = run("train", "loud.py", world_size=2, folder=here.parent / "out")
     assert ranks.printed(1) == ""
     assert "import on 0\nmodel on 0\n" in ranks.printed(0)
     assert " on 1" not in ranks.printed(0)
-    log = (here / "run" / "rank-1.log").read_text()
+    (path,) = (here / "runs").iterdir()
+    log = (path / "rank-1.log").read_text()
     assert sorted(log.splitlines()) == ["import on 1", "model on 1"]
+    train(here, "small.py")
+    (other,) = set((here / "runs").iterdir()) - {path}
+    for name, recipe in ((path.name, "loud"), (other.name, "small")):
+        assert re.fullmatch(rf"{recipe}-\d{{8}}-\d{{6}}-[0-9a-f]{{4}}", name)
 
 
 def test_another_rank_writes_no_file_but_its_log(here):
@@ -241,12 +237,6 @@ track_offline=true track_checkpoints=true track_timeout=9.0
 )
 OPTIONS = {"num_samples": 1001, "noise": 0.5, "data_seed": 3, "hidden_dims": (8, 4)}
 OPTIONS |= {"dropout": 0.25}
-# What cannot stand alone.
-NEEDED = {
-    "momentum": {"optimizer": "sgd"},
-    "lr_scaling": {"base_batch_size": 8},
-    "param_dtype": {"precision": "bf16"},
-}
 # Where the run lies is not written into it; what follows from the batch sizes neither.
 NOT_IN_FILE = {"run_dir", "accumulate", "batch_size_per_rank"}
 
@@ -291,11 +281,6 @@ def resolved(flags: list[str]) -> dict:
     return values
 
 
-@functools.cache
-def without_flags() -> dict:
-    return resolved([])
-
-
 def test_the_examples_here_cover_every_setting_and_option():
     assert SETTINGS.keys() == {field.name for field in dataclasses.fields(Settings)}
     assert OPTIONS.keys() == {field.name for field in dataclasses.fields(SpiralOptions)}
@@ -304,17 +289,30 @@ def test_the_examples_here_cover_every_setting_and_option():
     assert not same
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, *OPTIONS])
-def test_a_setting_comes_from_a_toml_file_or_a_flag_which_wins_and_is_saved(here, name):
-    table = {name: (SETTINGS | OPTIONS)[name], **NEEDED.get(name, {})}
+# What does not go with the others, apart.
+APART = [
+    {"virtual_ranks"},
+    {"batch_size_per_rank", "micro_batch_size"},
+    {"accumulate"},
+    {"max_steps"},
+    {"momentum"},
+    {"engine"},
+    {"deterministic"},
+]
+
+
+@pytest.mark.parametrize("names", [{*SETTINGS, *OPTIONS}.difference(*APART), *APART], ids=min)
+def test_settings_come_from_a_toml_file_or_from_flags_which_win_and_are_saved(here, names):
+    values = SETTINGS | OPTIONS | {"optimizer": "sgd" if "momentum" in names else "adamw"}
+    table = {name: values[name] for name in names | {"optimizer"}}
     config = write_toml(here / "my.toml", table)
     by_flag = resolved(as_flags(table))
     assert by_flag == resolved(["--config", config])
     assert {key: by_flag[key] for key in table} == table
-    assert by_flag != without_flags()
     hints = typing.get_type_hints(Settings) | typing.get_type_hints(SpiralOptions)
-    wanted = OTHER_VALUES.get(name) or other_value(hints[name], table[name])
-    assert resolved(["--config", config, *as_flags({name: wanted})])[name] == wanted
+    wanted = {n: OTHER_VALUES.get(n) or other_value(hints[n], table[n]) for n in names}
+    found = resolved(["--config", config, *as_flags(wanted)])
+    assert {name: found[name] for name in names} == wanted
 
 
 OTHER_VALUES = {
@@ -362,8 +360,8 @@ def test_of_settings_that_exclude_each_other_a_layer_replaces_those_of_a_lower_o
     assert resolved(["--max-steps", "5"])["epochs"] is None
 
 
-def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
-    table = {**SETTINGS, **OPTIONS, **NEEDED["momentum"], "compile": "off", "num_workers": 0}
+def test_a_run_of_all_settings_keeps_them(here):
+    table = {**SETTINGS, **OPTIONS, "optimizer": "sgd", "compile": "off", "num_workers": 0}
     table |= {"batch_size": 32, "virtual_ranks": 4, "micro_batch_size": 4, "accumulate": 2}
     # Deterministic operations exclude the benchmark, the spiral's network has nothing that the next
     # two could apply to, and the last two have tests of their own.
@@ -371,12 +369,10 @@ def test_a_run_of_all_settings_is_the_same_from_toml_and_from_flags(here):
     table |= {"engine": "native", "track": "none"}
     del table["run_dir"], table["batch_size_per_rank"]
     config = write_toml(here / "all.toml", table)
-    # In processes of their own: deterministic operations and matmul precision stay set.
+    assert resolved(["--config", config]) == resolved(as_flags(table))
+    # In a process of its own: deterministic operations and matmul precision stay set.
     train(here, "spiral", "--run-dir", "one", "--config", config, environment={})
-    train(here, "spiral", "--run-dir", "two", *as_flags(table), environment={})
-    assert saved_settings(here / "one") == saved_settings(here / "two")
     assert len(losses(here / "one")) == 2
-    assert losses(here / "one") == losses(here / "two")
     saved = saved_settings(here / "one")
     assert saved["recipe"] == "spiral"
     assert saved["options"]["hidden_dims"] == [8, 4]
@@ -465,7 +461,7 @@ recipe = Recipe(model=model, data=data, settings={"epochs": 5, "batch_size": 16,
 def test_a_file_of_twenty_lines_is_a_recipe(here):
     assert len(USERS_OWN.splitlines()) <= 20
     (here / "mine.py").write_text(USERS_OWN)
-    printed = train(here, "mine.py", "--run-dir", "run", "--lr", "0.02", world_size=2)
+    printed = train(here, "mine.py", "--run-dir", "run", "--lr", "0.02")
     assert "82 parameters" in printed
     assert "160 training samples" in printed
     result = read_json(here / "run" / "result.json")
@@ -521,20 +517,10 @@ def test_mnist_trains_both_models_from_files_where_others_put_them(here, model, 
 # --- evaluate
 
 
-@pytest.fixture(scope="module")
-def spiral(tmp_path_factory) -> Path:
-    """A run of three epochs on two ranks, to be copied."""
-    folder = tmp_path_factory.mktemp("spiral")
-    told = ("--num-samples", "501", "--epochs", "3", "--lr", "0.01")
-    arguments = ("train", "spiral", *told, "--run-dir", str(folder / "run"))
-    run(*arguments, world_size=2, folder=folder / "outputs")
-    return folder / "run"
-
-
 @pytest.fixture
-def trained(here, spiral) -> Path:
-    """A copy of that run in the working directory."""
-    return shutil.copytree(spiral, here / "run")
+def trained(here, of_two_ranks) -> Path:
+    """A copy of the run of two ranks in the working directory."""
+    return shutil.copytree(of_two_ranks.path, here / "run")
 
 
 @pytest.fixture
@@ -552,7 +538,7 @@ def evaluate(capfd):
 def test_one_process_evaluates_as_the_ranks_did(trained, evaluate):
     result = read_json(trained / "result.json")
     found = evaluate()
-    assert found["samples"] == result["test"]["samples"] == 76
+    assert found["samples"] == result["test"]["samples"] == 15
     assert found["checkpoint"] == result["test"]["checkpoint"]
     for name in ("loss", "accuracy"):
         assert found[name] == pytest.approx(result["test"][name], abs=1e-6)
@@ -560,10 +546,10 @@ def test_one_process_evaluates_as_the_ranks_did(trained, evaluate):
 
 def test_each_checkpoint_is_evaluated_by_its_name(trained, evaluate):
     by_epoch = {r["epoch"]: r for r in records(trained, "evaluation") if r["split"] == "validation"}
-    for name, epoch in (("last", 3), ("checkpoint_epoch_1.pt", 1), ("checkpoint_epoch_2", 2)):
+    for name, epoch in (("last", 2), ("checkpoint_epoch_1.pt", 1), ("checkpoint_epoch_2", 2)):
         found = evaluate("--checkpoint", name, "--split", "validation")
         assert found["loss"] == pytest.approx(by_epoch[epoch]["loss"], abs=1e-6)
-        assert found["samples"] == 75
+        assert found["samples"] == 15
 
 
 @pytest.mark.parametrize(
@@ -574,7 +560,7 @@ def test_each_checkpoint_is_evaluated_by_its_name(trained, evaluate):
         (".", "run"),
         ("run --split everything", "everything"),
         ("run --device mps", "--device mps"),
-        ("run --data-dir x", "--data-dir: recipe spiral"),
+        ("run --data-dir x", "--data-dir: recipe small"),
         ("", "RUN"),
     ],
 )
@@ -583,6 +569,6 @@ def test_a_wrong_evaluation_is_refused(refused, trained, arguments, says):
 
 
 def test_a_damaged_checkpoint_is_not_evaluated(trained, refused):
-    path = trained / "checkpoints" / "checkpoint_epoch_3.pt"
+    path = trained / "checkpoints" / "checkpoint_epoch_2.pt"
     path.write_bytes(path.read_bytes()[:-1])
     assert path.name in refused("evaluate", "run", "--checkpoint", "last")

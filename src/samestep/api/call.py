@@ -36,10 +36,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 AnyRecipe = Recipe | str | os.PathLike[str] | None
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-GUARD = (
-    'Put the call under `if __name__ == "__main__":`, so that a process that only reads this file '
-    "does not run it."
-)
 
 
 class SettingsArguments(TypedDict, total=False):
@@ -211,13 +207,19 @@ def check_may_start(function: str) -> None:
 
     There it would start ranks endlessly.
     """
-    name = f"samestep.{function}()"
+    name, where = f"samestep.{function}()", ""
     if (file := being_read()) is not None:
-        raise UserError(f"{name} was called while {file} was read as a recipe.", remedy=GUARD)
-    if PARENT in os.environ or TASK in os.environ:
-        raise UserError(f"{name} was called in a rank that it has started.", remedy=GUARD)
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UserError(f"{name} was called in a process that is starting.", remedy=GUARD)
+        where = f"while {file} was read as a recipe"
+    elif PARENT in os.environ or TASK in os.environ:
+        where = "in a rank that it has started"
+    elif getattr(multiprocessing.current_process(), "_inheriting", False):
+        where = "in a process that is starting"
+    if where:
+        raise UserError(
+            f"{name} was called {where}.",
+            remedy='Put the call under `if __name__ == "__main__":`, so that a process that only '
+            "reads this file does not run it.",
+        )
     if in_process_group():
         raise UserError(
             f"{name} makes its own process group, and this process is already in one. Call "

@@ -10,60 +10,52 @@ import json
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import cloudpickle
 
 from samestep.api.call import Call
 from samestep.errors import UserError, defined_at
-from samestep.recipe import Recipe
+from samestep.reporting.progress import Nothing
 from samestep.run.records import Record
 
 CALL_FILE = "--call-file"
 """Precedes the file of a call in the arguments of a rank."""
+RECORDS = "records.jsonl"
+"""The file beside it in which rank 0 leaves the records of a training for the caller."""
 _DEEPEST = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class SentCall:
-    """A call, and what a rank needs to carry it out."""
-
-    call: Call
-    records: Path | None = None
-    """Where rank 0 leaves the records of a training for the caller."""
-
-
-def send(sent: SentCall, file: Path) -> None:
+def send(call: Call, file: Path) -> None:
     """Write a call to a file that only this user can read."""
     buffer = io.BytesIO()
     pickler = _CallPickler(buffer)
     try:
-        pickler.dump(sent)
+        pickler.dump(call)
         main = cloudpickle.dumps(pickler.of_main)
     except Exception as error:
-        raise UserError(_why_not(sent.call.recipe, sent.call.keywords, error)) from error
+        raise UserError(_why_not(call, error)) from error
     file.touch(mode=0o600)
     # Three pickles: the caller's path comes first, as the call's imports need it.
     file.write_bytes(cloudpickle.dumps(sys.path) + main + buffer.getvalue())
 
 
-def receive(file: Path) -> SentCall:
+def receive(file: Path) -> Call:
     """Return the call that this rank was started for."""
     with file.open("rb") as content:
         sys.path[:] = [*dict.fromkeys((*cloudpickle.load(content), *sys.path))]
         try:
             vars(sys.modules["__main__"]).update(cloudpickle.load(content))
-            sent = cloudpickle.load(content)
+            call = cloudpickle.load(content)
         except Exception as error:
             raise UserError(
                 f"The recipe could not be read in another process: {type(error).__name__}: "
                 f"{error}. What it uses has to be importable there, or be defined where the recipe "
                 "is."
             ) from error
-    assert isinstance(sent, SentCall)
-    return sent
+    assert isinstance(call, Call)
+    return call
 
 
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -84,15 +76,12 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
 
-class ScreenFile:
+class ScreenFile(Nothing):
     """Rank 0's screen for a caller in another process: the records, in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[str] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
@@ -103,37 +92,37 @@ class ScreenFile:
         self._file = self._file or self._path.open("a", buffering=1, encoding="utf-8")
         self._file.write(json.dumps(record) + "\n")
 
-    def result(self, path: Path, result: dict[str, Any]) -> None:
-        """Do nothing: the caller reads the run."""
 
-
-def _why_not(recipe: Recipe | None, keywords: Mapping[str, Any], error: Exception) -> str:
+def _why_not(call: Call, error: Exception) -> str:
     """Say which value cannot be sent to another process, and what to write instead."""
-    parts = [(f"{name}=", value) for name, value in keywords.items()]
-    if recipe is not None:
-        parts += [(f"Recipe({f.name}=…)", getattr(recipe, f.name)) for f in fields(recipe)]
-    for what, value in parts:
-        if not _can_be_sent(value):
-            name, culprit = _culprit(value)
-            place = defined_at(value) if callable(value) else ""
-            uses = f"{what}{place} uses {name!r}, " if name else f"{what} is "
-            kind, instead = _about(culprit)
-            return (
-                f"{uses}{kind}, which cannot be sent to the processes of the ranks. "
-                f"{instead}, or train with nproc=1."
-            )
-    return f"The recipe cannot be sent to the processes of the ranks: {error}."
-
-
-def _culprit(value: Any) -> tuple[str, Any]:
-    """Return the innermost object that cannot be sent, and the name that the user gave it."""
-    name = ""
+    parts = [(f"{name}=", value) for name, value in call.keywords.items()]
+    if call.recipe is not None:
+        parts += [(f"Recipe({name}=…)", value) for name, value in vars(call.recipe).items()]
+    found = next((part for part in parts if not _can_be_sent(part[1])), None)
+    if found is None:
+        return f"The recipe cannot be sent to the processes of the ranks: {error}."
+    what, value = found
+    place = defined_at(value) if callable(value) else ""
+    name = ""  # that the user gave to the innermost object that cannot be sent
     for _ in range(_DEEPEST):
-        found = next(((n, part) for n, part in _parts(value) if not _can_be_sent(part)), None)
-        if found is None:
+        inner = next((part for part in _parts(value) if not _can_be_sent(part[1])), None)
+        if inner is None:
             break
-        name, value = found[0] or name, found[1]
-    return name, value
+        name, value = inner[0] or name, inner[1]
+    kind = f"an object of type {type(value).__module__}.{type(value).__qualname__}"
+    instead = "Make it inside the function that uses it"
+    if isinstance(value, io.IOBase):
+        named = getattr(value, "name", None)
+        kind = f"an open file ({named})" if named else "an open file"
+        instead = "Keep its path, and open it inside the function"
+    elif isinstance(value, types.GeneratorType):
+        kind = "a generator"
+        instead = "Make it inside the function, or keep what it yields in a list"
+    uses = f"{what}{place} uses {name!r}, " if name else f"{what} is "
+    return (
+        f"{uses}{kind}, which cannot be sent to the processes of the ranks. {instead}, or train "
+        "with nproc=1."
+    )
 
 
 def _can_be_sent(value: Any) -> bool:
@@ -175,15 +164,3 @@ def _global_names(code: types.CodeType) -> set[str]:
     """Return the global names that a function, or one inside it, may use."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return {*code.co_names}.union(*map(_global_names, inner))
-
-
-def _about(culprit: Any) -> tuple[str, str]:
-    """Return what an object is, and what to do instead."""
-    if isinstance(culprit, io.IOBase | io.TextIOBase):
-        name = getattr(culprit, "name", None)
-        kind = f"an open file ({name})" if name else "an open file"
-        return kind, "Keep its path, and open it inside the function"
-    if isinstance(culprit, types.GeneratorType):
-        return "a generator", "Make it inside the function, or keep what it yields in a list"
-    kind = f"an object of type {type(culprit).__module__}.{type(culprit).__qualname__}"
-    return kind, "Make it inside the function that uses it"

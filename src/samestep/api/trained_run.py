@@ -19,11 +19,10 @@ from samestep.recipe import Recipe
 from samestep.reporting.picture_files import FOLDER, read_pictures, read_png
 from samestep.run.directory import is_run, is_written, no_run
 from samestep.run.files import read_object, shown_path
-from samestep.run.index import read_index
+from samestep.run.index import Index, read_index
 from samestep.run.records import Record, metric_values, read_records
 from samestep.settings import settings_of_run
 
-_TRAIN, _VALIDATION = "#1f5fa8", "#c0392b"
 _NOT_DRAWN = {*("epoch", "step", "samples", "seconds", "train_seconds", "samples_per_s")}
 """Numbers in a row that are neither a loss nor a metric."""
 _MOST_PICTURE = 150_000
@@ -136,57 +135,74 @@ class TrainedRun:
         Raises:
             UserError: no epoch has ended yet, or matplotlib is not installed.
         """
-        rows = self.per_epoch
-        if not rows:
+        if not (rows := self.per_epoch):
             raise UserError(f"{self.path} has no epoch that has ended: there are no curves yet.")
-        index, mark = read_index(self.path / "checkpoints"), None
-        if index.best is not None and index.best.metric is not None:
-            mark = (index.monitor, index.best.epoch, index.best.metric)
-        return _figure(self.path.resolve().name, rows, mark)
+        try:
+            from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            raise UserError(
+                "run.plot() draws with matplotlib, which is not installed: "
+                "pip install 'samestep[plot]'."
+            ) from error
+
+        class RunFigure(Figure):
+            """A figure that a notebook shows without pyplot."""
+
+            def _repr_png_(self) -> bytes:
+                file = io.BytesIO()
+                self.savefig(file, format="png", dpi=100)
+                return file.getvalue()
+
+        names = _curves(rows)
+        columns = min(3, len(names))
+        lines = -(-len(names) // columns)
+        figure = RunFigure(figsize=(4.4 * columns, 0.5 + 3.1 * lines), layout="constrained")
+        panels = figure.subplots(lines, columns, squeeze=False).flatten().tolist()
+        index = read_index(self.path / "checkpoints")
+        for panel, name in zip(panels, names, strict=False):
+            _draw_curves(panel, name, rows, index)
+        for panel in panels[len(names) :]:
+            panel.remove()
+        panels[0].legend(fontsize="small")
+        figure.suptitle(self.path.resolve().name, parse_math=False)
+        return figure
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: a table of facts, the loss, and the boundary."""
-        result, recipe = read_object(self.path / "result.json"), ""
+        result = read_object(self.path / "result.json")
         state = str(result.get("status", "no end recorded"))
-        facts: dict[str, str] = {}
+        rows = {"state": "going on" if is_written(self.path) else state}
         losses: list[float | None] = []
         try:
-            recipe = str(self.settings.get("recipe", ""))
+            rows["recipe"] = str(self.settings.get("recipe", ""))
             losses = [row.get("loss") for row in self.per_epoch]
+            problem = {}
         except (UserError, ValueError, KeyError, TypeError) as error:
-            facts["problem"] = str(error)
-        if is_written(self.path):
-            state = "going on"
-        told = {"recipe": recipe, **_facts(result), **facts}
-        return _card(self.path, state, told, losses)
-
-
-def _card(path: Path, state: str, facts: Mapping[str, str], losses: Sequence[float | None]) -> str:
-    """Return self-contained HTML in the page's colours: facts, the loss per epoch, a picture."""
-    rows = {"state": state, **facts, "loss": None, "path": str(path)}
-    line = _sparkline(losses)
-    cells = "".join(
-        f"<tr><th style='text-align:left;font-weight:600'>{escape(name)}</th>"
-        f"<td style='text-align:left'>{line if text is None else escape(text)}</td></tr>"
-        for name, text in rows.items()
-        if text is not None or line
-    )
-    table = f"<table style='margin:0'>{cells}</table>"
-    return f"<div style='display:flex;gap:1.5em;align-items:center'>{table}{_picture(path)}</div>"
+            problem = {"problem": str(error)}
+        rows |= {**_facts(result), **problem}
+        cells = {name: escape(text) for name, text in rows.items()}
+        if line := _sparkline(losses):
+            cells["loss"] = line
+        cells["path"] = escape(str(self.path))
+        table = "".join(
+            f"<tr><th style='text-align:left;font-weight:600'>{name}</th>"
+            f"<td style='text-align:left'>{cell}</td></tr>"
+            for name, cell in cells.items()
+        )
+        return (
+            "<div style='display:flex;gap:1.5em;align-items:center'>"
+            f"<table style='margin:0'>{table}</table>{_picture(self.path)}</div>"
+        )
 
 
 def _facts(result: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts of a result as text."""
     facts: dict[str, str] = {}
-    best, test = result.get("best") or {}, result.get("test") or {}
+    best, test = result.get("best") or {}, metric_values(result.get("test") or {})
     if isinstance(best.get("value"), int | float):
         facts["best"] = f"{best.get('metric')} {best['value']:.4f}, epoch {best.get('epoch')}"
-    shown = [
-        f"{name} {value:.4f}"
-        for name, value in metric_values(test).items()
-        if isinstance(value, int | float)
-    ]
-    if shown:
+    numbers = {name: value for name, value in test.items() if isinstance(value, int | float)}
+    if shown := [f"{name} {value:.4f}" for name, value in numbers.items()]:
         facts["test"] = ", ".join(shown)
     if isinstance(seconds := result.get("training_seconds"), int | float):
         facts["trained"] = f"{seconds:.1f} s, {result.get('steps', 0):,} steps"
@@ -237,60 +253,23 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["loss", *(name for name in names if name not in ("loss", *_NOT_DRAWN))]
 
 
-def _figure(
-    title: str, rows: Sequence[Mapping[str, Any]], best: tuple[str, int, float] | None
-) -> Any:
-    """Return a figure with a panel for the loss and for each metric.
-
-    `best` is the monitored metric, the epoch that was best by it, and its value there.
-    """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise UserError(
-            "run.plot() draws with matplotlib, which is not installed: "
-            "pip install 'samestep[plot]'."
-        ) from error
-
-    class RunFigure(Figure):
-        """A figure that a notebook shows without pyplot."""
-
-        def _repr_png_(self) -> bytes:
-            file = io.BytesIO()
-            self.savefig(file, format="png", dpi=100)
-            return file.getvalue()
-
-    names = _curves(rows)
-    columns = min(3, len(names))
-    lines = -(-len(names) // columns)
-    figure = RunFigure(figsize=(4.4 * columns, 0.5 + 3.1 * lines), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).flatten().tolist()
-    for panel, name in zip(panels, names, strict=False):
-        _draw_curves(panel, name, rows, best)
-    for panel in panels[len(names) :]:
-        panel.remove()
-    panels[0].legend(fontsize="small")
-    figure.suptitle(title, parse_math=False)
-    return figure
-
-
-def _draw_curves(
-    panel: Any, name: str, rows: Sequence[Mapping[str, Any]], best: tuple[str, int, float] | None
-) -> None:
-    """Draw the curves of one name on the training and the validation data."""
+def _draw_curves(panel: Any, name: str, rows: Sequence[Mapping[str, Any]], index: Index) -> None:
+    """Draw the curves of one name on the training and the validation data, and the best epoch."""
     for key, label, colour in (
-        (name, "training", _TRAIN),
-        (f"validation_{name}", "validation", _VALIDATION),
+        (name, "training", "#1f5fa8"),
+        (f"validation_{name}", "validation", "#c0392b"),
     ):
         points = [(row["epoch"], value) for row in rows if _is_number(value := row.get(key))]
         if points:
             panel.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
-    if best is not None:
-        metric, epoch, value = best
-        panel.axvline(epoch, color="gray", linestyle=":", linewidth=1)
-        if metric == name and math.isfinite(value):
-            label = f"best: {value:.4g}, epoch {epoch}"
-            panel.plot([epoch], [value], "*", color="#e0a100", markersize=13, label=label)
+    best = index.best
+    if best is not None and best.metric is not None:
+        panel.axvline(best.epoch, color="gray", linestyle=":", linewidth=1)
+        if index.monitor == name and math.isfinite(best.metric):
+            label = f"best: {best.metric:.4g}, epoch {best.epoch}"
+            panel.plot(
+                [best.epoch], [best.metric], "*", color="#e0a100", markersize=13, label=label
+            )
             panel.legend(fontsize="small")
     panel.set_title(name, parse_math=False)
     panel.set_xlabel("epoch")

@@ -8,10 +8,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, Unpack, overload
+from typing import Any, Unpack, overload
 
 from samestep.api.arguments import AnyPath, one_line_errors
 from samestep.api.call import (
@@ -24,18 +23,18 @@ from samestep.api.call import (
     request_of,
     with_settings,
 )
-from samestep.api.sending import ScreenFile, SentCall, receive, send
+from samestep.api.sending import RECORDS, ScreenFile, receive, send
 from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
 from samestep.ranks.process import STARTED_AT, RankLog, rank_of
-from samestep.ranks.start import Ended, run_ranks
+from samestep.ranks.start import run_ranks
 from samestep.ranks.startup import forget_signals
 from samestep.ranks.world import find_world, in_process_group, join, leave
 from samestep.recipe import Recipe
 from samestep.reporting.progress import Nothing, Screen
-from samestep.run.records import Record
+from samestep.run.records import RecordFile
 from samestep.session.outcome import Outcome
 from samestep.session.picture_making import end_while_drawing
 from samestep.session.request import Request
@@ -47,16 +46,7 @@ from samestep.training.stopping import Again, catch_signals, end_process
 
 _busy = threading.Lock()
 _LOOK_EVERY_S = 0.1
-
-
-class RecordScreen(AbstractContextManager[Any], Protocol):
-    """Shows the records of rank 0."""
-
-    def show(self, record: Record) -> None:
-        """Show one record."""
-
-    def result(self, path: Path, result: dict[str, Any]) -> None:
-        """Show how the run ended."""
+AnyScreen = Nothing | Screen
 
 
 @overload
@@ -135,18 +125,14 @@ def train(
         again = f'samestep.train("{{}}", {given}resume=True)'
         return _train(call, nproc, Nothing() if quiet else Screen(go_on=again), log)
     except Exception as error:
-        if _launched():  # one rank reports the failure, and all end
+        if detect_launch(os.environ).world_size > 1:  # one rank reports the failure, and all end
             end_failed(error, log, connected=in_process_group())
         raise
     finally:
         log.give_back()
 
 
-def _launched() -> bool:
-    return detect_launch(os.environ).world_size > 1
-
-
-def _train(call: Call, nproc: NumRanks, screen: RecordScreen, log: RankLog) -> TrainedRun:
+def _train(call: Call, nproc: NumRanks, screen: AnyScreen, log: RankLog) -> TrainedRun:
     if not _busy.acquire(blocking=False):
         raise UserError(
             "samestep.train() was called while this process trains. Wait until that training has "
@@ -173,14 +159,14 @@ def _number(nproc: NumRanks, request: Request) -> int:
     settings = request.settings
     if not (nproc == "auto" or (isinstance(nproc, int) and not isinstance(nproc, bool))):
         raise UserError(f'nproc={nproc!r}: it must be a number of ranks, or "auto".')
-    if nproc == "auto" and _launched():
+    if nproc == "auto" and detect_launch(os.environ).world_size > 1:
         return 1
     if nproc not in ("auto", 1):
         refuse_inside_launcher(f"nproc={nproc}", "Leave nproc out.")
     return ranks_to_start(nproc, settings.device, oversubscribe=settings.oversubscribe)
 
 
-def _here(request: Request, screen: RecordScreen, log: RankLog) -> TrainedRun:
+def _here(request: Request, screen: AnyScreen, log: RankLog) -> TrainedRun:
     """Train in this process, as the one rank or as one of a launcher's."""
     path: Path | None = None
 
@@ -196,19 +182,40 @@ def _here(request: Request, screen: RecordScreen, log: RankLog) -> TrainedRun:
     return _stopped(outcome.path, outcome.signum)
 
 
-def _on_ranks(number: int, call: Call, screen: RecordScreen) -> TrainedRun:
-    path, ended = _train_on_ranks(number, call, screen)
+def _on_ranks(number: int, call: Call, screen: AnyScreen) -> TrainedRun:
+    """Train on new ranks; a thread shows the records of rank 0 meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="samestep-") as folder, screen:
+        file, path, over = Path(folder, "call"), None, threading.Event()
+        records = RecordFile(file.with_name(RECORDS))
+        send(call, file)
+
+        def follow() -> None:
+            nonlocal path
+            last = False
+            while not last:
+                last = over.wait(_LOOK_EVERY_S)
+                for record in records.read_all():
+                    if record["event"] == "start":
+                        path = Path(record["run_dir"])
+                    screen.show(record)
+
+        follower = threading.Thread(target=follow, name="samestep-screen", daemon=True)
+        follower.start()
+        try:
+            ended = run_ranks(number, ["train"], str(file))
+        finally:
+            over.set()
+            follower.join()
     if ended.message:
         raise UserError(ended.message)
-    result = path / "result.json" if path is not None else None
     signum = max(0, ended.code - 128)
-    if path is None or result is None or TrainedRun(path).history[-1]["event"] != "stop":
+    if path is None or TrainedRun(path).history[-1]["event"] != "stop":
         if signum not in (0, signal.SIGINT):
             signal.raise_signal(signum)
         if path is None:  # no run had begun
             raise KeyboardInterrupt
         raise UserError(_interrupted_twice(path))
-    screen.result(path, json.loads(result.read_bytes()))
+    screen.result(path, json.loads((path / "result.json").read_bytes()))
     return _stopped(path, signum)
 
 
@@ -229,55 +236,9 @@ def _interrupted_twice(path: Path | None) -> str:
     )
 
 
-def _train_on_ranks(number: int, call: Call, screen: RecordScreen) -> tuple[Path | None, Ended]:
-    """Train on new ranks; return the run directory, if there is one, and how the ranks ended."""
-    with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
-        file, records = Path(folder, "call"), Path(folder, "records.jsonl")
-        send(SentCall(call=call, records=records), file)
-        follower = _Follower(records, screen)
-        with screen:
-            try:
-                ended = run_ranks(number, ["train"], str(file))
-            finally:
-                follower.end()
-    return follower.path, ended
-
-
-class _Follower:
-    """A thread that shows the records of rank 0 while this one waits for the ranks."""
-
-    def __init__(self, file: Path, screen: RecordScreen) -> None:
-        self.path: Path | None = None
-        """The run directory, once it is known."""
-        self._file, self._screen, self._ended = file, screen, threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="samestep-screen", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Show the rest, and end."""
-        self._ended.set()
-        self._thread.join()
-
-    def _follow(self) -> None:
-        read, last = 0, False
-        while not last:
-            last = self._ended.wait(_LOOK_EVERY_S)
-            if not self._file.exists():
-                continue
-            with self._file.open("rb") as file:
-                file.seek(read)
-                whole, newline, _ = file.read().rpartition(b"\n")
-            read += len(whole) + len(newline)
-            for line in whole.splitlines():
-                record = json.loads(line)
-                if record["event"] == "start":
-                    self.path = Path(record["run_dir"])
-                self._screen.show(record)
-
-
 def train_as_rank(
     request: Request,
-    screen: RecordScreen,
+    screen: AnyScreen,
     begin: Callable[[Path], None],
     *,
     again: Again = end_process,
@@ -342,9 +303,8 @@ def check_engine(request: Request) -> None:
 
 def train_received(file: Path, log: RankLog) -> int:
     """Train as a rank that `samestep.train` has started; return the exit code."""
-    sent = receive(file)
-    assert sent.records is not None
-    outcome = train_as_rank(request_of(sent.call), ScreenFile(sent.records), log.move_to)
+    screen = ScreenFile(file.with_name(RECORDS))
+    outcome = train_as_rank(request_of(receive(file)), screen, log.move_to)
     code = 128 + outcome.signum if outcome.signum else 0
     end_while_drawing(code)
     return code

@@ -15,7 +15,7 @@ from samestep.api.call import (
     request_of,
     with_settings,
 )
-from samestep.api.sending import CALL_FILE, SentCall, send
+from samestep.api.sending import CALL_FILE, send
 from samestep.errors import UserError
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.ranks.start import Ended, run_ranks
@@ -58,12 +58,18 @@ def verify(
     """
     check_may_start("verify")
     refuse_inside_launcher("samestep.verify()", "Call it from a single process.")
-    given = dict(settings)
-    if "nproc" in given:
+    if "nproc" in settings:
         raise UserError("verify() takes no nproc: name numbers of ranks, world_sizes=(1, 2).")
-    call = call_of(what, recipe, keywords=given, config=config)
+    call = call_of(what, recipe, keywords=settings, config=config)
+    sizes = (world_sizes,) if isinstance(world_sizes, int) else world_sizes
+    if sizes is not None and not (
+        sizes and all(isinstance(n, int) and 1 <= n <= MOST_RANKS for n in sizes)
+    ):
+        raise UserError(
+            f"world_sizes={world_sizes!r}: give whole numbers from 1 to {MOST_RANKS}, as (1, 2, 4)."
+        )
     options = VerifyOptions(
-        sizes=None if world_sizes is None else _sizes(world_sizes),
+        sizes=None if sizes is None else tuple(sorted({*sizes})),
         quick=quick,
         accept=(accept,) if isinstance(accept, str) else tuple(accept),
         tolerance=tolerance,
@@ -74,16 +80,7 @@ def verify(
         request, file = request_of(call, "verify"), Path(folder, "call")
 
         def launch(number: int, path: Path, device: str) -> Ended:
-            send(SentCall(call=replace(call, keywords={**given, "device": device})), file)
+            send(replace(call, keywords={**settings, "device": device}), file)
             return run_ranks(number, ["verify", CALL_FILE, str(file)], str(path))
 
-        return as_table(verify_recipe(request, options, launch, given=given.keys()))
-
-
-def _sizes(given: Sequence[int] | int) -> tuple[int, ...]:
-    sizes = [given] if isinstance(given, int) else list(given)
-    if not sizes or not all(isinstance(n, int) and 1 <= n <= MOST_RANKS for n in sizes):
-        raise UserError(
-            f"world_sizes={given!r}: give whole numbers from 1 to {MOST_RANKS}, as (1, 2, 4)."
-        )
-    return tuple(sorted({*sizes}))
+        return as_table(verify_recipe(request, options, launch, given=settings.keys()))

@@ -6,9 +6,7 @@ A shell that completes starts no Python.
 import importlib
 import shlex
 import sys
-import typing
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -16,7 +14,7 @@ import tyro
 
 from samestep.cli import VERBS
 from samestep.commands import slurm
-from samestep.commands.help import HELP_ALL, example_text, kind_of, show_general_help
+from samestep.commands.help import HELP_ALL, example_text, show_general_help, typed_fields
 from samestep.commands.new import KINDS
 from samestep.errors import UserError
 from samestep.recipes import RECIPES
@@ -61,7 +59,8 @@ _INNER = {
     "slurm sandbox": ("up", "status", "down"),
     "completion": ("bash", "zsh", "fish"),
 }
-
+_TRAINING = [verb for verb, (place, _) in COMMANDS.items() if "+" in place]
+"""The verbs that take a recipe's options, too."""
 
 _HELP = """\
 usage: samestep completion bash|zsh|fish
@@ -93,16 +92,11 @@ class Flag(NamedTuple):
     values: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Words:
-    """Everything that can be completed."""
+class Words(NamedTuple):
+    """The flags of each verb, with its inner one, and of each recipe's options."""
 
     flags: dict[str, tuple[Flag, ...]]
-    """Verb, with its inner one, → its flags."""
     recipes: dict[str, tuple[Flag, ...]]
-    """Recipe → the flags of its options."""
-    with_recipes: tuple[str, ...]
-    """The verbs that take a recipe's options, too."""
 
 
 def main(arguments: list[str]) -> int:
@@ -118,14 +112,10 @@ def main(arguments: list[str]) -> int:
 
 def completion_words() -> Words:
     """Return everything that can be completed; imports every verb, and so torch."""
-    recipes = {name: importlib.import_module(place).recipe for name, place in RECIPES.items()}
+    recipes = {name: importlib.import_module(RECIPES[name]).recipe for name in sorted(RECIPES)}
     return Words(
-        flags={verb: tuple(_of_verb(place)) for verb, (place, _) in COMMANDS.items()},
-        recipes={
-            name: tuple(_flags(recipe.options)) if recipe.options else ()
-            for name, recipe in sorted(recipes.items())
-        },
-        with_recipes=tuple(verb for verb, (place, _) in COMMANDS.items() if "+" in place),
+        {verb: tuple(_of_verb(place)) for verb, (place, _) in COMMANDS.items()},
+        {name: tuple(_flags(one.options)) if one.options else () for name, one in recipes.items()},
     )
 
 
@@ -134,35 +124,29 @@ def _of_verb(place: str) -> Iterator[Flag]:
     name, plus, refused = place.partition("+")
     module_name, _, form = name.partition(":")
     module = importlib.import_module(f"samestep.commands.{module_name}")
-    own = list(_flags(getattr(module, form)))
-    taken = {flag.name for flag in own}
-    taken |= {f"--{flag_name(name)}" for name in getattr(module, refused or "_", ())}
-    settings = _flags(Settings) if plus else ()
-    yield from (*own, *(flag for flag in settings if flag.name not in taken))
-    yield Flag("--help", "nothing")
-    if plus:
-        yield Flag(HELP_ALL, "nothing")
+    own = [*_flags(getattr(module, form))]
+    taken = {f"--{flag_name(name)}" for name in getattr(module, refused or "_", ())}
+    taken |= {flag.name for flag in own}
+    yield from (*own, *(one for one in _flags(Settings) if plus and one.name not in taken))
+    yield from (Flag(name, "nothing") for name in (("--help", HELP_ALL) if plus else ("--help",)))
 
 
 def _flags(form: type) -> Iterator[Flag]:
     """Yield the flags that tyro makes of a dataclass, and the merged settings."""
-    hints = typing.get_type_hints(form, include_extras=True)
-    for field in fields(form):
-        extras = get_args(hints[field.name])[1:]
-        hidden = (*get_args(tyro.conf.Positional[int]), *get_args(tyro.conf.Suppress[int]))
-        if any(extra in hidden for extra in extras):
+    for field, kind, extras in typed_fields(form):
+        if tyro.conf.Suppress in extras or tyro.conf.Positional in extras:
             continue
-        name, kind = flag_name(field.name), kind_of(hints[field.name])
+        name = f"--{flag_name(field.name)}"
         if kind is bool:
-            yield Flag(f"--{name}", "nothing")
-            if field.default is True:
-                yield Flag(f"--no-{name}", "nothing")
+            no = (f"--no-{name[2:]}",) if field.default is True else ()
+            yield from (Flag(one, "nothing") for one in (name, *no))
             continue
-        for merged in (m for m in MERGED if form is Settings and field.name == f"{m}_epochs"):
+        merged = field.name.removesuffix("_epochs")
+        if form is Settings and merged in MERGED:
             yield Flag(f"--{flag_name(merged)}", "value")
         values = _KNOWN_VALUES.get(field.name) or _choices(kind)
         is_file = kind is Path or any(part in _NAMED_FILES for part in field.name.split("_"))
-        yield Flag(f"--{name}", "file" if is_file else "value", values)
+        yield Flag(name, "file" if is_file else "value", values)
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
@@ -273,29 +257,28 @@ fi
 def bash(words: Words, end: str = "complete -F _samestep_complete samestep\n") -> str:
     """Return the script for bash."""
     head = _BASH.replace("@VERBS@", " ".join(VERBS)).replace("@RECIPES@", " ".join(words.recipes))
-    values: dict[str, list[str]] = {}  # flags with the same values share a row
-    for verb, flags in words.flags.items():
-        for flag in flags:
-            values.setdefault(_values(flag), []).append(f"{verb} {flag.name}")
+    places = [(verb, flag) for verb, flags in words.flags.items() for flag in flags]
     for name, flags in words.recipes.items():
-        for flag in flags:
-            places = (f"{verb} {name} {flag.name}" for verb in words.with_recipes)
-            values.setdefault(_values(flag), []).extend(places)
-    values.pop("", None)
-    inner = (([verb], f'inner="{" ".join(after)}"') for verb, after in _INNER.items())
-    flags_of = (
+        places += [(f"{verb} {name}", flag) for flag in flags for verb in _TRAINING]
+    values: dict[str, list[str]] = {}  # flags with the same values share a row
+    for place, flag in places:
+        if flag.takes != "nothing":
+            known = " ".join(flag.values) or f"@{flag.takes}"
+            values.setdefault(known, []).append(f"{place} {flag.name}")
+    inner = [([verb], f'inner="{" ".join(after)}"') for verb, after in _INNER.items()]
+    flags_of = [
         ([verb], f'target={COMMANDS[verb][1]} flags="{_names(flags)}"')
         for verb, flags in words.flags.items()
-    )
-    options = (
-        ([f"{verb} {name}" for verb in words.with_recipes], f'flags+=" {_names(flags)}"')
+    ]
+    options = [
+        ([f"{verb} {name}" for verb in _TRAINING], f'flags+=" {_names(flags)}"')
         for name, flags in words.recipes.items()
-    )
+    ]
     parts = (
         _case("_samestep_inner", "$1", inner),
         _case("_samestep_flags", "$1", flags_of),
         _case("_samestep_options", "$1 $2", options),
-        _case("_samestep_value", "$1", ((p, f'values="{v}"') for v, p in values.items())),
+        _case("_samestep_value", "$1", [(p, f'values="{v}"') for v, p in values.items()]),
     )
     return head + "\n".join([*parts, _BASH_VALUES, end])
 
@@ -305,11 +288,6 @@ def _case(name: str, subject: str, rows: Iterable[tuple[list[str], str]]) -> str
     patterns = (("|".join(f'"{one}"' for one in ones), do) for ones, do in rows)
     lines = (f"    {pattern}) {do} ;;" for pattern, do in patterns)
     return "\n".join([f"{name}() {{", f'    case "{subject}" in', *lines, "    esac", "}", ""])
-
-
-def _values(flag: Flag) -> str:
-    """Return the values of a flag, or what stands for them; nothing if it takes none."""
-    return "" if flag.takes == "nothing" else " ".join(flag.values) or f"@{flag.takes}"
 
 
 def _names(flags: tuple[Flag, ...]) -> str:
@@ -323,50 +301,39 @@ def zsh(words: Words) -> str:
 
 def fish(words: Words) -> str:
     """Return the script for fish."""
-    return "\n".join([*_fish_lines(words), ""])
+    seen = "__fish_seen_subcommand_from"
+    lines = ["# fish completion of samestep", "complete -c samestep -f"]
 
+    def offer(condition: str, rest: str) -> None:
+        lines.append(f"complete -c samestep -n {shlex.quote(condition)} {rest}")
 
-def _fish_lines(words: Words) -> Iterator[str]:
-    yield "# fish completion of samestep"
-    yield "complete -c samestep -f"
+    def after(verb: str) -> str:
+        return "; and ".join(f"{seen} {word}" for word in verb.split())
+
     for verb, about in VERBS.items():
-        yield _fish("__fish_use_subcommand", f"-a {verb} -d {shlex.quote(about)}")
+        offer("__fish_use_subcommand", f"-a {verb} -d {shlex.quote(about)}")
     for verb, following in _INNER.items():
-        seen = " ".join(following)
-        wanted = f"{_after(verb)}; and not __fish_seen_subcommand_from {seen}"
-        yield _fish(wanted, f"-a {shlex.quote(seen)}")
+        inner = " ".join(following)
+        offer(f"{after(verb)}; and not {seen} {inner}", f"-a {shlex.quote(inner)}")
+    recipes = shlex.quote(" ".join(words.recipes))
+    targets = {"recipe": f"-F -a {recipes}", "file": "-F", "none": ""}
     for verb, flags in words.flags.items():
         for flag in flags:
-            yield _fish(_after(verb), _fish_flag(flag))
-        match COMMANDS[verb][1]:
-            case "recipe":
-                yield _fish(_after(verb), f"-F -a {shlex.quote(' '.join(words.recipes))}")
-            case "run" | "runs" | "files" | "folder":
-                yield _fish(_after(verb), "-F -a 'runs/*'")
-            case "file":
-                yield _fish(_after(verb), "-F")
+            offer(after(verb), _fish_flag(flag))
+        if target := targets.get(COMMANDS[verb][1], "-F -a 'runs/*'"):
+            offer(after(verb), target)
     for name, flags in words.recipes.items():
-        one = f"__fish_seen_subcommand_from {' '.join(words.with_recipes)}"
         for flag in flags:
-            yield _fish(f"{one}; and __fish_seen_subcommand_from {name}", _fish_flag(flag))
-
-
-def _after(verb: str) -> str:
-    return "; and ".join(f"__fish_seen_subcommand_from {word}" for word in verb.split())
-
-
-def _fish(condition: str, rest: str) -> str:
-    return f"complete -c samestep -n {shlex.quote(condition)} {rest}"
+            offer(f"{seen} {' '.join(_TRAINING)}; and {seen} {name}", _fish_flag(flag))
+    return "\n".join([*lines, ""])
 
 
 def _fish_flag(flag: Flag) -> str:
     """Return a flag for fish: -x takes one of the values, -r a file."""
-    name = f"-l {flag.name.removeprefix('--')}"
-    if flag.takes == "nothing":
-        return name
+    takes = {"nothing": "", "file": " -r -F", "value": " -x"}[flag.takes]
     if flag.values:
-        return f"{name} -x -a {shlex.quote(' '.join(flag.values))}"
-    return f"{name} {'-r -F' if flag.takes == 'file' else '-x'}"
+        takes = f" -x -a {shlex.quote(' '.join(flag.values))}"
+    return f"-l {flag.name.removeprefix('--')}{takes}"
 
 
 SCRIPTS = {"bash": bash, "zsh": zsh, "fish": fish}

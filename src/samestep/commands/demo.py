@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 from rich.console import Console
@@ -48,15 +48,12 @@ _BECAUSE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Killed:
-    """A training that was killed."""
+class Killed(NamedTuple):
+    """A training that was killed: its last recorded step, and that of its newest checkpoint."""
 
     path: Path
     step: int
-    """Its last recorded step."""
     checkpoint: int
-    """The step of its newest checkpoint."""
     processes: int
 
 
@@ -108,13 +105,13 @@ def main(arguments: list[str]) -> int:
     out(f"losses   {alike.steps} steps in both, largest difference {alike.largest:g}\n")
     out(f"weights  {digests[0][:16]}… and {digests[1][:16]}… (SHA-256)\n\n")
     same = alike.verdict == "equal" and len({*digests}) == 1
-    if not same:
-        out(_plain("The two trainings differ. This is a bug: please report it, with both runs."))
-    else:
+    told = "The two trainings differ. This is a bug: please report it, with both runs."
+    if same:
         seconds = time.monotonic() - began
-        out(_plain(f"The same training to the last bit, in {seconds:.0f} s: {_BECAUSE}"))
-    out(f"\nruns     {one}\n         {two}\n")
+        told = f"The same training to the last bit, in {seconds:.0f} s: {_BECAUSE}"
+    out("\n".join(wrapped(told, "", _WIDTH + 8)) + "\n")
     out(
+        f"\nruns     {one}\n         {two}\n"
         f"try      samestep compare {one} \\\n"
         f"                          {two}\n"
         "         samestep train spiral --nproc 2\n"
@@ -127,10 +124,6 @@ def _completed(run: "TrainedRun") -> "TrainedRun":
     if run.result["status"] != "completed":  # Ctrl-C has stopped it
         raise KeyboardInterrupt
     return run
-
-
-def _plain(text: str) -> str:
-    return "\n".join(wrapped(text, "", _WIDTH + 8)) + "\n"
 
 
 @contextmanager

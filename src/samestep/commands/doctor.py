@@ -26,14 +26,14 @@ class _Doctor(DoctorOptions):
 
 def main(arguments: list[str]) -> int:
     """Run the verb: 0 if nothing is red, 1 if something is, 2 for a mistake in the command."""
-    code = run_as_rank(lambda log: _doctor(_parse(arguments), log))
+    code = run_as_rank(lambda log: _doctor(arguments, log))
     if still_waiting():  # PyTorch may abort while one of its threads is still connecting
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
-def _parse(arguments: list[str]) -> _Doctor:
+def _doctor(arguments: list[str], log: RankLog) -> int:
     command = parse_flags(_Doctor, "doctor", arguments, *_EXAMPLES)
     if command.recipe is not None and command.recipe.suffix != ".py":
         raise UserError(
@@ -43,10 +43,6 @@ def _parse(arguments: list[str]) -> _Doctor:
     check_positive(timeout_s=command.timeout_s, budget_s=command.budget_s)
     if command.num_workers is not None and command.num_workers < 0:
         raise UserError(f"--num-workers is {command.num_workers}; it must be 0 or more.")
-    return command
-
-
-def _doctor(command: _Doctor, log: RankLog) -> int:
     from samestep.doctor.between_ranks import CutOffError  # noqa: PLC0415 - imports torch
     from samestep.doctor.diagnosis import diagnose, print_report  # noqa: PLC0415
 

@@ -69,8 +69,8 @@ def _explain(arguments: list[str]) -> int:
     # A recipe must not print before the JSON object.
     with redirect_stdout(sys.stderr if command.json else sys.stdout):
         found = explain(request, world, device)
-    as_json = json.dumps(found.as_json(), indent=2, default=list) + "\n" if command.json else ""
-    sys.stdout.write(as_json or text_of(found))
+    as_json = json.dumps(found.as_json(), indent=2, default=list) if command.json else ""
+    sys.stdout.write(f"{as_json}\n" if as_json else text_of(found))
     return 0
 
 
@@ -80,15 +80,12 @@ def _parse(arguments: list[str]) -> "tuple[ExplainFlags, Request]":
     given = set(arguments[1:])
     if {"--new", "--resume"} <= given:
         raise UserError("--new and --resume exclude each other: leave one of them out.")
-    if arguments and _is_run(arguments[0]) and not given & {"--new", "--resume"}:
+    is_target = arguments and arguments[0] not in RECIPES and is_run(Path(arguments[0]))
+    if is_target and not given & {"--new", "--resume"}:
         arguments = [*arguments, "--resume"]
     command, request = parse_target("explain", about, ExplainFlags, arguments, *_EXAMPLES)
     check_resume(request)
     return command, request
-
-
-def _is_run(target: str) -> bool:
-    return target not in RECIPES and is_run(Path(target))
 
 
 def _imagined(command: ExplainFlags, settings: Settings) -> "tuple[ImaginedWorld, str]":

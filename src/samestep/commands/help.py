@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -21,6 +21,7 @@ import tyro
 
 from samestep.errors import AlreadyTold, UserError
 from samestep.ranks.nproc import NumRanks
+from samestep.reporting.words import wrapped
 from samestep.settings import MERGED, Settings, field_docs, flag_name
 
 T = TypeVar("T")
@@ -113,66 +114,54 @@ def help_text(
     width = max(_LEAST, min(_MOST, shutil.get_terminal_size().columns))
     lines = [f"usage: samestep {command} [flags]", "", *textwrap.wrap(about, width)]
     for title, instance in parts.items():
-        heading = title
-        for name, text, typed, common, value in _rows(instance):
-            if isinstance(instance, Settings):
+        settings, heading = isinstance(instance, Settings), title
+        for name, takes, text, common, default in _rows(instance):
+            if settings:
                 heading = (_GROUPS if whole else _SHORT_GROUPS).get(name, heading)
-            if name in left_out or not (whole or common):
+            if name in left_out or not (whole or common or not settings):
                 continue
             if f"{heading}:" not in lines:
                 lines += ["", f"{heading}:"]
             about_it = text if whole else re.split(r"[;:.] ", text)[0].rstrip(".") + "."
-            flag = f"  --{flag_name(name)} {typed}".rstrip()
-            lines += _entry(flag, about_it + _default(name, value), width)
+            about_it += _default(name, default)
+            flag, room = f"  --{flag_name(name)} {takes}".rstrip(), " " * _COLUMN
+            below = [*wrapped(room + about_it, room, width)]
+            if len(flag) <= _COLUMN - 2:
+                below[:1] = [flag + one[len(flag) :] for one in below[:1]] or [flag]
+            else:
+                below.insert(0, flag)
+            lines += below
     lines += ["", "  -h, --help".ljust(_COLUMN) + "Show this help."]
     lines += [f"  {HELP_ALL}".ljust(_COLUMN) + "Show all settings, in groups."]
     return "\n".join(lines) + "\n"
 
 
 def _rows(instance: Any) -> Iterator[tuple[str, str, str, bool, Any]]:
-    """Yield each flag: name, text, what it takes, whether it is common, its default."""
-    hints = typing.get_type_hints(type(instance), include_extras=True)
+    """Yield each flag: name, what it takes, text, whether it is common, its default."""
     docs = field_docs(type(instance))
-    settings = isinstance(instance, Settings)
-    for field in fields(instance):
-        name, hint = field.name, hints[field.name]
-        for merged in (m for m in MERGED if settings and name == f"{m}_epochs"):
-            yield merged, MERGED[merged][1], MERGED[merged][0], True, None
-        if tyro.conf.Suppress not in get_args(hint)[1:]:
-            kind, metavar = _kind(hint)
-            typed = "" if kind is bool else metavar or _word(kind)
-            common = bool(not settings or field.metadata.get("common"))
-            yield name, docs.get(name, ""), typed, common, getattr(instance, name)
+    for field, kind, extras in typed_fields(type(instance)):
+        name = field.name
+        merged = name.removesuffix("_epochs")
+        if isinstance(instance, Settings) and merged in MERGED:
+            yield merged, *MERGED[merged], True, None
+        if tyro.conf.Suppress not in extras:
+            metavar = next((e.metavar for e in extras if getattr(e, "metavar", None)), None)
+            takes = "" if kind is bool else metavar or _word(kind)
+            common = bool(field.metadata.get("common"))
+            yield name, takes, docs.get(name, ""), common, getattr(instance, name)
 
 
-def _entry(flag: str, text: str, width: int) -> Iterator[str]:
-    """Yield the lines of a flag: its name, and the text next to it or below it."""
-    indent = " " * _COLUMN
-    wrapped = textwrap.wrap(text, width - _COLUMN, break_on_hyphens=False, break_long_words=False)
-    if len(flag) > _COLUMN - 2:
-        yield flag
-    else:
-        first, *wrapped = wrapped or [""]
-        yield f"{flag:<{_COLUMN}}{first}".rstrip()
-    yield from (indent + line for line in wrapped)
-
-
-def _kind(hint: Any) -> tuple[Any, str | None]:
-    """Return the type that a flag takes, without None, and the metavar for tyro."""
-    metavar = None
-    if get_origin(hint) is Annotated:
-        hint, *extras = get_args(hint)
-        metavar = next((e.metavar for e in extras if getattr(e, "metavar", None)), None)
-    if get_origin(hint) in (types.UnionType, typing.Union):
-        given = [kind for kind in get_args(hint) if kind is not type(None)]
-        if len(given) == 1:
-            return given[0], metavar
-    return hint, metavar
-
-
-def kind_of(hint: Any) -> Any:
-    """Return the type that a flag takes, without None."""
-    return _kind(hint)[0]
+def typed_fields(form: type) -> Iterator[tuple[Field[Any], Any, list[Any]]]:
+    """Yield the fields of a dataclass: the field, its type without None, what is annotated."""
+    hints = typing.get_type_hints(form, include_extras=True)
+    for field in fields(form):
+        kind, extras = hints[field.name], []
+        if get_origin(kind) is Annotated:
+            kind, *extras = get_args(kind)
+        if get_origin(kind) in (types.UnionType, typing.Union):
+            given = [one for one in get_args(kind) if one is not type(None)]
+            kind = given[0] if len(given) == 1 else kind
+        yield field, kind, extras
 
 
 def _word(kind: Any) -> str:

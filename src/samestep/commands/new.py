@@ -1,6 +1,7 @@
 """`samestep new`: write a recipe file, or a script, that trains as it is."""
 
 import importlib.util
+import itertools
 import keyword
 import re
 import shlex
@@ -46,11 +47,9 @@ def main(arguments: list[str]) -> int:
     for flag in (word for word in arguments if word.startswith("-")):
         raise UserError(f"samestep new has no flag {flag}. Type: samestep new KIND NAME.py")
     kind, *names = arguments
+    if kind not in KINDS and names and names[0] in KINDS:
+        raise UserError(f"The kind comes first. Type: samestep new {names[0]} {shlex.quote(kind)}")
     if kind not in KINDS:
-        if names and names[0] in KINDS:
-            raise UserError(
-                f"The kind comes first. Type: samestep new {names[0]} {shlex.quote(kind)}"
-            )
         raise UserError(
             f"There is no kind {kind!r}. {did_you_mean(kind, KINDS)}The kinds are: "
             f"{', '.join(KINDS)}."
@@ -66,7 +65,16 @@ def main(arguments: list[str]) -> int:
     path = Path(names[0])
     _check_name(kind, path)
     _write(kind, path)
-    sys.stdout.write("\n".join(_what_next(kind, path)) + "\n")
+    name = shlex.quote(names[0])
+    commands = (f"samestep train {name}", f"samestep verify {name}")
+    if kind == "own-loop":
+        commands = (f"python {name}", f"torchrun --nproc_per_node=2 {name}")
+    missing = kind == "graph" and importlib.util.find_spec("torch_geometric") is None
+    first = "first   pip install 'samestep[graphs]'\n" if missing else ""
+    sys.stdout.write(
+        f"wrote   {path}\n{first}next    {commands[0]}\n        {commands[1]}\n"
+        "then    your own data: see `your data here` in it\n"
+    )
     return 0
 
 
@@ -125,9 +133,11 @@ def _write(kind: str, path: Path) -> None:
         with path.open("x", encoding="utf-8") as file:  # an existing file stays
             file.write(text)
     except FileExistsError as error:
+        stems = (f"{path.stem}_{number}" for number in itertools.count(2))
+        free = next(stem for stem in stems if not path.with_stem(stem).exists())
         raise UserError(
             f"{path} already exists and was not changed. Move it, or choose another name. "
-            f"{_better(kind, path, _free(path))}"
+            f"{_better(kind, path, free)}"
         ) from error
     except FileNotFoundError as error:
         folder = shlex.quote(str(path.parent))
@@ -138,24 +148,3 @@ def _write(kind: str, path: Path) -> None:
         raise UserError(
             f"{path} cannot be written: {error.strerror}. Choose another folder."
         ) from error
-
-
-def _free(path: Path) -> str:
-    """Return a similar name, without `.py`, that is free in its folder."""
-    number = 2
-    while path.with_stem(f"{path.stem}_{number}").exists():
-        number += 1
-    return f"{path.stem}_{number}"
-
-
-def _what_next(kind: str, path: Path) -> list[str]:
-    """Return the lines that say what was written and what to type next."""
-    name = shlex.quote(str(path))
-    commands = [f"samestep train {name}", f"samestep verify {name}"]
-    if kind == "own-loop":
-        commands = [f"python {name}", f"torchrun --nproc_per_node=2 {name}"]
-    first, second = commands
-    lines = [f"wrote   {path}", f"next    {first}", f"        {second}"]
-    if kind == "graph" and importlib.util.find_spec("torch_geometric") is None:
-        lines.insert(1, "first   pip install 'samestep[graphs]'")
-    return [*lines, "then    your own data: see `your data here` in it"]

@@ -77,11 +77,24 @@ optimizer; nothing in it has to change. `samestep profile TARGET --help` shows a
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileFlags(Extent):
-    """Flags of `profile` for a recipe, in addition to the settings."""
+class _Profile(Extent):
+    """Flags of `profile` for a recipe and for a script."""
 
     nproc: Nproc = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
+    json: Switch = False
+    """Print one JSON object instead of the tables; what a script prints goes to standard error."""
+
+    def __post_init__(self) -> None:
+        check_positive(epoch=self.epoch, seconds=self.seconds, steps=self.steps)
+        if self.steps == 1:
+            raise UserError("--steps is 1; it must be 2 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileFlags(_Profile):
+    """Flags of `profile` for a recipe, in addition to the settings."""
+
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
     workers: str | None = None
@@ -92,22 +105,16 @@ class ProfileFlags(Extent):
     apply: Switch = False
     """Write the results of --workers and --batch-sizes into the file of --config, or into a new
     RECIPE.toml."""
-    json: Switch = False
-    """Print one JSON object instead of the tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptCommand(Extent):
+class ScriptCommand(_Profile):
     """Profile a script. What follows `--` is the script's own."""
 
-    nproc: Nproc = 1
-    """Ranks to start on this machine; auto: one per GPU, else one per core."""
     out: Path | None = None
     """Directory for the traces; by default a new one in runs/."""
     oversubscribe: Switch = False
     """Allow more than 4 ranks per core."""
-    json: Switch = False
-    """Print one JSON object; what the script prints goes to standard error."""
 
 
 def main(arguments: list[str]) -> int:
@@ -163,28 +170,21 @@ def _target_first(arguments: list[str]) -> list[str]:
     return [*target, *arguments[:place], *arguments[place + words :]]
 
 
-def _check_extent(extent: Extent) -> None:
-    check_positive(epoch=extent.epoch, seconds=extent.seconds, steps=extent.steps)
-    if extent.steps == 1:
-        raise UserError("--steps is 1; it must be 2 or more.")
-
-
 def _recipe(arguments: list[str], log: RankLog) -> int:
     from samestep.commands.target import parse_target  # noqa: PLC0415 - imports torch
 
     about = "Profile {}: where the time of its steps goes."
     command, request = parse_target("profile", about, ProfileFlags, arguments, *_EXAMPLES)
-    _check_extent(command)
     workers = numbers("workers", command.workers, least=0)
     batch_sizes = numbers("batch-sizes", command.batch_sizes)
     if command.apply and not (workers or batch_sizes):
         raise UserError(
             "--apply writes the results of --workers or --batch-sizes: give one of them."
         )
+    from samestep.profiling.sweep import apply_settings, file_to_apply  # noqa: PLC0415
+
     place = None
     if command.apply:
-        from samestep.profiling.sweep import file_to_apply  # noqa: PLC0415
-
         place = file_to_apply(command.config, request.recipe.name)
     run_dir = request.settings.run_dir
     if run_dir is not None and is_run(Path(run_dir)):
@@ -216,23 +216,16 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     if found.measured.stopped:
         code = _STOPPED
     if world.is_main and place is not None and code is None:
-        code = _apply(place, found, request.source)
+        values = {one.setting: one.best for one in found.sweeps if one.sure}
+        if values:
+            apply_settings(place, values, request.source)
+            shown = ", ".join(f"{key} = {n}" for key, n in values.items())
+            sys.stderr.write(f"{place}: {shown}\n")
+        if unsure := ", ".join(one.setting for one in found.sweeps if not one.sure):
+            sys.stderr.write(f"{place}: {unsure} not written: the measurements differ too much.\n")
+            code = 1
     leave(world)
     return code or 0
-
-
-def _apply(path: Path, found: "Profile", source: str) -> int:
-    from samestep.profiling.sweep import apply_settings  # noqa: PLC0415
-
-    values = {one.setting: one.best for one in found.sweeps if one.sure}
-    unsure = [one.setting for one in found.sweeps if not one.sure]
-    if values:
-        apply_settings(path, values, source)
-        sys.stderr.write(f"{path}: {', '.join(f'{key} = {n}' for key, n in values.items())}\n")
-    if unsure:
-        names = ", ".join(unsure)
-        sys.stderr.write(f"{path}: {names} not written: the measurements differ too much.\n")
-    return 1 if unsure else 0
 
 
 def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
@@ -246,7 +239,6 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
                 "arguments after `--`, and profile it once per value."
             )
     command = parse_flags(ScriptCommand, f"profile {script}", flags[:cut], *_EXAMPLES)
-    _check_extent(command)
     if module and not _importable(name):
         raise UserError(
             f"There is no module {name}, seen from {Path.cwd()}. Name it as for python -m, with "

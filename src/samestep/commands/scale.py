@@ -96,17 +96,17 @@ def _scale(arguments: list[str]) -> int:
         # Cores busy with other work: this process only waits.
         busy = psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1)
         study, found = run_study(
-            study, folder, rounds=command.rounds, seconds=command.seconds, launch=launch, tell=_tell
+            study,
+            folder,
+            rounds=command.rounds,
+            seconds=command.seconds,
+            launch=launch,
+            tell=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201
         )
     report = analyse(request.recipe.name, study, found, modes, command.seconds, busy)
     text = report.as_json() if command.json else "\n".join(report_lines(report))
     sys.stdout.write(text + "\n")
     return 0
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def _rank(arguments: list[str]) -> int:
@@ -123,12 +123,12 @@ def _rank(arguments: list[str]) -> int:
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     join(world, settings.timeout_s)
     started_at = float(os.environ.get(STARTED_AT, time.time()))
-    signum = 0
     with catch_signals() as received:
-        for sizes in task.setups:
-            signum = measure(request, world, received, sizes, task.seconds, started_at)
-            if signum:
-                break
+        setups = (
+            measure(request, world, received, sizes, task.seconds, started_at)
+            for sizes in task.setups
+        )
+        signum = next(filter(None, setups), 0)
     leave(world)
     return 128 + signum if signum else 0
 

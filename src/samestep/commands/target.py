@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import tyro
 from tyro.conf import Suppress
@@ -40,7 +40,15 @@ def parse_target(
     names the settings that the verb itself decides.
     """
     if not arguments or arguments[0] in HELP:
-        _show_general(verb, about, kind, arguments, lines, settings(), no_effect)
+        text = (
+            f"{about.format('TARGET')} TARGET is a recipe ({', '.join(RECIPES)}), a recipe file "
+            "(my_recipe.py), or the directory of a run. "
+            f"`samestep {verb} TARGET --help` shows its own defaults and options."
+        )
+        whole, forms = HELP_ALL in arguments, {verb: kind(), "settings": settings()}
+        shown = help_text(f"{verb} TARGET", text, forms, no_effect, whole=whole)
+        sys.stdout.write(f"{shown}\n{example_text(*lines)}")
+        raise AlreadyTold(0 if arguments else 2)
     from samestep.session.request import draft, finish, own_recipe  # noqa: PLC0415 - it imports torch
 
     target, *flags = own_flags(arguments)
@@ -72,11 +80,23 @@ def parse_target(
         if asks_help:
             titles = {verb: kind(), f"options of {target}": parts["recipe"], "settings": below}
             groups = {title: part for title, part in titles.items() if part is not None}
-            whole = HELP_ALL in flags
-            sys.stdout.write(help_text(f"{verb} {target}", about, groups, no_effect, whole=whole))
+            text = help_text(f"{verb} {target}", about, groups, no_effect, whole=HELP_ALL in flags)
+            sys.stdout.write(text)
             sys.stdout.flush()  # the reader may have left, as `head` does
             raise SystemExit(0)
-        parsed = _parse(f"{verb} {target}", about, flags, parts)
+        parts = {key: part for key, part in parts.items() if part is not None}
+        known = {field.name for part in parts.values() for field in dataclasses.fields(part)}
+        _check_names(verb, target, given, known, no_effect)
+        types = [(key, type(part)) for key, part in parts.items()]
+        form = dataclasses.make_dataclass("Form", types, frozen=True)
+        parsed = tyro.cli(
+            form,
+            prog=f"samestep {verb} {target}",
+            description=about,
+            args=flags,
+            default=form(**parts),
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
         if options is not None:
             found = parsed.recipe
             names = [field.name for field in dataclasses.fields(options)]
@@ -89,13 +109,25 @@ def parse_target(
             resume=getattr(parsed.command, "resume", False),
             allow_change=getattr(parsed.command, "allow_change", None),
         )
+    return parsed.command, request
+
+
+def _check_names(
+    verb: str, target: str, given: set[str], known: set[str], no_effect: Collection[str]
+) -> None:
+    """Refuse flags that other tools have for a known one, and settings that the verb decides."""
+    for name in sorted(given - known):
+        if meant := known_elsewhere(name, known):
+            raise UserError(
+                f"--{flag_name(name)} is no flag of samestep {verb} {target}: it is called "
+                f"--{flag_name(meant)} here."
+            )
     for name in sorted(given & set(no_effect)):
         raise UserError(
             f"--{flag_name(name)} has no effect on `samestep {verb}`, which chooses its own steps. "
             "Leave it out.",
             flags=[name],
         )
-    return parsed.command, request
 
 
 def _options_form(kind: type, options: Any) -> Any:
@@ -128,50 +160,6 @@ def _options_form(kind: type, options: Any) -> Any:
         namespace={} if checks is None else {"__post_init__": telling_options(shown)(checks)},
     )
     return form(**{f.name: getattr(options, f.name) for f in dataclasses.fields(options)})
-
-
-def _parse(command: str, about: str, flags: list[str], parts: dict[str, Any]) -> Any:
-    """Return the parts, one of which may be None, with these flags."""
-    parts = {key: part for key, part in parts.items() if part is not None}
-    types = [(key, type(part)) for key, part in parts.items()]
-    form = dataclasses.make_dataclass("Form", types, frozen=True)
-    known = {field.name for part in parts.values() for field in dataclasses.fields(part)}
-    for name in sorted(names_given(flags) - known):
-        if meant := known_elsewhere(name, known):
-            raise UserError(
-                f"--{flag_name(name)} is no flag of samestep {command}: it is called "
-                f"--{flag_name(meant)} here."
-            )
-    return tyro.cli(
-        form,
-        prog=f"samestep {command}",
-        description=about,
-        args=flags,
-        default=form(**parts),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-
-
-def _show_general(
-    verb: str,
-    about: str,
-    kind: type,
-    arguments: list[str],
-    lines: tuple[str, ...],
-    settings: Settings,
-    no_effect: Collection[str],
-) -> NoReturn:
-    """Print a verb's help without a target."""
-    text = (
-        f"{about.format('TARGET')} TARGET is a recipe ({', '.join(RECIPES)}), a recipe file "
-        "(my_recipe.py), or the directory of a run. "
-        f"`samestep {verb} TARGET --help` shows its own defaults and options."
-    )
-    parts = {verb: kind(), "settings": settings}
-    whole = HELP_ALL in arguments
-    shown = help_text(f"{verb} TARGET", text, parts, no_effect, whole=whole)
-    sys.stdout.write(f"{shown}\n{example_text(*lines)}")
-    raise AlreadyTold(0 if arguments else 2)
 
 
 def value_of(name: str, flags: list[str]) -> str | None:

@@ -43,23 +43,19 @@ class TrackFlags:
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     command = parse_flags(TrackFlags, "track", arguments, *_EXAMPLES)
-    given = {
-        "track": command.to,
-        "track_project": command.project,
-        "track_name": command.name,
-        "track_workspace": command.workspace,
-        "track_tags": command.tags,
-        "track_checkpoints": command.checkpoints or None,
-        "track_timeout": command.timeout,
+    given = vars(command) | {"checkpoints": command.checkpoints or None}
+    # `offline` counts even if it is off: the training may have been offline.
+    overrides = {
+        "track" if name == "to" else f"track_{name}": value
+        for name, value in given.items()
+        if name != "run" and value is not None
     }
-    overrides = {key: value for key, value in given.items() if value is not None}
     console = Console(highlight=False)
 
     def say(text: str) -> None:
         console.print(f"[yellow]note[/]    {escape(text)}", soft_wrap=True)
 
-    # The training may have been offline; this command has its own flag.
-    sent = send_run(command.run, {**overrides, "track_offline": command.offline}, say)
+    sent = send_run(command.run, overrides, say)
     for one in sent:
         if one.failed is not None:
             sys.stdout.flush()

@@ -138,7 +138,7 @@ def _rank(path: Path, arguments: list[str]) -> int:
 
     output = watch_output(folder)
     if arguments[0] == CALL_FILE:  # by a caller in Python
-        request = request_of(receive(Path(arguments[1])).call)
+        request = request_of(receive(Path(arguments[1])))
     else:
         _, request = parse(arguments)
     settings = request.settings
