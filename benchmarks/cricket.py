@@ -25,6 +25,7 @@ from torch_geometric.loader import DataLoader
 
 from samestep.commands.train import parse
 from samestep.data.batches import open_source
+from samestep.data.trees import tree_leaves
 from samestep.ranks.world import World
 from samestep.recipe import Splits
 from samestep.recipes.cricket.cache import open_corpus
@@ -50,13 +51,15 @@ def read(data_dir: str) -> dict[str, Any]:
             open_corpus(Path(data_dir), folder=Path(folder), shown=False)
             again = time.perf_counter() - start
     balls = kept.corpus.num_balls
+    tables = (kept.corpus.balls, kept.corpus.innings, kept.corpus.matches)
+    columns = sum(column.nbytes for table in tables for column in table.values())
     return {
         "balls": balls,
         "matches": len(kept.corpus.matches["date"]),
         "balls_per_s": [balls / each for each in seconds],
         "balls_per_core_s": [balls / each for each in cores],
         "cache_bytes_per_ball": size / balls,
-        "columns_bytes_per_ball": kept.corpus.num_bytes() / balls,
+        "columns_bytes_per_ball": columns / balls,
         "again_s": again,
     }
 
@@ -103,10 +106,12 @@ def loader(data_dir: str) -> dict[str, Any]:
     balls = some_balls(request_for(data_dir))
     start = time.perf_counter()
     each = [one_graph(balls.source, int(row)) for row in balls.rows]
+    tables = balls.source.tables
+    leaves = tree_leaves(vars(tables))
     found: dict[str, Any] = {
         "built_per_s": len(each) / (time.perf_counter() - start),
         "peer_bytes_per_ball": statistics.mean(bytes_of(graph) for graph in each),
-        "tables_bytes_per_ball": balls.source.tables.num_bytes() / len(balls.source.tables.target),
+        "tables_bytes_per_ball": sum(leaf.nbytes for leaf in leaves) / len(tables.target),
     }
     for workers in (0, 2):
         peer = DataLoader(

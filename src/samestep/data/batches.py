@@ -14,47 +14,35 @@ from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, defined_at, made_by
 from samestep.ranks.world import World
-from samestep.recipe import Augment, Collate, InMemory, Recipe, Transform
+from samestep.recipe import InMemory, Recipe
 from samestep.recipe_checks import shown
 from samestep.settings import Settings
 
 
 def open_source(
-    data: InMemory | Dataset[Any],
-    world: World,
-    *,
-    seed: int,
-    dtype: torch.dtype | None,
-    num_workers: int,
-    transform: Transform | None = None,
-    augment: Augment | None = None,
-    collate: Collate | None = None,
-    whole: bool = False,
-    shuffle_buffer: int = 0,
-    lap: Lap = untimed,
-    split: str = "",
+    data: InMemory | Dataset[Any], world: World, *, num_workers: int, **how: Any
 ) -> Source:
     """Return the source that suits a data set: memory for tensors, a stream, else a DataLoader.
 
-    `num_workers` processes read a data set; for the other arguments see `ReadOptions`.
+    `num_workers` processes read a data set; the other arguments are those of `ReadOptions`.
     """
-    reading = ReadOptions(
-        world=world,
-        seed=seed,
-        dtype=dtype,
-        transform=transform,
-        augment=augment,
-        collate=collate,
-        whole=whole,
-        shuffle_buffer=shuffle_buffer,
-        lap=lap,
-        split=split,
-    )
+    reading = ReadOptions(world=world, **how)
     # A subclass may read its samples in a way of its own.
     if type(data) is TensorDataset and len(data.tensors) == 2:
         data = (data.tensors[0], data.tensors[1])
     if isinstance(data, tuple):
-        _check_pair(data, reading)
+        if [isinstance(part, Tensor) for part in data] != [True, True]:
+            kinds = ", ".join(type(part).__name__ for part in data)
+            raise UserError(
+                f"{reading.data} is a tuple of {len(data)} ({kinds}); it must be (inputs, targets),"
+                " both tensors. torch.from_numpy makes one of a NumPy array."
+            )
+        if reading.collate is not None:
+            raise UserError(
+                f"The recipe's collate{defined_at(reading.collate)} has nothing to do: its data is "
+                "a pair of tensors, which are cut into batches. Leave collate out, or give a "
+                "Dataset."
+            )
         return MemorySource(data, reading)
     if is_stream(data):
         return StreamSource(data, reading, num_workers)
@@ -66,20 +54,6 @@ def open_source(
         "a map-style Dataset with __len__ and __getitem__, or an IterableDataset. Of a DataLoader "
         "give its dataset, and its collate_fn as the recipe's collate."
     )
-
-
-def _check_pair(data: tuple[Any, ...], reading: ReadOptions) -> None:
-    if [isinstance(part, Tensor) for part in data] != [True, True]:
-        kinds = ", ".join(type(part).__name__ for part in data)
-        raise UserError(
-            f"{reading.data} is a tuple of {len(data)} ({kinds}); it must be (inputs, targets), "
-            "both tensors. torch.from_numpy makes one of a NumPy array."
-        )
-    if reading.collate is not None:
-        raise UserError(
-            f"The recipe's collate{defined_at(reading.collate)} has nothing to do: its data is a "
-            "pair of tensors, which are cut into batches. Leave collate out, or give a Dataset."
-        )
 
 
 def open_split(

@@ -96,9 +96,8 @@ def cut_rows(
 ) -> list[tuple[int, int, int]]:
     """Cut a rank's rows of a step into micro-steps of at most `batch_size` rows.
 
-    Returns:
-        First row, rows, and rows that count, of each. With `together`, every rank has equally many:
-        where one has no rows left, a row that does not count stands in.
+    Each is (first row, rows, rows that count). With `together`, every rank has equally many: where
+    one has no rows left, a row that does not count stands in.
     """
     if not together:
         starts = range(0, rows, batch_size)

@@ -24,14 +24,19 @@ class Collating:
         dataset: where they come from, for messages.
         collate: the recipe's own function, or None for PyTorch's.
         whole: whether a batch stays one thing; else it is a pair of inputs and targets.
+        packed: whether a worker packs what the recipe's function made, to send it. PyTorch's own
+            collate writes into shared memory itself.
     """
 
-    def __init__(self, dataset: object, collate: Collate | None, *, whole: bool) -> None:
+    def __init__(
+        self, dataset: object, collate: Collate | None, *, whole: bool, packed: bool = False
+    ) -> None:
         self._dataset, self._collate, self._whole = dataset, collate, whole
+        self._packed = packed and collate is not None
         self._packs = False
         """Whether samples are known to be more or less than a row each: they cannot be counted."""
 
-    def __call__(self, samples: list[Any]) -> tuple[Any, Any]:
+    def __call__(self, samples: list[Any]) -> Any:
         """Return inputs and targets of a batch; of a whole batch that, and None."""
         if self._collate is None:
             return self._by_default(samples)
@@ -45,7 +50,7 @@ class Collating:
                 f"The recipe's collate{defined_at(self._collate)} returned {describe(batch)}: "
                 "there is no tensor in it."
             )
-        return pair
+        return Packed(pair) if self._packed and get_worker_info() is not None else pair
 
     def _by_recipe(self, collate: Collate, samples: list[Any]) -> Any:
         try:
@@ -141,18 +146,6 @@ def _no_pair(dataset: object, found: Any, collate: Callable[..., Any] | None = N
 
 _ALIGNED = 64
 """Bytes: each tensor begins at a multiple of this, as PyTorch's own do on the CPU."""
-
-
-class Packing:
-    """Collate, and pack the batch where a worker sends it to another process."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch, packed in a worker."""
-        batch = self._collate(samples)
-        return batch if get_worker_info() is None else Packed(batch)
 
 
 def unpacked(batch: Any) -> Any:

@@ -49,17 +49,18 @@ def download(
     A second program that downloads into the same folder waits for the first one, where the file
     system can lock a folder; on one that cannot (NFS), let one program download at a time.
 
-    Args:
-        name: A name of the catalog.
-        folder: Where the files go; it is made if it does not exist.
-        mirrors: Base addresses to use in place of the catalog's, tried in this order.
-        timeout_s: How long a mirror may stay silent before it is given up.
-
-    Returns:
-        The paths of all files, in the catalog's order.
+    `mirrors` are base addresses to use in place of the catalog's, tried in this order; one that
+    stays silent for `timeout_s` is given up. The paths of all files come in the catalog's order.
     """
     dataset = find_dataset(name)
-    bases = [_base_address(each) for each in mirrors or dataset.mirrors]
+    bases = []
+    for mirror in mirrors or dataset.mirrors:
+        if not re.match(r"https?://[^/]", mirror):
+            raise UserError(
+                f"The mirror {mirror!r} is not a web address.\n"
+                "Write the address of the folder that holds the files: https://host/folder/"
+            )
+        bases.append(mirror if mirror.endswith("/") else f"{mirror}/")
     paths = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,15 +102,6 @@ def _fetch(dataset: RemoteDataset, transfer: "Transfer", bases: Sequence[str]) -
         f"Or fetch the file by hand, for example from {by_hand}, and put it into {folder}\n"
         f"Or name a mirror of yours, the address of a folder with the files: {own_mirror}"
     )
-
-
-def _base_address(mirror: str) -> str:
-    if not re.match(r"https?://[^/]", mirror):
-        raise UserError(
-            f"The mirror {mirror!r} is not a web address.\n"
-            "Write the address of the folder that holds the files: https://host/folder/"
-        )
-    return mirror if mirror.endswith("/") else f"{mirror}/"
 
 
 @contextlib.contextmanager
@@ -164,35 +156,26 @@ class _CutOffError(Exception):
 @contextlib.contextmanager
 def _bar(name: str, done: int, total: int) -> Iterator[Callable[[int], object]]:
     """Draw the progress of a transfer if the error stream is a terminal."""
-    columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    speed = (TransferSpeedColumn(), TimeRemainingColumn(compact=True))
     console = Console(stderr=True)
-    text = TextColumn("{task.description}")
-    with Progress(
-        text, BarColumn(), *columns, console=console, disable=not console.is_terminal
-    ) as bar:
+    with Progress(*columns, *speed, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(name, completed=done, total=total)
         yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Transfer:
-    """One file on its way from a mirror into a folder."""
+    """One file on its way from a mirror into a folder, where its bytes gather in a `.part` file."""
 
     file: RemoteFile
     folder: Path
-    """Where it goes; its bytes gather there in a `.part` file."""
     timeout_s: float
     """How long the server may stay silent."""
 
-    @property
-    def part(self) -> Path:
-        """Where the bytes gather."""
-        return self.folder / f"{self.file.name}.part"
-
-    @property
-    def path(self) -> Path:
-        """Where the file is once its bytes are verified."""
-        return self.folder / self.file.name
+    def __post_init__(self) -> None:
+        self.path = self.folder / self.file.name
+        self.part = self.folder / f"{self.file.name}.part"
 
     def is_done(self) -> bool:
         """Whether the file is there with the right bytes."""

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from samestep.data.blocks import Block, Read
-from samestep.data.collating import Collating, Packing, as_pair, name_of, unpacked
+from samestep.data.collating import Collating, as_pair, name_of, unpacked
 from samestep.data.keyed_random import mix
 from samestep.data.prefetch import on_device
 from samestep.data.source import OrderedSource, ReadOptions
@@ -36,15 +36,12 @@ class LoaderSource(OrderedSource):
         self._plan, self._name = _Plan(), name_of(dataset)
         self._collates = reading.collate is not None
         reads_batches = hasattr(dataset, "read_batch")
-        collating = Collating(dataset, reading.collate, whole=reading.whole)
-        # PyTorch's own collate writes into shared memory itself.
-        collate = Packing(collating) if self._collates else collating
+        collate: Any = Collating(dataset, reading.collate, whole=reading.whole, packed=True)
+        if reads_batches and not self._collates:  # it returns a batch, not samples
+            collate = partial(as_pair, dataset)
         self._loader = DataLoader(
             _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
-            # What is collated by the recipe are the samples that were read.
-            collate_fn=partial(as_pair, dataset)
-            if reads_batches and not self._collates
-            else collate,
+            collate_fn=collate,
             batch_sampler=self._plan,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -88,7 +85,7 @@ class LoaderSource(OrderedSource):
 
 
 class _Plan(list[list[tuple[int, int]]]):
-    """The batches that a DataLoader reads next: replaced before each pass, which reads a copy."""
+    """The batches that a DataLoader reads next: each pass reads a copy."""
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return iter(self[:])
@@ -155,9 +152,8 @@ def starting_workers() -> Iterator[None]:
 def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "") -> None:
     """Raise an error that names the cause if a worker of the loader has ended; else return.
 
-    Raises:
-        UserError: by an exit code, so the code that it ran has called for it.
-        RuntimeError: by a signal.
+    An exit code is the user's mistake: the code that the worker ran has called for it. A signal is
+    not.
     """
     workers = getattr(iterator, "_workers", ())
     for worker in workers if isinstance(error, OSError | EOFError) else ():

@@ -5,8 +5,8 @@ devices a batch is copied when it is asked for, and on the CPU there is nothing 
 """
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +34,8 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 def on_device(pairs: Iterable[Pair], device: torch.device, lap: Lap) -> Iterator[Pair]:
     """Yield batches on the device, in order; what fails is raised in place of its own batch.
 
-    Args:
-        pairs: the batches as the host reads them.
-        device: where they go.
-        lap: told when the host has read a batch ("data"), and when the device has it and can
-            compute ("to_device").
+    `lap` is told when the host has read a batch ("data"), and when the device has it and can
+    compute ("to_device").
     """
     copier = _copier(device)
     if copier is not None:
@@ -46,29 +43,19 @@ def on_device(pairs: Iterable[Pair], device: torch.device, lap: Lap) -> Iterator
         return
     for pair in pairs:
         lap("data")
-        inputs, targets = (map_leaves(lambda leaf: _place(leaf, device), tree) for tree in pair)
+        inputs, targets = (map_leaves(partial(_place, device), tree) for tree in pair)
         lap("to_device")
         yield inputs, targets
 
 
-def _place(leaf: Any, device: torch.device) -> Any:
+def _place(device: torch.device, leaf: Any) -> Any:
     """Return what is in a batch on a device, if it can be moved."""
     if hasattr(leaf, "pin_memory"):
         return send(leaf, device)
     return leaf.to(device) if hasattr(leaf, "to") else leaf
 
 
-class Copier(Protocol):
-    """Copies trees of tensors to a device while the device computes."""
-
-    def start(self, pair: Pair) -> Any:
-        """Begin to copy a batch; return what `wait` wants."""
-
-    def wait(self, started: Any) -> Pair:
-        """Make the device wait for the batch, not the host; return the batch."""
-
-
-def _one_ahead(pairs: Iterator[Pair], copier: Copier, lap: Lap) -> Iterator[Pair]:
+def _one_ahead(pairs: Iterator[Pair], copier: "SideStream", lap: Lap) -> Iterator[Pair]:
     """Read and begin to copy the next batch before each batch is yielded."""
     ready: Any = None
     while True:
@@ -108,7 +95,7 @@ class SideStream:
         """Begin to copy a batch; return the copies, and an event that says when they are whole."""
         self._begun.synchronize()  # returns at once before the first batch
         with torch.cuda.stream(self._stream):
-            inputs, targets = (map_leaves(self._send, tree) for tree in pair)
+            inputs, targets = (map_leaves(partial(_place, self._device), tree) for tree in pair)
             return (inputs, targets), self._stream.record_event()
 
     def wait(self, started: tuple[Pair, Any]) -> Pair:
@@ -123,16 +110,9 @@ class SideStream:
         self._begun.record(stream)
         return pair
 
-    def _send(self, leaf: Any) -> Any:
-        return _place(leaf, self._device)
-
 
 @lru_cache(maxsize=8)
-def _side_stream(device: torch.device) -> SideStream:
-    # One for all data sets: PyTorch keeps freed memory apart by stream.
-    return SideStream(device)
-
-
-def _copier(device: torch.device) -> Copier | None:
+def _copier(device: torch.device) -> SideStream | None:
     """Return the copier of a device that can copy and compute at once."""
-    return _side_stream(device) if device.type == "cuda" else None
+    # One for all data sets: PyTorch keeps freed memory apart by stream.
+    return SideStream(device) if device.type == "cuda" else None

@@ -1,7 +1,7 @@
 """Load the data of a recipe on all ranks: download once per node, and share the preparation."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,18 +11,6 @@ from samestep.recipe import Recipe, Splits
 SPLITS = ("train", "validation", "test")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """Data sets that are ready to be read, the same on every rank."""
-
-    splits: Mapping[str, Any]
-    """`train` and so on → its data set, or its inputs and targets in memory."""
-    notes: tuple[str, ...] = ()
-    """What the user should know, a sentence each."""
-    left_out: tuple[str, ...] = ()
-    """Samples that cannot be used, each with the reason."""
-
-
 @runtime_checkable
 class PreparedOnRanks(Protocol):
     """A data set whose preparation the ranks share before any of them reads a sample.
@@ -30,8 +18,11 @@ class PreparedOnRanks(Protocol):
     It leaves out samples that cannot be read, so the number of samples is known only afterwards.
     """
 
-    def prepare_on_ranks(self, splits: Mapping[str, Any], world: World) -> Prepared:
-        """Return what replaces some splits, this one among them; every rank calls it."""
+    def prepare_on_ranks(self, splits: Mapping[str, Any], world: World) -> dict[str, Any]:
+        """Return what replaces some splits, this one among them; every rank calls it.
+
+        Beside the splits by name: `notes` and `left_out`, to be added to those of `Splits`.
+        """
 
 
 def load_splits(
@@ -61,5 +52,5 @@ def load_splits(
     if not prepare or not parts:
         return splits
     done = next(iter(parts.values())).prepare_on_ranks(parts, world)
-    notes, left_out = splits.notes + done.notes, splits.left_out + done.left_out
-    return replace(splits, **done.splits, notes=notes, left_out=left_out)
+    told = {name: getattr(splits, name) + done[name] for name in ("notes", "left_out")}
+    return replace(splits, **{**done, **told})

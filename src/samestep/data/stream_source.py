@@ -247,7 +247,9 @@ class StreamSource(Source):
             if ends:
                 return
             marks = item[1].marks or marks
-            self._keep(route.epoch, step + 1, marks)
+            self._marks[route.epoch, step + 1] = marks
+            while len(self._marks) > _KEPT:
+                del self._marks[next(iter(self._marks))]
             if lacks:
                 stand_in = self._given(stand_in, sizes)
             held = self._block(stand_in, bool(item[0]), size, step, step * route.global_batch)
@@ -257,12 +259,8 @@ class StreamSource(Source):
     ) -> tuple[list[int], bool, str]:
         """Agree on a global batch: the samples of each rank, and what is wrong on any of them.
 
-        Args:
-            facts: about this rank's part.
-            step: for messages.
-            whole: whether every rank reads all of the stream.
-            lacks: whether this rank has nothing that can stand in for an empty part; also what is
-                returned is whether any lacks it.
+        `whole`: whether every rank reads all of the stream. `lacks`: whether this rank has nothing
+        that can stand in for an empty part; returned is whether any lacks it.
         """
         world = self._world
         table = torch.zeros(world.world_size, 4, dtype=torch.int64)
@@ -315,12 +313,6 @@ class StreamSource(Source):
         ]
         return Block(step, 1, places, None, len(facts.slots), weight, size), parts
 
-    def _keep(self, epoch: int, step: int, marks: dict[int, Mark]) -> None:
-        """Keep where to start after a step, until others have been trained that came later."""
-        self._marks[epoch, step] = marks
-        while len(self._marks) > _KEPT:
-            del self._marks[next(iter(self._marks))]
-
     def _read(self, unread: Iterator[Block], epoch: int) -> Read:  # noqa: ARG002
         blocks, again = tee(unread)
         pairs = (block.targets for block in again)
@@ -337,9 +329,8 @@ class StreamSource(Source):
         items = self._items(route)
         try:
             numbered, again = tee(_sound(items))
-            for (number, _, facts), pair in zip(
-                numbered, self._sent(pairs[0] for _, pairs, _ in again), strict=True
-            ):
+            pairs = self._sent(pairs[0] for _, pairs, _ in again)
+            for (number, _, facts), pair in zip(numbered, pairs, strict=True):
                 rows, first = len(facts.slots), number * route.global_batch + facts.slots[0]
                 yield Batch(*self._finish(*pair, rows), rows, first)
         finally:
@@ -364,6 +355,10 @@ class StreamSource(Source):
         return next(filter(None, found), [])
 
 
+def _as_it_is(item: Item) -> Item:
+    return item
+
+
 def _sound(items: Iterator[Item]) -> Iterator[tuple[int, list[Pair], BatchFacts]]:
     """Number the batches of a rank, and yield those that are not empty."""
     for number, (pairs, facts) in enumerate(items):
@@ -371,10 +366,6 @@ def _sound(items: Iterator[Item]) -> Iterator[tuple[int, list[Pair], BatchFacts]
             raise UserError(facts.failed)
         if pairs:
             yield number, pairs, facts
-
-
-def _as_it_is(item: Item) -> Item:
-    return item
 
 
 def _end(iterators: list[Any]) -> None:

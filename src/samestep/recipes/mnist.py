@@ -64,11 +64,9 @@ def find_idx(folder: Path, stem: str) -> Path:
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes; gzip is recognised by content, not by name.
+    """Read one IDX file of unsigned bytes, gzipped or not: (samples, rows, columns) or (samples,).
 
-    Returns:
-        An array of the shape that the header gives: `(sample, row, column)` for images,
-        `(sample,)` for labels. It is writable, as `torch.from_numpy` wants it.
+    The array is writable, as `torch.from_numpy` wants it.
     """
     try:
         data = path.read_bytes()
@@ -117,11 +115,7 @@ def _values(data: bytes) -> npt.NDArray[np.uint8]:
 def read_images_and_labels(
     folder: Path, split: Literal["train", "test"]
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Read the images and the labels of one split of an MNIST-like data set.
-
-    Returns:
-        The images `(sample, row, column)` and the labels `(sample,)`.
-    """
+    """Read one split of an MNIST-like data set: images (samples, rows, columns) and labels."""
     # MNIST names its test files after their ten thousand images.
     prefix = {"train": "train", "test": "t10k"}[split]
     images_path = find_idx(folder, f"{prefix}-images-idx3-ubyte")
@@ -180,33 +174,25 @@ class MnistOptions:
         check_flags(self, ["validation_fraction"], lambda value: 0 < value < 1, within)
 
 
-def _simple() -> nn.Module:
-    layers: OrderedDict[str, nn.Module] = OrderedDict(
-        flatten=nn.Flatten(), fc1=nn.Linear(784, 128), relu=nn.ReLU(), fc2=nn.Linear(128, 10)
-    )
-    return nn.Sequential(layers)
-
-
-def _convnet() -> nn.Module:
-    layers: OrderedDict[str, nn.Module] = OrderedDict(
-        conv1=nn.Conv2d(1, 32, 3),
-        relu1=nn.ReLU(),
-        conv2=nn.Conv2d(32, 64, 3),
-        relu2=nn.ReLU(),
-        pool=nn.MaxPool2d(2),
-        dropout1=nn.Dropout(0.25),
-        flatten=nn.Flatten(),
-        fc1=nn.Linear(9216, 128),
-        relu3=nn.ReLU(),
-        dropout2=nn.Dropout(0.5),
-        fc2=nn.Linear(128, 10),
-    )
-    return nn.Sequential(layers)
-
-
 def model(options: MnistOptions) -> nn.Module:
     """Return the model that was asked for."""
-    return _simple() if options.model == "simple" else _convnet()
+    layers: dict[str, nn.Module]
+    if options.model == "simple":
+        layers = {"flatten": nn.Flatten(), "fc1": nn.Linear(784, 128), "relu": nn.ReLU()}
+    else:
+        layers = {
+            "conv1": nn.Conv2d(1, 32, 3),
+            "relu1": nn.ReLU(),
+            "conv2": nn.Conv2d(32, 64, 3),
+            "relu2": nn.ReLU(),
+            "pool": nn.MaxPool2d(2),
+            "dropout1": nn.Dropout(0.25),
+            "flatten": nn.Flatten(),
+            "fc1": nn.Linear(9216, 128),
+            "relu3": nn.ReLU(),
+            "dropout2": nn.Dropout(0.5),
+        }
+    return nn.Sequential(OrderedDict(layers, fc2=nn.Linear(128, 10)))
 
 
 def data(options: MnistOptions) -> Splits:
@@ -250,6 +236,8 @@ def read(_options: MnistOptions, file: Path) -> Tensor:
     return 255 - image if border.float().mean() > 127.5 else image
 
 
+_USUAL = {"epochs": 5, "batch_size": 64, "eval_batch_size": 256, "optimizer": "adam", "lr": 1e-3}
+
 recipe = Recipe(
     model=model,
     data=data,
@@ -257,11 +245,5 @@ recipe = Recipe(
     options=MnistOptions,
     transform=normalise,
     accepts=("dropout",),
-    settings={
-        "epochs": 5,
-        "batch_size": 64,
-        "eval_batch_size": 256,
-        "optimizer": "adam",
-        "lr": 1e-3,
-    },
+    settings=_USUAL,
 )

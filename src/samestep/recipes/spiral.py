@@ -145,6 +145,8 @@ def _is_number(text: str) -> bool:
         return False
 
 
+_USUAL = {"epochs": 30, "batch_size": 32, "eval_batch_size": 256, "optimizer": "adam", "lr": 1e-3}
+
 recipe = Recipe(
     model=model,
     data=data,
@@ -152,11 +154,5 @@ recipe = Recipe(
     read=read,
     pictures={"boundary": boundary},
     accepts=("dropout",),
-    settings={
-        "epochs": 30,
-        "batch_size": 32,
-        "eval_batch_size": 256,
-        "optimizer": "adam",
-        "lr": 1e-3,
-    },
+    settings=_USUAL,
 )

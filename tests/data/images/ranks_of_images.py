@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ def ready(root: Path, world: World, *, cache: str, side: int = 20, max_corrupt: 
         for name, part in found.items()
         if part
     }
-    return files["train"].prepare_on_ranks(files, world)
+    done = files["train"].prepare_on_ranks(files, world)
+    return SimpleNamespace(splits=done, notes=done["notes"], left_out=done["left_out"])
 
 
 def batches(data, world: World, *, epochs=(0, 1), global_batch=5, num_workers=0):

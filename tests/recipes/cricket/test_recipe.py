@@ -10,8 +10,8 @@ import torch
 from samestep import UserError, read_records
 from samestep.cli import main
 from samestep.recipe import find_recipe
-from samestep.recipes.cricket.measures import runs_errors
 from samestep.recipes.cricket.recipe import CricketOptions
+from samestep.recipes.cricket.scores import runs_errors
 from samestep.recipes.cricket.synthetic import documents
 from samestep.session.trained_model import evaluate_run
 from tests.command_line import run, train_here

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from samestep.errors import UserError
-from samestep.recipes.cricket.baselines import baselines, errors
 from samestep.recipes.cricket.corpus import from_documents, merge
+from samestep.recipes.cricket.scores import baselines, errors
 from samestep.recipes.cricket.split import (
-    Dates,
     at_random,
     balls_of,
     boundaries,
@@ -44,7 +43,7 @@ def test_three_dates_are_one_for_each_and_fewer_are_refused():
 
 
 def test_later_matches_are_all_of_the_test():
-    found = by_date(of_days(30, 31, 40), Dates("2024-01-10", "2024-01-20"))
+    found = by_date(of_days(30, 31, 40), ("2024-01-10", "2024-01-20"))
     assert [len(rows) for rows in found.values()] == [0, 0, 3]
 
 

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from samestep.data.images.decode import UnreadableImageError, decode
 from samestep.data.images.image_files import FileList, decode_into, find_broken
-from samestep.data.recipe_splits import Prepared
 from samestep.errors import UserError
 from samestep.machine import free_memory_bytes
 from samestep.ranks.world import World
@@ -60,7 +58,8 @@ def map_shared(num_bytes: int, world: World) -> mmap.mmap:
         if made:
             made[0].unlink(missing_ok=True)
             # Reserved now: a full file system would end a rank by SIGBUS when it writes.
-            _reserve(opened[0][0], num_bytes)
+            allocate = getattr(os, "posix_fallocate", lambda *_: None)
+            allocate(opened[0][0], 0, num_bytes)
 
     try:
         agree(lambda: made.append(_create(num_bytes)) if world.local_rank == 0 else None)
@@ -77,7 +76,7 @@ def map_shared(num_bytes: int, world: World) -> mmap.mmap:
 
 
 def _create(num_bytes: int) -> Path:
-    """Make the node's file where it fits: in memory itself, else in the temporary folder."""
+    """Make the node's file where it fits: in memory, else in the temporary folder."""
     folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]  # noqa: S108 - a mode-600 file
     for folder in folders:
         with contextlib.suppress(OSError):
@@ -96,11 +95,6 @@ def _open(path: Path, num_bytes: int) -> tuple[int, mmap.mmap]:
     except BaseException:
         os.close(descriptor)
         raise
-
-
-def _reserve(descriptor: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)
 
 
 Cache = Literal["auto", "memory", "off"]
@@ -141,7 +135,7 @@ class ImageFiles(Dataset[Any]):
                 "back and go on with --resume, or start a new run without it."
             ) from error
 
-    def prepare_on_ranks(self, splits: Mapping[str, "ImageFiles"], world: World) -> Prepared:
+    def prepare_on_ranks(self, splits: Mapping[str, "ImageFiles"], world: World) -> dict[str, Any]:
         """Read all images of some splits once, on all ranks together; every rank calls it."""
         parts = [split.files for split in splits.values()]
         paths, labels = [part.paths for part in parts], [part.labels for part in parts]
@@ -159,8 +153,12 @@ class ImageFiles(Dataset[Any]):
         left = [files.take(some) for some in np.split(whole, np.searchsorted(whole, ends[:-1]))]
         _check_left(splits, left)
         if images is not None and broken:
-            _close_gaps(images, whole, world)
-        notes = ([_about(left_out, len(files))] if left_out else []) + ([note] if note else [])
+            if world.local_rank == 0:  # closes the gaps, once a node
+                for place, source in enumerate(whole.tolist()):
+                    if place != source:
+                        images[place] = images[source]
+            world.barrier()
+        notes = _about(left_out, len(files)) if left_out else "", note
         ready: list[InMemory | ImageFiles]
         if images is None:
             ready = [ImageFiles(part, self._side) for part in left]
@@ -168,7 +166,7 @@ class ImageFiles(Dataset[Any]):
             kept = torch.split(images[: len(whole)], [len(part) for part in left])
             ready = [(k, torch.from_numpy(p.labels)) for k, p in zip(kept, left, strict=True)]
         named = dict(zip(splits, ready, strict=True))
-        return Prepared(splits=named, left_out=left_out, notes=tuple(notes))
+        return {**named, "left_out": left_out, "notes": tuple(filter(None, notes))}
 
 
 def _check_alike(files: FileList, world: World) -> None:
@@ -256,12 +254,3 @@ def _about(left_out: tuple[str, ...], num_files: int) -> str:
     return (
         f"{len(left_out):,} of {num_files:,} images cannot be read and are left out: {shown}{more}."
     )
-
-
-def _close_gaps(images: Tensor, whole: npt.NDArray[np.int64], world: World) -> None:
-    """Move the whole images together, once a node, so that they lie as a list without gaps."""
-    if world.local_rank == 0:
-        for place, source in enumerate(whole.tolist()):
-            if place != source:
-                images[place] = images[source]
-    world.barrier()

@@ -81,14 +81,10 @@ def decode(
 
 
 def decode_grey(path: Path | str, side: int) -> Tensor:
-    """Return the middle square of an image in grey: (side, side) uint8.
+    """Return the middle square of an image in grey: (side, side) uint8; fails as `decode` does.
 
     The weights of red, green and blue are those of ITU-R BT.601, as Pillow's; what is grey already
     keeps its values. Behind transparent pixels is white, as behind a drawing on paper.
-
-    Raises:
-        UnreadableImageError: as `decode`.
-        UserError: Pillow is not installed.
     """
     red, green, blue = decode(path, side, on_white=True).to(torch.int32)
     grey: Tensor = (299 * red + 587 * green + 114 * blue + 500) // 1000

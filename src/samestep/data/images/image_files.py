@@ -100,7 +100,8 @@ def find_files(
     names: list[bytes] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = _names(folder / name, _is_image) if (folder / name).is_dir() else []
+        there = (folder / name).is_dir()
+        found = _names(folder / name, lambda e: e.name.lower().endswith(SUFFIXES)) if there else []
         if not found and (whole or split == "train"):
             raise _no_images(folder / name)
         names += [os.fsencode(os.path.join(folder.name, name, file)) for file in found]  # noqa: PTH118
@@ -118,10 +119,6 @@ def _split_folder(root: Path, split: str) -> Path | None:
     if len(there) > 1:
         raise UserError(f"{root} has both {there[0].name}/ and {there[1].name}/. Keep one of them.")
     return there[0] if there else None
-
-
-def _is_image(entry: os.DirEntry[str]) -> bool:
-    return entry.name.lower().endswith(SUFFIXES)
 
 
 def _names(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
@@ -171,7 +168,11 @@ def find_broken(files: FileList, side: int, world: World) -> Broken:
         return {int(place): str(why) for place, why in known.get("broken", {}).items()}
     mine = range(world.rank, len(files), world.world_size)
     broken = _decode_all(files, mine, side, world, lambda _place, _image: None)
-    world.on_main(lambda: _remember(memory, stamp, broken))
+    if world.is_main:
+        # Where it cannot be written, the next run only reads the images once more.
+        with contextlib.suppress(OSError, UserError):
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            write_text(memory, json.dumps({"stamp": stamp, "broken": broken}) + "\n")
     return broken
 
 
@@ -252,10 +253,3 @@ def _digest(files: FileList, start: int) -> bytes:
             facts = (status.st_size, status.st_mtime_ns, status.st_mode)
         digest.update(repr((bytes(files.paths[place]), facts)).encode())
     return digest.digest()
-
-
-def _remember(memory: Path, stamp: str, broken: Broken) -> None:
-    # Where it cannot be written, the next run only reads the images once more.
-    with contextlib.suppress(OSError, UserError):
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_text(memory, json.dumps({"stamp": stamp, "broken": broken}) + "\n")

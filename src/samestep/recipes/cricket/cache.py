@@ -8,20 +8,23 @@ reading is resumed.
 import contextlib
 import hashlib
 import os
+import pickle
 import shutil
+import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
+import samestep
 from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.recipes.cricket.corpus import VERSION, Corpus, from_documents, load, merge
 from samestep.recipes.cricket.match_files import Document, MatchFiles, open_match_files
-from samestep.recipes.cricket.reading import Reader, save
 from samestep.reporting import words
 from samestep.reporting.progress import counting
 from samestep.run.files import Held, hold
@@ -31,19 +34,23 @@ _ASK_EVERY_S = 0.05
 _NUM_SHOWN = 3
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
+# A process that reads matches: a fresh interpreter, which ends with the one that started it. Not a
+# fork, since the training has threads, and not `multiprocessing`, which would run the user's script
+# again. -P: nothing in the user's folder may pose as a package.
+_PROGRAM = """\
+import sys
+sys.path.append(sys.argv.pop(1))
+from samestep.recipes.cricket.corpus import serve
+serve()
+"""
+_COMMAND = (sys.executable, "-P", "-c", _PROGRAM, str(Path(samestep.__file__).parent.parent))
 
-@dataclass(frozen=True)
-class Matches:
+
+class Matches(NamedTuple):
     """The matches of a source, and what the user should know of them."""
 
     corpus: Corpus
     notes: tuple[str, ...] = ()
-
-
-def default_folder() -> Path:
-    """Return where read matches are kept unless the user names another folder."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "samestep" / "cricket"
 
 
 def open_corpus(
@@ -58,13 +65,14 @@ def open_corpus(
 
     Args:
         path: folder, zip, tar or JSON file.
-        folder: where read matches are kept.
+        folder: where read matches are kept; by default ~/.cache/samestep/cricket.
         skip_bad: how many files may be unreadable; they are left out and named.
         jobs: processes that read; by default one for each core that this process may use.
         shown: whether this process speaks: a progress bar on a terminal.
     """
     source = open_match_files(path)
-    folder = folder or default_folder()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = folder or Path(home) / "samestep" / "cricket"
     named = hashlib.sha256(os.path.realpath(path).encode("utf-8", "surrogateescape")).hexdigest()
     stamp = hashlib.sha256(f"{VERSION} {source.stamp}".encode()).hexdigest()
     final = folder / f"{named[:16]}-{stamp[:16]}.npz"
@@ -108,22 +116,17 @@ def _build(source: MatchFiles, final: Path, jobs: int, *, shown: bool) -> tuple[
             parts = final.with_suffix(".parts")
             parts.mkdir(exist_ok=True)
             corpus = merge(_read_parts(source, parts, jobs, shown=shown))
-            save(corpus, final, parts)
+            corpus.save_at(final, parts)
             shutil.rmtree(parts, ignore_errors=True)
-            return corpus, _remove_others(final, name)
-
-
-def _remove_others(final: Path, name: str) -> str:
-    """Remove what was kept of the same source by another version, or before its files changed."""
-    others = [path for path in final.parent.glob(f"{name}-*") if path != final]
-    for path in others:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    if not others:
-        return ""
-    return "What was kept of these matches was of another version, or of other files: read anew."
+            # What was kept by another version, or before the files changed.
+            others = [path for path in final.parent.glob(f"{name}-*") if path != final]
+            for path in others:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+            what = "What was kept of these matches was of another version, or of other files"
+            return corpus, f"{what}: read anew." if others else ""
 
 
 def _read_parts(source: MatchFiles, parts: Path, jobs: int, *, shown: bool) -> list[Corpus]:
@@ -144,11 +147,9 @@ def _read_parts(source: MatchFiles, parts: Path, jobs: int, *, shown: bool) -> l
     total = num_files - _FILES_PER_PART * (len(paths) - len(missing))
     with counting("reading matches", max(total, 0), shown=shown) as count:
         _read_all(tasks(), min(jobs, len(missing)), count)
-    found = [
-        part if part is not None else _load(path) for path, part in zip(paths, there, strict=True)
-    ]
+    found = (part or _load(path) for path, part in zip(paths, there, strict=True))
     whole = [part for part in found if part is not None]
-    if len(whole) < len(found):
+    if len(whole) < len(paths):
         raise UserError(
             f"{parts} lost files while matches were read into it. See that nothing clears this "
             "folder, and start again."
@@ -162,31 +163,52 @@ def _read_all(
     """Read matches in `jobs` processes; a part is one task."""
     if jobs <= 1:
         for path, documents in tasks:
-            save(from_documents(documents), path, path.parent)
+            from_documents(documents).save_at(path, path.parent)
             count(len(documents))
         return
     with contextlib.ExitStack() as stack:
-        readers = [stack.enter_context(Reader()) for _ in range(jobs)]
+        pipe, idle = subprocess.PIPE, []
+        for _ in range(jobs):  # Ctrl-C is for the one that waits
+            one = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, start_new_session=True)
+            idle.append(one)
+            stack.callback(one.communicate)  # lets it end
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
         stack.callback(pool.shutdown, cancel_futures=True)
 
         def read(path: Path, documents: list[Document]) -> int:
-            reader = readers.pop()
+            process = idle.pop()
             try:
-                reader.read(path, documents)
+                _ask(process, (path, documents))
             finally:
-                readers.append(reader)
+                idle.append(process)
             return len(documents)
 
         pending: set[Future[int]] = set()
-        for path, documents in tasks:
+        for task in tasks:
             if len(pending) >= 2 * jobs:  # so that a large archive never lies in memory
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for each in done:
                     count(each.result())
-            pending.add(pool.submit(read, path, documents))
+            pending.add(pool.submit(read, *task))
         for each in pending:
             count(each.result())
+
+
+def _ask(process: subprocess.Popen[bytes], task: tuple[Path, list[Document]]) -> None:
+    """Have a process read the documents of a part, and raise what it could not write."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        pickle.dump(task, process.stdin, protocol=5)
+        process.stdin.flush()
+        error = pickle.load(process.stdout)  # noqa: S301 - our own process
+    except (BrokenPipeError, EOFError, pickle.UnpicklingError) as lost:
+        raise UserError(
+            f"A process that read matches ended with exit code {process.wait()}; the system may "
+            "have ended it for its memory. Start again: what was read is kept."
+        ) from lost
+    if error is not None:
+        raise error
 
 
 def _check_bad(corpus: Corpus, path: Path, skip_bad: int) -> None:

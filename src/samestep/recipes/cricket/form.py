@@ -7,7 +7,6 @@ has seen, the less. A run keeps the ratings after all its matches, and later mat
 there, so that a new season does not begin with unknown teams.
 """
 
-import datetime as dt
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ import numpy as np
 from samestep.recipes.cricket.corpus import FEMALE, Array, Corpus
 from samestep.recipes.cricket.situation import OVERS, situation
 
-_EPOCH = dt.date(1970, 1, 1)
 _USUAL = (1.25, 0.055)
 """Runs and wickets per ball without a training part."""
 _WICKETS = 11
@@ -52,9 +50,9 @@ def keep_form(corpus: Corpus, train: Array) -> KeptForm:
     for _ in _walk(corpus, usual, ratings, KeptForm()):
         pass
     names = tuple(sorted(ratings))
-    until = _EPOCH + dt.timedelta(days=int(corpus.matches["date"].max()))
+    until = str(corpus.matches["date"].max().astype("datetime64[D]"))
     kept = tuple(round(float(number), 6) for name in names for number in ratings[name])
-    return KeptForm(names, kept, usual, until.isoformat())
+    return KeptForm(names, kept, usual, until)
 
 
 def form(corpus: Corpus, kept: KeptForm | None) -> Array:
@@ -97,7 +95,7 @@ def _walk(
     corpus: Corpus, usual: tuple[float, ...], ratings: dict[str, Rating], kept: KeptForm
 ) -> Iterator[list[Rating]]:
     """Yield the three ratings before the day of each innings, and move them after that day."""
-    until = (dt.date.fromisoformat(kept.until) - _EPOCH).days if kept.until else None
+    until = int(np.datetime64(kept.until, "D").astype(int)) if kept.until else None
     beyond, balls = _beyond(corpus, usual)
     day, today = -1, list[tuple[tuple[str, ...], int]]()
     for row, names in enumerate(_parties(corpus)):
@@ -128,14 +126,12 @@ def _beyond(corpus: Corpus, usual: tuple[float, ...]) -> tuple[Array, Array]:
 
 def _parties(corpus: Corpus) -> Iterator[tuple[str, str, str]]:
     """Yield the names of what each innings rates; women's and men's sides share their team's."""
-    matches, innings, lists = corpus.matches, corpus.innings, corpus.lists
-    for match, batting, bowling in zip(
-        innings["match"], innings["batting"], innings["bowling"], strict=True
-    ):
+    matches, teams, venues = corpus.matches, corpus.lists["teams"], corpus.lists["venues"]
+    columns = (corpus.innings[name] for name in ("match", "batting", "bowling"))
+    for match, batting, bowling in zip(*columns, strict=True):
         women = " women" if matches["kind"][match] & FEMALE else ""
-        batters, bowlers = lists["teams"][batting], lists["teams"][bowling]
-        venue = lists["venues"][matches["venue"][match]]
-        yield f"batting {batters}{women}", f"bowling {bowlers}{women}", f"venue {venue}"
+        sides = f"batting {teams[batting]}{women}", f"bowling {teams[bowling]}{women}"
+        yield *sides, f"venue {venues[matches['venue'][match]]}"
 
 
 def _move(ratings: dict[str, Rating], names: tuple[str, ...], beyond: Array, balls: int) -> None:

@@ -5,103 +5,95 @@ them report to the query. The prediction is read from the query and from the pla
 nodes that occur once per graph, so messages need only carry the rest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+
+from samestep.recipes.cricket.graphs import BALL_EDGES, PLAYER_EDGES, QUERY_EDGES
+from samestep.recipes.cricket.tables import CONTEXTS, IDENTITIES, NUM_FEATURES
 
 Convolution = Literal["gatv2", "transformer", "sage"]
 """Brody et al. (2022), Shi et al. (2021), Hamilton et al. (2017)."""
 Edge = tuple[str, str, str]
 _READ = 64
 """Channels of the layers that read the query."""
+_IDENTITY_WIDTH = 16
+"""Numbers of an identity."""
+_CENTRE, _SPREAD = 35.0, 15.0
+"""What is predicted to begin with, and how far from it an output of 1 is."""
+_BESIDE = (*CONTEXTS, "query")
+"""Types of nodes, one a graph, whose features are read beside the query."""
 
 
 class BallGraphNetwork(nn.Module):
     """Graphs → one number each (graphs,).
 
     Args:
-        features: type of node → its features.
-        identities: type of node → the name of the vocabulary of each of its ids.
         vocabularies: name → number of entries, the unknown one among them.
-        rounds: types of edges of each round but the last, in the order they are used.
-        last: types of edges to the query.
-        with_distance: types of edges that have a distance.
-        beside: types of nodes, one a graph, whose features are read beside the query.
+        without: names of edges between balls and players that send no messages.
         convolution: what sends the messages.
         width: channels of a node.
-        num_rounds: number of times that `rounds` are repeated.
-        identity_width: numbers of an identity.
+        rounds: rounds of messages between balls and players, before the query reads them.
         dropout: within the layers that read the query.
         unknown: in training, the part of the identities that are taken for unknown ones; with 1
             none is ever used.
-        centre: what is predicted to begin with, and `spread`: how far from it an output of 1 is.
     """
 
     def __init__(
         self,
         *,
-        features: Mapping[str, int],
-        identities: Mapping[str, Sequence[str]],
-        vocabularies: Mapping[str, int],
-        rounds: Sequence[Edge],
-        last: Sequence[Edge],
-        with_distance: frozenset[Edge],
-        beside: Sequence[str],
-        convolution: Convolution = "sage",
-        width: int = 64,
-        num_rounds: int = 1,
-        identity_width: int = 16,
-        unknown: float = 0.5,
-        dropout: float = 0.1,
-        centre: float = 35.0,
-        spread: float = 15.0,
+        vocabularies: dict[str, int],
+        without: Sequence[str],
+        convolution: Convolution,
+        width: int,
+        rounds: int,
+        dropout: float,
+        unknown: float,
     ) -> None:
         super().__init__()
-        self._identities, self._centre, self._spread = dict(identities), centre, spread
-        self._beside = tuple(beside)
-        self.inputs = nn.ModuleDict({n: nn.Linear(size, width) for n, size in features.items()})
-        tables = {name: nn.Embedding(size, identity_width) for name, size in vocabularies.items()}
+        self.inputs = nn.ModuleDict({n: nn.Linear(k, width) for n, k in NUM_FEATURES.items()})
+        tables = {n: nn.Embedding(size, _IDENTITY_WIDTH) for n, size in vocabularies.items()}
         for table in tables.values():
             nn.init.normal_(table.weight, std=0.1)
         self.embeddings = nn.ModuleDict(tables)
         # What a player means depends on the part he has.
         self.parts = nn.ModuleDict(
             {
-                f"{node}_{place}": nn.Linear(identity_width, width, bias=False)
-                for node, names in identities.items()
+                f"{node}_{place}": nn.Linear(_IDENTITY_WIDTH, width, bias=False)
+                for node, names in IDENTITIES.items()
                 for place, _name in enumerate(names)
             }
         )
-        kinds = [tuple(rounds)] * num_rounds + [tuple(last)]
+        kept = [kind for kind in (*BALL_EDGES, *PLAYER_EDGES) if kind[1] not in without]
         self.layers = nn.ModuleList(
-            _Messages(some, with_distance, convolution, width) for some in kinds
+            _Messages(kinds, convolution, width) for kinds in [kept] * rounds + [[*QUERY_EDGES]]
         )
         self._none_known = unknown == 1
         # Whether an identity is kept: a mask that is 0 or 1 / (1 - unknown).
         self.known = nn.Dropout(unknown)
-        read = [width + sum(features[name] for name in beside), _READ, _READ]
-        self.read = nn.Sequential(
-            *(part for pair in pairwise(read) for part in _layer(*pair, dropout)),
-            nn.Linear(_READ, 1),
-        )
+        read = [width + sum(NUM_FEATURES[name] for name in _BESIDE), _READ, _READ]
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(read):
+            layers += nn.Linear(inputs, outputs), nn.ReLU(), nn.Dropout(dropout)
+        self.read = nn.Sequential(*layers, nn.Linear(_READ, 1))
 
     def forward(self, graphs: Any) -> Tensor:
         """Return what is predicted for each graph (graphs,)."""
         nodes = {}
         for name, layer in self.inputs.items():
             x = layer(graphs[name].x)
-            for place, vocabulary in enumerate(self._identities.get(name, ())):
+            for place, vocabulary in enumerate(IDENTITIES.get(name, ())):
                 known = self.embeddings[vocabulary](self._some(graphs[name].ids[:, place]))
                 x = x + self.parts[f"{name}_{place}"](known)
             nodes[name] = x.relu()
         for layer in self.layers:
             nodes = layer(nodes, graphs)
-        plain = [graphs[name].x for name in self._beside]
+        plain = [graphs[name].x for name in _BESIDE]
         read: Tensor = self.read(torch.cat([nodes["query"], *plain], dim=1)).squeeze(1)
-        return self._centre + self._spread * read
+        return _CENTRE + _SPREAD * read
 
     def _some(self, ids: Tensor) -> Tensor:
         """Return identities, in training with a part of them unknown."""
@@ -111,38 +103,28 @@ class BallGraphNetwork(nn.Module):
         return ids * kept.bool()
 
 
-def _layer(inputs: int, outputs: int, dropout: float) -> tuple[nn.Module, ...]:
-    return nn.Linear(inputs, outputs), nn.ReLU(), nn.Dropout(dropout)
-
-
 class _Messages(nn.Module):
     """One round: each type of node adds what it is sent along each type of edge."""
 
-    def __init__(
-        self,
-        kinds: Sequence[Edge],
-        with_distance: frozenset[Edge],
-        convolution: Convolution,
-        width: int,
-    ) -> None:
+    def __init__(self, kinds: Sequence[Edge], convolution: Convolution, width: int) -> None:
         super().__init__()
-        self._kinds, self._with_distance = kinds, with_distance
-        self._takes_distance = convolution != "sage"
-        self.sent = nn.ModuleList(
-            _convolution(convolution, width, kind in with_distance) for kind in kinds
-        )
+        self._kinds = kinds
+        # GraphSAGE takes no distance.
+        self._apart = [
+            convolution != "sage" and kind[0] == "ball" and kind[2] in ("ball", "query")
+            for kind in kinds
+        ]
+        self.sent = nn.ModuleList(_convolution(convolution, width, far) for far in self._apart)
         self.norms = nn.ModuleDict(
             {to: nn.LayerNorm(width) for to in sorted({k[2] for k in kinds})}
         )
 
     def forward(self, nodes: dict[str, Tensor], graphs: Any) -> dict[str, Tensor]:
         sums: dict[str, Tensor] = {}
-        for kind, layer in zip(self._kinds, self.sent, strict=True):
+        for kind, layer, apart in zip(self._kinds, self.sent, self._apart, strict=True):
             from_, _, to = kind
             edges = graphs[kind]
-            more: tuple[Tensor, ...] = ()
-            if self._takes_distance and kind in self._with_distance:
-                more = (edges.edge_attr,)
+            more = (edges.edge_attr,) if apart else ()
             message = layer((nodes[from_], nodes[to]), edges.edge_index, *more)
             sums[to] = sums[to] + message if to in sums else message
         changed = {to: (nodes[to] + self.norms[to](sum_)).relu() for to, sum_ in sums.items()}
@@ -154,10 +136,9 @@ def _convolution(name: Convolution, width: int, has_distance: bool) -> nn.Module
 
     both, heads = (width, width), 4
     if name == "sage":
-        made: nn.Module = geometric.SAGEConv(both, width)
-    else:
-        kind = geometric.GATv2Conv if name == "gatv2" else geometric.TransformerConv
-        more: dict[str, Any] = {"add_self_loops": False} if name == "gatv2" else {}
-        distance = 1 if has_distance else None
-        made = kind(both, width // heads, heads=heads, edge_dim=distance, **more)
-    return made
+        return cast("nn.Module", geometric.SAGEConv(both, width))
+    kind = geometric.GATv2Conv if name == "gatv2" else geometric.TransformerConv
+    more: dict[str, Any] = {"add_self_loops": False} if name == "gatv2" else {}
+    distance = 1 if has_distance else None
+    made = kind(both, width // heads, heads=heads, edge_dim=distance, **more)
+    return cast("nn.Module", made)

@@ -6,8 +6,9 @@ import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
@@ -47,28 +48,18 @@ def open_match_files(path: Path) -> MatchFiles:
             f"{error.filename or path} cannot be read: {error.strerror or error}. Name a folder of "
             "readable JSON files of Cricsheet, their zip or a tar with --data-dir."
         ) from error
+    status = path.stat()
+    stamp = f"{status.st_size} {status.st_mtime_ns}"
     if start.startswith(b"PK"):
-        return _archive(path, _zip)
+        return _archive(path, _digest([stamp]), _zip)
     if start.startswith(_TAR_MAGIC) or start[257:262] == b"ustar":
-        return _archive(path, _tar)
+        return _archive(path, _digest([stamp]), _tar)
     if start.lstrip().startswith(b"{"):
-        status = path.stat()
-        stamp = _digest([f"{path.name} {status.st_size} {status.st_mtime_ns}"])
-        names = (path.name,)
-        return MatchFiles(path, stamp, lambda: names, lambda: iter([(path.name, _content(path))]))
+        return _listed(path, path.parent, [(path.name, f"{path.name} {stamp}")])
     raise UserError(
         f"{path} is not a folder, zip, tar (also .gz, .bz2, .xz) or JSON file. Name what "
         "cricsheet.org offers as JSON with --data-dir."
     )
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read: {error.strerror or error}. Make it readable, or remove it."
-        ) from error
 
 
 def _wanted(name: str) -> bool:
@@ -76,7 +67,7 @@ def _wanted(name: str) -> bool:
     return name.endswith(".json") and not PurePosixPath(name).name.startswith(".")
 
 
-def _digest(lines: list[str]) -> str:
+def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -85,30 +76,53 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def _folder(path: Path) -> MatchFiles:
-    lines = []
+    found = []
     for place, _folders, files in os.walk(path, onerror=_raise):
         for file in filter(_wanted, files):
             whole = os.path.join(place, file)  # noqa: PTH118 - once a file
             status = os.stat(whole)  # noqa: PTH116 - once a file
             name = os.path.relpath(whole, path)
-            lines.append((name, f"{name} {status.st_size} {status.st_mtime_ns}"))
-    lines.sort()
-    names = tuple(name for name, _ in lines)
-    _check_any(path, names)
+            found.append((name, f"{name} {status.st_size} {status.st_mtime_ns}"))
+    _check_any(path, found)
+    return _listed(path, path, sorted(found))
+
+
+def _listed(path: Path, folder: Path, found: list[tuple[str, str]]) -> MatchFiles:
+    """Return files of a folder, each with its stamp, as a source."""
+    names = tuple(name for name, _ in found)
 
     def read() -> Iterator[Document]:
         for name in names:
-            yield name, _content(path / name)
+            try:
+                yield name, (folder / name).read_bytes()
+            except OSError as error:
+                raise UserError(
+                    f"{folder / name} cannot be read: {error.strerror or error}. Make it readable, "
+                    "or remove it."
+                ) from error
 
-    return MatchFiles(path, _digest([line for _, line in lines]), lambda: names, read)
+    return MatchFiles(path, _digest(stamp for _, stamp in found), lambda: names, read)
 
 
-def _archive(path: Path, entries: Callable[[Path, bool], Iterator[Document]]) -> MatchFiles:
-    """Return an archive as a source; `entries` yields its files, with content if asked to."""
+Entries = Iterator[tuple[str, int, Callable[[], bytes]]]
+"""Files of an archive: the name, the size, and what reads the content."""
 
-    def checked(content: bool) -> Iterator[Document]:
+
+def _archive(path: Path, stamp: str, entries: Callable[[Path], Entries]) -> MatchFiles:
+    """Return an archive as a source."""
+
+    def each(content: bool) -> Iterator[Document]:
         try:
-            yield from entries(path, content)
+            for name, size, read in entries(path):
+                _check_name(path, name)
+                if not _wanted(name):
+                    continue
+                if size > _MOST_BYTES:  # before it is read into memory
+                    raise UserError(
+                        f"{path} holds {name!r} of {size:,} bytes, which is too large for a match. "
+                        "It is not one of Cricsheet's; download it again from cricsheet.org."
+                    )
+                yield name, read() if content else b""
         except (*_BROKEN, OSError, RuntimeError, NotImplementedError) as error:
             raise UserError(
                 f"{path} cannot be read to its end: {error}. It is truncated or damaged; download "
@@ -116,62 +130,46 @@ def _archive(path: Path, entries: Callable[[Path, bool], Iterator[Document]]) ->
             ) from error
 
     def list_names() -> tuple[str, ...]:
-        names = [_checked(path, name) for name, _ in checked(content=False)]
-        wanted = tuple(filter(_wanted, names))
-        _check_any(path, wanted)
-        return wanted
+        names = tuple(name for name, _ in each(content=False))
+        _check_any(path, names)
+        return names
 
-    def read() -> Iterator[Document]:
-        return (each for each in checked(content=True) if _wanted(each[0]))
-
-    status = path.stat()
-    return MatchFiles(path, _digest([f"{status.st_size} {status.st_mtime_ns}"]), list_names, read)
+    return MatchFiles(path, stamp, list_names, lambda: each(content=True))
 
 
-def _checked(path: Path, name: str) -> str:
-    """Return a name in an archive."""
+def _check_name(path: Path, name: str) -> None:
     pure = PurePosixPath(name.replace("\\", "/"))
     if pure.is_absolute() or ".." in pure.parts or ":" in "".join(pure.parts[:1]):
         raise UserError(
             f"{path} holds a file named {name!r}, which leads out of the archive. It is not one "
             "of Cricsheet's; download it again from cricsheet.org."
         )
-    return name
 
 
-def _check_any(path: Path, names: object) -> None:
-    if not names:
+def _check_any(path: Path, names: Sized) -> None:
+    if not len(names):
         raise UserError(
             f"There are no matches in {path}: no file in it ends in .json. Name a folder of "
             "Cricsheet's JSON files, their zip or a tar with --data-dir."
         )
 
 
-def _check_size(path: Path, name: str, size: int) -> None:
-    """Check before it is read into memory that a file is no larger than a match can be."""
-    if size > _MOST_BYTES and _wanted(name):
-        raise UserError(
-            f"{path} holds {name!r} of {size:,} bytes, which is too large for a match. It is not "
-            "one of Cricsheet's; download it again from cricsheet.org."
-        )
-
-
-def _zip(path: Path, content: bool) -> Iterator[Document]:
+def _zip(path: Path) -> Entries:
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             if not entry.is_dir():
-                wanted = content and _wanted(entry.filename)
-                _check_size(path, entry.filename, entry.file_size)
-                yield entry.filename, archive.read(entry) if wanted else b""
+                yield entry.filename, entry.file_size, partial(archive.read, entry)
 
 
-def _tar(path: Path, content: bool) -> Iterator[Document]:
+def _tar(path: Path) -> Entries:
+    def content(entry: tarfile.TarInfo) -> bytes:
+        file = archive.extractfile(entry)
+        return file.read() if file else b""
+
     with tarfile.open(path) as archive:
         for entry in archive:
             if entry.isreg():
-                _check_size(path, entry.name, entry.size)
-                file = archive.extractfile(entry) if content and _wanted(entry.name) else None
-                yield entry.name, file.read() if file else b""
+                yield entry.name, entry.size, partial(content, entry)
         # tarfile takes an archive that is cut between two files for a whole one, and does not look
         # at the end of what is compressed.
         assert archive.fileobj is not None

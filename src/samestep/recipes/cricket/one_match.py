@@ -7,15 +7,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from samestep.recipes.cricket.corpus import Array, Corpus, from_documents
+from samestep.recipes.cricket.corpus import Corpus, from_documents
 
 
 def read_match(path: Path) -> Corpus:
-    """Return the one match in a JSON file.
-
-    Raises:
-        ValueError: it is none, or one that cannot be predicted; the message says why.
-    """
+    """Return the one match in a JSON file; ValueError says why it cannot be predicted."""
     corpus = from_documents([(path.name, path.read_bytes())])
     for reason in (*corpus.lists["bad"], *corpus.lists["passed"]):
         raise ValueError(reason.removeprefix(f"{path.name}: "))
@@ -50,52 +46,30 @@ def draw_match(
     """
     predicted, actual = (np.array([row[n] for row in rows], float) for n in ("predicted", "actual"))
     ahead = "to the end of the innings" if horizon is None else f"horizon {horizon} overs"
-    many = len(corpus.innings["start"])
-    axes = figure.subplots(1, many, sharey=True, squeeze=False)[0]
+    balls, innings, teams = corpus.balls, corpus.innings, corpus.lists["teams"]
+    axes = figure.subplots(1, len(innings["start"]), sharey=True, squeeze=False)[0]
+    cross: dict[str, Any] = {"color": "tab:red", "markersize": 7, "markeredgewidth": 2}
     for number, one in enumerate(axes):
-        start, end = int(corpus.innings["start"][number]), int(corpus.ends()[number])
-        overs, fell = _overs(corpus, start, end), corpus.balls["wickets"][start:end] > 0
-        runs_to_come = actual[start:end]
-        one.plot(overs, runs_to_come, color="0.45", linewidth=1.6, label="actual")
-        one.plot(overs, predicted[start:end], color="tab:blue", linewidth=1.8, label="predicted")
-        one.plot(
-            *(overs[fell], runs_to_come[fell]),
-            *("x",),
-            color="tab:red",
-            markersize=7,
-            markeredgewidth=2,
-            label="wicket",
-        )
-        one.set_title(_summary(corpus, number, start, end), fontsize="medium")
+        own = slice(int(innings["start"][number]), int(corpus.ends()[number]))
+        # Where each ball is, in overs: the second of six balls is at a sixth.
+        over = balls["over"][own].astype(float)
+        first = np.searchsorted(over, over, "left")
+        many = np.searchsorted(over, over, "right") - first
+        overs = over + (np.arange(len(over)) - first) / many
+        fell = balls["wickets"][own] > 0
+        one.plot(overs, actual[own], color="0.45", linewidth=1.6, label="actual")
+        one.plot(overs, predicted[own], color="tab:blue", linewidth=1.8, label="predicted")
+        one.plot(overs[fell], actual[own][fell], "x", label="wicket", **cross)
+        runs = int(balls["runs"][own].sum()) + int(innings["before"][number])
+        score = f"{teams[innings['batting'][number]]} {runs}/{int(balls['wickets'][own].sum())}"
+        target = int(innings["target"][number])
+        one.set_title(f"{score}, target {target}" if target else score, fontsize="medium")
         one.set(xlabel="over", xlim=(0, 20), xticks=range(0, 21, 5))
         one.grid(alpha=0.3)
     axes[0].set(ylabel=f"runs to come, {ahead}", ylim=(0, None))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle(
-        f"{_title(corpus)}\nmean absolute error {np.abs(predicted - actual).mean():.1f} runs"
-    )
-
-
-def _overs(corpus: Corpus, start: int, end: int) -> Array:
-    """Return where each ball of an innings is, in overs: one of six balls begins at a sixth."""
-    over = corpus.balls["over"][start:end].astype(float)
-    first = np.searchsorted(over, over, "left")
-    many = np.searchsorted(over, over, "right") - first
-    places: Array = over + (np.arange(len(over)) - first) / many
-    return places
-
-
-def _summary(corpus: Corpus, number: int, start: int, end: int) -> str:
-    balls, innings = corpus.balls, corpus.innings
-    runs = int(balls["runs"][start:end].sum()) + int(innings["before"][number])
-    team = corpus.lists["teams"][innings["batting"][number]]
-    target = int(innings["target"][number])
-    aim = f", target {target}" if target else ""
-    return f"{team} {runs}/{int(balls['wickets'][start:end].sum())}{aim}"
-
-
-def _title(corpus: Corpus) -> str:
-    teams = [corpus.lists["teams"][corpus.innings[side][0]] for side in ("batting", "bowling")]
-    day = np.datetime64(int(corpus.matches["date"][0]), "D")
+    sides = f"{teams[innings['batting'][0]]} v {teams[innings['bowling'][0]]}"
     venue = corpus.lists["venues"][corpus.matches["venue"][0]]
-    return ", ".join(filter(None, (f"{teams[0]} v {teams[1]}", venue, str(day))))
+    day = np.datetime64(int(corpus.matches["date"][0]), "D")
+    title = ", ".join(filter(None, (sides, venue, str(day))))
+    figure.suptitle(f"{title}\nmean absolute error {np.abs(predicted - actual).mean():.1f} runs")

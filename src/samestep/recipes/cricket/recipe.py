@@ -13,25 +13,21 @@ from torch import Tensor, nn
 
 from samestep.errors import UserError, did_you_mean
 from samestep.recipe import Recipe, Splits
-from samestep.recipes.cricket.baselines import baselines
 from samestep.recipes.cricket.cache import Matches, open_corpus
 from samestep.recipes.cricket.corpus import Array, Corpus, from_documents, merge
 from samestep.recipes.cricket.form import KeptForm, keep_form
 from samestep.recipes.cricket.graph_network import BallGraphNetwork, Convolution
 from samestep.recipes.cricket.graphs import (
     BALL_EDGES,
-    EDGES,
     PLAYER_EDGES,
-    QUERY_EDGES,
     BallGraphs,
     GraphSource,
     collate,
     hetero_data,
 )
-from samestep.recipes.cricket.measures import runs_errors
 from samestep.recipes.cricket.one_match import draw_match, read_match, show_balls
+from samestep.recipes.cricket.scores import baselines, runs_errors
 from samestep.recipes.cricket.split import (
-    Dates,
     at_random,
     balls_of,
     boundaries,
@@ -41,14 +37,7 @@ from samestep.recipes.cricket.split import (
     without_known,
 )
 from samestep.recipes.cricket.synthetic import documents
-from samestep.recipes.cricket.tables import (
-    CONTEXTS,
-    IDENTITIES,
-    NUM_FEATURES,
-    Vocabularies,
-    make_tables,
-    vocabularies,
-)
+from samestep.recipes.cricket.tables import Vocabularies, make_tables, vocabularies
 from samestep.settings import check_flags, may_change
 
 
@@ -126,7 +115,6 @@ class CricketOptions:
                 f"--synthetic makes matches up, and --data-dir {self.data_dir} names some: leave "
                 "one of them out."
             )
-        self._check_dates()
         names = sorted({name for _, name, _ in (*BALL_EDGES, *PLAYER_EDGES)})
         for name in self.without:
             if name not in names:
@@ -134,8 +122,6 @@ class CricketOptions:
                     f"--without {name}: there are no such edges. {did_you_mean(name, names)}They "
                     f"are: {', '.join(names)}."
                 )
-
-    def _check_dates(self) -> None:
         given = {"validation-from": self.validation_from, "test-from": self.test_from}
         for name, day in given.items():
             with suppress(ValueError):
@@ -151,23 +137,16 @@ class CricketOptions:
 
 
 @lru_cache(maxsize=1)
-def _read(
-    data_dir: str, cache_dir: str | None, skip_bad: int, synthetic: bool, number: int
-) -> Matches:
-    if synthetic:
-        return Matches(merge([from_documents(documents(number, seed=0))]))
+def _read(data_dir: str, cache_dir: str | None, skip_bad: int, made_up: int) -> Matches:
+    if made_up:
+        return Matches(merge([from_documents(documents(made_up, seed=0))]))
     folder = Path(cache_dir) if cache_dir else None
     return open_corpus(Path(data_dir), folder=folder, skip_bad=skip_bad)
 
 
 def _kept(options: CricketOptions) -> Matches:
-    return _read(
-        options.data_dir,
-        options.cache_dir,
-        options.skip_bad,
-        options.synthetic,
-        options.synthetic_matches,
-    )
+    made_up = options.synthetic_matches if options.synthetic else 0
+    return _read(options.data_dir, options.cache_dir, options.skip_bad, made_up)
 
 
 def _parts(corpus: Corpus, options: CricketOptions) -> dict[str, Array]:
@@ -175,7 +154,7 @@ def _parts(corpus: Corpus, options: CricketOptions) -> dict[str, Array]:
     if options.split_by == "random":
         parts = at_random(corpus, options.split_seed)
     else:
-        parts = by_date(corpus, Dates(options.validation_from, options.test_from))
+        parts = by_date(corpus, (options.validation_from, options.test_from))
     return without_known(corpus, parts, options.used) if options.used else parts
 
 
@@ -186,11 +165,11 @@ def complete(options: CricketOptions) -> CricketOptions:
         return options
     corpus = _kept(options).corpus
     if options.split_by == "date" and not (options.validation_from and options.test_from):
-        found = boundaries(corpus)
+        validation, test = boundaries(corpus)
         options = replace(
             options,
-            validation_from=options.validation_from or found.validation,
-            test_from=options.test_from or found.test,
+            validation_from=options.validation_from or validation,
+            test_from=options.test_from or test,
         )
     parts = _parts(corpus, options)
     train = parts["train"]
@@ -242,25 +221,16 @@ def data(options: CricketOptions) -> Splits:
 def model(options: CricketOptions) -> nn.Module:
     """Return the network for these vocabularies."""
     hetero_data()
-    kept = [kind for kind in (*BALL_EDGES, *PLAYER_EDGES) if kind[1] not in options.without]
     sizes = {"player": options.players, "venue": options.venues, "team": options.teams}
     return BallGraphNetwork(
-        features=NUM_FEATURES,
-        identities=IDENTITIES,
         vocabularies={name: len(known) + 1 for name, known in sizes.items()},
-        rounds=kept,
-        last=QUERY_EDGES,
-        with_distance=frozenset(kind for kind in EDGES if kind[0] == "ball" and kind[2] in _APART),
+        without=options.without,
         convolution=options.convolution,
         width=options.width,
-        num_rounds=options.rounds,
+        rounds=options.rounds,
         dropout=options.dropout,
         unknown=options.unknown,
-        beside=(*CONTEXTS, "query"),
     )
-
-
-_APART = ("ball", "query")
 
 
 def loss(outputs: Tensor, graphs: Any) -> Tensor:
@@ -283,10 +253,8 @@ def to_beat(options: CricketOptions) -> Mapping[str, dict[str, float] | str]:
     """Return the errors of simpler models on the test, fitted on training and validation."""
     corpus = _kept(options).corpus
     parts = _parts(corpus, options)
-    fitted, tested = (
-        balls_of(corpus, np.concatenate([parts[name] for name in names]))
-        for names in (("train", "validation"), ("test",))
-    )
+    fitted = balls_of(corpus, np.concatenate([parts["train"], parts["validation"]]))
+    tested = balls_of(corpus, parts["test"])
     return baselines(corpus, fitted, tested, _horizon(options), trees=options.trees)
 
 
@@ -308,13 +276,13 @@ recipe = Recipe(
         "epochs": 2,
         "batch_size": 512,
         "eval_batch_size": 512,
+        "monitor": "mae",
         "optimizer": "adamw",
         "weight_decay": 1e-3,
         "ema": 0.995,
+        "clip_norm": 5.0,
         "lr": 2e-3,
         "warmup_steps": 200,
         "schedule": "cosine",
-        "clip_norm": 5.0,
-        "monitor": "mae",
     },
 )

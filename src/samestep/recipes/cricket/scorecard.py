@@ -253,21 +253,19 @@ def _check(info: Info, innings: Innings, path: str) -> None:
             )
         last = over.over
         for ball, delivery in enumerate(over.deliveries):
-            _check_runs(delivery, f"{path}.overs[{place}].deliveries[{ball}].runs")
-
-
-def _check_runs(delivery: Ball, path: str) -> None:
-    """Check that the runs of a delivery add up."""
-    runs, extras = delivery.runs, delivery.extras or _NO_EXTRAS
-    if runs.batter + runs.extras != runs.total:
-        raise BadMatchError(
-            f"{path}.total is {runs.total}; expected batter + extras, {runs.batter + runs.extras}"
-        )
-    named = extras.byes + extras.legbyes + extras.noballs + extras.penalty + extras.wides
-    if named != runs.extras:
-        raise BadMatchError(
-            f"{path}.extras is {runs.extras}; expected the sum of the delivery's extras, {named}"
-        )
+            runs, extras = delivery.runs, delivery.extras or _NO_EXTRAS
+            at = f"{path}.overs[{place}].deliveries[{ball}].runs"
+            if runs.batter + runs.extras != runs.total:
+                expected = runs.batter + runs.extras
+                raise BadMatchError(
+                    f"{at}.total is {runs.total}; expected batter + extras, {expected}"
+                )
+            named = extras.byes + extras.legbyes + extras.noballs + extras.penalty + extras.wides
+            if named != runs.extras:
+                raise BadMatchError(
+                    f"{at}.extras is {runs.extras}; expected the sum of the delivery's extras, "
+                    f"{named}"
+                )
 
 
 def _reason(document: bytes, error: Exception) -> str:

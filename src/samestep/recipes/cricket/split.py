@@ -1,8 +1,6 @@
 """Which matches are for training, validation and test: by date, or by a draw of each match."""
 
-import datetime as dt
 import hashlib
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,40 +8,29 @@ from samestep.data.recipe_splits import SPLITS
 from samestep.errors import UserError
 from samestep.recipes.cricket.corpus import Array, Corpus
 
-_EPOCH = dt.date(1970, 1, 1)
-
-
-@dataclass(frozen=True)
-class Dates:
-    """The first days (YYYY-MM-DD) of the validation and of the test."""
-
-    validation: str
-    test: str
+Dates = tuple[str, str]
+"""The first days (YYYY-MM-DD) of the validation and of the test."""
 
 
 def boundaries(corpus: Corpus) -> Dates:
     """Return dates that leave the last tenth to the test, the one before to validation."""
-    dates = np.unique(corpus.matches["date"])
-    places = (len(dates) * 8 // 10, len(dates) * 9 // 10)
+    days = np.unique(corpus.matches["date"])
+    dates = [str(day) for day in days.astype("datetime64[D]")]
     if len(dates) < 3:
-        shown = ", ".join(map(_shown, dates))
+        shown = ", ".join(dates)
         raise UserError(
             f"All {len(corpus.matches['date']):,} matches were played on {shown}: a split by date "
             "needs three dates or more. Name more matches with --data-dir, or use --split-by "
             "random."
         )
-    validation, test = (min(places[0], len(dates) - 2), min(places[1], len(dates) - 1))
-    return Dates(_shown(dates[validation]), _shown(dates[test]))
-
-
-def _shown(days: int) -> str:
-    return (_EPOCH + dt.timedelta(days=int(days))).isoformat()
+    validation, test = (len(dates) * part // 10 for part in (8, 9))
+    return dates[min(validation, len(dates) - 2)], dates[min(test, len(dates) - 1)]
 
 
 def by_date(corpus: Corpus, dates: Dates) -> dict[str, Array]:
     """Return the matches of each split."""
-    first = [(dt.date.fromisoformat(day) - _EPOCH).days for day in (dates.validation, dates.test)]
-    return _named(np.searchsorted(np.array(first), corpus.matches["date"], "right"))
+    first = np.array(dates, "datetime64[D]").astype(int)
+    return _named(np.searchsorted(first, corpus.matches["date"], "right"))
 
 
 def at_random(corpus: Corpus, seed: int) -> dict[str, Array]:
@@ -52,14 +39,10 @@ def at_random(corpus: Corpus, seed: int) -> dict[str, Array]:
     Each match is drawn for itself, by its file's name, so that more matches change nothing for
     those that were there.
     """
-    draws = np.array([_draw(corpus.lists["files"][file], seed) for file in corpus.matches["file"]])
+    stems = [corpus.lists["files"][file].rpartition("/")[2] for file in corpus.matches["file"]]
+    hashes = [hashlib.sha256(f"{seed} {stem}".encode()).digest() for stem in stems]
+    draws = np.array([int.from_bytes(digest[:7], "big") / 2**56 for digest in hashes])
     return _named((draws >= 0.8).astype(int) + (draws >= 0.9))
-
-
-def _draw(name: str, seed: int) -> float:
-    """Return a number in [0, 1) for the file of a match, wherever it lies."""
-    stem = name.rpartition("/")[2]
-    return int.from_bytes(hashlib.sha256(f"{seed} {stem}".encode()).digest()[:7], "big") / 2**56
 
 
 def _named(parts: Array) -> dict[str, Array]:
@@ -68,9 +51,7 @@ def _named(parts: Array) -> dict[str, Array]:
 
 def balls_of(corpus: Corpus, matches: Array) -> Array:
     """Return the rows of the balls of some matches, in their order."""
-    chosen = np.zeros(len(corpus.matches["date"]), bool)
-    chosen[matches] = True
-    return np.flatnonzero(chosen[corpus.innings["match"]][corpus.innings_of_balls()])
+    return np.flatnonzero(np.isin(corpus.innings["match"], matches)[corpus.innings_of_balls()])
 
 
 def thinned(corpus: Corpus, rows: Array, per_match: int, seed: int) -> Array:
@@ -88,10 +69,9 @@ def digests(corpus: Corpus) -> Array:
 
     It is made of the date, the sides in the order they bat, the balls and the runs.
     """
-    innings, teams = corpus.innings, corpus.lists["teams"]
-    first = np.searchsorted(innings["match"], np.arange(len(corpus.matches["date"])))
+    innings, teams, many = corpus.innings, corpus.lists["teams"], len(corpus.matches["date"])
+    first = np.searchsorted(innings["match"], np.arange(many))
     of = innings["match"][corpus.innings_of_balls()]
-    many = len(corpus.matches["date"])
     columns = (
         *(corpus.matches["date"], corpus.matches["kind"]),
         *(innings["batting"][first], innings["bowling"][first]),
@@ -99,7 +79,7 @@ def digests(corpus: Corpus) -> Array:
         np.bincount(of, corpus.balls["runs"], minlength=many).astype(np.int64),
     )
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    lines = (f"{d} {k} {teams[a]}|{b} {teams[z]}|{r}" for d, k, a, z, b, r in rows)
+    lines = [f"{d} {k} {teams[a]}|{b} {teams[z]}|{r}" for d, k, a, z, b, r in rows]
     return np.array([hashlib.sha256(line.encode()).hexdigest()[:10] for line in lines], dtype=str)
 
 

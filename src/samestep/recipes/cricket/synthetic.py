@@ -6,7 +6,7 @@ there is something to learn. Nothing here was fitted to real matches.
 
 import datetime as dt
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,26 +23,22 @@ _WICKETS = ("caught", "bowled", "lbw", "run out", "stumped")
 _FIRST_DAY = dt.date(2020, 1, 1)
 
 
-@dataclass
 class _League:
     """Who plays, and how well: drawn once."""
 
-    draw: np.random.Generator
-    skill: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Player → batting and bowling."""
-    teams: dict[str, list[str]] = field(default_factory=dict)
-    venues: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, draw: np.random.Generator) -> None:
+        self.draw = draw
+        self.skill: dict[str, tuple[float, float]] = {}
+        """Player → batting and bowling."""
+        self.teams: dict[str, list[str]] = {}
         for team in range(_NUM_TEAMS):
-            strength = self.draw.normal(0, 0.2)
+            strength = draw.normal(0, 0.2)
             names = [f"P{team}{place:02}" for place in range(_SQUAD)]
             for place, name in enumerate(names):
-                batting = strength + 0.5 - 0.1 * place + self.draw.normal(0, 0.2)
-                self.skill[name] = (batting, strength + self.draw.normal(0, 0.2))
+                batting = strength + 0.5 - 0.1 * place + draw.normal(0, 0.2)
+                self.skill[name] = (batting, strength + draw.normal(0, 0.2))
             self.teams[f"Team {team}"] = names
-        for venue in range(_NUM_VENUES):
-            self.venues[f"Ground {venue}"] = self.draw.normal(0, 0.2)
+        self.venues = {f"Ground {venue}": draw.normal(0, 0.2) for venue in range(_NUM_VENUES)}
 
 
 def documents(num_matches: int, seed: int) -> Iterator[Document]:
@@ -62,8 +58,11 @@ def _match(league: _League, number: int) -> dict[str, Any]:
         for name in names
     }
     pitch = league.venues[venue] + draw.normal(0, 0.15)
-    first, scored = _innings(league, names[0], elevens[names[0]], elevens[names[1]], pitch, None)
-    second, _ = _innings(league, names[1], elevens[names[1]], elevens[names[0]], pitch, scored + 1)
+    one, other = names
+    first = _Side(league, elevens[one], elevens[other][5:], pitch, None)
+    innings = [first.innings(one)]
+    second = _Side(league, elevens[other], elevens[one][5:], pitch, first.score + 1)
+    innings.append(second.innings(other))
     day = _FIRST_DAY + dt.timedelta(days=2 * (number // 2))
     people = {player: f"id-{player}" for eleven in elevens.values() for player in eleven}
     return {
@@ -80,31 +79,8 @@ def _match(league: _League, number: int) -> dict[str, Any]:
             "teams": names,
             "venue": venue,
         },
-        "innings": [first, second],
+        "innings": innings,
     }
-
-
-def _innings(
-    league: _League,
-    team: str,
-    batters: list[str],
-    fielders: list[str],
-    pitch: float,
-    target: int | None,
-) -> tuple[dict[str, Any], int]:
-    """Return an innings, and what was scored."""
-    side = _Side(league, batters, fielders[5:], pitch, target)
-    overs: list[dict[str, Any]] = []
-    while len(overs) < 20 and not side.is_over():
-        overs.append({"over": len(overs), "deliveries": side.over(len(overs))})
-    innings: dict[str, Any] = {
-        "team": team,
-        "overs": overs,
-        "powerplays": [{"from": 0.1, "to": 5.6, "type": "mandatory"}],
-    }
-    if target is not None:
-        innings["target"] = {"overs": 20, "runs": target}
-    return innings, side.score
 
 
 @dataclass
@@ -122,16 +98,23 @@ class _Side:
     def __post_init__(self) -> None:
         self.striker, self.other = self.batters[:2]
 
-    def is_over(self) -> bool:
-        """Whether all are out or the target is reached."""
+    def innings(self, team: str) -> dict[str, Any]:
+        """Play, and return the innings."""
+        overs: list[dict[str, Any]] = []
+        while len(overs) < 20 and not self._is_over():
+            overs.append({"over": len(overs), "deliveries": self._over(len(overs))})
+        powerplay = {"from": 0.1, "to": 5.6, "type": "mandatory"}
+        aim = {} if self.target is None else {"target": {"overs": 20, "runs": self.target}}
+        return {"team": team, "overs": overs, "powerplays": [powerplay], **aim}
+
+    def _is_over(self) -> bool:
         return self.wickets == 10 or (self.target is not None and self.score >= self.target)
 
-    def over(self, number: int) -> list[dict[str, Any]]:
-        """Return the deliveries of an over."""
+    def _over(self, number: int) -> list[dict[str, Any]]:
         bowler = self.bowlers[(number * 2 + number // 5) % len(self.bowlers)]
         deliveries: list[dict[str, Any]] = []
         legal = 0
-        while legal < 6 and not self.is_over():
+        while legal < 6 and not self._is_over():
             ball = self._ball(number, bowler)
             legal += not {"wides", "noballs"} & ball.get("extras", {}).keys()
             deliveries.append(ball)

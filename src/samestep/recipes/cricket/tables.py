@@ -74,18 +74,14 @@ def vocabularies(corpus: Corpus, matches: Array, *, fewest_balls: int) -> Vocabu
     Players who face and bowl fewer balls than `fewest_balls` in them are left out, so that the
     embedding of the unknown is trained.
     """
-    of = corpus.innings_of_balls()
-    chosen = np.zeros(len(corpus.matches["date"]), bool)
-    chosen[matches] = True
-    sides = chosen[corpus.innings["match"]]
-    rows = sides[of]
-    many = len(corpus.lists["players"])
+    sides = np.isin(corpus.innings["match"], matches)
+    rows, many = sides[corpus.innings_of_balls()], len(corpus.lists["players"])
     played = sum(
         np.bincount(corpus.balls[name][rows], minlength=many) for name in ("batter", "bowler")
     )
     sets = {
         "players": np.flatnonzero(played >= fewest_balls),
-        "venues": np.unique(corpus.matches["venue"][chosen]),
+        "venues": np.unique(corpus.matches["venue"][matches]),
         "teams": np.union1d(corpus.innings["batting"][sides], corpus.innings["bowling"][sides]),
     }
     named = {n: tuple(sorted(corpus.lists[n][k] for k in some)) for n, some in sets.items()}
@@ -111,12 +107,6 @@ class Tables:
     group: Tensor
     """(balls, 4) uint8: phase (0 to 2) and innings, by which errors are told; the over from 0, and
     the ball of the over from 1, wides and no-balls among them."""
-
-    def num_bytes(self) -> int:
-        """Return the bytes of all tables."""
-        some = (*self.features.values(), *self.ids.values(), *self.back.values())
-        rest = (self.players, self.position, self.target, self.group)
-        return sum(tensor.nbytes for tensor in (*some, *rest))
 
 
 def make_tables(
@@ -169,13 +159,11 @@ def _features(
     required = np.where(number > 0, np.minimum(needed / np.maximum(left, 1), 6), 0)
     to_go = np.minimum(last_over(known.over, horizon), OVERS) - known.over
     scales = np.array([6.0, 12.0, 30.0])
+    (runs, balls, wickets), (together, faced) = known.bowler.T, known.partnership.T
     return {
         "match": _table(
-            (kind & FEMALE) > 0,
-            (kind & INTERNATIONAL) > 0,
-            number,
-            innings["balls"][known.innings] / 120,
-            *forms[known.innings].T,
+            *((kind & FEMALE) > 0, (kind & INTERNATIONAL) > 0, number),
+            *(innings["balls"][known.innings] / 120, *forms[known.innings].T),
         ),
         "state": _table(
             *(known.score / 100, known.wickets / 5, left / 120, known.legal / 120),
@@ -185,26 +173,13 @@ def _features(
         ),
         "striker": _batter(known.striker),
         "non_striker": _batter(known.non_striker),
-        "bowler": _table(
-            known.bowler[:, 0] / 20,
-            known.bowler[:, 1] / 12,
-            known.bowler[:, 2],
-            _rate(known.bowler[:, 0], known.bowler[:, 1]),
-        ),
-        "partnership": _table(
-            known.partnership[:, 0] / 30, known.partnership[:, 1] / 24, _rate(*known.partnership.T)
-        ),
-        "momentum": torch.cat(
-            [
-                torch.from_numpy((counts / scales).astype(np.float32))
-                for counts in (
-                    known.recent_runs,
-                    known.recent_wickets * 5,
-                    known.recent_dots,
-                    known.recent_fours_and_sixes * 3,
-                )
-            ],
-            dim=1,
+        "bowler": _table(runs / 20, balls / 12, wickets, _rate(runs, balls)),
+        "partnership": _table(together / 30, faced / 24, _rate(together, faced)),
+        "momentum": _table(
+            *(known.recent_runs / scales).T,
+            *(known.recent_wickets * 5 / scales).T,
+            *(known.recent_dots / scales).T,
+            *(known.recent_fours_and_sixes * 3 / scales).T,
         ),
         "query": _table(known.over / OVERS, known.legal_in_over / 6, to_go / 5, number),
         "ball": _ball(corpus, known),
