@@ -142,7 +142,7 @@ def known_elsewhere(name: str, names: Collection[str]) -> str | None:
 
 def listed(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
     """Return the first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return between.join(names[:most]) + more
 
 

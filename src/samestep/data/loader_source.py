@@ -19,7 +19,7 @@ from samestep.data.collating import Collating, as_pair, name_of, unpacked
 from samestep.data.keyed_random import mix
 from samestep.data.prefetch import on_device
 from samestep.data.source import OrderedSource, ReadOptions
-from samestep.errors import UserError, blame
+from samestep.errors import UserError, blame, listed
 from samestep.ranks.startup import forking_servants, stop_signals
 
 
@@ -75,8 +75,9 @@ class LoaderSource(OrderedSource):
                 taken += 1
                 yield inputs, self._cast(targets)
         except Exception as error:
-            awaited = [index for _epoch, index in chain(*self._plan[taken : taken + 1])]
-            blame_worker(self._loader._iterator, self._name, error, _few(awaited))  # noqa: SLF001
+            awaited = [str(index) for _epoch, index in chain(*self._plan[taken : taken + 1])]
+            at = listed(awaited, 5)
+            blame_worker(self._loader._iterator, self._name, error, at)  # noqa: SLF001
             _end_workers(self._loader)
             if isinstance(error, UserError):
                 # A worker's comes with its traceback in the text; the last line is what it said.
@@ -118,12 +119,8 @@ class _Batched(Dataset[Any]):
         try:
             return self._dataset.read_batch(indices)
         except Exception as error:
-            blame(f"{name_of(self._dataset)} failed to read samples {_few(indices)}", error)
-
-
-def _few(indices: list[int]) -> str:
-    shown = ", ".join(map(str, indices[:5]))
-    return f"{shown}, …" if len(indices) > 5 else shown
+            at = listed([*map(str, indices)], 5)
+            blame(f"{name_of(self._dataset)} failed to read samples {at}", error)
 
 
 def _end_workers(loader: DataLoader[Any]) -> None:

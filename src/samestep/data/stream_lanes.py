@@ -116,7 +116,12 @@ class Lane:
             self._mark = 0, None, False
         self._iterator: Iterator[Any] = self._try(iter, self._stream)
         while self._at < start:
-            self._skip(start)
+            if not self._read_into([]):
+                raise UserError(
+                    f"{self._name} ended after {self._at:,} elements{self._lane}; {start:,} had "
+                    "been read when the checkpoint was written. Give it the same data as before, "
+                    "or start a new run."
+                )
         left = route.first_step * len(route.slots(number)) - start
         while left > 0 and (dropped := len(self.take(min(left, _DROPPED)))):
             left -= dropped
@@ -189,14 +194,6 @@ class Lane:
         self._at += 1
         return True
 
-    def _skip(self, start: int) -> None:
-        if not self._read_into([]):
-            raise UserError(
-                f"{self._name} ended after {self._at:,} elements{self._lane}; {start:,} had been "
-                "read when the checkpoint was written. Give it the same data as before, or start "
-                "a new run."
-            )
-
     def _state(self) -> Any:
         """Return the stream's state where it stands; None if there is none that can be saved."""
         if not self._route.states:
@@ -238,17 +235,13 @@ def check_same(stream: Any, route: Route, world: World) -> None:
     """
     shards = world.gather(num_shards(stream))
     if len(set(shards)) > 1:
-        raise UserError(
-            f"{name_of(stream)} has another number of shards on each rank: {shards}. {EACH_ALL}",
-            on_all_ranks=True,
-        )
-    own = world.on_every(lambda: _beginning(stream, route))
-    marks = world.gather(own)
-    if any(other != own for other in marks):
-        raise UserError(
-            f"{name_of(stream)} begins with other elements on each rank. {EACH_ALL}",
-            on_all_ranks=True,
-        )
+        wrong = f"has another number of shards on each rank: {shards}"
+    else:
+        own = world.on_every(lambda: _beginning(stream, route))
+        if all(other == own for other in world.gather(own)):
+            return
+        wrong = "begins with other elements on each rank"
+    raise UserError(f"{name_of(stream)} {wrong}. {EACH_ALL}", on_all_ranks=True)
 
 
 def _beginning(stream: Any, route: Route) -> list[str]:

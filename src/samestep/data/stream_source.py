@@ -252,7 +252,17 @@ class StreamSource(Source):
                 del self._marks[next(iter(self._marks))]
             if lacks:
                 stand_in = self._given(stand_in, sizes)
-            held = self._block(stand_in, bool(item[0]), size, step, step * route.global_batch)
+            pairs, facts = stand_in
+            # What an augmentation is drawn by; what does not count only stands in.
+            places = torch.tensor(facts.slots) + step * route.global_batch
+            weight, cut = 1.0 if item[0] else 0.0, torch.split(places, facts.rows)
+            held = (
+                Block(step, 1, places, None, len(places), weight, size),
+                [
+                    Block(step, 1, own, pair, len(own), weight, size)
+                    for own, pair in zip(cut, pairs, strict=True)
+                ],
+            )
 
     def _agree(
         self, facts: BatchFacts, step: int, *, whole: bool, lacks: bool
@@ -298,20 +308,6 @@ class StreamSource(Source):
             f"{name} gave no element in epoch {route.epoch + 1}: it seems that it can be read only "
             "once. Let __iter__ begin anew each time."
         )
-
-    def _block(
-        self, item: Item, counts: bool, size: int, step: int, first: int
-    ) -> tuple[Block, list[Block]]:
-        """Return this rank's part of a global batch; what does not count only stands in for it."""
-        pairs, facts = item
-        weight = 1.0 if counts else 0.0
-        places = torch.tensor(facts.slots) + first  # what an augmentation is drawn by
-        cut = torch.split(places, facts.rows)
-        parts = [
-            Block(step, 1, own, pair, len(own), weight, size)
-            for own, pair in zip(cut, pairs, strict=True)
-        ]
-        return Block(step, 1, places, None, len(facts.slots), weight, size), parts
 
     def _read(self, unread: Iterator[Block], epoch: int) -> Read:  # noqa: ARG002
         blocks, again = tee(unread)

@@ -16,7 +16,7 @@ from samestep.data.images.decode import decode, pillow
 from samestep.data.images.image_files import decode_in_threads, find_files
 from samestep.data.keyed_random import uniform
 from samestep.data.order import hold_out
-from samestep.errors import UserError
+from samestep.errors import UserError, listed
 from samestep.machine import usable_cores
 from samestep.recipe import Recipe, Splits
 from samestep.recipes.resnet import resnet18
@@ -123,11 +123,11 @@ def _read_images(root: Path, split: Literal["train", "test"]) -> tuple[Tensor, T
     places = range(len(files))
     broken = decode_in_threads(files, places, images.__setitem__, decode_one, len(cores))
     if broken:
-        shown = [f"  {files.path(place)}: {why}" for place, why in list(broken.items())[:5]]
-        more = [f"  … and {len(broken) - 5} more"] if len(broken) > 5 else []
+        why = [f"{files.path(place)}: {reason}" for place, reason in broken.items()]
+        shown = listed(why, 5, "\n  ")
         raise UserError(
-            f"{len(broken)} of {len(files)} images in {root / split} cannot be used:\n"
-            + "\n".join([*shown, *more, "Replace or remove them."])
+            f"{len(broken)} of {len(files)} images in {root / split} cannot be used:\n  {shown}\n"
+            "Replace or remove them."
         )
     return images, torch.from_numpy(files.labels)
 

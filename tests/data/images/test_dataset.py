@@ -120,7 +120,7 @@ def test_too_many_broken_files_end_the_run_with_one_message(tmp_path, root):
             assert f"{root}/train/cat/003.png: it is empty" in message
             assert "--max-corrupt 0.15" in message
     empty(root / "train")
-    with pytest.raises(UserError, match=r"\n  and 11 more"):
+    with pytest.raises(UserError, match="and 11 more"):
         ready(root, ALONE, cache="off")
     with pytest.raises(UserError, match=f"train/cat/.* in {root}"):
         ready(root, ALONE, cache="off", max_corrupt=1.0)

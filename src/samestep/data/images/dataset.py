@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from samestep.data.images.decode import UnreadableImageError, decode
 from samestep.data.images.image_files import FileList, decode_into, find_broken
-from samestep.errors import UserError
+from samestep.errors import UserError, listed
 from samestep.machine import free_memory_bytes
 from samestep.ranks.world import World
 from samestep.recipe import InMemory
@@ -101,7 +101,6 @@ Cache = Literal["auto", "memory", "off"]
 
 _FREE_FRACTION = 0.5
 """What `auto` takes at most of a node's free memory: the rest is the training's."""
-_NUM_SHOWN = 3
 _PURPOSE = {"train": "train on", "validation": "validate with", "test": "test with"}
 
 
@@ -158,7 +157,11 @@ class ImageFiles(Dataset[Any]):
                     if place != source:
                         images[place] = images[source]
             world.barrier()
-        notes = _about(left_out, len(files)) if left_out else "", note
+        about = (
+            f"{len(left_out):,} of {len(files):,} images cannot be read and are left out, as "
+            f"events.jsonl tells: {listed(left_out, between='; ')}."
+        )
+        notes = about if left_out else "", note
         ready: list[InMemory | ImageFiles]
         if images is None:
             ready = [ImageFiles(part, self._side) for part in left]
@@ -220,13 +223,12 @@ def _size(num_bytes: int) -> str:
 def _check_broken(files: FileList, left_out: tuple[str, ...], max_corrupt: float) -> None:
     if len(left_out) <= max_corrupt * len(files):
         return
-    shown = "".join(f"\n  {files.root}/{each}" for each in left_out[:_NUM_SHOWN])
-    more = f"\n  and {len(left_out) - _NUM_SHOWN:,} more" if len(left_out) > _NUM_SHOWN else ""
+    shown = listed([f"{files.root}/{each}" for each in left_out], between="\n  ")
     fraction = len(left_out) / len(files)
     power = 10 ** (1 - int(np.floor(np.log10(fraction))))  # rounded up to two digits
     raise UserError(
         f"{len(left_out):,} of {len(files):,} images cannot be read, more than --max-corrupt "
-        f"{max_corrupt:g} allows:{shown}{more}\nReplace or delete them, or allow more: "
+        f"{max_corrupt:g} allows:\n  {shown}\nReplace or delete them, or allow more: "
         f"--max-corrupt {min(1.0, np.ceil(fraction * power) / power):g}",
         on_all_ranks=True,
     )
@@ -245,12 +247,3 @@ def _check_left(splits: Mapping[str, ImageFiles], left: list[FileList]) -> None:
             f"{split.files.root}. Replace them, or remove their folder.",
             on_all_ranks=True,
         )
-
-
-def _about(left_out: tuple[str, ...], num_files: int) -> str:
-    shown = "; ".join(left_out[:_NUM_SHOWN])
-    more = f"; and {len(left_out) - _NUM_SHOWN:,} more, named in events.jsonl"
-    more = more if len(left_out) > _NUM_SHOWN else ""
-    return (
-        f"{len(left_out):,} of {num_files:,} images cannot be read and are left out: {shown}{more}."
-    )

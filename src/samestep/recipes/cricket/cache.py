@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import samestep
-from samestep.errors import UserError
+from samestep.errors import UserError, listed
 from samestep.machine import usable_cores
 from samestep.recipes.cricket.corpus import VERSION, Corpus, from_documents, load, merge
 from samestep.recipes.cricket.match_files import Document, MatchFiles, open_match_files
@@ -31,7 +31,6 @@ from samestep.run.files import Held, hold
 
 _FILES_PER_PART = 64
 _ASK_EVERY_S = 0.05
-_NUM_SHOWN = 3
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 # A process that reads matches: a fresh interpreter, which ends with the one that started it. Not a
@@ -214,11 +213,10 @@ def _ask(process: subprocess.Popen[bytes], task: tuple[Path, list[Document]]) ->
 def _check_bad(corpus: Corpus, path: Path, skip_bad: int) -> None:
     bad = corpus.lists["bad"]
     if len(bad) > skip_bad:
-        more = f"\n  and {len(bad) - _NUM_SHOWN:,} more" if len(bad) > _NUM_SHOWN else ""
+        shown = listed(bad, between="\n  ")
         raise UserError(
-            f"{len(bad):,} of the matches in {path} cannot be read:"
-            + "".join(f"\n  {each}" for each in bad[:_NUM_SHOWN])
-            + f"{more}\nMend or remove them, or leave them out: --skip-bad {len(bad)}"
+            f"{len(bad):,} of the matches in {path} cannot be read:\n  {shown}\n"
+            f"Mend or remove them, or leave them out: --skip-bad {len(bad)}"
         )
     if not corpus.num_balls:
         passed = corpus.lists["passed"]
@@ -233,6 +231,5 @@ def _about(corpus: Corpus) -> Iterator[str]:
     reasons = {"bad": "cannot be read", "passed": "are no twenty-over matches with balls"}
     for name, what in reasons.items():
         if found := corpus.lists[name]:
-            more = f"; and {len(found) - _NUM_SHOWN:,} more" if len(found) > _NUM_SHOWN else ""
-            shown = "; ".join(found[:_NUM_SHOWN])
-            yield f"Left out because they {what}: {words.count(len(found), 'file')}. {shown}{more}."
+            shown = listed(found, between="; ")
+            yield f"Left out because they {what}: {words.count(len(found), 'file')}. {shown}."
