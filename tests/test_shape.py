@@ -47,6 +47,7 @@ SHORT_FILES = {
     "api.arguments": "what the public functions share, without torch",
     "api.run_lists": "the public functions that need no torch",
     "data.augment": "public functions for recipes",
+    "data.recipe_splits": "recipes import it, without the sources",
     "doctor.timeouts": "six modules share it",
 }
 MOST_REPEATED_FILE_NAMES = 5
