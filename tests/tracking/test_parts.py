@@ -28,8 +28,7 @@ def test_what_a_tracker_prints_is_logged_without_its_secrets(tmp_path):
     program = f"""
 import os, sys
 from samestep.tracking.follower import Reports
-voice = Reports()
-voice.hide(("planted-secret", "planted", 'pä"55word', "offline"))
+voice = Reports(("planted-secret", "planted", 'pä"55word', "offline"))
 print("early planted-secret")
 os.write(2, b"of C: http://me:pass@host/ planted\\n")
 os.system("echo of a child: planted-secret")

@@ -99,11 +99,7 @@ class Comparison:
 
 
 def check_target(target: float | None) -> None:
-    """Check that a metric can ever be at a target.
-
-    Raises:
-        UserError: it is no number.
-    """
+    """Check that a metric can ever be at a target."""
     if target is not None and not math.isfinite(target):
         raise UserError(f"--target {target} is no number that a metric can reach. Give one.")
 
@@ -120,9 +116,6 @@ def compare_runs(
 
     The metric is of the validation set, or `train_loss`; by default accuracy if all have it. Runs
     of different recipes are compared with `any_recipe` only, and one run is enough if `alone`.
-
-    Raises:
-        UserError: one is no run, or they have nothing in common.
     """
     check_target(target)
     _check_paths(paths, alone=alone)
@@ -140,9 +133,9 @@ def compare_runs(
         had = "; ".join(f"{run.path}: {', '.join(run.metrics()) or 'none'}" for run in runs)
         raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
     speeds = [throughput(run) for run in runs]
-    told = [run.smaller_is_better(chosen) for run in runs]
+    told = [said for run in runs if (said := run.smaller_is_better(chosen)) is not None]
     # Runs of earlier versions do not say; of their metrics only a loss is known to fall.
-    smaller = next((one for one in told if one is not None), chosen.endswith("loss"))
+    smaller = told[0] if told else chosen.endswith("loss")
     return Comparison(
         runs=runs,
         differences=differences(runs),
@@ -183,21 +176,17 @@ def _list(runs: Sequence[RunData]) -> str:
     by_recipe: dict[str, list[str]] = {}
     for run in runs:
         by_recipe.setdefault(run.recipe or "unknown", []).append(str(run.path))
-    parts = []
-    for recipe, (first, *others) in by_recipe.items():
-        more = f" and {len(others)} more are" if others else " is"
-        parts.append(f"{first}{more} of recipe {recipe}")
-    return ", ".join(parts)
+    return ", ".join(
+        f"{first}{f' and {len(others)} more are' if others else ' is'} of recipe {recipe}"
+        for recipe, (first, *others) in by_recipe.items()
+    )
 
 
 def _default_metric(runs: Sequence[RunData]) -> str:
     """Return the first of accuracy, loss and training loss that all have, or else any has."""
     found = [run.metrics() for run in runs]
-    for has in (all, any):
-        for metric in ("accuracy", "loss", TRAIN_LOSS):
-            if has(metric in metrics for metrics in found):
-                return metric
-    return TRAIN_LOSS
+    usual = [(has, name) for has in (all, any) for name in ("accuracy", "loss", TRAIN_LOSS)]
+    return next((name for has, name in usual if has(name in of for of in found)), TRAIN_LOSS)
 
 
 def _notes(runs: list[RunData], speeds: list[Throughput | None], recipes: set[str]) -> list[str]:
@@ -242,8 +231,9 @@ def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
     settings = dict.fromkeys(name for run in runs for name in run.settings or {})
     facts = dict.fromkeys(name for run in runs for name in run.facts if name not in settings)
     same = _SAME_TRAINING.union(*(run.plan.get("free_options", _FREE_OPTIONS) for run in runs))
-    if any(map(_follows_length, runs)):
-        same -= _LENGTH
+    cosine = any((run.settings or {}).get("schedule") == "cosine" for run in runs)
+    if cosine or any(run.plan.get("own_schedule") for run in runs):
+        same -= _LENGTH  # the learning rate of a step depends on it
     found = []
     for name in (*settings, *facts):
         values = tuple(_value(run, name, is_fact=name in facts) for run in runs)
@@ -251,12 +241,6 @@ def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
             decides = name not in same
             found.append(SettingDifference(name=name, values=values, decides=decides))
     return found
-
-
-def _follows_length(run: RunData) -> bool:
-    """Whether the learning rate of a step depends on how many there are."""
-    cosine = (run.settings or {}).get("schedule") == "cosine"
-    return cosine or bool(run.plan.get("own_schedule"))
 
 
 def _value(run: RunData, name: str, *, is_fact: bool) -> str:
@@ -277,7 +261,7 @@ def _shown(value: object) -> str:
 
 # What the order of sums alone changes, relative to the largest loss, by precision; correct code
 # was measured to stay 10 times below it for hundreds of steps, missing synchronisation 1,000 above.
-TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+_TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 
 
 def compare_losses(one: RunData, other: RunData) -> SameTraining:
@@ -296,7 +280,9 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
     if not both:
         why = "no step, epoch or evaluation is recorded in both (--log-every)"
         return SameTraining(verdict="unknown", why=why)
-    tolerance = max(_tolerance(one), _tolerance(other))
+    tolerance = max(
+        _TOLERANCES.get(str(run.plan.get("precision", "fp32")), 1e-5) for run in (one, other)
+    )
     pairs = [(ours[key], theirs[key]) for key in both]
     gaps = [(abs(a["loss"] - b["loss"]), a["step"]) for a, b in pairs]
     # Rounding is of the sums that a loss is made of: where it falls to nothing, they do not.
@@ -338,7 +324,3 @@ def _losses(run: RunData) -> dict[tuple[str, int], Record]:
         if record.get("split", "validation") == "validation"
         and isinstance(record.get("loss"), int | float)
     }
-
-
-def _tolerance(run: RunData) -> float:
-    return TOLERANCES.get(str(run.plan.get("precision", "fp32")), 1e-5)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from samestep.reporting.comparison import UNSET, Comparison, SameTraining
-from samestep.reporting.curves import Aligned
+from samestep.reporting.curves import Aligned, Point, has_epochs
 from samestep.reporting.plot import picture
 from samestep.reporting.run_data import TRAIN_LOSS
 from samestep.reporting.table import Table, number, text_lines
@@ -74,8 +74,6 @@ def _header(found: Comparison) -> Iterator[str]:
 
 def overview(found: Comparison) -> Table:
     """Return the runs with their names."""
-    pick = min if found.smaller else max
-    best = [pick((point.value for point in curve), default=None) for curve in found.curves]
     rows = [
         (
             name,
@@ -83,37 +81,37 @@ def overview(found: Comparison) -> Table:
             run.recipe or "unknown",
             run.status,
             number(run.plan.get("world_size")),
-            number(value),
+            number(_best(found, curve)),
         )
-        for name, run, value in zip(found.names, found.runs, best, strict=True)
+        for name, run, curve in zip(found.names, found.runs, found.curves, strict=True)
     ]
     columns = ("run", "directory", "recipe", "status", "ranks", f"best {metric_name(found)}")
     return Table(title="Runs", columns=columns, rows=rows)
 
 
-def settings(found: Comparison, longest: int = 60, *, shared: bool = False) -> Table | None:
-    """Return the settings and facts that differ.
+def _best(found: Comparison, curve: list[Point]) -> float | None:
+    pick = min if found.smaller else max
+    return pick((point.value for point in curve), default=None)
 
-    Args:
-        found: the comparison.
-        longest: values with more characters lose their middle: what differs is often at the end.
-        shared: whether settings that only some of the recipes have are left out.
+
+def settings(found: Comparison, longest: int = 60, *, shared: bool = False) -> Table | None:
+    """Return the settings and facts that differ; with `shared`, only those that all recipes have.
+
+    Values with more than `longest` characters lose their middle: what differs is often at the end.
     """
     head = longest // 3
 
     def cut(text: str) -> str:
         return text if len(text) <= longest else f"{text[:head]}…{text[head + 1 - longest :]}"
 
-    differ = found.differences
-    if shared:
-        differ = [one for one in differ if UNSET not in one.values]
+    differ = [one for one in found.differences if not (shared and UNSET in one.values)]
     if not differ:
         return None
     marked = frozenset(place for place, one in enumerate(differ) if one.decides)
     notes = ["Marked rows make it another training."] if marked else []
     if left := len(found.differences) - len(differ):
         notes.append(f"{left} more are not of all recipes.")
-    rows = tuple((one.name, *map(cut, one.values)) for one in differ)
+    rows = [(one.name, *map(cut, one.values)) for one in differ]
     return _beside(found, "Settings that differ", rows, marked=marked, note=" ".join(notes))
 
 
@@ -138,7 +136,9 @@ def same_training_lines(found: Comparison) -> Iterator[str]:
 def _verdict(found: SameTraining, other: str, one: str) -> str:
     if found.verdict == "unknown":
         return f"{other} and {one} cannot be compared by step: {found.why}."
-    steps = _evidence(found)
+    kinds = {"recorded step": found.steps, "epoch": found.epochs, "evaluation": found.evaluations}
+    *most, last = [count(number, kind) for kind, number in kinds.items() if number]
+    steps = f"{', '.join(most)} and {last}" if most else last
     if found.verdict == "equal":
         bits = f"every bit of the loss on {steps}."
         if not found.weights_sha256:
@@ -162,13 +162,6 @@ def _verdict(found: SameTraining, other: str, one: str) -> str:
         f"same to rounding, from step {found.first_apart:,} on they differ {size}. A difference "
         "that begins at rounding and grows slowly is rounding's own; a jump is not."
     )
-
-
-def _evidence(found: SameTraining) -> str:
-    """Return what was compared: 13 recorded steps, 3 epochs and 3 evaluations."""
-    kinds = {"recorded step": found.steps, "epoch": found.epochs, "evaluation": found.evaluations}
-    *most, last = [count(number, kind) for kind, number in kinds.items() if number]
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _reasons(found: Comparison, place: int) -> str:
@@ -267,7 +260,7 @@ def metric_name(found: Comparison) -> str:
     """Return what the curves show, in words."""
     if found.metric != TRAIN_LOSS:
         return f"validation {found.metric}"
-    by_epoch = all(len(run.of("epoch")) > 1 for run in found.runs)
+    by_epoch = has_epochs(found.runs)
     return "training loss, mean of an epoch" if by_epoch else "training loss of single steps"
 
 
@@ -276,8 +269,7 @@ def time_to_target(found: Comparison) -> Table | None:
     if found.target is None:
         return None
     sign = "≤" if found.smaller else "≥"
-    goals, pick = found.reached, min if found.smaller else max
-    best = [pick((point.value for point in curve), default=None) for curve in found.curves]
+    goals, best = found.reached, [_best(found, curve) for curve in found.curves]
     with_pauses = [goal and goal.with_pauses for goal in goals]
     rows = [
         _row("step", goals, lambda goal: f"{goal.step:,}", "not reached"),
@@ -325,11 +317,7 @@ def as_table(found: Comparison) -> dict[str, Any]:
 
 
 def plot(found: Comparison, path: Path) -> None:
-    """Draw every recorded value of the metric, all runs in one picture.
-
-    Raises:
-        UserError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draw every recorded value of the metric, all runs in one picture."""
     with picture(path) as figure:
         axes = figure.subplots(1, 2, sharey=True)
         for name, run, curve in zip(found.names, found.runs, found.curves, strict=True):

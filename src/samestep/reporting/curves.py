@@ -37,23 +37,30 @@ class Aligned:
 def curves_of(runs: Sequence[RunData], metric: str) -> list[list[Point]]:
     """Return each run's curve of a metric, empty where it has none.
 
-    The training loss is the mean over each epoch where all runs have two epochs or more, else that
-    of single steps.
+    The training loss is the mean over each epoch if all runs have some, else that of single steps.
     """
     event, name = "evaluation", metric
     if metric == TRAIN_LOSS:
-        event = "epoch" if all(len(run.of("epoch")) > 1 for run in runs) else "step"
-        name = "loss"
-    return [_curve(run, run.of(event), name) for run in runs]
+        event, name = "epoch" if has_epochs(runs) else "step", "loss"
+    curves = []
+    for run in runs:
+        clock = _seconds_of_steps(run)
+        curves.append(
+            [
+                Point(
+                    r["step"], samples_at(run, r["step"]), between(clock, r["step"]), float(r[name])
+                )
+                for r in run.of(event)
+                if r.get("split", "validation") == "validation"
+                and isinstance(r.get(name), int | float)
+            ]
+        )
+    return curves
 
 
-def _curve(run: RunData, records: list[Record], metric: str) -> list[Point]:
-    clock = _seconds_of_steps(run)
-    return [
-        Point(r["step"], samples_at(run, r["step"]), between(clock, r["step"]), float(r[metric]))
-        for r in records
-        if r.get("split", "validation") == "validation" and isinstance(r.get(metric), int | float)
-    ]
+def has_epochs(runs: Sequence[RunData]) -> bool:
+    """Whether all runs have two epochs or more, so that a mean over each makes a curve."""
+    return all(len(run.of("epoch")) > 1 for run in runs)
 
 
 def samples_at(run: RunData, step: int) -> float:
@@ -94,9 +101,8 @@ def between(marks: Sequence[tuple[float, float]], place: float) -> float:
 def by_samples(curves: Sequence[list[Point]]) -> Aligned | None:
     """Return the curves at common numbers of samples, within what all of them cover.
 
-    Where all runs recorded values at the same places, these are taken as they are; else places are
-    spread evenly, and a value lies on the straight line between its two neighbours. None if the
-    runs cover nothing together.
+    Places where all runs recorded a value are taken as they are; else places are spread evenly, and
+    values interpolated. None if the runs cover nothing together.
     """
     marks = [sorted({point.samples: point.value for point in curve}.items()) for curve in curves]
     there = [of_one for of_one in marks if of_one]
@@ -118,9 +124,8 @@ def by_samples(curves: Sequence[list[Point]]) -> Aligned | None:
 def by_seconds(curves: Sequence[list[Point]]) -> Aligned | None:
     """Return the curves at common times, from the first value of any run to the last of any.
 
-    The places are spread by equal factors, since one run may be many times faster than another. A
-    value lies on the straight line between its two neighbours; before its first and after its last
-    value a run has none.
+    The places are spread by equal factors, since one run may be many times faster than another.
+    Values are interpolated, never extrapolated.
     """
     marks = [sorted({point.seconds: point.value for point in curve}.items()) for curve in curves]
     ends = [place for of_one in marks for place, _ in (of_one[:1] + of_one[-1:])]
@@ -234,16 +239,9 @@ def pauses(run: RunData) -> dict[str, dict[str, float]]:
 
 def reached(run: RunData, curve: list[Point], target: float, *, smaller: bool) -> Goal | None:
     """Return where a curve first was at a target, at a recorded value; None if it never was."""
-    for point in curve:
-        if point.value <= target if smaller else point.value >= target:
-            step, samples, seconds, _ = point
-            pauses = _with_pauses(run, point)
-            return Goal(step=step, samples=samples, seconds=seconds, with_pauses=pauses)
-    return None
-
-
-def _with_pauses(run: RunData, point: Point) -> float | None:
-    """Add what lay between the steps, up to and with the evaluation that told."""
+    there = (p for p in curve if (p.value <= target if smaller else p.value >= target))
+    if (point := next(there, None)) is None:
+        return None
     # The checkpoint after an evaluation has its step, but was not needed to know.
     seconds: list[Any] = [
         r.get("seconds")
@@ -251,4 +249,5 @@ def _with_pauses(run: RunData, point: Point) -> float | None:
         if (r["event"] in _PAUSES and r.get("step", 0) < point.step)
         or (r["event"] == "evaluation" and r["step"] == point.step and r.get("split") != "test")
     ]
-    return None if None in seconds else point.seconds + float(sum(seconds))
+    pauses = None if None in seconds else point.seconds + float(sum(seconds))
+    return Goal(step=point.step, samples=point.samples, seconds=point.seconds, with_pauses=pauses)

@@ -11,11 +11,7 @@ from samestep.run.files import write_atomically
 
 
 def check_picture(path: Path) -> None:
-    """Check that a picture can be drawn into a file, before anything is computed for it.
-
-    Raises:
-        UserError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Check that a picture can be drawn into a file, before anything is computed for it."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -31,11 +27,7 @@ def check_picture(path: Path) -> None:
 
 @contextmanager
 def picture(path: Path) -> Iterator[Any]:
-    """Give a figure to draw into, and write it at the end.
-
-    Raises:
-        UserError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Give a figure to draw into, and write it at the end."""
     check_picture(path)
     from matplotlib import pyplot as plt  # noqa: PLC0415 - asks for the backend when imported
 
@@ -64,11 +56,9 @@ def has_confusion(record: Mapping[str, Any]) -> bool:
 
 
 def confusion_png(names: Sequence[str], rows: Sequence[Sequence[int]]) -> bytes | None:
-    """Return a heat map as a PNG file; None where matplotlib is not installed.
+    """Return a heat map as a PNG file: row by target, column by prediction, coloured by the row.
 
-    Args:
-        names: of the classes.
-        rows: counts: row by target, column by prediction. Colours show parts of a row.
+    None where matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
@@ -81,7 +71,7 @@ def confusion_png(names: Sequence[str], rows: Sequence[Sequence[int]]) -> bytes 
     axes = figure.subplots()
     image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, label="fraction of the class", shrink=0.8)
-    labels = [_short(name) for name in names]
+    labels = [name if len(name) <= 24 else f"{name[:23]}…" for name in names]
     size = 9 if num <= _MOST_NUMBERS else 6
     turned = 90 if num > 4 else 0
     axes.set_xticks(range(num), labels, rotation=turned, fontsize=size, parse_math=False)
@@ -97,7 +87,3 @@ def confusion_png(names: Sequence[str], rows: Sequence[Sequence[int]]) -> bytes 
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=100)
     return file.getvalue()
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 24 else f"{name[:23]}…"

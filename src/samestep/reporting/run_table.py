@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from samestep.reporting.table import Table, printable, text_lines
@@ -18,12 +19,7 @@ _MOST_DAMAGED = 5
 
 
 def run_lines(runs: Sequence[RunSummary], width: int | None = None) -> Iterator[str]:
-    """Yield the table of some runs.
-
-    Args:
-        runs: in the order of the table.
-        width: columns of the terminal; None of a file or a pipe, where nothing is left out.
-    """
+    """Yield the table of some runs; without a width, as for a file, nothing is left out."""
     damaged = sum(run.state == "damaged" for run in runs)
     hidden = width is not None and damaged > _MOST_DAMAGED
     shown = [run for run in runs if not (hidden and run.state == "damaged")]
@@ -71,29 +67,13 @@ def _number(value: float | None) -> str:
 def began(run: RunSummary) -> str | None:
     """Return when a run began, in the local time zone, as ISO 8601; None if it is not known."""
     try:
-        moment = datetime.fromtimestamp(
-            math.nan if run.started is None else run.started
-        ).astimezone()
+        started = math.nan if run.started is None else run.started
+        return datetime.fromtimestamp(started, UTC).astimezone().isoformat(timespec="seconds")
     except (OverflowError, OSError, ValueError):
         return None
-    return moment.isoformat(timespec="seconds")
 
 
 def as_json(run: RunSummary) -> dict[str, Any]:
     """Return a run as JSON has it: NaN and infinity, which it has not, are null."""
-    return {
-        "name": run.name,
-        "run_dir": str(run.run_dir),
-        "recipe": run.recipe,
-        "state": run.state,
-        "reason": run.reason,
-        "metric": run.metric,
-        "mode": run.mode,
-        "value": run.value,
-        "seconds": run.seconds,
-        "epochs": run.epochs,
-        "steps": run.steps,
-        "world_size": run.world_size,
-        "started": began(run),
-        "losses": [loss if math.isfinite(loss) else None for loss in run.losses],
-    }
+    losses = [loss if math.isfinite(loss) else None for loss in run.losses]
+    return asdict(run) | {"run_dir": str(run.run_dir), "started": began(run), "losses": losses}

@@ -90,18 +90,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(403, _TEXT, "This page is for localhost alone.\n")
             return
         try:
-            self._answer()
+            if self.path == "/":
+                page = render(self.server.report(), live=True)
+                self._send(200, _HTML, page.html, page.policy)
+            elif self.path == "/data.json":
+                self._send(200, _JSON, json.dumps(news(self.server.report()), allow_nan=False))
+            else:
+                self._send(404, _TEXT, "There are / and /data.json.\n")
         except UserError as error:  # the run was moved or deleted meanwhile
             self._send(503, _TEXT, f"{error}\n")
-
-    def _answer(self) -> None:
-        if self.path == "/":
-            page = render(self.server.report(), live=True)
-            self._send(200, _HTML, page.html, page.policy)
-        elif self.path == "/data.json":
-            self._send(200, _JSON, json.dumps(news(self.server.report()), allow_nan=False))
-        else:
-            self._send(404, _TEXT, "There are / and /data.json.\n")
 
     def _is_local(self) -> bool:
         """Whether it was asked for by a name of this machine.

@@ -44,11 +44,11 @@ class RunSummary:
     name: str
     """The directory, relative to the folder that was listed."""
     run_dir: Path
+    recipe: str = ""
     state: State
     """`killed` if no end was recorded, `damaged` if a file cannot be read."""
     reason: str = ""
     """Why it ended so, or what is damaged."""
-    recipe: str = ""
     metric: str | None = None
     """The monitored metric."""
     mode: Literal["min", "max"] | None = None
@@ -89,26 +89,131 @@ class Line(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Glimpse:
-    """What events.jsonl says of one run."""
+_WHOLE_BYTES = 2**19
+"""A file of at most this size is read whole."""
+_END_BYTES, _BLOCK_BYTES, _BLOCKS = 2**16, 2**14, 24
+"""Of a larger file, read the first and last bytes, and evenly spaced blocks between."""
+_ENOUGH = 12
+"""With fewer epochs in the blocks of a large file, its curve is drawn from steps."""
 
-    start: Line | None = None
-    """The record that it began with."""
-    latest: Line | None = None
-    """The `start` record of the latest attempt."""
-    last: Line | None = None
-    """The last whole record."""
-    losses: tuple[float, ...] = ()
-    """Training losses of epochs, or of steps where no epoch has ended; NaN where it is not finite.
-    Of a large file some, evenly spread."""
-    epochs: int = 0
-    """Epochs that have ended."""
-    steps: int = 0
-    seconds: float | None = None
-    """Training time, without evaluations and checkpoints; None if it is unknown."""
-    size: int = 0
-    """Bytes of the file."""
+
+_DECODER = msgspec.json.Decoder(Line)
+_START, _RESUME, _EPOCH, _STEP, _EVALUATION = (
+    f'{{"event": "{event}", '.encode()
+    for event in ("start", "resume", "epoch", "step", "evaluation")
+)
+_SHAPE = (_START, _RESUME, _EPOCH)
+
+
+class _Glimpse:
+    """What the records of one run say, from the blocks of lines that were read of its file."""
+
+    def __init__(self, size: int, blocks: list[list[bytes]]) -> None:
+        self.size = size
+        """Bytes of the file."""
+        kept = _uninterrupted(_decoded(blocks, _SHAPE))
+        starts = [line for line in kept if line.event == "start"]
+        self.start: Line | None = starts[0] if starts else None
+        self.latest: Line | None = starts[-1] if starts else None
+        """The `start` records of the first and of the latest attempt."""
+        self.last, step = (
+            next((_line(text) for text in reversed(blocks[-1]) if text.startswith(prefix)), None)
+            for prefix in (b"", _STEP)
+        )
+        """The last whole record."""
+        epochs = {line.epoch: line for line in kept if line.event == "epoch"}  # a later one counts
+        self.epochs = max((number or 0 for number in epochs), default=0)
+        steps = (line.step or 0 for line in (*kept, self.last, step) if line)
+        self.steps = max(steps, default=0)
+        whole = size <= _WHOLE_BYTES
+        seconds = [sum(line.train_seconds for line in epochs.values())] if whole and epochs else []
+        seconds += [step.seconds] if step and step.seconds is not None else []
+        self.seconds = max(seconds, default=None)
+        """Training time, without evaluations and checkpoints; None if it is unknown."""
+        drawn = list(epochs.values())
+        if len(epochs) < (1 if whole else _ENOUGH):
+            lines = _uninterrupted(_decoded(blocks, (_START, _RESUME, _STEP)))
+            drawn = [*{line.step: line for line in lines if line.event == "step"}.values()] or drawn
+        self.losses = tuple(math.nan if line.loss is None else line.loss for line in drawn)
+        """Training losses of epochs, or of steps if there are too few epochs."""
+
+
+def validations(file: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of the validation set; none for a large file."""
+    found: list[dict[str, Any]] = []
+    if file.stat().st_size > _WHOLE_BYTES:
+        return found
+    for text in _starting_with(_read(file)[1], _EVALUATION):
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(text))
+    return [one for one in found if one.get("split") == "validation"]
+
+
+@contextlib.contextmanager
+def open_regular(file: Path) -> Iterator[int]:
+    """Open a regular file to read; to open a FIFO would wait."""
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no file", str(file))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read(file: Path) -> tuple[int, list[list[bytes]]]:
+    """Return a file's size, and the whole lines of each block of it."""
+    with open_regular(file) as descriptor:
+        size = os.fstat(descriptor).st_size
+        places = [(0, size)]
+        if size > _WHOLE_BYTES:
+            room = (size - 2 * _END_BYTES) / _BLOCKS
+            between = [_END_BYTES + int(room * (n + 0.5)) for n in range(_BLOCKS)]
+            places = [(at, _BLOCK_BYTES) for at in between]
+            places = [(0, _END_BYTES), *places, (size - _END_BYTES, _END_BYTES)]
+        blocks = []
+        for at, length in places:
+            os.lseek(descriptor, at, os.SEEK_SET)
+            # What stands before the first newline began elsewhere; what follows the last is torn.
+            blocks.append(os.read(descriptor, length).split(b"\n")[bool(at) : -1])
+    return size, blocks
+
+
+def _starting_with(blocks: list[list[bytes]], prefix: bytes | tuple[bytes, ...]) -> list[bytes]:
+    return [text for lines in blocks for text in lines if text.startswith(prefix)]
+
+
+def _decoded(blocks: list[list[bytes]], prefix: bytes | tuple[bytes, ...]) -> Iterator[Line]:
+    found = (_line(text) for text in _starting_with(blocks, prefix))
+    return (line for line in found if line is not None)
+
+
+def _line(text: bytes) -> Line | None:
+    """Return the record of a line; None if it is damaged."""
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        return None
+    except msgspec.MsgspecError:
+        if b"NaN" not in text and b"Infinity" not in text:
+            return None
+    # Earlier versions wrote these, which are no JSON.
+    try:
+        return msgspec.convert(json.loads(text), Line)
+    except (ValueError, RecursionError, msgspec.MsgspecError):
+        return None
+
+
+def _uninterrupted(lines: Iterable[Line]) -> list[Line]:
+    """Leave out what a later attempt has superseded, as `as_uninterrupted` does."""
+    kept: list[Line] = []
+    for line in lines:
+        if line.event == "start" and not line.resumed:
+            kept = []
+        if line.event == "resume" and line.step is not None:
+            kept = [one for one in kept if one.step is None or one.step <= line.step]
+        kept.append(line)
+    return kept
 
 
 def read_runs(folder: Path | str = "runs") -> list[RunSummary]:
@@ -204,6 +309,9 @@ def _summary(name: str, path: Path) -> RunSummary | None:
     metric, mode, value = _best(path, seen, ended, damage)
     start, latest = seen.start or Line(""), seen.latest or Line("")
     recipe = _recipe(path, latest.recipe or result.get("recipe"), damage)
+    written = None
+    with contextlib.suppress(OSError):
+        written = path.stat().st_mtime
     return RunSummary(
         name=name,
         run_dir=path,
@@ -217,22 +325,22 @@ def _summary(name: str, path: Path) -> RunSummary | None:
         epochs=_whole(ended.get("epochs"), seen.epochs) or 0,
         steps=_whole(ended.get("steps"), seen.steps) or 0,
         world_size=_whole(latest.world_size, ended.get("world_size")),
-        started=_seconds(start.time, _written_at(path)),
+        started=_seconds(start.time, written),
         losses=seen.losses,
     )
 
 
-def _glimpse(file: Path, damage: list[str]) -> Glimpse:
+def _glimpse(file: Path, damage: list[str]) -> _Glimpse:
     """Return what the records say; nothing for a run that has not begun."""
     try:
-        seen = glimpse(file)
+        seen = _Glimpse(*_read(file))
     except FileNotFoundError:
         if (file.parent / "checkpoints").is_dir() and (file.parent / "result.json").exists():
             damage.append("events.jsonl is missing")
-        return Glimpse()
+        return _Glimpse(0, [[]])
     except OSError as error:
         damage.append(f"events.jsonl cannot be read: {error.strerror}")
-        return Glimpse()
+        return _Glimpse(0, [[]])
     if seen.start is None and seen.size:
         damage.append("events.jsonl has no start record")
     elif seen.latest and seen.latest.format > RUN_FORMAT:
@@ -265,7 +373,7 @@ def _content(file: Path) -> bytes:
 
 
 def _best(
-    path: Path, seen: Glimpse, result: Mapping[str, Any], damage: list[str]
+    path: Path, seen: _Glimpse, result: Mapping[str, Any], damage: list[str]
 ) -> tuple[str | None, Literal["min", "max"] | None, float | None]:
     """Return the monitored metric, its direction and its best: of the result, else so far."""
     start = seen.latest or Line("")
@@ -273,9 +381,13 @@ def _best(
     table: dict[str, Any] = best if isinstance(best, dict) else {}
     if _number(table.get("value")) is None or "mode" not in table:
         index = _object(path / "checkpoints" / "index.json", damage)
-    metric = table.get("metric") or start.monitor or _monitored(index)
-    if not isinstance(metric, str):
-        return _usual(path)
+    ranks = isinstance(index.get("best"), dict)
+    metric = table.get("metric") or start.monitor or (index.get("monitor") if ranks else None)
+    if not isinstance(metric, str):  # a loop of one's own that monitors nothing
+        if (best_accuracy := _evaluated(path, "accuracy", "max")) is not None:
+            return "accuracy", "max", best_accuracy
+        least_loss = _evaluated(path, "loss", "min")
+        return (None, None, None) if least_loss is None else ("loss", "min", least_loss)
     mode: Literal["min", "max"] = "max"
     told = table.get("mode") or (index.get("mode") if metric == index.get("monitor") else None)
     falls = metric == "loss" or metric in (start.lower_is_better or ())
@@ -288,21 +400,6 @@ def _best(
     if value is None and not result:
         value = _evaluated(path, metric, mode)
     return metric, mode, value
-
-
-def _usual(path: Path) -> tuple[str | None, Literal["min", "max"] | None, float | None]:
-    """Return the best accuracy or loss, for a loop of one's own that monitors nothing."""
-    modes: tuple[tuple[str, Literal["min", "max"]], ...] = (("accuracy", "max"), ("loss", "min"))
-    for metric, mode in modes:
-        value = _evaluated(path, metric, mode)
-        if value is not None:
-            return metric, mode, value
-    return None, None, None
-
-
-def _monitored(index: Mapping[str, Any]) -> object:
-    """Return the metric that an index ranks by; None if it ranks nothing."""
-    return index.get("monitor") if isinstance(index.get("best"), dict) else None
 
 
 def _evaluated(path: Path, metric: str, mode: Literal["min", "max"]) -> float | None:
@@ -325,13 +422,6 @@ def _recipe(path: Path, told: object, damage: list[str]) -> str:
     return Path(told).stem if isinstance(told, str) else ""
 
 
-def _written_at(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
-
-
 def _number(value: object) -> float | None:
     """Return a finite number; None for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -347,133 +437,3 @@ def _seconds(*values: object) -> float | None:
 def _whole(*values: object) -> int | None:
     """Return the first value that is an integer."""
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
-
-
-_WHOLE_BYTES = 2**19
-"""A file of at most this size is read whole."""
-_END_BYTES, _BLOCK_BYTES, _BLOCKS = 2**16, 2**14, 24
-"""Of a larger file, read the first and last bytes, and evenly spaced blocks between."""
-_ENOUGH = 12
-"""With fewer epochs in the blocks of a large file, its curve is drawn from steps."""
-
-
-_DECODER = msgspec.json.Decoder(Line)
-_START, _RESUME, _EPOCH, _STEP, _EVALUATION = (
-    f'{{"event": "{event}", '.encode()
-    for event in ("start", "resume", "epoch", "step", "evaluation")
-)
-_SHAPE = (_START, _RESUME, _EPOCH)
-
-
-def glimpse(file: Path) -> Glimpse:
-    """Return what a run's records say."""
-    size, blocks = _read(file)
-    kept = _uninterrupted(_decoded(blocks, _SHAPE))
-    starts = [line for line in kept if line.event == "start"]
-    epochs = {line.epoch: line for line in kept if line.event == "epoch"}  # a later one counts
-    last, step = (_last(blocks, prefix) for prefix in (b"", _STEP))
-    whole = size <= _WHOLE_BYTES
-    counted = [sum(line.train_seconds for line in epochs.values())] if whole and epochs else []
-    seconds = [*counted, *([step.seconds] if step and step.seconds is not None else [])]
-    return Glimpse(
-        start=starts[0] if starts else None,
-        latest=starts[-1] if starts else None,
-        last=last,
-        losses=_losses(blocks, list(epochs.values()), whole=whole),
-        epochs=max((number or 0 for number in epochs), default=0),
-        steps=max((line.step or 0 for line in (*kept, last, step) if line), default=0),
-        seconds=max(seconds, default=None),
-        size=size,
-    )
-
-
-def validations(file: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of the validation set; none for a large file."""
-    found: list[dict[str, Any]] = []
-    if file.stat().st_size > _WHOLE_BYTES:
-        return found
-    for text in _starting_with(_read(file)[1], _EVALUATION):
-        with contextlib.suppress(ValueError, RecursionError):
-            found.append(json.loads(text))
-    return [one for one in found if one.get("split") == "validation"]
-
-
-@contextlib.contextmanager
-def open_regular(file: Path) -> Iterator[int]:
-    """Open a regular file to read; to open a FIFO would wait."""
-    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no file", str(file))
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _read(file: Path) -> tuple[int, list[list[bytes]]]:
-    """Return a file's size, and the whole lines of each block of it."""
-    with open_regular(file) as descriptor:
-        size = os.fstat(descriptor).st_size
-        places = [(0, size)]
-        if size > _WHOLE_BYTES:
-            room = (size - 2 * _END_BYTES) / _BLOCKS
-            between = [_END_BYTES + int(room * (n + 0.5)) for n in range(_BLOCKS)]
-            places = [(at, _BLOCK_BYTES) for at in between]
-            places = [(0, _END_BYTES), *places, (size - _END_BYTES, _END_BYTES)]
-        blocks = []
-        for at, length in places:
-            os.lseek(descriptor, at, os.SEEK_SET)
-            # What stands before the first newline began elsewhere; what follows the last is torn.
-            blocks.append(os.read(descriptor, length).split(b"\n")[bool(at) : -1])
-    return size, blocks
-
-
-def _starting_with(blocks: list[list[bytes]], prefix: bytes | tuple[bytes, ...]) -> list[bytes]:
-    return [text for lines in blocks for text in lines if text.startswith(prefix)]
-
-
-def _decoded(blocks: list[list[bytes]], prefix: bytes | tuple[bytes, ...]) -> Iterator[Line]:
-    found = (_line(text) for text in _starting_with(blocks, prefix))
-    return (line for line in found if line is not None)
-
-
-def _line(text: bytes) -> Line | None:
-    """Return the record of a line; None if it is damaged."""
-    try:
-        return _DECODER.decode(text)
-    except RecursionError:
-        return None
-    except msgspec.MsgspecError:
-        if b"NaN" not in text and b"Infinity" not in text:
-            return None
-    # Earlier versions wrote these, which are no JSON.
-    try:
-        return msgspec.convert(json.loads(text), Line)
-    except (ValueError, RecursionError, msgspec.MsgspecError):
-        return None
-
-
-def _last(blocks: list[list[bytes]], prefix: bytes) -> Line | None:
-    """Return the last record that begins so, of the last block."""
-    return next((_line(text) for text in reversed(blocks[-1]) if text.startswith(prefix)), None)
-
-
-def _uninterrupted(lines: Iterable[Line]) -> list[Line]:
-    """Leave out what a later attempt has superseded, as `as_uninterrupted` does."""
-    kept: list[Line] = []
-    for line in lines:
-        if line.event == "start" and not line.resumed:
-            kept = []
-        if line.event == "resume" and line.step is not None:
-            kept = [one for one in kept if one.step is None or one.step <= line.step]
-        kept.append(line)
-    return kept
-
-
-def _losses(blocks: list[list[bytes]], epochs: list[Line], *, whole: bool) -> tuple[float, ...]:
-    """Return the losses of epochs; of steps if there are too few epochs."""
-    if len(epochs) < (1 if whole else _ENOUGH):
-        steps = _uninterrupted(_decoded(blocks, (_START, _RESUME, _STEP)))
-        by_step = {line.step: line for line in steps if line.event == "step"}
-        epochs = list(by_step.values()) or epochs
-    return tuple(math.nan if line.loss is None else line.loss for line in epochs)

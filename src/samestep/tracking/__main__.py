@@ -1,16 +1,19 @@
 """The process of one tracker, which `tracking.processes` starts and listens to."""
 
 import contextlib
+import json
 import os
 import signal
 import sys
 import traceback
 from pathlib import Path
 
+import msgspec
+
 from samestep.errors import UserError
 from samestep.tracking.choice import secrets_of
-from samestep.tracking.follower import Instructions, Reports, TimeLimits, follow_run
-from samestep.tracking.processes import end_descendants
+from samestep.tracking.follower import Reports, follow_run
+from samestep.tracking.processes import TrackerOrder, end_descendants
 
 # None of it is the user's choice to make: noise, and reports to the trackers' makers, who cannot
 # be reached from a compute node.
@@ -25,14 +28,11 @@ _QUIET = {
 def main() -> int:
     """Follow the run of the order; return 0 if all was sent."""
     _stand_back()
-    reports = Reports()
-    limits = TimeLimits(lambda why: reports.tell(failed=why))
-    instructions = Instructions()
+    reports = Reports(secrets_of(os.environ))
     code = 1
     try:
-        order = instructions.order()
-        reports.hide(secrets_of(os.environ))
-        follow_run(order, instructions, reports, limits)
+        order = msgspec.convert(json.loads(sys.argv.pop()), TrackerOrder)  # not for the tracker
+        follow_run(order, reports)
         code = 0
     except UserError as error:
         reports.tell(failed=str(error))

@@ -9,13 +9,11 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
-
-import msgspec
 
 from samestep.errors import UserError
 from samestep.run.files import Held, hold, read_object
@@ -37,32 +35,6 @@ from samestep.tracking.record_stream import RecordStream, scalars
 _ORPHANS_S = 20.0
 
 
-class Instructions:
-    """What arrives on standard input: the order, `go` with the run directory, `end`."""
-
-    def __init__(self) -> None:
-        self._messages = MessageReader(0)
-
-    def order(self) -> TrackerOrder:
-        """Wait for the order."""
-        return msgspec.convert(self._messages.read(None), TrackerOrder)
-
-    def go(self) -> Path | None:
-        """Wait for the run directory; None if there will be no run."""
-        message = self._messages.read(None)
-        return Path(message["go"]) if message and "go" in message else None
-
-    def end(self, within_s: float) -> float | None:
-        """Wait so long for the end; return the seconds left for it, or None if it has not come.
-
-        A training that was killed has said nothing; there is time enough then.
-        """
-        message = self._messages.read(within_s)
-        if message is None:
-            return _ORPHANS_S if self._messages.closed else None
-        return float(message["end"])
-
-
 class Reports:
     """What a tracker's process says: messages to the training's, all else to a log of its own.
 
@@ -70,13 +42,14 @@ class Reports:
     user's screen, and no secret reaches the log.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: tuple[str, ...] = ()) -> None:
         self._messages = os.dup(1)
         reading, writing = os.pipe()
         for descriptor in (1, 2):
             os.dup2(writing, descriptor)
         os.close(writing)
         self._secrets: tuple[str, ...] = ()
+        self.hide(secrets)
         self._log: Path | None = None
         self._early = ""
         self._lock = threading.Lock()
@@ -123,19 +96,6 @@ class Reports:
             file.write(self.scrub(self._early))
         self._early = ""
 
-    def scrub(self, text: str) -> str:
-        """Return a text without secrets, and without names and passwords in addresses."""
-        for secret in self._secrets:
-            text = text.replace(secret, "…")
-        return without_credentials(text)
-
-
-class TimeLimits:
-    """Bound calls in time; a call that takes longer ends the process."""
-
-    def __init__(self, give_up: Callable[[str], None]) -> None:
-        self._give_up = give_up
-
     @contextlib.contextmanager
     def within(self, seconds: float, what: str) -> Iterator[None]:
         """End the process if the block takes longer."""
@@ -147,15 +107,22 @@ class TimeLimits:
 
     def all_within(self, seconds: float, what: str) -> threading.Timer:
         """End the process after this time, unless the timer is cancelled."""
-        timer = threading.Timer(seconds, self._expire, [f"{what} took more than {seconds:.3g} s"])
+
+        def expire() -> None:
+            self.tell(failed=f"{what} took more than {seconds:.3g} s")
+            end_descendants(os.getpid())
+            os._exit(1)  # the call that hangs cannot be ended otherwise
+
+        timer = threading.Timer(seconds, expire)
         timer.daemon = True
         timer.start()
         return timer
 
-    def _expire(self, why: str) -> None:
-        self._give_up(why)
-        end_descendants(os.getpid())
-        os._exit(1)  # the call that hangs cannot be ended otherwise
+    def scrub(self, text: str) -> str:
+        """Return a text without secrets, and without names and passwords in addresses."""
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        return without_credentials(text)
 
 
 # How often a run that goes on is looked at; its records wait in their file meanwhile.
@@ -189,30 +156,33 @@ def load_tracker(source: str) -> ModuleType:
     return module
 
 
-def follow_run(
-    order: TrackerOrder, instructions: Instructions, reports: Reports, limits: TimeLimits
-) -> None:
-    """Send a run to its tracker, until the end of a run that still trains."""
+def follow_run(order: TrackerOrder, reports: Reports) -> None:
+    """Send a run to its tracker, until the end of a run that still trains.
+
+    Standard input has the run directory, and in the end how many seconds are left.
+    """
     machine = None if order.pid is None else MachineSampler(order.pid)
-    with limits.within(order.timeout_s, "importing it"):
+    told = MessageReader(0)
+    with reports.within(order.timeout_s, "importing it"):
         module = load_tracker(order.tracker)
     why = None
     if order.tracker in PACKAGES and hasattr(module, "find_server"):
-        with limits.within(order.timeout_s, "looking for its server"):
+        with reports.within(order.timeout_s, "looking for its server"):
             why = why_offline(module, order, reports)
-    path = instructions.go()
-    if path is None:
-        return
+    named = told.read(None)
+    if not isinstance(named, str):
+        return  # there will be no run
+    path = Path(named)
     (path / FOLDER).mkdir(exist_ok=True)
     reports.log_to(path / FOLDER / f"{order.name}.log")
     if why is not None and order.pid is None:
         raise UserError(f"{why}, and nothing was sent")
     with _lock(path / FOLDER / f"{order.name}.lock", order.timeout_s):
         order = replace(order, offline=order.offline or why is not None)
-        run = _FollowedRun(order, path, module, limits)
-        run.start(reports.scrub)
+        run = _FollowedRun(order, path, module, reports)
+        run.start()
         reports.tell(link=run.delivery.link, offline=order.offline, why=why)
-        run.follow(instructions, machine)
+        run.follow(told, machine)
         reports.tell(done=True, offline=order.offline)
 
 
@@ -244,9 +214,9 @@ class _FollowedRun:
     """A run, and what the service or the offline files have of it."""
 
     def __init__(
-        self, order: TrackerOrder, path: Path, module: ModuleType, limits: TimeLimits
+        self, order: TrackerOrder, path: Path, module: ModuleType, reports: Reports
     ) -> None:
-        self._order, self._path, self._module, self._limits = order, path, module, limits
+        self._order, self._path, self._module, self._reports = order, path, module, reports
         self._folder = path / FOLDER / order.name
         self._folder.mkdir(exist_ok=True)
         self._deliveries = read_deliveries(path, order.name)
@@ -255,13 +225,20 @@ class _FollowedRun:
         self._records = RecordStream(path, with_checkpoints=order.checkpoints)
         self._client: Any = None
 
-    def start(self, scrub: Callable[[str], str]) -> None:
+    def start(self) -> None:
         """Open the run at the tracker, and find out what it has."""
         delivery = self.delivery
         if self._counts_at_end:
-            self._remove_unfinished()
+            # The incomplete files of a killed attempt are written again.
+            for file in sorted(self._folder.rglob("*"), reverse=True):
+                if str(file.relative_to(self._folder)) in delivery.files:
+                    continue
+                if file.is_symlink() or not file.is_dir():
+                    file.unlink(missing_ok=True)
+                elif not any(file.iterdir()):
+                    file.rmdir()
         self._write()  # its id is settled before anybody hears of it
-        with self._limits.within(self._order.timeout_s, "starting"):
+        with self._reports.within(self._order.timeout_s, "starting"):
             started: Started = self._module.start(self._tracked_run())
         if not isinstance(started, Started):
             raise UserError(f"its start() returned {type(started).__name__}, not Started(client=…)")
@@ -271,26 +248,27 @@ class _FollowedRun:
         if self._order.offline and not link:
             near = self._folder.is_relative_to(Path.cwd())
             link = os.path.relpath(self._folder) if near else str(self._folder)
-        delivery.link = None if link is None else scrub(link)
+        delivery.link = None if link is None else self._reports.scrub(link)
         delivery.finished = False
         if started.lines is not None:
             delivery.lines = started.lines
         self._write()
 
-    def follow(self, instructions: Instructions, machine: MachineSampler | None) -> None:
+    def follow(self, told: MessageReader, machine: MachineSampler | None) -> None:
         """Hand over all records until the end, then close the run."""
-        left_s = instructions.end(0.0)
-        while left_s is None:
+        left_s = told.read(0.0)
+        while left_s is None and not told.closed:
             self._hand_over()
             if machine is not None:
                 machine.sample(self._path, self._records.step)
-            left_s = instructions.end(_LOOK_EVERY_S)
-        self._limits.all_within(left_s, "sending what was left")
+            left_s = told.read(_LOOK_EVERY_S)
+        left_s = _ORPHANS_S if left_s is None else left_s  # a killed training has said nothing
+        self._reports.all_within(left_s, "sending what was left")
         self._hand_over()
         if machine is not None:
             machine.sample(self._path, self._records.step, last=True)
             self._hand_over()
-        with self._limits.within(max(left_s, self._order.timeout_s), "closing"):
+        with self._reports.within(max(left_s, self._order.timeout_s), "closing"):
             self._module.finish(self._client, self._result())
         delivery = self.delivery
         delivery.lines = self._records.events.num_read
@@ -306,7 +284,7 @@ class _FollowedRun:
         delivery, records = self.delivery, self._records
         for new in records.read(delivery.lines, delivery.system_lines):
             if new:
-                with self._limits.within(self._order.timeout_s, "taking records"):
+                with self._reports.within(self._order.timeout_s, "taking records"):
                     self._module.record(self._client, new)
             before = delivery.lines, delivery.system_lines
             has = max(before[0], records.events.num_read), max(before[1], records.system.num_read)
@@ -316,16 +294,6 @@ class _FollowedRun:
 
     def _write(self) -> None:
         write_deliveries(self._path, self._order.name, self._deliveries)
-
-    def _remove_unfinished(self) -> None:
-        """Remove the incomplete files of a killed attempt: they are written again."""
-        for file in sorted(self._folder.rglob("*"), reverse=True):
-            if str(file.relative_to(self._folder)) in self.delivery.files:
-                continue
-            if file.is_symlink() or not file.is_dir():
-                file.unlink(missing_ok=True)
-            elif not any(file.iterdir()):
-                file.rmdir()
 
     def _tracked_run(self) -> TrackedRun:
         order, path = self._order, self._path

@@ -1,8 +1,8 @@
 """The processes of trackers, from the side of the training or of `samestep track`.
 
 Each is a fresh interpreter, so a tracker that raises, hangs or is killed does not harm the
-training. It gets its order, the run directory and the end as lines of JSON, and answers with links
-and failures, which are read without waiting.
+training. It has its order as an argument and follows the run directory. Its input says what no file
+can: where the run is, and how long the end may take. What it reports is read without waiting.
 """
 
 import contextlib
@@ -44,10 +44,25 @@ from samestep.tracking.record_stream import RecordStream
 
 HYPERPARAMETERS = "hyperparameters"
 """In settings.toml of a script without samestep's settings: the table of its hyperparameters."""
-
-
 FOLDER = "tracking"
 """In a run directory: what was sent, a log and a folder of files, for each tracker."""
+
+END_S, STOP_S = 30.0, 3.0
+"""How long trackers are waited for once the training is done, and once it was told to stop.
+One that is offline, or has not started yet, has --track-timeout: a busy machine may need it to
+import the tracker."""
+_ALL_IN_TIMEOUTS = 10.0
+"""How long sending a finished run may take, in start timeouts: checkpoints may be large."""
+_ASK_EVERY_S = 0.1
+_REAP_S = 0.5
+
+# -P: nothing in the user's folder may pose as a package.
+_PROGRAM = """\
+import runpy, sys
+sys.path.append(sys.argv.pop(1))
+runpy.run_module("samestep.tracking", run_name="__main__")
+"""
+_COMMAND = (sys.executable, "-P", "-c", _PROGRAM, str(Path(samestep.__file__).parent.parent))
 
 
 @dataclass(kw_only=True)
@@ -105,7 +120,7 @@ def write_deliveries(run: Path, tracker: str, deliveries: Deliveries) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerOrder:
-    """The first line that a tracker's process is given. It holds no secret."""
+    """What a tracker's process is to do. It holds no secret."""
 
     tracker: str
     """A name, a file or a module."""
@@ -120,134 +135,6 @@ class TrackerOrder:
     timeout_s: float
     pid: int | None
     """The running training; None if the run has ended. Only with it may the process go offline."""
-
-
-def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:
-    """Wait until a pipe can be read or was closed; return False after the time limit."""
-    with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
-        for descriptor in descriptors:
-            selector.register(descriptor, selectors.EVENT_READ)
-        return bool(selector.select(within_s))
-
-
-class MessageReader:
-    """Messages from a pipe: one JSON object per line."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor, self._buffer = descriptor, b""
-        self.closed = False
-        """Whether the other side has closed the pipe."""
-
-    def read(self, within_s: float | None) -> dict[str, Any] | None:
-        """Return the next message; None after the time limit, or if the pipe was closed."""
-        while b"\n" not in self._buffer and not self.closed:
-            if not wait_for([self.descriptor], within_s):
-                return None
-            more = os.read(self.descriptor, 65536)
-            self._buffer += more
-            self.closed = not more
-        if b"\n" not in self._buffer:
-            return None  # the end, with half a message at the most
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-
-def end_descendants(pid: int) -> None:
-    """Kill all descendants of a process: trackers start helpers in other sessions."""
-    import psutil  # noqa: PLC0415 - only when something has to be ended
-
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-
-
-END_S, STOP_S = 30.0, 3.0
-"""How long trackers are waited for once the training is done, and once it was told to stop.
-One that is offline, or has not started yet, has --track-timeout: a busy machine may need it to
-import the tracker."""
-_ASK_EVERY_S = 0.1
-_REAP_S = 0.5
-
-# -P: nothing in the user's folder may pose as a package.
-_PROGRAM = """\
-import runpy, sys
-sys.path.append(sys.argv.pop(1))
-runpy.run_module("samestep.tracking", run_name="__main__")
-"""
-_COMMAND = (sys.executable, "-P", "-c", _PROGRAM, str(Path(samestep.__file__).parent.parent))
-
-
-class TrackerProcess:
-    """One tracker's process."""
-
-    def __init__(self, order: TrackerOrder, source: str, *, has_server: bool = True) -> None:
-        self.name, self.source = order.name, source
-        self.link: str | None = None
-        self.offline = order.offline
-        self.has_server = has_server
-        """Whether its offline files can be sent to a server later."""
-        self.failed: str | None = None
-        self.started = self.done = False
-        self._process = subprocess.Popen(
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the training
-            # It outlives a rank that is killed, to send what there is.
-            env={name: value for name, value in os.environ.items() if name != PARENT},
-        )
-        assert self._process.stdout is not None
-        self.messages = MessageReader(self._process.stdout.fileno())
-        self.tell(asdict(order))
-
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send the process a message, if it still runs."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def heard(self) -> list[dict[str, Any]]:
-        """Return the new messages of the process, without waiting."""
-        news = []
-        while (message := self.messages.read(0.0)) is not None:
-            if "failed" in message and self.failed:
-                continue  # the process and its time limit may both say so: one warning
-            news.append(message)
-            self.link = message.get("link", self.link)
-            self.offline = message.get("offline", self.offline)
-            self.started = self.started or "link" in message
-            self.failed = message.get("failed", self.failed)
-            self.done = message.get("done", self.done)
-        if self.messages.closed and not (self.done or self.failed):
-            self._await_exit()
-            code = self._process.returncode
-            self.failed = f"its process ended with exit code {code}"
-            if code is None:
-                self.failed = "its process has fallen silent"
-            elif code < 0:
-                self.failed = f"its process was killed by signal {-code}"
-            news.append({"failed": self.failed})
-        return news
-
-    def close(self, *, at_once: bool) -> None:
-        """Close the pipes; with `at_once`, kill the process and its descendants."""
-        if at_once and self._process.poll() is None:
-            end_descendants(self._process.pid)
-            self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
-        if at_once or self.messages.closed:
-            self._await_exit()
-
-    def _await_exit(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_REAP_S)
 
 
 def make_order(
@@ -268,6 +155,112 @@ def make_order(
         timeout_s=settings.track_timeout,
         pid=os.getpid() if live else None,
     )
+
+
+def wait_for(descriptors: Sequence[int], within_s: float | None) -> bool:
+    """Wait until a pipe can be read or was closed; return False after the time limit."""
+    with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
+        for descriptor in descriptors:
+            selector.register(descriptor, selectors.EVENT_READ)
+        return bool(selector.select(within_s))
+
+
+class MessageReader:
+    """Messages from a pipe: one JSON value per line."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self._buffer = descriptor, b""
+        self.closed = False
+        """Whether the other side has closed the pipe."""
+
+    def read(self, within_s: float | None) -> Any:
+        """Return the next message; None after the time limit, or if the pipe was closed."""
+        while b"\n" not in self._buffer and not self.closed:
+            if not wait_for([self.descriptor], within_s):
+                return None
+            more = os.read(self.descriptor, 65536)
+            self._buffer += more
+            self.closed = not more
+        if b"\n" not in self._buffer:
+            return None  # the end, with half a message at the most
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+
+def end_descendants(pid: int) -> None:
+    """Kill all descendants of a process: trackers start helpers in other sessions."""
+    import psutil  # noqa: PLC0415 - only when something has to be ended
+
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+
+
+class TrackerProcess:
+    """One tracker's process."""
+
+    def __init__(self, order: TrackerOrder, source: str, *, has_server: bool = True) -> None:
+        self.name, self.source, self.offline = order.name, source, order.offline
+        self.has_server = has_server
+        """Whether its offline files can be sent to a server later."""
+        self.link: str | None = None
+        self.failed: str | None = None
+        self.started = self.done = False
+        self._process = subprocess.Popen(
+            [*_COMMAND, json.dumps(asdict(order))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the training
+            # It outlives a rank that is killed, to send what there is.
+            env={name: value for name, value in os.environ.items() if name != PARENT},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.messages = MessageReader(self._stdout.fileno())
+
+    def tell(self, message: str | float) -> None:
+        """Tell the process the run directory, or how long its end may take, if it still runs."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stdin.write(json.dumps(message).encode() + b"\n")
+            self._stdin.flush()
+
+    def heard(self) -> list[dict[str, Any]]:
+        """Return the new messages of the process, without waiting."""
+        news = []
+        while (message := self.messages.read(0.0)) is not None:
+            if "failed" in message and self.failed:
+                continue  # the process and its time limit may both say so: one warning
+            news.append(message)
+            vars(self).update({key: message[key] for key in message if key != "why"})
+            self.started = self.started or "link" in message
+        if self.messages.closed and not (self.done or self.failed):
+            self._await_exit()
+            code = self._process.returncode
+            self.failed = f"its process ended with exit code {code}"
+            if code is None:
+                self.failed = "its process has fallen silent"
+            elif code < 0:
+                self.failed = f"its process was killed by signal {-code}"
+            news.append({"failed": self.failed})
+        return news
+
+    def close(self, *, at_once: bool) -> None:
+        """Close the pipes; with `at_once`, kill the process and its descendants."""
+        if at_once and self._process.poll() is None:
+            end_descendants(self._process.pid)
+            self._process.kill()
+        for pipe in (self._stdin, self._stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        if at_once or self.messages.closed:
+            self._await_exit()
+
+    def _await_exit(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_REAP_S)
 
 
 class TrackerProcesses:
@@ -297,8 +290,7 @@ class TrackerProcesses:
     def start(self) -> Self:
         """Start the processes, which import their trackers while the training starts."""
         for tracker in self._names:
-            access = find_access(tracker)
-            name = short_name(tracker)
+            access, name = find_access(tracker), short_name(tracker)
             if access.why and not self._settings.track_offline:
                 self._say(name, "note", f"{access.why}, so {name} is offline.")
             order = make_order(self._settings, tracker, self._recipe, access, live=True)
@@ -313,9 +305,9 @@ class TrackerProcesses:
         self._show(record)
         if record["event"] == "start":
             self._run = record["run_dir"]
-            for tracker in self._trackers:
-                tracker.tell({"go": str((self._here / record["run_dir"]).resolve())})
         for tracker in self._trackers:
+            if record["event"] == "start":
+                tracker.tell(str((self._here / record["run_dir"]).resolve()))
             self._pass_on(tracker)
 
     def close(self, *, failed: bool) -> None:
@@ -326,7 +318,7 @@ class TrackerProcesses:
         by_themselves = failed and self._run is not None
         for tracker in self._trackers:
             if by_themselves:
-                tracker.tell({"end": END_S})
+                tracker.tell(END_S)
             tracker.close(at_once=not by_themselves)
         # How what lies in files is sent; of those that failed it was said.
         local = [t for t in self._trackers if t.done and t.offline and t.has_server]
@@ -338,7 +330,7 @@ class TrackerProcesses:
         was_stopped, began = self._stopped(), time.monotonic()
         patience_s = {t.name: self._patience_s(t) for t in self._trackers}
         for tracker in self._trackers:
-            tracker.tell({"end": patience_s[tracker.name]})
+            tracker.tell(patience_s[tracker.name])
         while going := [t for t in self._trackers if not t.messages.closed]:
             waited_s = time.monotonic() - began
             if self._stopped() and not was_stopped:  # a signal while waiting
@@ -373,30 +365,23 @@ class TrackerProcesses:
                 self._warn(tracker)
 
     def _warn(self, tracker: TrackerProcess) -> None:
+        """Say why a tracker failed, how many records it has if that is known, and what to do."""
+        lacks = ""
+        if self._run is not None:
+            run = self._here / self._run
+            with contextlib.suppress(OSError, UserError), (run / "events.jsonl").open("rb") as file:
+                both = read_deliveries(run, tracker.name)
+                has = (both.offline if tracker.offline else both.online).lines
+                lacks = f"It has {has:,} of {sum(1 for _ in file):,} records. "
         how = f"The records are whole; send them with: {self._command([tracker])}"
-        what = f"{tracker.name} failed: {tracker.failed}. {self._lacks(tracker)}{how}"
+        what = f"{tracker.name} failed: {tracker.failed}. {lacks}{how}"
         self._say(tracker.name, "warning", what)
-
-    def _lacks(self, tracker: TrackerProcess) -> str:
-        """Say how many records of the run a tracker has, if that is known."""
-        if self._run is None:
-            return ""
-        run = self._here / self._run
-        with contextlib.suppress(OSError, UserError), (run / "events.jsonl").open("rb") as lines:
-            both = read_deliveries(run, tracker.name)
-            has = (both.offline if tracker.offline else both.online).lines
-            return f"It has {has:,} of {sum(1 for _ in lines):,} records. "
-        return ""
 
     def _command(self, trackers: list[TrackerProcess]) -> str:
         return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
 
     def _say(self, tracker: str, kind: str, text: str) -> None:
         self._show({"event": "tracker", "tracker": tracker, "kind": kind, "text": text})
-
-
-# Of everything, in start timeouts: checkpoints may be large.
-_ALL_IN_TIMEOUTS = 10.0
 
 
 def send_run(
@@ -421,13 +406,13 @@ def send_run(
     check_choice(settings)
     check_installed(trackers)
     with lock_run(run):  # a training that goes on is followed by its own trackers
-        entries = RecordStream(run)
-        for _ in entries.read():
+        records = RecordStream(run)
+        for _ in records.read():
             pass
-        if entries.events.num_read == len(entries.events.damaged):
+        lines = records.events.num_read
+        if lines == len(records.events.damaged):
             raise UserError(f"{run / 'events.jsonl'} has no records, so there is nothing to send.")
-        _say_what_is_amiss(run, entries, say)
-        lines = entries.events.num_read
+        _say_what_is_amiss(run, records, say)
         orders = [_order(run, settings, tracker, recipe, lines) for tracker in trackers]
         return [_send(run, order) for order in orders]
 
@@ -450,13 +435,12 @@ def _settings_of(
     return settings, Path(str(table.get("recipe") or settings.track_name or "samestep")).stem
 
 
-def _say_what_is_amiss(run: Path, entries: RecordStream, say: Callable[[str], None]) -> None:
+def _say_what_is_amiss(run: Path, records: RecordStream, say: Callable[[str], None]) -> None:
     events = run / "events.jsonl"
-    if damaged := sorted(entries.events.damaged):
+    if damaged := sorted(records.events.damaged):
         which, are = ("lines", "are") if len(damaged) > 1 else ("line", "is")
-        lines = ", ".join(map(str, damaged))
-        say(f"{events}: {which} {lines} cannot be read and {are} left out.")
-    if entries.events.torn:
+        say(f"{events}: {which} {str(damaged)[1:-1]} cannot be read and {are} left out.")
+    if records.events.torn:
         say(f"{events}: its last line is half-written and is left out.")
     for name, what in (("result.json", "the result"), ("environment.json", "the machine")):
         path = run / name
@@ -490,10 +474,10 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
 def _send(run: Path, order: TrackerOrder) -> TrackerProcess:
     tracker = TrackerProcess(order, order.tracker)
     try:
-        tracker.tell({"go": str(run.resolve())})
-        tracker.tell({"end": _ALL_IN_TIMEOUTS * order.timeout_s})
+        tracker.tell(str(run.resolve()))
+        tracker.tell(_ALL_IN_TIMEOUTS * order.timeout_s)
         while not tracker.messages.closed:
-            wait_for([tracker.messages.descriptor], None)  # its own limits bounds it
+            wait_for([tracker.messages.descriptor], None)  # its own limits bound it
             tracker.heard()
     finally:
         tracker.close(at_once=True)
