@@ -8,7 +8,7 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.run.files import Held, hold
-from samestep.tracking.machine_samples import gpus_of, parse_gpu, parse_gpus
+from samestep.tracking.machine_samples import gpus_of, parse_gpus
 from samestep.tracking.processes import (
     Deliveries,
     Delivery,
@@ -91,15 +91,11 @@ sys.stdin.read()
 
 
 def test_a_gpu_is_told_of_by_the_numbers_that_its_driver_knows():
-    assert parse_gpu("37, 5120, 210.50, 61") == {
-        "utilization_percent": 37.0,
-        "memory_used_mib": 5120.0,
-        "power_w": 210.5,
-        "temperature_c": 61.0,
-    }
-    assert parse_gpu("0, [N/A], [Not Supported], 33") == {
-        "utilization_percent": 0.0,
-        "temperature_c": 33.0,
+    printed = "GPU-a, 37, 5120, 210.50, 61\nGPU-b, 0, [N/A], [Not Supported], 33\n"
+    first = {"utilization_percent": 37.0, "memory_used_mib": 5120.0, "power_w": 210.5}
+    assert parse_gpus(printed, None) == {
+        "gpu0": first | {"temperature_c": 61.0},
+        "gpu1": {"utilization_percent": 0.0, "temperature_c": 33.0},
     }
 
 

@@ -32,19 +32,15 @@ def is_image(stored: Any) -> bool:
     """
     if not isinstance(stored, Tensor) or stored.layout != torch.strided:
         return False
-    if stored.dtype != torch.uint8 and not stored.is_floating_point():
+    is_bytes, shape = stored.dtype == torch.uint8, tuple(stored.shape)
+    if not is_bytes and not stored.is_floating_point():
         return False
-    if stored.dim() == 2:
-        sides = tuple(stored.shape)
-        if stored.dtype != torch.uint8 and sides[0] != sides[1]:
-            return False
-    elif stored.dim() == 3 and stored.shape[0] in (1, 3):
-        sides = tuple(stored.shape[1:])
-    elif stored.dim() == 3 and stored.shape[2] in (1, 3):
-        sides = tuple(stored.shape[:2])
-    else:
-        return False
-    return all(_LEAST_SIDE <= side <= _MOST_SIDE for side in sides)
+    sides: tuple[int, ...] = ()
+    if len(shape) == 2 and (is_bytes or shape[0] == shape[1]):
+        sides = shape
+    elif len(shape) == 3 and (shape[0] in (1, 3) or shape[2] in (1, 3)):
+        sides = shape[1:] if shape[0] in (1, 3) else shape[:2]
+    return bool(sides) and all(_LEAST_SIDE <= side <= _MOST_SIDE for side in sides)
 
 
 def tile_of(stored: Tensor) -> Tensor:
@@ -58,7 +54,7 @@ def tile_of(stored: Tensor) -> Tensor:
     rows, columns = image.shape[1:]
     if max(rows, columns) > _TILE:
         scale = _TILE / max(rows, columns)
-        size = [max(1, round(rows * scale)), max(1, round(columns * scale))]
+        size = [max(1, round(side * scale)) for side in (rows, columns)]
         image = interpolate(image[None], size=size, mode="area")[0]
     return image.round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0)
 
@@ -144,8 +140,7 @@ def keep_images(
     Args:
         album: where to.
         some: the samples; the first of them were asked.
-        found: outputs (samples, classes) and targets (samples,); if they are others, nothing is
-            kept.
+        found: outputs (samples, classes) and targets (samples,); others are not kept.
         classes: the names of the classes, if they have any.
     """
     outputs, targets = found
@@ -184,7 +179,8 @@ def keep_points(album: Album, some: SampleSubset, found: tuple[Tensor, Tensor]) 
     actual, predicted = targets.flatten().to(torch.float64), outputs.flatten().to(torch.float64)
     if not outputs.is_floating_point() or len(actual) != len(targets) != 0:
         return
-    if len(predicted) != len(outputs) or not _varies(actual):
+    # Targets of two classes are 0 and 1 alone: no numbers to predict.
+    if len(predicted) != len(outputs) or bool(((actual == 0) | (actual == 1)).all()):
         return
     points = [
         [float(f"{value:.6g}") for value in pair]
@@ -195,11 +191,6 @@ def keep_points(album: Album, some: SampleSubset, found: tuple[Tensor, Tensor]) 
         return
     entry = {"name": "regression", "kind": "points", "title": "Predicted against actual"}
     album.add({**entry, "points": finite, "of": len(points) if some.of is None else some.of})
-
-
-def _varies(actual: Tensor) -> bool:
-    """Whether targets are numbers to predict: those of two classes are 0 and 1 alone."""
-    return not bool(((actual == 0) | (actual == 1)).all())
 
 
 def keep_rows(
@@ -256,21 +247,14 @@ def title_of(name: str) -> str:
 def draw_own(
     recipe: Recipe, model: Callable[[], nn.Module], data: Splits, album: Album, name: str
 ) -> None:
-    """Draw one of the recipe's own pictures; where that fails, a note says why.
-
-    Args:
-        recipe: whose picture it is.
-        model: returns the model that is given to it.
-        data: what is given to it, too.
-        album: where to keep it.
-        name: of the picture.
-    """
+    """Draw the recipe's own picture of this name; where that fails, a note says why."""
     draw = recipe.pictures[name]
     try:
         with no_exit(), _without_window():
             found = draw(model(), data)
             if isinstance(found, str):
-                _keep_html(album, name, found)
+                entry = {"name": name, "kind": "html", "title": title_of(name)}
+                album.add({**entry, "file": f"{name}.html"}, {f"{name}.html": found.encode()})
             elif hasattr(found, "savefig"):
                 _keep_figure(album, name, found, draw)
             else:
@@ -289,12 +273,6 @@ def _why(error: Exception, draw: Callable[..., Any]) -> str:
     if isinstance(error, UserError):
         return str(error)
     return f"{type(error).__name__}: {error}{raised_at(error) or defined_at(draw)}"
-
-
-def _keep_html(album: Album, name: str, text: str) -> None:
-    file = f"{name}.html"
-    entry = {"name": name, "kind": "html", "title": title_of(name), "file": file}
-    album.add(entry, {file: text.encode()})
 
 
 def _keep_figure(album: Album, name: str, figure: Any, draw: Callable[..., Any]) -> None:
@@ -330,9 +308,8 @@ def _without_window() -> Iterator[None]:
         try:
             yield
         finally:
-            os.environ.pop("MPLBACKEND")
-            if variable is not None:
-                os.environ["MPLBACKEND"] = variable
+            del os.environ["MPLBACKEND"]
+            os.environ |= {} if variable is None else {"MPLBACKEND": variable}
             _go_back(variable, set())
         return
     pyplot = sys.modules.get("matplotlib.pyplot")

@@ -16,13 +16,9 @@ _COLOUR_TYPES = {1: 0, 3: 2}  # grey, and red green blue
 
 
 def png(pixels: bytes, width: int, height: int, channels: int) -> bytes:
-    """Return a PNG file.
+    """Return a PNG file of rows from the top, each of pixels from the left, each of its channels.
 
-    Args:
-        pixels: rows from the top, in each the pixels from the left, in each its channels.
-        width: pixels of a row.
-        height: rows.
-        channels: bytes of a pixel: 1 is grey, 3 is red, green and blue.
+    One channel is grey; three are red, green and blue.
     """
     row = width * channels
     assert len(pixels) == row * height
@@ -30,11 +26,10 @@ def png(pixels: bytes, width: int, height: int, channels: int) -> bytes:
     rows = b"".join(b"\0" + pixels[k : k + row] for k in range(0, len(pixels), row))
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[channels], 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 6)), (b"IEND", b""))
-    return SIGNATURE + b"".join(_chunk(kind, data) for kind, data in parts)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return SIGNATURE + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
 
 
 FOLDER = "pictures"
@@ -64,12 +59,9 @@ class Album:
     def add(
         self, entry: Entry, files: Mapping[str, bytes] | None = None, image: str | None = None
     ) -> None:
-        """Keep a picture, or a note in its place where there is no room for it.
+        """Keep a picture with its files, or a note in its place where there is no room for it.
 
-        Args:
-            entry: what it is.
-            files: file name → content, of all files that it has.
-            image: the one of them that trackers take.
+        `image` names the file that trackers take.
         """
         files = files or {}
         size = sum(map(len, files.values())) + len(json.dumps(entry))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,10 +28,10 @@ from samestep.reporting.words import class_table, count, duration, short, wrappe
 from samestep.run.records import Record, metric_values
 
 _LEAST_BAR = 12
-
-
 _SMOOTHING = 0.2
 """How much a new rate counts beside those before it; a single one would let the ETA jump."""
+_NOTEBOOK_WIDTH = 100
+_REDRAW_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,14 @@ class BarState:
     def after(self, record: Record) -> "BarState":
         """Return the state after a `step` or `progress` record."""
         new = max(float(record["samples_per_s"]), 1e-9)
-        rate = new if self.rate is None else self.rate + _SMOOTHING * (new - self.rate)
-        loss = record.get("loss", self.loss)
-        now = record.get("epoch", self.now)
-        return replace(self, step=record["step"], now=now, loss=loss, rate=rate, evaluating=False)
+        return replace(
+            self,
+            step=record["step"],
+            now=record.get("epoch", self.now),
+            loss=record.get("loss", self.loss),
+            rate=new if self.rate is None else self.rate + _SMOOTHING * (new - self.rate),
+            evaluating=False,
+        )
 
     @property
     def epoch(self) -> str:
@@ -70,21 +74,18 @@ class BarState:
     def numbers(self, width: int) -> str:
         """Return what stands behind the bar on a terminal of so many columns."""
         total, monitor = self.plan["total_steps"], str(self.plan.get("monitor", "loss"))
-        eta, rate, loss = "", "", ""
-        if self.rate is not None:
-            rate = f"{short(self.rate):>5} samples/s"
+        eta = ""
         if self.rate is not None and total is not None:
             left = max(0, total - self.step) * self.plan["global_batch_size"]
             eta = f"ETA {duration(round(left / self.rate))}"
-        if self.loss is not None:
-            loss = f"loss {self.loss:.4f}"
-        # In the order in which they stand, with their widths; the least important come first in
-        # the order in which they are left out.
-        parts = {
-            **({} if total is None else {"done": f"{self.step / total:4.0%}"}),
-            "steps": f"{self.step:,} steps"
-            if total is None
-            else f"{self.step:>{len(f'{total:,}')},}/{total:,}",
+        loss = "" if self.loss is None else f"loss {self.loss:.4f}"
+        rate = "" if self.rate is None else f"{short(self.rate):>5} samples/s"
+        parts = {"steps": f"{self.step:,} steps"}
+        if total is not None:
+            steps = f"{self.step:>{len(f'{total:,}')},}/{total:,}"
+            parts = {"done": f"{self.step / total:4.0%}", "steps": steps}
+        # In the order in which they stand, with their widths; below, the least important first.
+        parts |= {
             "loss": f"{loss:<12}",
             "metric": f"{self.metric:<{len(f'val. {monitor}') + 7}}",
             "rate": f"{rate:<15}",
@@ -95,29 +96,6 @@ class BarState:
             if len("  ".join(parts.values())) > room:
                 del parts[name]
         return "  ".join(parts.values())
-
-
-_NOTEBOOK_WIDTH = 100
-
-
-_REDRAW_EVERY_S = 0.2
-
-
-class LiveBar(Protocol):
-    """A bar that shows how far a training is."""
-
-    def draw(self, state: BarState, *, refresh: bool) -> None:
-        """Show a state; without `refresh` it may wait for the next one."""
-
-    def stop(self) -> None:
-        """Take the bar away."""
-
-
-def bar_for(console: Console) -> LiveBar | None:
-    """Return the bar for what this process prints to; None where it would only fill a file."""
-    if in_notebook():
-        return NotebookBar()
-    return TerminalBar(console) if console.is_terminal else None
 
 
 def in_notebook() -> bool:
@@ -142,7 +120,7 @@ class TerminalBar:
         self._task = self._bar.add_task("", total=None, epoch="", numbers="")
 
     def draw(self, state: BarState, *, refresh: bool) -> None:
-        """Show a state."""
+        """Show a state; without `refresh` it may wait for the next one."""
         self._bar.update(
             self._task,
             total=state.plan["total_steps"],
@@ -167,7 +145,7 @@ class NotebookBar:
         self._drawn_at = 0.0
 
     def draw(self, state: BarState, *, refresh: bool) -> None:
-        """Show a state."""
+        """Show a state, unless one was shown a moment ago."""
         now = time.monotonic()
         if self._handle is not None and (not refresh or now - self._drawn_at < _REDRAW_EVERY_S):
             return
@@ -196,10 +174,7 @@ NOT_FINITE = "not finite"
 
 
 def metrics_of(record: Record) -> dict[str, str]:
-    """Return the metrics of an `evaluation` record as they are shown.
-
-    What is NaN or infinite is null in a file: JSON has neither.
-    """
+    """Return the metrics of an `evaluation` record as they are shown; null was NaN or infinite."""
     return {
         name: NOT_FINITE if value is None or not math.isfinite(value) else f"{value:.4f}"
         for name, value in metric_values(record).items()
@@ -212,21 +187,24 @@ _GO_ON = "samestep train {} --resume"
 class Screen:
     """Show the records of one run as they come.
 
-    Args:
-        console: where to print; by default standard output.
-        go_on: what goes on with a run that was stopped, with {} for its path.
+    `go_on` is the command that goes on with a run that was stopped, with {} for its path.
     """
 
     def __init__(self, console: Console | None = None, go_on: str = _GO_ON) -> None:
         self._go_on = go_on
         # A kernel says that it is a terminal; what it prints is wrapped by the notebook, if at all.
         terminal = False if in_notebook() else None
-        usual = Console(highlight=False, force_jupyter=False, force_terminal=terminal)
-        self._console = console or usual
+        self._console = console or Console(
+            highlight=False, force_jupyter=False, force_terminal=terminal
+        )
         self._plan: Record = {}
         self._state: BarState | None = None
         self._epoch: Record | None = None
-        self._bar = bar_for(self._console)
+        self._bar: NotebookBar | TerminalBar | None = None  # it would only fill a file
+        if in_notebook():
+            self._bar = NotebookBar()
+        elif self._console.is_terminal:
+            self._bar = TerminalBar(self._console)
 
     def __enter__(self) -> Self:
         return self
@@ -304,12 +282,11 @@ class Screen:
     def _show_compile(self, record: Record) -> None:
         self._print(f"[bold]compile [/]{record['what']} ({record['seconds']:.1f} s)")
 
-    def _show_step(self, record: Record) -> None:
-        self._show_progress(record)
-
     def _show_progress(self, record: Record) -> None:
         if self._state is not None:
             self._draw(self._state.after(record), refresh=record["event"] == "progress")
+
+    _show_step = _show_progress
 
     def _draw(self, state: BarState, *, refresh: bool) -> None:
         self._state = state
@@ -378,9 +355,7 @@ class Screen:
             return ", ".join(told)
         assert steps is not None
         assert epochs is not None
-        shown = (
-            count(epochs, "epoch") if steps % per_epoch == 0 else f"{steps / per_epoch:.2f} epochs"
-        )
+        shown = f"{steps / per_epoch:.2f} epochs" if steps % per_epoch else count(epochs, "epoch")
         return f"{shown}, {count(steps, 'step')}"
 
     def result(self, path: Path, result: dict[str, Any]) -> None:
@@ -388,10 +363,10 @@ class Screen:
         best, test = result["best"], result["test"]
         shown_path = str(self._plan.get("run_dir", path))  # as it was named
         length = self._length(result["steps"], result["epochs"])
-        speed = f"{short(result['samples_per_s'])} samples/s"
+        speed = f"{duration(result['training_seconds'])}, {short(result['samples_per_s'])}"
         rows = [
             ("status", f"{result['status']} ({result['reason']})"),
-            ("trained", f"{length}, {duration(result['training_seconds'])}, {speed}"),
+            ("trained", f"{length}, {speed} samples/s"),
         ]
         if best["value"] is not None:
             value = f"{best['metric']} {best['value']:.4f}"
@@ -433,13 +408,8 @@ _TOLD_FROM = 5000
 def counting(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
     """Show a bar on standard error while something is counted; off a terminal, one line of much.
 
-    Args:
-        what: what is done, and to what.
-        total: how many there are on this rank; others do as many in the meantime.
-        shown: whether this rank is the one that speaks.
-
-    Yields:
-        What is to be called, from any thread, with each number that is done.
+    Yields what is to be called, from any thread, with each number that is done of this rank's
+    `total`. Only one rank is `shown`.
     """
     console = Console(stderr=True, highlight=False)
     if not shown or not console.is_terminal:
@@ -448,11 +418,8 @@ def counting(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], 
         yield lambda _: None
         return
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
+        *(TextColumn("{task.description}"), BarColumn(bar_width=None), TaskProgressColumn()),
+        *(MofNCompleteColumn(), TimeRemainingColumn(compact=True)),
     )
     with Progress(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task(what, total=total)

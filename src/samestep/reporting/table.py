@@ -52,14 +52,14 @@ class Table:
 
 
 def text_lines(table: Table, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
-    """Yield the lines of a table, its headings first.
+    """Yield the lines of a table, its headings first, without its title and note.
 
-    Args:
-        table: the table; its title and note are left to the caller.
-        width: columns of the terminal; None for a file or a pipe, where nothing is left out.
-        colour: whether styles are shown.
+    Without a width, as for a file or a pipe, nothing is left out; styles are shown with `colour`.
     """
-    cells = [[_styled(cell) for cell in row] for row in (table.columns, *table.rows)]
+    cells = [
+        [cell if isinstance(cell, Styled) else Styled(cell, "") for cell in row]
+        for row in (table.columns, *table.rows)
+    ]
     widths = [max(columns_of(row[n].text) for row in cells) for n in range(len(table.columns))]
     shown = _fitting(table, widths, width)
     blocks = [shown]
@@ -126,7 +126,9 @@ def _row_lines(
         folds = table.fold and n == block[-1]
         right = n > 0 and name not in table.left and not folds
         lines = list(wrapped(text, "", widths[n])) if folds else [_shortened(text, widths[n])]
-        parts.append([_aligned(line, widths[n], right=right) for line in lines or [""]])
+        spaces = [" " * (widths[n] - columns_of(line)) for line in lines or [""]]
+        pairs = zip(lines or [""], spaces, strict=True)
+        parts.append([space + line if right else line + space for line, space in pairs])
     for place in range(max(map(len, parts))):
         cells = [
             part[place] if place < len(part) else " " * widths[n]
@@ -141,15 +143,6 @@ def coloured(cell: Styled) -> str:
     """Return a text in its colour, by the codes of a terminal."""
     style = _ANSI.get(cell.style)
     return f"\x1b[{style}m{cell.text}\x1b[0m" if style and cell.text.strip() else cell.text
-
-
-def _styled(cell: Cell) -> Styled:
-    return cell if isinstance(cell, Styled) else Styled(cell, "")
-
-
-def _aligned(text: str, width: int, *, right: bool) -> str:
-    space = " " * (width - columns_of(text))
-    return space + text if right else text + space
 
 
 def _shortened(text: str, width: int) -> str:

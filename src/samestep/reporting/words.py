@@ -1,6 +1,7 @@
 """Words and lines of what is shown to people."""
 
 import math
+import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -142,38 +143,27 @@ def curve_lines(
 ) -> list[str]:
     """Return lines of characters: two curves of equally many points over the same axis.
 
-    Args:
-        first: values, left to right; at least one.
-        second: as many.
-        width: columns in all, with the numbers of the axis.
-        height: lines.
+    The width is that of the numbers of the axis, too.
     """
     columns = max(1, min(width - LABEL, len(first)))
-    ours, theirs = _binned(first, columns), _binned(second, columns)
+    edges = [len(first) * column // columns for column in range(columns + 1)]
+    ours, theirs = (
+        [statistics.fmean(values[a:b]) for a, b in pairwise(edges)] for values in (first, second)
+    )
     low, high = min(*ours, *theirs), max(*ours, *theirs)
     span = (high - low) or 1.0
-
-    def row_of(value: float) -> int:
-        return round((high - value) / span * (height - 1))
-
+    rows = [
+        [round((high - value) / span * (height - 1)) for value in means] for means in (ours, theirs)
+    ]
+    marks = {(True, True): BOTH, (True, False): FIRST, (False, True): SECOND}
     lines = []
     for row in range(height):
-        points = ""
-        for one, other in zip(ours, theirs, strict=True):
-            here = row_of(one) == row, row_of(other) == row
-            points += {(True, True): BOTH, (True, False): FIRST, (False, True): SECOND}.get(
-                here, " "
-            )
+        places = zip(*rows, strict=True)
+        points = "".join(marks.get((one == row, other == row), " ") for one, other in places)
         value = high - span * row / max(1, height - 1)
         label = f"{value:.2g}" if row in (0, height - 1) else ""
         lines.append(f"{label:>{LABEL - 1}} {points}".rstrip())
     return lines
-
-
-def _binned(values: Sequence[float], columns: int) -> list[float]:
-    """Return the mean of each of so many parts."""
-    edges = [len(values) * column // columns for column in range(columns + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
 
 
 _MOST_CLASSES = 20
@@ -183,9 +173,7 @@ _MOST_MISTAKES = 3
 def class_table(per_class: Mapping[str, float | None], confusion: list[list[int]]) -> list[str]:
     """Return a line for each class, or none where there are more than 20.
 
-    Args:
-        per_class: accuracy of each class by its name, None where it has no samples.
-        confusion: counts; row by target, column by prediction, in the order of the names.
+    The confusion has counts, row by target, column by prediction, in the order of the names.
     """
     names = list(per_class)
     if not names or len(names) > _MOST_CLASSES:

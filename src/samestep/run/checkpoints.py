@@ -179,19 +179,15 @@ def _walk(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
         return _copy(value.detach(), copies) if value.device.type == _DEVICE else value
     if isinstance(value, dict):
         changed = {key: _walk(item, copies) for key, item in value.items()}
+        if type(value) is dict:
+            return changed
         # A module's state_dict carries its version in an attribute, which torch.save keeps.
-        return _like(value, changed)
+        same = copy.copy(value)
+        same.update(changed)
+        return same
     if type(value) in (list, tuple):
         return type(value)(_walk(item, copies) for item in value)
     return value
-
-
-def _like(value: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
-    if type(value) is dict:
-        return changed
-    same = copy.copy(value)
-    same.update(changed)
-    return same
 
 
 def _copy(tensor: Tensor, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:

@@ -211,35 +211,26 @@ def how_it_ended(
 ) -> tuple[Ending, str]:
     """Return how the latest attempt ended, and the reason that was recorded; "" if there is none.
 
-    Args:
-        path: the run's directory.
-        last: its last record; empty if there is none.
-        result: what is in result.json. An earlier attempt's does not speak for a later one.
+    `last` is the last record. The `result` of an earlier attempt does not speak for a later one.
     """
     was_opened = (path / "run.lock").is_file()  # to open what is no file may block
     if was_opened and is_written(path):
         return "running", ""
-    reason = str(last.get("reason") or "")
-    if last.get("event") == "stop":
-        if result.get("steps", last.get("step")) == last.get("step"):
-            match result.get("status"):
-                case "completed" | "stopped" | "failed" as status:
+    event, step, status = last.get("event"), last.get("step"), result.get("status")
+    if event == "stop":
+        reason = str(last.get("reason") or "")
+        if result.get("steps", step) == step:
+            match status:
+                case "completed" | "stopped" | "failed":
                     return status, reason
-        return _by_reason(reason), reason
-    if last.get("event") in _AFTER_TRAINING and result.get("steps") == last.get("step"):
-        status = result.get("status")  # written before pictures, and a kill came after it
-        if status == "completed":
-            return "completed", str(result.get("reason") or "")
-    if result.get("status") == "failed":
-        return "failed", str(result.get("reason") or "")
+        if reason.startswith("failed"):  # a kill prevented result.json
+            return "failed", reason
+        return ("stopped" if reason.startswith("SIG") else "completed"), reason
+    # The result is written before pictures, and a kill came after it.
+    completed = event in _AFTER_TRAINING and result.get("steps") == step and status == "completed"
+    if completed or status == "failed":
+        return ("completed" if completed else "failed"), str(result.get("reason") or "")
     return ("running" if was_opened and _lives_elsewhere(path) else "killed"), ""
-
-
-def _by_reason(reason: str) -> Ending:
-    """Return the ending by the reason of a `stop` record, if a kill prevented result.json."""
-    if reason.startswith("failed"):
-        return "failed"
-    return "stopped" if reason.startswith("SIG") else "completed"
 
 
 def _lives_elsewhere(path: Path) -> bool:
@@ -251,14 +242,10 @@ def _lives_elsewhere(path: Path) -> bool:
         owner = (path / "run.lock").read_text().rpartition(" on ")[2].strip()
     except (OSError, UnicodeDecodeError):
         return False
-    if not owner or owner == socket.gethostname():
+    if owner in ("", socket.gethostname()):
         return False
-    return any(_age_s(path / name) < _FRESH_S for name in ("events.jsonl", STEPPED))
-
-
-def _age_s(file: Path) -> float:
-    """Return the seconds since a file was written; infinity if there is none."""
-    try:
-        return time.time() - file.stat().st_mtime
-    except OSError:
-        return float("inf")
+    for name in ("events.jsonl", STEPPED):
+        with contextlib.suppress(OSError):
+            if time.time() - (path / name).stat().st_mtime < _FRESH_S:
+                return True
+    return False

@@ -24,7 +24,12 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], _T]) -> _T:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_directory(path.parent)
+        if os.name == "posix":
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     except BaseException as error:
         with contextlib.suppress(OSError):  # where nothing can be written, nothing is there
             temporary.unlink()
@@ -78,16 +83,6 @@ def shown_path(path: Path) -> str:
     """Return a path as a user would type it here."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _sync_directory(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:

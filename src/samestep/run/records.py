@@ -291,6 +291,8 @@ _EVALUATION_FIELDS = frozenset({"event", *EvaluationRecord.__struct_fields__})
 TAKEN_NAMES = _EVALUATION_FIELDS | {*EpochRecord.__struct_fields__, "train_loss", "notes"}
 """Names that no metric may have: fields of records, and what `compare` calls the training loss."""
 
+_DONE_AGAIN = ("step", "epoch", "evaluation", "baselines", "picture", "checkpoint")
+"""Records after its checkpoint that a resumed run writes again."""
 _DECODER = msgspec.json.Decoder(Record)
 _OTHER = msgspec.defstruct("_Other", [("event", str)])
 _CHUNK_BYTES = 1 << 20
@@ -392,9 +394,8 @@ def check_format(start: Record, path: Path) -> None:
 def read_records(path: str | PathLike[str], *, superseded: bool = False) -> Iterator[Record]:
     """Yield the records of a run as one uninterrupted run would have written them.
 
-    A resumed run starts again from a checkpoint, so the records that an earlier attempt wrote for
-    later steps are superseded: they are left out, though they stay in the file, unless they are
-    asked for.
+    A resumed run starts again from a checkpoint, so what an earlier attempt wrote of later steps is
+    superseded: it stays in the file, and is left out unless it is asked for.
 
     Raises:
         UserError: there is no run here, a line of it is damaged, or its format is newer than this
@@ -436,21 +437,13 @@ def as_uninterrupted(written: Iterable[Record], path: Path) -> list[Record]:
             if not record["resumed"]:
                 records = []  # killed before its first checkpoint, and begun anew
         if record["event"] == "resume":
-            records = _up_to_checkpoint(records, record)
+            # The end of an epoch has the same step as a checkpoint that a signal caused right
+            # before it, so the step alone does not tell. Where a kill came between the checkpoint
+            # and its record, nothing came after it.
+            records = [r for r in records if r.get("step", 0) <= record["step"]]
+            file = f"checkpoints/{record['checkpoint']}"
+            saved = [n for n, r in enumerate(records) if r.get("path") == file]
+            after = saved[-1] + 1 if saved else len(records)
+            records[after:] = [r for r in records[after:] if r["event"] not in _DONE_AGAIN]
         records.append(record)
     return records
-
-
-def _up_to_checkpoint(records: list[Record], resume: Record) -> list[Record]:
-    """Leave out what a resumed run does again: all that came after its checkpoint.
-
-    The end of an epoch has the same step as a checkpoint that a signal caused right before it, so
-    the step alone does not tell. Where a kill came between the checkpoint and its record, nothing
-    came after it.
-    """
-    kept = [r for r in records if r.get("step", 0) <= resume["step"]]
-    path = f"checkpoints/{resume['checkpoint']}"
-    saved = [i for i, r in enumerate(kept) if r["event"] == "checkpoint" and r["path"] == path]
-    after = saved[-1] + 1 if saved else len(kept)
-    again = ("step", "epoch", "evaluation", "baselines", "picture", "checkpoint")
-    return kept[:after] + [r for r in kept[after:] if r["event"] not in again]

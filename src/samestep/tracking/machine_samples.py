@@ -91,22 +91,15 @@ def _ask_gpus(wanted: Sequence[str] | None) -> dict[str, dict[str, float]]:
 def parse_gpus(printed: str, wanted: Sequence[str] | None) -> dict[str, dict[str, float]]:
     """Return the numbers of some GPUs from the lines of nvidia-smi, by their number on the machine.
 
-    Args:
-        printed: a line for each GPU, its UUID first: `GPU-8d1f…, 37, 5120, 210.5, 61`.
-        wanted: UUIDs as PyTorch has them, without `GPU-`; None takes all.
+    A line is `GPU-8d1f…, 37, 5120, 210.5, 61`, with `[N/A]` for some. UUIDs that are wanted have no
+    `GPU-`, as PyTorch has them; None takes all.
     """
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for number, line in enumerate(printed.splitlines()):
-        uuid, _, numbers = line.partition(",")
+        uuid, *texts = line.split(",")
         if wanted is None or uuid.strip().removeprefix("GPU-") in wanted:
-            found[f"gpu{number}"] = parse_gpu(numbers)
-    return found
-
-
-def parse_gpu(line: str) -> dict[str, float]:
-    """Return the numbers of one line of nvidia-smi: `37, 5120, 210.5, 61`, or `[N/A]` for some."""
-    found = {}
-    for name, text in zip(_GPU, line.split(","), strict=False):
-        with contextlib.suppress(ValueError):
-            found[name] = float(text)
+            told = found[f"gpu{number}"] = {}
+            for name, text in zip(_GPU, texts, strict=False):
+                with contextlib.suppress(ValueError):
+                    told[name] = float(text)
     return found
