@@ -1,6 +1,7 @@
 """The page as one file of HTML: style, script and data are in it, nothing is outside."""
 
 import base64
+import functools
 import hashlib
 import json
 import re
@@ -76,6 +77,7 @@ def _as_json(value: object) -> Markup:
     return Markup(text.translate(_JSON_ESCAPES))  # noqa: S704 - no markup is left in it
 
 
+@functools.cache
 def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"),
