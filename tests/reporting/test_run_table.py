@@ -1,13 +1,13 @@
-"""The table of runs fits any terminal, and its curves show what is there."""
+"""The table of runs fits any terminal, and holds whatever runs are called."""
 
 import math
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from samestep.reporting.run_table import as_json, run_lines
 from samestep.reporting.table import columns_of as cells
-from samestep.reporting.words import sparkline
 from samestep.run.summary import RunSummary
 
 
@@ -77,31 +77,6 @@ def test_many_damaged_runs_are_counted_on_a_terminal_and_listed_elsewhere():
     assert few.count("it is empty") == 2
 
 
-@pytest.mark.parametrize(
-    ("values", "drawn"),
-    [
-        ((), ""),
-        ((1.0,), "▁"),
-        ((2.0, 2.0), "▁▁"),
-        ((8, 7, 6, 5, 4, 3, 2, 1), "█▇▆▅▄▃▂▁"),
-        ((1.0, math.nan, 2.0, math.inf), "▁×█×"),
-        ((math.nan, math.nan), "××"),
-        ((1e308, -1e308, 1e308), "█▁█"),
-        ((5e-324, 0.0), "█▁"),
-    ],
-)
-def test_a_curve_has_a_character_for_each_value(values, drawn):
-    assert sparkline(values) == drawn
-
-
-@pytest.mark.parametrize("count", [12, 13, 30, 1000])
-def test_more_values_than_columns_become_means(count):
-    drawn = sparkline([float(count - n) for n in range(count)])
-    assert len(drawn) == 12
-    assert list(drawn) == sorted(drawn, reverse=True)
-    assert (drawn[0], drawn[-1]) == ("█", "▁")
-
-
 def test_a_loss_that_is_not_finite_is_seen_in_the_table_and_null_in_json():
     run = summary("run", losses=(1.0, math.nan), value=None)
     _, line = run_lines([run], 100)
@@ -111,8 +86,6 @@ def test_a_loss_that_is_not_finite_is_seen_in_the_table_and_null_in_json():
 
 
 def test_when_a_run_began_is_iso_8601_or_null():
-    from datetime import datetime
-
     assert datetime.fromisoformat(as_json(summary("run"))["started"]).timestamp() == 1.8e9
     for started in (None, 1e300, math.inf):
         assert as_json(summary("run", started=started))["started"] is None

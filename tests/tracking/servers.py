@@ -114,14 +114,8 @@ class Wandb(Server):
 
     def _graphql(self, query):
         name, variables = query.get("operationName"), query.get("variables") or {}
-        viewer = {
-            "id": "v",
-            "entity": "me",
-            "username": "me",
-            "email": "",
-            "flags": "{}",
-            "teams": {"edges": []},
-        }
+        viewer = {"id": "v", "entity": "me", "username": "me", "email": "", "flags": "{}"}
+        viewer["teams"] = {"edges": []}
         if name == "UpsertBucket":
             return {"upsertBucket": self._upsert(variables)}
         if name == "RunResumeStatus":
@@ -142,37 +136,17 @@ class Wandb(Server):
         run["tags"] = variables.get("tags") or run["tags"]
         run["summary"] = json.loads(variables.get("summaryMetrics") or "null") or run.get("summary")
         project = {"id": "p", "name": run["project"], "entity": {"id": "e", "name": "me"}}
-        bucket = {
-            "id": "r",
-            "name": variables["name"],
-            "displayName": variables["displayName"],
-            "description": "",
-            "config": "{}",
-            "sweepName": None,
-            "project": project,
-            "historyLineCount": len(run["history"]),
-        }
+        shown = {"displayName": variables["displayName"], "description": "", "sweepName": None}
+        bucket = _bucket(variables["name"], run) | shown | {"project": project}
         return {"bucket": bucket, "inserted": run["inserted"] == 1}
 
     def _resume_status(self, name):
         if name not in self.runs:
             return None
-        history = self.runs[name]["history"]
-        bucket = {
-            "id": "r",
-            "name": name,
-            "summaryMetrics": "{}",
-            "displayName": name,
-            "logLineCount": 0,
-            "historyLineCount": len(history),
-            "eventsLineCount": 0,
-            "historyTail": json.dumps(history[-1:]),
-            "eventsTail": "[]",
-            "config": "{}",
-            "tags": [],
-            "notes": None,
-            "wandbConfig": '{"t": 1}',
-        }
+        tail = {"historyTail": json.dumps(self.runs[name]["history"][-1:]), "eventsTail": "[]"}
+        bucket = _bucket(name, self.runs[name]) | tail | {"logLineCount": 0, "eventsLineCount": 0}
+        bucket |= {"summaryMetrics": "{}", "displayName": name, "tags": [], "notes": None}
+        bucket["wandbConfig"] = '{"t": 1}'
         return {"id": "p", "name": "p", "entity": {"id": "e", "name": "me"}, "bucket": bucket}
 
     def _take(self, name, body):
@@ -185,3 +159,7 @@ class Wandb(Server):
     def rows(self, name):
         """Return the rows of a run as tables."""
         return [json.loads(row) for row in self.runs[name]["history"]]
+
+
+def _bucket(name, run):
+    return {"id": "r", "name": name, "config": "{}", "historyLineCount": len(run["history"])}

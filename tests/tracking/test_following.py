@@ -273,7 +273,6 @@ def test_whatever_trackers_do_the_training_is_the_same_and_its_records_are_sent_
             assert " 2 s. " in told
         assert not children_of(run, name)
     assert send(run, here.folder, to=names).count("https://tracker.example/the-run") == len(faults)
-    send(run, here.folder, to=names, code=2)
     for name in trackers:
         assert sent(run, name) == expected(run), "once, whatever came of the first time"
 

@@ -22,22 +22,10 @@ pytestmark = [
 def tracked_run(path: Path, tracker: str, **more) -> TrackedRun:
     folder = path / "tracking" / tracker
     folder.mkdir(parents=True, exist_ok=True)
-    usual = {
-        "path": path,
-        "folder": folder,
-        "id": "a" * 32,
-        "known": None,
-        "offline": True,
-        "project": "one",
-        "name": "run",
-        "workspace": None,
-        "tags": (),
-        "settings": {},
-        "facts": {},
-        "started_at": 1.0,
-        "timeout_s": 60.0,
-        "pid": None,
-    }
+    usual = {"path": path, "folder": folder, "id": "a" * 32, "project": "one", "name": "run"}
+    usual |= {"offline": True, "tags": (), "settings": {}, "facts": {}}
+    usual |= {"started_at": 1.0, "timeout_s": 60.0}
+    usual |= dict.fromkeys(("known", "workspace", "pid"))
     return TrackedRun(**{**usual, **more})
 
 
