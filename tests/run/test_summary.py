@@ -175,7 +175,7 @@ def test_runs_in_a_folder_of_the_folder_are_found_and_profiles_and_files_are_not
 
 
 def large(run, *, count, epochs):
-    """Write records of some 60 MB: many steps, and an epoch at even distances."""
+    """Write records of some 20 MB: many steps, and an epoch at even distances."""
     start = lines_of(run)[0]
     step = json.dumps({"event": "step", "step": 1, "loss": 2.0, "seconds": 1.0, "pad": "x" * 900})
     with (run / "events.jsonl").open("w") as file:
@@ -188,15 +188,15 @@ def large(run, *, count, epochs):
         file.write(json.dumps({"event": "step", **last}) + "\n")
 
 
-@pytest.mark.parametrize("epochs", [2, 20_000])
+@pytest.mark.parametrize("epochs", [2, 10_000])
 def test_of_large_records_only_blocks_are_read(tmp_path, monkeypatch, epochs):
     run = write_run(tmp_path / "run", finished=False)
-    large(run, count=60_000, epochs=epochs)
+    large(run, count=20_000, epochs=epochs)
     read = []
     real = os.read
     monkeypatch.setattr(os, "read", lambda file, n: read.append(n) or real(file, n))
     found = only(tmp_path)
-    assert sum(read) < 2**20 < (run / "events.jsonl").stat().st_size / 50
+    assert sum(read) < 2**20 < (run / "events.jsonl").stat().st_size / 15
     assert (found.epochs, found.steps, found.seconds) == (epochs, epochs * 100, 321.0)
     assert len(found.losses) >= 12 or epochs == 2
     assert (found.losses[0] > 10 * found.losses[-1]) == (epochs > 2)

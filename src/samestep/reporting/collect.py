@@ -7,7 +7,7 @@ from pathlib import Path
 from samestep.errors import UserError
 from samestep.reporting import comparison_text, facts, run_sections
 from samestep.reporting.charts import Chart, Lines, charts_of, phases_chart
-from samestep.reporting.comparison import Comparison, check_target, compare_runs
+from samestep.reporting.comparison import Comparison, check_target, compare_runs, num_recipes
 from samestep.reporting.pictures import read_gallery
 from samestep.reporting.run_data import RunData, read_run
 from samestep.reporting.scaling import ScalingStudy, read_study
@@ -95,17 +95,17 @@ class Beside:
     """What only several runs have: tables of what differs."""
 
     def __init__(self, found: Comparison) -> None:
-        alike = comparison_text.num_recipes(found) < 2
+        recipes = num_recipes(found.runs)
         self.runs = comparison_text.overview(found)
         self.settings = comparison_text.settings(found, shared=True)
         tables = [comparison_text.throughput(found), comparison_text.phases(found)]
-        if comparison_text.num_recipes(found) == 1:
+        if recipes == 1:
             tables.append(comparison_text.time_to_target(found))
         self.tables = [table for table in tables if table is not None]
         self.notes = found.notes
-        self.verdicts = [*comparison_text.same_training_lines(found)] if alike else []
+        self.verdicts = [*comparison_text.same_training_lines(found)]
         """Whether each run is the same training as the first, if all have one recipe."""
-        if not alike:
+        if recipes > 1:
             told = (
                 "Losses and metrics of different recipes measure different things, so each recipe "
                 "has charts of its own below. A sample is other work in each, so speeds are not "

@@ -9,9 +9,7 @@ from typing import Literal
 
 from samestep.errors import UserError
 from samestep.reporting.curves import (
-    Aligned,
     Goal,
-    Point,
     Throughput,
     by_samples,
     by_seconds,
@@ -69,33 +67,35 @@ class SameTraining:
     """What rounding explains, relative to the largest loss."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Some runs side by side; lists have an entry a run unless they say otherwise."""
 
-    runs: list[RunData]
-    differences: list[SettingDifference]
-    alike: list[SameTraining]
-    """Each run but the first, held against the first."""
-    throughput: list[Throughput | None]
-    phases: list[dict[str, float] | None]
-    """Milliseconds of a step on rank 0."""
-    pauses: list[dict[str, dict[str, float]]]
-    metric: str
-    curves: list[list[Point]]
-    by_samples: Aligned | None
-    by_seconds: Aligned | None
-    target: float | None
-    smaller: bool
-    """Whether the metric is to fall."""
-    reached: list[Goal | None]
-    """Empty without a target."""
-    notes: list[str]
-
-    @property
-    def names(self) -> list[str]:
+    def __init__(self, runs: list[RunData], metric: str, target: float | None) -> None:
+        self.runs, self.metric, self.target = runs, metric, target
+        self.names = [chr(ord("A") + place) for place in range(len(runs))]
         """What the runs are called in tables: A, B, C …."""
-        return [chr(ord("A") + place) for place in range(len(self.runs))]
+        self.differences = differences(runs)
+        """An entry a setting, or fact."""
+        self.alike = [compare_losses(runs[0], run) for run in runs[1:]]
+        """Each run but the first, held against the first."""
+        self.throughput = [throughput(run) for run in runs]
+        self.phases = [phases(run) for run in runs]
+        """Milliseconds of a step on rank 0."""
+        self.pauses = [pauses(run) for run in runs]
+        self.curves = curves_of(runs, metric)
+        self.by_samples, self.by_seconds = by_samples(self.curves), by_seconds(self.curves)
+        told = [said for run in runs if (said := run.smaller_is_better(metric)) is not None]
+        # Runs of earlier versions do not say; of their metrics only a loss is known to fall.
+        self.smaller = told[0] if told else metric.endswith("loss")
+        """Whether the metric is to fall."""
+        self.reached: list[Goal | None] = []
+        """Empty without a target."""
+        if target is not None:
+            self.reached = [
+                reached(run, curve, target, smaller=self.smaller)
+                for run, curve in zip(runs, self.curves, strict=True)
+            ]
+        self.notes = _notes(runs, self.throughput)
 
 
 def check_target(target: float | None) -> None:
@@ -120,42 +120,17 @@ def compare_runs(
     check_target(target)
     _check_paths(paths, alone=alone)
     runs = [read_run(path) for path in paths]
-    recipes = {run.recipe for run in runs if run.recipe}
-    if len(recipes) > 1 and not any_recipe:
+    if num_recipes(runs) > 1 and not any_recipe:
         raise UserError(
             f"These runs have nothing in common: {_list(runs)}. Losses of different recipes "
             "measure different things; name runs of one, or add --any-recipe if you know that "
             "they train on the same data with the same loss."
         )
-    chosen = metric or _default_metric(runs)
-    curves = curves_of(runs, chosen)
-    if metric is not None and not any(curves):
+    found = Comparison(runs, metric or _default_metric(runs), target)
+    if metric is not None and not any(found.curves):
         had = "; ".join(f"{run.path}: {', '.join(run.metrics()) or 'none'}" for run in runs)
         raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
-    speeds = [throughput(run) for run in runs]
-    told = [said for run in runs if (said := run.smaller_is_better(chosen)) is not None]
-    # Runs of earlier versions do not say; of their metrics only a loss is known to fall.
-    smaller = told[0] if told else chosen.endswith("loss")
-    return Comparison(
-        runs=runs,
-        differences=differences(runs),
-        alike=[compare_losses(runs[0], run) for run in runs[1:]],
-        throughput=speeds,
-        phases=[phases(run) for run in runs],
-        pauses=[pauses(run) for run in runs],
-        metric=chosen,
-        curves=curves,
-        by_samples=by_samples(curves),
-        by_seconds=by_seconds(curves),
-        target=target,
-        smaller=smaller,
-        reached=[
-            reached(run, curve, target, smaller=smaller)
-            for run, curve in zip(runs, curves, strict=True)
-            if target is not None
-        ],
-        notes=_notes(runs, speeds, recipes),
-    )
+    return found
 
 
 def _check_paths(paths: Sequence[Path], *, alone: bool) -> None:
@@ -189,10 +164,15 @@ def _default_metric(runs: Sequence[RunData]) -> str:
     return next((name for has, name in usual if has(name in of for of in found)), TRAIN_LOSS)
 
 
-def _notes(runs: list[RunData], speeds: list[Throughput | None], recipes: set[str]) -> list[str]:
+def num_recipes(runs: Sequence[RunData]) -> int:
+    """Return how many recipes are known of the runs."""
+    return len({run.recipe for run in runs if run.recipe})
+
+
+def _notes(runs: list[RunData], speeds: list[Throughput | None]) -> list[str]:
     """Return what a reader of the tables has to know."""
     notes = []
-    if len(recipes) > 1:
+    if num_recipes(runs) > 1:
         notes.append(f"The recipes differ ({_list(runs)}): their losses may not be comparable.")
     batches = {run.plan["global_batch_size"] for run in runs if run.plan}
     if len(batches) > 1:

@@ -115,11 +115,6 @@ def settings(found: Comparison, longest: int = 60, *, shared: bool = False) -> T
     return _beside(found, "Settings that differ", rows, marked=marked, note=" ".join(notes))
 
 
-def num_recipes(found: Comparison) -> int:
-    """Return how many recipes the runs have."""
-    return len({run.recipe for run in found.runs if run.recipe})
-
-
 def _beside(found: Comparison, title: str, rows: Sequence[Sequence[str]], **more: Any) -> Table:
     return Table(title=title, columns=("", *found.names), rows=rows, **more)
 

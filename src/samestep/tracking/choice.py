@@ -60,15 +60,16 @@ def check_choice(settings: Settings) -> None:
     for tracker in trackers:
         _check_tracker(tracker)
     names = [short_name(tracker) for tracker in trackers]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
+    if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(f"--track {settings.track} names {min(twice)} twice: name it once.")
-    _check_name("--track-project", settings.track_project, _NOT_IN_PROJECTS)
-    for variable in (PROJECT_VARIABLES[t] for t in trackers if t in PROJECT_VARIABLES):
-        if settings.track_project is None:
-            _check_name(variable, os.environ.get(variable) or None, _NOT_IN_PROJECTS)
+    given = {"--track-project": settings.track_project}
+    if settings.track_project is None:
+        variables = [PROJECT_VARIABLES[t] for t in trackers if t in PROJECT_VARIABLES]
+        given = {name: os.environ.get(name) or None for name in variables}
+    given["--track-workspace"] = settings.track_workspace
+    for flag, name in given.items():
+        _check_name(flag, name, _NOT_IN_PROJECTS)
     _check_name("--track-name", settings.track_name)
-    _check_name("--track-workspace", settings.track_workspace, _NOT_IN_PROJECTS)
     for tag in split(settings.track_tags):
         if len(tag) > 64:
             raise UserError(f"--track-tags: {tag!r} has {len(tag)} characters; W&B takes 64.")
