@@ -190,18 +190,12 @@ def _decoded(blocks: list[list[bytes]], prefix: bytes | tuple[bytes, ...]) -> It
 
 def _line(text: bytes) -> Line | None:
     """Return the record of a line; None if it is damaged."""
-    try:
+    damaged = contextlib.suppress(ValueError, RecursionError, msgspec.MsgspecError)
+    with damaged:
         return _DECODER.decode(text)
-    except RecursionError:
-        return None
-    except msgspec.MsgspecError:
-        if b"NaN" not in text and b"Infinity" not in text:
-            return None
-    # Earlier versions wrote these, which are no JSON.
-    try:
+    with damaged:  # earlier versions wrote NaN and Infinity, which are no JSON
         return msgspec.convert(json.loads(text), Line)
-    except (ValueError, RecursionError, msgspec.MsgspecError):
-        return None
+    return None
 
 
 def _uninterrupted(lines: Iterable[Line]) -> list[Line]:

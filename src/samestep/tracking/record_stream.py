@@ -93,10 +93,11 @@ class RecordStream:
     def _read(self, line: int, record: Record) -> list[TrackedRecord]:
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
             entry = self._entry(line, record)
-            if entry is None:
-                return []
-            draws = entry.event == "test" and has_confusion(record)
-            return [entry, _confusion(entry, record)] if draws else [entry]
+            if entry is None or entry.event != "test" or not has_confusion(record):
+                return [entry] if entry else []
+            draw = partial(confusion_png, list(record["per_class"]), record["confusion"])
+            shown = Picture(name="confusion", title="Confusion matrix", png=draw)
+            return [entry, replace(entry, event="picture", values={}, picture=shown)]
         self.events.damaged.append(line + 1)  # JSON, but no record of ours
         return []
 
@@ -142,13 +143,6 @@ class RecordStream:
         if not file.is_relative_to(os.path.realpath(self._run)) or not _NAME.fullmatch(name):
             raise ValueError(path)
         return Picture(name=name, title=str(record.get("title", name)), png=png)
-
-
-def _confusion(test: TrackedRecord, record: Record) -> TrackedRecord:
-    """Return the confusion matrix of a test as a picture."""
-    draw = partial(confusion_png, list(record["per_class"]), record["confusion"])
-    shown = Picture(name="confusion", title="Confusion matrix", png=draw)
-    return replace(test, event="picture", values={}, picture=shown)
 
 
 class _Clock:
