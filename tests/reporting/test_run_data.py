@@ -93,19 +93,19 @@ def test_a_run_that_has_written_nothing_yet_is_a_run(tmp_path):
 
 
 def test_a_running_run_is_told_by_its_lock_and_reading_does_not_take_it(tmp_path):
-    run = write_run(tmp_path / "run", finished=False)
-    assert "no end recorded, last written" in read_run(run).status
+    run = write_run(tmp_path / "run")  # with the result of an earlier attempt
     for _ in range(2):
         with opened_elsewhere(run):
             assert read_run(run).status == "running"
             assert [one.state for one in read_runs(tmp_path)] == ["running"]
+    assert [one.state for one in read_runs(tmp_path)] == ["completed"]
 
 
 def test_what_an_earlier_attempt_ended_with_does_not_speak_for_one_that_was_killed(run):
     start = json.loads(lines_of(run)[0]) | {"resumed": True}
     append(run, start, {"event": "resume", "step": 12, "checkpoint": "checkpoint_epoch_2.pt"})
     found = read_run(run)
-    assert "no end recorded" in found.status
+    assert "no end recorded, last written" in found.status
     assert [record["step"] for record in found.of("step")] == list(range(1, 13))
 
 

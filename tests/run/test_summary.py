@@ -11,7 +11,7 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.run.summary import read_runs, sorted_runs
-from tests.reporting.made_runs import append, change_start, lines_of, opened_elsewhere, write_run
+from tests.reporting.made_runs import append, change_start, lines_of, write_run
 
 KEPT = Path(__file__).parents[1] / "kept"
 
@@ -70,13 +70,6 @@ def test_where_no_checkpoint_tells_it_the_best_is_that_of_the_evaluations(tmp_pa
     run = write_run(tmp_path / "run", finished=False, accuracy=lambda epoch: 1 / epoch)
     change_start(run, monitor="accuracy")
     assert only(tmp_path).value == 1.0
-
-
-def test_a_running_run_is_told_by_its_lock(tmp_path):
-    run = write_run(tmp_path / "run")
-    with opened_elsewhere(run):
-        assert only(tmp_path).state == "running", "a result of an earlier attempt is there"
-    assert only(tmp_path).state == "completed"
 
 
 @pytest.mark.parametrize(("age_s", "state"), [(0, "running"), (600, "killed")])
