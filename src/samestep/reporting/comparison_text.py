@@ -111,7 +111,7 @@ def settings(found: Comparison, longest: int = 60, *, shared: bool = False) -> T
     notes = ["Marked rows make it another training."] if marked else []
     if left := len(found.differences) - len(differ):
         notes.append(f"{left} more are not of all recipes.")
-    rows = [(one.name, *map(cut, one.values)) for one in differ]
+    rows = tuple((one.name, *map(cut, one.values)) for one in differ)
     return _beside(found, "Settings that differ", rows, marked=marked, note=" ".join(notes))
 
 
