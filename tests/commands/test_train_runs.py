@@ -272,7 +272,7 @@ def resolved(flags: list[str]) -> dict:
     _, request = parse(["spiral", *flags])
     plan = make_plan(request.settings, 7000, 1)
     sizes = {"batch_size": plan.global_batch_size, "micro_batch_size": plan.micro_batch_size}
-    saved = tomllib.loads(to_toml(request, **sizes))
+    saved = tomllib.loads(to_toml(request, plan))
     saved |= saved.pop("options")
     values = {**dataclasses.asdict(request.settings), **dataclasses.asdict(request.options)}
     for name in set(saved) - {"recipe", *sizes}:

@@ -7,7 +7,7 @@ import pytest
 
 from tests import tiny
 from tests.command_line import read_json
-from tests.lightning.test_engine import LIGHTNING, TINY, TOLERANCE, _trainer
+from tests.lightning.test_engine import TINY, TOLERANCE, _trainer, with_both
 from tests.processes import run_ranks
 from tests.training.test_any_batch import EXAMPLES, FP64, RECIPES
 from tests.training.test_metrics import RECIPE as OBJECTS
@@ -24,9 +24,7 @@ def test_metric_objects_are_reduced_as_in_the_native_loop(tmp_path):
 
 
 def compared(recipe, folder, *flags):
-    ours, theirs = folder / "ours", folder / "theirs"
-    for path, engine in ((ours, LIGHTNING), (theirs, ())):
-        tiny.train(recipe, *flags, *engine, "--run-dir", str(path), world_size=2, folder=folder)
+    ours, theirs = with_both(folder, recipe, *flags, world_size=2)
     tiny.assert_same_training(ours, theirs, TOLERANCE)
     assert read_json(ours / "result.json")["best"] == pytest.approx(
         read_json(theirs / "result.json")["best"]
@@ -35,7 +33,7 @@ def compared(recipe, folder, *flags):
 
 def test_a_users_own_trainer_takes_them_too(tmp_path):
     recipe, run = EXAMPLES / "graphs.py", tmp_path / "run"
-    tiny.train(recipe, "--run-dir", str(run), "--epochs", "1", folder=tmp_path)
+    tiny.trained(recipe, run, "--epochs", "1")
     (expected,) = (r for r in tiny.account(run) if r["event"] == "evaluation")
     ((loss, accuracy),) = run_ranks(_fit, 1, tmp_path / "own", str(recipe))
     assert loss == pytest.approx(expected["loss"], rel=1e-5)

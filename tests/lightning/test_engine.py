@@ -1,6 +1,5 @@
 """In Lightning's Trainer a recipe takes the same steps as in samestep's own loop."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -8,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from samestep import evaluate
 from tests import tiny
 from tests.cifar_files import write_binary
-from tests.command_line import read_json, run
+from tests.command_line import read_json
 from tests.idx_files import write_mnist
-from tests.processes import TIMEOUT_S, run_ranks, samestep, start_ranks
+from tests.processes import TIMEOUT_S, run_ranks, start_ranks
 from tests.training.test_own_optimizer import BRANCHES, OWN
 from tests.training.test_trajectory import CONVNET, LOADED
 
@@ -42,8 +42,7 @@ def with_both(folder: Path, target: object, *flags: str, world_size: int = 1) ->
     """Train in Lightning and in the native loop; return both runs."""
     runs = folder / "ours", folder / "theirs"
     for path, engine in zip(runs, (LIGHTNING, ()), strict=True):
-        command = ("train", str(target), *flags, *engine, "--run-dir", str(path))
-        run(*command, world_size=world_size, folder=folder / "out")
+        tiny.trained(target, path, *flags, *engine, on=world_size)
     return runs
 
 
@@ -143,9 +142,8 @@ def test_a_run_that_ended_within_an_epoch_goes_on_to_a_later_end(tmp_path, valid
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for path, engine in ((ours, LIGHTNING), (theirs, ())):
         for end in ("15", "29", "33"):
-            flags = ("--max-steps", end, "--run-dir", str(path), *engine)
-            target = ("--resume",) if path.exists() else ()
-            tiny.train(recipe, *flags, *target, folder=tmp_path)
+            goes_on = ("--resume",) if path.exists() else ()
+            tiny.trained(recipe, path, "--max-steps", end, *engine, *goes_on)
             result = read_json(path / "result.json")
             assert (result["steps"], result["reason"]) == (int(end), "finished")
     assert losses_by_step(ours) == losses_by_step(theirs)
@@ -159,7 +157,7 @@ def losses_by_step(path: Path) -> dict[int, float]:
 def test_reduced_precision_trains_clipped_and_keeps_its_scaler(tmp_path, precision):
     recipe = tiny.write_recipe(tmp_path, TINY.replace("float64", "float32"))
     flags = ("--precision", precision, "--clip-norm", "0.1", *LIGHTNING)
-    tiny.train(recipe, *flags, "--run-dir", str(tmp_path / "run"), folder=tmp_path)
+    tiny.trained(recipe, tmp_path / "run", *flags)
     state = tiny.last_state(tmp_path / "run")
     assert (state["scaler"] is not None) == (precision == "fp16")
     if precision == "fp16":
@@ -169,13 +167,9 @@ def test_reduced_precision_trains_clipped_and_keeps_its_scaler(tmp_path, precisi
 
 
 def test_a_checkpoint_of_either_engine_evaluates_in_the_other(tmp_path):
-    recipe = tiny.write_recipe(tmp_path, TINY)
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    tiny.train(recipe, *LIGHTNING, "--run-dir", str(ours), folder=tmp_path)
-    tiny.train(recipe, "--run-dir", str(theirs), folder=tmp_path)
+    ours, theirs = with_both(tmp_path, tiny.write_recipe(tmp_path, TINY))
     expected = read_json(theirs / "result.json")["test"]
-    said = samestep("evaluate", str(ours), "--json", folder=tmp_path / "said").printed(0)
-    assert json.loads(said)["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+    assert evaluate(ours)["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
     [measured] = run_ranks(_measure_with_lightning, 1, tmp_path / "lightning", str(theirs))
     assert measured["test_loss"] == pytest.approx(expected["loss"], rel=1e-6)  # logged as fp32
     assert measured["test_accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
@@ -210,8 +204,8 @@ def _trainer(**more):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_in_a_users_own_trainer_it_learns_what_samestep_train_does(tmp_path, world_size):
     path = tmp_path / "run"
-    flags = ("--num-samples", "701", "--epochs", "2", "--batch-size", "32", "--run-dir", str(path))
-    run("train", "spiral", *flags, world_size=world_size, folder=tmp_path / "out")
+    flags = ("--num-samples", "701", "--epochs", "2", "--batch-size", "32")
+    tiny.trained("spiral", path, *flags, on=world_size)
     expected = [r for r in tiny.account(path) if r["event"] == "evaluation"][-2]
     values = run_ranks(_fit, world_size, tmp_path / "own", 32)
     for value in values:  # the global numbers, on every rank
@@ -259,12 +253,6 @@ def test_a_recipes_own_optimizer_or_branches_train_as_in_the_native_loop(tmp_pat
     recipe = tiny.write_recipe(tmp_path, TINY + more)
     ours, theirs = with_both(tmp_path, recipe, *flags, "--epochs", "2", world_size=2)
     tiny.assert_same_training(ours, theirs, TOLERANCE)
-
-
-def test_a_run_goes_on_in_the_engine_that_began_it(tmp_path, refused):
-    recipe = tiny.write_recipe(tmp_path, TINY)
-    tiny.train(recipe, "--run-dir", str(tmp_path / "run"), folder=tmp_path)
-    assert "--engine" in refused("train", str(tmp_path / "run"), "--resume", *LIGHTNING)
 
 
 def execute(folder: Path, program: str) -> tuple[int, str]:

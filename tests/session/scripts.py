@@ -79,14 +79,14 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
     import torch
 
     from samestep.ranks import process
-    from samestep.session.own_loop import OwnLoop
+    from samestep.session.own_run import OwnRun
 
     process.GRACE_S = 0.5  # no other Python starts late here
     os.chdir(folder)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     sys.argv[:] = [str(script), *arguments]
-    steps, count = itertools.count(1), OwnLoop._count
+    steps, count = itertools.count(1), OwnRun._count
 
     def counted(self, batch) -> None:
         count(self, batch)
@@ -94,5 +94,5 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
         if mine and next(steps) == strike.nth:
             os.kill(os.getpid(), strike.signum)
 
-    OwnLoop._count = counted
+    OwnRun._count = counted
     runpy.run_path(str(script), run_name="__main__")

@@ -27,34 +27,30 @@ def recipe_with(folder, body):
 
 
 def train(folder, body, *flags, monkeypatch, world_size=1):
+    """Train with baselines; return the run, its result, and what was printed."""
     monkeypatch.chdir(folder)
-    path = folder / "run"
-    ranks = tiny.train(
-        recipe_with(folder, body),
-        *("--run-dir", str(path), "--epochs", "1", *flags),
-        world_size=world_size,
-        folder=folder / "outputs",
-    )
-    return path, ranks
+    path, recipe = folder / "run", recipe_with(folder, body)
+    printed = tiny.trained(recipe, path, "--epochs", "1", *flags, on=world_size)
+    return path, json.loads((path / "result.json").read_text()), printed
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_baselines_are_measured_once_and_kept_with_the_result(tmp_path, monkeypatch, world_size):
-    path, ranks = train(tmp_path, ROWS, monkeypatch=monkeypatch, world_size=world_size)
-    result = json.loads((path / "result.json").read_text())
+    where = {"monkeypatch": monkeypatch, "world_size": world_size}
+    path, result, printed = train(tmp_path, ROWS, **where)
     assert result["baselines"] == {"constant": {"accuracy": 0.5, "other": None}}
     (record,) = (r for r in tiny.all_records(path) if r["event"] == "baselines")
     assert record["values"]["trees"] == "left out"
     assert (tmp_path / "calls.txt").read_text() == "called\n"
-    assert "constant" in ranks.printed(0)
-    assert "left out" in ranks.printed(0)
+    assert "constant" in printed
+    assert "left out" in printed
 
 
 def test_the_other_ranks_wait_longer_than_a_collective_may_take(tmp_path, monkeypatch):
     body = f"threading.Event().wait(6); {ROWS}"  # longer than the timeout is what is tested
     flags = ("--timeout-s", "4")
-    path, _ = train(tmp_path, body, *flags, monkeypatch=monkeypatch, world_size=2)
-    assert "constant" in json.loads((path / "result.json").read_text())["baselines"]
+    _, result, _ = train(tmp_path, body, *flags, monkeypatch=monkeypatch, world_size=2)
+    assert "constant" in result["baselines"]
 
 
 @pytest.mark.parametrize(
@@ -66,12 +62,11 @@ def test_the_other_ranks_wait_longer_than_a_collective_may_take(tmp_path, monkey
     ],
 )
 def test_baselines_that_fail_are_told_and_the_run_is_whole(tmp_path, monkeypatch, body, told):
-    path, ranks = train(tmp_path, body, monkeypatch=monkeypatch)
-    result = json.loads((path / "result.json").read_text())
+    _, result, printed = train(tmp_path, body, monkeypatch=monkeypatch)
     assert result["status"] == "completed"
     assert "baselines" not in result
-    assert told in ranks.printed(0)
-    assert "Traceback" not in ranks.output()
+    assert told in printed
+    assert "Traceback" not in printed
 
 
 STOP_ONCE = f"""if not os.path.exists("stopped.txt"):
@@ -90,5 +85,5 @@ def test_a_signal_does_not_wait_for_baselines_and_the_run_measures_them_later(
     ranks = tiny.start(recipe_with(tmp_path, STOP_ONCE), *command, folder=tmp_path / "outputs")
     assert ranks.wait() == [128 + signal.SIGTERM], ranks.output()
     assert json.loads((path / "result.json").read_text())["status"] == "stopped"
-    tiny.resume(path, folder=tmp_path / "outputs")
+    tiny.resumed(path)
     assert "constant" in json.loads((path / "result.json").read_text())["baselines"]

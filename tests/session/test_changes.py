@@ -11,7 +11,7 @@ import torch
 from samestep import UserError
 from samestep.commands.train import parse
 from samestep.run.index import read_index
-from tests.command_line import RECIPE, read_json, refusal, run
+from tests.command_line import RECIPE, read_json, refusal, train_here
 from tests.tiny import all_records, last_state, sha256
 
 WITH_OPTION = RECIPE.replace(
@@ -31,8 +31,7 @@ def trained(tmp_path_factory) -> Path:
     """A run of one epoch, with its recipe beside it; only to be copied."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "small.py").write_text(WITH_OPTION)
-    flags = ("--epochs", "1", "--run-dir", str(folder / "run"))
-    run("train", str(folder / "small.py"), *flags, folder=folder / "outputs")
+    train_here(str(folder / "small.py"), "--epochs", "1", "--run-dir", str(folder / "run"))
     return folder / "run"
 
 
@@ -50,8 +49,8 @@ def edit(made: Path, old: str, new: str) -> None:
     (made / "settings.toml").write_text(text.replace(old, new))
 
 
-def go_on(here: Path, *flags: str) -> None:
-    run("train", "run", "--resume", "--epochs", "2", *flags, folder=here.parent / "outputs")
+def go_on(*flags: str) -> None:
+    train_here("run", "--resume", "--epochs", "2", *flags)
 
 
 @pytest.mark.parametrize(
@@ -93,18 +92,18 @@ def test_two_ranks_refuse_it_as_one(here, made):
 def test_the_change_is_made_where_it_is_insisted_on_and_told(here, made):
     edit(made, "lr = 0.001", "lr = 0.5")
     edit(made, "weight_decay = 0.0", "weight_decay = 0.25")
-    go_on(here, "--allow-change", "lr,weight-decay")
+    go_on("--allow-change", "lr,weight-decay")
     (resumed,) = (r for r in all_records(made) if r["event"] == "resume")
     assert resumed["changes"] == ["lr from 0.001 to 0.5", "weight_decay from 0.0 to 0.25"]
     (group,) = last_state(made)["optimizer"]["param_groups"]
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
-    go_on(here)  # it is what the newest checkpoint was made with
+    go_on()  # it is what the newest checkpoint was made with
 
 
 def test_another_optimizer_begins_anew(here, made):
     edit(made, 'optimizer = "adam"', 'optimizer = "sgd"')
     edit(made, "momentum = 0.0", "momentum = 0.9")
-    go_on(here, "--allow-change", "optimizer,momentum")
+    go_on("--allow-change", "optimizer,momentum")
     (group,) = last_state(made)["optimizer"]["param_groups"]
     assert group["momentum"] == 0.9
     (stop,) = [r for r in all_records(made) if r["event"] == "stop"][1:]
@@ -116,7 +115,7 @@ def test_a_flag_is_refused_and_insisted_on_in_the_same_way(here, refused, made):
     said = refused("train", "run", "--resume", "--epochs", "2", "--lr", "0.5")
     for words in ("--lr 0.5", "0.001", "--allow-change lr"):
         assert words in said
-    go_on(here, "--lr", "0.5", "--allow-change", "lr")
+    go_on("--lr", "0.5", "--allow-change", "lr")
     assert "lr = 0.5" in (made / "settings.toml").read_text()
 
 
@@ -140,7 +139,7 @@ def test_a_repeated_command_inherits_what_it_does_not_give_and_what_it_gives_is_
 
 
 def test_what_is_the_best_is_asked_anew_of_another_metric(here, made):
-    go_on(here, "--monitor", "loss", "--allow-change", "monitor")
+    go_on("--monitor", "loss", "--allow-change", "monitor")
     index = read_index(made / "checkpoints")
     assert (index.monitor, index.mode) == ("loss", "min")
     assert [entry.metric is None for entry in index.checkpoints] == [True, False]
@@ -154,6 +153,7 @@ def test_what_is_the_best_is_asked_anew_of_another_metric(here, made):
         ("--resume --allow-change lt", ("'lt'", "'lr'")),
         ("--resume --allow-change seed", ("--allow-change seed", "new run")),
         ("--resume --seed 7", ("--seed 7", "42", "cannot change")),
+        ("--resume --engine lightning", ("--engine lightning", "cannot change")),
     ],
 )
 def test_what_cannot_be_allowed_is_refused(refused, made, flags, says):
@@ -174,13 +174,12 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(here, made):
         entry["sha256"] = sha256(path)
     file.write_text(json.dumps(index))
     edit(made, "lr = 0.001", "lr = 0.5")
-    go_on(here)
+    go_on()
     assert "lr = 0.5" in last_state(made)["made_with"]
 
 
 def test_a_run_named_without_resume_says_that_it_begins_anew(here, made):
-    flags = ("--run-dir", "another", "--epochs", "1")
-    run("train", str(made), *flags, folder=here.parent / "outputs")
+    train_here(str(made), "--run-dir", "another", "--epochs", "1")
     start = all_records(here / "another")[0]
     (note,) = start["notes"]
     assert "samestep train run --resume" in note
@@ -188,8 +187,7 @@ def test_a_run_named_without_resume_says_that_it_begins_anew(here, made):
 
 
 def test_a_length_within_the_first_epoch_is_told_as_part_of_it(here, made):
-    flags = ("--run-dir", "short", "--max-steps", "3")
-    printed = run("train", str(made), *flags, folder=here.parent / "outputs").printed(0)
+    printed = train_here(str(made), "--run-dir", "short", "--max-steps", "3")
     (trained,) = [line for line in printed.splitlines() if line.startswith("trained")]
     assert "0.50 epochs, 3 steps" in trained
     assert read_json(here / "short" / "result.json")["best"]["epoch"] == 1
@@ -209,7 +207,7 @@ def test_what_a_kill_left_unannounced_goes_with_the_next_checkpoint(here, made):
     folder = made / "checkpoints"
     for name in ("checkpoint_step_4.pt", "checkpoint_best_of_mine.pt", "notes.txt"):
         (folder / name).write_bytes(b"half")
-    go_on(here)
+    go_on()
     left = {path.name for path in folder.iterdir()}
     assert left >= {"checkpoint_epoch_1.pt", "checkpoint_best_of_mine.pt", "notes.txt"}
     assert "checkpoint_step_4.pt" not in left

@@ -64,7 +64,7 @@ def test_data_that_was_changed_in_place_is_read_again(tmp_path):
     with t.run as run:
         for epoch in run.epochs(3, state=t.state):
             for _ in run.batches(t.data, 10):
-                opened = run._loop._data["train"]
+                opened = run._data["train"]
             if epoch == 0:
                 first = opened
             assert (opened is first) == (epoch < 2)
@@ -154,22 +154,13 @@ def test_no_draw_before_an_epoch_is_that_of_a_step(tmp_path):
 
 def test_settings_may_change_where_the_script_says_so(tmp_path, capfd):
     def train(settings, **more):
-        t = Training(tmp_path, resume=True, settings=settings, **more)
-        with t.run as run:
-            for _ in run.epochs(1, state=t.state):
-                for batch in run.batches(t.data, 5):
-                    t.step(batch)
+        Training(tmp_path, resume=True, settings=settings, **more).train(1)
 
     def settings(lr=0.1, workers=1, trees=1):
         nested = {"size": 3, "hf_token": "a secret"}
         one_process_only = {"function": lambda: 0, "object": object(), "nan": float("nan")}
-        return {
-            "lr": lr,
-            "workers": workers,
-            "trees": trees,
-            "sizes": [1, 2],
-            "net": nested,
-        } | one_process_only
+        plain = {"lr": lr, "workers": workers, "trees": trees, "sizes": [1, 2], "net": nested}
+        return plain | one_process_only
 
     train(settings())
     train(settings())
@@ -227,13 +218,6 @@ def test_no_gradient_belongs_to_a_validation(tmp_path, capfd):
 def test_in_a_job_the_run_is_where_the_job_looks(tmp_path, monkeypatch):
     monkeypatch.setenv(JOB_RUN, str(tmp_path / "job"))
     for epochs in (1, 2):
-        t = Training(None, resume=True)
-        with t.run as run:
-            left = []
-            for epoch in run.epochs(epochs, state=t.state):
-                left.append(epoch)
-                for batch in run.batches(t.data, 5):
-                    t.step(batch)
-        assert left == [epochs - 1]
+        assert Training(None, resume=True).train(epochs) == [epochs - 1]
     assert (tmp_path / "job" / STEPPED).exists()
     assert read_index(tmp_path / "job")["last"]["step"] == 4

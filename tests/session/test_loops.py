@@ -37,6 +37,16 @@ class Training:
         self.optimizer.step()
         self.run.log(loss=loss)
 
+    def train(self, epochs, size=5):
+        """Train to the end; return the epochs that were still to be trained."""
+        left = []
+        with self.run as run:
+            for epoch in run.epochs(epochs, state=self.state):
+                left.append(epoch)
+                for batch in run.batches(self.data, size):
+                    self.step(batch)
+        return left
+
 
 def test_each_sample_comes_once_in_an_epoch_and_brings_its_own_numbers(tmp_path):
     found = {}
@@ -76,15 +86,8 @@ def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):
     assert result["reason"] == "left after epoch 2 of 5"
     assert read_index(tmp_path / "run")["last"]["step"] == 6
     t = Training(tmp_path / "run", resume=True)
-    with t.run as run:
-        assert run.step == 0
-        left = []
-        for epoch in run.epochs(3, state=t.state):
-            left.append(epoch)
-            for batch in run.batches(t.data, 3):
-                t.step(batch)
-        assert left == [2]
-        assert run.step == 10
+    assert t.train(3, size=3) == [2]
+    assert t.run.step == 10
     steps = [r["step"] for r in all_records(tmp_path / "run") if r["event"] == "step"]
     assert steps == [1, *range(3, 11)]  # each of so short a run but that of the break
 
@@ -174,15 +177,12 @@ def test_the_run_directory_is_none_of_the_settings(tmp_path):
     for place in ("here", "moved"):
         arguments = {"out": str(tmp_path / place), "again": tmp_path / place, "lr": 0.1}
         t = Training(tmp_path / place, resume=True, settings=arguments)
-        with t.run as run:
-            for _ in run.epochs(1 + (place == "moved"), state=t.state):
-                for batch in run.batches(t.data, 5):
-                    t.step(batch)
+        t.train(1 + (place == "moved"))
         settings = tomllib.loads((tmp_path / place / "settings.toml").read_text())
         assert settings["options"] == {"lr": 0.1}
         if place == "here":
             (tmp_path / place).rename(tmp_path / "moved")
-    assert run.step == 4
+    assert t.run.step == 4
 
 
 @pytest.mark.parametrize("around", ["the loop", "an evaluation and the loop"])

@@ -1,4 +1,4 @@
-"""What a run's result says: of the best checkpoint that is whole, of a stop, of a failure."""
+"""What the result of a whole run says, and which checkpoint is tested."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ FIELDS = {
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
-    tiny.train(tiny.write_recipe(folder), "--run-dir", str(folder / "run"), folder=folder)
+    tiny.trained(tiny.write_recipe(folder), folder / "run")
     return folder / "run"
 
 
@@ -33,10 +33,6 @@ def test_a_result_has_these_fields_and_the_best_epochs_value(finished):
     assert result["best"]["value"] == values[result["best"]["epoch"]] == max(values.values())
     assert 50e6 < result["peak_memory_bytes"] < 50e9
     assert result["samples_per_s"] == pytest.approx(6 * 131 / result["training_seconds"])
-
-
-def test_the_test_set_meets_the_best_checkpoint(finished):
-    result = read_json(finished / "result.json")
     best = tiny.read_index(finished)["best"]
     assert result["test"]["checkpoint"] == best["path"]
     assert result["best"]["epoch"] == best["epoch"]
@@ -49,24 +45,9 @@ def test_where_the_best_checkpoint_is_damaged_the_next_best_is_tested_and_it_is_
     run = shutil.copytree(finished, tmp_path / "run")
     best = tiny.read_index(run)["best"]["path"]
     (run / "checkpoints" / best).write_bytes(b"")
-    tiny.resume(run, folder=tmp_path)
+    tiny.resumed(run)
     *_, tested = (r for r in tiny.all_records(run) if r.get("split") == "test")
     assert any(best in problem for problem in tested["problems"])
     assert tested["checkpoint"] != best
     test = read_json(run / "result.json")["test"]
     assert test["checkpoint"] == tested["checkpoint"]
-
-
-def test_a_run_that_was_stopped_is_not_tested(tmp_path):
-    import signal
-
-    from tests.faults import Fault
-
-    run = tmp_path / "run"
-    stop = Fault("after a step", 5, signum=signal.SIGTERM)
-    arguments = (tiny.write_recipe(tmp_path), "--run-dir", str(run))
-    tiny.start(*arguments, faults=(stop,), folder=tmp_path).wait()
-    result = read_json(run / "result.json")
-    assert result.keys() == FIELDS
-    assert (result["status"], result["reason"], result["steps"]) == ("stopped", "SIGTERM", 5)
-    assert result["test"] is None

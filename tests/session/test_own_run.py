@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from samestep import read_records
-from tests.session.same import account, assert_same
-from tests.session.scripts import Strike, run
+from tests.session.same import account, assert_close, assert_same
+from tests.session.scripts import Strike, run, weights
 from tests.tiny import read_index
 
 # Words of different lengths, a loss per word, a validation, a schedule, draws at every place.
@@ -93,14 +93,7 @@ def test_a_mean_over_words_is_the_same_on_any_number_of_ranks(
     assert [r["event"] for r in ours].count("evaluation") == 3
     for one, other in zip(ours, theirs, strict=True):
         assert one == pytest.approx(other, abs=1e-9)
-    assert_same_weights(tmp_path / "run", alone)
-
-
-def assert_same_weights(run_folder, reference):
-    from tests.session.same import assert_close
-    from tests.session.scripts import weights
-
-    assert_close(weights(run_folder), weights(reference), 1e-9)
+    assert_close(weights(tmp_path / "run"), weights(alone), 1e-9)
 
 
 @pytest.mark.parametrize(("world_size", "nth"), [(1, 2), (1, 3), (2, 5)])

@@ -11,6 +11,7 @@ from samestep.recipe_source import unread_options, with_options
 from samestep.recipes import RECIPES
 from samestep.session.request import Request, to_toml
 from samestep.settings import Settings
+from samestep.training.plan import make_plan
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,11 @@ class Long:
 
 def test_long_lists_of_a_runs_settings_take_few_lines_and_are_read_as_they_were():
     options = Long()
+    settings = Settings(epochs=1, batch_size=8)
     request = Request(
-        recipe=find_recipe("spiral"), source="spiral", options=options, settings=Settings()
+        recipe=find_recipe("spiral"), source="spiral", options=options, settings=settings
     )
-    written = to_toml(request, batch_size=8, micro_batch_size=4)
+    written = to_toml(request, make_plan(settings, 100, 2))
     assert tomllib.loads(written)["options"] == {n: list(v) for n, v in vars(options).items()}
     assert written.count("\n") < 600
     assert all(len(line) <= 100 for line in written.split("\n"))

@@ -61,16 +61,16 @@ def session(target: Path, *flags: str, folder: Path, stop_at: int | None = None)
     return told
 
 
-@pytest.fixture
-def recipe(tmp_path) -> Path:
-    return tiny.write_recipe(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """The directory of a whole run, beside its recipe, and what was told of it."""
+    folder = tmp_path_factory.mktemp("whole")
+    recipe, run = tiny.write_recipe(folder), folder / "run"
+    return run, session(recipe, "--run-dir", str(run), *FLAGS, folder=folder)
 
 
-def test_every_record_that_is_kept_was_shown_and_the_run_is_there_before_the_first(
-    recipe, tmp_path
-):
-    run = tmp_path / "run"
-    told = session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
+def test_every_record_that_is_kept_was_shown_and_the_run_is_there_before_the_first(whole):
+    run, told = whole
     assert told["begun"] == [(str(run), 0)]
     shown = [record for record in told["shown"] if record["event"] != "progress"]
     assert shown == list(read_records(run))
@@ -84,18 +84,20 @@ def test_every_record_that_is_kept_was_shown_and_the_run_is_there_before_the_fir
     assert read_json(run / "result.json")["status"] == "completed"
 
 
-def test_a_run_that_a_signal_stopped_goes_on_from_the_exact_step(recipe, tmp_path):
-    run, whole = tmp_path / "run", tmp_path / "whole"
+def test_a_run_that_a_signal_stopped_is_not_tested_and_goes_on_from_the_exact_step(whole, tmp_path):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
     told = session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path, stop_at=7)
     assert told["outcome"].signum == signal.SIGUSR1
     stopped_at = told["shown"][-1]["step"]
     assert 7 <= stopped_at <= 8
-    assert read_json(run / "result.json")["status"] == "stopped"
+    result = read_json(run / "result.json")
+    assert result.keys() == read_json(whole[0] / "result.json").keys()
+    assert (result["status"], result["reason"]) == ("stopped", "SIGUSR1")
+    assert (result["steps"], result["test"]) == (stopped_at, None)
     told = session(run, "--resume", folder=tmp_path)
     (resumed,) = (r for r in told["shown"] if r["event"] == "resume")
     assert resumed["step"] == stopped_at
-    session(recipe, "--run-dir", str(whole), *FLAGS, folder=tmp_path)
-    tiny.assert_same_training(run, whole, tolerance=0)
+    tiny.assert_same_training(run, whole[0], tolerance=0)
 
 
 def test_a_run_that_failed_says_why_and_keeps_its_checkpoints(tmp_path):
@@ -110,11 +112,9 @@ def test_a_run_that_failed_says_why_and_keeps_its_checkpoints(tmp_path):
     assert tiny.newest_announced(run) > 0
 
 
-def test_a_run_directory_that_is_taken_is_left_as_it_was(recipe, tmp_path):
-    run = tmp_path / "run"
-    session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
-    before = tiny.files(run)
-    told = session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
+def test_a_run_directory_that_is_taken_is_left_as_it_was(whole, tmp_path):
+    run, before = whole[0], tiny.files(whole[0])
+    told = session(run.parent / "tiny.py", "--run-dir", str(run), *FLAGS, folder=tmp_path)
     assert told["error"] == "UserError"
     assert told["shown"] == told["begun"] == []
     assert tiny.files(run) == before

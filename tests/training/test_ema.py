@@ -11,7 +11,7 @@ from torch import nn
 
 from samestep import read_records
 from samestep.recipe import find_recipe
-from samestep.session.prediction import open_predictor
+from samestep.session.prediction import ask, open_predictor
 from samestep.session.trained_model import evaluate_run, open_checkpoint
 from samestep.training.optimizer import Average
 from tests import tiny
@@ -130,7 +130,7 @@ def test_predictions_are_those_of_the_average(tmp_path):
     recipe, run = tiny.write_recipe(tmp_path, text), tmp_path / "run"
     tiny.trained(recipe, run, *FLAGS)
     inputs = torch.arange(16.0).view(2, 8)
-    found, _ = open_predictor(run, "last", device="cpu").ask(list(inputs))
+    found, _ = ask(open_predictor(run, "last", device="cpu"), list(inputs))
     model, state = find_recipe(str(recipe)).build_model(Options()).double(), tiny.last_state(run)
     for weights, same in (("ema", True), ("model", False)):
         model.load_state_dict(state[weights])

@@ -36,9 +36,9 @@ from samestep.recipe import Recipe
 from samestep.reporting.progress import Nothing, Screen
 from samestep.run.records import RecordFile
 from samestep.session.outcome import Outcome
+from samestep.session.own_run import end_failed
 from samestep.session.picture_making import end_while_drawing
 from samestep.session.request import Request
-from samestep.session.session import end_failed
 from samestep.session.training_run import NATIVE, run_session
 from samestep.tracking.choice import check_installed, chosen
 from samestep.tracking.processes import TrackerProcesses

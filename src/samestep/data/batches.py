@@ -39,7 +39,7 @@ def open_source(
             )
         if reading.collate is not None:
             raise UserError(
-                f"The recipe's collate{defined_at(reading.collate)} has nothing to do: its data is "
+                f"The collate{defined_at(reading.collate)} has nothing to do: its data is "
                 "a pair of tensors, which are cut into batches. Leave collate out, or give a "
                 "Dataset."
             )

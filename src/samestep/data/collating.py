@@ -47,7 +47,7 @@ class Collating:
             isinstance(leaf, Tensor) or callable(getattr(leaf, "to", None)) for leaf in leaves
         ):
             raise UserError(
-                f"The recipe's collate{defined_at(self._collate)} returned {describe(batch)}: "
+                f"The collate{defined_at(self._collate)} returned {describe(batch)}: "
                 "there is no tensor in it."
             )
         return Packed(pair) if self._packed and get_worker_info() is not None else pair
@@ -57,12 +57,12 @@ class Collating:
             batch = collate(samples)
         except Exception as error:
             kinds = "; ".join(list(dict.fromkeys(map(describe, samples)))[:3])
-            blame(f"The recipe's collate failed with {len(samples)} samples ({kinds})", error)
+            blame(f"The collate failed with {len(samples)} samples ({kinds})", error)
         rows = num_rows(batch)
         if rows not in (None, len(samples)) and self._counts(collate, samples, rows):
             what = "leaves out" if rows < len(samples) else "adds"
             raise UserError(
-                f"The recipe's collate{defined_at(collate)} {what} {abs(rows - len(samples))} of "
+                f"The collate{defined_at(collate)} {what} {abs(rows - len(samples))} of "
                 f"{len(samples)} samples: its batch has {rows} rows. Each sample belongs to one "
                 "step, so every one must be in the batch once. Leave samples out in the data set."
             )
@@ -135,7 +135,7 @@ def _no_pair(dataset: object, found: Any, collate: Callable[..., Any] | None = N
     whole = "or give the recipe a forward(model, batch), and a loss that takes (outputs, batch)."
     if collate is not None:
         return UserError(
-            f"The recipe's collate{defined_at(collate)} returned {what}; without a forward a batch "
+            f"The collate{defined_at(collate)} returned {what}; without a forward a batch "
             f"must be a pair (inputs, targets). Return such a pair, {whole}"
         )
     return UserError(

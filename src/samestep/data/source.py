@@ -57,7 +57,7 @@ class ReadOptions:
     @property
     def data(self) -> str:
         """What a message calls the data, as the subject of a sentence."""
-        return f"The recipe's {self.split} data" if self.split else "The recipe's data"
+        return f"The recipe's {self.split} data" if self.split else "The data"
 
 
 class Source(ABC):
@@ -165,12 +165,12 @@ class Source(ABC):
         try:
             result = function(*given)
         except Exception as error:
-            blame(f"The recipe's {name} failed, with inputs {describe(given[0])}", error, function)
+            blame(f"The {name} failed, with inputs {describe(given[0])}", error, function)
         for leaf in tree_leaves(result):
             is_batch = isinstance(leaf, Tensor) and leaf.dim() > 0
             if not is_batch or (self._rows_are_samples and len(leaf) != rows):
                 raise UserError(
-                    f"The recipe's {name}{defined_at(function)} returned {describe(leaf)} for "
+                    f"The {name}{defined_at(function)} returned {describe(leaf)} for "
                     f"{rows} samples; it must return the inputs, a row for each sample."
                 )
         return result

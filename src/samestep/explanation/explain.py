@@ -18,7 +18,7 @@ from samestep.run.index import read_index
 from samestep.run.records import read_records
 from samestep.session.build import Built, build, planned
 from samestep.session.request import Request
-from samestep.session.resuming import Resumed, go_on, newest_whole
+from samestep.session.resuming import Found, go_on, newest_whole
 from samestep.session.training_run import choose_path, completed, notes_of
 from samestep.settings import Settings, as_table
 from samestep.training.alike import seed_alike
@@ -209,10 +209,10 @@ def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, 
         return build(plain, world, splits=splits, tries=False), str(error)
 
 
-def _goes_on(built: Built, path: Path, resumed: Resumed | None) -> ResumePoint:
+def _goes_on(built: Built, path: Path, resumed: Found | None) -> ResumePoint:
     starts = [r["world_size"] for r in read_records(path) if r["event"] == "start"]
     return ResumePoint(
-        checkpoint=resumed.checkpoint if resumed else "",
+        checkpoint=resumed.entry.path if resumed else "",
         step=built.state.position.step,
         epoch=built.state.position.epoch,
         ranks_before=starts[-1] if starts else 0,

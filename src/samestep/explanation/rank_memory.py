@@ -19,8 +19,7 @@ from samestep.data.trees import map_tensors, tree_leaves
 from samestep.machine import free_memory_bytes
 from samestep.ranks.world import World
 from samestep.session.build import Built
-from samestep.session.request import Request
-from samestep.session.resuming import settings_text
+from samestep.session.request import Request, to_toml
 from samestep.training.device import data_dtype
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.side_effects import RandomDraws, batch_norms, watched
@@ -221,7 +220,7 @@ class _ByteCount(io.RawIOBase):
 def checkpoint_bytes(request: Request, built: Built) -> int:
     """Return the size of a checkpoint of a training that has taken a step."""
     content = capture(built.work, built.state, request.recipe.name)
-    content["made_with"] = settings_text(request, built.work)
+    content["made_with"] = to_toml(request, built.work.plan)
     count = _ByteCount()
     torch.save(content, cast("BinaryIO", count))
     return count.bytes

@@ -40,14 +40,13 @@ class MicroBatch(NamedTuple):
     """Samples of this part."""
 
 
-def resolve(recipe: Recipe | str, settings: Settings | None) -> tuple[Recipe, Settings]:
-    """Return the recipe, and its own settings if none are given."""
+def resolve(
+    recipe: Recipe | str, settings: Settings | None = None, **changed: object
+) -> tuple[Recipe, Settings]:
+    """Return the recipe, and its own settings with some changed if none are given."""
     found = find_recipe(recipe) if isinstance(recipe, str) else recipe
-    return found, settings or _settings(found)
-
-
-def _settings(recipe: Recipe, **changed: object) -> Settings:
-    return Settings(**merge_layers(dict(recipe.settings), changed))  # type: ignore[arg-type]
+    own = merge_layers(dict(found.settings), changed)
+    return found, settings or Settings(**own)  # type: ignore[arg-type]
 
 
 def choose_options(recipe: Recipe, options: object) -> Any:
@@ -183,8 +182,9 @@ class SpiralDataModule(LitData):
     def __init__(
         self, num_samples: int = 10_000, noise: float = 0.2, batch_size: int = 32, seed: int = 42
     ) -> None:
-        options = {"num_samples": num_samples, "noise": noise, "data_seed": seed}
-        super().__init__(*_with("spiral", options, batch_size, seed))
+        recipe, settings = resolve("spiral", batch_size=batch_size, seed=seed)
+        options = recipe.make_options(num_samples=num_samples, noise=noise, data_seed=seed)
+        super().__init__(recipe, settings, options)
 
 
 class CIFAR10DataModule(LitData):
@@ -207,20 +207,13 @@ class CIFAR10DataModule(LitData):
         download: bool = False,
         seed: int = 42,
     ) -> None:
-        options = {"data_dir": data_dir, "download": download}
-        super().__init__(*_with("cifar10", options, batch_size, seed))
+        recipe, settings = resolve("cifar10", batch_size=batch_size, seed=seed)
+        options = recipe.make_options(data_dir=data_dir, download=download)
+        super().__init__(recipe, settings, options)
 
     def prepare_data(self) -> None:
         """Fetch what is not there; Lightning calls this once a node."""
         cifar10.fetch(self.options)
-
-
-def _with(
-    name: str, options: dict[str, Any], batch_size: int, seed: int
-) -> tuple[Recipe, Settings, Any]:
-    recipe = find_recipe(name)
-    settings = _settings(recipe, batch_size=batch_size, seed=seed)
-    return recipe, settings, recipe.make_options(**options)
 
 
 class Parts:
@@ -250,7 +243,7 @@ class Parts:
         )
         for block in blocks:
             for step in block.singles():
-                parts = list(self._cut(step))
+                parts = self._cut(step)
                 self._step = step.first_step + 1
                 self._lap("data")
                 yield from parts
@@ -266,18 +259,20 @@ class Parts:
         # A rank that has no samples left takes one with weight 0.
         return cuts + [(0, 1, 0)] * (self._parts_of(global_size) - len(cuts))
 
-    def _cut(self, step: Block) -> Iterator[MicroBatch]:
-        cuts = self._cuts(step.rows, step.global_size)
+    def _cut(self, step: Block) -> list[MicroBatch]:
+        whole, size = (step.inputs, step.targets), step.global_size
+        cuts = self._cuts(step.rows, size)
         if len(cuts) > 1 and not step.parts:
-            check_rows((step.inputs, step.targets), step.rows)
-        for number, (start, count, counted) in enumerate(cuts):
-            if step.parts:
-                inputs, targets = step.parts[number].inputs, step.parts[number].targets
-            else:
-                inputs, targets = (narrow(t, start, count) for t in (step.inputs, step.targets))
-            size, last = step.global_size, number == len(cuts) - 1
-            weight = step.weight * counted / size
-            yield MicroBatch(inputs, targets, weight, size, last, count)
+            check_rows(whole, step.rows)
+        parts: list[Any] = [(part.inputs, part.targets) for part in step.parts or ()]
+        parts = parts or [[narrow(tree, s, n) for tree in whole] for s, n, _ in cuts]
+        last = len(cuts) - 1
+        return [
+            MicroBatch(inputs, targets, step.weight * counted / size, size, n == last, count)
+            for n, ((inputs, targets), (_, count, counted)) in enumerate(
+                zip(parts, cuts, strict=True)
+            )
+        ]
 
     def state_dict(self) -> dict[str, int]:
         """Return the steps of the epoch that were handed out."""

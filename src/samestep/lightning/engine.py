@@ -95,21 +95,18 @@ class _Records(Callback):
         self._meter = Meter(self._work, self._state)
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        """Restart the clock: evaluations and checkpoints do not count as training."""
-        self._meter.resume()
+        self._meter.resume()  # evaluations and checkpoints do not count as training
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._work.phases.lap("other")
 
     def on_before_backward(self, trainer: Trainer, _: LightningModule, loss: Tensor) -> None:
-        """Begin to count the backward pass, and see where it ends and DDP's wait begins."""
         phases = self._work.phases
         phases.lap("forward")
-        if trainer.world_size > 1:
+        if trainer.world_size > 1:  # where the backward pass ends, DDP's wait begins
             tell_end_of_autograd(loss, lambda: phases.lap("backward"))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the backward pass, or DDP's wait; check the first, as samestep's own step does."""
         self._work.phases.lap("all_reduce" if trainer.world_size > 1 else "backward")
         if self._unchecked:
             self._unchecked = False
@@ -124,12 +121,7 @@ class _Records(Callback):
             self._norm = nn.utils.get_total_norm(grads)
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        _: Any,
-        batch: MicroBatch,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, _: Any, batch: MicroBatch, *__: Any
     ) -> None:
         if not batch.last:
             return
@@ -146,20 +138,20 @@ class _Records(Callback):
         position.step_in_epoch += 1
         position.samples += batch.size
         for record in self._meter.count(taken):
-            self._task.emit(record)
+            self._task.session.emit(record)
         if is_checked(position.step - 1, position.step):
             check_alike(work, position.step)
         work.phases.lap("other")
         ends = epoch_is_full(work, state)
         if ends or position.step == total:
             self._meter.settle()
-            self._task.emit(epoch_record(work, state))
+            self._task.session.emit(epoch_record(work, state))
         agreed = between.agreement.after(position.step)
         if position.step == total and not ends:
             # Now, not when Lightning ends the epoch: by its count this one would be over.
             if work.validation is not None:
                 record, self.metric = evaluate_now(work, state, work.validation)
-                self._task.emit(record)
+                self._task.session.emit(record)
             self._save(trainer)
         elif agreed.signum and not ends:
             self._meter.settle()
@@ -169,9 +161,8 @@ class _Records(Callback):
             raise _StoppedBySignal
 
     def _save(self, trainer: Trainer) -> None:
-        trainer.save_checkpoint(
-            self._task.session.path / "checkpoints" / checkpoint_name(self._state.position)
-        )
+        name = checkpoint_name(self._state.position)
+        trainer.save_checkpoint(self._task.session.path / "checkpoints" / name)
 
     def on_validation_start(self, *_: Any) -> None:
         self._validation_began = time.perf_counter()
@@ -181,11 +172,10 @@ class _Records(Callback):
         seconds = time.perf_counter() - self._validation_began
         means = cast("LitRecipe", pl_module).means
         record, self.metric = judge(self._work, self._state, means, seconds)
-        self._task.emit(record)
+        self._task.session.emit(record)
         close_epoch(self._work, self._state)
 
     def on_save_checkpoint(self, *_: Any) -> None:
-        """Begin to count the seconds of a checkpoint; its state is gathered next."""
         self.saving_began = time.perf_counter()
 
     def on_train_epoch_end(self, *_: Any) -> None:
@@ -220,7 +210,7 @@ class _RunCheckpoints(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *_: Any, **__: Any) -> None:
         record = self._task.write(checkpoint, self._records.metric)
         seconds = time.perf_counter() - self._records.saving_began
-        self._task.emit({**record, "seconds": seconds})
+        self._task.session.emit({**record, "seconds": seconds})
 
     def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
         folder = Path(path).parent
@@ -266,15 +256,9 @@ def _drive(task: Task) -> None:
     records = _Records(task)
     callbacks: list[Any] = [records, LearningRateMonitor("step")]
     if settings.patience is not None:
-        callbacks.append(
-            EarlyStopping(
-                f"val_{watch.metric}",
-                settings.min_delta,
-                settings.patience,
-                mode=watch.mode,
-                check_finite=False,
-            )
-        )
+        limits = settings.min_delta, settings.patience
+        how: Any = {"mode": watch.mode, "check_finite": False}
+        callbacks.append(EarlyStopping(f"val_{watch.metric}", *limits, **how))
     callbacks.append(_Checkpoints(task))
     with _quietly():
         try:

@@ -29,8 +29,6 @@ from samestep.tracking.choice import check_choice, check_installed, chosen
 from samestep.tracking.processes import HYPERPARAMETERS, TrackerProcesses
 from samestep.tracking.record_stream import flatten
 
-_OPEN: set[Path] = set()
-"""Run directories that loggers of this process write: file locks work between processes only."""
 _MOST = 250  # characters of a hyperparameter that is not a plain value
 
 
@@ -182,7 +180,6 @@ class TrackerLogger(Logger):
         if run is None or trackers is None or os.getpid() != self._process:
             return
         self._run, self._begun = None, False
-        _OPEN.discard(run.path.resolve())
         atexit.unregister(self.close)
         try:
             trackers.close(failed=self._failed)
@@ -192,13 +189,6 @@ class TrackerLogger(Logger):
     def _open(self) -> Run:
         """Open the run directory, and start the trackers' processes."""
         if self._run is None:
-            path = Path(self.log_dir).resolve()
-            if path in _OPEN:
-                raise UserError(
-                    f"TrackerLogger: another one writes {self.log_dir} already; close() it first, "
-                    "or leave `version` out for a directory of its own."
-                )
-            _OPEN.add(path)
             self._run, self._process = Run(Path(self.log_dir)), os.getpid()
             self._trackers = TrackerProcesses(
                 self._settings, self._name, self._show, is_main=True, stopped=lambda: False

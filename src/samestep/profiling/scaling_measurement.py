@@ -104,13 +104,15 @@ class _Stopwatch:
         meter = Meter(work, state)
         for taken in rehearse(work, state):
             for record in meter.count(taken):
-                task.emit(record)
+                task.session.emit(record)
                 self._look(work, state)
             agreed = agreement.after(state.position.step)
             ends = agreed.signum or agreed.wished
             if ends or epoch_is_full(work, state):
                 meter.settle()
-                task.emit(epoch_record(work, state))  # which tools that read a kept run need
+                task.session.emit(
+                    epoch_record(work, state)
+                )  # which tools that read a kept run need
             if ends:
                 state.signum = agreed.signum
                 break

@@ -140,8 +140,8 @@ def lock_run(path: Path) -> BinaryIO:
     own = _held.get(path.resolve())
     if own is not None and not own.closed:
         raise UserError(
-            f"{path} is open in this process already. Leave the `with` of that run first, or name "
-            "another directory."
+            f"{path} is open in this process already. Leave its `with` or close() its logger, "
+            "or name another directory."
         )
     try:
         _held[path.resolve()] = hold(path / "run.lock")

@@ -13,7 +13,7 @@ import torch
 
 from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
-from samestep.recipe import Recipe, Splits
+from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.index import Entry, read_index
 from samestep.session.build import Built
@@ -70,31 +70,14 @@ def finish_run(
 
     A run that is stopped within that evaluation repeats it when it goes on.
     """
-    work, state, splits = built.work, built.state, built.splits
-    position, run, test = state.position, session.run, None
+    work, state, run, test = built.work, built.state, session.run, None
     # The weights where the training ended; the test below loads the best ones.
     weights = weights_sha256(work.learner.model) if run is not None else ""
     baselines: Baselines = {}
-    if not state.signum and splits.test is not None:
-        started = time.perf_counter()
-        found, problems, signum = _test(request, work, splits, session.path, agreement)
-        if signum:
-            _stop(state, signum)
-        else:
-            test = found
-            session.emit(
-                {
-                    "event": "evaluation",
-                    "split": "test",
-                    "epoch": position.epoch,
-                    "step": position.step,
-                    **test,
-                    "seconds": time.perf_counter() - started,
-                    "problems": problems,
-                }
-            )
-            if request.recipe.baselines is not None:
-                baselines = _measure_baselines(request, session, state, agreement)
+    if not state.signum and built.splits.test is not None:
+        test = _test(request, built, session, agreement)
+        if test is not None and request.recipe.baselines is not None:
+            baselines = _measure_baselines(request, session, state, agreement)
     if run is not None:
         status = "stopped" if state.signum else "completed"
         result = _result(request, work, state, status, weights, test, first_step_s)
@@ -106,12 +89,38 @@ def finish_run(
         run.write_result(result)
         if not state.signum:  # a failing picture cannot lose the result any more
             _draw_pictures(request, built, session, test, agreement)
-    session.emit({"event": "stop", "step": position.step, "reason": state.stop_reason})
+    stop = {"event": "stop", "step": state.position.step, "reason": state.stop_reason}
+    session.emit(stop)
     return Outcome(path=session.path, signum=state.signum)
 
 
 def _stop(state: State, signum: int) -> None:
     state.signum, state.stop_reason = signum, Signals(signum).name
+
+
+def _test(
+    request: Request, built: Built, session: Session, agreement: Agreement
+) -> dict[str, Any] | None:
+    """Evaluate the best whole checkpoint; return what was measured, None after a stop signal."""
+    work, state, splits = built.work, built.state, built.splits
+    world, settings, started = work.world, work.settings, time.perf_counter()
+    folder = session.path / "checkpoints"
+    best, problems = world.on_main(lambda: _best_whole(folder))
+    if best is not None:
+        _load(work, world.on_every(lambda: checkpoints.load(folder, best)))
+    assert splits.test is not None
+    plain = replace(request.recipe, augment=None)
+    source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
+    part = Interruptible(source, agreement)
+    values = evaluate_work(work, part, classes=request.recipe.counted_classes(splits))
+    if signum := part.agreed():
+        _stop(state, signum)
+        return None
+    test = {**values, "checkpoint": best.path if best else "last"}
+    record = {"event": "evaluation", "split": "test", "epoch": state.position.epoch}
+    record |= {"step": state.position.step, **test, "seconds": time.perf_counter() - started}
+    session.emit({**record, "problems": problems})
+    return test
 
 
 def _measure_baselines(
@@ -143,15 +152,9 @@ def _measure_baselines(
         if signum:
             _stop(state, signum)
             return {}
-    session.emit(
-        {
-            "event": "baselines",
-            "step": state.position.step,
-            "values": rows,
-            "problems": problems,
-            "seconds": time.perf_counter() - started,
-        }
-    )
+    record = {"event": "baselines", "step": state.position.step, "values": rows}
+    record |= {"problems": problems, "seconds": time.perf_counter() - started}
+    session.emit(record)
     return rows
 
 
@@ -190,11 +193,9 @@ def _draw_pictures(
         _load(work, checkpoints.load(folder, best))
         return best.path
 
-    source = PictureSource(
-        recipe=request.recipe, work=work, splits=built.splits, load_best=load_best
-    )
-    step = built.state.position.step
-    for record in picture_records(source, session.path, step, agreement):
+    recipe = request.recipe
+    source = PictureSource(recipe=recipe, work=work, splits=built.splits, load_best=load_best)
+    for record in picture_records(source, session.path, built.state.position.step, agreement):
         session.emit(record)
 
 
@@ -205,24 +206,8 @@ def _load(work: Work, content: dict[str, Any]) -> None:
         work.learner.average.load(None)
 
 
-def _test(
-    request: Request, work: Work, splits: Splits, path: Path, agreement: Agreement
-) -> tuple[dict[str, Any], list[str], int]:
-    """Evaluate the best whole checkpoint; return values, problems of better ones, stop signal."""
-    world, settings = work.world, work.settings
-    folder = path / "checkpoints"
-    best, problems = world.on_main(lambda: _best_whole(folder))
-    if best is not None:
-        _load(work, world.on_every(lambda: checkpoints.load(folder, best)))
-    assert splits.test is not None
-    plain = replace(request.recipe, augment=None)
-    source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
-    part = Interruptible(source, agreement)
-    values = evaluate_work(work, part, classes=request.recipe.counted_classes(splits))
-    return {**values, "checkpoint": best.path if best else "last"}, problems, part.agreed()
-
-
 def _best_whole(folder: Path) -> tuple[Entry | None, list[str]]:
+    """Return the best checkpoint that can be read, and what is wrong with better ones."""
     problems: list[str] = []
     for entry in read_index(folder).ranked():
         try:
@@ -244,6 +229,7 @@ def _result(
     first_step_s: float | None = None,
 ) -> dict[str, Any]:
     watch = state.watch
+    best = {"metric": watch.metric, "mode": watch.mode, "value": watch.best}
     return run_result(
         work.world,
         state.position,
@@ -253,12 +239,7 @@ def _result(
         global_batch_size=work.plan.global_batch_size,
         weights_sha256=weights,
         test=test,
-        best={
-            "metric": watch.metric,
-            "mode": watch.mode,
-            "value": watch.best,
-            "epoch": watch.best_epoch,
-        },
+        best={**best, "epoch": watch.best_epoch},
         seconds_to_first_step=first_step_s,
         peak_memory_bytes=peak_memory_bytes(work.world.device),
     )

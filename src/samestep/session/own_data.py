@@ -16,7 +16,6 @@ from samestep.data.blocks import group_steps
 from samestep.data.keyed_random import mix, normal, sample_keys, uniform
 from samestep.data.order import epoch_order, steps_per_epoch
 from samestep.data.prefetch import send
-from samestep.data.source import Source
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.recipe import Collate
@@ -78,29 +77,45 @@ class OwnBatch:
         return sample_keys(mix(self.seed, self.calls), self.epoch, self._indices)
 
 
-@dataclass(frozen=True, kw_only=True)
 class OpenedData:
-    """A data set that is ready to be read."""
+    """Tensors or a map-style `Dataset`, ready to be read."""
 
-    data: Any
-    """What the script gave."""
-    collate: Collate | None
-    workers: int
-    world: World
-    seed: int
-    source: Source
-    digest: str
-    """A hash of some samples of data in memory; empty of a `Dataset`."""
-    stamp: tuple[tuple[int, int], ...]
-    """Where tensors lie, and how often they were changed in place."""
+    def __init__(
+        self, data: Any, world: World, seed: int, collate: Collate | None, workers: int
+    ) -> None:
+        """Open the data; every rank does so with the same."""
+        if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+            raise UserError(
+                f"The data is a {type(data).__name__}; give tensors, or a map-style Dataset with "
+                "__len__ and __getitem__. A DataLoader or a stream has its own order, and here the "
+                "order is samestep's."
+            )
+        self._data, self._collate, self._workers = data, collate, workers
+        self._world, self._seed, self._stamp = world, seed, _stamp_of(data)
+        given = data
+        if isinstance(data, Tensor):
+            given = (data, torch.empty(len(data), 0))
+        elif isinstance(data, tuple) and len(data) != 2:
+            given = TensorDataset(*data)
+        how: Any = {"dtype": None, "collate": collate, "whole": True}
+        self.source = open_source(given, world, seed=seed, num_workers=workers, **how)
+        self.digest = _hash_of(data)
+        """A hash of some samples of data in memory; empty of a `Dataset`."""
+        everywhere = world.gather((self.source.num_samples, self.digest))
+        for rank, found in enumerate(everywhere):
+            if found != everywhere[0]:
+                raise UserError(
+                    f"Rank {rank} has other data than rank 0 ({found[0]} and {everywhere[0][0]} "
+                    "samples). Make or read it inside of open_run, which seeds all ranks alike, or "
+                    "with a generator that is seeded.",
+                    on_all_ranks=True,
+                )
 
     def is_of(self, data: Any, collate: Collate | None, workers: int) -> bool:
         """Whether it is what the script gives now."""
-        before, now = (
-            (*_parts(one), how) for one, how in ((self.data, self.collate), (data, collate))
-        )
+        before, now = (*_parts(self._data), self._collate), (*_parts(data), collate)
         same = len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
-        return same and workers == self.workers and self.stamp == _stamp_of(data)
+        return same and workers == self._workers and self._stamp == _stamp_of(data)
 
     def steps(self, global_batch_size: int, *, drop_last: bool) -> int:
         """Return the steps of an epoch."""
@@ -123,8 +138,8 @@ class OpenedData:
     ) -> Generator[OwnBatch]:
         """Yield this rank's batches of an epoch, from `first_step` of it on."""
         size, source = global_batch_size, self.source
-        order = epoch_order(source.num_samples, self.seed, epoch)
-        places = group_steps(order, first_step, 1, size, self.world, drop_last=drop_last)
+        order = epoch_order(source.num_samples, self._seed, epoch)
+        places = group_steps(order, first_step, 1, size, self._world, drop_last=drop_last)
         blocks = source.blocks(epoch, first_step, global_batch=size, drop_last=drop_last)
         singles = (single for block in blocks for single in block.parts or block.singles())
         for place, one in zip(places, singles, strict=True):
@@ -143,55 +158,15 @@ class OpenedData:
         self, data: Any, weight: float, rows: int, global_size: int, epoch: int, indices: Tensor
     ) -> OwnBatch:
         return OwnBatch(
-            data=data[0] if isinstance(self.data, Tensor) else data,
+            data=data[0] if isinstance(self._data, Tensor) else data,
             rows=rows,
             weight=weight * rows / global_size,
             global_size=global_size,
             epoch=epoch,
             indices=indices,
-            device=self.world.device,
-            seed=self.seed,
+            device=self._world.device,
+            seed=self._seed,
         )
-
-
-def open_data(
-    data: Any, world: World, seed: int, collate: Collate | None, workers: int
-) -> OpenedData:
-    """Open tensors or a map-style `Dataset`; every rank calls it with the same data."""
-    given, stamp = data, _stamp_of(data)
-    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        raise UserError(
-            f"The data is a {type(data).__name__}; give tensors, or a map-style Dataset with "
-            "__len__ and __getitem__. A DataLoader or a stream has its own order, and here the "
-            "order is samestep's."
-        )
-    if isinstance(data, Tensor):
-        data = (data, torch.empty(len(data), 0))
-    elif isinstance(data, tuple) and len(data) != 2:
-        data = TensorDataset(*data)
-    source = open_source(
-        data, world, seed=seed, dtype=None, num_workers=workers, collate=collate, whole=True
-    )
-    opened = OpenedData(
-        data=given,
-        collate=collate,
-        workers=workers,
-        world=world,
-        seed=seed,
-        source=source,
-        digest=_hash_of(given),
-        stamp=stamp,
-    )
-    everywhere = world.gather((source.num_samples, opened.digest))
-    for rank, found in enumerate(everywhere):
-        if found != everywhere[0]:
-            raise UserError(
-                f"Rank {rank} has other data than rank 0 ({found[0]} and {everywhere[0][0]} "
-                "samples). Make or read it inside of open_run, which seeds all ranks alike, or "
-                "with a generator that is seeded.",
-                on_all_ranks=True,
-            )
-    return opened
 
 
 def _parts(data: Any) -> tuple[Any, ...]:

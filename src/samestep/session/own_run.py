@@ -1,29 +1,73 @@
 """`samestep.open_run`: a run for a training loop that the user writes."""
 
+import sys
+import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Never, Self, TypeVar, cast
+from typing import Any, Literal, NoReturn, Self, TypeVar, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from samestep import dist
-from samestep.errors import UserError
+from samestep.data.keyed_random import mix
+from samestep.data.order import steps_per_epoch
+from samestep.errors import AlreadyTold, UserError, did_you_mean, raised_at
 from samestep.ranks.process import RankLog, rank_of, report
+from samestep.ranks.world import abandon
 from samestep.recipe import Collate
-from samestep.session.gradients import Trained, backward, check_loss, parameters_of, weight_of
-from samestep.session.means import check_names
-from samestep.session.own_data import OwnBatch
-from samestep.session.own_loop import OwnLoop
-from samestep.session.own_options import Options, names_of_path, plain_settings, script_name
-from samestep.session.own_session import OwnSession
-from samestep.session.own_state import Stateful, check_held
-from samestep.session.session import Stopped, as_mistake, end_failed, end_reported
+from samestep.run.files import read_object
+from samestep.session.gradients import (
+    Passes,
+    Trained,
+    backward,
+    check_loss,
+    parameters_of,
+    weight_of,
+)
+from samestep.session.means import Means, check_names
+from samestep.session.own_data import OpenedData, OwnBatch
+from samestep.session.own_session import Options, OwnSession
+from samestep.session.own_state import Stateful, check_held, plain
+from samestep.session.session import Stopped, say
 from samestep.settings import Backend, Device
+from samestep.training.alike import is_checked, seed_alike, seed_rank, seed_torch, seed_update
+from samestep.training.meter import Clock
+from samestep.training.plan import is_recorded, steps_between_records
+from samestep.training.prepare import share_buffers
+from samestep.training.stopping import Watch
 
 Thing = TypeVar("Thing", bound=torch.nn.Module | Tensor)
+
+_EPOCH_BEGINS, _EPOCH_ENDS, _VALIDATED = 1, 2, 3
+"""Tags of the seeds for what is drawn around the batches of an epoch."""
+
+BEFORE_EPOCHS = "before the epochs"
+BEFORE_BATCHES = "before the batches of an epoch"
+IN_BATCHES = "between the batches of an epoch"
+AFTER_BATCHES = "after the batches of an epoch"
+AFTER_EPOCHS = "after the epochs"
+
+
+def end_failed(error: BaseException, log: RankLog, *, connected: bool) -> None:
+    """End this process after a failure.
+
+    Return where Python should show its own traceback: one process, and no mistake of the user.
+    """
+    if isinstance(error, UserError) or (connected and isinstance(error, Exception)):
+        _end_reported(report(error, log))
+    if connected:
+        code = error.code if isinstance(error, AlreadyTold) else 1
+        abandon(code if isinstance(code, int) else 1)
+
+
+def _end_reported(code: int) -> NoReturn:
+    abandon(code)  # connected still: this rank or another has failed
+    raise AlreadyTold(code)
 
 
 class OwnRun:
@@ -46,10 +90,19 @@ class OwnRun:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._own: OwnSession | None = None
-        self._loop: OwnLoop | None = None
+        self._is_open = False
+        self._place = BEFORE_EPOCHS
+        """Where the script is; a phrase for messages."""
+        self._batch: OwnBatch | None = None
+        """The batch that the script has now, in training or validation."""
+        self._used = False
+        """Whether the script has done anything with it."""
+        self._means: dict[str, float] = {}
+        self._num_epochs = self._backwards = 0
+        self._epoch_ended = False
+        self._data: dict[str, OpenedData] = {}
         self._held: set[int] = set()
         """The ids of what `run.backward` was given and `state` has."""
-        self._means: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         """Join the other ranks, open the run directory, seed all ranks alike, catch stop signals.
@@ -59,12 +112,12 @@ class OwnRun:
         """
         self._log = RankLog(rank_of())
         try:
-            self._own = OwnSession(self._options, self._log)
-            self._loop = OwnLoop(self._own)
+            own = self._own = OwnSession(self._options, self._log)
         except Exception as error:
-            world = dist.current_world()
-            end_failed(error, self._log, connected=world.connected)
+            end_failed(error, self._log, connected=dist.current_world().connected)
             raise
+        self._log_into, self._passes, self._is_open = own.means, Passes(own.world), True
+        self._log_every = own.options.log_every
         return self
 
     def __exit__(
@@ -79,22 +132,27 @@ class OwnRun:
             SystemExit: 2, after a message, for a mistake of the user; 128 + its number after a stop
                 signal; among several ranks, 1 after any other error.
         """
-        own, loop = self._own, self._loop
-        assert own is not None
-        assert loop is not None
-        self._loop, self._means = None, loop.means
-        given, error = error, as_mistake(error)
+        own, given = self._opened, error
+        if isinstance(error, SystemExit) and not isinstance(error, AlreadyTold):
+            error = UserError(
+                f"exit({error.code or ''}) was called{raised_at(error)}, within the run: other "
+                "ranks would wait for this one.",
+                remedy="Leave the loop by break on all ranks, or raise an error.",
+            )
+            error.__cause__ = given
         try:
             if error is None:
-                loop.leave()
+                self._leave()
                 own.world.barrier()  # another rank may have failed after its last step
         except Exception as late:
             error = late
+        self._is_open = False
         try:
             own.end(error)
         except UserError as late:  # a full disk, say
             error = error or late
-        loop.close()
+        for opened in self._data.values():
+            opened.source.close()
         own.close(error)
         if error is None or isinstance(error, Stopped):
             try:
@@ -109,19 +167,17 @@ class OwnRun:
 
     @property
     def _opened(self) -> OwnSession:
-        return self._own or self._refuse()
+        if self._own is None:
+            self._refuse()
+        return self._own
 
-    @property
-    def _within(self) -> OwnLoop:
-        return self._loop or self._refuse()
-
-    def _refuse(self) -> Never:
+    def _refuse(self) -> NoReturn:
         """End the script with a message: this mistake needs no traceback."""
         error = UserError(
             "The run was used outside of `with samestep.open_run(…) as run:`.",
             remedy="Do all of the training within it.",
         )
-        end_reported(report(error))
+        _end_reported(report(error))
 
     @property
     def path(self) -> Path:
@@ -151,7 +207,7 @@ class OwnRun:
     @property
     def step(self) -> int:
         """Steps taken so far."""
-        return self._opened.state.position.step
+        return self._opened.position.step
 
     @property
     def means(self) -> dict[str, float]:
@@ -161,7 +217,7 @@ class OwnRun:
         those of its data. There are none after a `break` out of the batches, or if no epoch
         was left to train.
         """
-        return self._means if self._loop is None else self._loop.means
+        return self._means
 
     @property
     def state(self) -> dict[str, Any]:
@@ -170,54 +226,13 @@ class OwnRun:
         Set first values before the epochs: a resumed run then gets those of its checkpoint.
         They must be the same on all ranks.
         """
-        return self._opened.state.own
-
-    def best(self, name: str = "loss", *, mode: Literal["min", "max"] = "min") -> bool:
-        """Return whether a value of `means` is the best so far, and so is this epoch's checkpoint.
-
-            if run.best("accuracy", mode="max"):
-                run.state["waited"] = 0
-
-        Call it in each epoch and on every rank, after the batches or after the validation. The best
-        checkpoint is always kept, `load_best` reads it, and `checkpoints/index.json` names it.
-
-        Args:
-            name: what was logged; the same in each epoch.
-            mode: whether less is better, or more.
-
-        Raises:
-            UserError: it is called elsewhere or on some ranks only, or nothing of this name was
-                logged.
-        """
-        return self._within.best(name, mode)
-
-    def finish(self, reason: str = "finished early") -> None:
-        """Let this epoch be the last, on all ranks, once any of them has called it.
-
-        The same command does not train a finished run any further. It goes on only if the script
-        asks for more epochs than before.
-
-        Args:
-            reason: for the records.
-
-        Raises:
-            UserError: it is called outside of an epoch.
-        """
-        self._within.finish(reason)
-
-    def load_best(self) -> int:
-        """Return the epoch of the best checkpoint, after its weights are in the modules of `state`.
-
-        Call it after the epochs: what follows is not saved.
-
-        Raises:
-            UserError: it is called before, or `best` never was.
-        """
-        return self._within.load_best()
+        return self._opened.values
 
     def place(self, thing: Thing) -> Thing:
         """Return a module or a tensor on this rank's device."""
         return cast("Thing", thing.to(self.device))
+
+    # --- the epochs
 
     def epochs(self, num_epochs: int, *, state: Mapping[str, Stateful]) -> Iterator[int]:
         """Yield the epochs that are to be trained, as `range(num_epochs)` does.
@@ -236,7 +251,138 @@ class OwnRun:
             UserError: the checkpoint is of another program, other settings or other data, or
                 something in `state` cannot be saved.
         """
-        return self._within.epochs(num_epochs, state)
+        self._check_place("run.epochs", BEFORE_EPOCHS)
+        if not isinstance(num_epochs, int) or num_epochs < 1:
+            raise UserError(f"run.epochs({num_epochs!r}): it must be a whole number from 1.")
+        own = self._opened
+        own.track(state)
+        self._num_epochs, position = num_epochs, own.position
+        own.clock = Clock(position)
+        if own.finished and num_epochs > own.finished["epochs"]:
+            own.finished = None  # the script asks for more epochs now
+        if not self._goes_on:
+            self._nothing_to_train()
+        while self._goes_on:
+            self._place, self._epoch_ended = BEFORE_BATCHES, False
+            self._means, own.metric = {}, None
+            self._seed(_EPOCH_BEGINS)
+            yield position.epoch
+            self._check_place("the next epoch", AFTER_BATCHES)
+            self._close_epoch()
+            if own.world.connected and own.agreement.on(int(own.finished is not None)):
+                own.finished = own.finished or {"reason": "", "epochs": num_epochs}
+            every = own.options.checkpoint_every_steps
+            due = position.epoch % own.options.checkpoint_every_epochs == 0 or bool(
+                every and position.step % every == 0
+            )
+            if own.is_best_on_all() or due or not self._goes_on:
+                own.save()
+            own.stop_on(own.agreement.on(own.received.signum))
+        self._place = AFTER_EPOCHS
+        self._seed(_EPOCH_BEGINS)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether an epoch is still to be trained, or to be completed."""
+        position, finished = self._opened.position, self._opened.finished is not None
+        return position.epoch < self._num_epochs and (not finished or position.step_in_epoch > 0)
+
+    def _nothing_to_train(self) -> None:
+        own = self._opened
+        result = own.world.on_main(lambda: read_object(own.path / "result.json"))
+        ended = result.get("status") == "completed" and result.get("steps") == own.position.step
+        if not ended:  # the end of the run is still to be recorded
+            sizes = own.order["num_samples"], own.order["global_batch_size"]
+            steps = steps_per_epoch(*sizes, drop_last=own.order["drop_last"])
+            own.begin(own.order, self._sizes(own.order, steps))
+        why = f" ({own.finished['reason']})" if own.finished else ""
+        say(own.world, f"{own.path} has its {own.position.epoch} epochs{why}: nothing to train.")
+
+    def finish(self, reason: str = "finished early") -> None:
+        """Let this epoch be the last, on all ranks, once any of them has called it.
+
+        The same command does not train a finished run any further. It goes on only if the script
+        asks for more epochs than before.
+
+        Args:
+            reason: for the records.
+
+        Raises:
+            UserError: it is called outside of an epoch.
+        """
+        self._check_place("run.finish", IN_BATCHES, AFTER_BATCHES)
+        self._opened.finished = {"reason": str(reason), "epochs": self._num_epochs}
+
+    def best(self, name: str = "loss", *, mode: Literal["min", "max"] = "min") -> bool:
+        """Return whether a value of `means` is the best so far, and so is this epoch's checkpoint.
+
+            if run.best("accuracy", mode="max"):
+                run.state["waited"] = 0
+
+        Call it in each epoch and on every rank, after the batches or after the validation. The best
+        checkpoint is always kept, `load_best` reads it, and `checkpoints/index.json` names it.
+
+        Args:
+            name: what was logged; the same in each epoch.
+            mode: whether less is better, or more.
+
+        Raises:
+            UserError: it is called elsewhere or on some ranks only, or nothing of this name was
+                logged.
+        """
+        self._check_place("run.best", AFTER_BATCHES)
+        own, call = self._opened, f"run.best({name!r}, mode={mode!r})"
+        watch = own.watch or Watch(metric=name, mode=mode)
+        if mode not in ("min", "max"):
+            raise UserError(f"{call}: it must be 'min' or 'max'.")
+        if (watch.metric, watch.mode) != (name, mode):
+            raise UserError(
+                f"{call}: the best checkpoint of this run is chosen by {watch.metric!r}, "
+                f"{watch.mode!r}. A run has one such measure."
+            )
+        if name not in self._means:
+            raise UserError(
+                f"run.best({name!r}): there is no such mean. {did_you_mean(name, self._means)}"
+                f"run.means has: {', '.join(self._means) or 'nothing'}. Call it after the batches, "
+                "or after run.validation, in which run.log is given the value."
+            )
+        if own.metric is None:  # the first call of the epoch
+            own.metric = self._means[name]
+            own.watch = watch.after(own.metric, own.position.epoch + 1, 0.0)
+        return own.is_best()
+
+    def load_best(self) -> int:
+        """Return the epoch of the best checkpoint, after its weights are in the modules of `state`.
+
+        Call it after the epochs: what follows is not saved.
+
+        Raises:
+            UserError: it is called before, or `best` never was.
+        """
+        self._leave()
+        self._check_place("run.load_best", AFTER_EPOCHS)
+        return self._opened.load_best()
+
+    def _leave(self) -> None:
+        """Save where the script has left its loops, if it is not saved yet; all ranks call it."""
+        own = self._opened
+        if self._place == AFTER_BATCHES:
+            self._close_epoch()
+            self._place = AFTER_EPOCHS
+            own.is_best_on_all()
+            if self._goes_on:
+                own.left = f"left after epoch {own.position.epoch} of {self._num_epochs}"
+        if self._place != BEFORE_EPOCHS:
+            own.save()
+
+    def _close_epoch(self) -> None:
+        self._end_epoch()  # if the script left its batches by break
+        position = self._opened.position
+        position.epoch, position.step_in_epoch = position.epoch + 1, 0
+        position.epoch_started_s = position.seconds
+        self._opened.means.clear()
+
+    # --- the batches
 
     def batches(
         self,
@@ -267,8 +413,45 @@ class OwnRun:
             UserError: it is called outside of an epoch, or twice within one, or the run was begun
                 with another order of samples.
         """
-        loop = self._within
-        return loop.batches(data, global_batch_size, collate, num_workers, drop_last=drop_last)
+        self._check_place("run.batches", BEFORE_BATCHES)
+        own = self._opened
+        seed, position, world = own.options.seed, own.position, own.world
+        opened = self._open("train", data, collate, num_workers)
+        num_steps = opened.steps(global_batch_size, drop_last=drop_last)
+        order = {
+            "seed": seed,
+            "num_samples": opened.source.num_samples,
+            "global_batch_size": global_batch_size,
+            "drop_last": drop_last,
+            "data": opened.digest,
+        }
+        own.begin(order, self._sizes(order, num_steps))
+        self._place = IN_BATCHES
+        own.clock.resume(position)
+        first = position.step_in_epoch
+        read = opened.epoch(position.epoch, first, global_batch_size, drop_last=drop_last)
+        with closing(read):
+            for batch in read:
+                batch.step, self._backwards = position.step, 0
+                # The script draws other numbers on each rank.
+                seed_torch(mix(seed, world.rank, batch.step), world.device)
+                seed_rank(mix(seed, batch.step), world.rank)
+                torch.clear_autocast_cache()  # a context around the loop would keep older weights
+                self._batch, self._used = batch, False
+                try:
+                    yield batch
+                except GeneratorExit:
+                    if self._used:  # break after the step, not before
+                        self._count(batch)
+                    self._place = AFTER_BATCHES
+                    raise
+                finally:
+                    self._batch = None
+                self._passes.end(batch.step)
+                self._count(batch)
+                self._after_step(is_last=position.step_in_epoch == num_steps)
+        self._end_epoch()
+        self._place = AFTER_BATCHES
 
     def validation(
         self,
@@ -295,8 +478,63 @@ class OwnRun:
         Raises:
             UserError: it is called between the batches of an epoch.
         """
-        loop = self._within
-        return loop.validation(data, batch_size, split, collate, num_workers)
+        self._check_place("run.validation", BEFORE_BATCHES, AFTER_BATCHES, AFTER_EPOCHS)
+        own, before, started = self._opened, self._place, time.perf_counter()
+        opened = self._open(split, data, collate, num_workers)
+        for module in own.modules().values():
+            share_buffers(module, own.world)  # else each rank evaluates a model of its own
+        means = self._log_into = Means(own.world)
+        self._place = f"in the {split}"
+        step, epoch = own.position.step, own.position.epoch
+        try:
+            for batch in opened.once(batch_size, epoch):
+                batch.step, self._batch = step, batch
+                torch.clear_autocast_cache()
+                yield batch
+        finally:
+            self._place, self._batch, self._log_into = before, None, own.means
+            # Ranks have drawn unequally often where their shares are unequal.
+            self._seed(_VALIDATED, crc32(f"{split} {before}".encode()))
+        self._means = means.read()
+        own.session.emit(
+            {
+                "event": "evaluation",
+                "split": split,
+                "epoch": epoch + (before != AFTER_EPOCHS),
+                "step": step,
+                **self._means,
+                "samples": opened.source.num_samples,
+                "seconds": time.perf_counter() - started,
+            }
+        )
+
+    def _open(self, split: str, data: Any, collate: Collate | None, workers: int) -> OpenedData:
+        """Return the data, opened once."""
+        if (before := self._data.get(split)) is not None:
+            if before.is_of(data, collate, workers):
+                return before
+            before.source.close()
+            del before, self._data[split]  # its memory may be needed for the new one
+        own = self._opened
+        opened = OpenedData(data, own.world, own.options.seed, collate, workers)
+        self._data[split] = opened
+        return opened
+
+    def _check_place(self, what: str, *places: str) -> None:
+        if not self._is_open:
+            self._refuse()
+        if self._place not in places:
+            held = (
+                " After a break, close an iterator that something like tqdm holds: batches = "
+                "run.batches(…), then batches.close()."
+            )
+            raise UserError(
+                f"{what} was reached {self._place}; it belongs {' or '.join(places)}: for epoch in "
+                "run.epochs(…), and within it, once, for batch in run.batches(…)."
+                + (held if self._place == IN_BATCHES else "")
+            )
+
+    # --- within a batch
 
     def backward(
         self,
@@ -325,19 +563,20 @@ class OwnRun:
             UserError: it is called outside of a batch of the training, names what no checkpoint
                 would hold, the loss has no gradient, or another rank calls it less often.
         """
-        own, loop = self._opened, self._within
-        batch, parameters = loop.current("run.backward", trains=True), parameters_of(trained)
+        batch, parameters = self._current("run.backward", trains=True), parameters_of(trained)
+        own = self._opened
         if not self._held.issuperset(map(id, (*trained, *parameters))):
-            self._held |= check_held(own.state.state, trained)
+            self._held |= check_held(own.state, trained)
             named = own.trained
             others = [p for p in parameters if all(p is not known for known in named.values())]
             named |= {f"{len(named) + n} {tuple(p.shape)}": p for n, p in enumerate(others)}
         check_loss(loss)
-        world, step = own.world, own.state.position.step
-        loop.passes.add(step)
+        world, step = own.world, own.position.step
+        self._passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
         total = backward(loss, parameters, world, weight, step=step, retain_graph=retain_graph)
-        loop.seed_update()
+        self._backwards += 1
+        seed_update(own.options.seed, step, world.device, self._backwards)
         return total
 
     def log(self, *, terms: float | Tensor | None = None, **values: float | Tensor) -> None:
@@ -354,11 +593,102 @@ class OwnRun:
             UserError: it is called outside of a batch, a value is not a single number, or a name is
                 that of another field of the records.
         """
-        loop = self._within
-        batch = loop.current("run.log")
+        batch = self._current("run.log")
         check_names(values)
         rows = batch.rows if batch.weight else 0
-        loop.log_into.add(values, rows if terms is None or not rows else terms)
+        self._log_into.add(values, rows if terms is None or not rows else terms)
+
+    def _current(self, what: str, *, trains: bool = False) -> OwnBatch:
+        """Return the batch that the script has; `trains` refuses one of a validation."""
+        if not self._is_open:
+            self._refuse()
+        if self._batch is None or (trains and self._place != IN_BATCHES):
+            raise UserError(
+                f"{what} was called {self._place}; it belongs to a batch: call it in the loop over "
+                "run.batches."
+            )
+        self._used = True
+        return self._batch
+
+    # --- records, checkpoints, stops
+
+    def _sizes(self, order: dict[str, Any], num_steps: int) -> dict[str, Any]:
+        own, total, steps = self._opened, order["global_batch_size"], num_steps * self._num_epochs
+        self._log_every = own.options.log_every or steps_between_records(steps)
+        return {
+            "num_samples": order["num_samples"],
+            "global_batch_size": total,
+            "micro_batch_size": -(-total // own.world.world_size),
+            "accumulate": 1,
+            "steps_per_epoch": num_steps,
+            "epochs": self._num_epochs,
+            "total_steps": steps,
+            "log_every": self._log_every,
+        }
+
+    def _count(self, batch: OwnBatch) -> None:
+        position = self._opened.position
+        position.step, position.step_in_epoch = position.step + 1, position.step_in_epoch + 1
+        position.samples += batch.global_size
+
+    def _after_step(self, *, is_last: bool) -> None:
+        """Record the step; save and stop where that is due within the epoch."""
+        own = self._opened
+        position, means = own.position, own.means
+        own.session.beat()
+        if is_recorded(position.step, self._log_every):
+            own.record(means.of_step())
+        means.next_step()
+        if is_checked(position.step - 1, position.step):
+            own.check_weights()
+        signum = own.agreement.after(position.step).signum
+        every = own.options.checkpoint_every_steps
+        saves = every is not None and position.step % every == 0 and not is_last
+        if saves or signum:
+            own.check_loss(means.read())
+            position.seconds = own.clock.seconds()
+            own.save()
+            own.clock.resume(position)
+        own.stop_on(signum)
+
+    def _end_epoch(self) -> None:
+        """Sum up the epoch, once."""
+        if self._epoch_ended:
+            return
+        self._epoch_ended = True
+        own = self._opened
+        position, order = own.position, own.order
+        self._means = own.means.read()
+        own.check_loss(self._means)
+        position.seconds = own.clock.seconds()
+        self._seed(_EPOCH_ENDS)
+        if "loss" not in self._means:
+            return
+        # Those of its steps: the last batch is smaller, and the script may have left by break.
+        samples = min(position.step_in_epoch * order["global_batch_size"], order["num_samples"])
+        seconds = position.seconds - position.epoch_started_s
+        others = {name: value for name, value in self._means.items() if name != "loss"}
+        own.session.emit(
+            {
+                "event": "epoch",
+                "epoch": position.epoch + 1,
+                "step": position.step,
+                "loss": self._means["loss"],
+                "samples": samples,
+                "train_seconds": seconds,
+                "samples_per_s": samples / max(seconds, 1e-9),
+                **({"metrics": others} if others else {}),
+            }
+        )
+
+    def _seed(self, *tags: int) -> None:
+        """Seed what the script draws around the batches: the same numbers on each rank.
+
+        The epoch decides: a run resumed within it draws what it had drawn before the batches.
+        """
+        # Five parts and more, so that no step of a rank is seeded alike.
+        own = self._opened
+        seed_alike(mix(own.options.seed, 0, 0, own.position.epoch, *tags))
 
 
 def open_run(
@@ -405,13 +735,14 @@ def open_run(
         SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
             after a stop signal, with a checkpoint.
     """
-    arguments = locals()
+    arguments, place = locals(), path and Path(path).absolute()
     if arguments.pop("keep_checkpoints") is not None:
         warnings.warn("open_run(keep_checkpoints=…) is keep_newest=… now.", DeprecationWarning, 2)
         arguments["keep_newest"] = keep_checkpoints
-    is_path = names_of_path(settings or {}, path)
+    texts = {n: v for n, v in (settings or {}).items() if isinstance(v, str | Path)}
+    is_path = {name for name, value in texts.items() if Path(value).absolute() == place}
     kept = {name: value for name, value in (settings or {}).items() if name not in is_path}
-    arguments |= {"settings": plain_settings(kept), "name": name or script_name()}
+    own = {"settings": plain(kept), "name": name or Path(sys.argv[0]).stem or "own_loop"}
     if not isinstance(may_change, str):
-        arguments["may_change"] = {*may_change, *is_path}
-    return OwnRun(Options(**arguments))
+        own["may_change"] = {*may_change, *is_path}
+    return OwnRun(Options(**{**arguments, **own}))

@@ -2,8 +2,11 @@
 
 import contextlib
 import math
+import os
 import sys
 import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -15,32 +18,67 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from samestep import dist
 from samestep.errors import UserError, listed
-from samestep.ranks.process import RankLog
-from samestep.run.directory import is_run
+from samestep.ranks.process import JOB_RUN, RankLog
+from samestep.run import checkpoints
+from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import write_text
+from samestep.run.index import find_checkpoint
 from samestep.run.records import Record
 from samestep.session import own_state
-from samestep.session.means import Means
-from samestep.session.own_options import Options
-from samestep.session.own_state import OwnState
+from samestep.session.means import Means, added_up
+from samestep.session.own_state import Stateful
 from samestep.session.recipe_changes import script_changes
 from samestep.session.resuming import load_newest
 from samestep.session.session import (
     Session,
     Stopped,
     environment,
+    refuse_taken,
     resume_record,
     run_result,
     say,
     start_record,
 )
-from samestep.settings import Settings, free_names
+from samestep.settings import Backend, Device, Settings, free_names
 from samestep.training.alike import check_weights, seed_alike
 from samestep.training.meter import Clock
-from samestep.training.stopping import Agreement, catch_signals
+from samestep.training.prepare import share_buffers
+from samestep.training.stopping import Agreement, Watch, catch_signals
+from samestep.training.work import Position
 
 _SCRIPT_COPY = "script.py"
 """The script as it was when the run began, in the run's directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `open_run`; see there."""
+
+    path: str | Path | None
+    seed: int
+    resume: bool
+    settings: Mapping[str, Any]
+    may_change: Collection[str]
+    name: str
+    log_every: int | None
+    checkpoint_every_epochs: int
+    checkpoint_every_steps: int | None
+    keep_newest: int | None
+    device: Device
+    backend: Backend
+    timeout_s: float
+
+    def check(self) -> None:
+        """Refuse numbers that are out of range, and a text in place of a list."""
+        names = ("log_every", "checkpoint_every_epochs", "checkpoint_every_steps")
+        for name in (*names, "keep_newest"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"open_run({name}={value!r}): it must be a whole number from 1.")
+        if isinstance(self.may_change, str):
+            raise UserError(f"open_run(may_change={self.may_change!r}) must be a list of names.")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise UserError(f"open_run(seed={self.seed!r}): it must be a whole number from 0.")
 
 
 class OwnSession:
@@ -55,21 +93,30 @@ class OwnSession:
             )
         dist.setup_distributed(options.device, options.backend, options.timeout_s)
         self.options, self.world = options, dist.current_world()
-        self.session = Session(self.world.on_main(options.choose_path), self.world, log.move_to)
+        self.session = Session(self.world.on_main(self._choose_path), self.world, log.move_to)
         self.path = self.session.path
-        if options.resume and options.is_unnamed:
-            say(self.world, f"{self.path} is a new run: to go on with it, name it in open_run.")
-        self.state = OwnState(program=options.name, settings=options.settings)
-        self.means = Means(self.world)
-        """Of the running epoch."""
-        self.clock = Clock(self.state.position)
-        self.trained: dict[str, Tensor] = {}
-        """The weights of the modules in `state`, and what else `run.backward` was given."""
+        self.state: dict[str, Stateful] = {}
+        """What the script has named: modules, optimizers, schedules."""
+        self.position = Position()
+        self.order: dict[str, Any] = {}
+        """What the order of the samples depends on; empty until the data is open."""
+        self.values: dict[str, Any] = {}
+        """Numbers and texts that the script keeps, by name."""
+        self.watch: Watch | None = None
+        """What the best checkpoint is chosen by; None where the script never calls `run.best`."""
+        self.metric: float | None = None
+        """Its value in this epoch."""
+        self.finished: dict[str, Any] | None = None
+        """Why the script has ended the training, and how many epochs it had asked for."""
         self.left = ""
         """How the script has left its epochs early, for a record."""
+        self.means = Means(self.world)
+        """Of the running epoch."""
+        self.clock = Clock(self.position)
+        self.trained: dict[str, Tensor] = {}
+        """The weights of the modules in `state`, and what else `run.backward` was given."""
         self._resumed: tuple[str, list[str]] | None = None
-        self._saved_at: tuple[int, int] | None = None
-        """Epochs and steps of the newest checkpoint."""
+        self._saved_at: tuple[int, int] | None = None  # epochs and steps of the newest checkpoint
         self._signals = catch_signals()
         self.received = self._signals.__enter__()
         self.agreement = Agreement(self.world, self.received)
@@ -78,30 +125,73 @@ class OwnSession:
         self._hook = register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
         seed_alike(options.seed)
 
-    def track(self, state: Any) -> None:
+    def _choose_path(self) -> Path:
+        options, named = self.options, self.options.path or os.environ.get(JOB_RUN)
+        path = Path(named or new_run_path(options.name))
+        if not options.resume:
+            how = "Continue it with open_run(…, resume=True), or name another directory."
+            refuse_taken(path, how)
+        elif not named:
+            say(self.world, f"{path} is a new run: to go on with it, name it in open_run.")
+        return path
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the modules of the state."""
+        return {name: one for name, one in self.state.items() if isinstance(one, nn.Module)}
+
+    def track(self, state: Mapping[str, Stateful]) -> None:
         """Take the state that checkpoints hold; restore it if the run is resumed."""
-        world, own = self.world, self.state
+        world = self.world
         world.on_every(lambda: own_state.check_state(state))
-        own.state = dict(state)
-        own_state.share_weights(own.state, world)
-        modules = [(n, one) for n, one in own.state.items() if isinstance(one, nn.Module)]
-        self.trained = {f"{n}.{of}": p for n, m in modules for of, p in m.named_parameters()}
+        self.state = dict(state)
+        for name, module in self.modules().items():  # all ranks begin with rank 0's weights
+            share_buffers(module, world)
+            self.trained |= {f"{name}.{of}": p for of, p in module.named_parameters()}
+        for parameter in self.trained.values():
+            world.take_from_main(parameter.detach())
         resumes = self.options.resume and world.on_main(lambda: is_run(self.path))
         if resumes and (found := load_newest(self.path, world)):
-            free = free_names(Settings).union(self.options.may_change)
-            world.on_every(lambda: own_state.restore(own, found.content, self.path, free))
-            self.means.sums = own_state.sums_of(found.content["sums"], world)
+            world.on_every(lambda: self._restore(found.content))
+            sums = found.content["sums"]
+            if len(sums) == world.world_size:
+                self.means.sums = sums[world.rank]
+            elif world.is_main:  # on another number of ranks, it takes all
+                self.means.sums = added_up(sums)
             self._resumed = found.entry.path, found.problems
-            self._saved_at = own.position.epoch, own.position.step
-        self.agreement.start(own.position.step)
+            self._saved_at = self.position.epoch, self.position.step
+        self.agreement.start(self.position.step)
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        options = self.options
+        free = free_names(Settings).union(options.may_change)
+        own_state.check_same_program(saved, options.name, options.settings, self.path, free)
+        own_state.load_state(self.state, saved["state"], self.path)
+        self.position = Position(**saved["position"])
+        self.order = saved["order"]
+        self.values.update(saved.get("own", {}))
+        self.watch = Watch(**saved["watch"]) if saved.get("watch") else None
+        self.finished = saved.get("finished")
+
+    def _content(self, sums: list[Any]) -> dict[str, Any]:
+        return {
+            "format": checkpoints.FORMAT,
+            "program": self.options.name,
+            "settings": dict(self.options.settings),
+            "state": {name: own_state.state_of(name, one) for name, one in self.state.items()},
+            "position": asdict(self.position),
+            "order": self.order,
+            "sums": sums,
+            "own": own_state.checked_values(self.values),
+            "watch": self.watch and asdict(self.watch),
+            "finished": self.finished,
+        }
 
     def begin(self, order: dict[str, Any], sizes: Record) -> None:
         """Write the first records of the run, once its data is known."""
-        world, own, session = self.world, self.state, self.session
-        position = own.position
+        world, session, position = self.world, self.session, self.position
         may_be_new, within = session.begun or position.epoch == 1, position.step_in_epoch > 0
-        own_state.check_order(own.order, order, self.path, may_be_new=may_be_new, within=within)
-        own.order = order
+        own_state.check_order(self.order, order, self.path, may_be_new=may_be_new, within=within)
+        self.order = order
         if session.begun:
             return
         if session.run is not None:
@@ -114,15 +204,15 @@ class OwnSession:
             goes_on = f"{self.path} goes on after step {position.step}, from {checkpoint}."
             say(world, " ".join([goes_on, *problems]))
             resume = resume_record(world, position.step, checkpoint, problems)
-        parameters = own.parameters()
+        everything: Iterable[Any] = self.state.values()
+        parameters = [p for one in everything for p in getattr(one, "parameters", tuple)()]
         start = start_record(
             world,
-            recipe=own.program,
+            recipe=self.options.name,
             run_dir=self.path,
             parameters=parameters,
-            world_size=world.world_size,
             **sizes,
-            precision=_precision(parameters),
+            precision=_precision({p.dtype for p in parameters}),
             lower_is_better=["loss"],
             resumed=resume is not None,
         )
@@ -130,10 +220,10 @@ class OwnSession:
 
     def _describe(self, sizes: Record) -> None:
         """Write settings, environment and a copy of the script into the run."""
-        run, own = self.session.run, self.state
+        run = self.session.run
         assert run is not None
         table = {name: sizes[name] for name in ("epochs", "global_batch_size")}
-        table |= {"seed": own.order["seed"], "options": dict(own.settings)}
+        table |= {"seed": self.order["seed"], "options": dict(self.options.settings)}
         write_text(run.path / "settings.toml", tomli_w.dumps(table))
         kept, script = run.path / _SCRIPT_COPY, Path(sys.argv[0])
         if script.suffix == ".py" and not kept.exists():
@@ -146,7 +236,7 @@ class OwnSession:
         if not values:
             return
         self.check_loss(values)
-        position = self.state.position
+        position = self.position
         where = {"step": position.step, "epoch": position.epoch + 1}
         if "loss" in values:
             rate = {"samples": position.samples, **self.clock.rate(position)}
@@ -160,21 +250,49 @@ class OwnSession:
         """Refuse to go on with a loss that is NaN or infinite."""
         if not math.isfinite(means.get("loss", 0.0)):
             raise UserError(
-                f"The loss is NaN or infinite at step {self.state.position.step} or before. "
-                "The run has ended; earlier checkpoints are kept. Try a smaller learning rate, or "
-                "clip the gradients. What may be infinite can be logged by another name than loss.",
+                f"The loss is NaN or infinite at step {self.position.step} or before. The run has "
+                "ended; earlier checkpoints are kept. Try a smaller learning rate, or clip the "
+                "gradients. What may be infinite can be logged by another name than loss.",
                 on_all_ranks=True,
             )
 
     def check_weights(self) -> None:
         """Check that all ranks have the same weights."""
-        step, added = self.state.position.step, "add it up by run.backward, not loss.backward()"
-        check_weights(self.trained, self.world, step, added)
+        added = "add it up by run.backward, not loss.backward()"
+        check_weights(self.trained, self.world, self.position.step, added)
+
+    def is_best(self) -> bool:
+        """Return whether this epoch is the best so far."""
+        watch = self.watch
+        return self.metric is not None and watch is not None and not watch.evaluations_since
+
+    def is_best_on_all(self) -> bool:
+        """Return whether this epoch is the best so far; refuse ratings of some ranks only."""
+        rated = self.world.gather(self.metric is not None)
+        if len(set(rated)) > 1:
+            ranks = listed([str(rank) for rank, has in enumerate(rated) if has])
+            raise UserError(
+                f"run.best was called on rank {ranks} of {len(rated)} in epoch "
+                f"{self.position.epoch}. All ranks save the best checkpoint together: call it on "
+                "each, and ask run.is_main afterwards.",
+                on_all_ranks=True,
+            )
+        return self.is_best()
+
+    def load_best(self) -> int:
+        """Load the best checkpoint's weights into the modules of the state; return its epoch."""
+        if self.watch is None:
+            raise UserError("run.load_best: no epoch was rated. Call run.best(…) in each epoch.")
+        folder = self.path / "checkpoints"
+        entry = self.world.on_main(lambda: find_checkpoint(folder, "best"))
+        saved = self.world.on_every(lambda: checkpoints.load(folder, entry))["state"]
+        for name, module in self.modules().items():
+            own_state.load_one(name, module, saved[name])
+        return entry.epoch
 
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""
-        own, started = self.state, time.perf_counter()
-        position, keep = own.position, self.options.keep_newest
+        started, position, keep = time.perf_counter(), self.position, self.options.keep_newest
         if not self.session.begun or self._saved_at == (position.epoch, position.step):
             return
         self.means.read()  # values that wait on the device belong to the sums
@@ -182,10 +300,10 @@ class OwnSession:
         sums = self.world.gather(self.means.sums)
         record = self.world.on_main(
             lambda: self.session.save(
-                own_state.content_of(own, sums),
+                self._content(sums),
                 position,
-                metric=own.metric,
-                watch=own.watch,
+                metric=self.metric,
+                watch=self.watch,
                 keep_top_k=keep and 1,
                 keep_newest=keep or 0,
             )
@@ -201,26 +319,26 @@ class OwnSession:
 
     def end(self, error: BaseException | None) -> None:
         """Write how the run ended."""
-        run, own = self.session.run, self.state
+        run, step = self.session.run, self.position.step
         if run is None or not self.session.begun:
             return
-        status, reason, step = "completed", "finished", own.position.step
+        status, reason = "completed", "finished"
         if isinstance(error, Stopped):
             status, reason = "stopped", Signals(error.signum).name
             text = f"Stopped by {reason} after step {step}; {self.path} goes on from there"
             say(self.world, f"{text} with resume=True.")
         elif error is not None:
             status, reason = "failed", f"failed: {error or type(error).__name__}"
-        elif own.finished is not None:
-            reason = own.finished["reason"]
+        elif self.finished is not None:
+            reason = self.finished["reason"]
         elif self.left:
             reason = self.left
             more = "With resume=True it goes on from there; run.finish() ends it for good."
             say(self.world, f"The run was {reason}. {more}")
         self.session.emit({"event": "stop", "step": step, "reason": reason})
-        how = {"recipe": own.program, "status": status, "reason": reason}
-        total = own.order.get("global_batch_size")
-        run.write_result(run_result(self.world, own.position, **how, global_batch_size=total))
+        how = {"recipe": self.options.name, "status": status, "reason": reason}
+        total = self.order.get("global_batch_size")
+        run.write_result(run_result(self.world, self.position, **how, global_batch_size=total))
 
     def close(self, error: BaseException | None) -> None:
         """Stop catching signals, and let another process open the run."""
@@ -232,9 +350,8 @@ class OwnSession:
         self.session.close()
 
 
-def _precision(parameters: list[Tensor]) -> str:
+def _precision(kinds: set[torch.dtype]) -> str:
     """Return the least precise type of the weights, by which `compare` knows their rounding."""
-    kinds = {p.dtype for p in parameters}
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         if dtype in kinds:
             return name

@@ -1,34 +1,25 @@
 """What the checkpoints of a user's own loop hold: checked, collected, restored."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.data.trees import map_tensors
 from samestep.errors import UserError, blame, listed
-from samestep.ranks.world import World
 from samestep.run import checkpoints
-from samestep.run.index import find_checkpoint
-from samestep.session.means import Sums, added_up
-from samestep.training.prepare import check_dense, share_buffers
+from samestep.run.environment import names_secret
+from samestep.training.prepare import check_dense
 from samestep.training.snapshot import load_model
-from samestep.training.stopping import Watch
-from samestep.training.work import Position
 
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What holds no weights."""
 _KNOWN = (nn.Module, *_STEPPING)
 _PER_EPOCH = ("num_samples", "data")
 """Parts of the order that each epoch may have of its own."""
-_MADE_IN_EPOCHS = (
-    " Where each epoch makes its data with the model, a run cannot go on within an epoch: delete "
-    "the newest checkpoint to go on from the one before, or make the data in the loop over "
-    "run.batches(torch.arange(…), …)."
-)
 
 
 @runtime_checkable
@@ -40,38 +31,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Become what it was when it returned this."""
-
-
-@dataclass(kw_only=True)
-class OwnState:
-    """All that the next step of a run depends on."""
-
-    program: str
-    """The name of the script."""
-    settings: Mapping[str, Any]
-    """The script's own."""
-    state: Mapping[str, Stateful] = field(default_factory=dict)
-    position: Position = field(default_factory=Position)
-    order: dict[str, Any] = field(default_factory=dict)
-    """What the order of the samples depends on; empty until the data is open."""
-    own: dict[str, Any] = field(default_factory=dict)
-    """Plain values that the script keeps, by name."""
-    watch: Watch | None = None
-    """What the best checkpoint is chosen by; None where the script never calls `run.best`."""
-    metric: float | None = None
-    """Its value in this epoch."""
-    finished: dict[str, Any] | None = None
-    """Why the script has ended the training, and how many epochs it had asked for."""
-
-    @property
-    def is_best(self) -> bool:
-        """Whether this epoch is the best so far."""
-        watch = self.watch
-        return self.metric is not None and watch is not None and not watch.evaluations_since
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters of all modules."""
-        return [p for one in self.state.values() for p in getattr(one, "parameters", tuple)()]
 
 
 def check_state(state: Any) -> None:
@@ -100,27 +59,17 @@ def check_state(state: Any) -> None:
                     f"state[{name!r}] is in parts on the ranks (FSDP, DTensor), and checkpoints "
                     "hold what rank 0 has. Leave the model whole on each rank."
                 )
-        _state_of(name, one)
+        state_of(name, one)
 
 
-def share_weights(state: Mapping[str, Stateful], world: World) -> None:
-    """Give every rank rank 0's weights and buffers."""
-    for one in state.values():
-        if isinstance(one, nn.Module):
-            share_buffers(one, world)
-            for parameter in one.parameters():
-                world.take_from_main(parameter.detach())
-
-
-def _state_of(name: str, one: Stateful) -> Any:
+def state_of(name: str, one: Stateful) -> Any:
     """Return an entry of the state as a checkpoint holds it; refuse what could not be read back."""
     try:
         state = one.state_dict()
     except Exception as error:
         blame(f"state[{name!r}].state_dict() failed", error)
     # Tensors may be large, and only the rest can be of any type.
-    small = map_tensors(lambda _: torch.empty(0), state)
-    if why := checkpoints.why_not_kept(small):
+    if why := checkpoints.why_not_kept(map_tensors(lambda _: torch.empty(0), state)):
         raise UserError(
             f"state[{name!r}].state_dict() holds what a checkpoint would not give back: {why}. It "
             "may hold tensors, numbers, texts, and lists and dicts of them."
@@ -128,115 +77,87 @@ def _state_of(name: str, one: Stateful) -> Any:
     return state
 
 
-def content_of(own: OwnState, sums: list[Sums]) -> dict[str, Any]:
-    """Return what a checkpoint holds; `sums` are those of each rank."""
-    return {
-        "format": checkpoints.FORMAT,
-        "program": own.program,
-        "settings": dict(own.settings),
-        "state": {name: _state_of(name, one) for name, one in own.state.items()},
-        "position": asdict(own.position),
-        "order": own.order,
-        "sums": sums,
-        "own": _plain_values(own.own),
-        "watch": own.watch and asdict(own.watch),
-        "finished": own.finished,
-    }
-
-
-def restore(own: OwnState, saved: dict[str, Any], path: Path, free: Collection[str]) -> None:
-    """Restore a run from what a checkpoint holds; the settings in `free` may differ."""
+def check_same_program(
+    saved: Mapping[str, Any], name: str, now: Mapping[str, Any], path: Path, free: Collection[str]
+) -> None:
+    """Refuse a checkpoint of another program or other settings; those in `free` may differ."""
     if "program" not in saved:
         raise UserError(
             f"{path} holds a run of samestep train.",
             remedy=f"Go on with it by samestep train {path} --resume, or name another directory "
             "in open_run.",
         )
-    if saved["program"] != own.program:
+    if saved["program"] != name:
         raise UserError(
-            f"{path} was written by {saved['program']!r}, not by {own.program!r}. Name "
-            f"another directory in open_run; or, if it is the same program by another name, say "
+            f"{path} was written by {saved['program']!r}, not by {name!r}. Name another directory "
+            "in open_run; or, if it is the same program by another name, say "
             f"open_run(…, name={saved['program']!r})."
         )
-    before, now = saved["settings"], own.settings
-    for name in sorted({*before, *now}.difference(free)):
-        if before.get(name) != now.get(name):
+    before = saved["settings"]
+    for key in sorted({*before, *now}.difference(free)):
+        if before.get(key) != now.get(key):
             raise UserError(
-                f"{path} was begun with {name} = {before.get(name)}, and now it is "
-                f"{now.get(name)}: that is another training. Take the value of before, name "
-                f"it in open_run(…, may_change=[{name!r}]), or begin a run in another directory."
+                f"{path} was begun with {key} = {before.get(key)}, and now it is {now.get(key)}: "
+                "that is another training. Take the value of before, name it in "
+                f"open_run(…, may_change=[{key!r}]), or begin a run in another directory."
             )
-    state = saved["state"]
-    if state.keys() != own.state.keys():
+
+
+def load_state(state: Mapping[str, Stateful], saved: Mapping[str, Any], path: Path) -> None:
+    """Load what a checkpoint holds into the state."""
+    if saved.keys() != state.keys():
         raise UserError(
-            f"The checkpoints of {path} hold {', '.join(state)}; state has "
-            f"{', '.join(own.state)}. A run has the same names in state each time."
+            f"The checkpoints of {path} hold {', '.join(saved)}; state has {', '.join(state)}. A "
+            "run has the same names in state each time."
         )
-    for name, one in own.state.items():
-        _load(name, one, state[name])
-    own.position = Position(**saved["position"])
-    own.order = saved["order"]
-    own.own.update(saved.get("own", {}))
-    own.watch = Watch(**saved["watch"]) if saved.get("watch") else None
-    own.finished = saved.get("finished")
+    for name, one in state.items():
+        load_one(name, one, saved[name])
 
 
-def best_on_all(own: OwnState, world: World) -> bool:
-    """Return whether the epoch is the best so far; refuse ratings of some ranks only."""
-    rated = world.gather(own.metric is not None)
-    if len(set(rated)) > 1:
-        ranks = listed([str(rank) for rank, has in enumerate(rated) if has])
-        raise UserError(
-            f"run.best was called on rank {ranks} of {len(rated)} in epoch {own.position.epoch}. "
-            "All ranks save the best checkpoint together: call it on each, and ask run.is_main "
-            "afterwards.",
-            on_all_ranks=True,
-        )
-    return own.is_best
-
-
-def load_best(own: OwnState, folder: Path, world: World) -> int:
-    """Load the best checkpoint's weights into the modules of the state; return its epoch."""
-    if own.watch is None:
-        raise UserError("run.load_best: no epoch was rated. Call run.best(…) in each epoch.")
-    entry = world.on_main(lambda: find_checkpoint(folder, "best"))
-    saved = world.on_every(lambda: checkpoints.load(folder, entry))["state"]
-    for name, one in own.state.items():
+def load_one(name: str, one: Stateful, saved: Any) -> None:
+    """Load one entry of the state."""
+    try:
         if isinstance(one, nn.Module):
-            _load(name, one, saved[name])
-    return entry.epoch
+            load_model(one, {"model": saved})
+        else:
+            one.load_state_dict(saved)
+    except UserError as error:
+        raise UserError(f"state[{name!r}]: {error}") from error
+    except Exception as error:
+        blame(f"state[{name!r}].load_state_dict() failed with what the checkpoint holds", error)
 
 
-def simple(value: Any) -> str | int | float | None:
+def plain(value: Any) -> Any:
+    """Return a script's settings as TOML has them.
+
+    Those that are None, that TOML cannot hold, or that are named like a secret are left out: the
+    text of other objects may differ from process to process.
+    """
+    if isinstance(value, Mapping):
+        named = {str(k): plain(v) for k, v in value.items() if not names_secret(str(k))}
+        return {name: part for name, part in named.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [kept for part in value if (kept := plain(part)) is not None]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # as a number, NaN differs from itself
+    return str(value) if isinstance(value, Path) else _simple(value)
+
+
+def _simple(value: Any) -> str | int | float | None:
     """Return a number or a text without what a subclass adds, such as an enum's name; else None."""
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    return None
+    return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), None)
 
 
-def _plain_values(own: Mapping[str, Any]) -> dict[str, Any]:
-    values = {str(name): simple(value) for name, value in own.items()}
-    for name, value in own.items():
-        if value is not None and values[str(name)] is None:
+def checked_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `run.state` holds, for a checkpoint."""
+    found = {str(name): _simple(value) for name, value in values.items()}
+    for name, value in values.items():
+        if value is not None and found[str(name)] is None:
             raise UserError(
                 f"run.state[{name!r}] is a {type(value).__name__}; it may hold numbers and texts. "
                 "Of a tensor take .item(); what has a state_dict belongs to run.epochs(…, state=…)."
             )
-    return values
-
-
-def _load(name: str, one: Stateful, saved: Any) -> None:
-    if isinstance(one, nn.Module):
-        try:
-            load_model(one, {"model": saved})
-        except UserError as error:
-            raise UserError(f"state[{name!r}]: {error}") from error
-        return
-    try:
-        one.load_state_dict(saved)
-    except Exception as error:
-        blame(f"state[{name!r}].load_state_dict() failed with what the checkpoint holds", error)
+    return found
 
 
 def check_order(
@@ -255,30 +176,26 @@ def check_order(
         now["changes"] = True
     free = not within and (may_be_new or before.get("changes"))
     for name, value in now.items():
-        if name == "changes" or (free and name in _PER_EPOCH):
+        per_epoch = name in _PER_EPOCH
+        if name == "changes" or (free and per_epoch) or before[name] == value:
             continue
-        if before[name] != value:
-            is_size = name != "data"
-            what = f"{name} = {before[name]}, and now it is {value}" if is_size else "other data"
-            raise UserError(
-                f"{path} was begun with {what}: the order of the samples would change within the "
-                "run. Take what it was before, or begin a run in another directory."
-                + (_MADE_IN_EPOCHS if within and name in _PER_EPOCH else "")
-            )
-
-
-def sums_of(saved: list[Sums], world: World) -> Sums:
-    """Return the sums that this rank resumes with; on another number of ranks, rank 0 takes all."""
-    if len(saved) == world.world_size:
-        return saved[world.rank]
-    return added_up(saved) if world.is_main else {}
+        what = f"{name} = {before[name]}, and now it is {value}" if name != "data" else "other data"
+        more = (
+            " Where each epoch makes its data with the model, a run cannot go on within an epoch: "
+            "delete the newest checkpoint to go on from the one before, or make the data in the "
+            "loop over run.batches(torch.arange(…), …)."
+        )
+        raise UserError(
+            f"{path} was begun with {what}: the order of the samples would change within the run. "
+            "Take what it was before, or begin a run in another directory."
+            + (more if within and per_epoch else "")
+        )
 
 
 def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int]:
     """Return the ids of all that is trained; refuse what checkpoints would not hold."""
     modules = [one for one in state.values() if isinstance(one, nn.Module)]
-    held = {id(one) for one in state.values()}
-    held |= {id(parameter) for module in modules for parameter in module.parameters()}
+    held = {id(one) for one in (*state.values(), *(p for m in modules for p in m.parameters()))}
     # An object of the user's own may hold an optimizer, and all modules where state names none.
     own = any(not isinstance(one, _KNOWN) for one in state.values())
     pieces = [named for one in trained for named in _pieces(one)]
@@ -294,7 +211,7 @@ def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int
             "checkpoints would not hold it. Name the module and the optimizer in run.epochs(…, "
             "state={…}), and a parameter by itself as nn.ParameterList([parameter])."
         )
-    return {id(one) for one in trained} | {id(piece) for _, piece in pieces}
+    return {id(one) for one in (*trained, *(piece for _, piece in pieces))}
 
 
 def _pieces(one: Any) -> list[tuple[str, Any]]:

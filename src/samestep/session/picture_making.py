@@ -6,7 +6,8 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from signal import Signals
@@ -35,7 +36,7 @@ from samestep.reporting.drawing import (
 )
 from samestep.reporting.picture_files import FOLDER, Album, replace_pictures
 from samestep.run.records import Record
-from samestep.session.prediction import RowsOfFiles, shown_by
+from samestep.session.prediction import shown_by
 from samestep.training.apply import applied
 from samestep.training.device import data_dtype
 from samestep.training.evaluation import as_evaluated, evaluation_batch, outputs_of
@@ -48,12 +49,11 @@ _LIMIT_S = 10.0
 """How long the other ranks, and the end of the run, wait for all pictures."""
 _READ_S, _ASK_S = 2.0, 2.0
 _NUM_IMAGES, _NUM_POINTS, _NUM_ROWS = 512, 2000, 20
+_PREDICTIONS = "predictions"
+"""The name of the pictures of predictions, of whichever kind."""
 
-Answers = Iterator[tuple[Any, Any, int]]
-"""Outputs, targets (with `forward` the batch) and the number of samples of each batch."""
 
-
-def some_of(data: Any, count: int, seed: int) -> SampleSubset:
+def _some_of(data: Any, count: int, seed: int) -> SampleSubset:
     """Return random samples of a split, so that sorted data shows all of its classes.
 
     It takes at most `count`, and stops reading after `_READ_S` seconds; one is always read.
@@ -85,19 +85,7 @@ def some_of(data: Any, count: int, seed: int) -> SampleSubset:
         samples.append(sample)
         if time.monotonic() > until:
             break
-    return SampleSubset(RowsOfFiles(samples), total, tuple(places[: len(samples)]))
-
-
-def whole(answers: Answers) -> tuple[Tensor, Tensor] | None:
-    """Return outputs and targets of all batches on the CPU; None if they are no plain tensors."""
-    outputs, targets = [], []
-    for output, target, count in answers:
-        both = (output, target)
-        if not all(isinstance(one, Tensor) and one.dim() and len(one) == count for one in both):
-            return None
-        outputs.append(output.detach().cpu())
-        targets.append(target.detach().cpu())
-    return (torch.cat(outputs), torch.cat(targets)) if outputs else None
+    return SampleSubset(samples, total, tuple(places[: len(samples)]))
 
 
 @dataclass(kw_only=True)
@@ -112,7 +100,7 @@ class PictureSource:
     """Loads the weights of the best checkpoint into the model, and names it."""
     checkpoint: str = ""
     """The one whose weights the model holds; empty until it was asked for."""
-    marks: tuple[int, ...] = ()
+    marks: list[int] = field(default_factory=list)
     """How often each of its tensors had been written then."""
 
     def model(self) -> nn.Module:
@@ -121,9 +109,10 @@ class PictureSource:
         They are loaded again where a picture has changed them.
         """
         model = self.work.learner.model
-        if not self.checkpoint or self.marks != _written(model):
+        tensors = (*model.parameters(), *model.buffers())
+        if not self.checkpoint or self.marks != [t._version for t in tensors]:  # noqa: SLF001
             self.checkpoint = self.load_best()
-            self.marks = _written(model)
+            self.marks = [t._version for t in tensors]  # noqa: SLF001
         return model.eval()
 
     @property
@@ -132,8 +121,11 @@ class PictureSource:
         there = (name for name in ("test", "validation") if getattr(self.splits, name) is not None)
         return next(there, None)
 
-    def ask(self, some: SampleSubset) -> Answers:
-        """Yield what the model says of samples, until the batch in which `_ASK_S` is over."""
+    def ask(self, some: SampleSubset) -> Iterator[tuple[Any, Any, int]]:
+        """Yield outputs, targets (with `forward` the batch) and the number of samples, by batch.
+
+        It ends with the batch in which `_ASK_S` is over.
+        """
         until, work = time.monotonic() + _ASK_S, self.work
         settings, device = replace(work.settings, num_workers=0), work.world.device
         size = min(evaluation_batch(settings, work.plan.micro_batch_size), _MOST_PER_BATCH)
@@ -147,10 +139,6 @@ class PictureSource:
                 return
 
 
-def _written(model: nn.Module) -> tuple[int, ...]:
-    return tuple(t._version for t in (*model.parameters(), *model.buffers()))  # noqa: SLF001
-
-
 def picture_records(
     source: PictureSource, path: Path, step: int, agreement: Agreement
 ) -> list[Record]:
@@ -162,19 +150,18 @@ def picture_records(
     if not settings.pictures or agreement.signum:
         return []
     album = _drawn(source, agreement, min(_LIMIT_S, settings.timeout_s / 2))
-    records: list[Record] = []
     try:
         replace_pictures(path, album, checkpoint=source.checkpoint, split=source.split)
     except UserError as error:
         return [{"event": "picture", "step": step, "name": FOLDER, "problem": str(error)}]
+    records: list[Record] = []
     for entry in album.entries:
         name, title = entry["name"], entry["title"]
-        record = {"event": "picture", "step": step, "name": name}
+        record = {"event": "picture", "step": step, "name": name, "title": title}
         if entry["kind"] == "note":
-            records.append({**record, "title": title, "problem": entry["text"]})
+            records.append({**record, "problem": entry["text"]})
         elif name in album.images:
-            file = f"{FOLDER}/{album.images[name]}"
-            records.append({**record, "path": file, "title": title})
+            records.append({**record, "path": f"{FOLDER}/{album.images[name]}"})
     return records
 
 
@@ -228,10 +215,6 @@ def _drawn(source: PictureSource, agreement: Agreement, limit_s: float) -> Album
     return album
 
 
-_LOOK = "predictions"
-"""The name of the pictures of predictions, of whichever kind."""
-
-
 def _planned(source: PictureSource) -> list[tuple[str, Callable[[Album], None]]]:
     """Return what is to be made, by name."""
 
@@ -241,13 +224,13 @@ def _planned(source: PictureSource) -> list[tuple[str, Callable[[Album], None]]]
                 _look(source, album)
         except Exception as error:  # whatever the recipe's code raises: the run is whole
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            album.note(_LOOK, title_of(_LOOK), f"{kind}{error}")
+            album.note(_PREDICTIONS, title_of(_PREDICTIONS), f"{kind}{error}")
 
-    def own(name: str) -> Callable[[Album], None]:
-        return lambda album: draw_own(source.recipe, source.model, source.splits, album, name)
+    def own(album: Album, name: str) -> None:
+        draw_own(source.recipe, source.model, source.splits, album, name)
 
-    looks = [(_LOOK, look)] if source.split is not None else []
-    return looks + [(name, own(name)) for name in source.recipe.pictures]
+    plan = [(name, partial(own, name=name)) for name in source.recipe.pictures]
+    return [(_PREDICTIONS, look), *plan] if source.split is not None else [*plan]
 
 
 def _look(source: PictureSource, album: Album) -> None:
@@ -256,7 +239,7 @@ def _look(source: PictureSource, album: Album) -> None:
     if recipe.forward is not None and recipe.show is None:
         return  # what is in its batches, the recipe alone knows
     data = getattr(source.splits, str(source.split))
-    few = some_of(data, _NUM_ROWS, seed)
+    few = _some_of(data, _NUM_ROWS, seed)
     if not len(few):
         return
     if recipe.show is not None:
@@ -267,12 +250,19 @@ def _look(source: PictureSource, album: Album) -> None:
     kind = _kind(recipe, source.splits, few[0])
     if kind is None:
         return
-    some = some_of(data, _NUM_IMAGES if kind == "images" else _NUM_POINTS, seed)
-    found = whole(source.ask(some))
-    if found is not None and kind == "images":
-        keep_images(album, some, found, classes)
-    elif found is not None:
-        keep_points(album, some, found)
+    some = _some_of(data, _NUM_IMAGES if kind == "images" else _NUM_POINTS, seed)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for *pair, count in source.ask(some):
+        if not all(isinstance(one, Tensor) and one.dim() and len(one) == count for one in pair):
+            return  # no plain tensors
+        pairs.append((pair[0].detach().cpu(), pair[1].detach().cpu()))
+    if not pairs:
+        return
+    outputs, targets = map(torch.cat, zip(*pairs, strict=True))
+    if kind == "images":
+        keep_images(album, some, (outputs, targets), classes)
+    else:
+        keep_points(album, some, (outputs, targets))
 
 
 def _kind(recipe: Recipe, splits: Splits, sample: Any) -> Literal["images", "points"] | None:

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,19 +29,6 @@ _FIELDS = ("file", "row", "classes", "problem")
 """Fields of a prediction, which `show` cannot name again."""
 
 
-class RowsOfFiles(Dataset[Any]):
-    """Samples that `read` gave."""
-
-    def __init__(self, samples: Sequence[Any]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """What a model says of one row of a file, or why it could not be asked."""
@@ -56,45 +44,9 @@ class Prediction:
     """Why it could not be read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predictor:
-    """A checkpoint ready to be asked."""
-
-    opened: TrainedModel
-    recipe: Recipe
-    """Without random augmentation."""
-    classes: tuple[str, ...]
-    """The names of the outputs, if the data has named them."""
-
-    def ask(self, samples: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the outputs for samples as `read` gives them, and their targets or batch.
-
-        The batch is put together as in an evaluation. Targets are None where there are none.
-        """
-        recipe, opened = self.recipe, self.opened
-        without = [_is_pair(sample) and sample[1] is None for sample in samples]
-        samples = [(s[0], 0) if w else s for s, w in zip(samples, without, strict=True)]
-        known = recipe.forward is not None or not any(without)
-        if recipe.collate is None and recipe.forward is None:
-            known = known and all(map(_is_pair, samples))
-            inputs = [sample[0] if _is_pair(sample) else sample for sample in samples]
-            samples = samples if known else [(one, 0) for one in inputs]
-        settings, device = replace(opened.settings, num_workers=0), opened.device
-        rows = RowsOfFiles(samples)
-        source = open_split(rows, World(device=device), recipe, settings, opened.dtype)
-        batch, model = source.peek(len(samples)), applied(opened.model, recipe)
-        with as_evaluated(model, settings.seed), switched(settings, device):
-            outputs = outputs_of(model, batch.inputs, settings.precision, device)
-        return outputs, batch.targets if known else None
-
-
-def _is_pair(sample: Any) -> bool:
-    return isinstance(sample, tuple) and len(sample) == 2
-
-
 def open_predictor(
     path: Path, name: str = "best", *, device: Device = "auto", given: Recipe | None = None
-) -> Predictor:
+) -> TrainedModel:
     """Return a checkpoint of a run, ready to be asked in this process; see `open_checkpoint`."""
     opened = open_checkpoint(path, name, device=device, recipe=given)
     recipe, settings, model = opened.recipe, opened.settings, opened.model
@@ -104,53 +56,66 @@ def open_predictor(
             "give it Recipe(read=…), a function of the options and a path."
         )
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
-    classes = tuple(opened.content.get("classes") or ())
-    return Predictor(opened=opened, recipe=replace(recipe, augment=None), classes=classes)
+    return replace(opened, recipe=replace(recipe, augment=None))
 
 
-def predict_files(predictor: Predictor, files: Sequence[Path], *, top: int) -> Iterator[Prediction]:
+def ask(opened: TrainedModel, samples: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the outputs for samples as `read` gives them, and their targets or batch.
+
+    The batch is put together as in an evaluation. Targets are None where there are none.
+    """
+    recipe = opened.recipe
+    without = [_is_pair(sample) and sample[1] is None for sample in samples]
+    rows: Any = [(s[0], 0) if w else s for s, w in zip(samples, without, strict=True)]
+    known = recipe.forward is not None or not any(without)
+    if recipe.collate is None and recipe.forward is None:
+        known = known and all(map(_is_pair, rows))
+        rows = rows if known else [(s[0] if _is_pair(s) else s, 0) for s in rows]
+    settings, device = replace(opened.settings, num_workers=0), opened.device
+    source = open_split(rows, World(device=device), recipe, settings, opened.dtype)
+    batch, model = source.peek(len(rows)), applied(opened.model, recipe)
+    with as_evaluated(model, settings.seed), switched(settings, device):
+        outputs = outputs_of(model, batch.inputs, settings.precision, device)
+    return outputs, batch.targets if known else None
+
+
+def _is_pair(sample: Any) -> bool:
+    return isinstance(sample, tuple) and len(sample) == 2
+
+
+def predict_files(opened: TrainedModel, files: Sequence[Path], *, top: int) -> Iterator[Prediction]:
     """Yield what a model says of each row of each file, in order; what is broken is only named.
 
     `top` is how many classes to name for each row.
     """
-    waiting: list[_Row] = []
-    for row in _rows(predictor, files):
-        waiting.append(row)
-        if len(waiting) == _ROWS_PER_BATCH:
-            yield from _predicted(predictor, waiting, top)
-            waiting = []
-    yield from _predicted(predictor, waiting, top)
+    waiting = _rows(opened, files)
+    while rows := list(islice(waiting, _ROWS_PER_BATCH)):
+        samples = [sample for row, sample in rows if row.problem is None]
+        said = iter(_said(opened, samples, top) if samples else ())
+        for row, _ in rows:
+            yield row if row.problem is not None else replace(row, **next(said))
 
 
-class _Row(NamedTuple):
-    """A sample of a file, or why there is none."""
-
-    file: str
-    number: int | None
-    sample: Any = None
-    problem: str | None = None
-
-
-def _rows(predictor: Predictor, files: Sequence[Path]) -> Iterator[_Row]:
-    """Yield what the recipe reads, file by file."""
-    read = predictor.recipe.read
+def _rows(opened: TrainedModel, files: Sequence[Path]) -> Iterator[tuple[Prediction, Any]]:
+    """Yield the samples that the recipe reads, file by file, each with its place or problem."""
+    read = opened.recipe.read
     assert read is not None
     for path in files:
-        file, number = str(path), 0
+        whole, number = Prediction(file=str(path)), 0
         try:
             found = read(path)
             if not isinstance(found, list | Iterator | Dataset):
-                yield _Row(file, None, found)
+                yield whole, found
                 continue
             for number, (sample, problem) in enumerate(_samples(found), 1):
-                yield _Row(file, number, sample, problem)
+                yield replace(whole, row=number, problem=problem), sample
         except (ValueError, OSError) as error:
-            yield _Row(file, None, problem=str(error))
+            yield replace(whole, problem=str(error)), None
             continue
         except Exception as error:
-            blame(f"The recipe's read failed with {file}", error, read)
+            blame(f"The recipe's read failed with {path}", error, read)
         if not number:
-            yield _Row(file, None, problem="there is no row in it")
+            yield replace(whole, problem="there is no row in it"), None
 
 
 def _samples(found: Any) -> Iterator[tuple[Any, str | None]]:
@@ -170,47 +135,39 @@ def _samples(found: Any) -> Iterator[tuple[Any, str | None]]:
         yield sample, problem
 
 
-def _predicted(predictor: Predictor, rows: Sequence[_Row], top: int) -> Iterator[Prediction]:
-    """Yield what the model says of rows that are asked at once."""
-    samples = [row.sample for row in rows if row.problem is None]
-    said = iter(_said(predictor, samples, top) if samples else ())
-    for row in rows:
-        place: dict[str, Any] = {"file": row.file, "row": row.number}
-        if row.problem is not None:
-            yield Prediction(**place, problem=row.problem)
-        else:
-            yield Prediction(**place, **next(said))
-
-
-def _said(predictor: Predictor, samples: Sequence[Any], top: int) -> list[dict[str, Any]]:
+def _said(opened: TrainedModel, samples: Sequence[Any], top: int) -> list[dict[str, Any]]:
     """Return the fields of a prediction for each sample."""
-    outputs, targets = predictor.ask(samples)
-    recipe, classes, count = predictor.recipe, predictor.classes, len(samples)
+    outputs, targets = ask(opened, samples)
+    recipe, count = opened.recipe, len(samples)
     if recipe.show is not None:
         return [{"values": row} for row in shown_by(recipe.show, outputs, targets, count)]
-    known = recipe.forward is None and fits(targets, count)
-    actual = rows_of("target", targets, count) if known else [{}] * count
+    names = tuple(opened.content.get("classes") or ())
+    known = recipe.forward is None and _fits(targets, count)
+    actual = _rows_of("target", targets, count) if known else [{}] * count
     # Where the loss is made of it, outputs are class scores whether classes have names or not.
-    scores = class_scores(outputs, classes, top, numbered=is_cross_entropy(recipe.loss))
+    scores = _class_scores(outputs, names, top, numbered=is_cross_entropy(recipe.loss))
     if scores is None:
-        rows = zip(rows_of("output", outputs, count), actual, strict=True)
+        rows = zip(_rows_of("output", outputs, count), actual, strict=True)
         return [{"values": {**row, **its}} for row, its in rows]
-    pairs = zip(scores, actual, strict=True)
-    return [{"classes": found, "values": named(its, classes)} for found, its in pairs]
+    for its in actual:
+        for key, value in its.items():  # a class by its name
+            if isinstance(value, int) and 0 <= value < len(names):
+                its[key] = names[value]
+    return [{"classes": s, "values": its} for s, its in zip(scores, actual, strict=True)]
 
 
-def check_draws(predictor: Predictor) -> None:
+def check_draws(opened: TrainedModel) -> None:
     """Check that the recipe can draw what is predicted."""
-    if predictor.recipe.plot is None:
+    if opened.recipe.plot is None:
         raise UserError(
-            f"--plot: recipe {predictor.recipe.name} does not say what to draw: give it "
+            f"--plot: recipe {opened.recipe.name} does not say what to draw: give it "
             "Recipe(plot=…), a function of the options, the file, the rows and a figure."
         )
 
 
-def draw(predictor: Predictor, file: Path, rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
+def draw(opened: TrainedModel, file: Path, rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
     """Draw what was predicted of a file into a figure of matplotlib."""
-    paint = predictor.recipe.plot
+    paint = opened.recipe.plot
     assert paint is not None
     try:
         paint(file, rows, figure)
@@ -239,7 +196,7 @@ def as_table(prediction: Prediction) -> dict[str, Any]:
     return {**table, **prediction.values}
 
 
-def class_scores(
+def _class_scores(
     outputs: Any, classes: Sequence[str], top: int, *, numbered: bool
 ) -> list[tuple[tuple[str, float], ...]] | None:
     """Return the `top` most probable classes of each sample; None if outputs are no class scores.
@@ -257,9 +214,9 @@ def class_scores(
     return [tuple((names[k], p) for k, p in zip(*row, strict=True)) for row in rows]
 
 
-def rows_of(name: str, tree: Any, count: int) -> list[dict[str, Any]]:
+def _rows_of(name: str, tree: Any, count: int) -> list[dict[str, Any]]:
     """Return what each sample has of a tree of tensors, under a name."""
-    if not fits(tree, count):
+    if not _fits(tree, count):
         raise UserError(
             f"The model's outputs for {count} samples are {describe(tree)}, and predict shows one "
             "number or one row of numbers a sample. Say what to show: Recipe(show=…), a function "
@@ -269,20 +226,12 @@ def rows_of(name: str, tree: Any, count: int) -> list[dict[str, Any]]:
     return [{name: _plain(map_leaves(itemgetter(place), here))} for place in range(count)]
 
 
-def fits(tree: Any, count: int) -> bool:
+def _fits(tree: Any, count: int) -> bool:
     """Whether a tree has tensors with one number, or one row of numbers, for each sample."""
     leaves = tree_leaves(tree)
     return bool(leaves) and all(
         isinstance(leaf, Tensor) and leaf.dim() in (1, 2) and len(leaf) == count for leaf in leaves
     )
-
-
-def named(row: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """Return a sample's target with the name of its class in place of the number."""
-    return {
-        key: classes[value] if isinstance(value, int) and 0 <= value < len(classes) else value
-        for key, value in row.items()
-    }
 
 
 def shown_by(

@@ -1,10 +1,12 @@
 """From a recipe, a TOML file and the flags to one request: what to train, and how.
 
-Precedence: recipe defaults < TOML < flags.
+Precedence: recipe defaults < TOML < flags. A resumed run keeps the settings that it was begun with,
+except those that may change or that `--allow-change` names.
 """
 
 import tomllib
 import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,6 @@ from samestep.recipes import RECIPES
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import best_file
 from samestep.run.records import first_start
-from samestep.session.changes import (
-    Change,
-    differing,
-    parse_names,
-    refused_change,
-    with_sizes_of_run,
-)
 from samestep.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
 from samestep.session.recipe_pieces import Pieces, pieces_of
 from samestep.settings import (
@@ -38,8 +33,18 @@ from samestep.settings import (
     settings_of_run,
 )
 from samestep.tracking.choice import check_choice
+from samestep.training.plan import Plan
 
 _COLUMNS = 100
+_SIZES = ("batch_size", "micro_batch_size", "accumulate")
+# These decide which samples a step takes, so no flag allows another value.
+_OF_THE_ORDER = frozenset(
+    ["seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples", "shuffle_buffer"]
+)
+_FIXED = _OF_THE_ORDER | {"engine", "virtual_ranks"}
+
+Change = tuple[Any, Any]
+"""A value before, and the value now; None where it was not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,60 +99,61 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     `config` is a TOML file above the recipe's own settings. `recipe` is an object in place of a
     target, or of the recipe that the run names.
     """
+    tables = [(config, read_toml(config))] if config else []
     if target is None:
         assert recipe is not None
-        target = FROM_PYTHON + recipe.name
-        return _layered(target, recipe, None, [(config, read_toml(config))] if config else [])
-    named_recipe = target in RECIPES  # a folder of data may well be called mnist
-    run = Path(target) if not named_recipe and is_run(Path(target)) else None
-    if run is None and not named_recipe and Path(target).is_dir():
-        raise no_run(Path(target))
-    tables = [
-        (path, read_toml(path)) for path in (run / "settings.toml" if run else None, config) if path
-    ]
-    earlier = bool(run) and "global_batch_size" in tables[0][1]
-    tables[:1] = [(p, settings_of_run(t) if run else t) for p, t in tables[:1]]
-    named = [str(table.pop("recipe")) for _, table in tables if "recipe" in table]
-    if run and not named:
-        raise UserError(
-            f"{run / 'settings.toml'} names no recipe: {run} comes from a loop of your own, "
-            "and only its script can go on with it or evaluate it. The weights: torch.load("
-            f'"{best_file(run / "checkpoints")}")["state"].'
-        )
-    source, folder = named[0] if run else target, Path.cwd()
-    for path, _ in tables[1 if run else 0 :]:
-        if named and named[-1] != source:
+        return _layered(FROM_PYTHON + recipe.name, recipe, tables)
+    folder, source, run, earlier = Path.cwd(), target, _run_of(target), False
+    if run is not None:
+        file = run / "settings.toml"
+        of_run = read_toml(file)
+        earlier = "global_batch_size" in of_run
+        if "recipe" not in of_run and not any("recipe" in table for _, table in tables):
             raise UserError(
-                f"{path} is for recipe {named[-1]!r}, and {source!r} was asked for. Name that "
-                "recipe, or take the key `recipe` out of the file."
+                f"{file} names no recipe: {run} comes from a loop of your own, and only its script "
+                "can go on with it or evaluate it. The weights: torch.load("
+                f'"{best_file(run / "checkpoints")}")["state"].'
             )
-    if recipe is None:
-        recipe = _recipe_of_run(run, source) if run else find_recipe(source)
-    else:  # another file, as the run's own copy, may have it under another name
+        source = str(of_run.get("recipe") or tables[0][1]["recipe"])
+        tables.insert(0, (file, settings_of_run(of_run)))
+    for path, table in tables[run is not None :]:
+        if (named := str(table.get("recipe", source))) != source:
+            raise UserError(
+                f"{path} is for recipe {named!r}, and {source!r} was asked for. Name that recipe, "
+                "or take the key `recipe` out of the file."
+            )
+    if recipe is not None:  # another file, as the run's own copy, may have it under another name
         recipe = replace(recipe, name=_name_of(source))
+    else:
+        recipe = find_recipe(source) if run is None else _recipe_of_run(run, source)
     if source.endswith(".py"):
         source = str((folder / source).resolve())
     if run is not None and folder != Path.cwd():
         run = folder / run
-    return replace(_layered(source, recipe, run, tables), earlier=earlier, folder=folder)
+    found = _layered(source, recipe, tables)
+    return replace(found, run=run, earlier=earlier, folder=folder)
 
 
-def _layered(
-    source: str, recipe: Recipe, run: Path | None, tables: list[tuple[Path, dict[str, Any]]]
-) -> Draft:
+def _run_of(target: str) -> Path | None:
+    """Return the directory of a run; None for a recipe."""
+    if target in RECIPES or not Path(target).is_dir():  # a folder of data may be called mnist
+        return None
+    if is_run(Path(target)):
+        return Path(target)
+    raise no_run(Path(target))
+
+
+def _layered(source: str, recipe: Recipe, tables: list[tuple[Path, dict[str, Any]]]) -> Draft:
     """Return the draft of a recipe with the tables above its own settings."""
     own, _ = typed(dict(recipe.settings), recipe, source)
-    layers: list[dict[str, object]] = [own]
-    options: dict[str, object] = {}
+    layers, options = [own], dict[str, object]()
     for path, table in tables:
-        table.pop("recipe", None)
-        ours, theirs = typed(table, recipe, path)
+        rest = {name: value for name, value in table.items() if name != "recipe"}
+        ours, theirs = typed(rest, recipe, path)
         layers.append(ours)
         options.update(theirs)
     merged = merge_layers(*layers)
-    return Draft(
-        recipe=recipe, source=source, settings_layer=merged, options_layer=options, run=run
-    )
+    return Draft(recipe=recipe, source=source, settings_layer=merged, options_layer=options)
 
 
 def _name_of(source: str) -> str:
@@ -171,9 +177,13 @@ def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
     """Return a run's own copy of its recipe: of the run `target`, or else of `run_dir`."""
     for run in (target, run_dir):
         if run and run not in RECIPES and is_run(Path(str(run))):
-            source = str(read_toml(Path(str(run)) / "settings.toml").get("recipe"))
-            return copy_of_run(Path(str(run)), source)
+            return copy_of_run(Path(str(run)), recipe_named_by(Path(str(run))))
     return None
+
+
+def recipe_named_by(run: Path) -> str:
+    """Return the source of the recipe that a run names."""
+    return str(read_toml(run / "settings.toml").get("recipe"))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -194,40 +204,33 @@ def typed(
     table: dict[str, Any], recipe: Recipe, where: Path | str
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Return the settings and the recipe's options of a table, each of its declared type."""
-    types = _field_types(Settings)
-    option_types = _field_types(recipe.options) if recipe.options else {}
+    types, own = _field_types(Settings), _field_types(recipe.options) if recipe.options else {}
     ours: dict[str, object] = {}
     theirs: dict[str, object] = {}
     for key, value in own_names(table, where).items():
-        if key not in types and key not in option_types:
-            own = f" The options of {recipe.name}: {', '.join(option_types)}."
+        if key not in types and key not in own:
+            options = f" The options of {recipe.name}: {', '.join(own)}." if own else ""
             raise UserError(
-                f"{where}: unknown setting {key!r}. {did_you_mean(key, [*types, *option_types])}"
-                f"The settings: {', '.join(sorted(types))}.{own if option_types else ''}"
+                f"{where}: unknown setting {key!r}. {did_you_mean(key, [*types, *own])}"
+                f"The settings: {', '.join(sorted(types))}.{options}"
             )
-        home, kind = (ours, types[key]) if key in types else (theirs, option_types[key])
+        home, kind = (ours, types[key]) if key in types else (theirs, own[key])
         if kind in (str, str | None) and isinstance(value, list | tuple):
             value = ",".join(map(str, value))  # noqa: PLW2901 - as the flag has several
         try:
             home[key] = msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
-            choices = ", ".join(map(repr, _choices(kind)))
+            parts = [one for one in (kind, *typing.get_args(kind)) if one is not type(None)]
+            literal = [one for one in parts if typing.get_origin(one) is typing.Literal]
+            choices = ", ".join(map(repr, typing.get_args(literal[0]))) if literal else ""
             why = f"it must be one of {choices}" if choices else f"{error}".rstrip(".")
             raise UserError(f"{where}: {key} = {value!r}: {why}.") from error
     return ours, theirs
 
 
-def _choices(kind: Any) -> tuple[Any, ...]:
-    """Return the values of a `Literal` type, or of `Literal | None`."""
-    if typing.get_origin(kind) is typing.Literal:
-        return typing.get_args(kind)
-    parts = [part for part in typing.get_args(kind) if part is not type(None)]
-    return _choices(parts[0]) if len(parts) == 1 and type(None) in typing.get_args(kind) else ()
-
-
 def _field_types(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+    return {one.name: hints[one.name] for one in fields(kind)}
 
 
 def finish(
@@ -242,36 +245,37 @@ def finish(
     """Return the request; `settings` and `options` have the flags applied, named in `given`."""
     if allow_change is not None and not resume:
         raise UserError(f"--allow-change {allow_change} has no effect without --resume.")
-    allowed = parse_names(allow_change, start.recipe)
-    own = {one.name for one in fields(Settings)}
-    flags = {name: getattr(settings, name) for name in given if name in own}
+    allowed = _names_allowed(allow_change or "", start.recipe)
+    known = {one.name for one in fields(Settings)}
+    flags = {name: getattr(settings, name) for name in given if name in known}
     run_dir = str(merge_layers(start.settings_layer, flags).get("run_dir") or "")
     if run_dir and start.folder != Path.cwd():
         run_dir = str(start.folder / run_dir)
     run = start if resume and start.run is not None else None
     if resume and start.run is None and run_dir and is_run(Path(run_dir)):
-        run = _repeated(start, run_dir)
-    if run is not None and flags.get("batch_size_per_rank") is not None:
-        _check_per_rank(run, flags.pop("batch_size_per_rank"))
+        name = _name_of(recipe_named_by(Path(run_dir)))
+        if name != start.recipe.name:
+            raise UserError(
+                f"{run_dir} holds a run of recipe {name}, not of {start.recipe.name}. Choose "
+                "another --run-dir."
+            )
+        run = draft(run_dir, None, start.recipe)  # a repeated command
+    if run is not None and (size := flags.get("batch_size_per_rank")) is not None:
+        _check_per_rank(run, size)
+        del flags["batch_size_per_rank"]
     merged = merge_layers(start.settings_layer, flags)
     merged |= {"run_dir": run_dir} if run_dir else {}
     if run is not None and run is not start:
         if options is not None:  # those that the repeated command does not give are the run's
-            own = {*given, *start.options_layer}
-            before = run.options()
+            own, before = {*given, *start.options_layer}, run.options()
             kept = {f.name: getattr(before, f.name) for f in fields(before) if f.name not in own}
             options = replace(options, **kept)
-        merged = merge_layers(run.settings_layer, merged)
-        merged = with_sizes_of_run(merged, run.settings_layer, flags, earlier=run.earlier)
+        merged = _with_sizes_of(run, merge_layers(run.settings_layer, merged), flags)
     elif start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
-    if run is not None:
-        changes = _changes(run, merged, options)
-        virtual = run.settings_layer.get("virtual_ranks")
-        free = free_names(Settings, run.recipe.options, virtual_ranks=virtual)
-        for name in sorted(changes.keys() - free - {*allowed}, key=lambda n: (n not in given, n)):
-            raise refused_change(name, changes[name], is_given=name in given)
     resolved = Settings(**merged)  # type: ignore[arg-type]
+    if run is not None:
+        _check_same(run, resolved, options, given, allowed)
     check_choice(resolved)
     _refuse_unread(start, options, given)
     return Request(
@@ -288,14 +292,21 @@ def finish(
     )
 
 
-def _check_per_rank(run: Draft, now: int) -> None:
-    """Refuse a batch size per rank that is not the one that the run was begun with."""
-    assert run.run is not None
-    begun = first_start(run.run)
-    total, ranks = begun.get("global_batch_size", 0), begun.get("world_size", 1)
-    before = begun.get("batch_size_per_rank") or (total // ranks if total % ranks == 0 else None)
-    if before != now:
-        raise refused_change("batch_size_per_rank", (before, now), is_given=True)
+def _with_sizes_of(
+    run: Draft, merged: Mapping[str, object], flags: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the settings of a repeated command with the batch sizes of the run that it resumes.
+
+    Its flags may ask for other micro-steps. What an earlier version's command says counts per rank,
+    for the ranks of then.
+    """
+    of_run = run.settings_layer
+    asked = _SIZES[:1] if of_run.get("virtual_ranks") is not None else _SIZES
+    sizes = {name: of_run[name] for name in _SIZES if name in of_run}
+    if not run.earlier:
+        sizes = merge_layers(sizes, {name: flags[name] for name in asked if name in flags})
+    others = {*_SIZES, "batch_size_per_rank"}
+    return {k: v for k, v in merged.items() if k not in others} | sizes
 
 
 def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
@@ -312,50 +323,134 @@ def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
         )
 
 
-def _repeated(start: Draft, run_dir: str) -> Draft:
-    """Return the draft of the run in the --run-dir of a repeated command."""
-    source = str(read_toml(Path(run_dir) / "settings.toml").get("recipe"))
-    if _name_of(source) != start.recipe.name:
-        raise UserError(
-            f"{run_dir} holds a run of recipe {_name_of(source)}, not of {start.recipe.name}. "
-            "Choose another --run-dir."
+# --- what may change when a run is resumed
+
+
+def _names_of(recipe: Recipe) -> set[str]:
+    """Return the names of all settings and options."""
+    own = fields(recipe.options) if recipe.options is not None else ()
+    return {one.name for one in (*fields(Settings), *own)}
+
+
+def _names_allowed(text: str, recipe: Recipe) -> tuple[str, ...]:
+    """Return the settings and options that `--allow-change` names."""
+    words = [word.strip().removeprefix("--").replace("-", "_") for word in text.split(",")]
+    names, known = tuple(filter(None, words)), {*_names_of(recipe), "recipe"}
+    for name in names:
+        if name in _FIXED & known:
+            raise UserError(
+                f"--allow-change {name}: it cannot change within a run. Start a new run from the "
+                "settings of this one: name its directory, without --resume."
+            )
+        if name not in known:
+            raise UserError(
+                f"--allow-change {text}: there is no setting {name!r}. "
+                f"{did_you_mean(name, known)}Name settings or options, with commas between them: "
+                "--allow-change lr,weight_decay."
+            )
+    return names
+
+
+def _check_same(
+    run: Draft, settings: Settings, options: Any, given: set[str], allowed: Iterable[str]
+) -> None:
+    """Refuse the first setting or option that differs from the run's and may not."""
+    before, after = as_table(run.settings()), as_table(settings)
+    if options is not None:
+        before, after = {**before, **vars(run.options())}, {**after, **vars(options)}
+    virtual = run.settings_layer.get("virtual_ranks")
+    free = free_names(Settings, run.recipe.options, virtual_ranks=virtual)
+    changes = _differing(before, after, (before.keys() | after.keys()) - free - {*allowed})
+    for name in sorted(changes, key=lambda name: (name not in given, name)):
+        raise _refused_change(name, changes[name], is_given=name in given)
+
+
+def _check_per_rank(run: Draft, now: int) -> None:
+    """Refuse a batch size per rank that is not the one that the run was begun with."""
+    assert run.run is not None
+    begun = first_start(run.run)
+    total, ranks = begun.get("global_batch_size", 0), begun.get("world_size", 1)
+    before = begun.get("batch_size_per_rank") or (total // ranks if total % ranks == 0 else None)
+    if before != now:
+        raise _refused_change("batch_size_per_rank", (before, now), is_given=True)
+
+
+def _refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
+    """Return the error for a changed value; `is_given` by the call rather than by a file."""
+    before, now = map(_shown, change)
+    value = "" if change[1] is True else f" {now}"
+    what = f"--{flag_name(name)}{value}" if is_given else f"{name} = {now} in the settings"
+    begun = f"{what}: the run was begun with {before}"
+    if name in _FIXED:
+        return UserError(
+            f"{begun}. It cannot change within a run: leave it out, or start a new run without "
+            "--resume."
         )
-    return draft(run_dir, None, start.recipe)
+    return UserError(
+        f"{begun}. When a run is resumed this would make it another training: leave it out, start "
+        f"a new run without --resume, or insist with --allow-change {name}."
+    )
 
 
-def _changes(start: Draft, merged: dict[str, object], options: Any) -> dict[str, Change]:
-    """Return the values that differ from those of the run, by their names."""
-    before = as_table(start.settings())
-    after = as_table(Settings(**merged))  # type: ignore[arg-type]
-    old = start.options()
-    if old is not None:
-        before = {**before, **vars(old)}
-        after = {**after, **vars(options)}
-    return differing(before, after, before.keys() | after.keys())
+def changes_since(made_with: str, now: str, request: Request, where: str) -> list[str]:
+    """Return what --allow-change lets differ from the TOML that a checkpoint was made with."""
+    recipe = request.recipe
+    options = {} if recipe.options is None else asdict(recipe.options())
+    defaults = as_table(Settings()) | {k: v for k, v in options.items() if v is not None}
+    defaults = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()}
+
+    def flat(table: dict[str, Any]) -> dict[str, Any]:  # a setting may be newer than the file
+        return {**defaults, **table, **table.get("options", {})}
+
+    before, after = flat(settings_of_run(tomllib.loads(made_with))), flat(tomllib.loads(now))
+    free = free_names(Settings, recipe.options, virtual_ranks=before.get("virtual_ranks"))
+    changes = _differing(before, after, sorted(_names_of(recipe) - free - _OF_THE_ORDER))
+    if others := changes.keys() - request.allow_change:
+        was, would = (
+            ", ".join(f"{k} = {_shown(pair[n])}" for k, pair in changes.items() if k in others)
+            for n in (0, 1)
+        )
+        insist = f", or add --allow-change {','.join(changes)} to go on with the new one"
+        raise UserError(
+            f"{where} was made with {was}; the run would go on with {would}, from its "
+            "settings.toml or the command. Write the old value back"
+            f"{'' if _FIXED & others else insist}."
+        )
+    return [f"{k} from {_shown(old)} to {_shown(new)}" for k, (old, new) in changes.items()]
 
 
-def to_toml(request: Request, *, batch_size: int, micro_batch_size: int) -> str:
-    """Return the settings, with the batch sizes that follow from them, as TOML.
+def _differing(
+    before: Mapping[str, Any], after: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, Change]:
+    """Return the values of these names that are not the same."""
+    pairs = {name: (before.get(name), after.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else str(value)
+
+
+# --- what a run keeps
+
+
+def to_toml(request: Request, plan: Plan) -> str:
+    """Return the settings, with the batch sizes of the plan, as the text of settings.toml.
 
     `samestep train RUN` starts from them.
     """
-    table = as_table(request.settings)
-    table.pop("run_dir", None)  # it is where the file lies
-    table["batch_size"] = batch_size
-    table = {k: v for k, v in table.items() if k not in ("batch_size_per_rank", "accumulate")}
-    if micro_batch_size < batch_size:  # it fits: fewer ranks that go on need no more memory
-        table.setdefault("micro_batch_size", micro_batch_size)
+    left_out = ("run_dir", "batch_size_per_rank", "accumulate")  # the file lies in run_dir
+    table = {k: v for k, v in as_table(request.settings).items() if k not in left_out}
+    table["batch_size"] = plan.global_batch_size
+    if plan.micro_batch_size < plan.global_batch_size:  # fewer ranks need no more memory
+        table.setdefault("micro_batch_size", plan.micro_batch_size)
     document: dict[str, Any] = {"recipe": request.source, **table}
     if request.options is not None:
         own = asdict(request.options)
         document["options"] = {key: value for key, value in own.items() if value is not None}
-    return _packed(tomli_w.dumps(document))
-
-
-def _packed(toml: str) -> str:
-    """Return TOML with as many items of a list on a line as fit: lists may have thousands."""
+    # As many items of a list on a line as fit: lists may have thousands.
     lines: list[str] = []
-    for line in toml.split("\n"):
+    for line in tomli_w.dumps(document).split("\n"):
         is_item = line.startswith("    ") and bool(lines) and lines[-1].startswith("    ")
         if is_item and len(lines[-1]) + len(line) - 3 <= _COLUMNS:
             lines[-1] += line[3:]

@@ -1,70 +1,39 @@
 """Go on with a run from its newest whole checkpoint."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run import checkpoints
-from samestep.run.directory import is_run
 from samestep.run.index import Entry, remove_unannounced
 from samestep.run.records import read_records
-from samestep.session.changes import check_changes, words_of
-from samestep.session.request import Request, to_toml
+from samestep.session.request import Request, changes_since, to_toml
 from samestep.training.snapshot import restore
 from samestep.training.work import State, Work
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """What a resumed run continues from."""
-
-    checkpoint: str
-    """File name in checkpoints/."""
-    problems: list[str]
-    """What was wrong with newer ones."""
-    changes: list[str]
-    """What --allow-change has let differ from what the checkpoint was made with."""
-
-
 class Found(NamedTuple):
-    """A checkpoint that was read."""
+    """A checkpoint that a run goes on from."""
 
     entry: Entry
     content: dict[str, Any]
     problems: list[str]
     """What was wrong with newer ones."""
+    changes: Sequence[str] = ()
+    """What --allow-change has let differ from what it was made with."""
 
 
-def settings_text(request: Request, work: Work) -> str:
-    """Return the text of a run's settings.toml."""
-    plan = work.plan
-    return to_toml(
-        request, batch_size=plan.global_batch_size, micro_batch_size=plan.micro_batch_size
-    )
-
-
-def resume(request: Request, work: Work, state: State, path: Path) -> Resumed | None:
-    """Go on from the newest whole checkpoint; return None if there is none."""
-    world = work.world
-    if not request.resume or not world.on_main(lambda: is_run(path)):
-        return None
-    found = load_newest(path, world)
-    return None if found is None else go_on(request, work, state, path, found)
-
-
-def go_on(request: Request, work: Work, state: State, path: Path, found: Found) -> Resumed:
+def go_on(request: Request, work: Work, state: State, path: Path, found: Found) -> Found:
     """Restore a training from a checkpoint of a run; refuse what would make it another training."""
-    made_with, changes = found.content.get("made_with"), {}
+    made_with, changes = found.content.get("made_with"), list[str]()
     if made_with:  # checkpoints of earlier versions do not say
-        where, now = f"{path / 'checkpoints' / found.entry.path}", settings_text(request, work)
-        recipe, allowed = request.recipe, request.allow_change
-        changes = work.world.on_main(lambda: check_changes(made_with, now, recipe, allowed, where))
+        where, now = f"{path / 'checkpoints' / found.entry.path}", to_toml(request, work.plan)
+        changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
     restore(work, state, request.recipe.name, found.content)
-    words = [*words_of(changes), *(f"recipe: {name}" for name in request.recipe_changes)]
-    return Resumed(checkpoint=found.entry.path, problems=found.problems, changes=words)
+    return found._replace(changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)])
 
 
 def load_newest(path: Path, world: World) -> Found | None:
@@ -82,20 +51,19 @@ def load_newest(path: Path, world: World) -> Found | None:
         content.update(found.content)
         return found.entry, found.problems
 
+    def clean() -> None:
+        records = list(read_records(path, superseded=True))
+        announced = [Path(r["path"]).name for r in records if r["event"] == "checkpoint"]
+        since = min((r["time"] for r in records if r["event"] == "start"), default=math.inf)
+        remove_unannounced(path / "checkpoints", announced, since)
+
     chosen = world.on_main(newest)
     if chosen is None:
         return None
     entry, problems = chosen
     saved = world.on_every(lambda: content or checkpoints.load(path / "checkpoints", entry))
-    world.on_main(lambda: _remove_unannounced(path))
+    world.on_main(clean)
     return Found(entry, saved, problems)
-
-
-def _remove_unannounced(path: Path) -> None:
-    records = list(read_records(path, superseded=True))
-    announced = [Path(r["path"]).name for r in records if r["event"] == "checkpoint"]
-    since = min((r["time"] for r in records if r["event"] == "start"), default=math.inf)
-    remove_unannounced(path / "checkpoints", announced, since)
 
 
 def newest_whole(path: Path) -> Found | None:

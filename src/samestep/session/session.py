@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.errors import AlreadyTold, UserError, is_users
-from samestep.ranks.process import JOB_RUN, RankLog, report
-from samestep.ranks.world import World, abandon
+from samestep.errors import AlreadyTold, UserError
+from samestep.ranks.process import JOB_RUN
+from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.directory import Heartbeat, Run, is_run
 from samestep.run.environment import versions
@@ -51,21 +51,12 @@ class Session:
         self._index = Index()
         self._spared: list[str] = []
         world.on_main(self._open)
-        world.on_every(lambda: self._tell(on_open))
+        world.on_every(lambda: _tell(on_open, path))
         job = os.environ.get(JOB_RUN) if world.is_main else None
         self._heartbeat = Heartbeat(Path(job).absolute()) if job else None
 
     def _open(self) -> None:
         self.run = Run(self.path)
-
-    def _tell(self, on_open: Callable[[Path], None]) -> None:
-        try:
-            on_open(self.path)
-        except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be used here: {error.strerror}. Choose a run directory on a "
-                "file system that all nodes share."
-            ) from error
 
     def begin(self, start: Record, resume: Record | None, step: int, watch: Watch | None) -> None:
         """Write the `start` record and, when the run goes on, the `resume` record.
@@ -147,6 +138,16 @@ class Session:
             self.run.close()
 
 
+def _tell(on_open: Callable[[Path], None], path: Path) -> None:
+    try:
+        on_open(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be used here: {error.strerror}. Choose a run directory on a file "
+            "system that all nodes share."
+        ) from error
+
+
 def refuse_taken(path: Path, remedy: str) -> None:
     """Refuse a directory that holds a run."""
     if is_run(path):
@@ -169,11 +170,7 @@ def start_record(
         "time": time.time(),
         "recipe": recipe,
         "run_dir": str(run_dir),
-        "device": str(world.device),
-        "backend": world.backend,
-        "launcher": world.launcher,
-        "num_nodes": world.num_nodes,
-        "threads": torch.get_num_threads(),
+        **_ranks(world),
         "parameters": sum(p.numel() for p in parameters),
         **more,
         "notes": [*world.notes, *notes],
@@ -193,16 +190,13 @@ def resume_record(world: World, step: int, checkpoint: str, problems: list[str])
 
 def environment(world: World, **more: Any) -> dict[str, Any]:
     """Return what environment.json says of the ranks; `more` are fields of the caller."""
-    return {
-        "versions": versions(),
-        "world_size": world.world_size,
-        "num_nodes": world.num_nodes,
-        "launcher": world.launcher,
-        "device": str(world.device),
-        "backend": world.backend,
-        "threads": torch.get_num_threads(),
-        **more,
-    }
+    return {"versions": versions(), **_ranks(world), **more}
+
+
+def _ranks(world: World) -> dict[str, Any]:
+    names = ("world_size", "num_nodes", "launcher", "backend")
+    ranks = {name: getattr(world, name) for name in names}
+    return {**ranks, "device": str(world.device), "threads": torch.get_num_threads()}
 
 
 def run_result(
@@ -237,40 +231,3 @@ def say(world: World, text: str) -> None:
     """Print a line on rank 0's standard error."""
     if world.is_main:
         print(f"samestep: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a user's own script
-
-
-def as_mistake(error: BaseException | None) -> BaseException | None:
-    """Return an error within a run as the user reads it; a call of `exit()` becomes a UserError."""
-    if isinstance(error, UserError):  # the code that reads data was written for recipes
-        error.what = error.what.replace("The recipe's", "The")
-    if not isinstance(error, SystemExit) or isinstance(error, AlreadyTold):
-        return error
-    import traceback  # noqa: PLC0415 - only after a mistake
-
-    own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-    mistake = UserError(
-        f"exit({error.code or ''}) was called{where}, within the run: other ranks would wait for "
-        "this one.",
-        remedy="Leave the loop by break on all ranks, or raise an error.",
-    )
-    mistake.__cause__ = error
-    return mistake
-
-
-def end_failed(error: BaseException, log: RankLog, *, connected: bool) -> None:
-    """End this process after a failure.
-
-    Return where Python should show its own traceback: one process, and no mistake of the user.
-    """
-    if isinstance(error, UserError) or (connected and isinstance(error, Exception)):
-        end_reported(report(error, log))
-    if connected:
-        code = error.code if isinstance(error, AlreadyTold) else 1
-        abandon(code if isinstance(code, int) else 1)
-
-
-def end_reported(code: int) -> NoReturn:
-    """End this process with an exit code, after the failure was reported."""
-    abandon(code)  # connected still: this rank or another has failed
-    raise AlreadyTold(code)

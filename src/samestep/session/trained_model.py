@@ -29,7 +29,7 @@ from samestep.training.prepare import hold_parameters, place_loss, to_channels_l
 from samestep.training.snapshot import check_classes, check_recipe, load_evaluated
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainedModel:
     """A checkpoint as a model, and what the run says of it."""
 
@@ -71,16 +71,7 @@ def open_checkpoint(
     load_evaluated(model, content)
     if settings.channels_last:
         to_channels_last(model)
-    return TrainedModel(
-        model=model,
-        recipe=recipe,
-        options=options,
-        settings=settings,
-        entry=entry,
-        content=content,
-        device=target,
-        dtype=dtype,
-    )
+    return TrainedModel(model, recipe, options, settings, entry, content, target, dtype)
 
 
 def evaluate_run(
@@ -132,15 +123,9 @@ def evaluate_run(
         classes=recipe.counted_classes(splits),
         terms=terms_of(recipe),
     )
-    entry = opened.entry
-    return {
-        "recipe": recipe.name,
-        "split": split,
-        "checkpoint": entry.path,
-        "step": entry.step,
-        **values,
-        **({"notes": list(splits.notes)} if splits.notes else {}),
-    }
+    about: dict[str, Any] = {"recipe": recipe.name, "split": split}
+    about |= {"checkpoint": opened.entry.path, "step": opened.entry.step}
+    return {**about, **values, **({"notes": list(splits.notes)} if splits.notes else {})}
 
 
 def _elsewhere(options: Any, recipe: str, **given: Any) -> Any:

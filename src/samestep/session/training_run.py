@@ -20,8 +20,8 @@ from samestep.run.records import Record, read_records
 from samestep.session.build import Built, build
 from samestep.session.outcome import Outcome, finish_run, record_failure
 from samestep.session.recipe_changes import FROM_PYTHON, keep_recipe, recipe_changes
-from samestep.session.request import Request
-from samestep.session.resuming import Resumed, resume, settings_text
+from samestep.session.request import Request, to_toml
+from samestep.session.resuming import Found, go_on, load_newest
 from samestep.session.session import (
     Session,
     Show,
@@ -57,10 +57,6 @@ class Task:
     write: Write
     """(content, monitored metric) → the `checkpoint` record, once it is announced; rank 0 only."""
 
-    def emit(self, record: Record) -> None:
-        """Write a record and show it, on rank 0."""
-        self.session.emit(record)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
@@ -74,7 +70,7 @@ class Engine:
 
 def _drive(task: Task) -> None:
     for record in train(task.work, task.state, task.control):
-        task.emit(record)
+        task.session.emit(record)
 
 
 NATIVE = Engine(wrap=wrap, drive=_drive)
@@ -121,14 +117,17 @@ def _train(
     engine: Engine,
 ) -> Outcome:
     work, state, world = built.work, built.state, built.work.world
-    resumed = resume(request, work, state, session.path)
+    found = None
+    if request.resume and world.on_main(lambda: is_run(session.path)):
+        found = load_newest(session.path, world)
+    resumed = found and go_on(request, work, state, session.path, found)
     gpus = world.gather(gpu_uuid(world.device))
     start = _start_record(request, built, session.path, named, resumed)
     if session.run is not None:
         describe(session.run, request, built, gpus)
     resume_line = None
     if resumed is not None:
-        step, checkpoint = state.position.step, resumed.checkpoint
+        step, checkpoint = state.position.step, resumed.entry.path
         resume_line = resume_record(world, step, checkpoint, resumed.problems)
         if resumed.changes:
             resume_line["changes"] = resumed.changes
@@ -136,7 +135,7 @@ def _train(
     every = request.settings.checkpoint_every_minutes
     minutes = SaveTimer(every)
     agreement = Agreement(world, received, minutes.passed if every else None)
-    made_with = settings_text(request, work)
+    made_with = to_toml(request, work.plan)
 
     def write(content: dict[str, Any], metric: float | None) -> Record:
         content = {**content, "made_with": made_with}
@@ -154,7 +153,7 @@ def _train(
         work=work,
         state=state,
         control=RunControl(agreement=agreement, minutes=minutes, save=save),
-        checkpoint=session.path / "checkpoints" / resumed.checkpoint if resumed else None,
+        checkpoint=session.path / "checkpoints" / resumed.entry.path if resumed else None,
         session=session,
         write=write,
     )
@@ -190,7 +189,7 @@ def choose_path(request: Request) -> Path:
 def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ()) -> None:
     """Write settings, recipe and environment into a run; `gpus` are UUIDs, "" for other devices."""
     world = built.work.world
-    write_text(run.path / "settings.toml", settings_text(request, built.work))
+    write_text(run.path / "settings.toml", to_toml(request, built.work.plan))
     changed = bool(request.recipe_changes)
     keep_recipe(run.path, request.source, request.recipe, request.pieces, changed=changed)
     is_file = request.source.endswith(".py")
@@ -206,7 +205,7 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
 
 
 def _start_record(
-    request: Request, built: Built, path: Path, named: Path, resumed: Resumed | None
+    request: Request, built: Built, path: Path, named: Path, resumed: Found | None
 ) -> Record:
     work, splits, settings = built.work, built.splits, built.work.settings
     notes = notes_of(request, built, path, resumed=resumed is not None)

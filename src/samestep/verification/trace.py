@@ -164,20 +164,20 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
             named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
             trace.bits[step] = {name: hash_of(t) for name, t in named if t is not None}
         for record in meter.count(taken):
-            task.emit(record)
+            task.session.emit(record)
         ends_epoch = epoch_is_full(work, state)
         if virtual and ends_epoch:
             meter.settle()
-            task.emit(epoch_record(work, state))
+            task.session.emit(epoch_record(work, state))
         # As in a run: as the settings say, after an epoch, at the end.
         due = ends_epoch or step == work.plan.total_steps or (every and step % every == 0)
         if work.validation is not None and due:
-            task.emit(evaluate_now(work, state, work.validation)[0])
+            task.session.emit(evaluate_now(work, state, work.validation)[0])
         if step == stop and training.saves:
             meter.settle()
             if epoch_is_full(work, state):
                 close_epoch(work, state)
-            task.emit(task.control.save(None))
+            task.session.emit(task.control.save(None))
         if step == stop and training.short:
             break
         trace.begun = step + 1
