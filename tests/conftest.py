@@ -38,7 +38,8 @@ def pytest_configure():
 
 def pytest_collection_modifyitems(items):
     """Begin with the longest tests that stand alone, lest one of them is what all wait for."""
-    items.sort(key=lambda item: item.path.name != "test_docs.py")
+    long = ("test_docs.py", "test_gpu_bench.py", "test_gpu_kit.py")
+    items.sort(key=lambda item: item.path.name not in long)
 
 
 def _is_memory_for_files() -> bool:
