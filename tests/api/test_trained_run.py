@@ -9,7 +9,7 @@ import pytest
 
 import samestep
 from samestep import TrainedRun, UserError
-from samestep.reporting.picture_files import Album, png, replace_pictures
+from samestep.reporting.pictures import Album, png, replace_pictures
 from tests.api.recipes import made
 
 

@@ -19,7 +19,7 @@ SLOW_RANK = RECIPE.replace(
 
 def _measure(recipe: str, setups: list[tuple[int, int, str]], seconds: float) -> int:
     from samestep.commands.train import parse
-    from samestep.profiling.scaling_measurement import measure
+    from samestep.profiling.scaling_study import measure
     from samestep.ranks.world import find_world, join, leave
     from samestep.training.stopping import ReceivedSignal
 

@@ -4,8 +4,7 @@ import json
 
 from samestep.reporting.collect import collect
 from samestep.reporting.page import render
-from samestep.reporting.picture_files import LIMIT_BYTES
-from samestep.reporting.pictures import read_gallery
+from samestep.reporting.pictures import LIMIT_BYTES, read_gallery
 from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage
 

@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 
 from samestep.errors import UserError
-from samestep.reporting.server import RunServer
+from samestep.reporting.page import RunServer
 from tests.reporting.made_runs import lines_of, write_run
 from tests.reporting.pages import ReadPage
 
@@ -79,7 +79,7 @@ def test_news_have_what_the_run_wrote_meanwhile_and_say_when_it_ends(tmp_path, m
     (run / "events.jsonl").write_text("".join(lines[:8]))
     (run / "run.lock").write_text(f"process 1 on {socket.gethostname()}\n")
     going = True
-    monkeypatch.setattr("samestep.reporting.server._SHARE", math.inf)  # reads as often as asked
+    monkeypatch.setattr("samestep.reporting.page._SHARE", math.inf)  # reads as often as asked
     monkeypatch.setattr("samestep.run.directory.is_written", lambda path: going)
     with served(run) as port:
         first = json.loads(ask(port, "/data.json")[2])
@@ -93,7 +93,7 @@ def test_news_have_what_the_run_wrote_meanwhile_and_say_when_it_ends(tmp_path, m
 
 
 def test_a_run_is_not_read_again_while_that_would_take_more_than_its_share(tmp_path, monkeypatch):
-    monkeypatch.setattr("samestep.reporting.server._SHARE", 1e-9)
+    monkeypatch.setattr("samestep.reporting.page._SHARE", 1e-9)
     run = write_run(tmp_path / "run")
     lines = lines_of(run)
     (run / "events.jsonl").write_text("".join(lines[:8]))
@@ -104,7 +104,7 @@ def test_a_run_is_not_read_again_while_that_would_take_more_than_its_share(tmp_p
 
 
 def test_a_run_that_is_deleted_meanwhile_ends_no_server(tmp_path, monkeypatch):
-    monkeypatch.setattr("samestep.reporting.server._SHARE", math.inf)
+    monkeypatch.setattr("samestep.reporting.page._SHARE", math.inf)
     run = write_run(tmp_path / "run", epochs=1)
     with served(run) as port:
         (run / "events.jsonl").unlink()

@@ -4,8 +4,7 @@ import os
 from types import SimpleNamespace
 
 from samestep.run import directory
-from samestep.run.directory import STEPPED, Heartbeat
-from samestep.run.environment import git_commit
+from samestep.run.directory import STEPPED, Heartbeat, git_commit
 
 
 def test_a_step_is_seen_at_once_and_then_every_few_seconds(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import samestep
 from samestep import Recipe, Splits, UserError
-from samestep.reporting.picture_files import LIMIT_BYTES
+from samestep.reporting.pictures import LIMIT_BYTES
 from samestep.session import picture_making as pictures
 from tests.api.recipes import made
 from tests.command_line import RECIPE, read_json, run, start, tree

@@ -6,8 +6,7 @@ import pytest
 
 from samestep.commands.slurm.status import jobs_table
 from samestep.reporting.table import text_lines
-from samestep.slurm.queue import JobAndRun, QueuedJob, parse_job
-from samestep.slurm.training_progress import Progress
+from samestep.slurm.queue import JobAndRun, Progress, QueuedJob, parse_job
 
 _HEAD = (
     "UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=4294901740 Nice=0 Account=(null) "

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from samestep.slurm.training_progress import Progress, read_progress
+from samestep.slurm.queue import Progress, read_progress
 
 START = {"event": "start", "resumed": False, "world_size": 1, "num_samples": 80}
 START |= {"total_steps": 100, "steps_per_epoch": 10, "epochs": 10, "global_batch_size": 8}

@@ -8,7 +8,7 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.run.files import Held, hold
-from samestep.tracking.machine_samples import gpus_of, parse_gpus
+from samestep.tracking.follower import gpus_of, parse_gpus
 from samestep.tracking.processes import (
     Deliveries,
     Delivery,

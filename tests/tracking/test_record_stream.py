@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.reporting.picture_files import png
+from samestep.reporting.pictures import png
 from samestep.run.records import read_records
 from samestep.tracking.record_stream import RecordStream, flatten, scalars
 

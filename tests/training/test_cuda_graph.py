@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from samestep.training.cuda_graph import Replayed, replayed_on
+from samestep.training.step_graph import Replayed, replayed_on
 from tests.captures import Captures
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import samestep
 from samestep.training import compiled as whole_steps
 from samestep.training import step_graph
-from samestep.training.cuda_graph import Replayed
+from samestep.training.step_graph import Replayed
 from tests.captures import Captures
 from tests.steps_by_hand import (
     IN_A_GRAPH,

@@ -16,7 +16,7 @@ from typing import Any
 from samestep.api.arguments import AnyPath, path_of
 from samestep.errors import UserError
 from samestep.recipe import Recipe
-from samestep.reporting.picture_files import FOLDER, read_pictures, read_png
+from samestep.reporting.pictures import FOLDER, read_pictures, read_png
 from samestep.run.directory import is_run, is_written, no_run
 from samestep.run.files import read_object, shown_path
 from samestep.run.index import Index, read_index

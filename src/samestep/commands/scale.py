@@ -111,8 +111,7 @@ def _scale(arguments: list[str]) -> int:
 
 def _rank(arguments: list[str]) -> int:
     """Measure, as one rank of the world that the environment describes."""
-    from samestep.profiling.scaling_measurement import measure  # noqa: PLC0415 - the parent trains nothing
-    from samestep.profiling.scaling_study import MeasurementTask  # noqa: PLC0415
+    from samestep.profiling.scaling_study import MeasurementTask, measure  # noqa: PLC0415
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
     from samestep.training.stopping import catch_signals  # noqa: PLC0415
 

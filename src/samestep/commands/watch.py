@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.errors import UserError
 from samestep.nearby import nearby
-from samestep.reporting.server import RunServer
+from samestep.reporting.page import RunServer
 from samestep.run.directory import is_run
 
 _PATIENCE_S, _LOOK_EVERY_S = 60.0, 0.2

@@ -21,7 +21,7 @@ from samestep.doctor.rank_facts import Gpu, Machine
 from samestep.doctor.timeouts import value_within
 from samestep.machine import quota_cores, usable_cores
 from samestep.reporting.words import count
-from samestep.run.environment import versions
+from samestep.run.directory import versions
 
 try:
     import resource

@@ -16,9 +16,8 @@ from samestep.ranks.world import ImaginedWorld, World
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
 from samestep.run.records import read_records
-from samestep.session.build import Built, build, planned
+from samestep.session.build import Built, Found, build, go_on, newest_whole, planned
 from samestep.session.request import Request
-from samestep.session.resuming import Found, go_on, newest_whole
 from samestep.session.training_run import choose_path, completed, notes_of
 from samestep.settings import Settings, as_table
 from samestep.training.alike import seed_alike

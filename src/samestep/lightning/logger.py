@@ -20,8 +20,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from samestep.errors import UserError
-from samestep.run.directory import Run, new_run_path
-from samestep.run.environment import names_secret, versions
+from samestep.run.directory import Run, names_secret, new_run_path, versions
 from samestep.run.files import write_text
 from samestep.run.records import RUN_FORMAT, Record
 from samestep.settings import Settings, as_table

@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate
 
 from samestep.errors import UserError, defined_at, no_exit, raised_at
 from samestep.recipe import Recipe, Splits
-from samestep.reporting.picture_files import Album, Entry, png
+from samestep.reporting.pictures import Album, Entry, png
 
 _LEAST_SIDE, _MOST_SIDE = 8, 4096
 _TILE = 128

@@ -1,10 +1,12 @@
-"""Build what a training needs: data, model, optimizer. Nothing is written, nothing has begun."""
+"""Build what a training needs, data, model, optimizer, or restore it from the newest checkpoint."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -21,7 +23,10 @@ from samestep.machine import usable_cores
 from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
-from samestep.session.request import Request
+from samestep.run import checkpoints
+from samestep.run.index import Entry, remove_unannounced
+from samestep.run.records import read_records
+from samestep.session.request import Request, changes_since, to_toml
 from samestep.settings import Settings
 from samestep.training.alike import arithmetic, random_numbers, seed_alike, seed_rank
 from samestep.training.apply import applied, terms_of
@@ -39,6 +44,7 @@ from samestep.training.optimizer import Average, optimizer_of
 from samestep.training.phases import make_phases
 from samestep.training.plan import Plan, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
+from samestep.training.snapshot import restore
 from samestep.training.step import Learner
 from samestep.training.stopping import Watch
 from samestep.training.work import State, Work
@@ -243,3 +249,68 @@ def _watch(settings: Settings, recipe: Recipe, splits: Splits) -> Watch:
     if mode == "auto":
         mode = "min" if metric in recipe.falling() else "max"
     return Watch(metric=metric, mode=mode)
+
+
+class Found(NamedTuple):
+    """A checkpoint that a run goes on from."""
+
+    entry: Entry
+    content: dict[str, Any]
+    problems: list[str]
+    """What was wrong with newer ones."""
+    changes: Sequence[str] = ()
+    """What --allow-change has let differ from what it was made with."""
+
+
+def go_on(request: Request, work: Work, state: State, path: Path, found: Found) -> Found:
+    """Restore a training from a checkpoint of a run; refuse what would make it another training."""
+    made_with, changes = found.content.get("made_with"), list[str]()
+    if made_with:  # checkpoints of earlier versions do not say
+        where, now = f"{path / 'checkpoints' / found.entry.path}", to_toml(request, work.plan)
+        changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
+    restore(work, state, request.recipe.name, found.content)
+    return found._replace(changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)])
+
+
+def load_newest(path: Path, world: World) -> Found | None:
+    """Return a run's newest whole checkpoint on every rank.
+
+    Files that a killed process wrote and did not announce are deleted.
+    """
+    # Rank 0 chooses, so that all ranks take the same file; each then reads it for itself.
+    content: dict[str, Any] = {}
+
+    def newest() -> tuple[Entry, list[str]] | None:
+        found = newest_whole(path)
+        if found is None:
+            return None
+        content.update(found.content)
+        return found.entry, found.problems
+
+    def clean() -> None:
+        records = list(read_records(path, superseded=True))
+        announced = [Path(r["path"]).name for r in records if r["event"] == "checkpoint"]
+        since = min((r["time"] for r in records if r["event"] == "start"), default=math.inf)
+        remove_unannounced(path / "checkpoints", announced, since)
+
+    chosen = world.on_main(newest)
+    if chosen is None:
+        return None
+    entry, problems = chosen
+    saved = world.on_every(lambda: content or checkpoints.load(path / "checkpoints", entry))
+    world.on_main(clean)
+    return Found(entry, saved, problems)
+
+
+def newest_whole(path: Path) -> Found | None:
+    """Return a run's newest whole checkpoint, on one rank; leave the directory as it is."""
+    found = checkpoints.load_newest(path / "checkpoints")
+    if found is not None:
+        return Found(*found)
+    if any(r["event"] == "checkpoint" for r in read_records(path)):
+        raise UserError(
+            f"{path / 'checkpoints' / 'index.json'} names no checkpoint, though the run announced "
+            "some.",
+            remedy="Restore it from a backup, or start a new run.",
+        )
+    return None

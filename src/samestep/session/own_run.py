@@ -29,10 +29,9 @@ from samestep.session.gradients import (
     parameters_of,
     weight_of,
 )
-from samestep.session.means import Means, check_names
 from samestep.session.own_data import OpenedData, OwnBatch
 from samestep.session.own_session import Options, OwnSession
-from samestep.session.own_state import Stateful, check_held, plain
+from samestep.session.own_state import Means, Stateful, check_held, check_names, plain
 from samestep.session.session import Stopped, say
 from samestep.settings import Backend, Device
 from samestep.training.alike import is_checked, seed_alike, seed_rank, seed_torch, seed_update

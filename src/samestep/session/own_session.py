@@ -25,10 +25,9 @@ from samestep.run.files import write_text
 from samestep.run.index import find_checkpoint
 from samestep.run.records import Record
 from samestep.session import own_state
-from samestep.session.means import Means, added_up
-from samestep.session.own_state import Stateful
+from samestep.session.build import load_newest
+from samestep.session.own_state import Means, Stateful, added_up
 from samestep.session.recipe_changes import script_changes
-from samestep.session.resuming import load_newest
 from samestep.session.session import (
     Session,
     Stopped,

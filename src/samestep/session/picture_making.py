@@ -34,7 +34,7 @@ from samestep.reporting.drawing import (
     keep_rows,
     title_of,
 )
-from samestep.reporting.picture_files import FOLDER, Album, replace_pictures
+from samestep.reporting.pictures import FOLDER, Album, replace_pictures
 from samestep.run.records import Record
 from samestep.session.prediction import shown_by
 from samestep.training.apply import applied

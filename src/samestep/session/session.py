@@ -19,8 +19,7 @@ from samestep.errors import AlreadyTold, UserError
 from samestep.ranks.process import JOB_RUN
 from samestep.ranks.world import World
 from samestep.run import checkpoints
-from samestep.run.directory import Heartbeat, Run, is_run
-from samestep.run.environment import versions
+from samestep.run.directory import Heartbeat, Run, is_run, versions
 from samestep.run.index import Entry, Index, announce, read_index
 from samestep.run.records import RUN_FORMAT, Record
 from samestep.training.loop import checkpoint_name

@@ -13,15 +13,13 @@ from samestep.data.memory_source import MemorySource
 from samestep.data.stream_source import StreamSource
 from samestep.errors import listed, no_exit
 from samestep.ranks.world import World, gpu_uuid
-from samestep.run.directory import Run, check_free, is_run, new_run_path
-from samestep.run.environment import git_commit
+from samestep.run.directory import Run, check_free, git_commit, is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.records import Record, read_records
-from samestep.session.build import Built, build
+from samestep.session.build import Built, Found, build, go_on, load_newest
 from samestep.session.outcome import Outcome, finish_run, record_failure
 from samestep.session.recipe_changes import FROM_PYTHON, keep_recipe, recipe_changes
 from samestep.session.request import Request, to_toml
-from samestep.session.resuming import Found, go_on, load_newest
 from samestep.session.session import (
     Session,
     Show,

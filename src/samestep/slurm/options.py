@@ -14,7 +14,7 @@ import msgspec
 from tyro.conf import UseAppendAction, arg
 
 from samestep.errors import UserError, did_you_mean
-from samestep.run.environment import names_secret
+from samestep.run.directory import names_secret
 from samestep.run.files import read_object, write_text
 
 Words = Annotated[tuple[str, ...], UseAppendAction]

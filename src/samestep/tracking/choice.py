@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from samestep.errors import UserError, did_you_mean
-from samestep.run.environment import names_secret
+from samestep.run.directory import names_secret
 from samestep.settings import Settings
 
 PACKAGES = {"comet": "comet_ml", "mlflow": "mlflow", "tensorboard": "tensorboard", "wandb": "wandb"}

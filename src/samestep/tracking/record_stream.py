@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.reporting.picture_files import read_png
+from samestep.reporting.pictures import read_png
 from samestep.reporting.plot import confusion_png, has_confusion
 from samestep.run.records import SYSTEM, Record, RecordFile, check_format
 from samestep.tracking import Picture, Scalar, TrackedRecord

@@ -4,16 +4,17 @@ import numpy as np
 import pytest
 
 from samestep.errors import UserError
-from samestep.recipes.cricket.corpus import from_documents, merge
-from samestep.recipes.cricket.scores import baselines, errors
-from samestep.recipes.cricket.split import (
+from samestep.recipes.cricket.corpus import (
     at_random,
     balls_of,
     boundaries,
     by_date,
     digests,
+    from_documents,
+    merge,
     without_known,
 )
+from samestep.recipes.cricket.scores import baselines, errors
 from samestep.recipes.cricket.synthetic import documents
 from tests.cricket_files import corpus_of, match
 

@@ -14,9 +14,16 @@ from tyro.conf import Positional, arg
 from samestep.commands.help import Switch, parse_flags
 from samestep.reporting.table import Table, printable, text_lines
 from samestep.reporting.words import duration
-from samestep.slurm.queue import JobAndRun, QueuedJob, find_job_or_run, my_jobs
+from samestep.slurm.queue import (
+    JobAndRun,
+    Progress,
+    QueuedJob,
+    find_job_or_run,
+    my_jobs,
+    read_progress,
+    seconds_since_sign,
+)
 from samestep.slurm.submission import is_script
-from samestep.slurm.training_progress import Progress, read_progress, seconds_since_sign
 
 _EXAMPLES = ("slurm status", "slurm status 1234 --json")
 _QUIET_S = 30.0  # an evaluation or a checkpoint may take as long
