@@ -1,4 +1,4 @@
-"""What the checkpoints of a user's own loop hold, its means included: checked, collected, restored."""
+"""What the checkpoints of a user's own loop hold, with its means: checked, collected, restored."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
