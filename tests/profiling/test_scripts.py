@@ -127,13 +127,27 @@ def test_of_a_script_that_fails_is_said_how_far_it_came(here, text, code, steps)
 
 
 def test_ranks_that_samestep_starts_tell_of_a_scripts_failure_once(here):
-    """In real processes: the parent tells what the ranks leave for it, and removes their logs."""
+    """In real processes: the parent tells what the ranks leave for it; empty logs do not stay."""
     command = [sys.executable, "-m", "samestep", "profile", script(here, ERROR), "--nproc", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
     assert done.returncode == 1, done.stderr
     assert len(re.findall(r"^samestep: .*train\.py ", done.stderr, re.MULTILINE)) == 1
     assert "no data folder" in done.stderr
     assert not list(here.glob("runs/*")), "nothing was measured"
+
+
+def test_of_a_rank_that_ends_without_an_error_the_log_stays_as_the_message_says(here):
+    """In real processes: nothing else tells what it printed last."""
+    ends = "import os\nif os.environ['RANK'] == '1':\n    os.write(1, b'bad card')\n    os._exit(3)"
+    text = f"{ends}\n{STEPS.format(50)}"
+    command = [sys.executable, "-m", "samestep", "profile", script(here, text)]
+    done = subprocess.run(
+        [*command, "--nproc", "2"], capture_output=True, text=True, check=False, cwd=here
+    )
+    assert done.returncode == 1, done.stderr
+    assert "rank-1.log of the run directory" in done.stderr
+    (log,) = here.glob("runs/*/rank-1.log")
+    assert log.read_text() == "bad card"
 
 
 def test_what_was_measured_until_a_script_failed_is_kept(here):

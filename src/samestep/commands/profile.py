@@ -4,7 +4,6 @@ import ast
 import contextlib
 import importlib.util
 import os
-import shutil
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -288,9 +287,13 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
 
 
 def _without_logs(out: Path, code: int) -> int:
-    """Remove what failed ranks left if that is only their logs, and return their exit code."""
-    if code and all(path.name.startswith("rank-") for path in out.glob("*")):
-        shutil.rmtree(out, ignore_errors=True)  # what matters of them was printed
+    """Remove the empty logs of failed ranks, and their folder if it held no more."""
+    with contextlib.suppress(OSError):
+        for log in out.glob("rank-*.log") if code else ():
+            if not log.stat().st_size:  # a message may name one that says something
+                log.unlink()
+        if code:
+            out.rmdir()
     return code
 
 
