@@ -215,14 +215,24 @@ def test_only_the_first_optimizers_steps_count(script):
 LOADER = DataLoader(DATA, batch_size=4)
 
 
+class Lengthless(TensorDataset):
+    def __len__(self):
+        raise NotImplementedError
+
+
+UNKNOWN = Lengthless(*DATA.tensors)
+BATCHES = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: LOADER,
         lambda: DataLoader(DATA, batch_size=4),
         lambda: DataLoader(TensorDataset(*DATA.tensors), batch_size=4),
+        lambda: DataLoader(UNKNOWN, batch_sampler=BATCHES),
     ],
-    ids=["the same loader", "a new one", "a new one of new data"],
+    ids=["the same loader", "a new one", "a new one of new data", "one of unknown length"],
 )
 def test_an_epoch_begins_when_the_training_begins_to_read(script, make):
     for _ in range(3):

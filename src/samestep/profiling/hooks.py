@@ -262,12 +262,14 @@ class Hooks:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    a, b = one.dataset, other.dataset
-    kinds = [
-        (type(loader.dataset), loader.batch_size, getattr(loader.dataset, "__len__", int)())
-        for loader in (one, other)
-    ]
-    return a is b or kinds[0] == kinds[1]
+    """Whether two loaders seem to read the same data."""
+
+    def seen(loader: Any) -> tuple[Any, ...]:
+        data = loader.dataset
+        return type(data), loader.batch_size, len(data) if hasattr(data, "__len__") else None
+
+    # A data set that is the same need not be asked for its length, which it may refuse to tell.
+    return one.dataset is other.dataset or seen(one) == seen(other)
 
 
 def _replacement(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
