@@ -304,6 +304,17 @@ def model():
     first = nn.utils.spectral_norm(nn.Linear(6, 8))
     return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 2))
 """
+CACHED = """
+class Cached(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 2)
+        self.register_buffer("one", torch.ones(1))
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.ones(6))
+        return super().forward(x * self.scale * self.one)
+recipe = replace(recipe, model=Cached)
+"""
 CONTRAST = """
 class TwoViews(nn.Module):
     def __init__(self):

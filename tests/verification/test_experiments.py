@@ -39,6 +39,7 @@ FOUND = {
     "FLOATS": (set(), {}),
     "SPARSE": (set(), {}),
     "SPECTRAL": (set(), {}),
+    "CACHED": (set(), {}),
     "METRIC_OF_BATCH": (set(), {"metrics": causes.OVER_RANKS.name}),
     "F1": (set(), {"metrics": causes.OVER_RANKS.name}),
     "WHITENING": (set(), {"samples apart": causes.MIXED.name}),

@@ -150,7 +150,7 @@ def _halve_batch(tested: RecipeUnderTest) -> BatchInfluence | None:
                     buffer.copy_(first[name])
 
     def buffers_after(inputs: Any) -> dict[str, Tensor]:
-        if all(name.startswith(norms) for name in first):
+        if all(name.startswith(norms) for name, _ in model.named_buffers()):
             return {}
         restore()
         with torch.no_grad():
@@ -162,8 +162,11 @@ def _halve_batch(tested: RecipeUnderTest) -> BatchInfluence | None:
     module = first_difference(tested, model, *halves, rows=rows, restore=restore)
     whole, half = map(buffers_after, halves)
     apart = [name for name in whole if largest_apart(whole[name], half[name]) > tested.rounding]
-    moves = {name for name, left in whole.items() if not torch.equal(left, dense(first[name]))}
-    moved = [name for name in whole if name in moves and name not in apart]
+    moved = [
+        name
+        for name, left in whole.items()
+        if name in first and name not in apart and not torch.equal(left, dense(first[name]))
+    ]
     return BatchInfluence(module, apart, moved) if module or apart or moved else None
 
 
