@@ -223,6 +223,7 @@ REFUSED = {
     "a missing config": lambda: samestep.train(made(), config="nowhere.toml"),
     "a model that fails": lambda: samestep.train(made(lambda: 1 / 0)),
     "no sizes to verify": lambda: samestep.verify(made(), world_sizes=()),
+    "no sizes of an iterator": lambda: samestep.verify(made(), world_sizes=iter(())),
     "sizes that are none": lambda: samestep.verify(made(), world_sizes=(0, 1)),
     "what cannot be accepted": lambda: samestep.verify(made(), accept="loss"),
     "one run to compare": lambda: samestep.compare("a"),

@@ -62,6 +62,7 @@ def verify(
         raise UserError("verify() takes no nproc: name numbers of ranks, world_sizes=(1, 2).")
     call = call_of(what, recipe, keywords=settings, config=config)
     sizes = (world_sizes,) if isinstance(world_sizes, int) else world_sizes
+    sizes = sizes if sizes is None else tuple(sizes)  # which may be read only once
     if sizes is not None and not (
         sizes and all(isinstance(n, int) and 1 <= n <= MOST_RANKS for n in sizes)
     ):
