@@ -67,6 +67,12 @@ def test_a_resumed_training_stands_at_its_checkpoint_and_not_where_it_was_killed
     assert (progress.step, progress.checkpoint_step, progress.starts) == (10, 10, 2)
 
 
+def test_a_stop_without_a_step_does_not_hide_the_attempt_after_it(write):
+    stop = {"event": "stop", "step": None, "reason": "failed: no disk"}
+    progress = write(START, step(10), saved(10), stop, AGAIN, resumed(10), step(20))
+    assert (progress.step, progress.starts) == (20, 2)
+
+
 def test_the_last_epoch_is_never_exceeded(write):
     assert write(START, step(100)).epoch == 10
     assert write(START | {"epochs": None}, step(100)).epoch == 11

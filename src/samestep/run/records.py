@@ -440,7 +440,7 @@ def as_uninterrupted(written: Iterable[Record], path: Path) -> list[Record]:
             # The end of an epoch has the same step as a checkpoint that a signal caused right
             # before it, so the step alone does not tell. Where a kill came between the checkpoint
             # and its record, nothing came after it.
-            records = [r for r in records if r.get("step", 0) <= record["step"]]
+            records = [r for r in records if (r.get("step") or 0) <= record["step"]]
             file = f"checkpoints/{record['checkpoint']}"
             saved = [n for n, r in enumerate(records) if r.get("path") == file]
             after = saved[-1] + 1 if saved else len(records)
