@@ -65,6 +65,12 @@ def test_the_bar_tells_per_cent_and_steps_and_more_where_there_is_room():
         assert words in wide
 
 
+def test_the_bar_shows_a_loss_that_is_nan_though_it_is_null_in_a_file():
+    state = BarState(plan=PLAN).after(progress(656, loss=0.25)).after(progress(657))
+    assert "loss 0.2500" in state.numbers(140)
+    assert "loss nan" in state.after(progress(658, loss=None)).numbers(140)
+
+
 @pytest.mark.parametrize(("step", "epoch"), [(0, 1), (1, 1), (219, 1), (220, 2), (2628, 12)])
 def test_the_last_step_of_an_epoch_belongs_to_it(step, epoch):
     state = BarState(plan=PLAN, step=step)

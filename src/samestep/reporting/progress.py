@@ -53,11 +53,14 @@ class BarState:
     def after(self, record: Record) -> "BarState":
         """Return the state after a `step` or `progress` record."""
         new = max(float(record["samples_per_s"]), 1e-9)
+        loss = record.get("loss", self.loss)
+        if loss is None and "loss" in record:
+            loss = math.nan  # null where the record came from a file
         return replace(
             self,
             step=record["step"],
             now=record.get("epoch", self.now),
-            loss=record.get("loss", self.loss),
+            loss=loss,
             rate=new if self.rate is None else self.rate + _SMOOTHING * (new - self.rate),
             evaluating=False,
         )
