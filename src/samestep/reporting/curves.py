@@ -37,7 +37,7 @@ class Aligned:
 def curves_of(runs: Sequence[RunData], metric: str) -> list[list[Point]]:
     """Return each run's curve of a metric, empty where it has none.
 
-    The training loss is the mean over each epoch if all runs have some, else that of single steps.
+    The training loss is the mean over each epoch if all runs have two or more, else that of steps.
     """
     event, name = "evaluation", metric
     if metric == TRAIN_LOSS:

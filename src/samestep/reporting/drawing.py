@@ -309,7 +309,8 @@ def _without_window() -> Iterator[None]:
             yield
         finally:
             del os.environ["MPLBACKEND"]
-            os.environ |= {} if variable is None else {"MPLBACKEND": variable}
+            if variable is not None:
+                os.environ["MPLBACKEND"] = variable
             _go_back(variable, set())
         return
     pyplot = sys.modules.get("matplotlib.pyplot")

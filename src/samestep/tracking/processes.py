@@ -234,7 +234,10 @@ class TrackerProcess:
             if "failed" in message and self.failed:
                 continue  # the process and its time limit may both say so: one warning
             news.append(message)
-            vars(self).update({key: message[key] for key in message if key != "why"})
+            self.link = message.get("link", self.link)
+            self.offline = message.get("offline", self.offline)
+            self.failed = message.get("failed", self.failed)
+            self.done = message.get("done", self.done)
             self.started = self.started or "link" in message
         if self.messages.closed and not (self.done or self.failed):
             self._await_exit()
