@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from samestep.data.recipe_splits import SPLITS
 from samestep.errors import UserError
 from samestep.recipes.cricket.scorecard import BadMatchError, Ball, Innings, Scorecard, decode
 
@@ -33,6 +32,8 @@ WIDE, NO_BALL, BYE, LEG_BYE, PENALTY, BOWLERS_WICKET = 1, 2, 4, 8, 16, 32
 FEMALE, INTERNATIONAL = 1, 2
 """Bits of the column `kind` of a match."""
 NO_POWERPLAY = 255
+# Not from `recipe_splits`, which imports torch: the processes that read matches import this file.
+_SPLITS = ("train", "validation", "test")
 
 _TYPES: Mapping[str, Mapping[str, type]] = {
     "balls": {
@@ -362,7 +363,7 @@ def at_random(corpus: Corpus, seed: int) -> dict[str, Array]:
 
 
 def _named(parts: Array) -> dict[str, Array]:
-    return {name: np.flatnonzero(parts == place) for place, name in enumerate(SPLITS)}
+    return {name: np.flatnonzero(parts == place) for place, name in enumerate(_SPLITS)}
 
 
 def balls_of(corpus: Corpus, matches: Array) -> Array:
@@ -407,5 +408,5 @@ def without_known(
     What it has used stays where it was, and all others are of the test, whatever their date.
     """
     used = np.isin(digests(corpus), np.array(known, dtype=str))
-    kept = {name: parts[name][used[parts[name]]] for name in SPLITS[:2]}
+    kept = {name: parts[name][used[parts[name]]] for name in _SPLITS[:2]}
     return {**kept, "test": np.flatnonzero(~used)}
