@@ -106,6 +106,14 @@ def test_a_mistake_is_told_once_with_exit_code_2(tmp_path, refused_here, mistake
     assert named in refused_here(script(tmp_path, old, new))
 
 
+def test_after_a_with_that_failed_nothing_is_saved_any_more(tmp_path, refused_here):
+    suppressed = "import contextlib\nwith contextlib.suppress(ValueError), samestep"
+    path = script(tmp_path, "with samestep", suppressed)
+    failing = path.read_text().replace("run.log(loss=loss)", "raise ValueError")
+    path.write_text(f"{failing}run.load_best()\n")
+    assert "with samestep.open_run" in refused_here(path)
+
+
 def test_all_ranks_end_with_the_one_message(tmp_path):
     old, new, named = MISTAKES["parameters that nobody keeps"]
     assert named in refused(script(tmp_path, old, new), world_size=2, folder=tmp_path)

@@ -358,6 +358,8 @@ class OwnRun:
         Raises:
             UserError: it is called before, or `best` never was.
         """
+        if not self._is_open:
+            self._refuse()
         self._leave()
         self._check_place("run.load_best", AFTER_EPOCHS)
         return self._opened.load_best()
