@@ -1,6 +1,8 @@
+import re
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -9,7 +11,7 @@ from samestep import Recipe, UserError
 from samestep.recipe import find_recipe
 from samestep.recipe_source import unread_options, with_options
 from samestep.recipes import RECIPES
-from samestep.session.request import Request, to_toml
+from samestep.session.request import Request, to_toml, typed
 from samestep.settings import Settings
 from samestep.training.plan import make_plan
 
@@ -32,6 +34,27 @@ def test_long_lists_of_a_runs_settings_take_few_lines_and_are_read_as_they_were(
     assert tomllib.loads(written)["options"] == {n: list(v) for n, v in vars(options).items()}
     assert written.count("\n") < 600
     assert all(len(line) <= 100 for line in written.split("\n"))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    size: Literal["small", "large"] | None = None
+    amount: int | Literal["all"] = "all"
+    colours: tuple[Literal["red", "blue"], ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("size", "tiny", "one of 'small', 'large'"),
+        ("amount", "many", "'many': Invalid"),
+        ("colours", ["red", "green"], "'green' - at `$[1]`"),
+    ],
+)
+def test_choices_are_named_where_there_is_nothing_else_to_choose(name, value, told):
+    recipe = replace(find_recipe("spiral"), options=Chosen)
+    with pytest.raises(UserError, match=re.escape(told)):
+        typed({name: value}, recipe, "mine.toml")
 
 
 WITH_OPTIONS = """

@@ -220,12 +220,18 @@ def typed(
         try:
             home[key] = msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
-            parts = [one for one in (kind, *typing.get_args(kind)) if one is not type(None)]
-            literal = [one for one in parts if typing.get_origin(one) is typing.Literal]
-            choices = ", ".join(map(repr, typing.get_args(literal[0]))) if literal else ""
+            choices = ", ".join(map(repr, _choices(kind)))
             why = f"it must be one of {choices}" if choices else f"{error}".rstrip(".")
             raise UserError(f"{where}: {key} = {value!r}: {why}.") from error
     return ours, theirs
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """Return the values of a `Literal` type, or of `Literal | None`; of others nothing."""
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    return _choices(parts[0]) if len(parts) == 1 and type(None) in typing.get_args(kind) else ()
 
 
 def _field_types(kind: type) -> dict[str, Any]:
