@@ -278,7 +278,7 @@ def hold_model(
         model.train(was_training)
     for norm in norms:
         norm.eval()
-        norm.train = lambda _mode=True, norm=norm: norm  # type: ignore[method-assign,misc]
+        norm.train = lambda *_, norm=norm, **__: norm  # type: ignore[method-assign]
         if norm.running_mean is None:  # it uses the batch's statistics in an evaluation, too
             norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
     model.forward = watched(model.forward, seen, held)
