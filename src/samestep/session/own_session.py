@@ -146,8 +146,8 @@ class OwnSession:
         for name, module in self.modules().items():  # all ranks begin with rank 0's weights
             share_buffers(module, world)
             self.trained |= {f"{name}.{of}": p for of, p in module.named_parameters()}
-        for parameter in self.trained.values():
-            world.take_from_main(parameter.detach())
+            for parameter in module.parameters():
+                world.take_from_main(parameter.detach())
         resumes = self.options.resume and world.on_main(lambda: is_run(self.path))
         if resumes and (found := load_newest(self.path, world)):
             world.on_every(lambda: self._restore(found.content))
