@@ -1,10 +1,11 @@
 """The help of the verbs that train: every flag once, in its group, at any width."""
 
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import pytest
 
+from samestep.commands.help import help_text
 from samestep.settings import Settings, flag_name
 from tests.command_line import call
 
@@ -70,6 +71,22 @@ def test_the_help_fits_the_terminal_and_names_no_none(capfd, monkeypatch, verb, 
     assert max(map(len, before.splitlines())) <= width
     assert "None" not in text
     assert "usage: samestep " + verb in text
+
+
+ADDRESS = "https://example.org/where/the/data/of/this/recipe/come/from"
+
+
+@dataclass(frozen=True)
+class Linked:
+    url: str = ""
+    """https://example.org/where/the/data/of/this/recipe/come/from, or a mirror of it."""
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_word_that_is_longer_than_its_line_stays_whole_beside_its_flag(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    (line,) = (x for x in help_text("verb", "It.", {"verb": Linked()}).splitlines() if ADDRESS in x)
+    assert line.startswith("  --url ")
 
 
 def test_a_switch_that_a_recipe_turns_on_says_how_to_turn_it_off(capfd):

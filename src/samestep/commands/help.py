@@ -125,9 +125,9 @@ def help_text(
             about_it = text if whole else re.split(r"[;:.] ", text)[0].rstrip(".") + "."
             about_it += _default(name, default)
             flag, room = f"  --{flag_name(name)} {takes}".rstrip(), " " * _COLUMN
-            below = [*wrapped(room + about_it, room, width)]
-            if len(flag) <= _COLUMN - 2:
-                below[:1] = [flag + one[len(flag) :] for one in below[:1]] or [flag]
+            below = [room + line for line in wrapped(about_it, "", width - _COLUMN)]
+            if below and len(flag) <= _COLUMN - 2:
+                below[0] = flag + below[0][len(flag) :]
             else:
                 below.insert(0, flag)
             lines += below
