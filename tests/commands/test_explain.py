@@ -32,6 +32,17 @@ def explained(capfd):
     return explain
 
 
+@pytest.fixture
+def shown(capfd):
+    """Explain a training, and return the text for people, its white space made single."""
+
+    def explain(*arguments):
+        assert call("explain", *map(str, arguments)) == 0
+        return " ".join(capfd.readouterr().out.split())
+
+    return explain
+
+
 def bytes_of(tensors):
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
@@ -97,6 +108,33 @@ def test_a_run_is_explained_as_it_goes_on_on_another_number_of_ranks(tmp_path, e
     assert (told["goes_on"]["step"], told["goes_on"]["ranks_before"]) == (tiny.STEPS_PER_EPOCH, 1)
     tiny.resume(run, "--max-steps", "30", "--epochs", "9", world_size=2, folder=tmp_path)
     assert_as_trained(told, run)
+
+
+def test_the_text_tells_the_same_numbers(tmp_path, shown):
+    run = one_epoch(tmp_path)
+    text = shown(run, "--max-steps", "30", "--epochs", "9", "--nproc", "2")
+    assert f"from checkpoint_epoch_1.pt, step {tiny.STEPS_PER_EPOCH}; " in text
+    assert f"{30 - tiny.STEPS_PER_EPOCH} steps are left" in text
+    assert "30 steps (--max-steps)" in text
+    recipe = tmp_path / "tiny.py"
+    cut = "--drop-last --optimizer sgd --micro-batch-size 4 --patience 2 --epochs 3"
+    text = shown(recipe, *cut.split(), "--num-workers", 1, "--eval-every", "1steps")
+    assert "12 per step = 4 × 1 rank × 3 micro-steps" in text
+    assert f"{131 % 12} samples per epoch" in text
+    assert "2 evaluations without improvement" in text
+    assert "after every step" in text
+
+
+def test_the_text_names_what_differs_and_what_is_not_known(tmp_path, shown):
+    text = (RANDOM + tiny.RECIPE).replace("model=model", "model=noisy")
+    told = shown(tiny.write_recipe(tmp_path, text))
+    assert "batch normalisation (1)" in told
+    assert "--virtual-ranks" in told
+    broken = tiny.RECIPE.replace("time.sleep(seconds)", "raise RuntimeError('no kernel')  #")
+    (tmp_path / "other").mkdir()
+    assert "no kernel" in shown(tiny.write_recipe(tmp_path / "other", broken), "--device", "cuda")
+    stream = shown(streams.write_recipe(tmp_path), "--max-steps", 7)
+    assert "at most 7 steps" in stream
 
 
 def test_a_new_run_with_the_settings_of_a_run_is_explained_where_it_is_asked_for(

@@ -1,5 +1,6 @@
 """The command line of `samestep slurm` where there is no Slurm: refusals, files, flags, help."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -163,3 +164,19 @@ def test_a_run_goes_on_with_what_its_job_asked_for_and_flags_change_it(here, slu
     found = directives(text)
     assert (found["nodes"], found["time"], "qos" in found) == ("2", "60", False)
     assert re.findall("^export A=(.*)$", text, re.MULTILINE) == ["1"]
+
+
+def test_the_verdict_of_a_start_is_one_word_for_the_script_and_a_line_for_the_log(slurm, here):
+    (here / "run").mkdir()
+    script = ("verdict", "run", "--kind", "script", "--code")
+    code, word, line = slurm(*script, "0")
+    assert (code, word) == (0, "completed\n")
+    assert line.count("\n") == 1
+    code, word, line = slurm(*script, "1")
+    assert (code, word) == (0, "again\n")
+    assert "restart 1" in line
+    code, word, line = slurm(*script, "2")  # a mistake comes again
+    assert (code, word) == (0, "failed\n")
+    assert "exit code 2" in line
+    result = json.loads((here / "run" / "result.json").read_text())
+    assert (result["status"], result["exit_code"]) == ("failed", 2)

@@ -345,7 +345,7 @@ def test_a_port_that_is_taken_is_named(refuse):
         other.listen()
         port = str(other.getsockname()[1])
         message = refuse("spiral", world_size=2, environment={"MASTER_PORT": port})
-    assert f"{port} on 127.0.0.1" in message
+    assert f"127.0.0.1:{port}" in message
     assert "MASTER_PORT" in message
 
 

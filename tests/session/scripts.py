@@ -81,7 +81,7 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
     from samestep.ranks import process
     from samestep.session.own_run import OwnRun
 
-    process.GRACE_S = 0.5  # no other Python starts late here
+    process.GRACE_S = 3.0  # no other Python starts late here
     os.chdir(folder)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)

@@ -124,7 +124,7 @@ REFUSED = {
     "fewer than the ranks": (["--virtual-ranks", "2", "--world-sizes", "1,3"], "--virtual-ranks 3"),
     "something accepted": (["--virtual-ranks", "2", "--accept", "dropout"], "--accept dropout"),
     "a tolerance": (["--virtual-ranks", "2", "--tolerance", "0.1"], "--tolerance 0.1"),
-    "Lightning": (["--virtual-ranks", "2", "--engine", "lightning"], "--engine lightning"),
+    "Lightning": (["--virtual-ranks", "2", "--engine", "lightning"], "--engine"),
 }
 
 
