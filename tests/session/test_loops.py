@@ -92,6 +92,17 @@ def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):
     assert steps == [1, *range(3, 11)]  # each of so short a run but that of the break
 
 
+def test_after_a_break_out_of_the_batches_a_closed_run_has_no_means(tmp_path):
+    t = Training(tmp_path / "run")
+    with t.run as run:
+        for _ in run.epochs(5, state=t.state):
+            for batch in run.batches(t.data, 3):
+                t.step(batch)
+                break
+            break
+    assert run.means == {}
+
+
 LOSSES = (5.0, 3.0, 2.0, 4.0, 3.0, 1.0, 6.0, 7.0, 8.0)
 
 

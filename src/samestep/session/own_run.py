@@ -131,7 +131,7 @@ class OwnRun:
             SystemExit: 2, after a message, for a mistake of the user; 128 + its number after a stop
                 signal; among several ranks, 1 after any other error.
         """
-        own, given = self._opened, error
+        own, given, means = self._opened, error, self._means
         if isinstance(error, SystemExit) and not isinstance(error, AlreadyTold):
             error = UserError(
                 f"exit({error.code or ''}) was called{raised_at(error)}, within the run: other "
@@ -145,7 +145,7 @@ class OwnRun:
                 own.world.barrier()  # another rank may have failed after its last step
         except Exception as late:
             error = late
-        self._is_open = False
+        self._is_open, self._means = False, means  # after a break there are none
         try:
             own.end(error)
         except UserError as late:  # a full disk, say
