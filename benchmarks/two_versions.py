@@ -23,7 +23,7 @@ from report import machine
 
 PAGE = Path(__file__).parent / "results" / "two-versions.md"
 COPIES = 300
-SPIRAL = ("train", "spiral", "--epochs", "6", "--num-samples", "30000", "--no-pictures")
+SPIRAL = ("train", "spiral", "--epochs", "5", "--num-samples", "20000", "--no-pictures")
 CHECKPOINTS = ("--epochs", "2", "--checkpoint-every-steps", "5", "--keep-top-k", "1")
 
 

@@ -43,7 +43,10 @@ UNKEYED = {
         (
             "dataset",
             "The data set",
-            "Draw in __getitem__ from torch, random or np.random, not from a generator of its own.",
+            (
+                "Draw in __getitem__ from torch, random or np.random: samestep seeds those by "
+                "(seed, epoch, sample), but not a generator of its own."
+            ),
         ),
         (
             "transform",
@@ -207,14 +210,16 @@ LEARNED = Cause(
     "a learned parameter outside the model",
     "The loss depends on {names}, which is not among the model's parameters: its gradient is not "
     "added up over ranks, and no checkpoint holds it.",
-    "Make it an nn.Parameter of the model, which may return it beside its outputs for the loss.",
+    "Make it an nn.Parameter of the model, so that the optimizer gets it; the model may return it "
+    "beside its outputs for the loss.",
 )
 
 # Output.
 ALL_WRITE = Cause(
     "every rank writes",
     "{line} writes {files} on every rank, all at once.",
-    'Write the file before training, or put the rank into its name: os.environ.get("RANK", "0").',
+    "A recipe's code runs on every rank: write the file before training, or put the rank into its "
+    'name: os.environ.get("RANK", "0").',
 )
 ALL_PRINT = Cause(
     "every rank prints",
