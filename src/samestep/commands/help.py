@@ -20,13 +20,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import tyro
 
 from samestep.errors import AlreadyTold, UserError
-from samestep.ranks.nproc import NumRanks
 from samestep.reporting.words import wrapped
 from samestep.settings import MERGED, Settings, field_docs, flag_name
 
 T = TypeVar("T")
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-Nproc = Annotated[NumRanks, tyro.conf.arg(metavar="INT|auto")]
+Nproc = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto")]
 RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
 HELP_ALL = "--help-all"

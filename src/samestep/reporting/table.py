@@ -8,6 +8,8 @@ import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 from samestep.reporting.words import wrapped
@@ -121,19 +123,15 @@ def _row_lines(
 ) -> Iterator[str]:
     parts = []
     for n in block:
-        name = table.columns[n]
-        text = row[n].text
         folds = table.fold and n == block[-1]
-        right = n > 0 and name not in table.left and not folds
-        lines = list(wrapped(text, "", widths[n])) if folds else [_shortened(text, widths[n])]
-        spaces = [" " * (widths[n] - columns_of(line)) for line in lines or [""]]
-        pairs = zip(lines or [""], spaces, strict=True)
-        parts.append([space + line if right else line + space for line, space in pairs])
-    for place in range(max(map(len, parts))):
-        cells = [
-            part[place] if place < len(part) else " " * widths[n]
-            for n, part in zip(block, parts, strict=True)
-        ]
+        text, width = row[n].text, widths[n]
+        lines = list(wrapped(text, "", width)) or [""] if folds else [_shortened(text, width)]
+        if n == 0 or folds or table.columns[n] in table.left:
+            parts.append([line + " " * (width - columns_of(line)) for line in lines])
+        else:
+            parts.append([" " * (width - columns_of(line)) + line for line in lines])
+    for line in zip_longest(*parts):
+        cells = [" " * widths[n] if c is None else c for n, c in zip(block, line, strict=True)]
         if colour:
             cells = [coloured(row[n]._replace(text=c)) for n, c in zip(block, cells, strict=True)]
         yield (" " * table.gap).join(cells).rstrip()
@@ -157,6 +155,7 @@ def _shortened(text: str, width: int) -> str:
     return f"{head}…{tail}"
 
 
+@lru_cache(1024)
 def columns_of(text: str) -> int:
     """Return how many columns of a terminal a text takes."""
     if text.isascii():

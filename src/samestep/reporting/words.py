@@ -1,7 +1,6 @@
 """Words and lines of what is shown to people."""
 
 import math
-import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -148,7 +147,7 @@ def curve_lines(
     columns = max(1, min(width - LABEL, len(first)))
     edges = [len(first) * column // columns for column in range(columns + 1)]
     ours, theirs = (
-        [statistics.fmean(values[a:b]) for a, b in pairwise(edges)] for values in (first, second)
+        [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)] for values in (first, second)
     )
     low, high = min(*ours, *theirs), max(*ours, *theirs)
     span = (high - low) or 1.0
