@@ -133,10 +133,19 @@ def forked(line: list[str], folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_between_pages_leads_to_a_file(page):
-    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-    missing = [t for t in targets if not (page.parent / t).exists()]
-    assert not missing
+def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page):
+    for target, heading in re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not heading or heading in headings(file), f"{target}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """Return the names by which a link leads to the headings of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
 
 
 def test_the_readme_shows_the_numbers_of_a_real_run(tmp_path, monkeypatch):
