@@ -98,6 +98,21 @@ def test_a_directory_that_holds_a_profile_is_not_written_to_again(recipe_profile
     assert "--resume" not in message
 
 
+def args_of(events: dict) -> set[str]:
+    """Return what the trace tells of operations and of Python calls, beside their times."""
+    return {name for event in events["traceEvents"] for name in event.get("args", {})}
+
+
+def test_shapes_and_python_calls_are_in_the_trace_if_asked_for(here, recipe_profile):
+    asked = {"Input Dims", "Python id"}
+    _, plain, _ = recipe_profile
+    assert not asked & args_of(events_of(plain / "traces" / traces_of(plain)[0]))
+    command = f"{tiny.write_recipe(here)} --record-shapes --with-stack {QUICK} --run-dir out"
+    profile(here, command)
+    (trace,) = traces_of(here / "out")
+    assert asked <= args_of(events_of(here / "out" / "traces" / trace))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["padded_text", "csv_regression"])
 def test_batches_and_a_schedule_of_a_recipes_own_are_profiled_beyond_its_end(here, example):

@@ -53,7 +53,13 @@ _EXAMPLES = (
     "profile train.py --nproc 2 -- --epochs 1",
 )
 
-_SWITCHES = {"json", "apply", *(f.name for f in fields(Settings) if f.type in (bool, "bool"))}
+_SWITCHES = {
+    "json",
+    "apply",
+    "record_shapes",
+    "with_stack",
+    *(f.name for f in fields(Settings) if f.type in (bool, "bool")),
+}
 """Flags without a value."""
 
 _STOPPED = 143

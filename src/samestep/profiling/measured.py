@@ -17,6 +17,11 @@ class Extent:
     """Measure at least this long."""
     steps: int | None = None
     """Measure this many steps instead of --seconds."""
+    record_shapes: bool = False
+    """Write the shapes of each operation's inputs into the trace."""
+    with_stack: bool = False
+    """Write the Python calls that lead to each operation into the trace; this slows the traced
+    steps, so the shares of the verdict are less exact."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -159,7 +160,7 @@ class Stages:
         *,
         wants_epochs: Callable[[], bool] = lambda: False,
         stop: Callable[[], bool] = lambda: False,
-        new_tracer: Callable[[Phases], Tracer] = Tracer,
+        new_tracer: Callable[..., Tracer] = Tracer,
         own_profiler_runs: Callable[[], bool] = profiler_runs,
     ) -> None:
         """Begin to warm up.
@@ -177,7 +178,10 @@ class Stages:
         self._account, self._agree = account, agree
         self._seconds, self._epoch, self._num_steps = extent.seconds, extent.epoch, extent.steps
         self._wants_epochs, self._stop = wants_epochs, stop
-        self._new_tracer, self._own_profiler_runs = new_tracer, own_profiler_runs
+        self._new_tracer = partial(
+            new_tracer, record_shapes=extent.record_shapes, with_stack=extent.with_stack
+        )
+        self._own_profiler_runs = own_profiler_runs
         self._began = account.now()
         self._step = 0
         self._next_decision = _FIRST_DECISION

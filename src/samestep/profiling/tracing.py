@@ -33,13 +33,20 @@ _MANY_STEPS = 200  # reading a trace of this many steps takes seconds, which the
 class Tracer:
     """The profiler around some steps of this rank."""
 
-    def __init__(self, phases: Phases) -> None:
+    def __init__(
+        self, phases: Phases, *, record_shapes: bool = False, with_stack: bool = False
+    ) -> None:
         self._phases = phases
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         # Not with acc_events: making Python objects of all events takes longer than all the rest.
-        self._profile = profile(activities=activities, profile_memory=True)
+        self._profile = profile(
+            activities=activities,
+            profile_memory=True,
+            record_shapes=record_shapes,
+            with_stack=with_stack,
+        )
         self.steps = 0  # steps traced so far
         self._running = False
 
