@@ -1,11 +1,10 @@
-"""Points on two interleaved spirals, and their way to each rank."""
+"""Points on two interleaved spirals, and how the ranks share them."""
 
 import math
 from collections.abc import Iterator, Sized
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -23,11 +22,11 @@ Sample = tuple[Tensor, ...]  # a point (2,) and its label ()
 class SpiralDataset(TensorDataset):
     """Points (num_samples, 2) on two spirals, and the spiral (num_samples,) each belongs to.
 
-    Class 1 is class 0 turned by pi. Of an odd number, class 0 has one point more.
+    Class 1 is class 0 turned by pi. If the number is odd, class 0 has one point more.
     """
 
     def __init__(self, num_samples: int = 10_000, noise: float = 0.2, seed: int = 42) -> None:
-        # A generator of its own: the points depend on nothing that was drawn before.
+        # A generator of its own, so that the points depend on nothing drawn before.
         generator = torch.Generator().manual_seed(seed)
         labels = torch.arange(num_samples) % 2
         # The square root spreads the points evenly over the length of the arm.
@@ -38,20 +37,13 @@ class SpiralDataset(TensorDataset):
         super().__init__(points, labels)
 
 
-def part_sizes(num_samples: int) -> list[int]:
-    """Return how many samples train, validate and test: 70 %, 15 % and the rest."""
-    sizes = [int(num_samples * 0.70), int(num_samples * 0.15)]
-    return [*sizes, num_samples - sum(sizes)]
-
-
 class EverySampleOnce(Sampler[int]):
-    """Give each rank every n-th sample, and no sample to two ranks.
+    """Give each rank every n-th sample, so that no sample goes to two ranks.
 
-    A DistributedSampler, also the one that Lightning puts in by itself, fills up the ranks' shares
-    until they are equal. Filled up with samples that have already been given out, 1,001 samples on
-    2 ranks are measured as 1,002. Unequal shares are safe here: to evaluate, the ranks meet only
-    at the end, when the metrics add up their sums. (A model with buffers, such as batch norm's,
-    needs DDPStrategy(broadcast_buffers=False) besides, since DDP would send them round each step.)
+    A DistributedSampler, also the one that Lightning inserts, repeats samples until all shares are
+    equal: 1,001 samples on 2 ranks are evaluated as 1,002. Unequal shares are safe in evaluation,
+    where ranks meet only at the end, to add up their sums. (For a model with buffers, as batch norm
+    has, set DDPStrategy(broadcast_buffers=False) too: DDP would broadcast them in each forward.)
     """
 
     def __init__(self, dataset: Sized, rank: int, world_size: int) -> None:
@@ -65,10 +57,9 @@ class EverySampleOnce(Sampler[int]):
 
 
 class SpiralDataModule(L.LightningDataModule):
-    """The spirals, split 70/15/15 by seed; `batch_size` counts samples a rank and step.
+    """The spirals, split 70/15/15; `batch_size` is the number of samples per rank and step.
 
-    It shares the data among the ranks itself, so the Trainer must be told not to:
-    `Trainer(use_distributed_sampler=False)`.
+    It splits the data between the ranks itself: use Trainer(use_distributed_sampler=False).
     """
 
     def __init__(
@@ -83,35 +74,34 @@ class SpiralDataModule(L.LightningDataModule):
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
-        """Make the points; every rank makes the same ones."""
-        values = self.hparams
-        data = SpiralDataset(values.num_samples, values.noise, values.seed)
-        generator = torch.Generator().manual_seed(values.seed)
+        """Make the points; every rank makes the same ones, and the same split."""
+        count, seed = self.hparams.num_samples, self.hparams.seed
+        data = SpiralDataset(count, self.hparams.noise, seed)
+        sizes = [int(count * 0.70), int(count * 0.15)]
+        generator = torch.Generator().manual_seed(seed)
         self.training, self.validation, self.test = random_split(
-            data, part_sizes(values.num_samples), generator
+            data, [*sizes, count - sum(sizes)], generator
         )
 
     def train_dataloader(self) -> DataLoader[Sample]:
-        """Return this rank's share of the training samples, in another order every epoch."""
-        rank, world_size = self._place()
-        # Here the shares are made equal, by a few samples given out twice: a rank with a step less
-        # would leave the others waiting for its gradients. Lightning calls set_epoch.
+        """Return this rank's share of the training samples, in another order in every epoch."""
+        # Shares must be equal here, at the price of a few repeated samples: a rank with one step
+        # less would leave the others waiting for its gradients. Lightning calls set_epoch.
         sampler: DistributedSampler[Sample] = DistributedSampler(
-            self.training, world_size, rank, seed=self.hparams.seed
+            self.training, self.trainer.world_size, self.trainer.global_rank, seed=self.hparams.seed
         )
         return self._loader(self.training, sampler)
 
     def val_dataloader(self) -> DataLoader[Sample]:
-        """Return this rank's share of the validation samples, each in one share alone."""
-        return self._loader(self.validation, EverySampleOnce(self.validation, *self._place()))
+        """Return this rank's share of the validation samples."""
+        return self._loader(self.validation, self._share(self.validation))
 
     def test_dataloader(self) -> DataLoader[Sample]:
-        """Return this rank's share of the test samples, each in one share alone."""
-        return self._loader(self.test, EverySampleOnce(self.test, *self._place()))
+        """Return this rank's share of the test samples."""
+        return self._loader(self.test, self._share(self.test))
 
-    def _place(self) -> tuple[int, int]:
-        """Return rank and world size; a process that is alone has no group to ask."""
-        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    def _share(self, data: Dataset[Sample]) -> EverySampleOnce:
+        return EverySampleOnce(data, self.trainer.global_rank, self.trainer.world_size)
 
     def _loader(self, data: Dataset[Sample], sampler: Sampler[int]) -> DataLoader[Sample]:
         return DataLoader(
@@ -119,7 +109,7 @@ class SpiralDataModule(L.LightningDataModule):
             self.hparams.batch_size,
             sampler=sampler,
             num_workers=self.hparams.num_workers,
-            # Starting the workers anew would cost more than an epoch of such small samples.
+            # Starting workers again in every epoch costs more than an epoch of such small samples.
             persistent_workers=self.hparams.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )

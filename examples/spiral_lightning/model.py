@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 CLASSES = 2
+Batch = tuple[Tensor, Tensor]  # points (batch, 2) and labels (batch,)
 
 
 class MLP(nn.Sequential):
@@ -24,12 +25,7 @@ class MLP(nn.Sequential):
 
 
 class SpiralClassifier(L.LightningModule):
-    """Train the MLP with Adam; log loss and accuracy of each epoch over the samples of all ranks.
-
-    Each metric keeps sums and counts, and adds up those of all ranks before it divides once. The
-    other way, `self.log(..., sync_dist=True)` of a batch's mean, needs the batch's size beside it,
-    and without sync_dist the logged value is that of rank 0's share.
-    """
+    """Train the MLP with Adam; log each epoch's loss and accuracy over the samples of all ranks."""
 
     def __init__(
         self,
@@ -41,55 +37,48 @@ class SpiralClassifier(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.model = MLP(hidden_dims, dropout)
-        # One of each kind for each part: metrics of two parts must not add up.
+        # Each metric holds a sum and a count; each part of the data has its own.
+        self.metrics = nn.ModuleDict()
         for part in ("train", "val", "test"):
-            self.add_module(f"{part}_loss", MeanMetric())
-            self.add_module(
-                f"{part}_accuracy", MulticlassAccuracy(num_classes=CLASSES, average="micro")
-            )
+            self.metrics[f"{part}_loss"] = MeanMetric()
+            self.metrics[f"{part}_accuracy"] = MulticlassAccuracy(CLASSES, average="micro")
 
     def forward(self, points: Tensor) -> Tensor:
         """Return logits (batch, 2)."""
         return self.model(points)
 
     def on_train_start(self) -> None:
-        """Let dropout's masks differ between the ranks, which so far drew equal numbers."""
+        """Let dropout differ between ranks, whose random numbers are equal until now."""
         torch.manual_seed(self.hparams.seed + 1 + self.global_rank)
 
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the mean loss of this rank's batch; DDP averages its gradients over the ranks."""
-        return self._step(batch, "train")
+    def training_step(self, batch: Batch) -> Tensor:
+        """Return the mean loss of this rank's batch; DDP averages the gradients over the ranks."""
+        loss = self._measure(batch, "train")
+        # The mean over the ranks is the mean over the samples: shares are equal in training.
+        self.log("train_loss_step", loss, on_step=True, on_epoch=False, sync_dist=True)
+        return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+    def validation_step(self, batch: Batch) -> None:
         """Measure."""
-        self._step(batch, "val")
+        self._measure(batch, "val")
 
-    def test_step(self, batch: tuple[Tensor, Tensor]) -> None:
+    def test_step(self, batch: Batch) -> None:
         """Measure."""
-        self._step(batch, "test")
+        self._measure(batch, "test")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Adam."""
         return torch.optim.Adam(self.parameters(), lr=self.hparams.learning_rate)
 
-    def _step(self, batch: tuple[Tensor, Tensor], part: str) -> Tensor:
+    def _measure(self, batch: Batch, part: str) -> Tensor:
         points, labels = batch
         logits = self(points)
         loss = nn.functional.cross_entropy(logits, labels)
-        mean_loss, accuracy = self._metric(f"{part}_loss"), self._metric(f"{part}_accuracy")
+        mean_loss, accuracy = self.metrics[f"{part}_loss"], self.metrics[f"{part}_accuracy"]
         mean_loss.update(loss.detach(), weight=len(labels))
         accuracy.update(logits, labels)
-        # Given the metrics themselves, Lightning computes them at the end of the epoch, on all
-        # ranks together, and resets them.
-        self.log_dict(
-            {f"{part}_loss": mean_loss, f"{part}_accuracy": accuracy},
-            on_step=False,
-            on_epoch=True,
-            batch_size=len(labels),
-        )
+        # At the end of the epoch, Lightning asks the two for their values: they add up the sums
+        # and counts of all ranks, and divide once.
+        self.log(f"{part}_loss", mean_loss, on_step=False, on_epoch=True)
+        self.log(f"{part}_accuracy", accuracy, on_step=False, on_epoch=True)
         return loss
-
-    def _metric(self, name: str) -> Metric:
-        metric = self.get_submodule(name)
-        assert isinstance(metric, Metric)
-        return metric

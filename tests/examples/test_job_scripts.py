@@ -13,7 +13,7 @@ SPIRAL = [path for path in JOB_SCRIPTS if path.parent.name == "spiral_slurm"]
 
 def test_the_scripts_are_found():
     assert [path.name for path in JOB_SCRIPTS] == [
-        *("profile_workers.slurm", "run_distributed.slurm"),
+        *("profile_workers.slurm", "run_distributed.slurm", "train.sbatch"),
         *("one_gpu.sbatch", "one_node.sbatch", "several_nodes.sbatch"),
     ]
 
