@@ -59,11 +59,11 @@ class SpiralClassifier(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch) -> None:
-        """Measure."""
+        """Update the validation metrics."""
         self._measure(batch, "val")
 
     def test_step(self, batch: Batch) -> None:
-        """Measure."""
+        """Update the test metrics."""
         self._measure(batch, "test")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -18,6 +18,7 @@ import sys
 import time
 import tomllib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning as L
@@ -65,7 +66,7 @@ def find_ranks() -> tuple[ClusterEnvironment, int, int]:
 
 def leave() -> None:
     """Leave the process group after success."""
-    gc.collect()  # free the DDP model first, which is part of a reference cycle
+    gc.collect()  # free the DDP model, part of a cycle: with it, leaving the group can hang
     if dist.is_initialized():
         dist.barrier()  # no rank exits while another still talks to it
         dist.destroy_process_group()
@@ -110,44 +111,56 @@ def make_loggers(settings: argparse.Namespace) -> list[Logger]:
 
 
 def read_settings(words: list[str]) -> argparse.Namespace:
-    """Return the settings: defaults < the --config file < flags."""
+    """Return the settings: flags win over the --config file, which wins over the defaults."""
     parser = argparse.ArgumentParser(description="Train an MLP on two spirals with Lightning.")
     add = parser.add_argument
-    add("--batch_size", type=positive, default=32, help="samples per rank and step")
-    add("--max_epochs", type=positive, default=50, help="passes over the training samples")
-    add("--num_workers", type=int, default=0, help="processes per rank that load the data")
+    add("--batch_size", type=at_least(1), default=32, help="samples per rank and step")
+    add("--max_epochs", type=at_least(1), default=50, help="passes over the training samples")
+    add("--num_workers", type=at_least(0), default=0, help="processes per rank that load the data")
     add("--learning_rate", type=float, default=1e-3)
-    add("--hidden_dims", type=positive, nargs="+", default=[64, 32, 16], metavar="WIDTH")
+    add("--hidden_dims", type=at_least(1), nargs="+", default=[64, 32, 16], metavar="WIDTH")
     add("--dropout", type=float, default=0.1)
     add("--noise", type=float, default=0.2, help="standard deviation on each coordinate")
-    add("--num_samples", type=positive, default=10_000, help="points of both spirals")
+    add("--num_samples", type=at_least(20), default=10_000, help="points of both spirals")
     add("--seed", type=int, default=42, help="of points, split, weights, order and dropout")
     add("--comet_project", help="log to this project of Comet too")
     add("--experiment_name", default="spiral")
     add("--output_dir", type=Path, default=Path("runs"), help="must be the same on all nodes")
-    add("--config", type=Path, metavar="FILE.toml", help="settings by name; flags win over it")
-    settings = parser.parse_args(words)
-    if settings.config:
-        values = tomllib.loads(settings.config.read_text())
-        if unknown := values.keys() - vars(settings).keys():
-            parser.error(f"{settings.config}: no such setting: {', '.join(sorted(unknown))}")
-        parser.set_defaults(**values)
-        settings = parser.parse_args(words)
-    return settings
+    add("--config", type=words_of, metavar="FILE.toml", help="settings by name; flags win over it")
+    from_file = parser.parse_args(words).config or []
+    return parser.parse_args([*from_file, *words])  # of two values, the later one counts
 
 
-def positive(text: str) -> int:
-    """Read a whole number of 1 or more."""
-    if int(text) < 1:
-        raise ValueError(text)  # argparse names the flag and the value
-    return int(text)
+def words_of(path: str) -> list[str]:
+    """Return what a TOML file of settings would be on the command line."""
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+    return [word for name, value in lists.items() for word in (f"--{name}", *map(str, value))]
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a function that reads a whole number of at least this."""
+
+    def whole_number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return int(text)
+
+    return whole_number
 
 
 def train(settings: argparse.Namespace) -> None:
     """Train, then measure the best checkpoint on the test samples."""
     environment, num_nodes, here = find_ranks()
     world_size = num_nodes * here
-    device = "gpu" if torch.cuda.is_available() else "cpu"
+    device, gpus = "gpu" if torch.cuda.is_available() else "cpu", torch.cuda.device_count()
+    if device == "gpu" and gpus < here:
+        sys.exit(
+            f"train.py: {here} ranks on a node, {gpus} visible GPUs. Empty CUDA_VISIBLE_DEVICES"
+        )
     say(
         f"Ranks: {world_size}, nodes: {num_nodes}, device: {device}, samples per step: "
         f"{settings.batch_size * world_size} = {settings.batch_size} x {world_size}"
@@ -169,10 +182,12 @@ def train(settings: argparse.Namespace) -> None:
     best = ModelCheckpoint(filename="best", monitor="val_loss", mode="min", save_last=True)
     ddp = DDPStrategy(
         find_unused_parameters=False,  # every parameter takes part in every step
-        static_graph=True,  # and always in the same way
+        static_graph=True,  # and the graph is the same in every step
         gradient_as_bucket_view=True,  # keep gradients in the buffers that DDP sends
     )
     loggers = make_loggers(settings)
+    for logger in loggers:  # beside the arguments of the two classes
+        logger.log_hyperparams({"max_epochs": settings.max_epochs, "world_size": world_size})
     trainer = L.Trainer(
         accelerator=device,
         devices=here,
@@ -182,7 +197,7 @@ def train(settings: argparse.Namespace) -> None:
         use_distributed_sampler=False,  # SpiralDataModule splits the data itself
         max_epochs=settings.max_epochs,
         logger=loggers,
-        log_every_n_steps=10,  # train_loss_step; to read a loss makes a GPU wait
+        log_every_n_steps=10,  # train_loss_step: reading a loss makes the CPU wait for the GPU
         callbacks=[best, Report()],
         num_sanity_val_steps=0,
         enable_progress_bar=False,  # a job's output is a file

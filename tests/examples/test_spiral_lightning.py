@@ -113,7 +113,7 @@ def test_the_file_sets_what_it_names_and_the_flags_win_over_it(tmp_path):
     kept = [tmp_path / "runs" / name / "version_0" for name in ("from_file", "spiral")]
     texts = [(folder / "hparams.yaml").read_text() for folder in kept]
     assert texts[0] == texts[1]
-    assert "hidden_dims:\n- 16\nlearning_rate: 0.01\n" in texts[0]
+    assert "hidden_dims:\n- 16\nlearning_rate: 0.01\nmax_epochs: 2\n" in texts[0]
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,18 @@ def test_the_file_sets_what_it_names_and_the_flags_win_over_it(tmp_path):
         (["--max_epochs", "0"], "--max_epochs"),
         (["--hidden_dims"], "--hidden_dims"),
         (["--learning_rate", "fast"], "--learning_rate"),
-        (["--config", "a.toml"], "speed"),
+        (["--config", "a.toml"], "--speed"),
+        (["--config", "b.toml"], "--max_epochs"),
+        (["--config", "nowhere.toml"], "nowhere.toml"),
     ],
-    ids=["no epochs", "no width", "no number", "no such key"],
+    ids=["no epochs", "no width", "no number", "no such key", "wrong value", "no file"],
 )
 def test_a_mistake_in_the_settings_is_named_and_ends_with_exit_code_2(
     arguments, named, tmp_path, modules, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     Path("a.toml").write_text("speed = 9")
+    Path("b.toml").write_text("max_epochs = -1")
     with pytest.raises(SystemExit) as ended:
         modules("train").read_settings(arguments)
     assert ended.value.code == 2
