@@ -1,4 +1,4 @@
-"""MNIST's training images through a DataLoader whose workers prepare one image at a time."""
+"""MNIST through a DataLoader whose workers prepare one image at a time."""
 
 import gzip
 import zlib
@@ -11,39 +11,39 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training pixels, scaled to 0 … 1
-# Where the data is looked for: from here, and beside the folder that holds the examples.
+# Where to look for the data: below the current folder, or beside the examples folder.
 PLACES = (Path("data/mnist"), Path(__file__).resolve().parents[2] / "data" / "mnist")
 
 
 class MnistDataset(Dataset[tuple[Tensor, int]]):
-    """MNIST's training images from IDX files; each is normalised when it is asked for.
+    """MNIST's images and labels; each image is normalised when it is asked for.
 
-    That is how most data sets are written, and why there are loader workers: some small operations
-    for every image, where a whole batch could have them at once.
+    Most data sets are written like this: a few small operations per image, where one operation
+    could handle the whole batch. This is the work that loader workers share.
     """
 
-    def __init__(self, data_dir: Path | None = None) -> None:
-        """Read the files.
+    def __init__(self, data_dir: Path | None = None, part: str = "train") -> None:
+        """Read the files of a part: `train` (60,000 images) or `t10k` (10,000 test images).
 
         Raises:
-            FileNotFoundError: they are not there.
-            ValueError: they are damaged, or do not belong together.
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged, or the two do not belong together.
         """
-        self.images = _read_idx("train-images-idx3-ubyte", 3, data_dir)
-        self.labels = _read_idx("train-labels-idx1-ubyte", 1, data_dir)
+        self.images = _read_idx(f"{part}-images-idx3-ubyte", 3, data_dir)
+        self.labels = _read_idx(f"{part}-labels-idx1-ubyte", 1, data_dir)
         if self.images.shape[1:] != (28, 28) or len(self.images) != len(self.labels):
             raise ValueError(
-                f"The images are {self.images.shape} with {len(self.labels)} labels; there must "
-                "be one label an image, and 28 x 28 pixels. Download both files again."
+                f"The {part} files hold images {self.images.shape} and {len(self.labels)} labels, "
+                "not one label per image of 28 x 28 pixels. Download both files again."
             )
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return an image (1, 28, 28) of mean 0 and deviation 1, and its label."""
-        stored = self.images[index].astype(np.float32)
-        image = (stored / 255 - MEAN) / STD
+        """Return an image (1, 28, 28), normalised, and its label."""
+        scaled = self.images[index].astype(np.float32) / 255  # 0 … 255 becomes 0 … 1
+        image = (scaled - MEAN) / STD  # mean 0 and deviation 1 over the data set
         return torch.from_numpy(image).unsqueeze(0), int(self.labels[index])
 
 
@@ -53,13 +53,9 @@ def get_mnist_dataloader(
     """Return shuffled batches of images (batch, 1, 28, 28) and labels (batch,).
 
     Args:
-        batch_size: images a batch; the last one of an epoch may have fewer.
+        batch_size: images per batch; the last batch of an epoch may have fewer.
         num_workers: processes that prepare batches ahead; with 0 the training process does it.
-        data_dir: folder of the IDX files; by default `data/mnist`, here or beside the examples.
-
-    Raises:
-        FileNotFoundError: the files are not there.
-        ValueError: they are damaged, or do not belong together.
+        data_dir: folder of the IDX files; by default one of `PLACES`.
     """
     return DataLoader(
         MnistDataset(data_dir),
@@ -67,33 +63,30 @@ def get_mnist_dataloader(
         shuffle=True,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
-        # Else they are started anew in every epoch, and the trace begins with that.
-        persistent_workers=num_workers > 0,
+        persistent_workers=num_workers > 0,  # else each epoch starts them again
     )
 
 
 def _read_idx(name: str, num_axes: int, data_dir: Path | None) -> np.ndarray:
-    """Return what an IDX file holds; `name` may also end in .gz, and lie in data_dir/raw.
+    """Return the array in an IDX file, which may be compressed (.gz).
 
-    The format: two zero bytes, 8 for "unsigned bytes", the number of axes, their lengths as
-    big-endian 32-bit numbers, the values.
+    The format: two zero bytes, 8 for "unsigned bytes", the number of axes, the length of each axis
+    as a big-endian 32-bit number, then the values.
     """
     folders = PLACES if data_dir is None else (data_dir,)
-    paths = [f / sub / (name + end) for f in folders for sub in ("", "raw") for end in ("", ".gz")]
+    paths = [folder / (name + end) for folder in folders for end in ("", ".gz")]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        looked = " or ".join(str(folder) for folder in folders)
         raise FileNotFoundError(
-            f"There is no {name}[.gz] in {looked}. Download MNIST there (`samestep data get mnist "
-            "--data-dir data/mnist`, or by hand), or name the folder you have it in: "
-            "--data_dir DIR."
+            f"There is no {name}[.gz] in {' or '.join(map(str, folders))}. Download MNIST "
+            "(`samestep data get mnist --data-dir data/mnist`), or name its folder: --data_dir DIR."
         )
     try:
         content = path.read_bytes()
-        content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
         if content[:4] != bytes([0, 0, 8, num_axes]):
-            raise ValueError(f"this is no IDX file of unsigned bytes with {num_axes} axes")
+            raise ValueError(f"not an IDX file of unsigned bytes with {num_axes} axes")
         shape = np.frombuffer(content, ">u4", num_axes, offset=4)
-        return np.frombuffer(content, np.uint8, offset=4 + 4 * num_axes).reshape(shape).copy()
+        return np.frombuffer(content, np.uint8, offset=4 + 4 * num_axes).reshape(shape)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be used: {error}. Download it again.") from error
+        raise ValueError(f"{path} cannot be read: {error}. Download it again.") from error

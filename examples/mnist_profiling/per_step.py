@@ -1,8 +1,8 @@
-"""Print what traces of single_gpu_train.py say of one step, so that they can be compared.
+"""Print what traces of single_gpu_train.py say about one step, so that they can be compared.
 
     python per_step.py trace_single_gpu_workers_*.json
 
-A trace's totals grow with the steps it covers; only what is divided by them compares two traces.
+A trace's totals grow with the number of steps it covers, so divide by it before you compare.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 WAIT = "waiting for data"
-# Part of a step → what its events' names begin with, as single_gpu_train.py and PyTorch give them.
+# Part of a step → how the names of its events begin; single_gpu_train.py and PyTorch give them.
 PARTS = {
     WAIT: "enumerate(DataLoader)#",
     "to device": "to device",
@@ -22,7 +22,7 @@ PARTS = {
     "backward": "backward",
     "optimizer": "Optimizer.",
 }
-STEP = "Optimizer.step#"  # every step has one, and nothing else has
+STEP = "Optimizer.step#"  # exactly one per step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class Trace:
     """From the first wait for a batch to the end of the last optimizer step."""
     parts: dict[str, float]
     gpu: float | None
-    """Seconds in which the GPU computed; None where there was none."""
+    """Seconds in which the GPU computed; None if there was no GPU."""
 
 
 def read_trace(path: Path) -> Trace:
     """Add up a trace's named parts.
 
     Raises:
-        ValueError: it is no trace of single_gpu_train.py.
+        ValueError: this is not a trace of single_gpu_train.py.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -51,8 +51,8 @@ def read_trace(path: Path) -> Trace:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no Chrome trace, or only a part of one: {error}.") from error
-    # The GPU's row repeats the annotations of the CPU's, in another category.
+        raise ValueError(f"{path} is not a whole Chrome trace: {error}.") from error
+    # The GPU's row repeats the annotations of the CPU, in another category.
     named = [e for e in events if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
     spans = {
         part: [(e["ts"], e["dur"]) for e in named if e["name"].startswith(prefix)]
@@ -60,7 +60,7 @@ def read_trace(path: Path) -> Trace:
     }
     ends = [e["ts"] + e["dur"] for e in named if e["name"].startswith(STEP)]
     if not ends or not spans[WAIT]:
-        raise ValueError(f"{path} holds no training step, or was not made by single_gpu_train.py.")
+        raise ValueError(f"{path} has no training step of single_gpu_train.py in it.")
     number = re.search(r"workers_(\d+)", path.name)
     return Trace(
         name=number[1] if number else path.name,
@@ -73,7 +73,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def busy_seconds(events: Iterable[dict[str, Any]]) -> float | None:
-    """Return for how long at least one kernel or copy ran on the GPU."""
+    """Return the time in which at least one kernel or copy ran on the GPU."""
     categories = ("kernel", "gpu_memcpy", "gpu_memset")
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in categories)
     if not spans:
@@ -86,7 +86,7 @@ def busy_seconds(events: Iterable[dict[str, Any]]) -> float | None:
 
 
 def table(traces: list[Trace]) -> list[str]:
-    """Return the lines of the table, a column a trace: totals in seconds, then one step."""
+    """Return the lines of the table, one column per trace: totals in seconds, then one step."""
     rows: list[tuple[str, list[str]]] = [
         ("workers", [trace.name for trace in traces]),
         ("steps in the trace", [f"{trace.steps:,}" for trace in traces]),
@@ -109,20 +109,20 @@ def _per_step(trace: Trace, seconds: float) -> str:
 
 
 def comparison(first: Trace, other: Trace) -> list[str]:
-    """Return what another number of workers changed, for equal work and by the traces' totals."""
+    """Return the speed-up for equal work, and the one that the totals would wrongly claim."""
     waits, walls = first.parts[WAIT] / other.parts[WAIT], first.wall / other.wall
     unit, work = "step", other.steps / first.steps
     if first.batch_size != other.batch_size:  # then a step is not the same work
         unit, work = "image", work * other.batch_size / first.batch_size
     lines = [
         f"{other.name} workers against {first.name}, per {unit}:",
-        f"  waiting for data {waits * work:.2f} x as fast, the whole {walls * work:.2f} x",
+        f"  waiting for data {waits * work:.2f} x as fast, the whole {unit} {walls * work:.2f} x",
     ]
     if work != 1:
         there, here = (f"{t.steps:,} steps of {t.batch_size} images" for t in (first, other))
         lines += [
-            f"  By totals it would be {waits:.2f} x and {walls:.2f} x, which means nothing:",
-            f"  {there} there, {here} here.",
+            f"  The totals say {waits:.2f} x and {walls:.2f} x, but compare different work:",
+            f"  {there} with {here}.",
         ]
     return lines
 

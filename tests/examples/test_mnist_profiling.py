@@ -4,11 +4,13 @@ import ast
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.examples.programs import MNIST_PROFILING, environment, forked, run
 from tests.idx_files import write_mnist
@@ -71,7 +73,9 @@ def test_typed_in_its_own_folder_it_trains_five_epochs_and_prints_every_100_batc
     assert [line.split(" took")[0] for line in lines if " took " in line] == [
         f"Epoch {epoch}" for epoch in (1, 3, 4, 5)
     ]
-    assert any("120" in line and "trace_single_gpu_workers_0.json" in line for line in lines)
+    profiled = [line for line in lines if line.startswith("Epoch 2: ")]
+    assert [re.findall(r"\d+", line) for line in profiled] == [["2", "120"], ["2", "120"]]
+    assert any("trace_single_gpu_workers_0.json" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -95,11 +99,56 @@ def test_the_workers_prepare_the_batches_only_if_there_are_some(from_its_folder,
     assert spans(from_elsewhere[1], "enumerate(DataLoader)#_MultiProcessing")
 
 
-def test_a_part_of_the_epoch_can_be_profiled(folder, tmp_path):
-    asked = ("--num_workers", "0", "--profile_steps", "2", "--epochs", "2")
-    done = forked(TRAIN, *asked, "--data_dir", str(folder / "data/mnist"), folder=tmp_path)
+PREDICTED = re.compile(r"First (\w+) image: predicted (\d) with probability (\S+), label (\d)$")
+
+
+def test_it_predicts_the_first_test_image(from_its_folder):
+    ((kind, digit, probability, label),) = PREDICTED.findall(from_its_folder[0].strip())
+    assert (kind, digit, label) == ("test", "0", "0")  # write_mnist's labels begin with 0
+    assert 0.1 < float(probability) <= 1
+
+
+def shortly(data: Path, folder: Path, *flags: str) -> tuple[str, list[dict]]:
+    """Return what two steps in the trace of two epochs print, and that trace's events."""
+    asked = ("--num_workers", "0", "--profile_steps", "2", "--epochs", "2", "--data_dir", str(data))
+    done = forked(TRAIN, *asked, *flags, folder=folder)
     assert done.returncode == 0, done.stderr
-    assert len(spans(tmp_path / "trace_single_gpu_workers_0.json", "Optimizer.step#")) == 2
+    trace = folder / "trace_single_gpu_workers_0.json"
+    return done.stdout, json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--record_shapes",), ("--with_stack",)], ids=" ".join)
+def test_shapes_and_python_functions_are_in_the_trace_only_if_asked_for(flags, folder, tmp_path):
+    _, events = shortly(folder / "data/mnist", tmp_path, *flags)
+    assert sum(event["name"].startswith("Optimizer.step#") for event in events) == 2
+    layers = [e["args"] for e in events if e["name"] == "aten::addmm"]
+    assert len(layers) == 4  # two layers, two steps
+    shapes = [layer["Input Dims"] for layer in layers if "Input Dims" in layer]
+    functions = [event["name"] for event in events if event.get("cat") == "python_function"]
+    assert bool(shapes) == ("--record_shapes" in flags)
+    assert not shapes or shapes[0][:3] == [[128], [32, 784], [784, 128]]
+    assert any("dataloader.py" in name for name in functions) == ("--with_stack" in flags)
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["missing", "damaged"])
+def test_without_test_files_it_predicts_a_training_image_and_says_why(damaged, tmp_path):
+    data = write_mnist(tmp_path / "data" / "mnist")
+    for file in data.glob("t10k-*"):
+        file.write_bytes(b"") if damaged else file.unlink()
+    printed, _ = shortly(data, tmp_path)
+    ((kind, _, _, label),) = PREDICTED.findall(printed.strip())
+    assert (kind, label) == ("training", "0")
+    assert "t10k-images-idx3-ubyte" in printed
+
+
+def test_an_image_is_scaled_and_normalised_by_mnists_mean_and_deviation(folder):
+    names = runpy.run_path(str(MNIST_PROFILING / "dataloader.py"))
+    dataset = names["MnistDataset"](folder / "data" / "mnist")
+    image, label = dataset[3]
+    assert (image.shape, image.dtype, label) == ((1, 28, 28), torch.float32, 3)
+    scaled = torch.from_numpy(dataset.images[3] / 255)
+    expected = (scaled - 0.1307) / 0.3081
+    torch.testing.assert_close(image[0].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def table(*traces: Path) -> tuple[dict[str, list[str]], str]:
@@ -188,7 +237,10 @@ def event(name: str, start: float, length: float, category: str) -> dict:
 # What is wrong → the arguments, and words of the message.
 MISTAKES = {
     "no data": (["--data_dir", "nowhere"], "train-images-idx3-ubyte[.gz]"),
-    "one epoch": (["--epochs", "1"], "--epochs: '1'"),
+    "one epoch": (["--epochs", "1"], "--epochs 1"),
+    "no profiled step": (["--profile_steps", "0"], "--profile_steps 0"),
+    "fewer workers than none": (["--num_workers", "-1"], "num_workers"),
+    "an empty batch": (["--batch_size", "0"], "batch_size=0"),
     "damaged data": (["--data_dir", "torn"], "torn/train-images-idx3-ubyte.gz"),
     "no place to write": (["--num_workers", "0"], "trace_single_gpu_workers_0.json"),
 }
@@ -203,8 +255,8 @@ def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, name):
     (tmp_path / "trace_single_gpu_workers_0.json").mkdir()
     done = forked(TRAIN, *arguments, folder=tmp_path)
     assert done.returncode == 2, done.stderr
-    (message,) = [line for line in done.stderr.splitlines() if not line.startswith("USDT:")]
-    assert message.startswith("single_gpu_train.py: ")
+    assert "Traceback" not in done.stderr
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("single_gpu_train")]
     assert words in message
     assert not list(tmp_path.glob("*.tmp"))
 
