@@ -1,12 +1,12 @@
-"""Train a graph network on cricket, ball by ball, with DistributedDataParallel written out by hand.
+"""Train a graph network on cricket, ball by ball, with DistributedDataParallel (DDP) by hand.
 
-    python train.py --synthetic                                   # alone
+    python train.py --synthetic                                   # one process
     torchrun --nproc_per_node=gpu train.py --data-dir MATCHES     # all GPUs of this machine
     torchrun --nproc_per_node=gpu train.py --data-dir MATCHES --resume
     python train.py --data-dir MATCHES --test-only                # the best checkpoint, one device
 
-samestep reads the matches, builds the graphs and defines the network; everything else is here. Each
-epoch is validated and saved. After the last one the best network is tested, on all ranks.
+samestep reads the matches, builds the graphs and defines the network; everything else is here. The
+script validates and saves after each epoch. At the end it tests the best network on all ranks.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Job(NamedTuple):
 
 
 def setup_distributed(timeout_s: float) -> Ranks:
-    """Meet the other ranks that torchrun started; a process that runs alone has none to meet."""
+    """Join the ranks that torchrun started; a process started without it is rank 0 of 1."""
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     rank, local_rank, world_size = (int(os.environ.get(n, names[n])) for n in names)
     ranks = Ranks(rank, local_rank, world_size, choose_device(local_rank, world_size))
@@ -76,34 +76,36 @@ def setup_distributed(timeout_s: float) -> Ranks:
             timeout=dt.timedelta(seconds=timeout_s),
             device_id=ranks.device if nccl else None,
         )
+    if world_size > 1 and ranks.device.type == "cpu" and torch.backends.mps.is_available():
+        say(f"warning: a Mac has one GPU. {world_size} ranks train on its CPU and gain nothing.")
     return ranks
 
 
 def choose_device(local_rank: int, world_size: int) -> torch.device:
-    """Return the GPU of this rank, by its number on its node; else Apple's GPU; else the CPU."""
+    """Return the GPU with this rank's number on its node; else Apple's GPU; else the CPU."""
     if torch.cuda.is_available():
         wanted, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
         if wanted > there:
             refuse(f"{wanted} ranks on a node with {there} visible GPUs; --nproc_per_node=gpu.")
         return torch.device("cuda", local_rank)
     if torch.backends.mps.is_available() and world_size == 1:
-        return torch.device("mps")  # Gloo cannot reduce what lies there
+        return torch.device("mps")  # one process only: Gloo cannot reduce tensors on it
     return torch.device("cpu")
 
 
 def leave() -> None:
-    """Part from the other ranks; the DDP model must be gone by now."""
+    """Leave the process group. The DDP model must be gone by now."""
     if dist.is_initialized():
-        gc.collect()  # it is part of a cycle, so losing the last reference does not free it
+        gc.collect()  # DDP is part of a reference cycle: only the collector frees it
         dist.barrier()  # no rank exits while another still talks to it
         dist.destroy_process_group()
 
 
 def refuse(message: str) -> NoReturn:
-    """End with exit code 2 and one message; all ranks call this, the first of a node prints."""
+    """End with exit code 2 and one message. All ranks call this; the first of each node prints."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"train.py: {message}", file=sys.stderr, flush=True)
-    with contextlib.suppress(RuntimeError):  # torchrun ends all once one has: let that one speak
+    with contextlib.suppress(RuntimeError):  # wait: torchrun kills the others when one has ended
         if "RANK" in os.environ and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=dt.timedelta(seconds=30))
         leave()
@@ -111,7 +113,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
-    """Return what a function returns; if it fails on any rank, end all of them together."""
+    """Return what the function returns. If it fails on any rank, end all ranks together."""
     value, problem = None, None
     try:
         value = function()
@@ -144,7 +146,7 @@ def barrier() -> None:
 
 
 def load_data(arguments: argparse.Namespace, ranks: Ranks, saved: dict[str, Any] | None) -> Job:
-    """Read the matches and make a network: a new one, or with the vocabulary of a checkpoint."""
+    """Read the matches and make a network, with a checkpoint's vocabulary if there is one."""
     given = vars(arguments)
     where = {n: given[n] for n in ("data_dir", "cache_dir", "synthetic", "synthetic_matches")}
     own = {n: given[n] for n in ("width", "dropout", "balls_per_match")}
@@ -157,9 +159,7 @@ def load_data(arguments: argparse.Namespace, ranks: Ranks, saved: dict[str, Any]
         raise ValueError(f"No balls are left for {empty[0]}; name more matches with --data-dir.")
     step = arguments.batch_size * ranks.world_size
     if not arguments.test_only and step > len(parts["train"]):
-        raise ValueError(
-            f"--batch-size × ranks is {step}; it is to be {len(parts['train'])} or less."
-        )
+        raise ValueError(f"--batch-size × ranks is {step}; the most is {len(parts['train'])}.")
     torch.manual_seed(arguments.seed)  # the same initial weights on every rank
     return Job(arguments, ranks, options, parts, cricket.model(options).to(ranks.device))
 
@@ -174,19 +174,19 @@ def loader(job: Job, part: Dataset[Any], batch_size: int, **more: Any) -> DataLo
 
 
 def find_checkpoint(arguments: argparse.Namespace) -> Path | None:
-    """Return the file to begin with, if there is to be one; make the output folder. For rank 0."""
+    """Return the checkpoint to start from, or None; make the output folder. For rank 0."""
     folder: Path = arguments.output_dir
     if arguments.test_only:
         return folder / "best_model.pt"
     folder.mkdir(parents=True, exist_ok=True)
     last = folder / "last.pt"
     if last.exists() and not arguments.resume:
-        raise ValueError(f"{folder} holds a training; --resume it, or name another --output-dir.")
+        raise ValueError(f"{folder} holds a run; add --resume, or name another --output-dir.")
     return last if last.exists() else None
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return a checkpoint, on the CPU: the network then goes to whatever device is here."""
+    """Return a checkpoint on the CPU, so that it loads on any device."""
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.PickleError) as error:
@@ -196,7 +196,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint under another name first, so that its own name is always a whole file."""
+    """Write a checkpoint under another name, then rename it: its own name is always whole."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         torch.save(state, file)
@@ -206,7 +206,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def save_epoch(job: Job, optimizer: AdamW, history: list[dict[str, float]]) -> None:
-    """Write best_model.pt if this epoch is the best, and what --resume needs. For rank 0."""
+    """Write best_model.pt if this epoch is the best, and last.pt for --resume. For rank 0."""
     best, folder = min(history, key=lambda epoch: epoch["mae"]), job.arguments.output_dir
     state = {"network": job.network.state_dict(), "options": asdict(job.options), "best": best}
     if best is history[-1]:
@@ -219,7 +219,7 @@ def save_epoch(job: Job, optimizer: AdamW, history: list[dict[str, float]]) -> N
 
 
 def train_epoch(job: Job, wrapped: nn.Module, optimizer: AdamW, batches: Batches) -> float:
-    """Train on every batch of this rank, each at its rate; return the loss over all ranks."""
+    """Train on this rank's batches, each with its learning rate; return the loss over all ranks."""
     wrapped.train()
     sums = torch.zeros(2, device=job.ranks.device)
     for stored, rate in batches:
@@ -231,7 +231,7 @@ def train_epoch(job: Job, wrapped: nn.Module, optimizer: AdamW, batches: Batches
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        # Sums stay on the device: reading one at every step would make the GPU wait.
+        # The sums stay on the device: to read one in each step would make the GPU wait.
         sums += torch.stack([loss.detach(), torch.ones_like(loss)]) * graphs.num_graphs
     total, balls = reduce_tensor(sums).tolist()
     return float(total / balls)
@@ -239,11 +239,11 @@ def train_epoch(job: Job, wrapped: nn.Module, optimizer: AdamW, batches: Batches
 
 @torch.no_grad()
 def evaluate(job: Job, name: str) -> dict[str, float]:
-    """Return and print the errors in runs over a part of the data, every ball counted once.
+    """Return and print the errors in runs over a part of the data. Every ball counts once.
 
-    A DistributedSampler would fill up the shares with balls it has already given out, so each rank
-    takes every n-th ball itself. Shares may be unequal: the network must be the bare one, since
-    DDP's ranks wait for each other.
+    A DistributedSampler would repeat balls to make the shares equal, so each rank takes every n-th
+    ball instead. Shares may then be unequal, so this calls the network without DDP's wrapper: a
+    wrapped one may wait in its forward pass for ranks that have no batch left.
     """
     job.network.eval()
     part: Any = job.parts[name]
@@ -256,7 +256,7 @@ def evaluate(job: Job, name: str) -> dict[str, float]:
         error = job.network(graphs).to(exact) - actual
         columns = (torch.ones_like(error), error.abs(), error**2, actual, actual**2)
         sums += torch.stack(columns).sum(dim=1)
-    # Sums first, then one division: a mean of the ranks' means is wrong where shares are unequal.
+    # Add up, then divide once: a mean of the ranks' means is wrong if shares are unequal.
     balls, absolute, squared, runs, squared_runs = reduce_tensor(sums).tolist()
     spread = squared_runs - runs * runs / balls
     r2 = 1 - squared / spread if spread > 0 else math.nan
@@ -265,12 +265,11 @@ def evaluate(job: Job, name: str) -> dict[str, float]:
     return {"balls": balls, "mae": mae, "rmse": rmse, "r2": r2}
 
 
-def rates_of(job: Job, epoch: int, steps: int) -> list[float]:
-    """Return the learning rate of each step of an epoch: --lr, scaled, after the warm-up."""
-    arguments, ranks = job.arguments, job.ranks.world_size
-    peak = arguments.lr * {"none": 1, "linear": ranks, "sqrt": ranks**0.5}[arguments.lr_scaling]
-    done, warmup = epoch * steps, max(arguments.warmup_steps, 1)
-    return [peak * min(1, (done + step + 1) / warmup) for step in range(steps)]
+def scaled_rate(arguments: argparse.Namespace, effective: int) -> float:
+    """Return the learning rate for an effective batch: --lr is that of --base-batch-size."""
+    ratio = effective / arguments.base_batch_size
+    factors = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
+    return float(arguments.lr * factors[arguments.lr_scaling])
 
 
 def train(job: Job, last: dict[str, Any] | None) -> None:
@@ -287,34 +286,39 @@ def train(job: Job, last: dict[str, Any] | None) -> None:
     if world_size > 1:
         gpu = [local_rank] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(wrapped, device_ids=gpu)
-    # Each rank gets its own part of the data, in another order every epoch. What does not fill a
-    # global batch is left out: with equal batches the mean of the ranks' gradients is the mean.
+    # Each rank gets its own share of the data, in a new order each epoch. What does not fill a step
+    # is left out: only with equal batches is the mean of the ranks' gradients that of all balls.
     sampler: DistributedSampler[Any] = DistributedSampler(
         job.parts["train"], world_size, rank, seed=arguments.seed, drop_last=True
     )
     size = arguments.batch_size
     batches = loader(job, job.parts["train"], size, sampler=sampler, drop_last=True)
+    effective, steps = size * world_size, len(batches)  # balls per step; steps per epoch
+    peak, warmup = scaled_rate(arguments, effective), max(arguments.warmup_steps, 1)
+    say(f"batch {size} × ranks {world_size} = {effective} balls per step, rate {peak:.2g}")
     for epoch in range(len(history), arguments.epochs):
         sampler.set_epoch(epoch)  # without this, every epoch has the order of the first
-        # Dropout differs on each rank and in each epoch, and is the same after resuming.
+        # Dropout differs by rank and epoch, and is the same after resuming.
         torch.manual_seed(arguments.seed + 1 + epoch * world_size + rank)
-        rates, begun = rates_of(job, epoch, len(batches)), time.perf_counter()
+        begun, first = time.perf_counter(), epoch * steps + 1
+        rates = [peak * min(1, step / warmup) for step in range(first, first + steps)]
         loss = train_epoch(job, wrapped, optimizer, zip(batches, rates, strict=True))
-        speed = len(batches) * size * world_size / (time.perf_counter() - begun)
+        speed = steps * effective / (time.perf_counter() - begun)
         say(f"epoch {epoch + 1}  loss {loss:.4f}  {speed:,.0f} balls/s")
         found = evaluate(job, "validation")
         if rank == 0:
             history.append({"epoch": epoch + 1, "loss": loss, "lr": rates[-1], **found})
             save_epoch(job, optimizer, history)
         if run:
-            run.log(history[-1])
-        barrier()  # no rank goes on before the checkpoint is there: all read it for the test
+            scores = {f"val/{score}": value for score, value in found.items()}
+            run.log({"epoch": epoch + 1, "train/loss": loss, "train/lr": rates[-1], **scores})
+        barrier()  # every rank reads best_model.pt for the test: wait until rank 0 has written it
     if run:
         run.finish()
 
 
 def start_wandb(job: Job) -> Any:
-    """Return a W&B run, None where none is wanted. For rank 0."""
+    """Return a W&B run, or None if --wandb-mode is disabled. For rank 0."""
     mode, folder = job.arguments.wandb_mode, job.arguments.output_dir
     if mode == "disabled":
         return None
@@ -337,13 +341,13 @@ def start_wandb(job: Job) -> Any:
 
 
 def say(line: str) -> None:
-    """Print a line, on rank 0 alone and at once: a job's output file is read while it runs."""
+    """Print a line on rank 0 only, and at once: people read a job's output while it runs."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(line, flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line. Every rank finds the same mistake in it; one of them says it."""
+    """Read the command line. Every rank finds the same mistake in it; one of them reports it."""
     parser = argparse.ArgumentParser(description="Train a graph network on cricket with DDP.")
     parser.error = refuse  # type: ignore[method-assign]
     add, folder = parser.add_argument, Path("runs/cricket_ddp")
@@ -351,42 +355,42 @@ def parse_arguments() -> argparse.Namespace:
     add("--cache-dir", help="where read matches are kept")
     add("--synthetic", action="store_true", help="make matches up instead")
     add("--synthetic-matches", type=int, default=30)
-    add("--balls-per-match", type=int, help="train on so many of each match; else on all")
+    add("--balls-per-match", type=int, help="train on this many balls of each match; else on all")
     add("--width", type=int, default=64, help="channels of the network")
     add("--dropout", type=float, default=0.1)
     add("--epochs", type=int, default=3)
     add("--batch-size", type=int, default=64, help="balls per rank and step")
-    add("--lr", type=float, default=1e-3, help="learning rate of one rank")
-    add("--lr-scaling", choices=("none", "linear", "sqrt"), default="none", help="with the ranks")
-    add("--warmup-steps", type=int, default=0, help="of a linear ramp")
+    add("--lr", type=float, default=1e-3, help="learning rate for --base-batch-size")
+    add("--base-batch-size", type=int, default=64, help="balls per step, on all ranks, for --lr")
+    add("--lr-scaling", choices=("none", "linear", "sqrt"), default="none", help="with the batch")
+    add("--warmup-steps", type=int, default=0, help="steps of a linear ramp to the full rate")
     add("--num-workers", type=int, default=0, help="loader processes per rank")
     add("--seed", type=int, default=42, help="of weights, order and dropout")
-    add("--output-dir", type=Path, default=folder, help="all ranks see the same")
-    add("--resume", action="store_true", help="go on after the last epoch in --output-dir")
+    add("--output-dir", type=Path, default=folder, help="on a disk that all ranks see")
+    add("--resume", action="store_true", help="continue after the last epoch in --output-dir")
     add("--test-only", action="store_true", help="test best_model.pt of --output-dir")
-    add("--timeout-s", type=float, default=600.0, help="that ranks wait for the slowest")
+    add("--timeout-s", type=float, default=600.0, help="how long ranks wait for the slowest")
     add("--wandb-mode", choices=("disabled", "offline", "online"), default="disabled")
     add("--wandb-project", default="cricket-ddp")
     given = parser.parse_args()
-    least = {"epochs": 1, "batch_size": 1, "synthetic_matches": 1, "lr": 1e-12, "timeout_s": 1}
-    for name, value in {**least, "num_workers": 0, "warmup_steps": 0}.items():
+    counts = dict.fromkeys(("epochs", "batch_size", "base_batch_size", "synthetic_matches"), 1)
+    least = {"lr": 1e-12, "timeout_s": 1, "num_workers": 0, "warmup_steps": 0}
+    for name, value in {**counts, **least}.items():
         if not value <= getattr(given, name) < math.inf:
             refuse(f"--{name.replace('_', '-')} is {getattr(given, name)}; the least is {value}.")
     return given
 
 
 def main() -> None:
-    """Join the other ranks, train, test on all of them, leave."""
+    """Join the other ranks, train, test the best network on all ranks, leave."""
     arguments = parse_arguments()
     ranks = setup_distributed(arguments.timeout_s)
     box = [on_every_rank(lambda: find_checkpoint(arguments) if ranks.rank == 0 else None)]
     if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)  # rank 0 has looked for all
+        dist.broadcast_object_list(box, src=0)  # rank 0 has looked, so that all agree
     saved = on_every_rank(lambda: load_checkpoint(box[0]) if box[0] else None)
     job = on_every_rank(lambda: load_data(arguments, ranks, saved))
-    say(
-        f"ranks {ranks.world_size}, {ranks.device.type}, {arguments.batch_size} balls per step each"
-    )
+    say(f"ranks: {ranks.world_size}, device: {ranks.device.type}")
     if not arguments.test_only:
         train(job, saved)
         saved = on_every_rank(lambda: load_checkpoint(arguments.output_dir / "best_model.pt"))

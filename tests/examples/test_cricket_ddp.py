@@ -19,6 +19,7 @@ from tests.processes import free_port, launch_environment, run_ranks
 pytestmark = [needs("torch_geometric"), pytest.mark.xdist_group("cricket ddp")]
 
 SCRIPT = str(ROOT / "examples" / "cricket_ddp" / "train.py")
+BARRIER_COST = str(ROOT / "examples" / "cricket_ddp" / "barrier_cost.py")
 # The test matches have 257 balls, which neither 2 nor 3 ranks share equally; a step takes 24.
 MATCHES = ("--synthetic", "--synthetic-matches", "17")
 FLAGS = (*MATCHES, "--balls-per-match", "24", "--width", "8", "--dropout", "0", "--epochs", "2")
@@ -172,7 +173,10 @@ def test_test_only_gives_the_metrics_of_the_final_test(alone, world_size):
 def test_rank_0_alone_opens_a_run_of_wandb(on_two):
     folder = on_two[0] / "runs" / "cricket_ddp" / "wandb"
     (of_run,) = [path for path in folder.glob("offline-run-*") if path.is_dir()]
-    assert list(of_run.glob("*.wandb"))
+    (sent,) = of_run.glob("*.wandb")
+    logged = sent.read_bytes()
+    for name in ("epoch", "train/loss", "train/lr", "val/mae", "val/rmse", "val/r2", "val/balls"):
+        assert name.encode() in logged, name
 
 
 def test_killed_and_resumed_on_two_ranks_it_ends_where_it_would_have(alone, tmp_path):
@@ -194,12 +198,58 @@ def test_killed_and_resumed_on_two_ranks_it_ends_where_it_would_have(alone, tmp_
 
 
 @pytest.mark.parametrize(
-    ("scaling", "factor"), [("sqrt", 2**0.5), pytest.param("linear", 2, marks=pytest.mark.slow)]
+    ("world_size", "scaling", "rate"),
+    [(4, "sqrt", 0.001 * 2**0.5), (4, "linear", 0.002), (8, "sqrt", 0.002), (8, "linear", 0.004)],
 )
-def test_the_learning_rate_follows_the_number_of_ranks(tmp_path, scaling, factor):
-    flags = ("--lr-scaling", scaling, "--lr", "0.001", "--epochs", "1", "--warmup-steps", "28")
-    train(tmp_path, *flags, world_size=2)
-    assert history(tmp_path)[-1]["lr"] == pytest.approx(0.001 * factor * 14 / 28)
+def test_with_32_balls_per_rank_the_rate_follows_the_effective_batch_from_64(
+    tmp_path, world_size, scaling, rate
+):
+    flags = (*MATCHES, "--balls-per-match", "24", "--width", "8", "--epochs", "1")
+    words = [SCRIPT, *flags, "--batch-size", "32", "--lr", "0.001", "--lr-scaling", scaling]
+    run_ranks(_as_rank_0_of, 1, tmp_path / "outputs", world_size, words, tmp_path)
+    assert history(tmp_path)[-1]["lr"] == pytest.approx(rate, rel=1e-9)
+
+
+def test_a_mac_with_several_ranks_trains_on_the_cpu_and_warns(tmp_path):
+    words = [SCRIPT, *MATCHES, "--balls-per-match", "24", "--width", "8", "--epochs", "1"]
+    run_ranks(_as_rank_0_of, 1, tmp_path / "outputs", 2, words, tmp_path, True)
+    printed = (tmp_path / "outputs" / "output-0.txt").read_text()
+    assert printed.startswith("warning: ")
+    assert "device: cpu" in printed
+
+
+def _as_rank_0_of(world_size: int, words: list[str], folder: Path, mac: bool = False) -> None:
+    """Run the script as rank 0 of many without the others: every collective returns at once."""
+    import runpy
+
+    import torch.distributed as dist
+    import torch.nn.parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def join(backend, **more):
+        really_join("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+    really_join, dist.init_process_group = dist.init_process_group, join
+    torch.nn.parallel.DistributedDataParallel = lambda network, **more: network
+    torch.backends.mps.is_available = lambda: mac
+    os.environ.update(launch_environment(0, world_size, port=0), CUDA_VISIBLE_DEVICES="")
+    os.chdir(folder)
+    sys.argv[:] = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def test_on_two_ranks_a_warm_up_ends_at_the_rate_of_their_effective_batch(tmp_path):
+    flags = ("--lr-scaling", "sqrt", "--lr", "0.001", "--base-batch-size", "6")  # of 24 per step
+    train(tmp_path, *flags, "--epochs", "1", "--warmup-steps", "28", world_size=2)
+    assert history(tmp_path)[-1]["lr"] == pytest.approx(0.001 * 2 * 14 / 28)
+
+
+def test_a_barrier_makes_rank_0_wait_for_the_slowest_rank(tmp_path):
+    done = forked(BARRIER_COST, folder=tmp_path, world_size=2)
+    assert done.returncode == 0, done.stderr
+    free, late = done.stdout.splitlines()
+    microseconds = float(re.search(r"(\d+) µs", free)[1])
+    assert 0 < microseconds < 0.25e6 < 1e6 * float(re.search(r"late: (\S+) s", late)[1])
 
 
 def test_a_rank_gives_up_after_its_timeout(tmp_path):
@@ -215,6 +265,7 @@ MISTAKES = {
     "no data": (["--data-dir", "nowhere"], "nowhere"),
     "no epochs": (["--epochs", "0"], "--epochs"),
     "no rate": (["--lr", "nan"], "--lr"),
+    "no base batch": (["--base-batch-size", "0"], "--base-batch-size"),
     "no such flag": (["--speed", "9"], "--speed 9"),
     "no network to test": ([*MATCHES, "--test-only"], "best_model.pt"),
     "a step of more than there is": ([*MATCHES, "--batch-size", "9999999"], "--batch-size"),
