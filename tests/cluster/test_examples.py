@@ -18,6 +18,7 @@ SPIRAL = ("--num-samples", "500", "--dropout", "0")
 def folder(tmp_path_factory):
     """Give a folder that has the examples, as a reader's has, and small data."""
     folder = tmp_path_factory.mktemp("reader")
+    (folder / "logs").mkdir()
     shutil.copytree(ROOT / "examples", folder / "examples")
     write_mnist(folder / "data" / "mnist")
     return folder
@@ -35,7 +36,7 @@ def end(sandbox, folder, job, state="COMPLETED"):
     try:
         sandbox.wait_for_state(job, *FINAL)
     finally:
-        (output,) = folder.glob(f"*-{job}.out")
+        (output,) = folder.rglob(f"*-{job}.out")
         print(output.read_text())  # shown where the test fails
     assert sandbox.state(job) == state
     return output.read_text()
@@ -108,39 +109,25 @@ def test_torchrun_on_two_nodes_trains_as_it_does_on_one_and_goes_on_when_submitt
     assert epochs(printed) + epochs(again) == epochs(here.stdout)
 
 
-LIGHTNING = "python examples/spiral_lightning/train.py"
-
-
-def end_of_script(sandbox, folder, command, *options, state="COMPLETED"):
-    """Submit a command, wait for its end, which must be this one; return what it printed."""
-    script = f"export MASTER_ADDR=127.0.0.1 OMP_NUM_THREADS=1\n{command}"
-    job = sandbox.submit(folder, script, *options)
-    try:
-        sandbox.wait_for_state(job, *FINAL)
-    finally:
-        printed = (folder / "out").read_text()
-        print(printed)  # shown where the test fails
-    assert sandbox.state(job) == state
-    return printed
-
-
-def test_lightning_under_srun_on_two_nodes_prints_once_what_it_prints_under_torchrun(
-    sandbox, folder
-):
+def test_one_lightning_job_script_trains_on_one_rank_on_one_node_and_on_two(sandbox, folder):
     # The parts of 1,013 samples, 709, 151 and 153, are odd: two ranks cannot share them equally.
     told = ("--num_samples", "1013", "--max_epochs", "2")
-    here = run(SPIRAL_LIGHTNING, *told, folder=folder, world_size=2)
+    script = str(folder / "examples" / "spiral_lightning" / "train.sbatch")
+    sizes = {"1 x 1": (1, 1), "1 x 2": (1, 2), "2 x 1": (2, 1)}
+    jobs = {}
+    for name, (nodes, tasks) in sizes.items():
+        options = (f"--chdir={folder}", f"--nodes={nodes}", f"--ntasks-per-node={tasks}")
+        command = ("sbatch", "--parsable", *options, script, *told, "--experiment_name", name)
+        jobs[name] = sandbox.run(*command, OMP_NUM_THREADS="1").strip()
+    here = run(SPIRAL_LIGHTNING, *told, "--experiment_name", "here", folder=folder, world_size=2)
     assert here.returncode == 0, here.stderr
-    # Not --ntasks-per-node, which Lightning by itself insists on.
-    command = f"srun --kill-on-bad-exit=1 --ntasks=2 {LIGHTNING} --output_dir under_srun"
-    printed = end_of_script(
-        sandbox, folder, f"{command} {' '.join(told)}", "--nodes=2", "--ntasks=2"
-    )
-    first, *_ = lines = printed.splitlines()
-    assert first == "Ranks: 2, nodes: 2, device: cpu, samples a step: 64 = 32 x 2"
-    assert len(lines) == len(here.stdout.splitlines()) == 10  # so no line comes twice
-    assert len(epochs(printed)) == 2
-    assert epochs(printed) == epochs(here.stdout)
-    assert lines[-2] == here.stdout.splitlines()[-2]  # of the test samples
-    kept = {path.relative_to(folder / "under_srun") for path in folder.glob("under_srun/*/*")}
-    assert [str(path) for path in kept] == ["spiral/version_0"]
+    for name, (nodes, tasks) in sizes.items():
+        printed = end(sandbox, folder, jobs[name])
+        first, *_ = lines = printed.splitlines()
+        assert first.startswith(f"Ranks: {nodes * tasks}, nodes: {nodes}, device: cpu, ")
+        assert len(lines) == 8  # so no line comes twice
+        if nodes * tasks == 2:
+            assert epochs(printed) == epochs(here.stdout)
+            assert lines[-2] == here.stdout.splitlines()[-2]  # of the test samples
+        kept = [path.name for path in (folder / "runs" / name).iterdir()]
+        assert kept == ["version_0"]
