@@ -112,7 +112,7 @@ def comparison(first: Trace, other: Trace) -> list[str]:
     """Return the speed-up for equal work, and the one that the totals would wrongly claim."""
     waits, walls = first.parts[WAIT] / other.parts[WAIT], first.wall / other.wall
     unit, work = "step", other.steps / first.steps
-    if first.batch_size != other.batch_size:  # then a step is not the same work
+    if 0 < first.batch_size != other.batch_size > 0:  # then a step is not the same work
         unit, work = "image", work * other.batch_size / first.batch_size
     lines = [
         f"{other.name} workers against {first.name}, per {unit}:",

@@ -60,6 +60,11 @@ def setup_distributed() -> torch.device:
             refuse("srun started several tasks, and each would train its own model. Start torchrun")
         one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ.update(one_rank, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    ranks_here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if 0 < gpus < ranks_here:
+        refuse(
+            f"{ranks_here} ranks on a node, {gpus} visible GPUs. To use CPUs: CUDA_VISIBLE_DEVICES="
+        )
     if torch.cuda.is_available():
         # Not RANK: rank 8 is the first rank of the second node, which has no GPU number 8.
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -314,6 +319,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if rank == 0:
             save_checkpoint(args.checkpoint_dir, epoch + 1, parts)
         dist.barrier()  # no rank goes on, or ends, before the checkpoint is there
+    if done >= args.epochs:
+        say(f"Nothing left to train: --epochs {args.epochs}, and {done} are done")
     loss, accuracy = evaluate(model, test_share, autocast, device)
     say(f"Test - Avg Loss: {loss:.6f}, Accuracy: {accuracy:.2%}")
 
