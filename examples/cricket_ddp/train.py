@@ -151,6 +151,9 @@ def load_data(arguments: argparse.Namespace, ranks: Ranks, saved: dict[str, Any]
     where = {n: given[n] for n in ("data_dir", "cache_dir", "synthetic", "synthetic_matches")}
     own = {n: given[n] for n in ("width", "dropout", "balls_per_match")}
     kept = saved["options"] if saved else own
+    if changed := [n for n in own if arguments.resume and kept[n] != own[n]]:
+        flag = changed[0].replace("_", "-")
+        raise ValueError(f"--{flag} was {kept[changed[0]]} when this run started; give it again.")
     options = cricket.complete(cricket.CricketOptions(**{**kept, **where}))
     splits = cricket.data(options)
     names = ("test",) if arguments.test_only else ("train", "validation", "test")

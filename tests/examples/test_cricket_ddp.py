@@ -283,6 +283,12 @@ def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, name, world_size):
     assert "Traceback" not in done.stderr
 
 
+def test_a_training_is_not_continued_with_another_network(alone):
+    done = script(alone[0], *FLAGS, "--resume", "--width", "10")
+    assert done.returncode == 2
+    assert "--width" in done.stderr
+
+
 def test_a_training_is_not_overwritten(alone):
     before = best_model(alone[0]).read_bytes()
     done = script(alone[0], *FLAGS)
