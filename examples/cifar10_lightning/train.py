@@ -3,8 +3,8 @@
     python train.py FOLDER                                    # one process
     torchrun --standalone --nproc_per_node=2 train.py FOLDER  # two ranks of this machine
 
-FOLDER holds the binary version's data_batch_1.bin ... data_batch_5.bin and test_batch.bin. The
-notebook walkthrough.ipynb starts this script and goes through it part by part.
+FOLDER holds the binary version: data_batch_1.bin ... data_batch_5.bin and test_batch.bin. The
+notebook walkthrough.ipynb starts this script and explains it part by part.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import os
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Literal
 import lightning as L
 import torch
 import torch.distributed as dist
-from cifar10 import CIFAR10DataModule, LitResNet, Performance
+from cifar10 import CIFAR10DataModule, LitResNet, Performance, peak_memory_mib
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
@@ -30,36 +31,53 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+# With another value of these, a resumed run would be another training.
+KEPT = ("subset", "epochs", "width", "global_batch_size", "learning_rate", "schedule", "seed")
 
 
-def make_strategy(ranks: int) -> DDPStrategy | Literal["auto"]:
-    """Return how the ranks keep the same weights; one process has nobody to agree with."""
+def make_strategy(ranks: int, device: str) -> DDPStrategy | Literal["auto"]:
+    """Return how the ranks keep equal weights; one process has nobody to agree with."""
     if ranks == 1:
         return "auto"
     return DDPStrategy(
-        # Every parameter takes part in every step: no step need look for some that do not.
+        # What carries the messages. Without it, Lightning makes the same choice by the device.
+        process_group_backend="nccl" if device == "gpu" else "gloo",
+        # Every parameter takes part in every step, so DDP need not search for unused ones.
         find_unused_parameters=False,
-        # And in the same way in every step: DDP plans its communication in the first, for all.
+        # And it does so in the same way each time: DDP plans its messages once, in the first step.
         static_graph=True,
-        # Gradients live in the buffers that are sent, instead of being copied there: this saves
-        # memory as large as the network.
+        # Gradients live in the buffers that are sent and are not copied there. This saves as much
+        # memory as the parameters take.
         gradient_as_bucket_view=True,
     )
 
 
+class HalfGradients(Callback):
+    """Send gradients as float16, which halves the bytes; weights and optimizer stay in float32.
+
+    On GPUs `DDPStrategy(ddp_comm_hook=fp16_compress_hook)` does the same. On the CPU Lightning
+    ignores that argument without a warning, so the hook is registered with DDP itself.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Register the hook before the first backward pass."""
+        trainer.strategy.model.register_comm_hook(None, fp16_compress_hook)
+
+
 def make_callbacks(folder: Path) -> list[Callback]:
-    """Return what happens beside the training: checkpoints, an early end, records."""
+    """Return what runs beside the training: checkpoints, early stopping, records."""
     return [
         ModelCheckpoint(
             folder / "checkpoints",
-            filename="epoch{epoch:02}-accuracy{val_accuracy:.4f}",
-            auto_insert_metric_name=False,
+            filename="{epoch:02}-{val_accuracy:.4f}",
             monitor="val_accuracy",
             mode="max",
-            save_top_k=2,  # the best two, and the last, to go on from
-            save_last=True,
+            save_top_k=3,
+            save_last=True,  # last.ckpt, from which --resume continues
         ),
-        EarlyStopping("val_loss", mode="min", patience=5, check_finite=True),
+        EarlyStopping("val_accuracy", mode="max", min_delta=0.001, patience=10),
         LearningRateMonitor("step"),
         Performance(),
     ]
@@ -79,41 +97,62 @@ def make_trainer(
         accelerator=device,
         devices=ranks,
         num_nodes=1,
-        strategy=make_strategy(ranks),
-        # Named, since Lightning takes any process within a Slurm allocation for a task of srun.
+        strategy=make_strategy(ranks, device),
+        # Named, because inside a Slurm allocation Lightning takes every process for one of srun's.
         plugins=[TorchElasticEnvironment() if ranks > 1 else LightningEnvironment()],
         use_distributed_sampler=False,  # CIFAR10DataModule shares the images out itself
         precision=precision,
-        gradient_clip_val=5.0,  # of the norm of all gradients, once they are averaged
+        gradient_clip_val=5.0,  # the norm of all gradients together, after they are averaged
         gradient_clip_algorithm="norm",
         max_epochs=epochs,
+        val_check_interval=1.0,  # validate after each whole epoch
         callbacks=make_callbacks(folder) if folder else [],
-        logger=CSVLogger(folder, name="", version="") if folder else False,
-        log_every_n_steps=1,  # what is logged each step is the learning rate alone
+        logger=CSVLogger(folder, name="logs") if folder else False,
+        log_every_n_steps=1,  # epochs are short here; on a GPU each row waits for the step to end
         fast_dev_run=trial_steps,
         enable_checkpointing=folder is not None,
-        enable_progress_bar=False,
+        enable_progress_bar=sys.stdout.isatty(),  # in a file, each redrawing would be a line
         enable_model_summary=False,
     )
 
 
+def describe(trainer: L.Trainer) -> str:
+    """Return the Trainer's settings as it has understood them."""
+    strategy = trainer.strategy
+    options = getattr(strategy, "_ddp_kwargs", {})  # what DistributedDataParallel is given
+    lines = {
+        "accelerator": type(trainer.accelerator).__name__,
+        "devices": f"{trainer.num_devices} on each of {trainer.num_nodes} node(s)",
+        "strategy": type(strategy).__name__,
+        "backend": getattr(strategy, "process_group_backend", None),
+        **options,
+        "precision": trainer.precision,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "max_epochs": trainer.max_epochs,
+        "val_check_interval": trainer.val_check_interval,
+        "log_every_n_steps": trainer.log_every_n_steps,
+    }
+    return "\n".join(f"  {name:<25}{value}" for name, value in lines.items())
+
+
 def be_quiet() -> None:
-    """Leave out what Lightning says on every rank, and warnings that are no use here."""
+    """Silence what Lightning says on every rank, and warnings that do not apply here."""
     for part in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(part).setLevel(logging.WARNING)
     for known in (
-        ".*does not have many workers.*",  # a whole batch comes out of memory at once
-        ".*`srun` command is available.*",  # so it is, and not needed on one machine
-        ".*treespec, LeafSpec.*",  # between Lightning 2.6 and newer torch; nothing of ours
+        ".*does not have many workers.*",  # whole batches come straight from memory
+        ".*`srun` command is available.*",  # not needed on one machine
+        ".*treespec, LeafSpec.*",  # Lightning 2.6 with a newer torch
+        ".*exists and is not empty.*",  # --resume continues in the same folder
     ):
         warnings.filterwarnings("ignore", known)
 
 
 class Report(L.Callback):
-    """Print a line an epoch, on one rank."""
+    """Print one line per epoch, on rank 0."""
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print what the epoch has come to."""
+        """Print the epoch's results."""
         found = trainer.callback_metrics
         if trainer.is_global_zero:
             print(
@@ -125,19 +164,21 @@ class Report(L.Callback):
 
 
 def same_everywhere(trainer: L.Trainer, model: LitResNet) -> bool:
-    """Return whether all ranks have ended with the same weights, bit for bit."""
+    """Return whether all ranks ended with the same weights, bit for bit."""
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     first = trainer.strategy.broadcast(weights)  # those of rank 0
     return trainer.strategy.reduce_boolean_decision(bool(torch.equal(weights, first)))
 
 
 def train(settings: argparse.Namespace, ranks: int) -> None:
-    """Train, and leave a record for the notebook to read."""
+    """Train, and leave result.json for the notebook."""
     L.seed_everything(settings.seed, verbose=False)  # the same initial weights on every rank
     data = CIFAR10DataModule(
         settings.folder, settings.subset, settings.global_batch_size // ranks, settings.seed
     )
-    model = LitResNet(settings.width, settings.learning_rate, seed=settings.seed)
+    model = LitResNet(
+        settings.width, settings.learning_rate, schedule=settings.schedule, seed=settings.seed
+    )
     trainer = make_trainer(
         settings.output,
         ranks=ranks,
@@ -145,11 +186,22 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
         epochs=settings.epochs,
         precision=settings.precision,
     )
-    trainer.callbacks.insert(-1, Report())  # before ModelCheckpoint, which Lightning puts last
+    if settings.compress:
+        trainer.callbacks.append(HalfGradients())
+    trainer.callbacks.append(Report())
+    if trainer.is_global_zero:
+        print(describe(trainer), flush=True)
+        settings.output.mkdir(parents=True, exist_ok=True)
+        kept = {name: getattr(settings, name) for name in KEPT}
+        (settings.output / "settings.json").write_text(json.dumps(kept))
+    last = settings.output / "checkpoints" / "last.ckpt"
     started = time.perf_counter()
-    trainer.fit(model, datamodule=data)
+    trainer.fit(model, datamodule=data, ckpt_path=last if settings.resume else None)
     seconds = time.perf_counter() - started
     equal = same_everywhere(trainer, model)
+    peaks = peak_memory_mib(trainer.strategy.root_device)
+    told = ", ".join(f"{peak:.0f} MiB {kind}" for kind, peak in peaks.items())
+    print(f"rank {trainer.global_rank}: peak memory {told}", flush=True)
     if trainer.is_global_zero:
         (performance,) = (c for c in trainer.callbacks if isinstance(c, Performance))
         best = Path(trainer.checkpoint_callback.best_model_path)
@@ -175,37 +227,46 @@ def read_settings(ranks: int, rank: int) -> argparse.Namespace:
     """Return the settings; all ranks read the same ones."""
     parser = argparse.ArgumentParser(description="ResNet-18 on CIFAR-10 with Lightning.")
     add = parser.add_argument
-    add("folder", help="where data_batch_1.bin and the others are")
-    add("--output", type=Path, default=Path("runs/cifar10"), help="a new folder for this run")
+    add("folder", help="the folder with data_batch_1.bin and the other files")
+    add("--output", type=Path, default=Path("runs/cifar10"), help="the folder of this run")
+    add("--resume", action="store_true", help="continue the run in --output from its last.ckpt")
     add("--subset", type=int, default=0, help="training images to use; 0: all")
-    add("--epochs", type=int, default=20)
+    add("--epochs", type=int, default=50)
     add("--width", type=int, default=64, help="channels of the first stage")
-    add("--global_batch_size", type=int, default=128, help="images a step, of all ranks together")
+    add("--global_batch_size", type=int, default=128, help="images per step, over all ranks")
     add("--learning_rate", type=float, default=0.1)
+    add("--schedule", choices=("onecycle", "cosine"), default="onecycle")
+    add("--compress", action="store_true", help="send gradients as float16")
     add("--device", choices=("cpu", "gpu"), default="gpu" if torch.cuda.is_available() else "cpu")
     add("--precision", choices=("32-true", "bf16-mixed", "16-mixed"), default="32-true")
     add("--seed", type=int, default=42)
     settings = parser.parse_args()
-    size = settings.global_batch_size
+    size, output = settings.global_batch_size, settings.output
     if size % ranks:
-        parser.error(f"--global_batch_size {size} cannot be shared by {ranks} ranks.")
-    if rank == 0 and settings.output.exists():  # the one rank that writes there
-        parser.error(f"--output {settings.output} is there already; each run needs a new folder.")
+        parser.error(f"--global_batch_size {size} cannot be shared equally by {ranks} ranks.")
+    if settings.compress and ranks == 1:
+        parser.error("--compress needs ranks that send gradients; start several with torchrun.")
+    if settings.resume and not (output / "checkpoints" / "last.ckpt").exists():
+        parser.error(f"--output {output} has no checkpoints/last.ckpt to resume from.")
+    if settings.resume:
+        for name, value in json.loads((output / "settings.json").read_text()).items():
+            if value != getattr(settings, name):
+                parser.error(f"--{name} was {value} when this run started; give the same again.")
+    if rank == 0 and output.exists() and not settings.resume:  # only rank 0 writes there
+        parser.error(f"--output {output} exists; use a new folder, or --resume to continue it.")
     return settings
 
 
 def main() -> None:
-    """Find out which rank this is, train, leave the other ranks."""
-    # torchrun tells each process by the environment; started alone, a process is rank 0 of 1.
+    """Find out which rank this is, train, and leave the process group."""
+    # torchrun sets these variables for each process; without them this is the only process.
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     settings = read_settings(ranks, rank)
     be_quiet()
-    print(
-        f"rank {rank} of {ranks}: process {os.getpid()}, {torch.get_num_threads()} thread(s)",
-        flush=True,
-    )
+    threads = torch.get_num_threads()
+    print(f"rank {rank} of {ranks}: process {os.getpid()}, {threads} thread(s)", flush=True)
     train(settings, ranks)
-    gc.collect()  # the DDP model must be gone first; it is part of a cycle
+    gc.collect()  # free the DDP model, which is part of a reference cycle, before the group
     if dist.is_initialized():
         dist.barrier()  # no rank exits while another still talks to it
         dist.destroy_process_group()
