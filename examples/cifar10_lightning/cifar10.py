@@ -4,6 +4,7 @@ This is a file and not notebook cells because each rank is a separate process, a
 import from a notebook.
 """
 
+import re
 import resource
 import statistics
 import sys
@@ -355,8 +356,11 @@ def peak_memory_mib(device: torch.device) -> dict[str, float]:
             "allocated": torch.cuda.max_memory_allocated(device) / 2**20,
             "reserved": torch.cuda.max_memory_reserved(device) / 2**20,
         }
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on a Mac, else in KiB
-    return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20}
+    if sys.platform == "darwin":
+        return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    # Not ru_maxrss on Linux: a process that a notebook starts inherits the notebook's peak.
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return {"resident": int(peak) / 1024}
 
 
 class Performance(L.Callback):

@@ -191,6 +191,7 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
     trainer.callbacks.append(Report())
     if trainer.is_global_zero:
         print(describe(trainer), flush=True)
+    if trainer.is_global_zero and not settings.resume:
         settings.output.mkdir(parents=True, exist_ok=True)
         kept = {name: getattr(settings, name) for name in KEPT}
         (settings.output / "settings.json").write_text(json.dumps(kept))
@@ -201,9 +202,12 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
     equal = same_everywhere(trainer, model)
     peaks = peak_memory_mib(trainer.strategy.root_device)
     told = ", ".join(f"{peak:.0f} MiB {kind}" for kind, peak in peaks.items())
-    print(f"rank {trainer.global_rank}: peak memory {told}", flush=True)
-    if trainer.is_global_zero:
-        (performance,) = (c for c in trainer.callbacks if isinstance(c, Performance))
+    # In one piece, newline included: torchrun's ranks are unbuffered, and their lines would mix.
+    print(f"rank {trainer.global_rank}: peak memory {told}\n", end="", flush=True)
+    (performance,) = (c for c in trainer.callbacks if isinstance(c, Performance))
+    if trainer.is_global_zero and not performance.step_ms:
+        print(f"Nothing left to train: --epochs {settings.epochs} are done.", flush=True)
+    elif trainer.is_global_zero:
         best = Path(trainer.checkpoint_callback.best_model_path)
         result = {
             "ranks": ranks,
@@ -237,7 +241,8 @@ def read_settings(ranks: int, rank: int) -> argparse.Namespace:
     add("--learning_rate", type=float, default=0.1)
     add("--schedule", choices=("onecycle", "cosine"), default="onecycle")
     add("--compress", action="store_true", help="send gradients as float16")
-    add("--device", choices=("cpu", "gpu"), default="gpu" if torch.cuda.is_available() else "cpu")
+    enough = torch.cuda.device_count() >= ranks  # each rank needs a GPU of its own
+    add("--device", choices=("cpu", "gpu"), default="gpu" if enough else "cpu")
     add("--precision", choices=("32-true", "bf16-mixed", "16-mixed"), default="32-true")
     add("--seed", type=int, default=42)
     settings = parser.parse_args()
@@ -253,7 +258,7 @@ def read_settings(ranks: int, rank: int) -> argparse.Namespace:
             if value != getattr(settings, name):
                 parser.error(f"--{name} was {value} when this run started; give the same again.")
     if rank == 0 and output.exists() and not settings.resume:  # only rank 0 writes there
-        parser.error(f"--output {output} exists; use a new folder, or --resume to continue it.")
+        parser.error(f"--output {output} exists; use a new folder, or --resume if it was stopped.")
     return settings
 
 
@@ -264,7 +269,9 @@ def main() -> None:
     settings = read_settings(ranks, rank)
     be_quiet()
     threads = torch.get_num_threads()
-    print(f"rank {rank} of {ranks}: process {os.getpid()}, {threads} thread(s)", flush=True)
+    print(
+        f"rank {rank} of {ranks}: process {os.getpid()}, {threads} thread(s)\n", end="", flush=True
+    )
     train(settings, ranks)
     gc.collect()  # free the DDP model, which is part of a reference cycle, before the group
     if dist.is_initialized():
