@@ -131,3 +131,16 @@ def test_one_lightning_job_script_trains_on_one_rank_on_one_node_and_on_two(sand
             assert lines[-2] == here.stdout.splitlines()[-2]  # of the test samples
         kept = [path.name for path in (folder / "runs" / name).iterdir()]
         assert kept == ["version_0"]
+
+
+def test_the_profiling_job_traces_each_number_of_workers_and_compares_them(sandbox, folder):
+    script = str(folder / "examples" / "mnist_profiling" / "profile_workers.slurm")
+    # The sandbox's nodes have fewer cores than the nine that the job asks for.
+    options = (f"--chdir={folder}", "--cpus-per-task=1")
+    told = ("--data_dir", "data/mnist", "--epochs", "2")
+    job = sandbox.run("sbatch", "--parsable", *options, script, *told).strip()
+    printed = end(sandbox, folder, job)
+    (header,) = (line for line in printed.splitlines() if line.startswith("workers "))
+    assert header.split()[1:] == ["0", "1", "2", "4", "8"]
+    for workers in (0, 1, 2, 4, 8):
+        assert (folder / f"trace_single_gpu_workers_{workers}.json").stat().st_size
