@@ -39,6 +39,7 @@ def test_an_excerpt_is_found_word_for_word_in_the_file_that_it_names():
         for _, path, code in BLOCK.findall(page.read_text())
         if path
     ]
+    assert {page.stem for page, *_ in excerpts} >= set(LESSONS)
     for page, path, code in excerpts:
         source = (ROOT / path).read_text()
         for part in LEFT_OUT.split(textwrap.dedent(code)):

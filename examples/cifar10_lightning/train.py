@@ -34,7 +34,17 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 # With another value of these, a resumed run would be another training.
-KEPT = ("subset", "epochs", "width", "global_batch_size", "learning_rate", "schedule", "seed")
+KEPT = (
+    "subset",
+    "epochs",
+    "width",
+    "global_batch_size",
+    "learning_rate",
+    "schedule",
+    "precision",
+    "compress",
+    "seed",
+)
 
 
 def make_strategy(ranks: int, device: str) -> DDPStrategy | Literal["auto"]:
@@ -151,6 +161,10 @@ def be_quiet() -> None:
 class Report(L.Callback):
     """Print one line per epoch, on rank 0."""
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note the step at which this start begins: not 0 after --resume."""
+        self.first_step = trainer.global_step
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the epoch's results."""
         found = trainer.callback_metrics
@@ -188,7 +202,8 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
     )
     if settings.compress:
         trainer.callbacks.append(HalfGradients())
-    trainer.callbacks.append(Report())
+    report = Report()
+    trainer.callbacks.append(report)
     if trainer.is_global_zero:
         print(describe(trainer), flush=True)
     if trainer.is_global_zero and not settings.resume:
@@ -213,7 +228,7 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
             "ranks": ranks,
             "threads": torch.get_num_threads(),
             "seconds": seconds,
-            "steps": trainer.global_step,
+            "steps": trainer.global_step - report.first_step,
             "same_weights": equal,
             "step_ms": performance.step_ms,
             "best": best.name,
@@ -221,7 +236,7 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
         }
         (settings.output / "result.json").write_text(json.dumps(result))
         print(
-            f"{trainer.global_step} steps in {seconds:.1f} s, validation included; "
+            f"{result['steps']} steps in {seconds:.1f} s, validation included; "
             f"weights equal on all ranks: {'yes' if equal else 'NO'}; best: {best.name}",
             flush=True,
         )
@@ -258,7 +273,9 @@ def read_settings(ranks: int, rank: int) -> argparse.Namespace:
             if value != getattr(settings, name):
                 parser.error(f"--{name} was {value} when this run started; give the same again.")
     if rank == 0 and output.exists() and not settings.resume:  # only rank 0 writes there
-        parser.error(f"--output {output} exists; use a new folder, or --resume if it was stopped.")
+        last = output / "checkpoints" / "last.ckpt"
+        other = "--resume to continue it" if last.exists() else "delete it: it has no checkpoint"
+        parser.error(f"--output {output} exists; use a new folder, or {other}.")
     return settings
 
 

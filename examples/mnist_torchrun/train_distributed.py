@@ -61,10 +61,10 @@ def setup_distributed() -> torch.device:
         one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ.update(one_rank, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     ranks_here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if 0 < gpus < ranks_here:
-        refuse(
-            f"{ranks_here} ranks on a node, {gpus} visible GPUs. To use CPUs: CUDA_VISIBLE_DEVICES="
-        )
+    if 0 < gpus < ranks_here:  # every rank says so: torchrun kills the others when one has ended
+        told = f"{ranks_here} ranks on a node, {gpus} visible GPUs. For CPUs: CUDA_VISIBLE_DEVICES="
+        print(f"train_distributed.py: {told}", file=sys.stderr, flush=True)
+        sys.exit(2)
     if torch.cuda.is_available():
         # Not RANK: rank 8 is the first rank of the second node, which has no GPU number 8.
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

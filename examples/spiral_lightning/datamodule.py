@@ -42,8 +42,8 @@ class EverySampleOnce(Sampler[int]):
 
     A DistributedSampler, also the one that Lightning inserts, repeats samples until all shares are
     equal: 1,001 samples on 2 ranks are evaluated as 1,002. Unequal shares are safe in evaluation,
-    where ranks meet only at the end, to add up their sums. (For a model with buffers, as batch norm
-    has, set DDPStrategy(broadcast_buffers=False) too: DDP would broadcast them in each forward.)
+    where ranks meet only at the end, to add up their sums. (A model with buffers, such as batch
+    norm's, also needs DDPStrategy(broadcast_buffers=False): DDP broadcasts them in each forward.)
     """
 
     def __init__(self, dataset: Sized, rank: int, world_size: int) -> None:

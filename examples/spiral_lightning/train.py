@@ -20,6 +20,7 @@ import tomllib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import lightning as L
 import torch
@@ -44,6 +45,12 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def refuse(message: str) -> NoReturn:
+    """End with exit code 2 and a message. Every rank says it: whichever ends first ends all."""
+    print(f"train.py: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
 # --- The ranks --------------------------------------------------------------------------------
 
 
@@ -58,7 +65,7 @@ def find_ranks() -> tuple[ClusterEnvironment, int, int]:
         return LightningEnvironment(), 1, 1
     nodes = int(told["SLURM_STEP_NUM_NODES"])  # srun
     if "," in told["SLURM_STEP_TASKS_PER_NODE"]:
-        sys.exit("train.py: Lightning needs equally many tasks on each node: --ntasks-per-node.")
+        refuse("Lightning needs equally many tasks on each node: --ntasks-per-node.")
     # Lightning requires this variable, which `srun --ntasks` does not set.
     told["SLURM_NTASKS_PER_NODE"] = str(tasks // nodes)
     return SLURMEnvironment(auto_requeue=False), nodes, tasks // nodes
@@ -66,7 +73,7 @@ def find_ranks() -> tuple[ClusterEnvironment, int, int]:
 
 def leave() -> None:
     """Leave the process group after success."""
-    gc.collect()  # free the DDP model, part of a cycle: with it, leaving the group can hang
+    gc.collect()  # the DDP model is part of a cycle; while it lives, leaving the group can hang
     if dist.is_initialized():
         dist.barrier()  # no rank exits while another still talks to it
         dist.destroy_process_group()
@@ -158,9 +165,9 @@ def train(settings: argparse.Namespace) -> None:
     world_size = num_nodes * here
     device, gpus = "gpu" if torch.cuda.is_available() else "cpu", torch.cuda.device_count()
     if device == "gpu" and gpus < here:
-        sys.exit(
-            f"train.py: {here} ranks on a node, {gpus} visible GPUs. Empty CUDA_VISIBLE_DEVICES"
-        )
+        refuse(f"{here} ranks on a node, {gpus} visible GPUs. To use CPUs: CUDA_VISIBLE_DEVICES=")
+    if int(settings.num_samples * 0.15) < world_size:
+        refuse(f"--num_samples {settings.num_samples} leaves a rank without a validation sample.")
     say(
         f"Ranks: {world_size}, nodes: {num_nodes}, device: {device}, samples per step: "
         f"{settings.batch_size * world_size} = {settings.batch_size} x {world_size}"

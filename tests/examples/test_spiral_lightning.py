@@ -183,7 +183,7 @@ def test_the_launcher_is_found(variables, expected, modules, monkeypatch):
     assert (type(launcher).__name__, num_nodes, here) == expected
 
 
-def test_unequal_numbers_of_tasks_are_refused(modules, monkeypatch):
+def test_unequal_numbers_of_tasks_are_refused(modules, monkeypatch, capsys):
     module = modules("train")
     unequal = {
         "SLURM_STEP_NUM_TASKS": "4",
@@ -193,7 +193,17 @@ def test_unequal_numbers_of_tasks_are_refused(modules, monkeypatch):
     monkeypatch.setattr(module.os, "environ", unequal)
     with pytest.raises(SystemExit) as ended:
         module.find_ranks()
-    assert "--ntasks-per-node" in ended.value.code
+    assert ended.value.code == 2
+    assert "--ntasks-per-node" in capsys.readouterr().err
+
+
+def test_fewer_validation_samples_than_ranks_are_refused(modules, monkeypatch, capsys):
+    module = modules("train")
+    monkeypatch.setattr(module, "find_ranks", lambda: (None, 1, 4))
+    with pytest.raises(SystemExit) as ended:
+        module.train(module.read_settings(["--num_samples", "20"]))
+    assert ended.value.code == 2
+    assert "--num_samples 20" in capsys.readouterr().err
 
 
 def test_points_and_parts_are_those_of_samestep_train_spiral(modules):

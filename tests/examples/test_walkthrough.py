@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -185,6 +186,48 @@ def test_a_stopped_run_resumes_to_the_weights_and_losses_of_one_that_was_not(exe
     resumed = [float(row["val_loss"]) for row in rows]
     assert len(resumed) < 3  # it did not begin again
     assert resumed == column(first, "val_loss")[3 - len(resumed) :]
+
+
+KILLED_IN_EPOCH_2 = """
+import os, runpy, signal, sys
+import lightning as L
+
+def die(self, trainer, module):
+    if trainer.current_epoch == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+L.Callback.on_train_epoch_start = die
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_killed_in_an_epoch_and_resumed_it_ends_with_the_weights_of_an_undisturbed_run(
+    tmp_path, example
+):
+    example.write_made_up(tmp_path / "data", 300, 60)
+    (tmp_path / "killed.py").write_text(KILLED_IN_EPOCH_2)
+    train = (str(FOLDER / "train.py"), "data", "--epochs", "3", "--width", "2")
+    whole = forked(*train, "--output", "whole", folder=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    killed = forked(str(tmp_path / "killed.py"), *train, "--output", "other", folder=tmp_path)
+    assert killed.returncode == -signal.SIGKILL
+    rest = forked(*train, "--output", "other", "--resume", folder=tmp_path)
+    assert rest.returncode == 0, rest.stderr
+    assert [line[:8] for line in rest.stdout.splitlines() if line.startswith("epoch ")] == [
+        *("epoch 2:", "epoch 3:")
+    ]
+    result = json.loads((tmp_path / "other" / "result.json").read_text())
+    assert result["steps"] == 4  # 270 images, 128 per step: two in each of the two epochs
+    weights, again = (
+        example.LitResNet.load_from_checkpoint(
+            tmp_path / run / "checkpoints" / "last.ckpt"
+        ).state_dict()
+        for run in ("whole", "other")
+    )
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 @pytest.mark.slow
@@ -400,10 +443,12 @@ def test_fewer_images_than_a_step_are_refused(example):
 @pytest.mark.parametrize(
     ("ranks", "words", "message"),
     [
-        (2, "--output there", "--output there exists; use a new folder, or --resume"),
+        (2, "--output there", "--output there exists; use a new folder, or delete it"),
         (2, "--output there --resume", "--output there has no checkpoints/last.ckpt"),
         (2, "--global_batch_size 7", "--global_batch_size 7 cannot be shared equally by 2 ranks."),
+        (1, "--output run", "--output run exists; use a new folder, or --resume"),
         (1, "--output run --resume --epochs 3", "--epochs was 2 when this run started;"),
+        (1, "--output run --resume --epochs 2 --precision bf16-mixed", "--precision was 32-true"),
         (1, "--compress", "--compress needs ranks that send gradients"),
     ],
 )
@@ -412,7 +457,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(ranks, words, message, tmp_pa
     (tmp_path / "there").mkdir()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "last.ckpt").touch()
-    (tmp_path / "run" / "settings.json").write_text('{"epochs": 2}')
+    (tmp_path / "run" / "settings.json").write_text('{"epochs": 2, "precision": "32-true"}')
     command = (str(FOLDER / "train.py"), "data", *words.split())
     done = forked(*command, folder=tmp_path, WORLD_SIZE=str(ranks), RANK="0")
     assert done.returncode == 2

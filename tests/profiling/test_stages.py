@@ -31,8 +31,8 @@ class Clock:
 class FakeTracer:
     """A profiler that takes a second to start and two to stop."""
 
-    def __init__(self, clock, **asked):
-        self.clock, self.steps, self.runs, self.asked = clock, 0, False, asked
+    def __init__(self, clock, **_):
+        self.clock, self.steps, self.runs = clock, 0, False
 
     def start(self):
         self.runs = True
