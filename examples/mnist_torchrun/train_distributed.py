@@ -318,7 +318,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         say(f"  held out - Avg Loss: {loss:.6f}, Accuracy: {accuracy:.2%}")
         if rank == 0:
             save_checkpoint(args.checkpoint_dir, epoch + 1, parts)
-        dist.barrier()  # no rank goes on, or ends, before the checkpoint is there
+        dist.barrier()  # no rank continues, or ends, before the checkpoint is there
     if done >= args.epochs:
         say(f"Nothing left to train: --epochs {args.epochs}, and {done} are done")
     loss, accuracy = evaluate(model, test_share, autocast, device)

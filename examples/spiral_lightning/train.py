@@ -103,13 +103,15 @@ def make_loggers(settings: argparse.Namespace) -> list[Logger]:
     """Return the loggers: a CSV file, and Comet if a project is named. Only rank 0 writes."""
     loggers: list[Logger] = [CSVLogger(settings.output_dir, name=settings.experiment_name)]
     if settings.comet_project:
-        # Not Lightning's CometLogger, which loses metrics when there is no network.
-        from samestep import TrackerLogger  # noqa: PLC0415 - only for Comet
-
         project, name = settings.comet_project, settings.experiment_name
-        comet = TrackerLogger(
-            "comet", save_dir=settings.output_dir, name=name, project=project, say=say
-        )
+        try:  # not Lightning's CometLogger, which loses metrics when there is no network
+            from samestep import TrackerLogger  # noqa: PLC0415 - only for Comet
+
+            comet = TrackerLogger(
+                "comet", save_dir=settings.output_dir, name=name, project=project, say=say
+            )
+        except Exception as error:  # not installed, or a name that Comet refuses
+            refuse(f"--comet_project: {error} It needs: pip install 'samestep[comet]'")
         loggers.append(comet)
     return loggers
 
@@ -135,7 +137,10 @@ def read_settings(words: list[str]) -> argparse.Namespace:
     add("--output_dir", type=Path, default=Path("runs"), help="must be the same on all nodes")
     add("--config", type=words_of, metavar="FILE.toml", help="settings by name; flags win over it")
     from_file = parser.parse_args(words).config or []
-    return parser.parse_args([*from_file, *words])  # of two values, the later one counts
+    settings = parser.parse_args([*from_file, *words])  # of two values, the later one counts
+    if not (settings.learning_rate > 0 and settings.noise >= 0 and 0 <= settings.dropout < 1):
+        parser.error("--learning_rate must be above 0, --noise not negative, --dropout 0 to 1")
+    return settings
 
 
 def words_of(path: str) -> list[str]:

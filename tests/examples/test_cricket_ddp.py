@@ -249,7 +249,7 @@ def test_a_barrier_makes_rank_0_wait_for_the_slowest_rank(tmp_path):
     assert done.returncode == 0, done.stderr
     free, late = done.stdout.splitlines()
     microseconds = float(re.search(r"(\d+) µs", free)[1])
-    assert 0 < microseconds < 0.25e6 < 1e6 * float(re.search(r"late: (\S+) s", late)[1])
+    assert 0 < microseconds < 1e6 * float(re.search(r"late: (\S+) s", late)[1])
 
 
 def test_a_rank_gives_up_after_its_timeout(tmp_path):

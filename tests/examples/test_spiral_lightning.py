@@ -122,11 +122,22 @@ def test_the_file_sets_what_it_names_and_the_flags_win_over_it(tmp_path):
         (["--max_epochs", "0"], "--max_epochs"),
         (["--hidden_dims"], "--hidden_dims"),
         (["--learning_rate", "fast"], "--learning_rate"),
+        (["--learning_rate", "-1"], "--learning_rate"),
+        (["--dropout", "nan"], "--dropout"),
         (["--config", "a.toml"], "--speed"),
         (["--config", "b.toml"], "--max_epochs"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
     ],
-    ids=["no epochs", "no width", "no number", "no such key", "wrong value", "no file"],
+    ids=[
+        "no epochs",
+        "no width",
+        "no number",
+        "no rate",
+        "no fraction",
+        "no such key",
+        "wrong value",
+        "no file",
+    ],
 )
 def test_a_mistake_in_the_settings_is_named_and_ends_with_exit_code_2(
     arguments, named, tmp_path, modules, monkeypatch, capsys
@@ -249,6 +260,22 @@ def test_without_a_key_comet_writes_offline_what_is_printed(tmp_path):
         [pytest.approx(loss, abs=1e-6)],
         [pytest.approx(held_out, abs=1e-6)],
     )
+
+
+@pytest.mark.parametrize(
+    ("project", "hidden"), [("spirals", "samestep"), ("a/b", "nothing")], ids=["missing", "refused"]
+)
+def test_what_keeps_comet_from_starting_is_one_message(
+    project, hidden, modules, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, hidden, None)
+    module = modules("train")
+    with pytest.raises(SystemExit) as ended:
+        module.make_loggers(module.read_settings(["--comet_project", project]))
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("train.py: --comet_project: ")
+    assert printed.count("\n") == 1
 
 
 def test_without_a_project_it_needs_nothing_of_samestep(tmp_path):
