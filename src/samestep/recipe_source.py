@@ -22,6 +22,7 @@ OTHERS: Mapping[str, int] = {
     "loss_terms": 1,
     "collate": 1,
     "forward": 2,
+    "carry": 1,
     "transform": 1,
     "augment": 2,
     "optimizer": 2,

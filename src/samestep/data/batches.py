@@ -56,13 +56,6 @@ def open_source(
     )
 
 
-def loss_batch(recipe: Recipe, settings: Settings) -> int | None:
-    """Return the samples over which an evaluation makes a loss over the whole batch."""
-    if recipe.loss_over != "batch":
-        return None
-    return settings.batch_size or settings.batch_size_per_rank
-
-
 def open_split(
     data: InMemory | Dataset[Any],
     world: World,
@@ -73,6 +66,7 @@ def open_split(
     split: str = "",
 ) -> Source:
     """Return the source of one of a recipe's splits, as a training with these settings reads it."""
+    batch_size = settings.batch_size or settings.batch_size_per_rank
     with made_by(recipe.data):
         return open_source(
             data,
@@ -84,7 +78,8 @@ def open_split(
             augment=recipe.augment,
             collate=recipe.collate,
             whole=recipe.forward is not None,
-            loss_batch=loss_batch(recipe, settings),
+            loss_batch=batch_size if recipe.loss_over == "batch" else None,
+            slots=batch_size if recipe.carry is not None else None,
             shuffle_buffer=settings.shuffle_buffer,
             lap=lap,
             split=split,

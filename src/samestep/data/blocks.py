@@ -90,7 +90,8 @@ class Batch(NamedTuple):
     part: int = 0
     """The share of the data that they belong to: the rank's, or a virtual rank's."""
     whole: int | None = None
-    """Of a loss over the whole batch: the number of the batch of the data that they belong to."""
+    """Of a loss over the whole batch: the number of the batch of the data that they belong to; of
+    carried state: that of the slots in which they follow each other."""
     closes: bool = True
     """Whether that loss is due now; else more samples of the batch follow."""
 

@@ -5,7 +5,7 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -62,7 +62,7 @@ class LoaderSource(OrderedSource):
         for block, (inputs, targets) in zip(wanted, self._batches(), strict=True):
             yield block, inputs, targets
 
-    def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
+    def _read_in_turn(self, batches: Sequence[Sequence[int]]) -> Iterator[tuple[Any, Any]]:
         self._plan[:] = [[(0, index) for index in batch] for batch in batches]
         return self._batches()
 

@@ -22,7 +22,7 @@ from samestep.data.blocks import (
     untimed,
 )
 from samestep.data.keyed_random import sample_keys
-from samestep.data.order import epoch_order
+from samestep.data.order import epoch_order, share
 from samestep.data.prefetch import send
 from samestep.data.trees import describe, map_tensors, tree_leaves
 from samestep.errors import UserError, blame, defined_at
@@ -49,6 +49,8 @@ class ReadOptions:
     """Whether a batch stays one thing, which is both inputs and targets."""
     loss_batch: int | None = None
     """Of a loss over the whole batch: the samples of such a batch in an evaluation."""
+    slots: int | None = None
+    """Of carried state: the slots of an evaluation, in which samples follow each other."""
     shuffle_buffer: int = 0
     """Elements of a stream that are shuffled together, in training."""
     lap: Lap = untimed
@@ -224,6 +226,9 @@ class OrderedSource(Source):
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
+        if self._reading.slots is not None:
+            yield from self._in_columns(batch_size, self._reading.slots)
+            return
         every, world, whole = range(self.num_samples), self._world, self._reading.loss_batch
         # What is shared out: samples, or batches of them that stay whole.
         units = range(self.num_samples if whole is None else -(-self.num_samples // whole))
@@ -240,6 +245,29 @@ class OrderedSource(Source):
                 yield Batch(*pair, count, batch.start, part)
             else:
                 yield Batch(*pair, count, batch.start, part, batch.start // whole, closes)
+
+    def _in_columns(self, batch_size: int, slots: int) -> Iterator[Batch]:
+        """Yield this rank's share of the slots, each with its samples one after the other."""
+        every, world = range(self.num_samples), self._world
+        slots = min(slots, len(every))
+        columns = [share(every, slot, slots) for slot in range(slots)]
+        # A loss over the whole batch needs all slots at once.
+        together = self._reading.loss_batch is not None
+        groups = [
+            (part, columns if together else columns[k : min(k + batch_size, mine.stop)])
+            for part in held_parts(world)
+            for mine in [part_of(range(slots), part, world)]
+            for k in (range(part == 0) if together else mine[::batch_size])
+        ]
+        batches = [
+            (part, number, [column[row] for column in group if row < len(column)])
+            for number, (part, group) in enumerate(groups)
+            for row in range(len(group[0]))
+        ]
+        read = self._read_in_turn([batch for _, _, batch in batches])
+        for (part, number, batch), (inputs, targets) in zip(batches, read, strict=True):
+            pair, count = self._finish(inputs, targets, len(batch)), len(batch)
+            yield Batch(*pair, count, batch[0], part, number)
 
     def peek(self, samples: int) -> Batch:
         """Return the first samples, as an evaluation reads them."""
@@ -261,8 +289,8 @@ class OrderedSource(Source):
         return self._table[1][indices]
 
     @abstractmethod
-    def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
-        """Yield the stored inputs and the targets of consecutive samples, on the device."""
+    def _read_in_turn(self, batches: Sequence[Sequence[int]]) -> Iterator[tuple[Any, Any]]:
+        """Yield the stored inputs and the targets of some samples, on the device."""
 
 
 def _spans(samples: range, units: range, whole: int | None) -> list[range]:

@@ -30,6 +30,7 @@ from samestep.session.request import Request, changes_since, to_toml
 from samestep.settings import Settings
 from samestep.training.alike import arithmetic, random_numbers, seed_alike, seed_rank
 from samestep.training.apply import applied, terms_of
+from samestep.training.carried import Carried
 from samestep.training.compiled import Compiles, make_step, what_compiles, with_forward
 from samestep.training.device import (
     check_precision,
@@ -99,7 +100,7 @@ def build(
     metrics = _try_out(trial, validation, test, source, world) if tries else recipe.metrics
     compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
     recipe = replace(recipe, loss=loss, metrics=metrics)
-    learner = _make_learner(recipe, model, settings, world, plan.lr, compiles, wrap_model, train)
+    learner = _make_learner(recipe, model, settings, world, plan, compiles, wrap_model, train)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
         settings=settings,
@@ -152,7 +153,7 @@ def _make_learner(
     model: nn.Module,
     settings: Settings,
     world: World,
-    lr: float,
+    plan: Plan,
     compiles: Compiles,
     wrap_model: Wrap,
     train: Source,
@@ -172,9 +173,12 @@ def _make_learner(
         model=model,
         applied=takes,
         wrapped=wrap_model(to_wrap, world, settings, counter),
-        optimizer=world.on_every(lambda: optimizer_of(recipe, model, settings, lr, world.device)),
+        optimizer=world.on_every(
+            lambda: optimizer_of(recipe, model, settings, plan.lr, world.device)
+        ),
         optimizer_maker=recipe.optimizer,
         own=_own_parts(recipe, train),
+        carried=_carried(recipe, settings, plan, world, train),
         over_batch=recipe.loss_over == "batch",
         measured=bool(recipe.metrics),
         alone=ours and isinstance(train, MemorySource),
@@ -185,6 +189,22 @@ def _make_learner(
         counter=counter,
         makers=(recipe.model, recipe.data),
     )
+
+
+def _carried(
+    recipe: Recipe, settings: Settings, plan: Plan, world: World, train: Source
+) -> Carried | None:
+    """Return the state that the recipe carries from step to step, if any."""
+    if recipe.carry is None:
+        return None
+    if isinstance(train, StreamSource):
+        raise UserError(
+            "Recipe(carry=…) needs training data of a known order, so that a slot's samples follow "
+            "each other on any number of ranks; this is a stream. Give tensors or a map-style "
+            "Dataset."
+        )
+    dtype = data_dtype(settings.precision)
+    return Carried(recipe.carry, plan.global_batch_size, world, dtype, settings.seed)
 
 
 def _try_out(

@@ -38,6 +38,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         position = state.position
         mine["stream"] = work.train.marks_at(position.epoch, position.step_in_epoch)
     ranks = work.world.gather(mine)
+    carried = {} if learner.carried is None else {"carried": learner.carried.state()}
     return {
         "format": FORMAT,
         "recipe": recipe,
@@ -45,6 +46,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "model": learner.model.state_dict(),
         **({"weights_sha256": weights_sha256(learner.model)} if virtual else {}),
         **({} if average is None else {"ema": average.state()}),
+        **carried,
         "optimizer": learner.optimizer.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
         "schedule": {
@@ -99,6 +101,8 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     load_model(learner.model, saved)
     if learner.average is not None:
         learner.average.load(saved.get("ema"))
+    if learner.carried is not None:
+        learner.carried.load(saved.get("carried"))
     load_state(learner.optimizer, saved["optimizer"])
     match_layouts(learner.optimizer)
     if learner.scaler is not None and saved["scaler"] is not None:
