@@ -52,6 +52,8 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 """(inputs, keys (batch,) int64) → inputs; draw from the keys with `samestep.uniform`."""
 Collate = Callable[[list[Any]], Any]
 """Samples of a data set → a batch: a tree of tensors, or an object with `to(device)`."""
+PerSample = Sequence[float] | Tensor | Callable[[Any], Any]
+"""A number for each training sample, (samples,), or training data → these numbers."""
 Forward = Callable[[nn.Module, Any], Any]
 """(model, batch) → outputs."""
 
@@ -125,6 +127,9 @@ class Recipe:
     collate: Collate | None = None
     """Puts the samples of a `Dataset` into a batch, where they differ in size or form: a pair
     (inputs, targets), or with `forward` any tree of tensors."""
+    weights: PerSample | None = None
+    """A number for each training sample, or a function of the training data that returns them:
+    samples are drawn in proportion to them, since they set `--order weighted`."""
     forward: Forward | None = None
     """(model, batch) → outputs, for batches that are more than one argument of the model."""
     optimizer: Callable[[nn.Module, Settings], torch.optim.Optimizer] | None = None
@@ -184,6 +189,8 @@ class Recipe:
         if self.metrics is _BY_DEFAULT:
             own = dict(_BY_DEFAULT) if is_cross_entropy(self.loss) else {}
             object.__setattr__(self, "metrics", own)
+        if self.weights is not None:
+            object.__setattr__(self, "settings", {"order": "weighted", **self.settings})
         known = {f.name for f in fields(Settings)} | ALSO_ACCEPTED
         for key in self.settings:
             if key not in known:

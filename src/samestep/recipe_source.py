@@ -21,6 +21,7 @@ OTHERS: Mapping[str, int] = {
     "loss": 2,
     "loss_terms": 1,
     "collate": 1,
+    "weights": 1,
     "forward": 2,
     "transform": 1,
     "augment": 2,

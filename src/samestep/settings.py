@@ -17,6 +17,7 @@ from samestep.errors import UserError
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ParamDtype = Literal["fp32", "bf16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
+OrderName = Literal["shuffled", "sequential", "columns", "replacement", "weighted"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Backend = Literal["auto", "nccl", "gloo"]
 _COMMON = {"common": True}
@@ -117,6 +118,9 @@ class Settings:
     """With virtual ranks, compute one share of the first step twice and compare."""
     drop_last: bool = False
     """Leave out the last batch of an epoch if it is incomplete."""
+    order: OrderName = "shuffled"
+    """Order of the training samples: each once, shuffled or as they are; columns: each slot of a
+    step reads on where it was; or drawn with replacement, all alike or by the recipe's weights."""
     shuffle_buffer: int = 0
     """Elements of a stream that are shuffled together; 0 keeps their order."""
 
@@ -273,6 +277,13 @@ class Settings:
                 "--param-dtype fp32 does not go with --precision fp64: everything is float64 then.",
                 remedy="Leave one of them out.",
                 flags=["param_dtype", "precision"],
+            )
+        if self.drop_last and self.order in ("replacement", "weighted"):
+            raise UserError(
+                f"--drop-last does not go with --order {self.order}: an epoch is as many "
+                "draws as there are samples, and the last ones are as good as any.",
+                remedy="Leave it out; --max-steps sets another length.",
+                flags=["drop_last", "order"],
             )
         if self.virtual_ranks is not None:
             self._hold_bits_still(self.virtual_ranks)

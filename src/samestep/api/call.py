@@ -24,6 +24,7 @@ from samestep.settings import (
     Backend,
     Device,
     MatmulPrecision,
+    OrderName,
     ParamDtype,
     Precision,
     Settings,
@@ -51,6 +52,7 @@ class SettingsArguments(TypedDict, total=False):
     virtual_ranks: int | None
     self_check: bool
     drop_last: bool
+    order: OrderName
     shuffle_buffer: int
     optimizer: Literal["adam", "adamw", "sgd"]
     lr: float

@@ -4,9 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from samestep.data.order import share, step_range, steps_per_epoch
+from samestep.data.order import Order, share, step_range, steps_per_epoch
 from samestep.data.trees import narrow, split_rows
 from samestep.ranks.world import World
 
@@ -109,7 +107,7 @@ def cut_rows(
 
 
 def group_steps(
-    order: Tensor, first_step: int, limit: int, global_batch: int, world: World, *, drop_last: bool
+    order: Order, first_step: int, limit: int, global_batch: int, world: World, *, drop_last: bool
 ) -> Iterator[Block]:
     """Cut an epoch's order into blocks of indices, of at most `limit` steps of equal size."""
     num_samples = len(order)

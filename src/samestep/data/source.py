@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, tee
 from typing import Any
 
@@ -22,7 +23,7 @@ from samestep.data.blocks import (
     untimed,
 )
 from samestep.data.keyed_random import sample_keys
-from samestep.data.order import epoch_order
+from samestep.data.order import LAZY_FROM, SHUFFLED, Order, Ordering, epoch_order
 from samestep.data.prefetch import send
 from samestep.data.trees import describe, map_tensors, tree_leaves
 from samestep.errors import UserError, blame, defined_at
@@ -47,6 +48,8 @@ class ReadOptions:
     """Samples of a data set → a batch of them."""
     whole: bool = False
     """Whether a batch stays one thing, which is both inputs and targets."""
+    ordering: Ordering = SHUFFLED
+    """Of the samples of a data set, in training."""
     shuffle_buffer: int = 0
     """Elements of a stream that are shuffled together, in training."""
     lap: Lap = untimed
@@ -74,6 +77,10 @@ class Source(ABC):
 
     def __init__(self, reading: ReadOptions) -> None:
         self._reading, self._world = reading, reading.world
+
+    def order_record(self) -> dict[str, Any]:
+        """Return what the order depends on besides seed and sizes, for checkpoints."""
+        return {}
 
     def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - memory asks for it
         """Return the most steps that a block holds: a power of two."""
@@ -206,11 +213,23 @@ class OrderedSource(Source):
         # rows begin elsewhere in memory.
         return self._collates or self._world.virtual_ranks > 0
 
+    def order(self, epoch: int, global_batch: int, *, drop_last: bool) -> Order:
+        """Return the order of the samples in an epoch, whatever the ranks."""
+        how, number = self._reading, self.num_samples
+        cut: Any = {"global_batch": global_batch, "drop_last": drop_last}
+        return epoch_order(number, how.seed, epoch, how.ordering, **cut)
+
+    def order_record(self) -> dict[str, Any]:
+        """Return what the order depends on besides seed and sizes."""
+        return self._reading.ordering.record(self.num_samples)
+
     def _unread(
         self, epoch: int, first_step: int, global_batch: int, cut: Cut | None, *, drop_last: bool
     ) -> Generator[tuple[Block, Sequence[Block]]]:
-        how, world = self._reading, self._world
-        order = send(epoch_order(self.num_samples, how.seed, epoch), self._order_device)
+        world = self._world
+        order = self.order(epoch, global_batch, drop_last=drop_last)
+        to_device = partial(send, device=self._order_device)
+        order = to_device(order) if isinstance(order, Tensor) else order.placed(to_device)
         most = self.steps_per_block(global_batch)
         unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
         for block in unread:
@@ -246,7 +265,7 @@ class OrderedSource(Source):
 
         Virtual ranks look them up: each asks by itself, for few.
         """
-        if not self._world.virtual_ranks:
+        if not self._world.virtual_ranks or self.num_samples >= LAZY_FROM:
             return super()._keys(epoch, indices)
         if self._table is None or self._table[0] != epoch:
             every = torch.arange(self.num_samples, device=indices.device)

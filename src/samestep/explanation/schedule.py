@@ -7,9 +7,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-import torch
-
 from samestep.data.blocks import group_steps, micro_steps, part_of
+from samestep.data.order import LazyOrder
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.index import Entry, Index
@@ -78,7 +77,7 @@ def _shared(
     num_samples: int, global_batch: int, step: int, plan: Plan, settings: Settings, world: World
 ) -> StepShares:
     """Share out one step of an epoch, as the data is cut in training."""
-    order = torch.arange(num_samples)
+    order = LazyOrder(num_samples, lambda positions: positions)
     found: list[Share] = []
     for rank in range(world.world_size):
         own = replace(world, rank=rank)

@@ -195,7 +195,8 @@ def _sweep(
             changes |= dict.fromkeys(("batch_size_per_rank", "micro_batch_size", "accumulate"))
         settings = replace(best, **changes)
         dtype = data_dtype(settings.precision)
-        source = open_split(built.splits.train, work.world, request.recipe, settings, dtype)
+        how = work.world, request.recipe, settings, dtype
+        source = open_split(built.splits.train, *how, split="training")
         one, state = variant(work, settings, source), State(watch=Watch(metric="loss", mode="min"))
         if settings.num_workers != best.num_workers:  # which is traced already
             _run_stages(one, state, path, Extent(seconds=0.2), ReceivedSignal())

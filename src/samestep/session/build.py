@@ -217,15 +217,23 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
 
 
 def _agree_on_size(source: Source, world: World) -> int:
-    """Return the number of training samples, once all ranks have the same."""
+    """Return the number of training samples, once all ranks have the same, in the same order."""
     _agree_on_stream(source)
-    sizes = world.gather(source.num_samples)
+    found = world.gather((source.num_samples, source.order_record()))
+    sizes = [size for size, _ in found]
     if len(set(sizes)) > 1:
         raise UserError(
             f"The ranks loaded data of different sizes: {sizes}. Each must load all of it; "
             "samestep shares it out.",
             on_all_ranks=True,
         )
+    for rank, (_, order) in enumerate(found):
+        if differing := [name for name in order if order[name] != found[0][1].get(name)]:
+            raise UserError(
+                f"Rank {rank} has other {differing[0]} of the training samples than rank 0. Make "
+                "them from the data alone, or with a generator that is seeded.",
+                on_all_ranks=True,
+            )
     return sizes[0]
 
 

@@ -39,7 +39,10 @@ _COLUMNS = 100
 _SIZES = ("batch_size", "micro_batch_size", "accumulate")
 # These decide which samples a step takes, so no flag allows another value.
 _OF_THE_ORDER = frozenset(
-    ["seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples", "shuffle_buffer"]
+    [
+        *("seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples"),
+        *("shuffle_buffer", "order"),
+    ]
 )
 _FIXED = _OF_THE_ORDER | {"engine", "virtual_ranks"}
 

@@ -155,14 +155,7 @@ def make_plan(
         )
     if num_samples == 0:
         _check_stream(settings, world_size, schedule)
-    per_epoch = ENDLESS
-    if num_samples > 0:
-        per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
-    if per_epoch == 0:
-        raise UserError(
-            f"--drop-last leaves no step: {num_samples} training samples are fewer than the "
-            f"global batch of {global_batch}. Use a smaller batch or leave out --drop-last."
-        )
+    per_epoch = _steps_per_epoch(settings, num_samples, global_batch) if num_samples else ENDLESS
     epochs, total = _length(settings, per_epoch)
     if schedule is not None:
         if settings.schedule != "constant":
@@ -186,6 +179,22 @@ def make_plan(
         lr=scaled_lr(settings, global_batch),
         schedule=schedule,
     )
+
+
+def _steps_per_epoch(settings: Settings, num_samples: int, global_batch: int) -> int:
+    """Return the steps of an epoch, once there is one and each has its samples."""
+    if settings.order == "columns" and num_samples < global_batch:
+        raise UserError(
+            f"--order columns: {num_samples} training samples do not make {global_batch} columns, "
+            f"one for each slot of a step. Use --batch-size {num_samples} or less."
+        )
+    per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
+    if per_epoch == 0:
+        raise UserError(
+            f"--drop-last leaves no step: {num_samples} training samples are fewer than the "
+            f"global batch of {global_batch}. Use a smaller batch or leave out --drop-last."
+        )
+    return per_epoch
 
 
 def check_virtual(settings: Settings, num_samples: int, world_size: int) -> None:
@@ -242,6 +251,11 @@ def _check_stream(
     settings: Settings, world_size: int, schedule: Callable[[int, int], float] | None
 ) -> None:
     """Check that no setting needs the length of a stream, or excludes streams."""
+    if settings.order != "shuffled":
+        raise UserError(
+            f"--order {settings.order} takes no stream: its elements come in an order of their "
+            "own, or shuffled by --shuffle-buffer. Leave it out, or give a map-style Dataset."
+        )
     if settings.engine != "native":
         raise UserError(
             f"--engine {settings.engine} takes no stream: it asks for the length of an epoch. "
