@@ -130,6 +130,9 @@ class Recipe:
     weights: PerSample | None = None
     """A number for each training sample, or a function of the training data that returns them:
     samples are drawn in proportion to them, since they set `--order weighted`."""
+    lengths: PerSample | None = None
+    """How long each training sample is, in tokens or the like, or a function of the training data
+    that returns it, for `--group-by-length`."""
     forward: Forward | None = None
     """(model, batch) → outputs, for batches that are more than one argument of the model."""
     optimizer: Callable[[nn.Module, Settings], torch.optim.Optimizer] | None = None

@@ -22,6 +22,7 @@ OTHERS: Mapping[str, int] = {
     "loss_terms": 1,
     "collate": 1,
     "weights": 1,
+    "lengths": 1,
     "forward": 2,
     "transform": 1,
     "augment": 2,

@@ -121,6 +121,8 @@ class Settings:
     order: OrderName = "shuffled"
     """Order of the training samples: each once, shuffled or as they are; columns: each slot of a
     step reads on where it was; or drawn with replacement, all alike or by the recipe's weights."""
+    group_by_length: bool = False
+    """Shuffle so that the samples of a batch are of similar length, by the recipe's lengths."""
     shuffle_buffer: int = 0
     """Elements of a stream that are shuffled together; 0 keeps their order."""
 
@@ -278,6 +280,13 @@ class Settings:
                 remedy="Leave one of them out.",
                 flags=["param_dtype", "precision"],
             )
+        if self.group_by_length and self.order != "shuffled":
+            raise UserError(
+                f"--group-by-length does not go with --order {self.order}: it shuffles the samples "
+                "within windows of similar length.",
+                remedy="Leave one of them out.",
+                flags=["group_by_length", "order"],
+            )
         if self.drop_last and self.order in ("replacement", "weighted"):
             raise UserError(
                 f"--drop-last does not go with --order {self.order}: an epoch is as many "
@@ -349,6 +358,11 @@ def check_flags(
 def flag_name(name: str) -> str:
     """Return a field's name as on the command line: `batch_size` → `batch-size`."""
     return name.replace("_", "-")
+
+
+def order_name(settings: Settings) -> str:
+    """Return what the order of the training samples is called in records."""
+    return "by length" if settings.group_by_length else settings.order
 
 
 def in_precision(settings: Settings, precision: Precision) -> Settings:

@@ -130,7 +130,7 @@ def test_ranks_together_read_the_order_from_any_step_on(kind, num, how, world_si
 
 
 @BOTH_KINDS
-@pytest.mark.parametrize("order", get_args(OrderName))
+@pytest.mark.parametrize("order", [*get_args(OrderName), "by length"])
 @given(st.integers(1, 50), arguments, st.booleans())
 @settings(max_examples=20)
 def test_every_order_is_read_alike_on_any_ranks_and_from_any_step_on(kind, order, num, how, lazy):
@@ -138,6 +138,8 @@ def test_every_order_is_read_alike_on_any_ranks_and_from_any_step_on(kind, order
     data, batch = samples(num), min(num, how["global_batch"])
     weights = (torch.arange(num) % 3 + 1).double() if order == "weighted" else None
     ordering = Ordering(order=order, weights=weights)
+    if order == "by length":
+        ordering = Ordering(lengths=(torch.arange(num) % 7).double())
     how |= {"global_batch": batch, "ordering": ordering}
     how["drop_last"] &= order not in ("replacement", "weighted")
     with pytest.MonkeyPatch.context() as patch:

@@ -202,6 +202,36 @@ def test_weights_that_cannot_be_drawn_by_are_refused(weights, told):
         ordering_of(recipe, Settings(order="weighted"), data)
 
 
+@given(st.integers(1, 400), st.integers(1, 9), SEEDS)
+@settings(max_examples=60)
+def test_batches_by_length_hold_each_sample_once_and_little_padding(num_samples, batch, seed):
+    lengths = torch.rand(num_samples, dtype=torch.float64)
+    grouped = epoch_order(num_samples, seed, 1, Ordering(lengths=lengths), global_batch=batch)
+    plain = epoch_order(num_samples, seed, 1)
+    assert sorted(grouped.tolist()) == list(range(num_samples))
+    full = num_samples // batch * batch
+    assert torch.equal(grouped[full:], plain[full:])
+
+    def spread(order):
+        batches = lengths[order[:full]].view(-1, batch)
+        return float((batches.amax(1) - batches.amin(1)).sum()) if full else 0.0
+
+    assert spread(grouped) <= spread(plain) + 1e-9
+    if batch > 1 and full // batch in range(30, 50):  # one window: sorted, then cut
+        ranks = lengths[grouped[:full]].argsort().argsort().view(-1, batch)
+        assert bool((ranks.amax(1) - ranks.amin(1) == batch - 1).all())
+        firsts = [batch.tolist().index(batch.min()) for batch in ranks]
+        assert len({*firsts}) > 1, "the shortest is not always the first"
+
+
+def test_samples_by_length_need_lengths_and_a_shuffled_order():
+    data, recipe = (torch.zeros(3), torch.zeros(3)), Recipe(model=list, data=list)
+    with pytest.raises(UserError, match="--group-by-length: the recipe has no lengths"):
+        ordering_of(recipe, Settings(group_by_length=True), data)
+    with pytest.raises(UserError, match=r"--group-by-length .* --order columns"):
+        Settings(group_by_length=True, order="columns")
+
+
 def test_draws_that_could_be_left_out_are_refused():
     for order in ("replacement", "weighted"):
         with pytest.raises(UserError, match=f"--drop-last .* --order {order}"):

@@ -53,6 +53,7 @@ class SettingsArguments(TypedDict, total=False):
     self_check: bool
     drop_last: bool
     order: OrderName
+    group_by_length: bool
     shuffle_buffer: int
     optimizer: Literal["adam", "adamw", "sgd"]
     lr: float

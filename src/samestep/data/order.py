@@ -24,6 +24,8 @@ LAZY_FROM = 1 << 24
 would take 128 MiB and half a second in each epoch. Below, runs keep the order they always had."""
 _WINDOW = 1 << 16
 _ROUNDS = 6
+_BATCHES_SORTED = 50
+"""Batches that --group-by-length sorts together: more have less padding, and are less random."""
 _DRAWS = 0x5EED
 """Keeps what an order draws apart from what samples draw for their augmentation."""
 
@@ -35,6 +37,8 @@ class Ordering:
     order: OrderName = "shuffled"
     weights: Tensor | None = None
     """(samples,) float64, for `weighted`: draws are in proportion to them."""
+    lengths: Tensor | None = None
+    """(samples,) float64, where samples of similar length are put into a batch."""
 
     @cached_property
     def totals(self) -> Tensor:
@@ -44,11 +48,15 @@ class Ordering:
 
     def record(self, num_samples: int) -> dict[str, Any]:
         """Return what a checkpoint says of the order; nothing of the one that it always was."""
-        if self.order == "shuffled":
-            return {"permutation": "lazy"} if num_samples >= LAZY_FROM else {}
-        if self.weights is None:
-            return {"order": self.order}
-        return {"order": self.order, "weights": _hash_of(self.weights)}
+        found: dict[str, Any] = {}
+        if self.order != "shuffled":
+            found["order"] = self.order
+        elif num_samples >= LAZY_FROM:
+            found["permutation"] = "lazy"
+        for name in ("weights", "lengths"):
+            if (numbers := getattr(self, name)) is not None:
+                found[name] = hashlib.sha256(numbers.numpy().data).hexdigest()[:16]
+        return found
 
 
 SHUFFLED = Ordering()
@@ -95,22 +103,26 @@ def epoch_order(
     Shuffled, sequential and in columns each sample comes once. Drawn with replacement, an epoch has
     as many draws as there are samples.
     """
+    if ordering.lengths is not None:
+        order = epoch_order(num_samples, seed, epoch)[0:num_samples]
+        return _grouped(order, ordering.lengths, global_batch, mix(seed, _DRAWS, epoch))
+    if ordering.order == "shuffled" and num_samples < LAZY_FROM:
+        generator = torch.Generator().manual_seed(mix(seed, epoch))
+        return torch.randperm(num_samples, generator=generator)
     drawn = partial(sample_keys, mix(seed, _DRAWS), epoch)  # a key for each position
+    at: Callable[[Tensor], Tensor]
     match ordering.order:
-        case "shuffled" if num_samples < LAZY_FROM:
-            generator = torch.Generator().manual_seed(mix(seed, epoch))
-            return torch.randperm(num_samples, generator=generator)
         case "shuffled":
-            return LazyOrder(num_samples, partial(permuted, num_samples, mix(seed, epoch)))
+            at = partial(permuted, num_samples, mix(seed, epoch))
         case "sequential":
-            return LazyOrder(num_samples, lambda positions: positions)
+            at = torch.clone
         case "columns":
-            columns = partial(_in_columns, num_samples, global_batch, drop_last=drop_last)
-            return LazyOrder(num_samples, columns)
+            at = partial(_in_columns, num_samples, global_batch, drop_last=drop_last)
         case "replacement":
-            return LazyOrder(num_samples, lambda p: (drawn(p) & _POSITIVE) % num_samples)
+            at = lambda positions: (drawn(positions) & _POSITIVE) % num_samples  # noqa: E731
         case "weighted":
-            return LazyOrder(num_samples, lambda p: _by_weight(ordering.totals, drawn(p)))
+            at = lambda positions: _by_weight(ordering.totals, drawn(positions))  # noqa: E731
+    return LazyOrder(num_samples, at)
 
 
 _POSITIVE = (1 << 63) - 1
@@ -159,27 +171,47 @@ def _by_weight(totals: Tensor, keys: Tensor) -> Tensor:
     return torch.searchsorted(totals, uniform * totals[-1], right=True)
 
 
+def _grouped(order: Tensor, lengths: Tensor, global_batch: int, seed: int) -> Tensor:
+    """Return a shuffled order with samples of similar length in each batch.
+
+    Within windows of several batches it is sorted by length and cut; then the batches are shuffled.
+    The samples of a batch keep their order, so that no rank has the longest of all batches.
+    The incomplete last batch is of any length, so that it is not always the same kind.
+    """
+    full = len(order) // global_batch * global_batch
+    cut = []
+    for window in torch.split(torch.arange(full), _BATCHES_SORTED * global_batch):
+        by_length = window[lengths[order[window]].argsort(stable=True)]
+        cut.append(by_length.view(-1, global_batch).sort(dim=1).values)
+    if not cut:
+        return order
+    batches = torch.cat(cut)
+    shuffled = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([order[batches[shuffled].view(-1)], order[full:]])
+
+
 def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
     """Return how training samples are ordered; `data` is what the recipe's functions are given."""
-    weights = None
+    weights = lengths = None
+    if settings.group_by_length:
+        lengths = per_sample("lengths", recipe.lengths, data, "--group-by-length")
     if settings.order == "weighted":
-        if recipe.weights is None:
-            raise UserError(
-                "--order weighted: the recipe has no weights. Give it Recipe(weights=…): a number "
-                "for each training sample, or a function of the training data that returns them.",
-                flags=["order"],
-            )
-        weights = per_sample("weights", recipe.weights, data)
+        weights = per_sample("weights", recipe.weights, data, "--order weighted")
         if not bool(weights.any()):
             raise UserError(
                 f"Recipe(weights=…){_at(recipe.weights)}: all {len(weights):,} weights are 0, so "
                 "no sample can be drawn. Give some of them a weight."
             )
-    return Ordering(order=settings.order, weights=weights)
+    return Ordering(order=settings.order, weights=weights, lengths=lengths)
 
 
-def per_sample(name: str, given: PerSample, data: Any) -> Tensor:
+def per_sample(name: str, given: PerSample | None, data: Any, needed_for: str) -> Tensor:
     """Return a number for each training sample, (samples,) float64, none negative."""
+    if given is None:
+        raise UserError(
+            f"{needed_for}: the recipe has no {name}. Give it Recipe({name}=…): a number for each "
+            "training sample, or a function of the training data that returns them."
+        )
     what, at = f"Recipe({name}=…)", _at(given)
     size = len(data[0] if isinstance(data, tuple) else data)
     try:
@@ -205,12 +237,8 @@ def per_sample(name: str, given: PerSample, data: Any) -> Tensor:
     return numbers
 
 
-def _at(given: PerSample) -> str:
+def _at(given: PerSample | None) -> str:
     return defined_at(given) if callable(given) else ""
-
-
-def _hash_of(numbers: Tensor) -> str:
-    return hashlib.sha256(numbers.numpy().data).hexdigest()[:16]
 
 
 def steps_per_epoch(num_samples: int, global_batch: int, *, drop_last: bool = False) -> int:

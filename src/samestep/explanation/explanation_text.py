@@ -7,11 +7,21 @@ from samestep.explanation.rank_memory import MemoryPart, RankMemory
 from samestep.explanation.schedule import Share, StepShares
 from samestep.ranks.nproc import RANK_BYTES
 from samestep.reporting.words import count, size, wrapped
+from samestep.settings import order_name
 from samestep.training.plan import ENDLESS
 
 _INDENT = 15
 _SHOWN = 4
 """Groups of ranks, parts of a sum, and files that are shown."""
+_ORDERS = {
+    "sequential": "each sample once, in the order of the data (--order sequential)",
+    "columns": "each sample once; each slot of a step reads on where it was in the step before "
+    "(--order columns)",
+    "replacement": "drawn with replacement, as many draws as samples (--order replacement)",
+    "weighted": "drawn with replacement in proportion to the recipe's weights, as many draws as "
+    "samples (--order weighted)",
+    "by length": "shuffled, with samples of similar length in each batch (--group-by-length)",
+}
 
 Rows = Iterator[tuple[str, str]]
 """Each line's name and text."""
@@ -128,9 +138,14 @@ def _length(found: Explanation) -> Rows:
     per_epoch, samples, batch = plan.steps_per_epoch, plan.num_samples, plan.global_batch_size
     how = "floor" if settings.drop_last else "ceil"
     yield "epoch", f"{count(per_epoch, 'step')} = {how}({samples:,} samples / {batch:,})"
+    order = order_name(settings)
+    if order != "shuffled":
+        yield "order", _ORDERS[order]
     left = samples - per_epoch * batch
     if left > 0:
-        yield "left out", f"{count(left, 'sample')} per epoch, others each time (--drop-last)"
+        same = order in ("sequential", "columns")
+        each = "the last ones" if same else "others each time"
+        yield "left out", f"{count(left, 'sample')} per epoch, {each} (--drop-last)"
     if plan.total_steps == plan.epochs * per_epoch:
         yield "training", f"{steps} = {count(plan.epochs, 'epoch')} × {per_epoch:,}"
     else:

@@ -78,6 +78,8 @@ class StartRecord(Struct, kw_only=True, tag_field="event", tag="start"):
     """The steps to train."""
     log_every: int | None = None
     """Steps between `step` records."""
+    order: str = "shuffled"
+    """The order of the training samples."""
     lr: float | None = None
     """The learning rate, scaled by `lr_scaling`."""
     base_lr: float | None = None

@@ -41,7 +41,7 @@ _SIZES = ("batch_size", "micro_batch_size", "accumulate")
 _OF_THE_ORDER = frozenset(
     [
         *("seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples"),
-        *("shuffle_buffer", "order"),
+        *("shuffle_buffer", "order", "group_by_length"),
     ]
 )
 _FIXED = _OF_THE_ORDER | {"engine", "virtual_ranks"}

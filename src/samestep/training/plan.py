@@ -251,9 +251,10 @@ def _check_stream(
     settings: Settings, world_size: int, schedule: Callable[[int, int], float] | None
 ) -> None:
     """Check that no setting needs the length of a stream, or excludes streams."""
-    if settings.order != "shuffled":
+    if settings.order != "shuffled" or settings.group_by_length:
+        given = "group-by-length" if settings.group_by_length else f"order {settings.order}"
         raise UserError(
-            f"--order {settings.order} takes no stream: its elements come in an order of their "
+            f"--{given} takes no stream: its elements come in an order of their "
             "own, or shuffled by --shuffle-buffer. Leave it out, or give a map-style Dataset."
         )
     if settings.engine != "native":
