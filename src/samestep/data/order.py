@@ -194,9 +194,9 @@ def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
     """Return how training samples are ordered; `data` is what the recipe's functions are given."""
     weights = lengths = None
     if settings.group_by_length:
-        lengths = per_sample("lengths", recipe.lengths, data, "--group-by-length")
+        lengths = per_sample("lengths", _needed("lengths", recipe, "group-by-length"), data)
     if settings.order == "weighted":
-        weights = per_sample("weights", recipe.weights, data, "--order weighted")
+        weights = per_sample("weights", _needed("weights", recipe, "order weighted"), data)
         if not bool(weights.any()):
             raise UserError(
                 f"Recipe(weights=…){_at(recipe.weights)}: all {len(weights):,} weights are 0, so "
@@ -205,13 +205,18 @@ def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
     return Ordering(order=settings.order, weights=weights, lengths=lengths)
 
 
-def per_sample(name: str, given: PerSample | None, data: Any, needed_for: str) -> Tensor:
-    """Return a number for each training sample, (samples,) float64, none negative."""
+def _needed(name: str, recipe: Recipe, flag: str) -> PerSample:
+    given: PerSample | None = getattr(recipe, name)
     if given is None:
         raise UserError(
-            f"{needed_for}: the recipe has no {name}. Give it Recipe({name}=…): a number for each "
+            f"--{flag}: the recipe has no {name}. Give it Recipe({name}=…): a number for each "
             "training sample, or a function of the training data that returns them."
         )
+    return given
+
+
+def per_sample(name: str, given: PerSample, data: Any) -> Tensor:
+    """Return a number for each training sample, (samples,) float64, none negative."""
     what, at = f"Recipe({name}=…)", _at(given)
     size = len(data[0] if isinstance(data, tuple) else data)
     try:
