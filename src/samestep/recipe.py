@@ -132,7 +132,7 @@ class Recipe:
     samples are drawn in proportion to them, since they set `--order weighted`."""
     lengths: PerSample | None = None
     """How long each training sample is, in tokens or the like, or a function of the training data
-    that returns it, for `--group-by-length`."""
+    that returns it, for `--group-by-length` and `--batch-tokens`."""
     forward: Forward | None = None
     """(model, batch) → outputs, for batches that are more than one argument of the model."""
     optimizer: Callable[[nn.Module, Settings], torch.optim.Optimizer] | None = None

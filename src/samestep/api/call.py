@@ -46,6 +46,7 @@ class SettingsArguments(TypedDict, total=False):
     max_steps: int | None
     batch_size: int | None
     batch_size_per_rank: int | None
+    batch_tokens: int | None
     micro_batch_size: int | None
     accumulate: int | None
     eval_batch_size: int | None

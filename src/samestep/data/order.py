@@ -6,10 +6,13 @@ any number of them.
 """
 
 import hashlib
+import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +33,15 @@ _DRAWS = 0x5EED
 """Keeps what an order draws apart from what samples draw for their augmentation."""
 
 
+class TokenCut(NamedTuple):
+    """Batches of samples of similar length, which have about equally many tokens."""
+
+    sizes: tuple[int, ...]
+    """Samples of each batch, the shortest samples first."""
+    fits: int
+    """Samples of any length that fit into a batch: as many as of the longest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ordering:
     """How the samples of an epoch are ordered, besides by seed and epoch."""
@@ -39,6 +51,47 @@ class Ordering:
     """(samples,) float64, for `weighted`: draws are in proportion to them."""
     lengths: Tensor | None = None
     """(samples,) float64, where samples of similar length are put into a batch."""
+    batch_tokens: int | None = None
+    """The most tokens of a batch, padding included; None where batches are of equal size."""
+
+    @cached_property
+    def token_cut(self) -> TokenCut | None:
+        """How all samples, sorted by length, are cut into batches; None without `batch_tokens`.
+
+        It is the same in each epoch, whichever of equally long samples are in which batch.
+        """
+        if self.batch_tokens is None:
+            return None
+        assert self.lengths is not None
+        lengths = self.lengths.clamp(min=1).sort().values.tolist()
+        if lengths[-1] > self.batch_tokens:
+            longer = sum(length > self.batch_tokens for length in lengths)
+            raise UserError(
+                f"--batch-tokens {self.batch_tokens} is less than the longest training sample, "
+                f"{lengths[-1]:g} tokens ({longer:,} of {len(lengths):,} are longer than that "
+                f"limit). Give at least --batch-tokens {math.ceil(lengths[-1])}, or cut such "
+                "samples in the data."
+            )
+        sizes, start = [], 0
+        while start < len(lengths):
+            # Sorted, so that each batch's last sample is its longest.
+            ends = range(start + 1, len(lengths) + 1)
+            fits = bisect_right(
+                ends, self.batch_tokens, key=lambda end: lengths[end - 1] * (end - start)
+            )
+            sizes.append(fits)
+            start += sizes[-1]
+        return TokenCut(tuple(sizes), int(self.batch_tokens // lengths[-1]))
+
+    def ends(self, seed: int, epoch: int) -> list[int] | None:
+        """Return where each step of an epoch ends in its order; None where they are equally large.
+
+        The last one may then be smaller.
+        """
+        if self.token_cut is None:
+            return None
+        shuffled = _shuffled(len(self.token_cut.sizes), mix(seed, _DRAWS, epoch))
+        return list(accumulate(self.token_cut.sizes[batch] for batch in shuffled.tolist()))
 
     @cached_property
     def totals(self) -> Tensor:
@@ -56,6 +109,8 @@ class Ordering:
         for name in ("weights", "lengths"):
             if (numbers := getattr(self, name)) is not None:
                 found[name] = hashlib.sha256(numbers.numpy().data).hexdigest()[:16]
+        if self.batch_tokens is not None:
+            found["batch_tokens"] = self.batch_tokens
         return found
 
 
@@ -105,10 +160,11 @@ def epoch_order(
     """
     if ordering.lengths is not None:
         order = epoch_order(num_samples, seed, epoch)[0:num_samples]
+        if ordering.token_cut is not None:
+            return _by_tokens(order, ordering, mix(seed, _DRAWS, epoch))
         return _grouped(order, ordering.lengths, global_batch, mix(seed, _DRAWS, epoch))
     if ordering.order == "shuffled" and num_samples < LAZY_FROM:
-        generator = torch.Generator().manual_seed(mix(seed, epoch))
-        return torch.randperm(num_samples, generator=generator)
+        return _shuffled(num_samples, mix(seed, epoch))
     drawn = partial(sample_keys, mix(seed, _DRAWS), epoch)  # a key for each position
     at: Callable[[Tensor], Tensor]
     match ordering.order:
@@ -186,15 +242,36 @@ def _grouped(order: Tensor, lengths: Tensor, global_batch: int, seed: int) -> Te
     if not cut:
         return order
     batches = torch.cat(cut)
-    shuffled = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed))
+    shuffled = _shuffled(len(batches), seed)
     return torch.cat([order[batches[shuffled].view(-1)], order[full:]])
+
+
+def _by_tokens(order: Tensor, ordering: Ordering, seed: int) -> Tensor:
+    """Return a shuffled order in which the batches of the token cut follow on each other.
+
+    Equally long samples are in other batches in each epoch, and those of a batch keep their order.
+    """
+    assert ordering.lengths is not None
+    assert ordering.token_cut is not None
+    sizes = torch.tensor(ordering.token_cut.sizes)
+    place = torch.empty_like(sizes)
+    place[_shuffled(len(sizes), seed)] = torch.arange(len(sizes))
+    by_length = ordering.lengths[order].argsort(stable=True)
+    batch_of = torch.empty_like(order)
+    batch_of[by_length] = place.repeat_interleave(sizes)
+    return order[batch_of.argsort(stable=True)]
+
+
+def _shuffled(number: int, seed: int) -> Tensor:
+    return torch.randperm(number, generator=torch.Generator().manual_seed(seed))
 
 
 def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
     """Return how training samples are ordered; `data` is what the recipe's functions are given."""
     weights = lengths = None
-    if settings.group_by_length:
-        lengths = per_sample("lengths", _needed("lengths", recipe, "group-by-length"), data)
+    if settings.group_by_length or settings.batch_tokens is not None:
+        flag = "group-by-length" if settings.group_by_length else "batch-tokens"
+        lengths = per_sample("lengths", _needed("lengths", recipe, flag), data)
     if settings.order == "weighted":
         weights = per_sample("weights", _needed("weights", recipe, "order weighted"), data)
         if not bool(weights.any()):
@@ -202,7 +279,8 @@ def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
                 f"Recipe(weights=…){_at(recipe.weights)}: all {len(weights):,} weights are 0, so "
                 "no sample can be drawn. Give some of them a weight."
             )
-    return Ordering(order=settings.order, weights=weights, lengths=lengths)
+    order, tokens = settings.order, settings.batch_tokens
+    return Ordering(order=order, weights=weights, lengths=lengths, batch_tokens=tokens)
 
 
 def _needed(name: str, recipe: Recipe, flag: str) -> PerSample:

@@ -20,10 +20,11 @@ from samestep.data.blocks import (
     held_parts,
     micro_steps,
     part_of,
+    uneven_steps,
     untimed,
 )
 from samestep.data.keyed_random import sample_keys
-from samestep.data.order import LAZY_FROM, SHUFFLED, Order, Ordering, epoch_order
+from samestep.data.order import LAZY_FROM, SHUFFLED, Order, Ordering, TokenCut, epoch_order
 from samestep.data.prefetch import send
 from samestep.data.trees import describe, map_tensors, tree_leaves
 from samestep.errors import UserError, blame, defined_at
@@ -68,6 +69,8 @@ class Source(ABC):
 
     num_samples: int
     """0 for a stream, whose length is unknown."""
+    token_cut: TokenCut | None = None
+    """How training batches are cut where they are of equally many tokens."""
     held_bytes: int = 0
     """Bytes of the samples that it keeps in memory, all of them on every rank."""
     _rows_are_samples = False
@@ -204,6 +207,7 @@ class OrderedSource(Source):
             )
         super().__init__(reading)
         self.num_samples = num_samples
+        self.token_cut = reading.ordering.token_cut
         self._table: tuple[int, Tensor] | None = None
         """An epoch, and the keys of all samples in it."""
 
@@ -211,7 +215,8 @@ class OrderedSource(Source):
     def _in_parts(self) -> bool:
         # The share of a virtual rank is made by itself, too: a kernel may round otherwise where
         # rows begin elsewhere in memory.
-        return self._collates or self._world.virtual_ranks > 0
+        cut_by_itself = self.token_cut is not None  # its micro-steps are not of equal size
+        return self._collates or cut_by_itself or self._world.virtual_ranks > 0
 
     def order(self, epoch: int, global_batch: int, *, drop_last: bool) -> Order:
         """Return the order of the samples in an epoch, whatever the ranks."""
@@ -231,7 +236,11 @@ class OrderedSource(Source):
         to_device = partial(send, device=self._order_device)
         order = to_device(order) if isinstance(order, Tensor) else order.placed(to_device)
         most = self.steps_per_block(global_batch)
-        unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
+        ends = self._reading.ordering.ends(self._reading.seed, epoch)
+        if ends is not None:
+            unread = uneven_steps(order, first_step, ends, world)
+        else:
+            unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
         for block in unread:
             if not self._in_parts:
                 yield block, (block,)

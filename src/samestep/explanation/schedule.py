@@ -57,7 +57,7 @@ def full_step(plan: Plan, settings: Settings, world: World) -> StepShares:
 
 def last_step(plan: Plan, settings: Settings, world: World) -> StepShares | None:
     """Return the shares of an epoch's last step if it is smaller than the others."""
-    if plan.is_stream or plan.total_steps < plan.steps_per_epoch:
+    if plan.is_stream or plan.by_tokens or plan.total_steps < plan.steps_per_epoch:
         return None
     step = plan.steps_per_epoch - 1
     left = plan.num_samples - step * plan.global_batch_size
@@ -255,7 +255,7 @@ def other_sizes(request: Request, plan: Plan) -> tuple[OtherSize, ...]:
 
 def _other(request: Request, plan: Plan, ranks: int) -> OtherSize:
     try:
-        other = planned(request, plan.num_samples, ranks)
+        other = planned(request, plan, ranks)
     except UserError as error:
         return OtherSize(ranks=ranks, refused=str(error))
     shown = ("global_batch_size", "micro_batch_size", "accumulate", "total_steps", "lr")

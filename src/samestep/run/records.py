@@ -68,6 +68,8 @@ class StartRecord(Struct, kw_only=True, tag_field="event", tag="start"):
     """Samples that a rank takes at once."""
     batch_size_per_rank: int | None = None
     """If it was given."""
+    batch_tokens: int | None = None
+    """If it was given; then the batch sizes are those of the largest batch."""
     accumulate: int | None = None
     """Micro-steps per step."""
     steps_per_epoch: _Positive | None

@@ -84,8 +84,8 @@ def build(
     dtype = data_dtype(settings.precision)
     source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
     train = source(splits.train, lap=phases.lap, split="training")
-    num_samples = _agree_on_size(train, world)
-    plan = world.on_every(lambda: planned(request, num_samples, world.world_size))
+    _agree_on_size(train, world)
+    plan = world.on_every(lambda: planned(request, train, world.world_size))
     seed_alike(settings.seed)
     new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
     model = world.on_every(lambda: placed(new(), settings, world, dtype))
@@ -136,10 +136,11 @@ def _check_same_arithmetic(world: World) -> None:
             )
 
 
-def planned(request: Request, num_samples: int, world_size: int) -> Plan:
-    """Return the plan of a request on `world_size` ranks."""
-    schedule = request.recipe.schedule
-    return make_plan(request.settings, num_samples, world_size, schedule=schedule)
+def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
+    """Return the plan of a request on `world_size` ranks, by its data or its plan on others."""
+    by_tokens = train.by_tokens if isinstance(train, Plan) else train.token_cut
+    how: dict[str, Any] = {"schedule": request.recipe.schedule, "by_tokens": by_tokens}
+    return make_plan(request.settings, train.num_samples, world_size, **how)
 
 
 def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:

@@ -209,6 +209,7 @@ def _start_record(
     notes = notes_of(request, built, path, resumed=resumed is not None)
     only_if_set = {
         "batch_size_per_rank": request.settings.batch_size_per_rank,
+        "batch_tokens": settings.batch_tokens,
         "order": order_name(settings) if order_name(settings) != "shuffled" else None,
         "param_dtype": settings.param_dtype,
         "own_schedule": bool(request.recipe.schedule),
