@@ -55,6 +55,8 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 """(inputs, keys (batch,) int64) → inputs; draw from the keys with `samestep.uniform`."""
 Collate = Callable[[list[Any]], Any]
 """Samples of a data set → a batch: a tree of tensors, or an object with `to(device)`."""
+PerSample = Sequence[float] | Tensor | Callable[[Any], Any]
+"""A number for each training sample, (samples,), or training data → these numbers."""
 Forward = Callable[..., Any]
 """(model, batch) → outputs; with `carry` (model, batch, carried) → (outputs, carried)."""
 
@@ -132,6 +134,12 @@ class Recipe:
     collate: Collate | None = None
     """Puts the samples of a `Dataset` into a batch, where they differ in size or form: a pair
     (inputs, targets), or with `forward` any tree of tensors."""
+    weights: PerSample | None = None
+    """A number for each training sample, or a function of the training data that returns them:
+    samples are drawn in proportion to them, since they set `--order weighted`."""
+    lengths: PerSample | None = None
+    """How long each training sample is, in tokens or the like, or a function of the training data
+    that returns it, for `--group-by-length` and `--batch-tokens`."""
     forward: Forward | None = None
     """(model, batch) → outputs, for batches that are more than one argument of the model."""
     carry: Callable[..., Any] | None = None
@@ -195,6 +203,8 @@ class Recipe:
         if self.metrics is _BY_DEFAULT:
             own = dict(_BY_DEFAULT) if is_cross_entropy(self.loss) else {}
             object.__setattr__(self, "metrics", own)
+        if self.weights is not None:
+            object.__setattr__(self, "settings", {"order": "weighted", **self.settings})
         known = {f.name for f in fields(Settings)} | ALSO_ACCEPTED
         for key in self.settings:
             if key not in known:

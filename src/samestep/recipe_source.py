@@ -21,6 +21,8 @@ OTHERS: Mapping[str, int] = {
     "loss": 2,
     "loss_terms": 1,
     "collate": 1,
+    "weights": 1,
+    "lengths": 1,
     "forward": 2,
     "carry": 1,
     "transform": 1,

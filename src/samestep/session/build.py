@@ -85,8 +85,8 @@ def build(
     dtype = data_dtype(settings.precision)
     source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
     train = source(splits.train, lap=phases.lap, split="training")
-    num_samples = _agree_on_size(train, world)
-    plan = world.on_every(lambda: planned(request, num_samples, world.world_size))
+    _agree_on_size(train, world)
+    plan = world.on_every(lambda: planned(request, train, world.world_size))
     seed_alike(settings.seed)
     new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
     model = world.on_every(lambda: placed(new(), settings, world, dtype))
@@ -137,10 +137,11 @@ def _check_same_arithmetic(world: World) -> None:
             )
 
 
-def planned(request: Request, num_samples: int, world_size: int) -> Plan:
-    """Return the plan of a request on `world_size` ranks."""
-    schedule = request.recipe.schedule
-    return make_plan(request.settings, num_samples, world_size, schedule=schedule)
+def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
+    """Return the plan of a request on `world_size` ranks, by its data or its plan on others."""
+    by_tokens = train.by_tokens if isinstance(train, Plan) else train.token_cut
+    how: dict[str, Any] = {"schedule": request.recipe.schedule, "by_tokens": by_tokens}
+    return make_plan(request.settings, train.num_samples, world_size, **how)
 
 
 def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
@@ -238,15 +239,23 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
 
 
 def _agree_on_size(source: Source, world: World) -> int:
-    """Return the number of training samples, once all ranks have the same."""
+    """Return the number of training samples, once all ranks have the same, in the same order."""
     _agree_on_stream(source)
-    sizes = world.gather(source.num_samples)
+    found = world.gather((source.num_samples, source.order_record()))
+    sizes = [size for size, _ in found]
     if len(set(sizes)) > 1:
         raise UserError(
             f"The ranks loaded data of different sizes: {sizes}. Each must load all of it; "
             "samestep shares it out.",
             on_all_ranks=True,
         )
+    for rank, (_, order) in enumerate(found):
+        if differing := [name for name in order if order[name] != found[0][1].get(name)]:
+            raise UserError(
+                f"Rank {rank} has other {differing[0]} of the training samples than rank 0. Make "
+                "them from the data alone, or with a generator that is seeded.",
+                on_all_ranks=True,
+            )
     return sizes[0]
 
 

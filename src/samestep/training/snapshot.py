@@ -83,15 +83,16 @@ def _order(work: Work) -> dict[str, Any]:
     order |= {"seed": settings.seed, "drop_last": settings.drop_last}
     if isinstance(work.train, StreamSource):
         order |= {"shuffle_buffer": settings.shuffle_buffer, "num_shards": work.train.num_shards}
-    return order
+    return order | work.train.order_record()
 
 
 def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
     """Restore a checkpoint into a new training, on any number of ranks."""
     check_recipe(saved, recipe)
     check_classes(saved, work.classes)
-    for name, now in _order(work).items():
-        before = saved["order"].get(name)
+    order = _order(work)
+    for name in order | saved["order"]:
+        before, now = saved["order"].get(name), order.get(name)
         if before != now:
             raise UserError(
                 f"The checkpoint was trained with {name} = {before}, now it is {now}: the order of "
