@@ -31,6 +31,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     mine: dict[str, Any] = {
         "rng": rng_state(),
         "loss_sum": state.sums.loss,
+        "part_sums": dict(zip(learner.parts, state.sums.parts, strict=False)),
         "measured": state.measured.state(),
         "stream": {},
     }
@@ -56,6 +57,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "rng": [rank["rng"] for rank in ranks],
         "position": asdict(state.position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
+        **({"part_sums": [rank["part_sums"] for rank in ranks]} if learner.parts else {}),
         "terms": state.sums.terms,
         "measured": [part for rank in ranks for part in rank["measured"]],
         "watch": asdict(state.watch),
@@ -113,17 +115,22 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     world = work.world
     if len(saved["rng"]) == world.world_size:
         set_rng_state(saved["rng"][world.rank])
-        loss_sum = saved["loss_sums"][world.rank]
+        ranks = [world.rank]
     else:
         seed_rank(mix(work.settings.seed, state.position.step), world.rank)
         # Only the sum over the ranks counts, so one of them takes it all.
-        loss_sum = sum(saved["loss_sums"]) if world.is_main else 0.0
+        ranks = [*range(len(saved["rng"]))] if world.is_main else []
+    loss_sum = sum((saved["loss_sums"][rank] for rank in ranks), start=0.0)
     measured = saved.get("measured", [])
     if len(measured) == world.num_parts:
         state.measured.load([[measured[part]] for part in held_parts(world)])
     else:
         state.measured.load([measured] if world.is_main else [])
-    state.sums = Sums(loss_sum, saved.get("terms", 0.0))
+    by_name, parts = saved.get("part_sums", [{}]), learner.parts
+    if by_name[0].keys() != {*parts}:  # the recipe has other losses now: the next epoch has all
+        parts = ()
+    part_sums = tuple(sum((by_name[rank][name] for rank in ranks), start=0.0) for name in parts)
+    state.sums = Sums(loss_sum, saved.get("terms", 0.0), part_sums)
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
