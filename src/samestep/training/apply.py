@@ -77,7 +77,8 @@ def summed(
     @functools.wraps(loss)  # with its arguments' names
     def total(outputs: Any, targets: Any) -> Any:
         found = loss(outputs, targets)
-        if not isinstance(found, Mapping) and not names:
+        summed_already = isinstance(found, Tensor) and parts_of(found).keys() == {*names}
+        if summed_already or not (names or isinstance(found, Mapping)):
             return found
         return total_of(found, weights, names or found, loss)
 
@@ -114,9 +115,9 @@ def total_of(
     return total  # type: ignore[no-any-return]
 
 
-def parts_of(loss: Tensor) -> dict[str, Tensor]:
+def parts_of(loss: Any) -> dict[str, Tensor]:
     """Return the losses by name that a loss is the sum of, if it is."""
-    return getattr(loss, "parts", {})
+    return getattr(loss, "parts", {}) if isinstance(loss, Tensor) else {}
 
 
 def with_parts(loss: Tensor) -> Tensor:

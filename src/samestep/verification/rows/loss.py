@@ -31,10 +31,10 @@ class LossOfParts(NamedTuple):
     """Whether the loss of a full batch is the sum of its parts' losses instead, or their mean."""
     over_terms: bool = False
     """Whether the recipe says by `loss_terms` what its loss is a mean over."""
-    is_sum: bool = False
-    """Whether the recipe says that its loss is a sum."""
     compares: bool = False
     """Whether what a sample contributes depends on the outputs of others, as in contrast."""
+    is_sum: bool = False
+    """Whether the recipe says that its loss is a sum."""
 
 
 def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
@@ -52,7 +52,7 @@ def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     adds_up = from_other <= tested.rounding < full
     compares = full > tested.rounding and not adds_up and _compares(tested, held)
     over_terms, is_sum = recipe.loss_terms is not None, recipe.reduction == "sum"
-    return LossOfParts(full, uneven, adds_up, over_terms, is_sum, compares)
+    return LossOfParts(full, uneven, adds_up, over_terms, compares, is_sum)
 
 
 def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
