@@ -33,6 +33,7 @@ from samestep.nearby import nearby
 from samestep.recipe_checks import (
     check_batch_fields,
     check_functions,
+    check_loss_fields,
     check_metrics,
     check_model,
     check_options,
@@ -47,6 +48,8 @@ Accepted = Literal["batchnorm", "dropout"]
 """What may differ on another number of ranks by intent."""
 LossOver = Literal["samples", "batch"]
 """Whether a loss is a mean of what each sample adds, or compares the samples of a batch."""
+Reduction = Literal["mean", "sum"]
+"""What a loss does with those of the samples of a batch."""
 InMemory = tuple[Tensor, Tensor]
 """Inputs (samples, …) and targets (samples, …), as they are stored."""
 Transform = Callable[[Tensor], Tensor]
@@ -101,6 +104,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def is_cross_entropy(loss: object) -> bool:
     """Whether a loss is PyTorch's cross-entropy, or its second half: the targets are classes."""
+    loss = getattr(loss, "__wrapped__", loss)
     function = loss.func if isinstance(loss, partial) else loss
     named = function in (nn.functional.cross_entropy, nn.functional.nll_loss)
     return named or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -121,9 +125,15 @@ class Recipe:
     """Builds the model; the global torch seed is set before the call."""
     data: Callable[..., Splits]
     """Reads or makes the data."""
-    loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
+    loss: Callable[[Any, Any], Any] = nn.functional.cross_entropy
     """(outputs, targets) → mean loss over the samples of the batch, a scalar. With `forward` it is
-    given (outputs, batch), and so are the metrics."""
+    given (outputs, batch), and so are the metrics. A dict of scalars is logged by name; their sum
+    is trained."""
+    loss_weights: Mapping[str, float] | None = None
+    """Name → weight of that loss in the sum, where `loss` returns a dict; 1 for the others."""
+    reduction: Reduction = "mean"
+    """"sum" where the loss is a sum over the samples of the batch: the gradient is then that of the
+    sum over the global batch. Records still have the mean per sample."""
     loss_terms: Callable[[Any], Any] | None = None
     """batch → the number of what the loss is a mean over, where that is not samples: tokens, nodes,
     pixels, or a sum of weights. The mean over all ranks and micro-steps is then exact."""
@@ -156,8 +166,12 @@ class Recipe:
     """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced. Or a
     metric of torchmetrics, for what needs all predictions at once. By default accuracy, where the
     loss is cross-entropy and the targets are classes."""
+    evaluate_batch: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
+    """(model, batch) → name → one value a sample (batch,), for what needs the model itself, such as
+    text that it generates. Called in evaluations only; the batch is (inputs, targets), or with
+    `forward` the whole batch."""
     lower_is_better: tuple[str, ...] = ()
-    """Names of the metrics of which less is better, such as errors; the loss always is one."""
+    """Names of the metrics of which less is better, such as errors; losses always are."""
     transform: Transform | None = None
     """Turns stored inputs into model inputs, in training and evaluation."""
     augment: Augment | None = None
@@ -218,7 +232,9 @@ class Recipe:
                 raise UserError(f"Recipe(accepts={self.accepts}): {accepted!r} is none of {names}.")
         check_batch_fields(self, get_args(LossOver))
         check_functions(self)
-        check_metrics(self.metrics, self.lower_is_better)
+        check_loss_fields(self)
+        named_later = self.evaluate_batch is not None
+        check_metrics(self.metrics, self.lower_is_better, named_later=named_later)
         check_pictures(self.pictures)
         if self.options is not None:
             check_options(self.options, known)

@@ -30,6 +30,7 @@ OTHERS: Mapping[str, int] = {
     "optimizer": 2,
     "schedule": 2,
     "metrics": 2,
+    "evaluate_batch": 2,
     "pictures": 2,
     "show": 2,
 }

@@ -191,6 +191,7 @@ class _Module(LitRecipe):
         recipe = replace(request.recipe, loss=work.learner.loss, metrics=work.metrics)
         super().__init__(recipe, work.settings, request.options, model=work.learner.model)
         self._work, self._state = work, task.state
+        self.parts, self.measure = work.learner.parts, work.measure
 
     def make_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
         return self._work.learner.optimizer

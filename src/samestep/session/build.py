@@ -29,7 +29,7 @@ from samestep.run.records import read_records
 from samestep.session.request import Request, changes_since, to_toml
 from samestep.settings import Settings
 from samestep.training.alike import arithmetic, random_numbers, seed_alike, seed_rank
-from samestep.training.apply import applied, terms_of
+from samestep.training.apply import applied, measure_of, summed, terms_of
 from samestep.training.carried import Carried
 from samestep.training.compiled import Compiles, make_step, what_compiles, with_forward
 from samestep.training.device import (
@@ -39,7 +39,7 @@ from samestep.training.device import (
     keep_freed_memory,
     make_scaler,
 )
-from samestep.training.dry_run import Metrics, dry_run
+from samestep.training.dry_run import Tried, dry_run
 from samestep.training.metrics import EpochMetrics
 from samestep.training.optimizer import Average, optimizer_of
 from samestep.training.phases import make_phases
@@ -97,10 +97,15 @@ def build(
     held_out, test = splits.validation, splits.test
     validation = source(held_out, split="validation") if held_out is not None else None
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
-    metrics = _try_out(trial, validation, test, source, world) if tries else recipe.metrics
-    compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
+    untried = Tried(recipe.metrics)
+    tried = _try_out(trial, validation, test, source, world) if tries else untried
+    metrics, parts, _ = tried
+    own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
+    compiles = what_compiles(settings, world, model, own=own)
+    loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
     learner = _make_learner(recipe, model, settings, world, plan, compiles, wrap_model, train)
+    learner = replace(learner, own=own, parts=parts)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
         settings=settings,
@@ -111,12 +116,13 @@ def build(
         train=train,
         validation=validation,
         metrics=metrics,
+        measure=measure_of(recipe, model, tried.measured),
         phases=phases,
         classes=splits.classes,
     )
     virtual = world.virtual_ranks > 0
     measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)
-    state = State(watch=_watch(settings, recipe, splits), measured=measured)
+    state = State(watch=_watch(settings, recipe, splits, tried), measured=measured)
     return Built(with_forward(work), state, splits, threads)
 
 
@@ -178,7 +184,6 @@ def _make_learner(
             lambda: optimizer_of(recipe, model, settings, plan.lr, world.device)
         ),
         optimizer_maker=recipe.optimizer,
-        own=_own_parts(recipe, train),
         carried=_carried(recipe, settings, plan, world, train),
         over_batch=recipe.loss_over == "batch",
         measured=bool(recipe.metrics),
@@ -186,6 +191,7 @@ def _make_learner(
         average=Average(model, settings.ema) if settings.ema is not None else None,
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
+        reduction=recipe.reduction,
         terms=terms,
         counter=counter,
         makers=(recipe.model, recipe.data),
@@ -209,13 +215,13 @@ def _carried(
 
 
 def _try_out(
-    trial: Callable[..., Metrics],
+    trial: Callable[..., Tried],
     validation: Source | None,
     test: Any,
     opened: Callable[..., Source],
     world: World,
-) -> Metrics:
-    """Try a recipe on what is evaluated first; return its metrics."""
+) -> Tried:
+    """Try a recipe on what is evaluated first; return what that tells."""
     _agree_on_stream(validation)
     tested: AbstractContextManager[Source | None] = nullcontext()
     if test is not None and (validation is None or is_stream(test)):
@@ -266,8 +272,8 @@ def _agree_on_stream(source: Source | None) -> None:
             source.agree()
 
 
-def _watch(settings: Settings, recipe: Recipe, splits: Splits) -> Watch:
-    names = ["loss", *recipe.metrics]
+def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> Watch:
+    names = ["loss", *tried.parts, *recipe.metrics, *tried.measured]
     if splits.validation is None:
         for name in ("patience", "monitor"):
             if getattr(settings, name) is not None:
@@ -277,7 +283,7 @@ def _watch(settings: Settings, recipe: Recipe, splits: Splits) -> Watch:
         raise UserError(f"--monitor {metric}: the recipe measures {', '.join(names)}.")
     mode = settings.mode
     if mode == "auto":
-        mode = "min" if metric in recipe.falling() else "max"
+        mode = "min" if metric in (*recipe.falling(), *tried.parts) else "max"
     return Watch(metric=metric, mode=mode)
 
 

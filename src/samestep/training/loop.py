@@ -171,6 +171,9 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
             seed=work.settings.seed,
             classes=classes,
             terms=work.learner.terms,
+            reduction=work.learner.reduction,
+            parts=work.learner.parts,
+            measure=work.measure,
             forward=work.forward,
         )
 

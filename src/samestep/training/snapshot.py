@@ -17,6 +17,7 @@ from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng
 from samestep.training.optimizer import load_state, set_lr
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
+from samestep.training.step import Learner
 from samestep.training.stopping import Watch
 from samestep.training.work import Position, State, Sums, Work
 
@@ -31,6 +32,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     mine: dict[str, Any] = {
         "rng": rng_state(),
         "loss_sum": state.sums.loss,
+        "part_sums": dict(zip(learner.parts, state.sums.parts, strict=False)),
         "measured": state.measured.state(),
         "stream": {},
     }
@@ -58,6 +60,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "rng": [rank["rng"] for rank in ranks],
         "position": asdict(state.position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
+        **({"part_sums": [rank["part_sums"] for rank in ranks]} if learner.parts else {}),
         "terms": state.sums.terms,
         "measured": [part for rank in ranks for part in rank["measured"]],
         "watch": asdict(state.watch),
@@ -98,16 +101,7 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
                 f"The checkpoint was trained with {name} = {before}, now it is {now}: the order of "
                 "samples would change within the run. Start a new run instead."
             )
-    learner = work.learner
-    load_model(learner.model, saved)
-    if learner.average is not None:
-        learner.average.load(saved.get("ema"))
-    if learner.carried is not None:
-        learner.carried.load(saved.get("carried"))
-    load_state(learner.optimizer, saved["optimizer"])
-    match_layouts(learner.optimizer)
-    if learner.scaler is not None and saved["scaler"] is not None:
-        learner.scaler.load_state_dict(saved["scaler"])
+    _restore_learner(work.learner, saved)
     state.position = Position(**saved["position"])
     if isinstance(work.train, StreamSource):
         marks = {lane: mark for rank in saved["stream"] for lane, mark in rank.items()}
@@ -118,17 +112,34 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     world = work.world
     if len(saved["rng"]) == world.world_size:
         set_rng_state(saved["rng"][world.rank])
-        loss_sum = saved["loss_sums"][world.rank]
+        ranks = [world.rank]
     else:
         seed_rank(mix(work.settings.seed, state.position.step), world.rank)
         # Only the sum over the ranks counts, so one of them takes it all.
-        loss_sum = sum(saved["loss_sums"]) if world.is_main else 0.0
+        ranks = [*range(len(saved["rng"]))] if world.is_main else []
+    loss_sum = sum((saved["loss_sums"][rank] for rank in ranks), start=0.0)
     measured = saved.get("measured", [])
     if len(measured) == world.num_parts:
         state.measured.load([[measured[part]] for part in held_parts(world)])
     else:
         state.measured.load([measured] if world.is_main else [])
-    state.sums = Sums(loss_sum, saved.get("terms", 0.0))
+    by_name, parts = saved.get("part_sums", [{}]), work.learner.parts
+    if by_name[0].keys() != {*parts}:  # the recipe has other losses now: the next epoch has all
+        parts = ()
+    part_sums = tuple(sum((by_name[rank][name] for rank in ranks), start=0.0) for name in parts)
+    state.sums = Sums(loss_sum, saved.get("terms", 0.0), part_sums)
+
+
+def _restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
+    load_model(learner.model, saved)
+    if learner.average is not None:
+        learner.average.load(saved.get("ema"))
+    if learner.carried is not None:
+        learner.carried.load(saved.get("carried"))
+    load_state(learner.optimizer, saved["optimizer"])
+    match_layouts(learner.optimizer)
+    if learner.scaler is not None and saved["scaler"] is not None:
+        learner.scaler.load_state_dict(saved["scaler"])
 
 
 def weights_sha256(model: torch.nn.Module) -> str:

@@ -1,7 +1,7 @@
 """One optimizer step: micro-steps, backward, clipping, update."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -15,6 +15,7 @@ from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import check_rows, describe, map_tensors, narrow
 from samestep.errors import UserError, blame, defined_at, listed, made_by
 from samestep.ranks.world import World
+from samestep.recipe import Reduction
 from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.alike import (
@@ -25,7 +26,7 @@ from samestep.training.alike import (
     seed_update,
     set_rng_state,
 )
-from samestep.training.apply import Terms, as_scalar, call
+from samestep.training.apply import Terms, as_scalar, call, with_parts
 from samestep.training.buffers import keep_buffers
 from samestep.training.carried import Carried
 from samestep.training.device import autocast, autocast_dtype
@@ -52,6 +53,10 @@ class Learner:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     loss: Callable[[Any, Any], Tensor]
+    reduction: Reduction = "mean"
+    """Whether the loss is a mean over samples, or their sum."""
+    parts: tuple[str, ...] = ()
+    """Names of the losses that the loss is the sum of; it has them in `parts`."""
     terms: Terms | None = None
     """Counts what the loss of a batch is a mean over, where that is not samples."""
     counter: nn.Parameter | None = None
@@ -79,7 +84,8 @@ class StepResult:
     """The result of consecutive steps, left on the device so that the host need not wait."""
 
     losses: Sequence[Tensor]
-    """This rank's part of each step's mean loss; over all ranks they add up to it."""
+    """This rank's part of each step's mean loss; over all ranks they add up to it. A vector where
+    the loss is a sum of named ones: (1 + names,), their sum first."""
     grad_norms: Sequence[Tensor] | Tensor | None
     """Gradient norm of each step before clipping, if requested."""
     terms: Sequence[Tensor] | None = None
@@ -106,9 +112,16 @@ def check_loss(value: Any, loss: object) -> None:
     """Check that a recipe's loss returned a floating-point scalar."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
         return
+    what, remedy = describe(value), ""
+    if isinstance(value, Mapping):
+        what = f"a dict of {', '.join(map(str, value))}"
+        remedy = (
+            " A dict of losses is tried before the first step, on copies of model and loss: let "
+            "copy.deepcopy copy them, or return the sum."
+        )
     raise UserError(
-        f"The recipe's loss{defined_at(loss)} returned {describe(value)}; it must be a scalar "
-        "tensor, the mean over the samples of the batch."
+        f"The recipe's loss{defined_at(loss)} returned {what}; it must be a scalar tensor, the "
+        f"mean over the samples of the batch.{remedy}"
     )
 
 
@@ -223,9 +236,10 @@ class EagerStep:
                 self._tell(error, part.inputs, part.targets)
             total = loss if total is None else total + loss
         assert total is not None
-        if self._learner.over_batch:  # on rank 0 all of it
-            return total, None
-        total = total / world_size if world_size > 1 else total
+        if world_size > 1 and not self._learner.over_batch:  # which is on rank 0 as a whole
+            total = total / world_size
+        if self._learner.reduction == "sum":
+            total = total / block.global_size
         if self._learner.terms is None:
             return total, None
         return self._over_terms(total, block.global_size)
@@ -254,12 +268,14 @@ class EagerStep:
         learner, inputs, targets = self._learner, part.inputs, part.targets
         if learner.carried is not None:
             self._take_state(part)
+        told = None
         if isinstance(weight, OutputGradient):
-            loss = self._go_on(part, weight)
+            loss, told = self._go_on(part, weight), weight.loss
         else:
             compute = self._loss_of if self._agreed else self._first_loss
             with self._as_compiled(part):
                 loss = compute(inputs, targets)
+            told = with_parts(loss) * weight if learner.parts else None
             if isinstance(weight, Tensor) or weight != 1.0:
                 loss = loss * weight
         if learner.measured and part.weight:
@@ -279,7 +295,7 @@ class EagerStep:
             scaled = scaled + learner.counter.dot(terms.view(1))
         scaled.backward()  # type: ignore[no-untyped-call]
         phases.lap(last)
-        return weight.loss if isinstance(weight, OutputGradient) else loss.detach()
+        return loss.detach() if told is None else told
 
     def _take_state(self, part: Block) -> None:
         """Take the carried state of a micro-step's slots; the next one has the slots behind."""
@@ -313,7 +329,7 @@ class EagerStep:
         kept = rng_state()
         keeps = self._keeps_graph(global_size)
         made = agreed(lambda: self._forward_all(parts, keeps=keeps))
-        whole = WholeBatch(parts, made, world)
+        whole = WholeBatch(parts, made, world, len(learner.parts))
         self._seed_loss()
         # DDP divides by the world size, so undo that.
         times = world.world_size if self._overlaps else 1
@@ -390,6 +406,8 @@ class EagerStep:
         global batch, and `_over_terms` corrects that.
         """
         world_size, count = self._world.world_size, self._learner.terms
+        if self._learner.reduction == "sum":
+            return [(p.weight * world_size, None) for p in parts]
         if count is None:
             # Each sample weighs 1 / global batch; DDP divides by the world size, so undo that.
             return [(p.weight * p.rows * world_size / p.global_size, None) for p in parts]

@@ -161,6 +161,7 @@ class StepGraph:
         self._micro_batch_size, self._measured = micro_batch, learner.measured
         self._model, self._optimizer = learner.model, learner.optimizer
         self._loss, self._settings, self._device = learner.loss, settings, device
+        self._sums = learner.reduction == "sum"
         named = {n: p for n, p in learner.model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
         weights = learner.model.named_parameters()
@@ -312,7 +313,7 @@ class StepGraph:
         loss, seen = torch.zeros((), device=vectors[0].device), []
         for start in range(0, samples, most):
             rows = slice(start, min(start + most, samples))
-            weight = (rows.stop - start) / samples
+            weight = 1.0 if self._sums else (rows.stop - start) / samples
             parts, (value, (buffers, outputs)) = grad_and_value(self._forward, has_aux=True)(
                 vectors, buffers, _rows(inputs, k, rows), _rows(targets, k, rows), weight
             )
@@ -320,7 +321,7 @@ class StepGraph:
             loss = loss + value
             if self._measured and isinstance(outputs, Tensor):
                 seen.append(outputs)
-        return gradients, loss, buffers, seen
+        return gradients, loss / samples if self._sums else loss, buffers, seen
 
     def _forward(
         self, vectors: Vectors, buffers: dict[str, Tensor], inputs: Any, targets: Any, weight: float

@@ -11,6 +11,7 @@ from samestep.data.blocks import Block
 from samestep.data.source import Source
 from samestep.ranks.world import World
 from samestep.settings import Settings
+from samestep.training.apply import Measure
 from samestep.training.metrics import EpochMetrics
 from samestep.training.phases import Phases
 from samestep.training.plan import ENDLESS, Plan
@@ -50,6 +51,8 @@ class Sums(NamedTuple):
     """This rank's part of the sum of the losses of all samples or terms."""
     terms: float = 0.0
     """Samples or terms of all ranks."""
+    parts: tuple[float, ...] = ()
+    """As `loss`, of the losses by name that it is the sum of."""
 
 
 class Step(Protocol):
@@ -81,6 +84,8 @@ class Work:
     """Where this rank's time goes; the source and the step take part in the count."""
     classes: tuple[str, ...] = ()
     """Names of the classes, if the data has them."""
+    measure: Measure | None = None
+    """The recipe's `evaluate_batch`."""
     forward: Callable[[Any], Any] | None = None
     """What evaluations call in the model's place: the model, compiled for them."""
 
