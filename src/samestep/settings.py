@@ -357,8 +357,7 @@ _NOT_BY_TOKENS = {
 }
 _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "batch_size_per_rank", "micro_batch_size"),
-    "batch_tokens",
-    *("accumulate", "lr"),
+    *("batch_tokens", "accumulate", "lr"),
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
     *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),

@@ -40,13 +40,13 @@ from samestep.training.device import (
     make_scaler,
 )
 from samestep.training.dry_run import Tried, dry_run
+from samestep.training.learner import Learner
 from samestep.training.metrics import EpochMetrics
 from samestep.training.optimizer import Average, optimizer_of
 from samestep.training.phases import make_phases
 from samestep.training.plan import Plan, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
 from samestep.training.snapshot import restore
-from samestep.training.step import Learner
 from samestep.training.stopping import Watch
 from samestep.training.work import State, Work
 

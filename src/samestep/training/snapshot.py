@@ -14,10 +14,10 @@ from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, listed
 from samestep.run.checkpoints import FORMAT
 from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng_state
+from samestep.training.learner import Learner
 from samestep.training.optimizer import load_state, set_lr
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
-from samestep.training.step import Learner
 from samestep.training.stopping import Watch
 from samestep.training.work import Position, State, Sums, Work
 

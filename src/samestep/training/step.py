@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NoReturn
@@ -15,8 +15,6 @@ from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import check_rows, describe, map_tensors, narrow
 from samestep.errors import UserError, blame, defined_at, listed, made_by
 from samestep.ranks.world import World
-from samestep.recipe import Reduction
-from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.alike import (
     may_draw,
@@ -26,12 +24,12 @@ from samestep.training.alike import (
     seed_update,
     set_rng_state,
 )
-from samestep.training.apply import Terms, as_scalar, call, with_parts
+from samestep.training.apply import as_scalar, call, with_parts
 from samestep.training.buffers import keep_buffers
-from samestep.training.carried import Carried
 from samestep.training.device import autocast, autocast_dtype
+from samestep.training.learner import Learner, StepResult
 from samestep.training.metrics import StepOutputs, remedy_of
-from samestep.training.optimizer import Average, Update
+from samestep.training.optimizer import Update
 from samestep.training.phases import Phases
 from samestep.training.prepare import share_buffers, tell_end_of_autograd, without_sync
 from samestep.training.whole_batch import OutputGradient, WholeBatch
@@ -40,60 +38,6 @@ Weight = float | Tensor | OutputGradient
 Weights = Sequence[tuple[Weight, Tensor | None]]
 """Of each micro-step: what its loss is multiplied by, and its terms where ranks count them. Of a
 loss over the whole batch: the gradient of the micro-step's outputs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learner:
-    """What a step trains: the model, wrapped for all ranks, its loss and the optimizer."""
-
-    model: nn.Module
-    applied: nn.Module
-    """What takes the inputs: the model, or the model by the recipe's `forward`."""
-    wrapped: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
-    loss: Callable[[Any, Any], Tensor]
-    reduction: Reduction = "mean"
-    """Whether the loss is a mean over samples, or their sum."""
-    parts: tuple[str, ...] = ()
-    """Names of the losses that the loss is the sum of; it has them in `parts`."""
-    terms: Terms | None = None
-    """Counts what the loss of a batch is a mean over, where that is not samples."""
-    counter: nn.Parameter | None = None
-    """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
-    optimizer_maker: object = None
-    """The recipe's function that returned the optimizer, if that is its own."""
-    average: Average | None = None
-    """The moving average of the weights, if any."""
-    own: tuple[str, ...] = ()
-    """What else the recipe defines itself, such as its batches or the optimizer."""
-    carried: Carried | None = None
-    """The state of each slot of the global batch, if the recipe carries any."""
-    over_batch: bool = False
-    """Whether the loss is made over the outputs of the whole global batch."""
-    measured: bool = False
-    """Whether metrics over the training epoch need the outputs."""
-    alone: bool = False
-    """Whether model and loss are the only user code between two steps of an epoch."""
-    makers: tuple[object, ...] = ()
-    """The functions that build the model and read the data, for a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of consecutive steps, left on the device so that the host need not wait."""
-
-    losses: Sequence[Tensor]
-    """This rank's part of each step's mean loss; over all ranks they add up to it. A vector where
-    the loss is a sum of named ones: (1 + names,), their sum first."""
-    grad_norms: Sequence[Tensor] | Tensor | None
-    """Gradient norm of each step before clipping, if requested."""
-    terms: Sequence[Tensor] | None = None
-    """What each step's mean is over, on all ranks together, where that is not samples."""
-    seen: Sequence[StepOutputs] = ()
-    """The outputs, if metrics need them."""
-    notes: tuple[Record, ...] = ()
-    """`compile` records of what was compiled in this call."""
 
 
 def check_used(model: nn.Module) -> None:

@@ -15,9 +15,10 @@ from samestep.data.trees import map_leaves, map_tensors, tree_leaves
 from samestep.settings import Precision, Settings
 from samestep.training.apply import call, takes_keywords
 from samestep.training.device import autocast, is_small
+from samestep.training.learner import Learner, StepResult
 from samestep.training.metrics import StepOutputs
 from samestep.training.side_effects import closure_prints, differing, model_prints
-from samestep.training.step import Learner, StepResult, check_loss
+from samestep.training.step import check_loss
 
 Kept = Sequence[list[Tensor]]
 """Groups of tensors that a function changes in place, so that they keep their addresses."""

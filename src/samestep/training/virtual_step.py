@@ -26,6 +26,7 @@ from samestep.settings import Settings
 from samestep.training.alike import bits_of, seed_torch
 from samestep.training.apply import as_scalar
 from samestep.training.buffers import StepBuffers, WriteCheck
+from samestep.training.learner import Learner, StepResult
 from samestep.training.side_effects import (
     Prints,
     closure_prints,
@@ -34,7 +35,7 @@ from samestep.training.side_effects import (
     optimizer_prints,
     refused_operation,
 )
-from samestep.training.step import EagerStep, Learner, StepResult, Weights, check_used
+from samestep.training.step import EagerStep, Weights, check_used
 from samestep.training.tree import Tensors, TreeReduce, TreeSum, add_tensors
 
 _OUTSIDE = (
@@ -332,7 +333,9 @@ class VirtualStep(EagerStep):
     ) -> tuple[Tensor, Tensor | None]:
         """Set gradients and buffers to the sums; return the mean loss, and its terms if any."""
         start, terms = 1 + len(self._learner.parts), None
-        loss = numbers[0] if numbers.dim() and start == 1 else numbers[..., :start]
+        loss = numbers
+        if numbers.dim():
+            loss = numbers[:start] if self._learner.parts else numbers[0]
         if self._learner.reduction == "sum":
             loss = loss / size
         if self._learner.terms is not None:

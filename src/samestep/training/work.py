@@ -12,10 +12,10 @@ from samestep.data.source import Source
 from samestep.ranks.world import World
 from samestep.settings import Settings
 from samestep.training.apply import Measure
+from samestep.training.learner import Learner, StepResult
 from samestep.training.metrics import EpochMetrics
 from samestep.training.phases import Phases
 from samestep.training.plan import ENDLESS, Plan
-from samestep.training.step import Learner, StepResult
 from samestep.training.stopping import Watch
 
 
