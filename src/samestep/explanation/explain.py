@@ -167,7 +167,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             plan=plan,
             step=shares,
             last_step=schedule.last_step(plan, settings, world),
-            rates=schedule.rates(plan, settings, built.state.position.step),
+            rates=schedule.rates(plan, settings, built),
             optimizer=type(built.work.learner.optimizer).__name__,
             memory=memory,
             drawn=drawn,

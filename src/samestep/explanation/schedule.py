@@ -13,7 +13,7 @@ from samestep.data.blocks import group_steps, micro_steps, part_of
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.index import Entry, Index
-from samestep.session.build import planned
+from samestep.session.build import Built, planned
 from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.training.loop import checkpoint_name
@@ -114,8 +114,16 @@ class Rate:
     """Why this step is shown, in a word or two."""
 
 
-def rates(plan: Plan, settings: Settings, taken: int) -> tuple[Rate, ...]:
-    """Return the rates at the first, the next, half-way and last step, and after the warm-up."""
+def rates(plan: Plan, settings: Settings, built: Built) -> tuple[Rate, ...]:
+    """Return the rates at the first, the next, half-way and last step, and after the warm-up.
+
+    Only the next is known of a scheduler of PyTorch, and of what depends on a validation.
+    """
+    taken, scheduler = built.state.position.step, built.work.learner.scheduler
+    if scheduler is not None or "metrics" in plan.schedule_asks:
+        lr = learning_rate(plan, settings, taken, built.state.validated)
+        lr = lr if scheduler is None else scheduler.next_lr
+        return (Rate(step=taken + 1, lr=lr, what="next step" if taken else "first step"),)
     named = {0: "first step"}
     if settings.warmup_steps:
         named[settings.warmup_steps] = "after the warm-up"

@@ -26,8 +26,12 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     check_alike(work, state.position.step)
     learner, plan, settings = work.learner, work.plan, work.settings
     scaler, average, virtual = learner.scaler, learner.average, settings.virtual_ranks is not None
-    next_lr = learning_rate(plan, settings, state.position.step)
-    set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date
+    scheduler, scheduled = learner.scheduler, {}
+    if scheduler is None:
+        next_lr = learning_rate(plan, settings, state.position.step, state.validated)
+        set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date
+    else:
+        next_lr, scheduled = scheduler.next_lr, {"scheduler": scheduler.state()}
     mine: dict[str, Any] = {
         "rng": rng_state(),
         "loss_sum": state.sums.loss,
@@ -51,8 +55,10 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
             "schedule": settings.schedule,
             "warmup_steps": settings.warmup_steps,
             "total_steps": plan.total_steps,
-            "next_lr": next_lr,
+            "next_lr": float(next_lr),
         },
+        **scheduled,
+        **({"validated": state.validated} if "metrics" in plan.schedule_asks else {}),
         "rng": [rank["rng"] for rank in ranks],
         "position": asdict(state.position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
@@ -100,6 +106,9 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     if learner.average is not None:
         learner.average.load(saved.get("ema"))
     load_state(learner.optimizer, saved["optimizer"])
+    if learner.scheduler is not None:
+        learner.scheduler.load(saved.get("scheduler"))
+    state.validated = saved.get("validated", {})
     match_layouts(learner.optimizer)
     if learner.scaler is not None and saved["scaler"] is not None:
         learner.scaler.load_state_dict(saved["scaler"])

@@ -22,6 +22,7 @@ from samestep.training.metrics import StepOutputs, remedy_of
 from samestep.training.optimizer import Average, Update
 from samestep.training.phases import Phases
 from samestep.training.prepare import tell_end_of_autograd, without_sync
+from samestep.training.scheduler import Scheduler
 
 Weight = float | Tensor
 Weights = list[tuple[Weight, Tensor | None]]
@@ -43,6 +44,8 @@ class Learner:
     """Counts what the loss of a batch is a mean over, where that is not samples."""
     counter: nn.Parameter | None = None
     """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
+    scheduler: Scheduler | None = None
+    """What sets the learning rates, if the recipe's schedule makes a scheduler of PyTorch."""
     optimizer_maker: object = None
     """The recipe's function that returned the optimizer, if that is its own."""
     average: Average | None = None
@@ -125,7 +128,12 @@ class EagerStep:
         self._settings = settings
         self._phases = phases or Phases()
         self._casts = autocast_dtype(settings.precision) is not None
-        self._update = Update(learner.optimizer, learner.scaler, learner.optimizer_maker)
+        self._update = Update(
+            learner.optimizer,
+            learner.scaler,
+            learner.optimizer_maker,
+            scheduled=learner.scheduler is not None,
+        )
         # Whether the update may draw random numbers.
         self._draws = "optimizer" in learner.own and may_draw(learner.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
