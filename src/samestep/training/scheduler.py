@@ -29,9 +29,7 @@ class Scheduler:
     def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         """Make it as the recipe's schedule says, which sets the rates of the first step."""
         assert plan.schedule is not None
-        self._plan, self._groups, self._calls = plan, optimizer.param_groups, False
-        self._place = defined_at(plan.schedule)
-        optimizer.register_step_pre_hook(self._refuse)
+        self._plan, self._optimizer, self._place = plan, optimizer, defined_at(plan.schedule)
         given = {"optimizer": optimizer, "plan": plan}
         asked = {name: given[name] for name in plan.schedule_asks}
         schedule = plan.schedule
@@ -61,7 +59,7 @@ class Scheduler:
     @property
     def next_lr(self) -> float:
         """The rate of the next step, in the optimizer's first group."""
-        return float(self._groups[0]["lr"])
+        return float(self._optimizer.param_groups[0]["lr"])
 
     def begin_step(self) -> float:
         """Return the rate of the step that begins."""
@@ -87,7 +85,7 @@ class Scheduler:
 
     def load(self, saved: dict[str, Any] | None) -> None:
         """Go on from a checkpoint; without a state, begin with the rates of the first step."""
-        for group, built in zip(self._groups, self._built, strict=True):
+        for group, built in zip(self._optimizer.param_groups, self._built, strict=True):
             group.update(built)
         if saved is None:
             return
@@ -99,13 +97,13 @@ class Scheduler:
             )
         state = copy.deepcopy(saved["made"])  # loading takes parts out of it
         self._called(f"The recipe's {self.name} failed", lambda: self.made.load_state_dict(state))
-        for group, moved in zip(self._groups, saved["groups"], strict=True):
+        for group, moved in zip(self._optimizer.param_groups, saved["groups"], strict=True):
             group.update(moved)
 
     def _as_they_are(self) -> list[dict[str, Any]]:
         """Return what the groups hold, once it is what a checkpoint can keep."""
-        found = [_plain(group) for group in self._groups]
-        for group, plain in zip(self._groups, found, strict=True):
+        found = [_plain(group) for group in self._optimizer.param_groups]
+        for group, plain in zip(self._optimizer.param_groups, found, strict=True):
             group.update(plain)
         return found
 
@@ -139,7 +137,7 @@ class Scheduler:
 
     def _called(self, told: str, function: Callable[[], Any]) -> Any:
         """Call the user's code, which must not step the optimizer."""
-        self._calls = True
+        watching = self._optimizer.register_step_pre_hook(self._refuse)
         try:
             with warnings.catch_warnings():
                 for text in _EXPECTED:
@@ -148,14 +146,13 @@ class Scheduler:
         except Exception as error:
             blame(told, error, self._plan.schedule)
         finally:
-            self._calls = False
+            watching.remove()
 
     def _refuse(self, *_: Any) -> None:
-        if self._calls:
-            raise UserError(
-                f"The recipe's schedule{self._place} steps the optimizer. samestep does that: take "
-                "optimizer.step() out of it."
-            )
+        raise UserError(
+            f"The recipe's schedule{self._place} steps the optimizer. samestep does that: take "
+            "optimizer.step() out of it."
+        )
 
 
 def _all_of(made: Any) -> list[Any]:
