@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from samestep import Recipe, Settings
+from samestep import Recipe, Settings, evaluate
 from samestep.data.order import epoch_order
 from samestep.ranks.world import World
 from samestep.recipe import find_recipe
@@ -394,3 +394,21 @@ def test_a_scheduler_does_not_follow_another_learning_rate_on_resume(refused, tm
     assert "0.5" in told
     tiny.resumed(run, "--max-steps", "11")
     assert rates_of(run) == [LR] * 9 + [LR * 0.1] * 2
+
+
+# --- early stopping ---
+
+
+@pytest.mark.parametrize("patience", [("--patience", "20"), ()])
+def test_early_stopping_always_has_the_best_weights_also_between_checkpoints(tmp_path, patience):
+    path, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    often = ("--eval-every", "1epoch,3steps", "--checkpoint-every", "1epoch,60steps")
+    # The loss falls, so that the best is an early one.
+    tiny.trained(path, run, "--monitor", "loss:max", "--epochs", "2", *often, *patience)
+    seen = [r["loss"] for r in tiny.events(run, "evaluation") if r["split"] == "validation"]
+    kept = tiny.read_index(run)["best"]
+    assert (kept["metric"] == max(seen)) is bool(patience)
+    tested = json.loads((run / "result.json").read_text())["test"]["checkpoint"]
+    assert tested == kept["path"]
+    assert kept["step"] < tiny.last_state(run)["position"]["step"]
+    assert evaluate(run, split="validation")["loss"] == pytest.approx(kept["metric"], rel=1e-12)

@@ -1,7 +1,7 @@
 """What follows from a plan: shares of a step, learning rates, evaluations, files kept."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -193,6 +193,13 @@ def _events(plan: Plan, settings: Settings, start: Position) -> Iterator[Planned
         due = due_after_epoch(settings, epoch + 1, end, last=end == plan.total_steps)
         saves = name(epoch + full, end, 0 if full else end - begin) if due.saves else ""
         yield PlannedEvent(step=end, epoch=epoch + 1, evaluates=due.evaluates, saves=saves)
+
+
+def saves_the_best(settings: Settings, events: Iterable[PlannedEvent]) -> bool:
+    """Whether early stopping may save more than is planned: whatever is the best so far."""
+    if settings.patience is None:
+        return False
+    return any(event.evaluates and not event.saves for event in events)
 
 
 def kept_files(

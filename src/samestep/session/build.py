@@ -216,7 +216,8 @@ def _check_followed(learner: Learner, plan: Plan, watch: Watch, splits: Splits) 
         raise UserError(
             f"ReduceLROnPlateau(mode={mode!r}){place} follows {watch.metric}, of which the "
             f"{'highest' if watch.mode == 'max' else 'lowest'} value is the best. Write "
-            f"mode={watch.mode!r}, or name another metric: --monitor loss:min."
+            f"mode={watch.mode!r}, or name another metric in the recipe's settings: "
+            "'monitor': 'loss'."
         )
 
 

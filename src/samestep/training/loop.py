@@ -72,7 +72,7 @@ def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> I
             metric = yield from _evaluate(work, state, control, work.validation)
             if state.signum:
                 return
-        if saves or agreed.signum or state.stop_reason:
+        if saves or agreed.signum or state.stop_reason or _is_kept(work, state, metric):
             yield save_now(work, state, control, metric)
         if agreed.signum:
             _stop(state, agreed.signum)
@@ -109,7 +109,7 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
         yield epoch
     if epoch_is_full(work, state):
         close_epoch(work, state)
-    if due.saves or state.stop_reason:
+    if due.saves or state.stop_reason or _is_kept(work, state, metric):
         yield save_now(work, state, control, metric)
 
 
@@ -196,6 +196,12 @@ def stop_early(work: Work, state: State) -> None:
     patience = work.settings.patience
     if patience is not None and state.watch.evaluations_since >= patience:
         state.stop_reason = "early stopping"
+
+
+def _is_kept(work: Work, state: State, metric: float | None) -> bool:
+    """Whether early stopping needs these weights: they are the best so far."""
+    best = state.watch.best
+    return work.settings.patience is not None and metric is not None and metric == best
 
 
 def save_now(work: Work, state: State, control: RunControl, metric: float | None) -> Record:
