@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,13 +174,23 @@ def test_a_scheduler_gives_the_rates_and_weights_of_a_loop_by_hand_and_goes_on(t
     assert tiny.last_state(again)["scheduler"] == state["scheduler"]
 
 
-@pytest.mark.parametrize("name", ["one cycle per group", "on a plateau"])
-def test_killed_and_resumed_on_other_ranks_the_rates_and_weights_are_the_same_bits(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("one cycle per group", Fault("after a step", nth=18)),
+        ("on a plateau", Fault("before an evaluation", nth=2, signum=signal.SIGTERM)),
+        # At the end of an epoch, which is therefore not closed yet.
+        ("by epoch", Fault("before an evaluation", nth=3, signum=signal.SIGTERM)),
+    ],
+)
+def test_stopped_and_resumed_on_other_ranks_the_rates_and_weights_are_the_same_bits(
+    tmp_path, name, fault
+):
     schedule, flags, _ = SCHEDULERS[name]
     path, run, reference = write(tmp_path, schedule), tmp_path / "run", tmp_path / "reference"
     flags = (*FLAGS, *flags, "--virtual-ranks", "2", "--eval-every", "1epoch,5steps")
     tiny.trained(path, reference, *flags)
-    tiny.struck(path, run, Fault("after a step", nth=18), *flags)
+    tiny.struck(path, run, fault, *flags)
     tiny.resumed(run, on=2)
     assert rates_of(run) == rates_of(reference)
     assert len({*rates_of(run)}) > 2
