@@ -205,9 +205,12 @@ class Recipe:
     def own_parts(self) -> tuple[str, ...]:
         """Return which of batches, forward, terms, optimizer and scheduler are the recipe's own."""
         names = ("collate", "forward", "loss_terms", "optimizer")
-        scheduler = self.schedule is not None and "optimizer" in schedule_asks(self.schedule)
         own = tuple(name for name in names if getattr(self, name) is not None)
-        return own + ("scheduler",) * scheduler
+        return own + ("scheduler",) * ("optimizer" in self.schedule_asks())
+
+    def schedule_asks(self) -> tuple[str, ...]:
+        """Return what the schedule asks for by name; with `optimizer` it makes a scheduler."""
+        return () if self.schedule is None else schedule_asks(self.schedule)
 
     def counted_classes(self, splits: Splits) -> tuple[str, ...]:
         """Return the classes that a test counts; with `forward`, targets may be anywhere."""

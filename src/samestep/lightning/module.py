@@ -17,7 +17,6 @@ from samestep.errors import UserError, blame, defined_at, made_by
 from samestep.lightning.datamodule import MicroBatch, choose_options, resolve, world_of
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
-from samestep.recipe_source import schedule_asks
 from samestep.session.trained_model import open_checkpoint
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike, seed_rank, seed_torch, seed_update
@@ -37,8 +36,7 @@ def check_recipe(recipe: Recipe) -> None:
             f"The recipe has loss_terms{defined_at(recipe.loss_terms)}, and Lightning's engine "
             "takes only means over samples: use --engine native."
         )
-    asked = () if recipe.schedule is None else schedule_asks(recipe.schedule)
-    if found := {*asked} & {"optimizer", "metrics"}:
+    if found := {*recipe.schedule_asks()} & {"optimizer", "metrics"}:
         what = "is a scheduler of PyTorch" if "optimizer" in found else "reads the metrics"
         raise UserError(
             f"The recipe's schedule{defined_at(recipe.schedule)} {what}, and Lightning's engine "

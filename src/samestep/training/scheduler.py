@@ -15,7 +15,7 @@ from samestep.training.plan import Plan
 
 Interval = Literal["step", "epoch", "validation"]
 
-_EXPECTED = ("Detected call of `lr_scheduler.step", "The epoch parameter in `scheduler.step")
+_EXPECTED = "Detected call of `lr_scheduler.step|The epoch parameter in `scheduler.step"
 """Warnings of PyTorch that do not concern the user: a gradient scaler may skip the first step of
 the optimizer, and SequentialLR passes on an epoch in some versions."""
 
@@ -102,8 +102,9 @@ class Scheduler:
 
     def _as_they_are(self) -> list[dict[str, Any]]:
         """Return what the groups hold, once it is what a checkpoint can keep."""
-        found = [_plain(group) for group in self._optimizer.param_groups]
-        for group, plain in zip(self._optimizer.param_groups, found, strict=True):
+        groups = self._optimizer.param_groups
+        found = [{n: _plain(v) for n, v in group.items() if n != "params"} for group in groups]
+        for group, plain in zip(groups, found, strict=True):
             group.update(plain)
         return found
 
@@ -140,8 +141,7 @@ class Scheduler:
         watching = self._optimizer.register_step_pre_hook(self._refuse)
         try:
             with warnings.catch_warnings():
-                for text in _EXPECTED:
-                    warnings.filterwarnings("ignore", text, UserWarning)
+                warnings.filterwarnings("ignore", _EXPECTED, UserWarning)
                 return function()
         except Exception as error:
             blame(told, error, self._plan.schedule)
@@ -161,11 +161,11 @@ def _all_of(made: Any) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a state without parameters, and with NumPy's numbers as Python's."""
+    """Return a state with NumPy's numbers as Python's."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is dict:
-        return {key: _plain(one) for key, one in value.items() if key != "params"}
+        return {key: _plain(one) for key, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_plain(one) for one in value)
     return value

@@ -172,14 +172,15 @@ def gather(
     is given. Lightning's Trainer is compared too if it is installed.
     """
     settings, starts = request.settings, plan_starts(sizes, quick=quick)
-    # Lightning's engine refuses all three.
+    # Lightning's engine refuses all of these.
     refused = request.recipe.loss_terms or settings.ema or settings.virtual_ranks
+    own_rates = {"optimizer", "metrics"}.intersection(request.recipe.schedule_asks())
     instructions = StartInstructions(
         start=starts[0],
         folder=Path(tempfile.mkdtemp(prefix="samestep-verify-")),
         sizes=tuple(sorted({1, *sizes})),
         batch=batch,
-        lightning=lightning and refused is None and find_spec("lightning") is not None,
+        lightning=lightning and not (refused or own_rates) and bool(find_spec("lightning")),
         quick=quick,
     )
     traces: dict[tuple[int, str], list[Trace]] = {}
