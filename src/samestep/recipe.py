@@ -41,7 +41,7 @@ from samestep.recipe_checks import (
     shown,
     telling_options,
 )
-from samestep.recipe_source import all_with_options, opens_run, with_options
+from samestep.recipe_source import all_with_options, opens_run, schedule_asks, with_options
 from samestep.settings import ALSO_ACCEPTED, Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
@@ -159,9 +159,10 @@ class Recipe:
     optimizer: Callable[[nn.Module, Settings], torch.optim.Optimizer] | None = None
     """(model, settings) → the optimizer, instead of `--optimizer`. Its groups' learning rates are
     scaled by `--lr-scaling` and follow the schedule."""
-    schedule: Callable[[int, int], float] | None = None
+    schedule: Callable[..., Any] | None = None
     """(step from 0, total steps) → what the learning rate is multiplied by, instead of
-    `--schedule`; a warm-up comes on top."""
+    `--schedule`; a warm-up comes on top. By name also `epoch`, `steps_per_epoch`, `metrics`. Or
+    (optimizer, plan) → a scheduler of PyTorch."""
     metrics: Mapping[str, Any] = field(default_factory=lambda: _BY_DEFAULT)
     """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced. Or a
     metric of torchmetrics, for what needs all predictions at once. By default accuracy, where the
@@ -240,10 +241,15 @@ class Recipe:
             check_options(self.options, known)
 
     def own_parts(self) -> tuple[str, ...]:
-        """Return which of batches, forward, terms and optimizer are the recipe's own."""
+        """Return which of batches, forward, terms, optimizer and the like are the recipe's own."""
         names = ("collate", "forward", "loss_terms", "carry", "optimizer")
-        over = ("loss over the batch",) * (self.loss_over == "batch")
-        return tuple(name for name in names if getattr(self, name) is not None) + over
+        own = [name for name in names if getattr(self, name) is not None]
+        own += ["loss over the batch"] * (self.loss_over == "batch")
+        return (*own, *["scheduler"] * ("optimizer" in self.schedule_asks()))
+
+    def schedule_asks(self) -> tuple[str, ...]:
+        """Return what the schedule asks for by name; with `optimizer` it makes a scheduler."""
+        return () if self.schedule is None else schedule_asks(self.schedule)
 
     def counted_classes(self, splits: Splits) -> tuple[str, ...]:
         """Return the classes that a test counts; with `forward`, targets may be anywhere."""

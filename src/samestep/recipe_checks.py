@@ -71,7 +71,7 @@ def _is_class(what: str, given: type) -> UserError:
     if issubclass(given, torch.optim.Optimizer):
         remedy = "write a function (model, settings) that returns one"
     if issubclass(given, torch.optim.lr_scheduler.LRScheduler):
-        remedy = "write a function (step, total steps) that returns the learning rate's factor"
+        remedy = f"write schedule=lambda optimizer: {name}(optimizer, …)"
     return UserError(f"{what} is the class {name}; {remedy}.")
 
 

@@ -1,6 +1,7 @@
 """A recipe's model, loss, optimizer and learning rates as a LightningModule."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from samestep.training.apply import call, measure_of, parts_of, summed, with_par
 from samestep.training.evaluation import Totals
 from samestep.training.metrics import StepOutputs
 from samestep.training.optimizer import optimizer_of
-from samestep.training.plan import Plan, learning_rate
+from samestep.training.plan import GroupRates, Plan, learning_rate
 from samestep.training.prepare import place_loss, prepare, share_buffers
 from samestep.training.step import check_trainable
 
@@ -44,6 +45,13 @@ def check_recipe(recipe: Recipe) -> None:
         raise UserError(
             f"The recipe has loss_terms{defined_at(recipe.loss_terms)}, and Lightning's engine "
             "takes only means over samples: use --engine native."
+        )
+    if found := {*recipe.schedule_asks()} & {"optimizer", "metrics"}:
+        what = "is a scheduler of PyTorch" if "optimizer" in found else "reads the metrics"
+        raise UserError(
+            f"The recipe's schedule{defined_at(recipe.schedule)} {what}, and Lightning's engine "
+            "would validate after it has set the next rate, and keep its state where samestep's "
+            "own loop does not look: use --engine native."
         )
 
 
@@ -119,8 +127,14 @@ class LitRecipe(pl.LightningModule):
                 "datamodule=LitData(recipe))."
             )
         optimizer, settings = self.make_optimizer(plan), self.settings
+
+        def factor(step: int, group: int) -> float:
+            lr = learning_rate(plan, settings, step)
+            return (lr.each[group] if isinstance(lr, GroupRates) else lr) / plan.lr
+
+        groups = range(len(optimizer.param_groups))
         rates = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: learning_rate(plan, settings, step) / plan.lr
+            optimizer, [partial(factor, group=group) for group in groups]
         )
         return {
             "optimizer": optimizer,

@@ -18,7 +18,7 @@ from samestep.data.recipe_splits import load_splits
 from samestep.data.source import Source
 from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
-from samestep.errors import UserError, made_by
+from samestep.errors import UserError, defined_at, made_by
 from samestep.machine import usable_cores
 from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
@@ -42,10 +42,11 @@ from samestep.training.device import (
 from samestep.training.dry_run import Tried, dry_run
 from samestep.training.learner import Learner
 from samestep.training.metrics import EpochMetrics
-from samestep.training.optimizer import Average, optimizer_of
+from samestep.training.optimizer import Average, check_groups, optimizer_of
 from samestep.training.phases import make_phases
-from samestep.training.plan import Plan, make_plan
+from samestep.training.plan import Plan, learning_rate, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
+from samestep.training.scheduler import Scheduler
 from samestep.training.snapshot import restore
 from samestep.training.stopping import Watch
 from samestep.training.work import State, Work
@@ -123,6 +124,7 @@ def build(
     virtual = world.virtual_ranks > 0
     measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)
     state = State(watch=_watch(settings, recipe, splits, tried), measured=measured)
+    _check_followed(learner, plan, state.watch, splits)
     return Built(with_forward(work), state, splits, threads)
 
 
@@ -176,13 +178,13 @@ def _make_learner(
     to_wrap = takes
     if compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
         to_wrap = cast("nn.Module", torch.compile(takes, dynamic=False))
+    optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     return Learner(
         model=model,
         applied=takes,
         wrapped=wrap_model(to_wrap, world, settings, counter),
-        optimizer=world.on_every(
-            lambda: optimizer_of(recipe, model, settings, plan.lr, world.device)
-        ),
+        optimizer=optimizer,
+        scheduler=world.on_every(lambda: _scheduler_of(plan, settings, optimizer)),
         optimizer_maker=recipe.optimizer,
         carried=_carried(recipe, settings, plan, world, train),
         over_batch=recipe.loss_over == "batch",
@@ -212,6 +214,37 @@ def _carried(
         )
     dtype = data_dtype(settings.precision)
     return Carried(recipe.carry, plan.global_batch_size, world, dtype, settings.seed)
+
+
+def _scheduler_of(
+    plan: Plan, settings: Settings, optimizer: torch.optim.Optimizer
+) -> Scheduler | None:
+    """Return the recipe's scheduler of PyTorch, if it has one."""
+    if plan.makes_scheduler:
+        return Scheduler(plan, optimizer)
+    if plan.schedule is not None:
+        with made_by(plan.schedule):
+            check_groups(optimizer, learning_rate(plan, settings, 0))
+    return None
+
+
+def _check_followed(learner: Learner, plan: Plan, watch: Watch, splits: Splits) -> None:
+    """Check that what a schedule follows is measured, and that it looks the same way."""
+    plateau = learner.scheduler is not None and learner.scheduler.interval == "validation"
+    place = defined_at(plan.schedule)
+    if splits.validation is None and (plateau or "metrics" in plan.schedule_asks):
+        raise UserError(
+            f"The recipe's schedule{place} follows what is validated, and the recipe has no "
+            "validation data. Give its Splits(validation=…), or take another schedule."
+        )
+    if learner.scheduler is not None and plateau and learner.scheduler.made.mode != watch.mode:
+        mode = learner.scheduler.made.mode
+        raise UserError(
+            f"ReduceLROnPlateau(mode={mode!r}){place} follows {watch.metric}, of which the "
+            f"{'highest' if watch.mode == 'max' else 'lowest'} value is the best. Write "
+            f"mode={watch.mode!r}, or name another metric in the recipe's settings: "
+            "'monitor': 'loss'."
+        )
 
 
 def _try_out(

@@ -13,6 +13,7 @@ from samestep.training.apply import Terms
 from samestep.training.carried import Carried
 from samestep.training.metrics import StepOutputs
 from samestep.training.optimizer import Average
+from samestep.training.scheduler import Scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class Learner:
     """Counts what the loss of a batch is a mean over, where that is not samples."""
     counter: nn.Parameter | None = None
     """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
+    scheduler: Scheduler | None = None
+    """What sets the learning rates, if the recipe's schedule makes a scheduler of PyTorch."""
     optimizer_maker: object = None
     """The recipe's function that returned the optimizer, if that is its own."""
     average: Average | None = None

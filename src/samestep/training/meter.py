@@ -11,8 +11,7 @@ from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.training.phases import compute_of
-from samestep.training.plan import learning_rate
-from samestep.training.work import Position, State, StepsTaken, Sums, Work
+from samestep.training.work import Position, State, StepsTaken, Sums, Work, newest_lr
 
 _PROGRESS_EVERY_S = 0.2
 
@@ -174,7 +173,7 @@ class Meter:
     def settle(self) -> None:
         """Update the state from the steps since; all ranks call it. Only finite losses pass."""
         work, position = self._work, self._state.position
-        lr = learning_rate(work.plan, work.settings, position.step - 1)
+        lr = newest_lr(work, self._state)
         _, self._state.sums = self._window.read([], lr, self._state.sums)
         self._state.measured.settle()
         work.phases.lap("other")

@@ -27,8 +27,12 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     check_alike(work, state.position.step)
     learner, plan, settings = work.learner, work.plan, work.settings
     scaler, average, virtual = learner.scaler, learner.average, settings.virtual_ranks is not None
-    next_lr = learning_rate(plan, settings, state.position.step)
-    set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date
+    scheduler, scheduled = learner.scheduler, {}
+    if scheduler is None:
+        next_lr = learning_rate(plan, settings, state.position.step, state.validated)
+        set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date
+    else:
+        next_lr, scheduled = scheduler.next_lr, {"scheduler": scheduler.state()}
     mine: dict[str, Any] = {
         "rng": rng_state(),
         "loss_sum": state.sums.loss,
@@ -55,8 +59,10 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
             "schedule": settings.schedule,
             "warmup_steps": settings.warmup_steps,
             "total_steps": plan.total_steps,
-            "next_lr": next_lr,
+            "next_lr": float(next_lr),
         },
+        **scheduled,
+        **({"validated": state.validated} if "metrics" in plan.schedule_asks else {}),
         "rng": [rank["rng"] for rank in ranks],
         "position": asdict(state.position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
@@ -102,6 +108,7 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
                 "samples would change within the run. Start a new run instead."
             )
     _restore_learner(work.learner, saved)
+    state.validated = saved.get("validated", {})
     state.position = Position(**saved["position"])
     if isinstance(work.train, StreamSource):
         marks = {lane: mark for rank in saved["stream"] for lane, mark in rank.items()}
@@ -137,6 +144,8 @@ def _restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
     if learner.carried is not None:
         learner.carried.load(saved.get("carried"))
     load_state(learner.optimizer, saved["optimizer"])
+    if learner.scheduler is not None:
+        learner.scheduler.load(saved.get("scheduler"))
     match_layouts(learner.optimizer)
     if learner.scaler is not None and saved["scaler"] is not None:
         learner.scaler.load_state_dict(saved["scaler"])

@@ -106,7 +106,12 @@ class EagerStep:
         self._settings = settings
         self._phases = phases or Phases()
         self._casts = autocast_dtype(settings.precision) is not None
-        self._update = Update(learner.optimizer, learner.scaler, learner.optimizer_maker)
+        self._update = Update(
+            learner.optimizer,
+            learner.scaler,
+            learner.optimizer_maker,
+            scheduled=learner.scheduler is not None,
+        )
         # Whether the update may draw random numbers.
         self._draws = "optimizer" in learner.own and may_draw(learner.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
