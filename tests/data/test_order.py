@@ -178,6 +178,11 @@ def test_weights_are_numbers_or_a_function_of_the_training_data():
     assert found[0].weights.dtype == torch.float64
     recipe = Recipe(model=list, data=list, weights=given[0])
     assert recipe.settings["order"] == "weighted"
+    assert recipe.with_options(None).weights is given[0]
+    by_tensor = Recipe(model=list, data=list, weights=given[1])
+    assert by_tensor.with_options(None) is by_tensor
+    asking = Recipe(model=list, data=list, weights=lambda pair, options: pair[0] * options)
+    assert ordering_of(asking.with_options(2), how, data).weights.tolist() == [0, 2, 4, 6]
     plain = Recipe(model=list, data=list, weights=given[0], settings={"order": "shuffled"})
     assert ordering_of(plain, Settings(**plain.settings), data) == Ordering()
 
