@@ -91,7 +91,7 @@ def test_tokens_and_samples_are_not_counted_together():
             plan_of(batch_tokens=9, **told)
     for name, value in {"drop_last": True, "order": "columns", "lr_scaling": "linear"}.items():
         with pytest.raises(UserError, match=f"--{flag_name(name)}.* --batch-tokens 9"):
-            Settings(batch_tokens=9, base_batch_size=1, **{name: value})
+            plan_of(batch_tokens=9, base_batch_size=1, **{name: value})
     below = {"batch_size": 4, "micro_batch_size": 2}
     assert merge_layers(below, {"batch_tokens": 9}) == {"batch_tokens": 9}
     assert merge_layers({"batch_tokens": 9}, {"batch_size": 4}) == {"batch_size": 4}
