@@ -74,7 +74,7 @@ def all_with_options(recipe: Any, options: object) -> dict[str, Any]:
         value = getattr(recipe, name)
         if isinstance(value, Mapping):
             found[name] = {key: with_options(name, one, options) for key, one in value.items()}
-        elif value is not None:
+        elif callable(value):  # some may be numbers instead
             found[name] = with_options(name, value, options)
     return found
 

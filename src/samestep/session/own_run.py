@@ -19,7 +19,7 @@ from samestep.data.order import steps_per_epoch
 from samestep.errors import AlreadyTold, UserError, did_you_mean, raised_at
 from samestep.ranks.process import RankLog, rank_of, report
 from samestep.ranks.world import World, abandon
-from samestep.recipe import Collate
+from samestep.recipe import Collate, PerSample
 from samestep.run.files import read_object
 from samestep.session.gradients import (
     Passes,
@@ -29,12 +29,12 @@ from samestep.session.gradients import (
     parameters_of,
     weight_of,
 )
-from samestep.session.own_data import OpenedData, OwnBatch
+from samestep.session.own_data import Drawn, OpenedData, OwnBatch
 from samestep.session.own_gather import close_gather, open_gather
 from samestep.session.own_session import Options, OwnSession
 from samestep.session.own_state import Means, Stateful, check_held, check_names, plain
 from samestep.session.session import Stopped, say
-from samestep.settings import Backend, Device
+from samestep.settings import Backend, Device, OrderName
 from samestep.training.alike import is_checked, seed_alike, seed_rank, seed_torch, seed_update
 from samestep.training.meter import Clock
 from samestep.training.plan import is_recorded, steps_between_records
@@ -396,6 +396,8 @@ class OwnRun:
         collate: Collate | None = None,
         num_workers: int = 0,
         drop_last: bool = False,
+        order: OrderName = "shuffled",
+        weights: PerSample | None = None,
     ) -> Iterator[OwnBatch]:
         """Yield this rank's part of the steps of the running epoch, from the exact step on.
 
@@ -412,6 +414,9 @@ class OwnRun:
             collate: list of samples of a `Dataset` → batch, any tree of tensors.
             num_workers: processes per rank that read a `Dataset`.
             drop_last: whether to leave out the last global batch where it is smaller.
+            order: of the samples, as `--order` of a recipe: shuffled, sequential, columns,
+                replacement or weighted.
+            weights: a number for each sample, or data → these numbers, with order="weighted".
 
         Raises:
             UserError: it is called outside of an epoch, or twice within one, or the run was begun
@@ -420,16 +425,17 @@ class OwnRun:
         self._check_place("run.batches", BEFORE_BATCHES)
         own = self._opened
         seed, position, world = own.options.seed, own.position, own.world
-        opened = self._open("train", data, collate, num_workers)
+        opened = self._open("train", data, collate, num_workers, (order, weights))
         num_steps = opened.steps(global_batch_size, drop_last=drop_last)
-        order = {
+        made_of = {
             "seed": seed,
             "num_samples": opened.source.num_samples,
             "global_batch_size": global_batch_size,
             "drop_last": drop_last,
             "data": opened.digest,
+            **opened.source.order_record(),
         }
-        own.begin(order, self._sizes(order, num_steps))
+        own.begin(made_of, self._sizes(made_of, num_steps))
         self._place = IN_BATCHES
         own.clock.resume(position)
         first = position.step_in_epoch
@@ -512,15 +518,22 @@ class OwnRun:
             }
         )
 
-    def _open(self, split: str, data: Any, collate: Collate | None, workers: int) -> OpenedData:
+    def _open(
+        self,
+        split: str,
+        data: Any,
+        collate: Collate | None,
+        workers: int,
+        drawn: Drawn = ("shuffled", None),
+    ) -> OpenedData:
         """Return the data, opened once."""
         if (before := self._data.get(split)) is not None:
-            if before.is_of(data, collate, workers):
+            if before.is_of(data, collate, workers, drawn):
                 return before
             before.source.close()
             del before, self._data[split]  # its memory may be needed for the new one
         own = self._opened
-        opened = OpenedData(data, own.world, own.options.seed, collate, workers)
+        opened = OpenedData(data, own.world, own.options.seed, collate, workers, drawn)
         self._data[split] = opened
         return opened
 
