@@ -21,6 +21,11 @@ _STEP_MODULUS = 1024
 """Ranks compare steps modulo this; sums of such numbers over the ranks are exact."""
 
 
+def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return what an optimizer steps."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
     """Return what is to be trained of some modules, optimizers and parameters, each once."""
     found: dict[int, Tensor] = {}
@@ -28,7 +33,7 @@ def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
         if isinstance(one, nn.Module):
             parameters: list[Any] = [*one.parameters()]
         elif isinstance(one, torch.optim.Optimizer):
-            parameters = [p for group in one.param_groups for p in group["params"]]
+            parameters = parameters_in(one)
         elif isinstance(one, Tensor):
             parameters = [one]
         else:
