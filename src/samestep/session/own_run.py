@@ -22,6 +22,7 @@ from samestep.ranks.world import abandon
 from samestep.recipe import Collate
 from samestep.run.files import read_object
 from samestep.session.gradients import (
+    Buckets,
     Passes,
     Trained,
     backward,
@@ -107,6 +108,7 @@ class OwnRun:
         self._num_epochs = self._backwards = 0
         self._epoch_ended = False
         self._data: dict[str, OpenedData] = {}
+        self._buckets: Buckets = {}
         self._held: set[int] = set()
         """The ids of what `run.backward` was given and `state` has."""
 
@@ -622,7 +624,8 @@ class OwnRun:
         world, step = own.world, own.position.step
         self._passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
-        total = backward(loss, parameters, world, weight, step=step, retain_graph=retain_graph)
+        how: Any = {"step": step, "retain_graph": retain_graph, "kept": self._buckets}
+        total = backward(loss, parameters, world, weight, **how)
         self._backwards += 1
         own.passed.append(parameters)
         seed_update(own.options.seed, step, world.device, self._backwards)
