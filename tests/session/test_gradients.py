@@ -17,11 +17,11 @@ def normalise(parameter: torch.Tensor) -> None:
     parameter.grad.div_(parameter.grad.norm())
 
 
-def gradients_on(world_size: int, bucket_bytes: int) -> list[torch.Tensor | None]:
+def gradients_on(world_size: int, bucket: int, large: int) -> list[torch.Tensor | None]:
     """Return the gradients of two losses, one after the other into the same place."""
     from samestep import dist
 
-    gradients._BUCKET_BYTES = bucket_bytes
+    gradients._BUCKET_BYTES, gradients._LARGE_BYTES = bucket, large
     rank, _, world_size = dist.setup_distributed(device="cpu")
     world = dist.current_world()
     torch.manual_seed(0)
@@ -60,11 +60,12 @@ def gradients_on(world_size: int, bucket_bytes: int) -> list[torch.Tensor | None
     return [*found, global_loss]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_two_losses_add_up_to_what_one_process_has(tmp_path, world_size):
-    expected = run_ranks(gradients_on, 1, tmp_path / "1", 1, 8)[0]
-    several = 8 if world_size == 2 else 1 << 20
-    for found in run_ranks(gradients_on, world_size, tmp_path / "n", world_size, several):
+@pytest.mark.parametrize(("world_size", "bucket", "large"), [(2, 8, 1), (3, 8, 99), (3, 99, 33)])
+def test_two_losses_add_up_to_what_one_process_has(tmp_path, world_size, bucket, large):
+    """Whether each gradient travels by itself, in a bucket of its own, or with others."""
+    expected = run_ranks(gradients_on, 1, tmp_path / "1", 1, bucket, large)[0]
+    how = world_size, bucket, large
+    for found in run_ranks(gradients_on, world_size, tmp_path / "n", *how):
         for one, other in zip(found, expected, strict=True):
             assert (one is None) == (other is None)
             if one is not None:
@@ -109,7 +110,7 @@ class Recorded(World):
 
 
 def test_gradients_are_sent_while_backward_computes_others(monkeypatch):
-    """Each of three layers fills a bucket: its weights, which of them were used, and the step."""
+    """Each of three layers fills a bucket, and 5 numbers go with the last."""
     monkeypatch.setattr(gradients, "_BUCKET_BYTES", 8)
     world = Recorded(world_size=2)
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
@@ -120,7 +121,7 @@ def test_gradients_are_sent_while_backward_computes_others(monkeypatch):
     for _ in range(2):  # the same buffers again
         Recorded.events = []
         backward(model(x).sum(), named, world, 1.0, **how)
-        layers = ["layer", "sent 12", "layer", "sent 11", "layer", "sent 11"]
+        layers = ["layer", "sent 9", "layer", "sent 9", "layer", "sent 14"]
         assert Recorded.events == [*layers, *["awaited"] * 3]
     # The last layer is not used: its bucket comes first on all ranks, so the others wait for it.
     Recorded.events = []

@@ -1,6 +1,7 @@
 """Gradients of a user's own loop, added up over all ranks."""
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from threading import Lock
 from typing import Any
 
@@ -15,6 +16,9 @@ Trained = nn.Module | torch.optim.Optimizer | Tensor
 
 _BUCKET_BYTES = 8 << 20
 """Of gradients that are copied together and reduced at once."""
+_LARGE_BYTES = 4 << 20
+"""Of a gradient that is reduced by itself."""
+_EXACT = (torch.float32, torch.float64)
 _MOST_KEPT = 8
 """Sets of parameters of which the buckets are kept."""
 _COMPARED = 20
@@ -132,76 +136,30 @@ def check_loss(loss: Any) -> None:
         )
 
 
+Kept = dict[tuple[int, ...], "_Sums"]
+"""What is used again, by the ids of the parameters, which it holds: no id is used twice."""
+
+
+def _is_large(parameter: Tensor) -> bool:
+    """Whether a gradient is added up in its own memory: to copy it would cost more than to send."""
+    return parameter.nbytes >= _LARGE_BYTES and parameter.is_contiguous()
+
+
 class _Bucket:
-    """Gradients of one type and device that travel together, in a buffer that lasts."""
+    """Gradients of one type and device that travel together in a buffer; a large one needs none."""
 
-    def __init__(self, parameters: list[Tensor], *, with_loss: bool) -> None:
-        sizes = [*(p.numel() for p in parameters), int(with_loss), len(parameters), 1]
-        like, total = parameters[0], sum(sizes)
-        self.parameters = parameters
-        self.flat = torch.empty(total, dtype=like.dtype, device=like.device)
-        *parts, self.loss, self.used, self.step = torch.split(self.flat, sizes)
-        self.parts = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
-        self.sums = self.flat[: total - len(parameters) - 1]
-        """What is zeroed where a rank's weight is 0."""
-        self.missing = 0
-        """Gradients of the running pass that are still to come."""
-        self.wait: Callable[[], object] | None = None
+    def __init__(self, parameters: list[Tensor], like: Tensor, more: int = 0) -> None:
+        self.parameters, self.missing = parameters, 0
+        """`missing` gradients of the running pass are still to come."""
+        self.is_buffer = more > 0 or not _is_large(like)
+        sizes = [p.numel() for p in parameters if self.is_buffer]
+        self.flat = torch.empty(sum(sizes) + more, dtype=like.dtype, device=like.device)
+        views = torch.split(self.flat[: sum(sizes)], sizes) if sizes else ()
+        self.parts = [view.view_as(p) for view, p in zip(views, parameters, strict=False)]
 
-
-Buckets = dict[tuple[int, ...], list[_Bucket]]
-"""The buckets by the ids of the parameters, which they hold, so that no id is used twice."""
-
-
-def _buckets(parameters: Sequence[Tensor], kept: Buckets) -> list[_Bucket]:
-    """Return the parameters in buckets, the last parameters first: backward begins with them.
-
-    The order depends on nothing else: a resumed run adds up in the same one, to the same bits.
-    """
-    key = tuple(map(id, parameters))
-    if (found := kept.pop(key, None)) is None:
-        groups: list[list[Tensor]] = []
-        filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for p in reversed(parameters):
-            group = filling.setdefault((p.dtype, p.device), [])
-            group.append(p)
-            if sum(one.nbytes for one in group) >= _BUCKET_BYTES:
-                groups.append(filling.pop((p.dtype, p.device)))
-        groups += filling.values()
-        found = [_Bucket(group, with_loss=not n) for n, group in enumerate(groups)]
-        if len(kept) == _MOST_KEPT:
-            del kept[next(iter(kept))]
-    kept[key] = found  # as the newest
-    return found
-
-
-class _Pass:
-    """One backward pass: each bucket is sent off once its gradients are there.
-
-    All ranks send them in the same order, so a bucket waits for those before it.
-    """
-
-    def __init__(
-        self, buckets: list[_Bucket], world: World, weight: float | Tensor, loss: Tensor, step: int
-    ) -> None:
-        self._buckets, self._world, self._weight = buckets, world, weight
-        self._loss, self._step, self._sent = loss, step % _STEP_MODULUS, 0
-        self._lock = Lock()  # each device has a thread of its own
-        self._bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
-        for bucket in buckets:
-            bucket.missing = len(bucket.parameters)
-
-    def ready(self, parameter: Tensor) -> None:
-        """Take note of a gradient."""
-        grad = parameter.grad
-        with self._lock:
-            if grad is not None and grad.layout == torch.strided:
-                self._bucket_of[id(parameter)].missing -= 1
-            while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
-                self._send(self._buckets[self._sent])
-
-    def _send(self, bucket: _Bucket) -> None:
-        grads = [p.grad for p in bucket.parameters]
+    def fill(self) -> None:
+        """Take this rank's gradients, and 0 for those that it has not."""
+        grads = [p.grad for p in self.parameters]
         there = [g for g in grads if g is not None]
         if any(g.layout != torch.strided for g in there):
             raise UserError(
@@ -209,50 +167,113 @@ class _Pass:
                 "sparse=False.",
                 on_all_ranks=True,
             )
-        bucket.used.fill_(1)
-        bucket.step.fill_(self._step)
-        bucket.loss.copy_(self._loss) if bucket.loss.numel() else None
-        if bucket.missing:
-            bucket.used.copy_(torch.tensor([float(g is not None) for g in grads]))
-            for part, g in zip(bucket.parts, grads, strict=True):
+        if not self.is_buffer:
+            self.flat = there[0].contiguous() if there else torch.zeros_like(self.parameters[0])
+        elif len(there) < len(grads):
+            for part, g in zip(self.parts, grads, strict=True):
                 part.zero_() if g is None else part.copy_(g)
-        else:
-            torch._foreach_copy_(bucket.parts, there)
-        if isinstance(self._weight, Tensor):
-            bucket.sums.masked_fill_(self._weight == 0, 0)
-        elif self._weight == 0:
-            bucket.sums.zero_()
-        bucket.wait = self._world.begin_add_up(bucket.flat)
-        self._sent += 1
+        elif there:
+            torch._foreach_copy_(self.parts, there)
+
+    def give(self, used: Sequence[float]) -> None:
+        """Put the sums in place of the gradients, and of those that other ranks alone have."""
+        there = [p.grad for p in self.parameters if p.grad is not None]
+        if not self.is_buffer:
+            total, self.flat = self.flat, torch.empty(0)  # else its memory is held for ever
+            self.parameters[0].grad = total if there or used[0] else None
+        elif len(there) < len(self.parameters):
+            for p, part, some in zip(self.parameters, self.parts, used, strict=True):
+                p.grad = part.clone() if p.grad is not None or some else None
+        elif there:
+            torch._foreach_copy_(there, self.parts)
+
+
+class _Sums:
+    """The gradients of some parameters, added up over all ranks while backward computes others.
+
+    The last parameters go first, as backward begins with them. All ranks send the buckets in this
+    one order: each waits for those before it. As it depends on nothing else, a resumed run adds up
+    in the same order, to the same bits.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        groups: list[list[Tensor]] = []
+        filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for p in reversed(parameters):
+            if _is_large(p):
+                groups.append([p])
+                continue
+            group = filling.setdefault((p.dtype, p.device), [])
+            group.append(p)
+            if sum(one.nbytes for one in group) >= _BUCKET_BYTES:
+                groups.append(filling.pop((p.dtype, p.device)))
+        groups += filling.values()
+        if _is_large(groups[-1][0]):
+            groups.append([])
+        *others, last = groups
+        more = [1, len(parameters), 1]
+        self._buckets = [_Bucket(group, group[0]) for group in others]
+        self._buckets.append(_Bucket(last, (last or parameters)[0], sum(more)))
+        # With the last one goes what is known by then: the loss, and which gradients there are.
+        ending = self._buckets[-1].flat[-sum(more) :]
+        self._loss, self._used, self._step = torch.split(ending, more)
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._lock = Lock()  # each device has a thread of its own
+        self._waits: list[Callable[[], object]] = []
+        """What waits for each bucket that was sent."""
+
+    def begin(self, world: World, weight: float | Tensor, loss: Tensor, step: int) -> None:
+        """Begin the backward pass of a loss that has its weight already."""
+        self._world, self._waits, self._step_now = world, [], step % _STEP_MODULUS
+        self._nothing = weight == 0
+        self._own_loss = self._zeroed(loss.clone())
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def ready(self, parameter: Tensor) -> None:
+        """Send off what is complete with this gradient."""
+        with self._lock:
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                self._bucket_of[id(parameter)].missing -= 1
+            for bucket in self._buckets[len(self._waits) :]:
+                if bucket.missing:
+                    break
+                self._send()
+
+    def _zeroed(self, values: Tensor) -> Tensor:
+        """Zero what counts for nothing, as it may be NaN; the host reads no tensor for that."""
+        if isinstance(self._nothing, Tensor):
+            return values.masked_fill_(self._nothing, 0)
+        return values.zero_() if self._nothing else values
+
+    def _send(self) -> None:
+        bucket = self._buckets[len(self._waits)]
+        bucket.fill()
+        self._zeroed(bucket.flat)
+        if bucket is self._buckets[-1]:
+            used = [p.grad is not None for one in self._buckets for p in one.parameters]
+            self._used.fill_(1) if all(used) else self._used.copy_(torch.tensor(used))
+            self._loss.copy_(self._own_loss)
+            self._step.fill_(self._step_now)
+        self._waits.append(self._world.begin_add_up(bucket.flat))
 
     def finish(self) -> Tensor:
         """Replace the gradients by their sums over all ranks; return that of the loss."""
-        for bucket in self._buckets[self._sent :]:
-            self._send(bucket)
-        for bucket in self._buckets:
-            self._take(bucket)
-        return self._buckets[0].loss.reshape(()).to(self._loss.dtype, copy=True)
-
-    def _take(self, bucket: _Bucket) -> None:
-        assert bucket.wait is not None
-        bucket.wait()
-        flat, world_size = bucket.flat, self._world.world_size
-        exact = flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64)
-        # Elsewhere reading makes the host wait.
-        if exact and float(bucket.step) != self._step * world_size:
+        while len(self._waits) < len(self._buckets):
+            self._send()
+        for wait in self._waits:
+            wait()
+        self._waits = []  # they hold the gradients
+        exact = self._step.device.type == "cpu" and self._step.dtype in _EXACT
+        if exact and float(self._step) != self._step_now * self._world.world_size:
             raise _unequal("unequally often, so that ranks meet in different steps")
-        if not bucket.missing:
-            there = [p.grad for p in bucket.parameters if p.grad is not None]
-            torch._foreach_copy_(there, bucket.parts)
-            return
-        # Only a rank that has none of its own asks the others.
-        for p, part, used in zip(
-            bucket.parameters, bucket.parts, bucket.used.tolist(), strict=True
-        ):
-            if p.grad is not None:
-                p.grad.copy_(part)
-            elif used:
-                p.grad = part.clone()
+        # Only a rank that lacks one asks the others: reading makes the host wait.
+        lacks = any(bucket.missing for bucket in self._buckets)
+        used = iter(self._used.tolist() if lacks else [1.0] * len(self._used))
+        for bucket in self._buckets:
+            bucket.give([*islice(used, len(bucket.parameters))])
+        total: Tensor = self._loss.reshape(()).to(self._own_loss.dtype, copy=True)
+        return total
 
 
 def backward(
@@ -263,7 +284,7 @@ def backward(
     *,
     step: int = 0,
     retain_graph: bool = False,
-    kept: Buckets | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """Add the gradient of the sum over all ranks of weight × loss to that of each parameter.
 
@@ -279,14 +300,17 @@ def backward(
     for p in inputs:
         p.grad = None  # what is there already is a sum over all ranks
     mine = loss * weight
-    buckets = _buckets(inputs, {} if kept is None else kept)
-    running = _Pass(buckets, world, weight, mine.detach(), step)
+    key, kept = tuple(map(id, inputs)), {} if kept is None else kept
+    sums = kept[key] = kept.pop(key) if key in kept else _Sums(inputs)  # as the newest
+    if len(kept) > _MOST_KEPT:
+        del kept[next(iter(kept))]
+    sums.begin(world, weight, mine.detach(), step)
     # The script's own hooks get the sum, as in one process: parts that are clipped add up to more.
     hooks = [h for p in inputs for h in _hooks_of(p) if h]
     taken = [dict(h) for h in hooks]
     for h in hooks:
         h.clear()
-    ours = [p.register_post_accumulate_grad_hook(running.ready) for p in inputs]
+    ours = [p.register_post_accumulate_grad_hook(sums.ready) for p in inputs]
     try:
         mine.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     finally:
@@ -294,7 +318,7 @@ def backward(
             one.remove()
         for h, those in zip(hooks, taken, strict=True):
             h.update(those)
-    total = running.finish()
+    total = sums.finish()
     with torch.no_grad():
         for p, old in zip(inputs, before, strict=True):
             _add(p, old)

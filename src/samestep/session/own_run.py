@@ -22,7 +22,7 @@ from samestep.ranks.world import abandon
 from samestep.recipe import Collate
 from samestep.run.files import read_object
 from samestep.session.gradients import (
-    Buckets,
+    Kept,
     Passes,
     Trained,
     backward,
@@ -108,7 +108,7 @@ class OwnRun:
         self._num_epochs = self._backwards = 0
         self._epoch_ended = False
         self._data: dict[str, OpenedData] = {}
-        self._buckets: Buckets = {}
+        self._sums: Kept = {}
         self._held: set[int] = set()
         """The ids of what `run.backward` was given and `state` has."""
 
@@ -624,7 +624,7 @@ class OwnRun:
         world, step = own.world, own.position.step
         self._passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
-        how: Any = {"step": step, "retain_graph": retain_graph, "kept": self._buckets}
+        how: Any = {"step": step, "retain_graph": retain_graph, "kept": self._sums}
         total = backward(loss, parameters, world, weight, **how)
         self._backwards += 1
         own.passed.append(parameters)
