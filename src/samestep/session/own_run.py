@@ -4,7 +4,7 @@ import sys
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, cast
@@ -22,6 +22,7 @@ from samestep.ranks.world import World, abandon
 from samestep.recipe import Collate, PerSample
 from samestep.run.files import read_object
 from samestep.session.gradients import (
+    Kept,
     Passes,
     Trained,
     backward,
@@ -35,7 +36,14 @@ from samestep.session.own_session import Options, OwnSession
 from samestep.session.own_state import Means, Stateful, check_held, check_names, plain
 from samestep.session.session import Stopped, say
 from samestep.settings import Backend, Device, OrderName
-from samestep.training.alike import is_checked, seed_alike, seed_rank, seed_torch, seed_update
+from samestep.training.alike import (
+    is_checked,
+    random_numbers,
+    seed_alike,
+    seed_rank,
+    seed_torch,
+    seed_update,
+)
 from samestep.training.meter import Clock
 from samestep.training.plan import is_recorded, steps_between_records
 from samestep.training.prepare import share_buffers
@@ -101,6 +109,7 @@ class OwnRun:
         self._num_epochs = self._backwards = 0
         self._epoch_ended = False
         self._data: dict[str, OpenedData] = {}
+        self._sums: Kept = {}
         self._held: set[int] = set()
         """The ids of what `run.backward` was given and `state` has."""
 
@@ -443,6 +452,7 @@ class OwnRun:
         with closing(read):
             for batch in read:
                 batch.step, self._backwards = position.step, 0
+                own.passed.clear()
                 # The script draws other numbers on each rank.
                 seed_torch(mix(seed, world.rank, batch.step), world.device)
                 seed_rank(mix(seed, batch.step), world.rank)
@@ -472,11 +482,12 @@ class OwnRun:
         collate: Collate | None = None,
         num_workers: int = 0,
     ) -> Iterator[OwnBatch]:
-        """Yield this rank's share of all samples, each once.
+        """Yield this rank's share of all samples, each once; every rank calls it.
 
         What is logged meanwhile becomes an `evaluation` record, of means over all samples and
         ranks, and afterwards `means` has them. `model.eval()` and `torch.no_grad()` are the
-        script's.
+        script's. Within a batch of the training it leaves the random numbers, and with them the
+        training, as they were.
 
         Args:
             data: as in `batches`.
@@ -486,9 +497,44 @@ class OwnRun:
             num_workers: as in `batches`.
 
         Raises:
-            UserError: it is called between the batches of an epoch.
+            UserError: it is called before the epochs, or within a batch between `backward` and
+                the step of an optimizer in `state`.
         """
-        self._check_place("run.validation", BEFORE_BATCHES, AFTER_BATCHES, AFTER_EPOCHS)
+        places = BEFORE_BATCHES, IN_BATCHES, AFTER_BATCHES, AFTER_EPOCHS
+        self._check_place("run.validation", *places)
+        with self._aside(split) if self._place == IN_BATCHES else nullcontext():
+            yield from self._validate(data, batch_size, split, collate, num_workers)
+
+    @contextmanager
+    def _aside(self, split: str) -> Iterator[None]:
+        """Leave the training, within one of its batches, as if there had been no validation."""
+        own, batch, used = self._opened, self._batch, self._used
+        if own.is_accumulating():
+            raise UserError(
+                "run.validation was called between run.backward and the optimizer's step: the "
+                "gradients of this batch are only in part in the weights, which belong to no step.",
+                remedy="Call it after optimizer.step(), or before run.backward.",
+                on_all_ranks=True,
+            )
+        position, modules = own.position, own.modules().values()
+        position.seconds = own.clock.seconds()
+        # A validation gives every rank the buffers of rank 0.
+        buffers = [] if own.world.is_main else [b for m in modules for b in m.buffers()]
+        kept = [buffer.clone() for buffer in buffers]
+        drawn = mix(own.options.seed, 0, 0, position.epoch, _VALIDATED, crc32(split.encode()))
+        try:
+            with random_numbers(mix(drawn, position.step), own.world.device):
+                yield
+        finally:
+            for buffer, before in zip(buffers, kept, strict=True):
+                buffer.copy_(before)
+            torch.clear_autocast_cache()  # older PyTorch kept casts made without gradients
+            self._batch, self._used = batch, used
+            own.clock.resume(position)
+
+    def _validate(
+        self, data: Any, batch_size: int, split: str, collate: Collate | None, num_workers: int
+    ) -> Iterator[OwnBatch]:
         own, before, started = self._opened, self._place, time.perf_counter()
         opened = self._open(split, data, collate, num_workers)
         for module in own.modules().values():
@@ -496,6 +542,8 @@ class OwnRun:
         means = self._log_into = Means(own.world)
         self._place = f"in the {split}"
         step, epoch = own.position.step, own.position.epoch
+        if before == IN_BATCHES and self._backwards:
+            step += 1  # the weights have made it
         try:
             for batch in opened.once(batch_size, epoch):
                 batch.step, self._batch = step, batch
@@ -503,8 +551,9 @@ class OwnRun:
                 yield batch
         finally:
             self._place, self._batch, self._log_into = before, None, own.means
-            # Ranks have drawn unequally often where their shares are unequal.
-            self._seed(_VALIDATED, crc32(f"{split} {before}".encode()))
+            if before != IN_BATCHES:
+                # Ranks have drawn unequally often where their shares are unequal.
+                self._seed(_VALIDATED, crc32(f"{split} {before}".encode()))
         self._means = means.read()
         own.session.emit(
             {
@@ -591,8 +640,10 @@ class OwnRun:
         world, step = own.world, own.position.step
         self._passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
-        total = backward(loss, parameters, world, weight, step=step, retain_graph=retain_graph)
+        how: Any = {"step": step, "retain_graph": retain_graph, "kept": self._sums}
+        total = backward(loss, parameters, world, weight, **how)
         self._backwards += 1
+        own.passed.append(parameters)
         seed_update(own.options.seed, step, world.device, self._backwards)
         return total
 
