@@ -5,7 +5,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,8 @@ from samestep.commands.target import names_given, own_flags, parse_target
 from samestep.errors import UserError
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.ranks.process import TASK, rank_of, run_as_rank
-from samestep.recipe_source import opens_run
+from samestep.recipe_source import loop_of
+from samestep.settings import flag_name
 from samestep.verification import NO_EFFECT
 
 if TYPE_CHECKING:
@@ -74,14 +75,7 @@ def parse(arguments: list[str]) -> "tuple[VerifyFlags, Request]":
     return parse_target("verify", _ABOUT, VerifyFlags, arguments, *_EXAMPLES, no_effect=NO_EFFECT)
 
 
-def loop_of(arguments: Sequence[str]) -> Path | None:
-    """Return the script to verify, if it has a loop of its own."""
-    script = Path(arguments[0]) if arguments else Path()
-    is_loop = script.suffix == ".py" and script.is_file() and opens_run(script.read_bytes())
-    return script if is_loop else None
-
-
-def cut(arguments: list[str]) -> tuple[list[str], list[str]]:
+def _cut(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Return the arguments before the first `--`, and those after it."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:place], arguments[place + 1 :]
@@ -89,12 +83,16 @@ def cut(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def _verify(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
-    script, (flags, words) = loop_of(arguments), cut(arguments)
+    script, (flags, words) = loop_of([*arguments, ""][0]), _cut(arguments)
     request = None
     if script is not None:
+        known = {"world_sizes", "quick", "accept", "tolerance", "json", "help", "help_all"}
+        if others := sorted(names_given(flags) - known):
+            raise UserError(
+                f"--{flag_name(others[0])} is no flag of samestep verify for {script}, which has a "
+                f"loop of its own. What is the script's follows `--`: samestep verify {script} -- …"
+            )
         command = parse_flags(VerifyFlags, f"verify {script}", flags[1:], *_EXAMPLES)
-        if command.config is not None:
-            raise UserError(f"--config: {script} takes its own arguments, after `--`.")
     else:
         command, request = parse(arguments)
     from samestep.ranks.start import run_ranks  # noqa: PLC0415 - the help needs no torch

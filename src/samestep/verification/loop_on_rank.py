@@ -9,7 +9,7 @@ import pickle
 import random
 import runpy
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from samestep import dist
 from samestep.data.trees import map_tensors, tree_leaves
 from samestep.errors import AlreadyTold, UserError
-from samestep.ranks.process import hand_back, leave_for_parent
+from samestep.ranks.process import JOB_RUN, hand_back, leave_for_parent
 from samestep.ranks.world import abandon
 from samestep.session.gradients import Trained, parameters_of
 from samestep.session.own_data import OwnBatch
@@ -49,6 +49,8 @@ PASSES = "passes"
 STATISTICS = "statistics"
 """… and the means and variances at which batch normalisation is frozen."""
 GLOBAL_BATCH = "global batch"
+_SCALE = 2.0**10
+"""Where a gradient scaler begins at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +69,7 @@ class LoopTask:
     """Whether all is computed in float64."""
     precision: Precision = "fp32"
     """What it computes in otherwise, once that is known."""
-    looks: bool
-    """Whether this is the first start, which finds out what there is to hold still."""
-    statistics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    statistics: Mapping[str, list[Tensor]] = field(default_factory=dict)
     """Batch normalisation → the statistics at which it is held."""
 
 
@@ -91,6 +91,14 @@ def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
     sys.argv[:] = [str(task.script), *task.arguments]
     sys.path.insert(0, str(task.script.parent.resolve()))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.pop(JOB_RUN, None)  # the run of a job that verifies is another
+    os.environ |= {
+        "WANDB_MODE": "disabled",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{task.folder}/mlflow.db",
+        "COMET_START_ONLINE": "0",
+        "COMET_OFFLINE_DIRECTORY": str(task.folder),
+    }
+    torch.compiler.set_stance("force_eager")  # a compiled model rounds, and is slow to begin
     name = task.script.name
     try:
         runpy.run_path(str(task.script), run_name="__main__")
@@ -178,17 +186,19 @@ class WatchedRun(OwnRun):
 
     def epochs(self, num_epochs: int, *, state: Mapping[str, Any]) -> Iterator[int]:
         """Yield the epochs, the first two of them at least."""
-        modules = {name: one for name, one in state.items() if isinstance(one, nn.Module)}
-        if self._task.doubles:
-            for module in modules.values():
-                module.double()
-            for one in (o for o in state.values() if isinstance(o, torch.optim.Optimizer)):
+        for one in state.values():
+            if isinstance(one, torch.amp.GradScaler) and "_init_scale" in vars(one):
+                # Its search for a scale skips steps, other ones where a rank has less of the loss.
+                vars(one)["_init_scale"] = min(vars(one)["_init_scale"], _SCALE)
+            if isinstance(one, nn.Module) and self._task.doubles:
+                one.double()
+            if isinstance(one, torch.optim.Optimizer) and self._task.doubles:
                 for parameter in (p for group in one.param_groups for p in group["params"]):
                     parameter.data = parameter.data.double()
         # Where an epoch is all that the script wants, it is cut to a few batches here.
         for epoch in super().epochs(max(num_epochs, 2), state=state):
             if 0 not in self._trace.weights:
-                self._prepare(modules)
+                self._prepare()
             yield epoch
         self._finish()
 
@@ -203,13 +213,12 @@ class WatchedRun(OwnRun):
             few, places = _few(data, size.num_samples)
             self._report.num_samples = num_samples(data)
             self._report.found[GLOBAL_BATCH] = global_batch_size
-        inner = super().batches(few, global_batch_size, drop_last=drop_last, **more)
-        with closing(_closable(inner)) as batches:
+        inner: Any = super().batches(few, global_batch_size, drop_last=drop_last, **more)
+        with closing(inner) as batches:
             for batch in batches:
                 self._stop_after_enough()
                 self._begin(batch, places)
-                held = "dropout" in self._still
-                with Draws(self._seen, hold=held):
+                with Draws(self._seen, hold="dropout" in self._still):
                     try:
                         yield batch
                     finally:
@@ -219,7 +228,8 @@ class WatchedRun(OwnRun):
     def validation(self, data: Any, batch_size: int, **more: Any) -> Iterator[OwnBatch]:
         """Yield a few samples of the validation."""
         few, places = _few(data, 2 * self._task.most_ranks + 1)
-        with closing(_closable(super().validation(few, batch_size, **more))) as batches:
+        inner: Any = super().validation(few, batch_size, **more)
+        with closing(inner) as batches:
             for batch in batches:
                 self._convert(batch, places)
                 with Draws(self._in_validation, hold=False):
@@ -250,29 +260,28 @@ class WatchedRun(OwnRun):
 
     # --- what is kept of it
 
-    def _prepare(self, modules: Mapping[str, nn.Module]) -> None:
+    def _prepare(self) -> None:
         """Hold still what is to be held, before anything is computed."""
-        task = self._task
-        norms = {f"{n}.{of}": m for n, one in modules.items() for of, m in batch_norms(one).items()}
-        self._norms, self._report.found["BatchNorm"] = norms, [*norms]
+        task, modules = self._task, self._opened.modules()
+        self._norms = {
+            f"{name}.{of}": norm
+            for name, module in modules.items()
+            for of, norm in batch_norms(module).items()
+        }
         self._trace.weights[0] = self._weights()
-        for name, (mean, variance) in task.statistics.items() if "batchnorm" in self._still else ():
-            norm = norms.get(name)
-            if norm is not None and norm.running_mean is not None:
-                norm.running_mean.copy_(mean)
-                norm.running_var.copy_(variance)  # type: ignore[union-attr]
         if "batchnorm" in self._still:
-            freeze(norms.values())
-        if task.training.nudged:
-            for module in modules.values():
-                nudge(module, task.precision)
+            freeze(self._norms.values())
+        for name, norm in self._norms.items():
+            if "batchnorm" not in self._still:
+                norm.momentum = 1.0  # the statistics are then those of the last batch
+            elif norm.running_mean is not None and name in task.statistics:
+                norm.running_mean.copy_(task.statistics[name][0])
+                norm.running_var.copy_(task.statistics[name][1])  # type: ignore[union-attr]
+        for module in modules.values() if task.training.nudged else ():
+            nudge(module, task.precision)
 
     def _begin(self, batch: OwnBatch, places: Tensor | None) -> None:
         self._trace.begun = step = batch.step + 1
-        if step == 1 and self._task.looks:
-            self._momenta = {name: norm.momentum for name, norm in self._norms.items()}
-            for norm in self._norms.values():
-                norm.momentum = 1.0  # so that its statistics are those of this batch
         leaves = tree_leaves(batch.data)
         by_row = all(isinstance(one, Tensor) and one.shape[:1] == (batch.rows,) for one in leaves)
         marks = sample_hashes(batch.data) if by_row else [""] * batch.rows
@@ -287,14 +296,6 @@ class WatchedRun(OwnRun):
     def _end(self, step: int) -> None:
         self._note_draws()
         self._trace.weights[step] = self._weights()
-        if step == 1 and self._task.looks:
-            kept = ((n, m) for n, m in self._norms.items() if m.running_mean is not None)
-            self._report.found[STATISTICS] = {
-                name: (m.running_mean.clone(), m.running_var.clone())  # type: ignore[union-attr]
-                for name, m in kept
-            }
-            for name, momentum in self._momenta.items():
-                self._norms[name].momentum = momentum
 
     def _convert(self, batch: OwnBatch, places: Tensor | None) -> None:
         """Give a batch the places of its samples in all of the data, and wide numbers."""
@@ -327,7 +328,6 @@ class WatchedRun(OwnRun):
 
     def _note_precision(self) -> None:
         device = self._opened.world.device.type
-        self._kinds |= {p.dtype for p in self._opened.trained.values()}
         if torch.is_autocast_enabled(device):
             self._kinds.add(torch.get_autocast_dtype(device))
 
@@ -347,9 +347,13 @@ class WatchedRun(OwnRun):
             self._trace.losses.setdefault(step, self._passed.get(step, float("nan")))
         full = max(0, taken - 1 - (not self._size.drop_last))
         size = self._size if taken == self._size.steps else replace(self._size, full=full)
+        means = ((n, m.running_mean, m.running_var) for n, m in self._norms.items())
+        kinds = {p.dtype for p in self._opened.trained.values()}
         self._report.found |= {
             "size": size,
-            "precision": precision_of(self._kinds),
+            "precision": precision_of(self._kinds | kinds),
+            "BatchNorm": [*self._norms],
+            STATISTICS: {name: both for name, *both in means if both[0] is not None},
             "dropout": self._seen.draws,
             "state": self._seen.generators,
             "evaluation": self._in_validation.draws,
@@ -365,11 +369,6 @@ class WatchedRun(OwnRun):
 
 def _generators() -> tuple[object, object]:
     return random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
-
-
-def _closable(batches: Iterator[OwnBatch]) -> Generator[OwnBatch]:
-    assert isinstance(batches, Generator)
-    return batches
 
 
 def _size_of(data: Any, batch: int, drop_last: bool, most_ranks: int) -> TrainingSize:

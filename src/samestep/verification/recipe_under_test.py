@@ -5,6 +5,7 @@ difference that is left then has another cause.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp import grad_scaler
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
@@ -321,6 +323,8 @@ class Doubles(TorchFunctionMode):
             return torch.float64 if narrow else value
 
         kwargs = dict(kwargs or {})
+        if sys._getframe(1).f_code.co_filename == grad_scaler.__file__:  # noqa: SLF001
+            return func(*args, **kwargs)  # its kernels take a scale in float32, whatever it scales
         if func in _CASTS:
             return args[0].double()
         if func is not Tensor.view:  # it reads bits as another type

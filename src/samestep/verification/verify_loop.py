@@ -40,6 +40,7 @@ from samestep.verification.verify_recipe import (
     sizes_of,
 )
 
+_OTHERS = "; the other ranks"
 _MAIN = ShortTraining(name=MAIN)
 _OWN = ShortTraining(name=OWN_PRECISION, own_precision=True)
 _LOOK = ShortTraining(name=MAIN, free=ALL_KINDS)
@@ -77,7 +78,6 @@ def verify_loop(
         most_ranks=max(sizes),
         device=device,
         doubles=True,
-        looks=True,
     )
     try:
         evidence = _Starts(task, sizes, launch, tell).gather(quick=options.quick)
@@ -118,9 +118,7 @@ class _Starts:
         exact: Precision = found["precision"] if inexact else "fp64"
         rows: dict[Kind, str] = {"batchnorm": "BatchNorm", "dropout": "dropout", "state": "state"}
         present = frozenset(kind for kind, row in rows.items() if found[row])
-        self._task = replace(
-            self._task, looks=False, statistics=found.get(STATISTICS, {}), precision=exact
-        )
+        self._task = replace(self._task, statistics=found.get(STATISTICS, {}), precision=exact)
         free = [left_free(kind) for kind in KINDS if kind in present and several]
         alone = [_MAIN] * bool(present) + [ShortTraining(name=NUDGED, nudged=True)] * bool(inexact)
         for training in free:
@@ -129,7 +127,7 @@ class _Starts:
             else:  # all that differs by itself was free already
                 self._traces[0, training.name] = self._traces[0, MAIN]
         own = [] if inexact or quick else [_OWN]
-        self._total = 1 + len(alone) + len(free) + len(several) + len(own) * len(self._all)
+        self._total = 1 + len(alone) + len(free) + len(several) + 2 * len(own)
         for training in alone:
             self._take(one, training)
         for start in several:
@@ -138,7 +136,7 @@ class _Starts:
         chosen = exact
         for training in own:
             chosen = self._take(one, training)[0].found["precision"]
-            for start in several if chosen != exact else ():
+            for start in several[-1:] if chosen != exact else ():
                 self._take(start, training)
         return Evidence(
             facts=RecipeFacts(
@@ -193,7 +191,7 @@ class _Starts:
             (failure for report in reports for failure in report.failures),
             key=lambda failure: (failure.lost_peer, not failure.step),
         )
-        message = failures[0].message if failures else ended.message
+        message = failures[0].message if failures else ended.message.partition(_OTHERS)[0]
         mistake = failures[0].mistake if failures else ended.code == 2
         if size > 1 and mistake:
             self._ended[place] = message

@@ -150,20 +150,25 @@ def _gradients(evidence: Evidence) -> Check:
             for trace in traces
         )
         found = worst([found, *(difference(first, one, evidence.exact) for one in others)])
-    return measured(compared, found, evidence.exact)
+    where = {"first_step": found.first_step, "first_parameter": found.first_parameter}
+    cause = None
+    if found.largest > evidence.exact:
+        never = not any(_passes(evidence, start) for start in evidence.several)
+        cause = causes.NOT_ADDED_UP.of(
+            step=found.first_step,
+            parameter=found.first_parameter,
+            backward="run.backward was never called" if never else "What it steps is not named",
+        )
+    return cause_check(evidence, compared, cause, found.largest, **where)
 
 
 def _explain_gradients(evidence: Evidence) -> Cause | None:
-    check = _gradients(evidence)
-    passes = any(_passes(evidence, start) for start in evidence.several)
-    if check.status == "different":
-        backward = "What it steps is not named" if passes else "run.backward was never called"
-        where = {"step": check.first_step, "parameter": check.first_parameter}
-        return causes.NOT_ADDED_UP.of(backward=backward, **where)
+    if (check := _gradients(evidence)).cause.name:
+        return check.cause
+    never = not any(_passes(evidence, start) for start in evidence.several)
     compared = (evidence.compare(traces[0]) for _, traces in _traces(evidence))
-    if not passes and any(found.largest > evidence.exact for found in compared):
-        return causes.RANKS_AVERAGED
-    return None
+    apart = any(found.largest > evidence.exact for found in compared)
+    return causes.RANKS_AVERAGED if never and apart else None
 
 
 GRADIENTS = TableRow(name="gradients", answer=_gradients, explain=_explain_gradients)
@@ -195,7 +200,10 @@ def _explain_loss(evidence: Evidence) -> Cause | None:
             target = np.append(whole.gradient, whole.loss)
             terms = np.array([part.terms for part in shares])
             usual = terms / terms.sum()
-            if columns.shape[0] != len(target) or _apart(columns @ usual, target) <= rounding:
+            comparable = (
+                len(columns) == len(target) and np.isfinite(np.append(columns, target)).all()
+            )
+            if not comparable or _apart(columns @ usual, target) <= rounding:
                 continue
             weights = np.linalg.lstsq(columns, target, rcond=None)[0]
             return _by_weights(weights, usual, _apart(columns @ weights, target), rounding)
