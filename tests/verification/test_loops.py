@@ -1,8 +1,12 @@
 """`samestep verify loop.py`: scripts with a loop of their own, clean and with a planted bug."""
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from samestep.errors import UserError
+from samestep.verification.loop_on_rank import few_steps
 from tests.verification.forked import check, differing, verified_loop
 
 LOOP = """
@@ -136,6 +140,21 @@ def test_a_clean_loop_is_the_same_and_its_own_runs_are_left_alone(tmp_path, monk
     assert check(found, "3 ranks").difference < 1e-12
     assert (found.facts.size.steps, found.facts.size.rest) == (4, 10)
     assert not (tmp_path / "runs").exists()
+
+
+@given(st.integers(1, 200), st.integers(1, 80), st.booleans(), st.integers(1, 8))
+def test_the_samples_that_are_used_are_there_and_end_with_an_uneven_batch(
+    total, batch, drop_last, most_ranks
+):
+    size = few_steps(torch.zeros(total), batch, drop_last, most_ranks)
+    if drop_last and total < batch:
+        assert size.num_samples == total, "which is refused, with all of the numbers"
+        return
+    assert size.num_samples == size.full * batch + size.rest <= total
+    assert size.rest < batch
+    assert 2 <= size.steps <= 4
+    if total >= 2 * batch > 2 and not drop_last:
+        assert size.rest > 0 < size.full
 
 
 @pytest.mark.parametrize(("old", "new", "cause"), BUGS.values(), ids=BUGS)

@@ -208,7 +208,7 @@ class WatchedRun(OwnRun):
         """Yield the batches of a few samples, and keep each step; end the process after enough."""
         few, places = data, None
         if isinstance(global_batch_size, int) and global_batch_size > 0:
-            size = _size_of(data, global_batch_size, drop_last, self._task.most_ranks)
+            size = few_steps(data, global_batch_size, drop_last, self._task.most_ranks)
             self._size = self._size or size
             few, places = _few(data, size.num_samples)
             self._report.num_samples = num_samples(data)
@@ -371,7 +371,7 @@ def _generators() -> tuple[object, object]:
     return random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
 
 
-def _size_of(data: Any, batch: int, drop_last: bool, most_ranks: int) -> TrainingSize:
+def few_steps(data: Any, batch: int, drop_last: bool, most_ranks: int) -> TrainingSize:
     """Return the smallest training that has an uneven last batch, and goes on after it."""
     total = num_samples(data)
     full = min(total // batch, 3 if drop_last else 2)
@@ -379,7 +379,7 @@ def _size_of(data: Any, batch: int, drop_last: bool, most_ranks: int) -> Trainin
     if not rest and not drop_last and full > 1:
         full, rest = full - 1, batch - 1
     return TrainingSize(
-        num_samples=full * batch + rest,
+        num_samples=full * batch + rest or total,
         global_batch=batch,
         rest=rest,
         full=full,

@@ -16,7 +16,7 @@ from samestep.settings import Precision, Settings
 from samestep.training.side_effects import ALL_KINDS, KINDS, Kind
 from samestep.verification.evidence import Evidence
 from samestep.verification.loop_on_rank import STATISTICS, LoopTask
-from samestep.verification.rows.loop import LOOP_ROWS
+from samestep.verification.rows.own_loop import LOOP_ROWS
 from samestep.verification.short_trainings import (
     MAIN,
     NUDGED,
