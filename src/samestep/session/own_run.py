@@ -3,11 +3,11 @@
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -94,6 +94,9 @@ class OwnRun:
 
     What ranks other than 0 print goes to `rank-N.log` in the run directory.
     """
+
+    opened_as: ClassVar[Callable[[Options], "OwnRun"] | None] = None
+    """What `open_run` opens in this process instead: `samestep verify` watches a run's steps."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -817,4 +820,4 @@ def open_run(
     own = {"settings": plain(kept), "name": name or Path(sys.argv[0]).stem or "own_loop"}
     if not isinstance(may_change, str):
         own["may_change"] = {*may_change, *is_path}
-    return OwnRun(Options(**{**arguments, **own}))
+    return (OwnRun.opened_as or OwnRun)(Options(**{**arguments, **own}))

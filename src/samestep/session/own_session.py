@@ -235,7 +235,7 @@ class OwnSession:
             run_dir=self.path,
             parameters=parameters,
             **sizes,
-            precision=_precision({p.dtype for p in parameters}),
+            precision=precision_of({p.dtype for p in parameters}),
             lower_is_better=["loss"],
             resumed=resume is not None,
         )
@@ -373,7 +373,7 @@ class OwnSession:
         self.session.close()
 
 
-def _precision(kinds: set[torch.dtype]) -> str:
+def precision_of(kinds: set[torch.dtype]) -> str:
     """Return the least precise type of the weights, by which `compare` knows their rounding."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         if dtype in kinds:
