@@ -239,11 +239,7 @@ class WatchedRun(OwnRun):
                     yield batch
 
     def backward(
-        self,
-        loss: Tensor,
-        *trained: Trained,
-        terms: float | Tensor | None = None,
-        retain_graph: bool = False,
+        self, loss: Tensor, *trained: Trained, terms: float | Tensor | None = None, **more: Any
     ) -> Tensor:
         """Keep the loss and the gradient of this rank's share, then do as asked."""
         self._note_draws()
@@ -257,7 +253,7 @@ class WatchedRun(OwnRun):
             own = batch.rows if terms is None else float(terms)
             mine = Pass(float(loss), own * (batch.weight > 0), np.concatenate(parts))
             self._report.found.setdefault(PASSES, []).append(mine)
-        total = super().backward(loss, *trained, terms=terms, retain_graph=retain_graph)
+        total = super().backward(loss, *trained, terms=terms, **more)
         self._passed.setdefault(step, float(total))
         return total
 
