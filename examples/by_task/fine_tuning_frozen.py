@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from samestep import Recipe, Splits
-from samestep.settings import Settings
+from samestep import Recipe, Settings, Splits
 
 
 def stripes(number: int, seed: int, classes: int) -> tuple[Tensor, Tensor]:

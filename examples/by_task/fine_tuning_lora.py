@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as attention
 
 from samestep import Recipe, Splits
 
@@ -27,9 +27,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.word(words) + self.place.weight[: words.shape[1]]
-        return self.net(
-            x + scaled_dot_product_attention(*self.qkv(x).chunk(3, 2), is_causal=True)
-        ).mT
+        return self.net(x + attention(*self.qkv(x).chunk(3, dim=2), is_causal=True)).mT
 
 
 class LoRA(nn.Module):
@@ -48,7 +46,7 @@ def model() -> nn.Module:
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for inputs, targets in zip(*(one.split(50) for one in texts(5000, 2, step=1)), strict=True):
         optimizer.zero_grad()
-        cross_entropy(model(inputs), targets).backward()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
     model.qkv = LoRA(model.requires_grad_(False).qkv)
     return model
