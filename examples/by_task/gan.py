@@ -21,16 +21,16 @@ def discs(number: int) -> Tensor:
 
 def generator() -> nn.Module:
     return nn.Sequential(
-        *(nn.Unflatten(1, (NOISE, 1, 1)), nn.ConvTranspose2d(NOISE, 64, 4), nn.GroupNorm(4, 64)),
-        *(nn.ReLU(), nn.ConvTranspose2d(64, 1, 4, stride=2, padding=1), nn.Tanh()),
+        *(nn.Unflatten(1, (NOISE, 1, 1)), nn.ConvTranspose2d(NOISE, 32, 4), nn.GroupNorm(4, 32)),
+        *(nn.ReLU(), nn.ConvTranspose2d(32, 1, 4, stride=2, padding=1), nn.Tanh()),
     )
 
 
 def discriminator() -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(1, 32, 4, stride=2, padding=1), nn.LeakyReLU(0.2)),
-        *(nn.Conv2d(32, 64, 4, stride=2, padding=1), nn.LeakyReLU(0.2)),
-        *(nn.Flatten(), nn.Linear(64 * 2 * 2, 1)),
+        *(nn.Conv2d(1, 16, 4, stride=2, padding=1), nn.LeakyReLU(0.2)),
+        *(nn.Conv2d(16, 32, 4, stride=2, padding=1), nn.LeakyReLU(0.2)),
+        *(nn.Flatten(), nn.Linear(32 * 2 * 2, 1)),
     )
 
 
@@ -38,8 +38,8 @@ def main() -> None:
     with samestep.open_run(*sys.argv[1:2], seed=0, resume=True) as run:
         images = discs(1000)
         g, d = run.place(generator()), run.place(discriminator())
-        g_opt, d_opt = (torch.optim.Adam(m.parameters(), 1e-3, betas=(0.5, 0.9)) for m in (g, d))
-        for epoch in run.epochs(12, state={"g": g, "d": d, "g_opt": g_opt, "d_opt": d_opt}):
+        g_opt, d_opt = (torch.optim.Adam(m.parameters(), 2e-3, betas=(0.5, 0.9)) for m in (g, d))
+        for epoch in run.epochs(10, state={"g": g, "d": d, "g_opt": g_opt, "d_opt": d_opt}):
             for batch in run.batches(images, 50):
                 fake = g(batch.normal(NOISE))
                 d_loss = (softplus(-d(batch.data)) + softplus(d(fake.detach()))).mean()

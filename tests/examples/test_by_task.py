@@ -20,7 +20,7 @@ from tests.verification.forked import verified
 
 BY_TASK = scripts.EXAMPLES / "by_task"
 RECIPES = {
-    # What it has to beat, as its validation measures it; (…, True) where less is better.
+    # What is measured by its validation, and what it has to beat.
     "classification": ("accuracy", 0.5),
     "detection": ("f1", 0.3),
     "diffusion": ("error", 0.7),  # 1 of no noise
@@ -36,22 +36,22 @@ RECIPES = {
     "vae": ("error", 0.1),  # 0.16 of the mean image
 }
 FALLING = ("diffusion", "multi_task", "regression", "vae")
-LOOPS = {"gan": 12, "reinforcement_learning": 8, "time_series": 5}
-"""Own loops, and how many epochs they have."""
+LOOPS = {"gan": 1e-6, "reinforcement_learning": 1e-9, "time_series": 1e-6}
+"""Own loops, and what rounding of 1e-16 grows to in their training: each multiplies it."""
 
 
 def script(name: str) -> Path:
     return BY_TASK / f"{name}.py"
 
 
-def marked(names, slow=()):
-    graphs = {"graph": needs("torch_geometric")}
-    return [
-        pytest.param(
-            n, marks=[graphs[n]] if n in graphs else [pytest.mark.slow] if n in slow else []
-        )
-        for n in names
-    ]
+QUICK = ("classification", "fine_tuning_lora", "graph", "regression", "text_classification", "vae")
+
+
+def marked(quick):
+    """Return all recipes, of which these alone run by default."""
+    needed = {"graph": [needs("torch_geometric")]}
+    slow = {name: [] if name in quick else [pytest.mark.slow] for name in RECIPES}
+    return [pytest.param(n, marks=[*slow[n], *needed.get(n, [])]) for n in RECIPES]
 
 
 def test_every_file_is_listed_here_and_on_the_page_and_has_at_most_60_lines():
@@ -62,7 +62,7 @@ def test_every_file_is_listed_here_and_on_the_page_and_has_at_most_60_lines():
     assert all(f"../examples/by_task/{name}.py" in page for name in files)
 
 
-@pytest.mark.parametrize("name", marked(RECIPES))
+@pytest.mark.parametrize("name", marked(("regression", "text_classification")))
 def test_verify_finds_the_same_training_on_one_two_and_three_ranks(name, tmp_path):
     found = verified(script(name), folder=tmp_path, sizes=(1, 2, 3), lightning=False)
     assert found.same, [(row.name, row.cause) for row in found.checks if not row.passed]
@@ -70,7 +70,7 @@ def test_verify_finds_the_same_training_on_one_two_and_three_ranks(name, tmp_pat
     assert accepted == ({"dropout"} if name == "text_classification" else set())
 
 
-@pytest.mark.parametrize("name", marked(RECIPES))
+@pytest.mark.parametrize("name", marked(QUICK))
 def test_a_recipe_learns_and_goes_on_from_the_middle_of_an_epoch_to_the_same_bits(name, tmp_path):
     flags = ("--virtual-ranks", "2", "--log-every", "1", "--seed", "0", "--threads", "1")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -83,7 +83,7 @@ def test_a_recipe_learns_and_goes_on_from_the_middle_of_an_epoch_to_the_same_bit
     tiny.assert_same_training(stopped, whole, 0)
     metric, baseline = RECIPES[name]
     *_, last = (r for r in read_records(whole) if r["event"] == "evaluation")
-    assert (last["metrics"][metric] < baseline) == (name in FALLING), last
+    assert (last[metric] < baseline) == (name in FALLING), last
 
 
 @pytest.fixture(scope="module", params=LOOPS)
@@ -98,7 +98,7 @@ def loop(request, tmp_path_factory) -> tuple[str, Path]:
 def test_a_loop_is_the_same_on_more_ranks(loop, ranks, tmp_path):
     name, alone = loop
     scripts.run(script(name), "run", world_size=ranks, folder=tmp_path)
-    same.assert_same(tmp_path / "run", alone)
+    same.assert_same(tmp_path / "run", alone, LOOPS[name])
 
 
 def test_a_loop_goes_on_from_the_step_it_was_stopped_at_to_the_same_bits(loop, tmp_path):
@@ -113,7 +113,6 @@ def test_a_loop_goes_on_from_the_step_it_was_stopped_at_to_the_same_bits(loop, t
 def test_a_loop_learns(loop):
     name, alone = loop
     epochs = [r for r in same.account(alone) if r["event"] == "epoch"]
-    assert len(epochs) == LOOPS[name]
     if name == "reinforcement_learning":
         assert epochs[-1]["steps"] > 2 * epochs[0]["steps"]
     elif name == "time_series":
