@@ -50,7 +50,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 run.backward(loss, models)
                 optimizer.step()
-                run.log(loss=loss, steps=stands.sum(dim=1).float().mean())
+                run.log(loss=loss, steps=stands.sum() / batch.rows)
             print(f"epoch {epoch + 1}: stands for {run.means['steps']:.1f} of {STEPS} steps")
 
 
