@@ -53,8 +53,8 @@ def nt_xent(outputs: Tensor, _: Tensor) -> Tensor:
 
 recipe = Recipe(
     model=Encoder,
-    data=lambda: Splits(train=Views(1000, 0), validation=Views(128, 1)),
+    data=lambda: Splits(train=Views(800, 0), validation=Views(128, 1)),
     loss=nt_xent,
     loss_over="batch",
-    settings={"epochs": 6, "batch_size": 64, "lr": 3e-3},
+    settings={"epochs": 4, "batch_size": 64, "lr": 5e-3},
 )

@@ -36,11 +36,11 @@ def discriminator() -> nn.Module:
 
 def main() -> None:
     with samestep.open_run(*sys.argv[1:2], seed=0, resume=True) as run:
-        images = discs(1000)
+        images = discs(600)
         g, d = run.place(generator()), run.place(discriminator())
         g_opt, d_opt = (torch.optim.Adam(m.parameters(), 2e-3, betas=(0.5, 0.9)) for m in (g, d))
         for epoch in run.epochs(10, state={"g": g, "d": d, "g_opt": g_opt, "d_opt": d_opt}):
-            for batch in run.batches(images, 50):
+            for batch in run.batches(images, 40):
                 fake = g(batch.normal(NOISE))
                 d_loss = (softplus(-d(batch.data)) + softplus(d(fake.detach()))).mean()
                 d_opt.zero_grad()

@@ -99,7 +99,8 @@ def loop(request, tmp_path_factory) -> tuple[str, Path]:
 def test_a_loop_is_the_same_on_more_ranks(loop, ranks, tmp_path):
     name, alone = loop
     scripts.run(script(name), "run", world_size=ranks, folder=tmp_path)
-    same.assert_same(tmp_path / "run", alone, LOOPS[name])
+    for one, other in zip(same.account(tmp_path / "run"), same.account(alone), strict=True):
+        assert one == pytest.approx(other, rel=0, abs=LOOPS[name])
 
 
 def test_a_loop_goes_on_from_the_step_it_was_stopped_at_to_the_same_bits(loop, tmp_path):
@@ -122,11 +123,11 @@ def test_a_loop_learns(loop):
         assert held_out["loss"] < 0.1 * held_out["as_before"]
     else:
         made = runpy.run_path(str(script(name)))
-        generator = made["generator"]().double()
-        noise = torch.randn(500, made["NOISE"], 1, 1, dtype=torch.float64)
-        generator_off = []
+        generator, discs = made["generator"]().double(), made["discs"](500).mean(dim=0)
+        off = []
         for state in (generator.state_dict(), scripts.weights(alone)["g"]):
             generator.load_state_dict(state)
-            off = generator(noise.flatten(1)).mean(dim=0) - made["discs"](500).mean(dim=0)
-            generator_off.append(float(off.abs().mean()))
-        assert generator_off[1] < 0.3 * generator_off[0]
+            with torch.no_grad():
+                drawn = generator(torch.randn(500, made["NOISE"], dtype=torch.float64))
+            off.append(float((drawn.mean(dim=0) - discs).abs().mean()))
+        assert off[1] < 0.3 * off[0]
