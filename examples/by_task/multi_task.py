@@ -36,15 +36,18 @@ class TwoHeads(nn.Module):
         return {"shape": self.shape(hidden), "frequency": self.frequency(hidden).squeeze(1)}
 
 
-def loss(outputs: Targets, targets: Targets) -> Tensor:
-    shape = nn.functional.cross_entropy(outputs["shape"], targets["shape"])
-    return shape + 0.5 * nn.functional.mse_loss(outputs["frequency"], targets["frequency"])
+def loss(outputs: Targets, targets: Targets) -> Targets:
+    return {
+        "shape_loss": nn.functional.cross_entropy(outputs["shape"], targets["shape"]),
+        "frequency_loss": nn.functional.mse_loss(outputs["frequency"], targets["frequency"]),
+    }
 
 
 recipe = Recipe(
     model=TwoHeads,
     data=lambda: Splits(train=waves(1500, 0), validation=waves(200, 1)),
     loss=loss,
+    loss_weights={"frequency_loss": 0.5},
     metrics={
         "accuracy": lambda outputs, targets: outputs["shape"].argmax(1) == targets["shape"],
         "error": lambda outputs, targets: (outputs["frequency"] - targets["frequency"]).abs(),
