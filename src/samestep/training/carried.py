@@ -72,6 +72,10 @@ class Carried:
         self._left: dict[int, Any] = {}
         """First slot → what the forward of these samples has left, until the step is over."""
 
+    def alone(self, slots: int) -> "Carried":
+        """Return new state for so many slots on one rank, to try a step."""
+        return Carried(self._carry, slots, World(), self._dtype, self._seed)
+
     def begin(self, first_step: int, size: int, step: int) -> None:
         """Lay out the rows for a step of `size` samples; all ranks call it.
 
