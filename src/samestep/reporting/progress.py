@@ -254,7 +254,7 @@ class Screen:
         if plan["lr_scaling"] != "none":
             ratio = plan["lr"] / plan["base_lr"]
             lr += f" = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
-        order = f", {o}" if (o := plan.get("order", "shuffled")) != "shuffled" else ""
+        order = f", order: {o}" if (o := plan.get("order", "shuffled")) != "shuffled" else ""
         known = plan["num_samples"]
         samples = "a stream" if known is None else f"{known:,} training samples"
         batch = f"{plan['global_batch_size']} samples a step = {parts}"
