@@ -19,6 +19,7 @@ import samestep
 from samestep import UserError, read_records
 from tests.api.recipes import Interrupts, made
 from tests.command_line import RECIPE, read_json, run, train_here
+from tests.session.scripts import EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -232,6 +233,8 @@ REFUSED = {
     "an empty target": lambda: samestep.train(""),
     "a choice that there is not": lambda: samestep.train(made(), compile=True),
     "numbers of ranks as nproc": lambda: samestep.verify(made(), nproc=2),
+    "a setting of a script": lambda: samestep.verify(EXAMPLES / "gan.py", epochs=2),
+    "a script's arguments of a recipe": lambda: samestep.verify(made(), arguments=["2"]),
     "a tolerance that is text": lambda: samestep.verify(made(), tolerance="x"),
     "no path to load": lambda: samestep.load(None),
     "a list to load": lambda: samestep.load(["runs/a"]),
@@ -319,8 +322,10 @@ def test_a_script_with_a_loop_of_its_own_is_not_run_as_a_recipe(here, refused):
         "import pathlib, samestep\npathlib.Path('ran').touch()\n"
         "with samestep.open_run('runs/mine') as run:\n    pass\n"
     )
-    for verb in ("train", "verify", "explain"):
-        assert "torchrun" in refused(verb, "loop.py")
+    for verb in ("train", "scale", "explain"):
+        message = refused(verb, "loop.py")
+        assert "torchrun" in message
+        assert "samestep verify" in message
     with pytest.raises(UserError, match=r"python loop\.py"):
         samestep.train("loop.py")
     assert not (here / "ran").exists()

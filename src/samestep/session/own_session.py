@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import Signals
@@ -26,6 +26,7 @@ from samestep.run.index import find_checkpoint
 from samestep.run.records import Record
 from samestep.session import own_state
 from samestep.session.build import load_newest
+from samestep.session.gradients import parameters_in
 from samestep.session.own_state import Means, Stateful, added_up
 from samestep.session.recipe_changes import script_changes
 from samestep.session.session import (
@@ -40,6 +41,7 @@ from samestep.session.session import (
 )
 from samestep.settings import Backend, Device, Settings, free_names
 from samestep.training.alike import check_weights, seed_alike
+from samestep.training.carried import Carried, Carry
 from samestep.training.meter import Clock
 from samestep.training.prepare import share_buffers
 from samestep.training.stopping import Agreement, Watch, catch_signals
@@ -99,6 +101,10 @@ class OwnSession:
         self.position = Position()
         self.order: dict[str, Any] = {}
         """What the order of the samples depends on; empty until the data is open."""
+        self.carried: Carried | None = None
+        """State of each slot of the global batch, where the script carries any."""
+        self.carried_before: Any = None
+        """That of the checkpoint which the run goes on from."""
         self.values: dict[str, Any] = {}
         """Numbers and texts that the script keeps, by name."""
         self.watch: Watch | None = None
@@ -114,6 +120,8 @@ class OwnSession:
         self.clock = Clock(self.position)
         self.trained: dict[str, Tensor] = {}
         """The weights of the modules in `state`, and what else `run.backward` was given."""
+        self.passed: list[Sequence[Tensor] | torch.optim.Optimizer] = []
+        """Of the running batch: what each `run.backward` was for, and which optimizers stepped."""
         self._resumed: tuple[str, list[str]] | None = None
         self._saved_at: tuple[int, int] | None = None  # epochs and steps of the newest checkpoint
         self._signals = catch_signals()
@@ -121,7 +129,7 @@ class OwnSession:
         self.agreement = Agreement(self.world, self.received)
         # Autocast keeps casts of the weights until its outermost context ends, and that may be
         # around the whole loop: forget them whenever the weights have changed.
-        self._hook = register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
+        self._hook = register_optimizer_step_post_hook(self._has_stepped)
         seed_alike(options.seed)
 
     def _choose_path(self) -> Path:
@@ -133,6 +141,27 @@ class OwnSession:
         elif not named:
             say(self.world, f"{path} is a new run: to go on with it, name it in open_run.")
         return path
+
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        torch.clear_autocast_cache()
+        self.passed.append(optimizer)
+
+    def is_accumulating(self) -> bool:
+        """Whether an optimizer of the state has not applied gradients of this batch yet.
+
+        Those that are NaN or infinite do not count, as a GradScaler leaves out that step.
+        """
+        waiting: dict[int, Tensor] = {}
+        for one in self.passed:
+            if isinstance(one, torch.optim.Optimizer):
+                for p in parameters_in(one):
+                    waiting.pop(id(p), None)
+            else:
+                waiting |= {id(p): p for p in one}
+        stepping = [one for one in self.state.values() if isinstance(one, torch.optim.Optimizer)]
+        grads = [p.grad for one in stepping for p in parameters_in(one) if id(p) in waiting]
+        total = sum(float(grad.detach().abs().sum()) for grad in grads if grad is not None)
+        return 0 < total < math.inf
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules of the state."""
@@ -170,8 +199,15 @@ class OwnSession:
         self.values.update(saved.get("own", {}))
         self.watch = Watch(**saved["watch"]) if saved.get("watch") else None
         self.finished = saved.get("finished")
+        self.carried_before = saved.get("carried")
 
-    def _content(self, sums: list[Any]) -> dict[str, Any]:
+    def carry(self, function: Carry, slots: int) -> None:
+        """Carry state with a row for each slot of the global batch, from now on."""
+        if self.carried is None:
+            self.carried = Carried(function, slots, self.world, None, self.options.seed)
+            self.carried.load(self.carried_before)
+
+    def _content(self, sums: list[Any], carried: Any) -> dict[str, Any]:
         return {
             "format": checkpoints.FORMAT,
             "program": self.options.name,
@@ -183,6 +219,7 @@ class OwnSession:
             "own": own_state.checked_values(self.values),
             "watch": self.watch and asdict(self.watch),
             "finished": self.finished,
+            **({} if carried is None else {"carried": carried}),
         }
 
     def begin(self, order: dict[str, Any], sizes: Record) -> None:
@@ -211,7 +248,7 @@ class OwnSession:
             run_dir=self.path,
             parameters=parameters,
             **sizes,
-            precision=_precision({p.dtype for p in parameters}),
+            precision=precision_of({p.dtype for p in parameters}),
             lower_is_better=["loss"],
             resumed=resume is not None,
         )
@@ -297,9 +334,10 @@ class OwnSession:
         self.means.read()  # values that wait on the device belong to the sums
         self.check_weights()
         sums = self.world.gather(self.means.sums)
+        carried = None if self.carried is None else self.carried.state()
         record = self.world.on_main(
             lambda: self.session.save(
-                self._content(sums),
+                self._content(sums, carried),
                 position,
                 metric=self.metric,
                 watch=self.watch,
@@ -349,7 +387,7 @@ class OwnSession:
         self.session.close()
 
 
-def _precision(kinds: set[torch.dtype]) -> str:
+def precision_of(kinds: set[torch.dtype]) -> str:
     """Return the least precise type of the weights, by which `compare` knows their rounding."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         if dtype in kinds:
