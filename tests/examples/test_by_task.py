@@ -46,7 +46,7 @@ def script(name: str) -> Path:
     return BY_TASK / f"{name}.py"
 
 
-QUICK = ("classification", "fine_tuning_lora", "graph", "regression", "text_classification", "vae")
+QUICK = ("classification", "fine_tuning_lora", "graph", "regression", "vae")
 
 
 def marked(quick):
@@ -68,8 +68,14 @@ def test_every_file_is_listed_here_and_on_the_page_and_has_at_most_60_lines():
 def test_verify_finds_the_same_training_on_one_two_and_three_ranks(name, tmp_path):
     found = verified(script(name), folder=tmp_path, sizes=(1, 2, 3), lightning=False)
     assert found.same, [(row.name, row.cause) for row in found.checks if not row.passed]
-    accepted = {row.name for row in found.checks if row.status == "accepted"}
-    assert accepted == ({"dropout"} if name == "text_classification" else set())
+    by_status = {row.status: set() for row in found.checks}
+    for row in found.checks:
+        by_status[row.status].add(row.name)
+    by_status["skipped"] -= {"lightning"}
+    by_status.pop("same")
+    # Outputs are one per node, or a loss is made over the batch: parts of it say nothing.
+    expected = {"skipped": {"loss"} if name in ("contrastive", "graph") else set()}
+    assert by_status == expected | ({"accepted": {"dropout"}} if "text" in name else {})
 
 
 @pytest.mark.parametrize("name", marked(QUICK))
