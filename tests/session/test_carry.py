@@ -65,6 +65,25 @@ def test_it_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path):
     assert losses(anew)[1] != pytest.approx(losses(straight)[1], rel=1e-6)
 
 
+def test_one_state_a_rank_goes_on_on_as_many_ranks(tmp_path):
+    of_rank = (
+        "def new_hidden(rows):\n    return torch.zeros(rows, 6)",
+        "def new_hidden():\n    return torch.full((), run.rank + 1.0)",
+    )
+    used = ("run.carry.unsqueeze(0)", "torch.zeros(1, len(x), 6)")
+    left = ("run.carry = hidden.squeeze(0)", "hidden, run.carry = run.carry, run.carry * 2")
+    logged = ("run.log(loss=loss)", "run.log(loss=loss, hidden=hidden)")
+    script = written(tmp_path, of_rank, used, left, logged)
+    strike = scripts.Strike(4, signal.SIGKILL, rank=None)
+    ranks = scripts.start(script, world_size=2, folder=tmp_path, strike=strike)
+    assert ranks.wait() == [-signal.SIGKILL] * 2
+    scripts.run(script, world_size=2, folder=tmp_path)
+    steps = events(tmp_path / "run", "step")
+    shares = [(4, 3)] * 6 + [(3, 2)]  # of 7, and of the last 5 samples of an epoch
+    means = [(a + 2 * b) * 2**k / (a + b) for k, (a, b) in enumerate(shares)] * 2
+    assert [step["hidden"] for step in steps] == pytest.approx(means, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     "change",
     [

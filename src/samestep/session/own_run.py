@@ -30,6 +30,7 @@ from samestep.session.gradients import (
     parameters_of,
     weight_of,
 )
+from samestep.session.own_carry import RankState, SlotState
 from samestep.session.own_data import Drawn, OpenedData, OwnBatch
 from samestep.session.own_gather import close_gather, open_gather
 from samestep.session.own_session import Options, OwnSession
@@ -44,7 +45,7 @@ from samestep.training.alike import (
     seed_torch,
     seed_update,
 )
-from samestep.training.carried import Carried, Carry
+from samestep.training.carried import Carry
 from samestep.training.meter import Clock
 from samestep.training.plan import is_recorded, steps_between_records
 from samestep.training.prepare import share_buffers
@@ -433,7 +434,9 @@ class OwnRun:
             weights: a number for each sample, or data → these numbers, with order="weighted".
             carry: rows → tensors with a row for each slot of the global batch, or a tree of them,
                 for what `run.carry` has of this batch's slots. An epoch begins anew; with a
-                parameter `carried` it is given what the epoch before has left, or None.
+                parameter `carried` it is given what the epoch before has left, or None. A
+                function without rows makes one state for each rank, which only as many ranks go
+                on from.
 
         Raises:
             UserError: it is called outside of an epoch, or twice within one, or the run was begun
@@ -628,26 +631,21 @@ class OwnRun:
             UserError: it is used outside of a batch of the training, or `batches` got no `carry`;
                 or the assigned state has other rows or another shape.
         """
-        carried, slots = self._carried_slots()
-        if slots is None:  # samples that only stand in: no one keeps their state
-            return carried.new(self._current("run.carry").rows)
-        return carried.given(slots)
+        return self._carried("run.carry").of(self._current("run.carry"))
 
     @carry.setter
     def carry(self, state: Any) -> None:
-        carried, slots = self._carried_slots()
-        if slots is not None:
-            carried.leave(slots, state, lambda: "run.carry was given")
+        self._carried("run.carry").leave(self._current("run.carry"), state)
 
-    def _carried_slots(self) -> tuple[Carried, range | None]:
-        batch, own = self._current("run.carry", trains=True), self._opened
-        if own.carried is None:
+    def _carried(self, what: str) -> SlotState | RankState:
+        self._current(what, trains=True)
+        carried = self._opened.carried
+        if carried is None:
             raise UserError(
-                "run.carry: nothing is carried. Give run.batches(…, carry=f) a function f(rows) "
-                "that makes the state of so many slots."
+                f"{what}: nothing is carried. Give run.batches(…, carry=f) a function f(rows) that "
+                "makes the state of so many slots."
             )
-        first = own.carried.first_of(own.world.rank)
-        return own.carried, range(first, first + batch.rows) if batch.weight else None
+        return carried
 
     def backward(
         self,

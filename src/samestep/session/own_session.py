@@ -27,6 +27,7 @@ from samestep.run.records import Record
 from samestep.session import own_state
 from samestep.session.build import load_newest
 from samestep.session.gradients import parameters_in
+from samestep.session.own_carry import RankState, SlotState, carried_state
 from samestep.session.own_state import Means, Stateful, added_up
 from samestep.session.recipe_changes import script_changes
 from samestep.session.session import (
@@ -41,7 +42,7 @@ from samestep.session.session import (
 )
 from samestep.settings import Backend, Device, Settings, free_names
 from samestep.training.alike import check_weights, seed_alike
-from samestep.training.carried import Carried, Carry
+from samestep.training.carried import Carry
 from samestep.training.meter import Clock
 from samestep.training.prepare import share_buffers
 from samestep.training.stopping import Agreement, Watch, catch_signals
@@ -101,8 +102,8 @@ class OwnSession:
         self.position = Position()
         self.order: dict[str, Any] = {}
         """What the order of the samples depends on; empty until the data is open."""
-        self.carried: Carried | None = None
-        """State of each slot of the global batch, where the script carries any."""
+        self.carried: SlotState | RankState | None = None
+        """State of each slot of the global batch, or of each rank, where the script carries any."""
         self.carried_before: Any = None
         """That of the checkpoint which the run goes on from."""
         self.values: dict[str, Any] = {}
@@ -202,9 +203,9 @@ class OwnSession:
         self.carried_before = saved.get("carried")
 
     def carry(self, function: Carry, slots: int) -> None:
-        """Carry state with a row for each slot of the global batch, from now on."""
+        """Carry state of each slot of the global batch, or of each rank, from now on."""
         if self.carried is None:
-            self.carried = Carried(function, slots, self.world, None, self.options.seed)
+            self.carried = carried_state(function, slots, self.world, self.options.seed)
             self.carried.load(self.carried_before)
 
     def _content(self, sums: list[Any], carried: Any) -> dict[str, Any]:
