@@ -30,9 +30,11 @@ def main() -> None:
     with samestep.open_run(*sys.argv[1:2], seed=0, resume=True) as run:
         train, held_out = series(90), series(30)
         model = run.place(Forecast())
-        optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), max_iter=10, line_search_fn="strong_wolfe"
+        )
         mse = nn.functional.mse_loss
-        for epoch in run.epochs(5, state={"model": model, "optimizer": optimizer}):
+        for epoch in run.epochs(10, state={"model": model, "optimizer": optimizer}):
             for batch in run.batches(train, len(train[0])):  # all of it: LBFGS wants no noise
                 values, following = batch.data
 

@@ -16,7 +16,7 @@ from tests import tiny
 from tests.faults import Fault
 from tests.needs import needs
 from tests.session import same, scripts
-from tests.verification.forked import verified
+from tests.verification.forked import verified, verified_loop
 
 BY_TASK = scripts.EXAMPLES / "by_task"
 RECIPES = {
@@ -91,6 +91,13 @@ def test_a_recipe_learns_and_goes_on_from_the_middle_of_an_epoch_to_the_same_bit
     metric, baseline = RECIPES[name]
     *_, last = (r for r in read_records(whole) if r["event"] == "evaluation")
     assert (last[metric] < baseline) == (name in FALLING), last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_verify_finds_the_same_loop_on_one_two_and_three_ranks(name, tmp_path):
+    found = verified_loop(script(name), folder=tmp_path, sizes=(1, 2, 3), quick=False)
+    assert found.same, [(row.name, row.cause) for row in found.checks if not row.passed]
 
 
 @pytest.fixture(scope="module", params=LOOPS)
