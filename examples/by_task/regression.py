@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samestep import Recipe, Splits
 
@@ -50,5 +51,6 @@ recipe = Recipe(
     metrics={"error": absolute},
     lower_is_better=("error",),
     baselines=baselines,
-    settings={"epochs": 8, "batch_size": 64, "lr": 5e-3, "schedule": "cosine"},
+    schedule=lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.3, patience=0),
+    settings={"epochs": 10, "batch_size": 64, "lr": 5e-3},
 )

@@ -174,7 +174,10 @@ class _Start:
         settings = settings_of(training, self._request.settings, self._facts, num_ranks, run)
         if self._world.device.type != "cuda":
             settings = replace(settings, sync_batchnorm=False)
-        few = self._few if training.evaluates else replace(self._few, validation=None)
+        # A schedule may follow what is validated; else only some trainings take that time.
+        follows = {"optimizer", "metrics"}.intersection(self._recipe.schedule_asks())
+        evaluates = training.evaluates or bool(follows)
+        few = self._few if evaluates else replace(self._few, validation=None)
         unused = [] if settings.allows_unused else unused_parameters(self._facts)
         inner = self._recipe
 
