@@ -1,0 +1,216 @@
+"""Train public PyTorch scripts beside their ports, on the same batches, and write a table.
+
+    python benchmarks/ports.py FOLDER [NAME ...] [--world-sizes 1 2 3]
+
+FOLDER/NAME/ holds `original.py`, a copy of a script that somebody else wrote, and `port.py`, the
+same training as a recipe or as a loop of its own (`port.py RUN_DIR`). The original has a function
+`run(epochs)` that returns the loss of each step: `epochs` is a list of `Epoch`, each a batch sampler
+for its DataLoader, and what the script draws for its samples comes from `epoch.batch`.
+
+No such script is kept here, only `results/ports.json` and `ports.md`. Names choose the rows that
+are measured, and --parts what of them; the rest stays as it was.
+"""
+
+import argparse
+import ast
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import machine
+
+from samestep.data.keyed_random import mix
+from samestep.data.order import epoch_order, step_range
+from samestep.recipe_source import opens_run
+from samestep.session.own_data import OwnBatch
+from samestep.training.alike import seed_alike, seed_torch
+
+RESULTS = Path(__file__).parent / "results"
+PARTS = ("losses", "verify", "speed")
+SEED, CPU, TIMEOUT_S = 0, torch.device("cpu"), 900
+
+NOTES = """\
+Both begin with the same weights and take the same batches; each step seeds dropout alike. A
+difference is the largest relative one of any step's loss: of the port on one rank to the original,
+and of the port on more ranks to itself on one. A * marks `--virtual-ranks {most}` on all of them:
+without it dropout and BatchNorm differ by intent. Rounding in fp32 grows from step to step. Lines
+are neither blank nor comments; a port imports the model, and often the data set, of its original.
+
+Samples/s are of training alone, of the fastest epoch after the first, on one rank and one thread.
+Original and port ran in turn: medians and range of {rounds} rounds.
+"""
+
+
+class Epoch(list[list[int]]):
+    """The batches of an epoch. To go through them seeds each step and notes when it began."""
+
+    def __init__(self, batches: list[list[int]], number: int, first_step: int) -> None:
+        super().__init__(batches)
+        self.number, self.first_step, self.samples = number, first_step, sum(map(len, batches))
+        self.batch: OwnBatch
+        self.seconds = float("inf")
+
+    def __iter__(self) -> Iterator[list[int]]:
+        started = time.perf_counter()
+        for step, indices in enumerate(super().__iter__(), self.first_step):
+            seed_torch(mix(SEED, 0, step), CPU)  # dropout then draws what it draws in the port
+            rows: dict[str, Any] = {"rows": len(indices), "global_size": len(indices)}
+            place: dict[str, Any] = {"indices": torch.tensor(indices), "device": CPU, "seed": SEED}
+            self.batch = OwnBatch(data=None, weight=1.0, epoch=self.number, **rows, **place)
+            yield indices
+        self.seconds = time.perf_counter() - started
+
+
+def train_original(script: Path, plan: Path) -> None:
+    """Train the original on the batches of a file, in a process of its own; print one line."""
+    epochs: list[Epoch] = []
+    for number, batches in enumerate(json.loads(plan.read_text())):
+        epochs.append(Epoch(batches, number, sum(map(len, epochs))))
+    sys.path.insert(0, str(script.parent))
+    run = runpy.run_path(str(script))["run"]
+    seed_alike(SEED)
+    losses = [float(loss) for loss in run(epochs)]
+    print(json.dumps({"losses": losses, "speeds": [e.samples / e.seconds for e in epochs]}))
+
+
+def output_of(*command: Any, codes: tuple[int, ...] = (0,)) -> str:
+    """Return what a Python command prints; end with its last words if it fails."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
+    done = subprocess.run([sys.executable, *map(str, command)], env=env, check=False, **how)
+    if done.returncode not in codes:
+        sys.exit(f"{command}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def train_port(port: Path, run: Path, ranks: int, *flags: str) -> dict[str, Any]:
+    """Train the port; return its sizes, and losses and speeds as of the original."""
+    if opens_run(port.read_bytes()):
+        several = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}")
+        output_of(*(several if ranks > 1 else ()), port, run)
+    else:
+        how = ("--run-dir", run, "--seed", SEED, "--nproc", ranks, "--device", "cpu")
+        output_of("-m", "samestep", "train", port, *how, *flags)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    start = next(e for e in events if e["event"] == "start")
+    losses = [e["loss"] for e in events if e["event"] == "step"]
+    assert len(losses) == start["total_steps"], "a step without a record"
+    speeds = [e["samples_per_s"] for e in events if e["event"] == "epoch"]
+    return start | {"losses": losses, "speeds": speeds}
+
+
+def batches_of(start: dict[str, Any]) -> list[list[list[int]]]:
+    """Return the samples of each step of each epoch, in samestep's own order."""
+    number, size, found = start["num_samples"], start["global_batch_size"], []
+    for epoch in range(start["epochs"]):
+        order = epoch_order(number, SEED, epoch).tolist()
+        steps = range(start["steps_per_epoch"])
+        found.append([[order[at] for at in step_range(number, size, step)] for step in steps])
+    return found
+
+
+def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """Return the largest relative difference of any step's loss."""
+    pairs = zip(ours["losses"], theirs["losses"], strict=True)
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+
+
+def lines_of(script: Path) -> int:
+    """Count the lines that are neither blank nor comments."""
+    lines = map(str.strip, script.read_text().splitlines())
+    return sum(bool(line) and not line.startswith("#") for line in lines)
+
+
+def measure(folder: Path, part: str, sizes: list[int], rounds: int) -> dict[str, Any]:
+    """Return a part of a row of the table."""
+    original, port = folder / "original.py", folder / "port.py"
+    if part == "verify":
+        flags = ("--world-sizes", ",".join(map(str, sizes)), "--seed", SEED, "--json")
+        found = json.loads(output_of("-m", "samestep", "verify", port, *flags, codes=(0, 1)))
+        causes = sorted({check["cause"] for check in found["checks"] if check["cause"]})
+        told = ["same" if found["same"] else "not the same", *causes]
+        return {"verify": ", ".join(told)}
+    with tempfile.TemporaryDirectory(prefix="samestep-ports-") as directory:
+        scratch = Path(directory)
+        ours, theirs, plan = [], [], scratch / "batches.json"
+        for turn in range(rounds if part == "speed" else 1):
+            ours.append(train_port(port, scratch / f"1-{turn}", 1))
+            plan.write_text(json.dumps(batches_of(ours[0])))
+            printed = output_of(__file__, original, "--batches", plan)
+            theirs.append(json.loads(printed.splitlines()[-1]))
+        if part == "speed":
+            both = [[max(one["speeds"][1:]) for one in runs] for runs in (theirs, ours)]
+            ratios = [mine / other for other, mine in zip(*both, strict=True)]
+            return {"samples_per_s": list(map(statistics.median, both)), "ratios": sorted(ratios)}
+        virtual = ["--virtual-ranks", str(max(sizes))] if "accepts=" in port.read_text() else []
+        alone = train_port(port, scratch / "virtual", 1, *virtual) if virtual else ours[0]
+        others = {n: train_port(port, scratch / f"{n}", n, *virtual) for n in sizes if n > 1}
+    return {
+        "source": (ast.get_docstring(ast.parse(original.read_text())) or "").splitlines()[0],
+        "kind": "own loop" if opens_run(port.read_bytes()) else "recipe",
+        "lines": [lines_of(original), lines_of(port)],
+        "steps": ours[0]["total_steps"],
+        "difference": difference(ours[0], theirs[0]),
+        "ranks": {n: difference(other, alone) for n, other in others.items()},
+        "virtual": bool(virtual),
+    }
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
+    """Return the table as Markdown."""
+    sizes = sorted({size for row in rows.values() for size in row["ranks"]}, key=int)
+    ranks = [f"{size} ranks" for size in sizes]
+    heads = ["training", "kind", "lines", "steps", "to the original", *ranks, "`verify`"]
+    lines = [f"| {' | '.join([*heads, 'samples/s', 'ratio'])} |", "|---|---|---:|---:|---:|"]
+    lines[1] += "---:|" * len(sizes) + "---|---:|---:|"
+    for row in rows.values():
+        star, ratios = "*" * row["virtual"], row.get("ratios", [float("nan")])
+        numbers = [f"{row['difference']:.0e}", *(f"{row['ranks'][n]:.0e}{star}" for n in sizes)]
+        cells = [row["source"], row["kind"], " → ".join(map(str, row["lines"])), str(row["steps"])]
+        cells += [*numbers, row.get("verify", "not run")]
+        cells += [" → ".join(f"{speed:,.0f}" for speed in row.get("samples_per_s", ()))]
+        cells += [f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"]
+        lines.append(f"| {' | '.join(cells)} |")
+    rounds = max(len(row.get("ratios", ())) for row in rows.values())
+    told = NOTES.format(most=max(map(int, sizes)), rounds=rounds)
+    head = ["# Public trainings, ported", "", "    python benchmarks/ports.py FOLDER", ""]
+    facts = ", ".join(f"{name} {value}" for name, value in machine().items())
+    return "\n".join([*head, f"{facts}.", "", told, *lines, ""])
+
+
+def main() -> None:
+    """Measure what is asked for, and write the table of all that ever was."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where NAME/original.py and NAME/port.py are")
+    parser.add_argument("names", nargs="*", help="only these")
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--rounds", type=int, default=3, help="of original and port, for speed")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--batches", type=Path, help=argparse.SUPPRESS)  # of our own process
+    asked = parser.parse_args()
+    if asked.batches:
+        train_original(asked.folder, asked.batches)
+        return
+    kept = RESULTS / "ports.json"
+    rows: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
+    for port in sorted(asked.folder.glob("*/port.py")):
+        name = port.parent.name
+        for part in asked.parts if not asked.names or name in asked.names else ():
+            found = measure(port.parent, part, asked.world_sizes, asked.rounds)
+            rows[name] = rows.get(name, {}) | json.loads(json.dumps(found))
+            kept.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+            print(name, json.dumps(found), flush=True)
+    (RESULTS / "ports.md").write_text(page(dict(sorted(rows.items()))))
+
+
+if __name__ == "__main__":
+    main()
