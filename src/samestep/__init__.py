@@ -10,7 +10,7 @@
     samestep.runs("runs", sort="metric")
 
     samestep.Recipe, Splits                              # a model and its data
-    samestep.open_run                                    # for a training loop of your own
+    samestep.open_run, gather                            # for a training loop of your own
     samestep.dist                                        # only the process group
 
 Names are imported when they are first used, so importing samestep is cheap.
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from samestep.lightning import LitData, LitRecipe, TrackerLogger
     from samestep.recipe import Recipe, Splits
     from samestep.run.records import read_records
+    from samestep.session.own_gather import gather
     from samestep.session.own_run import OwnRun, open_run
     from samestep.settings import Settings, may_change
 
@@ -52,6 +53,7 @@ __all__ = [
     "compare",
     "dist",
     "evaluate",
+    "gather",
     "load",
     "may_change",
     "normal",
@@ -77,6 +79,7 @@ _HOMES = {
         "lightning": "LitData LitRecipe TrackerLogger",
         "recipe": "Recipe Splits",
         "run.records": "read_records",
+        "session.own_gather": "gather",
         "session.own_run": "OwnRun open_run",
         "settings": "Settings may_change",
     }.items()

@@ -15,7 +15,9 @@ from torch import Tensor
 from samestep.ranks.world import World, find_world, join, leave
 from samestep.settings import Backend, Device
 
-_current = World()  # before setup, or without it, a process is alone
+ALONE = World()
+"""Before setup, or without it."""
+_current = ALONE
 
 
 def setup_distributed(
@@ -80,4 +82,4 @@ def cleanup() -> None:
     """Leave the other ranks, after success. Delete a DDP model first."""
     global _current  # noqa: PLW0603
     leave(_current)
-    _current = World()
+    _current = ALONE

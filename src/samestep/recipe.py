@@ -44,6 +44,8 @@ from samestep.settings import ALSO_ACCEPTED, Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
 """What may differ on another number of ranks by intent."""
+LossOver = Literal["samples", "batch"]
+"""Whether a loss is a mean of what each sample adds, or compares the samples of a batch."""
 InMemory = tuple[Tensor, Tensor]
 """Inputs (samples, …) and targets (samples, …), as they are stored."""
 Transform = Callable[[Tensor], Tensor]
@@ -122,6 +124,10 @@ class Recipe:
     loss_terms: Callable[[Any], Any] | None = None
     """batch → the number of what the loss is a mean over, where that is not samples: tokens, nodes,
     pixels, or a sum of weights. The mean over all ranks and micro-steps is then exact."""
+    loss_over: LossOver = "samples"
+    """"batch" for a loss that compares the samples of a batch (contrastive, triplets, soft Dice):
+    it is given outputs and targets of the whole global batch, a row for each sample, on every
+    rank."""
     collate: Collate | None = None
     """Puts the samples of a `Dataset` into a batch, where they differ in size or form: a pair
     (inputs, targets), or with `forward` any tree of tensors."""
@@ -195,6 +201,15 @@ class Recipe:
             if accepted not in get_args(Accepted):
                 names = ", ".join(get_args(Accepted))
                 raise UserError(f"Recipe(accepts={self.accepts}): {accepted!r} is none of {names}.")
+        if self.loss_over not in get_args(LossOver):
+            raise UserError(
+                f"Recipe(loss_over={self.loss_over!r}) is none of {', '.join(get_args(LossOver))}."
+            )
+        if self.loss_over == "batch" and self.loss_terms is not None:
+            raise UserError(
+                'Recipe(loss_over="batch") sees the whole batch and divides by itself: leave out '
+                "loss_terms."
+            )
         check_functions(self)
         check_metrics(self.metrics, self.lower_is_better)
         check_pictures(self.pictures)
@@ -204,7 +219,8 @@ class Recipe:
     def own_parts(self) -> tuple[str, ...]:
         """Return which of batches, forward, terms and optimizer are the recipe's own."""
         names = ("collate", "forward", "loss_terms", "optimizer")
-        return tuple(name for name in names if getattr(self, name) is not None)
+        over = ("loss over the batch",) * (self.loss_over == "batch")
+        return tuple(name for name in names if getattr(self, name) is not None) + over
 
     def counted_classes(self, splits: Splits) -> tuple[str, ...]:
         """Return the classes that a test counts; with `forward`, targets may be anywhere."""

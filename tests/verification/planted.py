@@ -319,12 +319,13 @@ CONTRAST = """
 class TwoViews(nn.Module):
     def __init__(self):
         super().__init__()
-        self.line = nn.Linear(6, 4)
+        self.line, self.scale = nn.Linear(6, 4), nn.Parameter(torch.tensor(10.0))
     def forward(self, x):
-        return torch.stack([self.line(x), self.line(0.9 * x)], dim=1)
+        return torch.stack([self.line(x), self.line(0.9 * x)], dim=1), self.scale
 def loss(outputs, targets):
-    one, other = nn.functional.normalize(outputs, dim=2).unbind(1)
-    return nn.functional.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+    views, scale = outputs  # the scale is one number for the whole batch
+    one, other = nn.functional.normalize(views, dim=2).unbind(1)
+    return nn.functional.cross_entropy(scale * one @ other.T, torch.arange(len(one)))
 recipe = replace(recipe, model=TwoViews, loss=loss, metrics={})
 """
 LAZY = """

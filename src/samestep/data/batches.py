@@ -56,6 +56,13 @@ def open_source(
     )
 
 
+def loss_batch(recipe: Recipe, settings: Settings) -> int | None:
+    """Return the samples over which an evaluation makes a loss over the whole batch."""
+    if recipe.loss_over != "batch":
+        return None
+    return settings.batch_size or settings.batch_size_per_rank
+
+
 def open_split(
     data: InMemory | Dataset[Any],
     world: World,
@@ -77,6 +84,7 @@ def open_split(
             augment=recipe.augment,
             collate=recipe.collate,
             whole=recipe.forward is not None,
+            loss_batch=loss_batch(recipe, settings),
             shuffle_buffer=settings.shuffle_buffer,
             lap=lap,
             split=split,

@@ -89,6 +89,10 @@ class Batch(NamedTuple):
     """The place of the first of them in the data."""
     part: int = 0
     """The share of the data that they belong to: the rank's, or a virtual rank's."""
+    whole: int | None = None
+    """Of a loss over the whole batch: the number of the batch of the data that they belong to."""
+    closes: bool = True
+    """Whether that loss is due now; else more samples of the batch follow."""
 
 
 def cut_rows(

@@ -47,6 +47,8 @@ class ReadOptions:
     """Samples of a data set → a batch of them."""
     whole: bool = False
     """Whether a batch stays one thing, which is both inputs and targets."""
+    loss_batch: int | None = None
+    """Of a loss over the whole batch: the samples of such a batch in an evaluation."""
     shuffle_buffer: int = 0
     """Elements of a stream that are shuffled together, in training."""
     lap: Lap = untimed
@@ -222,17 +224,22 @@ class OrderedSource(Source):
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
-        whole, world = range(self.num_samples), self._world
-        shares = [(part, part_of(whole, part, world)) for part in held_parts(world)]
+        every, world, whole = range(self.num_samples), self._world, self._reading.loss_batch
+        # What is shared out: samples, or batches of them that stay whole.
+        units = range(self.num_samples if whole is None else -(-self.num_samples // whole))
         batches = [
-            (part, mine[k : k + batch_size])
-            for part, mine in shares
-            for k in range(0, len(mine), batch_size)
+            (part, span[k : k + batch_size], k + batch_size >= len(span))
+            for part in held_parts(world)
+            for span in _spans(every, part_of(units, part, world), whole)
+            for k in range(0, len(span), batch_size)
         ]
-        read = self._read_in_turn([batch for _, batch in batches])
-        for (part, batch), (inputs, targets) in zip(batches, read, strict=True):
-            count = len(batch)
-            yield Batch(*self._finish(inputs, targets, count), count, batch.start, part)
+        read = self._read_in_turn([batch for _, batch, _ in batches])
+        for (part, batch, closes), (inputs, targets) in zip(batches, read, strict=True):
+            pair, count = self._finish(inputs, targets, len(batch)), len(batch)
+            if whole is None:
+                yield Batch(*pair, count, batch.start, part)
+            else:
+                yield Batch(*pair, count, batch.start, part, batch.start // whole, closes)
 
     def peek(self, samples: int) -> Batch:
         """Return the first samples, as an evaluation reads them."""
@@ -256,3 +263,10 @@ class OrderedSource(Source):
     @abstractmethod
     def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
         """Yield the stored inputs and the targets of consecutive samples, on the device."""
+
+
+def _spans(samples: range, units: range, whole: int | None) -> list[range]:
+    """Return the samples of some units: these themselves, or batches of `whole` samples."""
+    if whole is None:
+        return [samples[units.start : units.stop]]
+    return [samples[unit * whole : (unit + 1) * whole] for unit in units]

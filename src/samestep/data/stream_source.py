@@ -321,6 +321,11 @@ class StreamSource(Source):
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all elements once, as batches of inputs and targets."""
+        if self._reading.loss_batch is not None:
+            raise UserError(
+                f'{self._reading.data} is a stream, and Recipe(loss_over="batch") is evaluated '
+                "over fixed batches: give tensors or a map-style Dataset there."
+            )
         route = replace(self._route(batch_size * self._world.world_size, 0), states=False)
         items = self._items(route)
         try:

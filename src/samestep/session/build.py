@@ -175,6 +175,7 @@ def _make_learner(
         optimizer=world.on_every(lambda: optimizer_of(recipe, model, settings, lr, world.device)),
         optimizer_maker=recipe.optimizer,
         own=_own_parts(recipe, train),
+        over_batch=recipe.loss_over == "batch",
         measured=bool(recipe.metrics),
         alone=ours and isinstance(train, MemorySource),
         average=Average(model, settings.ema) if settings.ema is not None else None,

@@ -18,7 +18,7 @@ from samestep.data.keyed_random import mix
 from samestep.data.order import steps_per_epoch
 from samestep.errors import AlreadyTold, UserError, did_you_mean, raised_at
 from samestep.ranks.process import RankLog, rank_of, report
-from samestep.ranks.world import abandon
+from samestep.ranks.world import World, abandon
 from samestep.recipe import Collate
 from samestep.run.files import read_object
 from samestep.session.gradients import (
@@ -30,6 +30,7 @@ from samestep.session.gradients import (
     weight_of,
 )
 from samestep.session.own_data import OpenedData, OwnBatch
+from samestep.session.own_gather import close_gather, open_gather
 from samestep.session.own_session import Options, OwnSession
 from samestep.session.own_state import Means, Stateful, check_held, check_names, plain
 from samestep.session.session import Stopped, say
@@ -116,6 +117,7 @@ class OwnRun:
             end_failed(error, self._log, connected=dist.current_world().connected)
             raise
         self._log_into, self._passes, self._is_open = own.means, Passes(own.world), True
+        open_gather(self._where)
         self._log_every = own.options.log_every
         return self
 
@@ -146,6 +148,7 @@ class OwnRun:
         except Exception as late:
             error = late
         self._is_open, self._means = False, means  # after a break there are none
+        close_gather()
         try:
             own.end(error)
         except UserError as late:  # a full disk, say
@@ -598,6 +601,10 @@ class OwnRun:
         check_names(values)
         rows = batch.rows if batch.weight else 0
         self._log_into.add(values, rows if terms is None or not rows else terms)
+
+    def _where(self) -> tuple[World, bool]:
+        batch = self._current("samestep.gather", trains=True)
+        return self._opened.world, batch.weight > 0
 
     def _current(self, what: str, *, trains: bool = False) -> OwnBatch:
         """Return the batch that the script has; `trains` refuses one of a validation."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import UserError
-from samestep.training.step import Learner
 
 
 class _Place(NamedTuple):
@@ -202,11 +201,10 @@ def _cut(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 class WriteCheck:
     """Check that forward writes neither the model's parameters nor tensors of its loss."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, model: nn.Module, loss: object) -> None:
         self._named: dict[str, Tensor] = {
-            f"the model's parameter {name}": p for name, p in learner.model.named_parameters()
+            f"the model's parameter {name}": p for name, p in model.named_parameters()
         }
-        loss = learner.loss
         if isinstance(loss, nn.Module):
             self._named |= {f"the loss's buffer {name}": b for name, b in loss.named_buffers()}
             self._named |= {f"the loss's parameter {n}": p for n, p in loss.named_parameters()}

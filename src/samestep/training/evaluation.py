@@ -22,6 +22,7 @@ from samestep.training.metrics import Confusion, Objects, functions_of, told, va
 from samestep.training.step import check_loss
 from samestep.training.stopping import Agreement
 from samestep.training.tree import sum_over_parts
+from samestep.training.whole_batch import put_together
 
 
 def evaluation_batch(settings: Settings, micro_batch_size: int | None = None) -> int:
@@ -96,7 +97,7 @@ def evaluate(
             nth = number - first.setdefault(part, number)
             if nth == 0:
                 put_back()
-            drawn = mix(seed, part, nth)
+            drawn = mix(seed, part, nth) if batch.whole is None else mix(seed, 0, 0, batch.whole)
             if world.virtual_ranks:  # reading draws numbers too
                 seed_reading(drawn)
             seed_torch(drawn, world.device)
@@ -162,20 +163,30 @@ class Totals:
         self.objects = Objects(metrics, home)
         """The metrics that gather a state."""
         self._confusion = Confusion(classes, home) if classes else None
+        self._waiting: list[tuple[Any, Any, int]] = []
+        """Outputs, targets and samples of a batch whose loss is not due yet."""
 
     def add(self, outputs: Any, batch: Batch) -> None:
         """Add a batch."""
-        inputs, targets, count, _first, part = batch
+        inputs, targets, count, _first, part, _whole, closes = batch
         if self._world.virtual_ranks and part != self._part:
             self._part = part
             self.objects.next_part()
         sums, home = self._sums[self._part - self._held.start], self._sums.device
-        batch_loss = told("loss", self._loss, outputs, targets)
-        check_loss(batch_loss, self._loss)
+        terms = count if self._terms is None else self._terms(inputs, targets)
+        whole_outputs, whole_targets, weight = outputs, targets, terms
+        if self._waiting or not closes:
+            self._waiting.append((outputs, targets, count))
+        if self._waiting and closes:
+            made, wanted, counts = zip(*self._waiting, strict=True)
+            whole_outputs, whole_targets = (put_together(t, counts) for t in (made, wanted))
+            weight, self._waiting = sum(counts), []
+        if closes:
+            batch_loss = told("loss", self._loss, whole_outputs, whole_targets)
+            check_loss(batch_loss, self._loss)
+            sums[0] += batch_loss.to(home).to(torch.float64) * weight
         if self._confusion is not None:
             self._confusion.add(outputs, targets)
-        terms = count if self._terms is None else self._terms(inputs, targets)
-        sums[0] += batch_loss.to(home).to(torch.float64) * terms
         sums[-2] += terms
         for place, (name, metric) in enumerate(self._metrics.items(), start=1):
             value = values_of(name, metric, outputs, targets, count)

@@ -1,8 +1,10 @@
 """One optimizer step: micro-steps, backward, clipping, update."""
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, NoReturn
 
 import torch
@@ -15,17 +17,27 @@ from samestep.errors import UserError, blame, defined_at, listed, made_by
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
-from samestep.training.alike import may_draw, seed_rank, seed_torch, seed_update
+from samestep.training.alike import (
+    may_draw,
+    rng_state,
+    seed_rank,
+    seed_torch,
+    seed_update,
+    set_rng_state,
+)
 from samestep.training.apply import Terms, as_scalar, call
+from samestep.training.buffers import keep_buffers
 from samestep.training.device import autocast, autocast_dtype
 from samestep.training.metrics import StepOutputs, remedy_of
 from samestep.training.optimizer import Average, Update
 from samestep.training.phases import Phases
-from samestep.training.prepare import tell_end_of_autograd, without_sync
+from samestep.training.prepare import share_buffers, tell_end_of_autograd, without_sync
+from samestep.training.whole_batch import OutputGradient, WholeBatch
 
-Weight = float | Tensor
-Weights = list[tuple[Weight, Tensor | None]]
-"""Of each micro-step: what its loss is multiplied by, and its terms where ranks count them."""
+Weight = float | Tensor | OutputGradient
+Weights = Sequence[tuple[Weight, Tensor | None]]
+"""Of each micro-step: what its loss is multiplied by, and its terms where ranks count them. Of a
+loss over the whole batch: the gradient of the micro-step's outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +61,8 @@ class Learner:
     """The moving average of the weights, if any."""
     own: tuple[str, ...] = ()
     """What else the recipe defines itself, such as its batches or the optimizer."""
+    over_batch: bool = False
+    """Whether the loss is made over the outputs of the whole global batch."""
     measured: bool = False
     """Whether metrics over the training epoch need the outputs."""
     alone: bool = False
@@ -106,6 +120,13 @@ def check_trainable(value: Any, loss: object) -> None:
         )
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def _call(function: Callable[[], Any] = lambda: None) -> Any:
+    return function()
+
+
 class EagerStep:
     """Take steps one by one with PyTorch's own autograd."""
 
@@ -131,6 +152,8 @@ class EagerStep:
         self._rank_seed = mix(settings.seed, world.rank)
         self._agreed, self._step = False, 0
         self._outputs: Any = None
+        self._due: Sequence[tuple[int, OutputGradient]] = ()
+        """Of a loss over the whole batch: virtual rank and gradient of each micro-step."""
         self._seen: list[StepOutputs] = []
         self._together = settings.sync_batchnorm and world.world_size > 1
         self._cut = partial(
@@ -173,6 +196,8 @@ class EagerStep:
         world_size = self._world.world_size
         total: Tensor | None = None
         parts = self._parts(block)
+        if self._learner.over_batch:
+            self._look_at_whole(parts, block.global_size)
         weights, last = self._weigh(parts), len(parts) - 1
         for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             try:
@@ -185,6 +210,8 @@ class EagerStep:
                 self._tell(error, part.inputs, part.targets)
             total = loss if total is None else total + loss
         assert total is not None
+        if self._learner.over_batch:  # on rank 0 all of it
+            return total, None
         total = total / world_size if world_size > 1 else total
         if self._learner.terms is None:
             return total, None
@@ -212,14 +239,14 @@ class EagerStep:
 
     def _micro_step(self, part: Block, weight: Weight, terms: Tensor | None) -> Tensor:
         learner, inputs, targets = self._learner, part.inputs, part.targets
-        compute = self._loss_of if self._agreed else self._first_loss
-        if self.compiled_sizes is None or part.rows in self.compiled_sizes:
-            loss = compute(inputs, targets)
+        if isinstance(weight, OutputGradient):
+            loss = self._go_on(part, weight)
         else:
-            with torch.compiler.set_stance("force_eager"):
+            compute = self._loss_of if self._agreed else self._first_loss
+            with self._as_compiled(part):
                 loss = compute(inputs, targets)
-        if isinstance(weight, Tensor) or weight != 1.0:
-            loss = loss * weight
+            if isinstance(weight, Tensor) or weight != 1.0:
+                loss = loss * weight
         if learner.measured and part.weight:
             made = self._outputs
             is_one = isinstance(made, Tensor)
@@ -230,13 +257,96 @@ class EagerStep:
         if self._overlaps and loss.requires_grad:
             tell_end_of_autograd(loss, lambda: phases.lap("backward"))
             last = "all_reduce"
-        scaled = loss if learner.scaler is None else learner.scaler.scale(loss)
+        scaler = None if learner.over_batch else learner.scaler  # that is scaled already
+        scaled = loss if scaler is None else scaler.scale(loss)
         if learner.counter is not None and terms is not None:
             # Its gradient is the number of terms: it travels with those of the weights.
             scaled = scaled + learner.counter.dot(terms.view(1))
         scaled.backward()  # type: ignore[no-untyped-call]
         phases.lap(last)
-        return loss.detach()
+        return weight.loss if isinstance(weight, OutputGradient) else loss.detach()
+
+    def _as_compiled(self, part: Block) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which a compiled model runs compiled for its usual sizes alone."""
+        if self.compiled_sizes is None or part.rows in self.compiled_sizes:
+            return _AS_IT_IS
+        eager: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return eager
+
+    def _look_at_whole(self, parts: Sequence[Block], global_size: int) -> None:
+        """Compute a loss over the whole global batch, back to the outputs of each micro-step."""
+        learner, world = self._learner, self._world
+        agreed = _call if self._agreed else world.on_every
+        kept = rng_state()
+        keeps = self._keeps_graph(global_size)
+        made = agreed(lambda: self._forward_all(parts, keeps=keeps))
+        whole = WholeBatch(parts, made, world)
+        self._seed_loss()
+        # DDP divides by the world size, so undo that.
+        times = world.world_size if self._overlaps else 1
+
+        def scale(loss: Tensor) -> Tensor:
+            loss = loss * times
+            return loss if learner.scaler is None else learner.scaler.scale(loss)
+
+        due = agreed(lambda: whole.backward(self._loss_of_whole, scale))
+        graphs = made if keeps else [None] * len(parts)
+        self._due = [
+            (part.place, replace(one, outputs=graph))
+            for part, one, graph in zip(parts, due, graphs, strict=True)
+        ]
+        self._agreed = True
+        set_rng_state(kept)
+        self._seed(self._step)  # the second forward draws what the first one drew
+
+    def _keeps_graph(self, global_size: int) -> bool:
+        """Whether the first forward of a loss over the whole batch is the only one, on any rank."""
+        return -(-global_size // self._world.world_size) <= self._batch_size
+
+    def _forward_all(self, parts: Sequence[Block], *, keeps: bool) -> list[Any]:
+        """Return the outputs of all micro-steps, with their graph if it is kept."""
+        learner, made = self._learner, []
+        if not keeps and self._overlaps:
+            share_buffers(learner.model, self._world)  # DDP leaves it out without gradients
+        put_back = _call if keeps else keep_buffers(learner.model)
+        for place, micro_steps in groupby(parts, key=lambda part: part.place):
+            self._begin_part(place)
+            for part in micro_steps:
+                try:
+                    with torch.set_grad_enabled(keeps), self._as_compiled(part):
+                        made.append(self._forward(part.inputs))
+                except Exception as error:
+                    self._tell(error, part.inputs, part.targets)
+            put_back()
+        return made
+
+    def _forward(self, inputs: Any) -> Any:
+        """Return the outputs of a micro-step."""
+        with autocast(self._settings.precision, self._world.device):
+            self._outputs = call(self._learner.wrapped, inputs, self._learner.applied)
+        torch.clear_autocast_cache()
+        return self._outputs
+
+    def _loss_of_whole(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the loss over the outputs and targets of all ranks."""
+        learner = self._learner
+        self._outputs = outputs
+        try:
+            with autocast(self._settings.precision, self._world.device):
+                loss = learner.loss(outputs, targets)
+        except Exception as error:
+            self._tell(error, outputs, targets)
+        check_trainable(loss, learner.loss)
+        return loss
+
+    def _go_on(self, part: Block, due: OutputGradient) -> Tensor:
+        """Return what takes the gradient of a micro-step's outputs into the model."""
+        if due.outputs is None:
+            with self._as_compiled(part):
+                self._forward(part.inputs)
+        else:
+            self._outputs = due.outputs
+        return due.of(self._outputs)
 
     def _weights_of(self, parts: Sequence[Block]) -> Weights:
         """Return each micro-step's weight, and its terms where ranks count them.
@@ -259,6 +369,8 @@ class EagerStep:
 
     def _weigh(self, parts: Sequence[Block]) -> Weights:
         """Return the weights; in the first step a mistake in any rank's terms raises on all."""
+        if self._due:
+            return [(due, None) for place, due in self._due if place == parts[0].place]
         if self._agreed or self._learner.terms is None:
             return self._weights_of(parts)
         return self._world.on_every(lambda: self._weights_of(parts))
@@ -340,6 +452,13 @@ class EagerStep:
         """Seed torch's generator for a step of this rank, so that dropout resumes exactly."""
         self._step = step
         seed_torch(mix_next(self._rank_seed, step), self._world.device)
+
+    def _begin_part(self, part: int) -> None:
+        """Begin the forwards of a virtual rank; a rank without virtual ones has begun already."""
+
+    def _seed_loss(self) -> None:
+        """Seed what a loss over the whole batch draws: the same on all ranks."""
+        seed_update(self._settings.seed, self._step, self._world.device, 1)
 
     def _seed_update(self) -> None:
         seed_update(self._settings.seed, self._step, self._world.device)

@@ -135,7 +135,7 @@ class VirtualStep(EagerStep):
         wide = any(p.dtype == torch.float64 for p in self._parameters)
         self._dtype = torch.float64 if wide else torch.float32
         self._buffers = StepBuffers(learner.model, self._dtype)
-        self._still = WriteCheck(learner)
+        self._still = WriteCheck(learner.model, learner.loss)
         self._check = SelfCheck(learner, own=self._draws) if settings.self_check else None
         """Until it has seen enough."""
         self._repeats = self._check is not None
@@ -149,6 +149,8 @@ class VirtualStep(EagerStep):
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Add up all virtual ranks; return the mean loss on rank 0, 0 elsewhere, and its terms."""
         present = min(self._world.num_parts, block.global_size)
+        if self._learner.over_batch:
+            self._look_at_whole(block.parts, block.global_size)
         self._buffers.begin()
         self._still.begin()
         if not block.parts and not self._agreed:
@@ -257,6 +259,15 @@ class VirtualStep(EagerStep):
         if self._check is not None and self._check.after_update():
             self._check = None
         return result
+
+    def _keeps_graph(self, _global_size: int) -> bool:
+        return False  # a share is computed alike whatever its rank has beside it
+
+    def _begin_part(self, part: int) -> None:
+        self._draw_as(part)
+
+    def _seed_loss(self) -> None:
+        self._draw_as(self._world.num_parts + 1)
 
     def _seed_update(self) -> None:
         self._draw_as(self._world.num_parts)

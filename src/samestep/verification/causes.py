@@ -59,11 +59,12 @@ UNKEYED = {
 
 # The loss and the metrics.
 OF_BATCH = Cause(
-    "loss that compares the samples of a batch",
+    "the loss is made over the batch",
     "A sample's loss depends on the outputs of the others in its batch, as in a contrastive loss. "
     "On N ranks each sample meets only one N-th of the batch, in micro-steps fewer still, so the "
     "loss and its gradients differ.",
-    "Fix the shares: --virtual-ranks N, with N times the batch that one sample is to meet.",
+    'Say so: Recipe(loss_over="batch"). The loss then sees outputs and targets of the whole global '
+    "batch, on any number of ranks.",
 )
 OF_TERMS = Cause(
     "loss that is not a mean over its loss_terms",
@@ -80,7 +81,8 @@ NOT_A_MEAN = Cause(
     "The loss of a batch is not the mean of its parts' losses by their numbers of samples: it is "
     "weighted (class weights, ignored targets), or made over the whole batch.",
     "Say in Recipe(loss_terms=…) what it is a mean over: tokens, targets that are not ignored, the "
-    "sum of their weights. Otherwise let each of n samples weigh 1/n.",
+    "sum of their weights. If it is made over the whole batch, as soft Dice is, say "
+    'Recipe(loss_over="batch"). Otherwise let each of n samples weigh 1/n.',
 )
 UNEVEN_BATCH = Cause(
     "the last uneven batch",

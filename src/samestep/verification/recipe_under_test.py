@@ -129,14 +129,25 @@ class RecipeUnderTest:
         return FreeStep(model, seen, own)
 
     @cached_property
-    def held_forward(self) -> HeldForward | None:
-        """A forward with all draws held still; None if outputs are not one per sample."""
+    def held_outputs(self) -> HeldForward | None:
+        """A forward with all draws held still; None if outputs are not one per sample.
+
+        Some may be one number for the whole batch, such as a learned temperature.
+        """
         block, model = self.batch(), self.held_model()
         outputs = self.forward(model, block.inputs)
-        for leaf in tree_leaves(outputs):
-            if not (isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == block.rows):
-                return None
+        leaves = tree_leaves(outputs)
+        fits = [isinstance(x, Tensor) and (x.dim() == 0 or len(x) == block.rows) for x in leaves]
+        if not all(fits) or all(leaf.dim() == 0 for leaf in leaves):
+            return None
         return HeldForward(model, block, map_leaves(Tensor.detach, outputs))
+
+    @property
+    def held_forward(self) -> HeldForward | None:
+        """The same where all outputs are one per sample, else None."""
+        held = self.held_outputs
+        whole = held is None or any(leaf.dim() == 0 for leaf in tree_leaves(held.outputs))
+        return None if whole else held
 
     def build(self) -> nn.Module:
         """Return the model as a run builds it, in training mode."""

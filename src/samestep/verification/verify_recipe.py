@@ -172,14 +172,16 @@ def gather(
     is given. Lightning's Trainer is compared too if it is installed.
     """
     settings, starts = request.settings, plan_starts(sizes, quick=quick)
-    # Lightning's engine refuses all three.
-    refused = request.recipe.loss_terms or settings.ema or settings.virtual_ranks
+    # Lightning's engine refuses all of these.
+    recipe = request.recipe
+    takes = recipe.loss_terms is None and recipe.loss_over == "samples"
+    takes = takes and settings.ema is None and settings.virtual_ranks is None
     instructions = StartInstructions(
         start=starts[0],
         folder=Path(tempfile.mkdtemp(prefix="samestep-verify-")),
         sizes=tuple(sorted({1, *sizes})),
         batch=batch,
-        lightning=lightning and refused is None and find_spec("lightning") is not None,
+        lightning=lightning and takes and find_spec("lightning") is not None,
         quick=quick,
     )
     traces: dict[tuple[int, str], list[Trace]] = {}

@@ -2,12 +2,12 @@
 
 import contextlib
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from samestep.data.trees import map_leaves, narrow, tree_leaves
+from samestep.data.trees import map_leaves, tree_leaves
 from samestep.reporting.words import count
 from samestep.training.apply import terms_of
 from samestep.verification import causes
@@ -32,11 +32,15 @@ class LossOfParts(NamedTuple):
     """Whether the recipe says by `loss_terms` what its loss is a mean over."""
     compares: bool = False
     """Whether what a sample contributes depends on the outputs of others, as in contrast."""
+    over_batch: bool = False
+    """Whether the recipe says that it is made over the whole batch: it is not compared then."""
 
 
 def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     """Compare batches' losses with their parts', which are as small as those of the ranks."""
-    if (held := tested.held_forward) is None:
+    if tested.recipe.loss_over == "batch":
+        return LossOfParts(0.0, 0.0, adds_up=False, over_batch=True)
+    if (held := tested.held_outputs) is None:
         return None
     size = tested.size
     parts = [_parts(tested, held.model, step) for step in range(size.full)]
@@ -59,7 +63,7 @@ def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
 
     def gradients(change: float) -> list[Tensor]:
         def leaf(output: Tensor) -> Tensor:
-            if not output.is_floating_point():
+            if not output.is_floating_point() or output.dim() == 0:
                 return output
             moved = output.clone()
             moved[half:] += change * (1 + torch.arange(moved[half:].numel()).view_as(moved[half:]))
@@ -92,7 +96,7 @@ def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float,
         for start, number in ((0, rows - last), (rows - last, last)):
             part = tested.part(block, start, number)
             if tested.recipe.collate is None:
-                given = narrow(outputs, start, number)
+                given = _narrow(outputs, start, number)
             else:  # rows put together anew may be padded otherwise
                 given = tested.forward(model, part.inputs)
             weight = terms(part.inputs, part.targets) if terms else number
@@ -100,6 +104,11 @@ def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float,
     mean = sum(loss * weight for loss, weight in found) / sum(weight for _, weight in found)
     total, most = sum(loss for loss, _ in found), sys.float_info.max  # JSON has no infinity
     return min(relative(whole, mean), most), min(relative(whole, total), most)
+
+
+def _narrow(outputs: Any, start: int, number: int) -> Any:
+    """Return rows of outputs; what is one number for the batch stays."""
+    return map_leaves(lambda o: o.narrow(0, start, number) if o.dim() else o, outputs)
 
 
 def loss_of_parts(evidence: Evidence) -> LossOfParts | None:
@@ -123,6 +132,8 @@ def _loss(evidence: Evidence) -> Check:
         return Check("skipped", "it changes from call to call")
     if (found := loss_of_parts(evidence)) is None:
         return Check("skipped", "outputs are not one per sample")
+    if found.over_batch:
+        return Check("skipped", "the recipe makes it over the whole batch")
     compared = "of a batch, and of its parts"
     return cause_check(evidence, compared, _explain_loss(evidence), found.full)
 

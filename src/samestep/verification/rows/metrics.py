@@ -144,8 +144,10 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     if virtual is None:
         hold_model(model, RandomDraws(), ALL_KINDS)
         loss = tested.loss
-    recipe = replace(tested.recipe, augment=None)
-    with tested.source(tested.splits.validation, recipe, world) as source:
+    # A loss over the whole batch is evaluated over batches as they were trained.
+    as_trained = replace(tested.settings, batch_size=tested.size.global_batch)
+    tested = replace(tested, recipe=replace(tested.recipe, augment=None), settings=as_trained)
+    with tested.source(tested.splits.validation, world=world) as source:
         values = evaluate(
             tested.applied(model),
             source,

@@ -152,7 +152,7 @@ _IN_LIGHTNING = ShortTraining(name="lightning", evaluates=True, lightning=True)
 def _lightning(evidence: Evidence) -> Check:
     name = _IN_LIGHTNING.name
     if not evidence.facts.lightning:
-        return Check("skipped", "not installed, or without loss_terms and --ema")
+        return Check("skipped", "not installed, or the recipe needs samestep's loop")
     one_process = evidence.failures(training=name, place=0)
     if one_process:  # it cannot train this at all, which says nothing of the training
         return Check("skipped", f"its Trainer cannot: {one_process[0].message}"[:_LONGEST])
