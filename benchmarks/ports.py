@@ -4,8 +4,8 @@
 
 FOLDER/NAME/ holds `original.py`, a copy of a script that somebody else wrote, and `port.py`, the
 same training as a recipe or as a loop of its own (`port.py RUN_DIR`). The original has a function
-`run(epochs)` that returns the loss of each step: `epochs` is a list of `Epoch`, each a batch sampler
-for its DataLoader, and what the script draws for its samples comes from `epoch.batch`.
+`run(epochs)` that returns the loss of each step. `epochs` is a list of `Epoch`, each a batch
+sampler for its DataLoader; what the script draws for its samples comes from `epoch.batch`.
 
 No such script is kept here, only `results/ports.json` and `ports.md`. Names choose the rows that
 are measured, and --parts what of them; the rest stays as it was.
