@@ -31,6 +31,7 @@ from samestep.errors import (
 )
 from samestep.nearby import nearby
 from samestep.recipe_checks import (
+    check_batch_fields,
     check_functions,
     check_metrics,
     check_model,
@@ -54,8 +55,10 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 """(inputs, keys (batch,) int64) → inputs; draw from the keys with `samestep.uniform`."""
 Collate = Callable[[list[Any]], Any]
 """Samples of a data set → a batch: a tree of tensors, or an object with `to(device)`."""
-Forward = Callable[[nn.Module, Any], Any]
-"""(model, batch) → outputs."""
+PerSample = Sequence[float] | Tensor | Callable[[Any], Any]
+"""A number for each training sample, (samples,), or training data → these numbers."""
+Forward = Callable[..., Any]
+"""(model, batch) → outputs; with `carry` (model, batch, carried) → (outputs, carried)."""
 
 
 @documented
@@ -131,8 +134,18 @@ class Recipe:
     collate: Collate | None = None
     """Puts the samples of a `Dataset` into a batch, where they differ in size or form: a pair
     (inputs, targets), or with `forward` any tree of tensors."""
+    weights: PerSample | None = None
+    """A number for each training sample, or a function of the training data that returns them:
+    samples are drawn in proportion to them, since they set `--order weighted`."""
+    lengths: PerSample | None = None
+    """How long each training sample is, in tokens or the like, or a function of the training data
+    that returns it, for `--group-by-length` and `--batch-tokens`."""
     forward: Forward | None = None
     """(model, batch) → outputs, for batches that are more than one argument of the model."""
+    carry: Callable[..., Any] | None = None
+    """rows → tensors with a row for each slot of the global batch (hidden state, a memory bank), in
+    a tree. `forward` is then (model, batch, carried) → (outputs, carried). Each epoch begins anew;
+    with a parameter `carried` it is given what the epoch before has left, or None."""
     optimizer: Callable[[nn.Module, Settings], torch.optim.Optimizer] | None = None
     """(model, settings) → the optimizer, instead of `--optimizer`. Its groups' learning rates are
     scaled by `--lr-scaling` and follow the schedule."""
@@ -190,6 +203,8 @@ class Recipe:
         if self.metrics is _BY_DEFAULT:
             own = dict(_BY_DEFAULT) if is_cross_entropy(self.loss) else {}
             object.__setattr__(self, "metrics", own)
+        if self.weights is not None:
+            object.__setattr__(self, "settings", {"order": "weighted", **self.settings})
         known = {f.name for f in fields(Settings)} | ALSO_ACCEPTED
         for key in self.settings:
             if key not in known:
@@ -201,15 +216,7 @@ class Recipe:
             if accepted not in get_args(Accepted):
                 names = ", ".join(get_args(Accepted))
                 raise UserError(f"Recipe(accepts={self.accepts}): {accepted!r} is none of {names}.")
-        if self.loss_over not in get_args(LossOver):
-            raise UserError(
-                f"Recipe(loss_over={self.loss_over!r}) is none of {', '.join(get_args(LossOver))}."
-            )
-        if self.loss_over == "batch" and self.loss_terms is not None:
-            raise UserError(
-                'Recipe(loss_over="batch") sees the whole batch and divides by itself: leave out '
-                "loss_terms."
-            )
+        check_batch_fields(self, get_args(LossOver))
         check_functions(self)
         check_metrics(self.metrics, self.lower_is_better)
         check_pictures(self.pictures)
@@ -218,7 +225,7 @@ class Recipe:
 
     def own_parts(self) -> tuple[str, ...]:
         """Return which of batches, forward, terms and optimizer are the recipe's own."""
-        names = ("collate", "forward", "loss_terms", "optimizer")
+        names = ("collate", "forward", "loss_terms", "carry", "optimizer")
         over = ("loss over the batch",) * (self.loss_over == "batch")
         return tuple(name for name in names if getattr(self, name) is not None) + over
 

@@ -21,7 +21,7 @@ PICTURE_NAMES = ("confusion", "predictions", "regression", "samples")
 
 _FUNCTIONS = (
     *("loss", "loss_terms", "collate", "forward", "optimizer", "schedule", "transform", "augment"),
-    *("complete", "read", "show", "plot", "baselines"),
+    *("carry", "complete", "read", "show", "plot", "baselines"),
 )
 """Fields of a recipe that are functions, or objects that can be called."""
 _MADE = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -39,6 +39,22 @@ def check_functions(recipe: object) -> None:
     for key in _FUNCTIONS:
         if (given := getattr(recipe, key)) is not None:
             _check_function(f"Recipe({key}=…)", given)
+
+
+def check_batch_fields(recipe: Any, over: tuple[str, ...]) -> None:
+    """Check what a recipe says of the whole batch: a loss over it, or state of its slots."""
+    if recipe.loss_over not in over:
+        raise UserError(f"Recipe(loss_over={recipe.loss_over!r}) is none of {', '.join(over)}.")
+    if recipe.loss_over == "batch" and recipe.loss_terms is not None:
+        raise UserError(
+            'Recipe(loss_over="batch") sees the whole batch and divides by itself: leave out '
+            "loss_terms."
+        )
+    if recipe.carry is not None and recipe.forward is None:
+        raise UserError(
+            "Recipe(carry=…) needs a forward(model, batch, carried) that returns (outputs, "
+            "carried)."
+        )
 
 
 def _check_function(what: str, given: Any) -> None:

@@ -17,6 +17,7 @@ from samestep.errors import UserError
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ParamDtype = Literal["fp32", "bf16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
+OrderName = Literal["shuffled", "sequential", "columns", "replacement", "weighted"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Backend = Literal["auto", "nccl", "gloo"]
 _COMMON = {"common": True}
@@ -105,6 +106,9 @@ class Settings:
     """Samples per step over all ranks."""
     batch_size_per_rank: int | None = None
     """Instead of --batch-size: samples per rank and step, so that more ranks take larger steps."""
+    batch_tokens: int | None = None
+    """Instead of --batch-size: the most tokens per step over all ranks, padding included: samples ×
+    the longest of them, by the recipe's lengths. Samples of a step are of similar length."""
     micro_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
     """The most samples that a rank computes at once; the number of micro-steps follows."""
     accumulate: int | None = field(default=None, metadata=_BITS_ALONE)
@@ -117,6 +121,11 @@ class Settings:
     """With virtual ranks, compute one share of the first step twice and compare."""
     drop_last: bool = False
     """Leave out the last batch of an epoch if it is incomplete."""
+    order: OrderName = "shuffled"
+    """Order of the training samples: each once, shuffled or as they are; columns: each slot of a
+    step reads on where it was; or drawn with replacement, all alike or by the recipe's weights."""
+    group_by_length: bool = False
+    """Shuffle so that the samples of a batch are of similar length, by the recipe's lengths."""
     shuffle_buffer: int = 0
     """Elements of a stream that are shuffled together; 0 keeps their order."""
 
@@ -274,6 +283,7 @@ class Settings:
                 remedy="Leave one of them out.",
                 flags=["param_dtype", "precision"],
             )
+        self._check_order()
         if self.virtual_ranks is not None:
             self._hold_bits_still(self.virtual_ranks)
         if self.deterministic and self.cudnn_benchmark:
@@ -282,6 +292,32 @@ class Settings:
                 "each time.",
                 remedy="Leave one of them out.",
                 flags=["cudnn_benchmark", "deterministic"],
+            )
+
+    def _check_order(self) -> None:
+        """Refuse settings of the order that contradict each other."""
+        for name, why in _NOT_BY_TOKENS.items() if self.batch_tokens is not None else ():
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                given = flag_name(name) + ("" if value is True else f" {value}")
+                raise UserError(
+                    f"--{given} does not go with --batch-tokens {self.batch_tokens}: {why}.",
+                    remedy="Leave one of them out.",
+                    flags=[name, "batch_tokens"],
+                )
+        if self.group_by_length and self.order != "shuffled":
+            raise UserError(
+                f"--group-by-length does not go with --order {self.order}: it shuffles the samples "
+                "within windows of similar length.",
+                remedy="Leave one of them out.",
+                flags=["group_by_length", "order"],
+            )
+        if self.drop_last and self.order in ("replacement", "weighted"):
+            raise UserError(
+                f"--drop-last does not go with --order {self.order}: an epoch is as many "
+                "draws as there are samples, and the last ones are as good as any.",
+                remedy="Leave it out; --max-steps sets another length.",
+                flags=["drop_last", "order"],
             )
 
     def _hold_bits_still(self, virtual_ranks: int) -> None:
@@ -311,8 +347,17 @@ _WHY_NOT = {
     "sync_batchnorm": "each virtual rank normalises over its own samples, on any number of ranks",
     "engine": "Lightning's DDP adds up the gradients in its own order",
 }
+_NOT_BY_TOKENS = {
+    "drop_last": "no batch is incomplete",
+    "order": "samples of similar length are shuffled by whole batches",
+    "group_by_length": "its batches are of similar length already",
+    "lr_scaling": "the number of samples differs from step to step",
+    "compile": "each batch has another shape, and would be compiled for itself",
+    "engine": "Lightning counts equal batches",
+}
 _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "batch_size_per_rank", "micro_batch_size"),
+    "batch_tokens",
     *("accumulate", "lr"),
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
@@ -340,6 +385,13 @@ def flag_name(name: str) -> str:
     return name.replace("_", "-")
 
 
+def order_name(settings: Settings) -> str:
+    """Return what the order of the training samples is called in records."""
+    if settings.batch_tokens is not None:
+        return "by tokens"
+    return "by length" if settings.group_by_length else settings.order
+
+
 def in_precision(settings: Settings, precision: Precision) -> Settings:
     """Return the settings in another precision, and weights of its type."""
     if precision == settings.precision:
@@ -347,9 +399,9 @@ def in_precision(settings: Settings, precision: Precision) -> Settings:
     return replace(settings, precision=precision, param_dtype=None)
 
 
-# A layer that sets one of a pair drops the other from the layers below.
+# A layer that sets one of them drops the others from the layers below.
 _ALTERNATIVES = (
-    ("batch_size", "batch_size_per_rank"),
+    ("batch_size", "batch_size_per_rank", "batch_tokens"),
     ("micro_batch_size", "accumulate"),
     ("epochs", "max_steps"),
 )
@@ -434,11 +486,12 @@ def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
     """Merge layers of settings; the later ones win."""
     merged: dict[str, object] = {}
     for layer in (own_names(layer, "settings") for layer in layers):
-        for pair in _ALTERNATIVES:
-            given = [name for name in pair if layer.get(name) is not None]
-            if len(given) == 1:
-                (other,) = set(pair) - set(given)
+        for names in _ALTERNATIVES:
+            given = [name for name in names if layer.get(name) is not None]
+            for other in names if len(given) == 1 else ():
                 merged.pop(other, None)
+        if layer.get("batch_tokens") is not None:
+            merged.pop("micro_batch_size", None)  # it was meant for a batch of samples
         if layer.get("optimizer", "sgd") != "sgd" and "momentum" not in layer:
             merged.pop("momentum", None)  # it was meant for the optimizer of a layer below
         if layer.get("monitor", merged.get("monitor")) != merged.get("monitor"):

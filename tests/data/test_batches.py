@@ -4,6 +4,7 @@ import multiprocessing
 import random
 import subprocess
 import sys
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from samestep import UserError, uniform
+from samestep.data import order as order_module
 from samestep.data.batches import open_source
 from samestep.data.blocks import Block
 from samestep.data.loader_source import LoaderSource
 from samestep.data.memory_source import MemorySource
-from samestep.data.order import epoch_order, steps_per_epoch
+from samestep.data.order import Ordering, epoch_order, steps_per_epoch
 from samestep.ranks.world import World
+from samestep.settings import OrderName
 from tests.processes import TIMEOUT_S, run_ranks
 
 SEED = 11
@@ -124,6 +127,50 @@ def test_ranks_together_read_the_order_from_any_step_on(kind, num, how, world_si
         expected = order[step * batch : (step + 1) * batch]
         assert torch.equal(targets, expected)
         assert torch.equal(inputs, data[0][expected])
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("order", [*get_args(OrderName), "by length"])
+@given(st.integers(1, 50), arguments, st.booleans())
+@settings(max_examples=20)
+def test_every_order_is_read_alike_on_any_ranks_and_from_any_step_on(kind, order, num, how, lazy):
+    """A large index is forced through the same path by a limit of 0."""
+    data, batch = samples(num), min(num, how["global_batch"])
+    weights = (torch.arange(num) % 3 + 1).double() if order == "weighted" else None
+    ordering = Ordering(order=order, weights=weights)
+    if order == "by length":
+        ordering = Ordering(lengths=(torch.arange(num) % 7).double())
+    how |= {"global_batch": batch, "ordering": ordering}
+    how["drop_last"] &= order not in ("replacement", "weighted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_module, "LAZY_FROM", 0 if lazy else 1 << 24)
+        cut = {"global_batch": batch, "drop_last": how["drop_last"]}
+        whole = epoch_order(num, how["seed"], how["epoch"], ordering, **cut)[0:num]
+        one, *others = (together(kind(data), size, **how) for size in WORLD_SIZES)
+    assert all(same(one, other) for other in others)
+    for step, (_, targets) in one.items():
+        assert torch.equal(targets, whole[step * batch : (step + 1) * batch])
+
+
+def test_a_loader_looks_only_a_few_batches_ahead():
+    """The steps of a large index are not listed: what is not asked for is not made."""
+    looked = []
+
+    class Endless(Listed):
+        def __len__(self):
+            return 10**12
+
+        def __getitem__(self, index):
+            looked.append(index)
+            return torch.zeros(1), index
+
+    one = source(Endless(None, None))
+    blocks = one.blocks(0, 7 * 10**9, global_batch=100, drop_last=False)
+    taken = [next(blocks) for _ in range(3)]
+    assert [block.first_step for block in taken] == [7 * 10**9 + k for k in range(3)]
+    assert len(looked) == len({*looked}) == 300
+    assert max(looked) > 2**34
+    one.close()
 
 
 def _with_workers():

@@ -3,11 +3,24 @@
 That ranks together read this order, whole or resumed, is proved on batches: test_batches.py.
 """
 
+from collections import Counter
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.data.order import epoch_order, share, step_range, steps_per_epoch
+from samestep import Recipe, Settings, UserError
+from samestep.data import order as order_module
+from samestep.data.order import (
+    Ordering,
+    epoch_order,
+    ordering_of,
+    permuted,
+    share,
+    step_range,
+    steps_per_epoch,
+)
 
 GOLDEN_FIRST = [6, 1, 2, 8, 10, 3, 7, 11, 0, 4, 5, 9]
 GOLDEN_SECOND = [6, 4, 5, 9, 1, 8, 3, 2, 0, 11, 10, 7]
@@ -72,6 +85,157 @@ def test_every_sample_comes_early_and_late():
     mean = (num_samples - 1) / 2
     deviation = ((num_samples**2 - 1) / 12) ** 0.5 / num_epochs**0.5
     assert (places.mean(0) - mean).abs().max() < 5 * deviation
+
+
+@given(st.integers(1, 3000), SEEDS, st.data())
+@settings(max_examples=150)
+def test_a_permutation_without_a_table_has_each_sample_once(num_samples, key, data):
+    """Whatever the positions that are asked for together."""
+    whole = permuted(num_samples, key, torch.arange(num_samples))
+    assert sorted(whole.tolist()) == list(range(num_samples))
+    start = data.draw(st.integers(0, num_samples))
+    stop = data.draw(st.integers(start, num_samples))
+    assert torch.equal(permuted(num_samples, key, torch.arange(start, stop)), whole[start:stop])
+
+
+def test_a_permutation_without_a_table_is_spread_as_a_fair_shuffle():
+    """Each sample is anywhere, and so is its neighbour beside it."""
+    num, keys = 37, 3000
+    orders = torch.stack([permuted(num, key, torch.arange(num)) for key in range(keys)])
+    # Chi-squared with 36 degrees of freedom is above 80 once in 30,000 times.
+    for place in (0, 17, num - 1):
+        counts = torch.bincount(orders[:, place], minlength=num).double()
+        assert float(((counts - keys / num) ** 2 / (keys / num)).sum()) < 80
+    gaps = torch.bincount((orders[:, 1] - orders[:, 0]) % num, minlength=num)[1:].double()
+    expected = keys / (num - 1)
+    assert float(((gaps - expected) ** 2 / expected).sum()) < 80
+
+
+def test_a_large_index_has_no_table(monkeypatch):
+    """Its checkpoints say so, and a smaller index keeps the order that it always had."""
+    order = epoch_order(10**12, 1, 2)
+    assert len(order) == 10**12
+    far = order[10**12 - 5 : 10**12]
+    assert len({*far.tolist()}) == 5
+    assert int(far.max()) < 10**12
+    assert torch.equal(far, permuted(10**12, order_module.mix(1, 2), 10**12 - 5 + torch.arange(5)))
+    assert Ordering().record(10**12) == {"permutation": "lazy"}
+    assert Ordering().record(order_module.LAZY_FROM - 1) == {}
+    monkeypatch.setattr(order_module, "_WINDOW", 7)
+    assert torch.equal(order[3:40], torch.cat([order[k : k + 1] for k in range(3, 40)]))
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.booleans())
+def test_each_slot_reads_on_where_it_was(num_samples, batch, drop_last):
+    """As a table of `batch` rows cut from the data, of which a step is a column."""
+    batch = min(num_samples, batch)
+    how = {"global_batch": batch, "drop_last": drop_last}
+    order = epoch_order(num_samples, 1, 2, Ordering(order="columns"), **how)
+    steps = steps_per_epoch(num_samples, batch, drop_last=drop_last)
+    ranges = [step_range(num_samples, batch, step) for step in range(steps)]
+    taken = [order[one.start : one.stop].tolist() for one in ranges]
+    columns = [[step[slot] for step in taken if slot < len(step)] for slot in range(batch)]
+    if drop_last:
+        size = num_samples // batch
+        parts = [range(slot * size, (slot + 1) * size) for slot in range(batch)]
+    else:
+        parts = [share(range(num_samples), slot, batch) for slot in range(batch)]
+    assert columns == [list(part) for part in parts]
+
+
+def test_draws_with_replacement_are_as_many_as_samples_and_uniform():
+    order = epoch_order(50, 3, 1, Ordering(order="replacement"))
+    assert len(order) == len(order[0:50]) == 50
+    assert len({*order[0:50].tolist()}) < 50
+    many = [epoch_order(50, 3, epoch, Ordering(order="replacement"))[0:50] for epoch in range(400)]
+    counts = torch.bincount(torch.cat(many), minlength=50).double()
+    assert float(((counts - 400) ** 2 / 400).sum()) < 100  # 49 degrees of freedom
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-300, 0.5, 1.0, 3.0, 1e300]), min_size=1, max_size=20))
+def test_a_sample_of_weight_0_is_never_drawn(weights):
+    ordering = Ordering(order="weighted", weights=torch.tensor(weights, dtype=torch.float64))
+    if any(weights):
+        drawn = epoch_order(len(weights), 1, 2, ordering)[0 : len(weights)].tolist()
+        assert all(weights[sample] > 0 for sample in drawn)
+
+
+def test_draws_are_in_proportion_to_the_weights():
+    weights = torch.tensor([1.0, 0.0, 2.0, 5.0] * 500, dtype=torch.float64)
+    ordering = Ordering(order="weighted", weights=weights)
+    drawn = torch.cat([epoch_order(2000, 1, epoch, ordering)[0:2000] for epoch in range(20)])
+    found = Counter((drawn % 4).tolist())
+    for kind, part in ((0, 1 / 8), (2, 2 / 8), (3, 5 / 8)):
+        assert abs(found[kind] / 40_000 - part) < 5 * (part * (1 - part) / 40_000) ** 0.5
+
+
+def test_weights_are_numbers_or_a_function_of_the_training_data():
+    data, how = (torch.arange(4.0), torch.arange(4)), Settings(order="weighted")
+    given = [[0, 1, 2, 3], torch.arange(4), lambda pair: pair[0] * 1.0, lambda pair: pair[1]]
+    found = [ordering_of(Recipe(model=list, data=list, weights=w), how, data) for w in given]
+    assert len({str(one.record(4)) for one in found}) == 1
+    assert found[0].weights.dtype == torch.float64
+    recipe = Recipe(model=list, data=list, weights=given[0])
+    assert recipe.settings["order"] == "weighted"
+    plain = Recipe(model=list, data=list, weights=given[0], settings={"order": "shuffled"})
+    assert ordering_of(plain, Settings(**plain.settings), data) == Ordering()
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    {
+        "negative": ([1, -0.5, 1], "-0.5 for sample 1"),
+        "NaN": ([1, 1, float("nan")], "nan for sample 2"),
+        "infinite": ([float("inf"), 1, 1], "inf for sample 0"),
+        "all zero": ([0, 0, 0], "all 3 weights are 0"),
+        "too few": ([1, 1], "2 numbers .* 3"),
+        "a matrix": (torch.ones(3, 2), "3 × 2 numbers"),
+        "one number": (torch.tensor(1.0), "3"),
+        "words": (["a", "b", "c"], "Recipe.weights=…. failed"),
+        "a function that fails": (lambda data: data.weights, "AttributeError"),
+        "none": (None, "--order weighted"),
+    }.values(),
+)
+def test_weights_that_cannot_be_drawn_by_are_refused(weights, told):
+    data, recipe = (torch.zeros(3), torch.zeros(3)), Recipe(model=list, data=list, weights=weights)
+    with pytest.raises(UserError, match=told):
+        ordering_of(recipe, Settings(order="weighted"), data)
+
+
+@given(st.integers(1, 400), st.integers(1, 9), SEEDS)
+@settings(max_examples=60)
+def test_batches_by_length_hold_each_sample_once_and_little_padding(num_samples, batch, seed):
+    lengths = torch.rand(num_samples, dtype=torch.float64)
+    grouped = epoch_order(num_samples, seed, 1, Ordering(lengths=lengths), global_batch=batch)
+    plain = epoch_order(num_samples, seed, 1)
+    assert sorted(grouped.tolist()) == list(range(num_samples))
+    full = num_samples // batch * batch
+    assert torch.equal(grouped[full:], plain[full:])
+
+    def spread(order):
+        batches = lengths[order[:full]].view(-1, batch)
+        return float((batches.amax(1) - batches.amin(1)).sum()) if full else 0.0
+
+    assert spread(grouped) <= spread(plain) + 1e-9
+    if batch > 1 and full // batch in range(30, 50):  # one window: sorted, then cut
+        ranks = lengths[grouped[:full]].argsort().argsort().view(-1, batch)
+        assert bool((ranks.amax(1) - ranks.amin(1) == batch - 1).all())
+        firsts = [batch.tolist().index(batch.min()) for batch in ranks]
+        assert len({*firsts}) > 1, "the shortest is not always the first"
+
+
+def test_samples_by_length_need_lengths_and_a_shuffled_order():
+    data, recipe = (torch.zeros(3), torch.zeros(3)), Recipe(model=list, data=list)
+    with pytest.raises(UserError, match="--group-by-length: the recipe has no lengths"):
+        ordering_of(recipe, Settings(group_by_length=True), data)
+    with pytest.raises(UserError, match=r"--group-by-length .* --order columns"):
+        Settings(group_by_length=True, order="columns")
+
+
+def test_draws_that_could_be_left_out_are_refused():
+    for order in ("replacement", "weighted"):
+        with pytest.raises(UserError, match=f"--drop-last .* --order {order}"):
+            Settings(order=order, drop_last=True)
 
 
 def test_the_order_is_the_one_that_earlier_versions_had():

@@ -413,7 +413,11 @@ def _order_seeded_by_rank(patch):
     from samestep.data import source
 
     original, rank = source.epoch_order, int(os.environ["RANK"])
-    patch.setattr(source, "epoch_order", lambda num, seed, epoch: original(num, seed + rank, epoch))
+    patch.setattr(
+        source,
+        "epoch_order",
+        lambda num, seed, *rest, **how: original(num, seed + rank, *rest, **how),
+    )
 
 
 BUGS = [

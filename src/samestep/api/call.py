@@ -24,6 +24,7 @@ from samestep.settings import (
     Backend,
     Device,
     MatmulPrecision,
+    OrderName,
     ParamDtype,
     Precision,
     Settings,
@@ -45,12 +46,15 @@ class SettingsArguments(TypedDict, total=False):
     max_steps: int | None
     batch_size: int | None
     batch_size_per_rank: int | None
+    batch_tokens: int | None
     micro_batch_size: int | None
     accumulate: int | None
     eval_batch_size: int | None
     virtual_ranks: int | None
     self_check: bool
     drop_last: bool
+    order: OrderName
+    group_by_length: bool
     shuffle_buffer: int
     optimizer: Literal["adam", "adamw", "sgd"]
     lr: float

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, TensorDataset
 from samestep.data.blocks import Lap, untimed
 from samestep.data.loader_source import LoaderSource
 from samestep.data.memory_source import MemorySource
+from samestep.data.order import SHUFFLED, ordering_of
 from samestep.data.source import ReadOptions, Source
 from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
@@ -56,13 +57,6 @@ def open_source(
     )
 
 
-def loss_batch(recipe: Recipe, settings: Settings) -> int | None:
-    """Return the samples over which an evaluation makes a loss over the whole batch."""
-    if recipe.loss_over != "batch":
-        return None
-    return settings.batch_size or settings.batch_size_per_rank
-
-
 def open_split(
     data: InMemory | Dataset[Any],
     world: World,
@@ -72,7 +66,13 @@ def open_split(
     lap: Lap = untimed,
     split: str = "",
 ) -> Source:
-    """Return the source of one of a recipe's splits, as a training with these settings reads it."""
+    """Return the source of one of a recipe's splits, as a training with these settings reads it.
+
+    The split "training" is read in the order that the settings ask for.
+    """
+    trains = split == "training" and not is_stream(data)
+    ordering = ordering_of(recipe, settings, data) if trains else SHUFFLED
+    batch_size = settings.batch_size or settings.batch_size_per_rank
     with made_by(recipe.data):
         return open_source(
             data,
@@ -84,7 +84,9 @@ def open_split(
             augment=recipe.augment,
             collate=recipe.collate,
             whole=recipe.forward is not None,
-            loss_batch=loss_batch(recipe, settings),
+            loss_batch=batch_size if recipe.loss_over == "batch" else None,
+            slots=batch_size if recipe.carry is not None else None,
+            ordering=ordering,
             shuffle_buffer=settings.shuffle_buffer,
             lap=lap,
             split=split,

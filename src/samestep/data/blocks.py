@@ -1,12 +1,10 @@
 """One rank's part of consecutive steps, and how an order is cut into these and into micro-steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from samestep.data.order import share, step_range, steps_per_epoch
+from samestep.data.order import Order, share, step_range, steps_per_epoch
 from samestep.data.trees import narrow, split_rows
 from samestep.ranks.world import World
 
@@ -90,7 +88,8 @@ class Batch(NamedTuple):
     part: int = 0
     """The share of the data that they belong to: the rank's, or a virtual rank's."""
     whole: int | None = None
-    """Of a loss over the whole batch: the number of the batch of the data that they belong to."""
+    """Of a loss over the whole batch: the number of the batch of the data that they belong to; of
+    carried state: that of the slots in which they follow each other."""
     closes: bool = True
     """Whether that loss is due now; else more samples of the batch follow."""
 
@@ -113,7 +112,7 @@ def cut_rows(
 
 
 def group_steps(
-    order: Tensor, first_step: int, limit: int, global_batch: int, world: World, *, drop_last: bool
+    order: Order, first_step: int, limit: int, global_batch: int, world: World, *, drop_last: bool
 ) -> Iterator[Block]:
     """Cut an epoch's order into blocks of indices, of at most `limit` steps of equal size."""
     num_samples = len(order)
@@ -128,10 +127,21 @@ def group_steps(
         yield Block(step, count, indices, None, len(mine), weight, global_batch)
         step += count
     if step < steps_per_epoch(num_samples, global_batch, drop_last=drop_last):
-        positions = step_range(num_samples, global_batch, step)
-        mine, weight = _share_or_stand_in(positions, world)
-        indices = order[mine.start : mine.stop]
-        yield Block(step, 1, indices, None, len(mine), weight, len(positions))
+        yield _one_step(order, step, step_range(num_samples, global_batch, step), world)
+
+
+def uneven_steps(
+    order: Order, first_step: int, ends: Sequence[int], world: World
+) -> Iterator[Block]:
+    """Cut an epoch's order into steps of any size, each of which ends at a given position."""
+    for step in range(first_step, len(ends)):
+        yield _one_step(order, step, range(ends[step - 1] if step else 0, ends[step]), world)
+
+
+def _one_step(order: Order, step: int, positions: range, world: World) -> Block:
+    mine, weight = _share_or_stand_in(positions, world)
+    indices = order[mine.start : mine.stop]
+    return Block(step, 1, indices, None, len(mine), weight, len(positions))
 
 
 def micro_steps(block: Block, cut: Cut | None, world: World) -> Iterator[Block]:

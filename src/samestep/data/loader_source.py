@@ -5,9 +5,10 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice, tee
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from samestep.data.prefetch import on_device
 from samestep.data.source import OrderedSource, ReadOptions
 from samestep.errors import UserError, blame, listed
 from samestep.ranks.startup import forking_servants, stop_signals
+
+Key = tuple[int, int]
+"""An epoch, and the place of a sample."""
 
 
 class LoaderSource(OrderedSource):
@@ -57,25 +61,25 @@ class LoaderSource(OrderedSource):
         _end_workers(self._loader)
 
     def _read(self, unread: Iterator[Block], epoch: int) -> Read:
-        wanted = list(unread)
-        self._plan[:] = [[(epoch, index) for index in block.inputs.tolist()] for block in wanted]
-        for block, (inputs, targets) in zip(wanted, self._batches(), strict=True):
+        blocks, wanted = tee(unread)  # the workers are a few batches ahead
+        keys = ([(epoch, index) for index in block.inputs.tolist()] for block in wanted)
+        for block, (inputs, targets) in zip(blocks, self._batches(keys), strict=True):
             yield block, inputs, targets
 
-    def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
-        self._plan[:] = [[(0, index) for index in batch] for batch in batches]
-        return self._batches()
+    def _read_in_turn(self, batches: Sequence[Sequence[int]]) -> Iterator[tuple[Any, Any]]:
+        return self._batches([(0, index) for index in batch] for batch in batches)
 
-    def _batches(self) -> Iterator[tuple[Any, Any]]:
-        device, lap, taken = self._world.device, self._reading.lap, 0
+    def _batches(self, keys: Iterator[list[Key]]) -> Iterator[tuple[Any, Any]]:
+        device, lap = self._world.device, self._reading.lap
+        plan = self._plan.read_next(keys)
         try:
             with starting_workers():
                 batches = iter(self._loader)
             for inputs, targets in on_device(map(unpacked, batches), device, lap):
-                taken += 1
+                plan.popleft()
                 yield inputs, self._cast(targets)
         except Exception as error:
-            awaited = [str(index) for _epoch, index in chain(*self._plan[taken : taken + 1])]
+            awaited = [str(index) for _epoch, index in chain(*islice(plan, 1))]
             at = listed(awaited, 5)
             blame_worker(self._loader._iterator, self._name, error, at)  # noqa: SLF001
             _end_workers(self._loader)
@@ -85,11 +89,23 @@ class LoaderSource(OrderedSource):
             raise
 
 
-class _Plan(list[list[tuple[int, int]]]):
-    """The batches that a DataLoader reads next: each pass reads a copy."""
+class _Plan:
+    """The batches that a DataLoader reads next, made as it asks for them."""
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self[:])
+    def __init__(self) -> None:
+        self._keys: Iterator[list[Key]] = iter(())
+        self._asked = deque[list[Key]]()
+
+    def read_next(self, keys: Iterator[list[Key]]) -> deque[list[Key]]:
+        """Let the next pass read these; return what will hold those that it has asked for."""
+        self._keys, self._asked = keys, deque()
+        return self._asked
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        keys, asked = self._keys, self._asked
+        for batch in keys:
+            asked.append(batch)
+            yield batch
 
 
 class _Keyed(Dataset[Any]):

@@ -1,6 +1,6 @@
 """Samples held in memory: gathered whole batches at a time, for several steps at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice, tee
 from math import gcd, lcm
 
@@ -124,13 +124,19 @@ class MemorySource(OrderedSource):
 
         return rows(self._inputs), rows(self.targets)
 
-    def _read_in_turn(self, batches: list[range]) -> Iterator[Pair]:
-        pairs = ((self._inputs[b.start : b.stop], self.targets[b.start : b.stop]) for b in batches)
+    def _read_in_turn(self, batches: Sequence[Sequence[int]]) -> Iterator[Pair]:
+        pairs = ((_rows(self._inputs, b), _rows(self.targets, b)) for b in batches)
         if not self.is_resident:
             yield from on_device(pairs, self._world.device, untimed)
             return
         for inputs, targets in pairs:
             yield inputs.clone(), targets  # the recipe's transform may work in place
+
+
+def _rows(stored: Tensor, indices: Sequence[int]) -> Tensor:
+    if isinstance(indices, range):
+        return stored[indices.start : indices.stop]
+    return stored.index_select(0, torch.tensor(indices, device=stored.device))
 
 
 def _fits(stored: tuple[Tensor, Tensor], world: World) -> bool:

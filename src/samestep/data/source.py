@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, tee
 from typing import Any
 
@@ -19,10 +20,11 @@ from samestep.data.blocks import (
     held_parts,
     micro_steps,
     part_of,
+    uneven_steps,
     untimed,
 )
 from samestep.data.keyed_random import sample_keys
-from samestep.data.order import epoch_order
+from samestep.data.order import LAZY_FROM, SHUFFLED, Order, Ordering, TokenCut, epoch_order, share
 from samestep.data.prefetch import send
 from samestep.data.trees import describe, map_tensors, tree_leaves
 from samestep.errors import UserError, blame, defined_at
@@ -49,6 +51,10 @@ class ReadOptions:
     """Whether a batch stays one thing, which is both inputs and targets."""
     loss_batch: int | None = None
     """Of a loss over the whole batch: the samples of such a batch in an evaluation."""
+    slots: int | None = None
+    """Of carried state: the slots of an evaluation, in which samples follow each other."""
+    ordering: Ordering = SHUFFLED
+    """Of the samples of a data set, in training."""
     shuffle_buffer: int = 0
     """Elements of a stream that are shuffled together, in training."""
     lap: Lap = untimed
@@ -67,6 +73,8 @@ class Source(ABC):
 
     num_samples: int
     """0 for a stream, whose length is unknown."""
+    token_cut: TokenCut | None = None
+    """How training batches are cut where they are of equally many tokens."""
     held_bytes: int = 0
     """Bytes of the samples that it keeps in memory, all of them on every rank."""
     _rows_are_samples = False
@@ -76,6 +84,10 @@ class Source(ABC):
 
     def __init__(self, reading: ReadOptions) -> None:
         self._reading, self._world = reading, reading.world
+
+    def order_record(self) -> dict[str, Any]:
+        """Return what the order depends on besides seed and sizes, for checkpoints."""
+        return {}
 
     def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - memory asks for it
         """Return the most steps that a block holds: a power of two."""
@@ -199,6 +211,7 @@ class OrderedSource(Source):
             )
         super().__init__(reading)
         self.num_samples = num_samples
+        self.token_cut = reading.ordering.token_cut
         self._table: tuple[int, Tensor] | None = None
         """An epoch, and the keys of all samples in it."""
 
@@ -206,15 +219,32 @@ class OrderedSource(Source):
     def _in_parts(self) -> bool:
         # The share of a virtual rank is made by itself, too: a kernel may round otherwise where
         # rows begin elsewhere in memory.
-        return self._collates or self._world.virtual_ranks > 0
+        cut_by_itself = self.token_cut is not None  # its micro-steps are not of equal size
+        return self._collates or cut_by_itself or self._world.virtual_ranks > 0
+
+    def order(self, epoch: int, global_batch: int, *, drop_last: bool) -> Order:
+        """Return the order of the samples in an epoch, whatever the ranks."""
+        how, number = self._reading, self.num_samples
+        cut: Any = {"global_batch": global_batch, "drop_last": drop_last}
+        return epoch_order(number, how.seed, epoch, how.ordering, **cut)
+
+    def order_record(self) -> dict[str, Any]:
+        """Return what the order depends on besides seed and sizes."""
+        return self._reading.ordering.record(self.num_samples)
 
     def _unread(
         self, epoch: int, first_step: int, global_batch: int, cut: Cut | None, *, drop_last: bool
     ) -> Generator[tuple[Block, Sequence[Block]]]:
-        how, world = self._reading, self._world
-        order = send(epoch_order(self.num_samples, how.seed, epoch), self._order_device)
+        world = self._world
+        order = self.order(epoch, global_batch, drop_last=drop_last)
+        to_device = partial(send, device=self._order_device)
+        order = to_device(order) if isinstance(order, Tensor) else order.placed(to_device)
         most = self.steps_per_block(global_batch)
-        unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
+        ends = self._reading.ordering.ends(self._reading.seed, epoch)
+        if ends is not None:
+            unread = uneven_steps(order, first_step, ends, world)
+        else:
+            unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
         for block in unread:
             if not self._in_parts:
                 yield block, (block,)
@@ -224,6 +254,9 @@ class OrderedSource(Source):
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""
+        if self._reading.slots is not None:
+            yield from self._in_columns(batch_size, self._reading.slots)
+            return
         every, world, whole = range(self.num_samples), self._world, self._reading.loss_batch
         # What is shared out: samples, or batches of them that stay whole.
         units = range(self.num_samples if whole is None else -(-self.num_samples // whole))
@@ -241,6 +274,29 @@ class OrderedSource(Source):
             else:
                 yield Batch(*pair, count, batch.start, part, batch.start // whole, closes)
 
+    def _in_columns(self, batch_size: int, slots: int) -> Iterator[Batch]:
+        """Yield this rank's share of the slots, each with its samples one after the other."""
+        every, world = range(self.num_samples), self._world
+        slots = min(slots, len(every))
+        columns = [share(every, slot, slots) for slot in range(slots)]
+        # A loss over the whole batch needs all slots at once.
+        together = self._reading.loss_batch is not None
+        groups = [
+            (part, columns if together else columns[k : min(k + batch_size, mine.stop)])
+            for part in held_parts(world)
+            for mine in [part_of(range(slots), part, world)]
+            for k in (range(part == 0) if together else mine[::batch_size])
+        ]
+        batches = [
+            (part, number, [column[row] for column in group if row < len(column)])
+            for number, (part, group) in enumerate(groups)
+            for row in range(len(group[0]))
+        ]
+        read = self._read_in_turn([batch for _, _, batch in batches])
+        for (part, number, batch), (inputs, targets) in zip(batches, read, strict=True):
+            pair, count = self._finish(inputs, targets, len(batch)), len(batch)
+            yield Batch(*pair, count, batch[0], part, number)
+
     def peek(self, samples: int) -> Batch:
         """Return the first samples, as an evaluation reads them."""
         first = range(min(samples, self.num_samples))
@@ -253,7 +309,7 @@ class OrderedSource(Source):
 
         Virtual ranks look them up: each asks by itself, for few.
         """
-        if not self._world.virtual_ranks:
+        if not self._world.virtual_ranks or self.num_samples >= LAZY_FROM:
             return super()._keys(epoch, indices)
         if self._table is None or self._table[0] != epoch:
             every = torch.arange(self.num_samples, device=indices.device)
@@ -261,8 +317,8 @@ class OrderedSource(Source):
         return self._table[1][indices]
 
     @abstractmethod
-    def _read_in_turn(self, batches: list[range]) -> Iterator[tuple[Any, Any]]:
-        """Yield the stored inputs and the targets of consecutive samples, on the device."""
+    def _read_in_turn(self, batches: Sequence[Sequence[int]]) -> Iterator[tuple[Any, Any]]:
+        """Yield the stored inputs and the targets of some samples, on the device."""
 
 
 def _spans(samples: range, units: range, whole: int | None) -> list[range]:

@@ -142,7 +142,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         model = built.work.learner.model
         if settings.sync_batchnorm and not batch_norms(model):
             prepare(model, settings, World(), data_dtype(settings.precision))  # refuses it
-        plan = planned(request, built.work.train.num_samples, world.world_size)
+        plan = planned(request, built.work.train, world.world_size)
         # As the training would have it: with its settings, on its device.
         own_world = replace(built.work.world, device=torch.device(device))
         work = replace(built.work, settings=settings, plan=plan, world=own_world)
@@ -244,7 +244,7 @@ def _evaluations(settings: Settings, plan: Plan, built: Built) -> Evaluations:
     return Evaluations(
         has_validation=work.validation is not None,
         num_samples=known or None,
-        batch_size=evaluation_batch(settings, plan.micro_batch_size),
+        batch_size=evaluation_batch(settings, plan.evaluated_at_once),
         share=schedule.evaluation_shares(known, work.world) if known else None,
         monitor=watch.metric,
         mode=watch.mode,

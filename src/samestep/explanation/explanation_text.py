@@ -7,11 +7,22 @@ from samestep.explanation.rank_memory import MemoryPart, RankMemory
 from samestep.explanation.schedule import Share, StepShares
 from samestep.ranks.nproc import RANK_BYTES
 from samestep.reporting.words import count, size, wrapped
+from samestep.settings import order_name
 from samestep.training.plan import ENDLESS
 
 _INDENT = 15
 _SHOWN = 4
 """Groups of ranks, parts of a sum, and files that are shown."""
+_ORDERS = {
+    "sequential": "each sample once, in the order of the data (--order sequential)",
+    "columns": "each sample once; each slot of a step reads on where it was in the step before "
+    "(--order columns)",
+    "replacement": "drawn with replacement, as many draws as samples (--order replacement)",
+    "weighted": "drawn with replacement in proportion to the recipe's weights, as many draws as "
+    "samples (--order weighted)",
+    "by tokens": "samples of similar length in each batch, the batches shuffled (--batch-tokens)",
+    "by length": "shuffled, with samples of similar length in each batch (--group-by-length)",
+}
 
 Rows = Iterator[tuple[str, str]]
 """Each line's name and text."""
@@ -76,6 +87,10 @@ def _step(found: Explanation) -> Rows:
         f"{count(parts, 'virtual rank' if plan.virtual_ranks else 'rank')} × "
         f"{count(plan.accumulate, 'micro-step')}"
     )
+    if plan.by_tokens is not None:
+        fewest, tokens = min(plan.by_tokens.sizes), found.settings.batch_tokens
+        yield "tokens", f"at most {tokens:,} per step over all ranks, padding included"
+        text = f"{fewest:,} to {plan.global_batch_size:,} per step; below, of the largest"
     yield "samples", text
     yield from _shares(found.step)
     if plan.accumulate > 1:
@@ -126,11 +141,18 @@ def _length(found: Explanation) -> Rows:
             yield "training", count(plan.epochs, "epoch")
         return
     per_epoch, samples, batch = plan.steps_per_epoch, plan.num_samples, plan.global_batch_size
-    how = "floor" if settings.drop_last else "ceil"
-    yield "epoch", f"{count(per_epoch, 'step')} = {how}({samples:,} samples / {batch:,})"
+    how, order = "floor" if settings.drop_last else "ceil", order_name(settings)
+    cut = f"{samples:,} samples / {batch:,}"
+    if plan.by_tokens is not None:
+        how, cut = "cut", f"{samples:,} samples by {settings.batch_tokens:,} tokens"
+    yield "epoch", f"{count(per_epoch, 'step')} = {how}({cut})"
+    if order != "shuffled":
+        yield "order", _ORDERS[order]
     left = samples - per_epoch * batch
     if left > 0:
-        yield "left out", f"{count(left, 'sample')} per epoch, others each time (--drop-last)"
+        same = order in ("sequential", "columns")
+        each = "the last ones" if same else "others each time"
+        yield "left out", f"{count(left, 'sample')} per epoch, {each} (--drop-last)"
     if plan.total_steps == plan.epochs * per_epoch:
         yield "training", f"{steps} = {count(plan.epochs, 'epoch')} × {per_epoch:,}"
     else:
@@ -181,6 +203,9 @@ def _memory(found: Explanation) -> Rows:
     if settings.ema is not None:
         yield "average", f"{_product(memory.average)} (--ema), once more while it evaluates"
     samples = count(found.step.most, "sample")
+    if found.plan.by_tokens is not None and settings.batch_tokens is not None:
+        parts = found.plan.world_size * found.plan.accumulate
+        samples = f"about {settings.batch_tokens // parts:,} tokens"
     yield "a batch", f"{size(memory.batch.bytes)}: inputs and targets of a micro-step, {samples}"
     marked = "; inputs of the marked blocks are not in it" * settings.checkpoint_activations
     kept = f"what one forward of {samples} keeps for its backward{marked}"

@@ -161,7 +161,11 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
 
 def _real_batch(request: Request, built: Built, rows: int) -> Block:
     """Return the first samples of the first epoch as a process alone would train on them."""
-    settings = built.work.settings
+    settings, plan = built.work.settings, built.work.plan
+    if plan.by_tokens is not None:  # samples of any length would be padded to more
+        how: dict[str, Any] = {"drop_last": False, "cut": plan.cut(settings)}
+        steps = built.work.train.blocks(0, 0, global_batch=rows, **how)
+        return replace(next(steps).parts[0], parts=())
     dtype = data_dtype(settings.precision)
     source = open_split(built.splits.train, World(), request.recipe, settings, dtype)
     with closing(source):

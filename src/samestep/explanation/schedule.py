@@ -7,9 +7,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-import torch
-
 from samestep.data.blocks import group_steps, micro_steps, part_of
+from samestep.data.order import LazyOrder
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.index import Entry, Index
@@ -58,7 +57,7 @@ def full_step(plan: Plan, settings: Settings, world: World) -> StepShares:
 
 def last_step(plan: Plan, settings: Settings, world: World) -> StepShares | None:
     """Return the shares of an epoch's last step if it is smaller than the others."""
-    if plan.is_stream or plan.total_steps < plan.steps_per_epoch:
+    if plan.is_stream or plan.by_tokens or plan.total_steps < plan.steps_per_epoch:
         return None
     step = plan.steps_per_epoch - 1
     left = plan.num_samples - step * plan.global_batch_size
@@ -78,7 +77,7 @@ def _shared(
     num_samples: int, global_batch: int, step: int, plan: Plan, settings: Settings, world: World
 ) -> StepShares:
     """Share out one step of an epoch, as the data is cut in training."""
-    order = torch.arange(num_samples)
+    order = LazyOrder(num_samples, lambda positions: positions)
     found: list[Share] = []
     for rank in range(world.world_size):
         own = replace(world, rank=rank)
@@ -256,7 +255,7 @@ def other_sizes(request: Request, plan: Plan) -> tuple[OtherSize, ...]:
 
 def _other(request: Request, plan: Plan, ranks: int) -> OtherSize:
     try:
-        other = planned(request, plan.num_samples, ranks)
+        other = planned(request, plan, ranks)
     except UserError as error:
         return OtherSize(ranks=ranks, refused=str(error))
     shown = ("global_batch_size", "micro_batch_size", "accumulate", "total_steps", "lr")

@@ -119,7 +119,11 @@ class LitData(pl.LightningDataModule):
             splits = load_splits(self.recipe, self.options, world)
             how = world, self.recipe, self.settings, torch.float32
             found = {n: data for n in SPLITS if (data := getattr(splits, n)) is not None}
-            self._sources = {name: open_split(data, *how) for name, data in found.items()}
+            called = {"train": "training"}
+            self._sources = {
+                name: open_split(data, *how, split=called.get(name, name))
+                for name, data in found.items()
+            }
         if stage == "fit":
             self.plan = self._plan_for(trainer)
 

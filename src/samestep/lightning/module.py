@@ -30,6 +30,11 @@ from samestep.training.step import check_trainable
 
 def check_recipe(recipe: Recipe) -> None:
     """Refuse a recipe whose loss is not a mean over samples: it needs samestep's own loop."""
+    if recipe.carry is not None:
+        raise UserError(
+            "Recipe(carry=…) keeps state from step to step, which Lightning's loop has no place "
+            "for: use --engine native."
+        )
     if recipe.loss_over != "samples":
         raise UserError(
             f"Recipe(loss_over={recipe.loss_over!r}) gathers the outputs of all ranks, which "

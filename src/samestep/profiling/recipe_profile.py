@@ -192,10 +192,12 @@ def _sweep(
     def candidate(setting: str, value: int) -> tuple[Work, State]:
         changes: dict[str, Any] = {setting: value}
         if setting == "batch_size":
-            changes |= dict.fromkeys(("batch_size_per_rank", "micro_batch_size", "accumulate"))
+            others = ("batch_size_per_rank", "batch_tokens", "micro_batch_size", "accumulate")
+            changes |= dict.fromkeys(others)
         settings = replace(best, **changes)
         dtype = data_dtype(settings.precision)
-        source = open_split(built.splits.train, work.world, request.recipe, settings, dtype)
+        how = work.world, request.recipe, settings, dtype
+        source = open_split(built.splits.train, *how, split="training")
         one, state = variant(work, settings, source), State(watch=Watch(metric="loss", mode="min"))
         if settings.num_workers != best.num_workers:  # which is traced already
             _run_stages(one, state, path, Extent(seconds=0.2), ReceivedSignal())
@@ -233,7 +235,7 @@ def _evaluation_seconds(work: Work) -> float:
     evaluate_work(replace(work, forward=None), part)  # without compiling, which happens once
     if work.world.device.type == "cuda":  # the host was ahead; now it has read the sums
         part.times[-1] = time.perf_counter()
-    batches = -(-share // evaluation_batch(work.settings, work.plan.micro_batch_size))
+    batches = -(-share // evaluation_batch(work.settings, work.plan.evaluated_at_once))
     seconds = part.times[-1] - part.times[0]
     return max(work.world.gather(seconds / max(1, len(part.times) - 1) * batches))
 

@@ -131,6 +131,7 @@ def with_sizes(settings: Settings, global_batch: int, micro_batch: int) -> Setti
         settings,
         batch_size=global_batch,
         batch_size_per_rank=None,
+        batch_tokens=None,
         micro_batch_size=micro_batch,
         accumulate=None,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from samestep.data.source import Source
 from samestep.errors import UserError
@@ -136,7 +136,8 @@ def variant(work: Work, settings: Settings, source: Source) -> Work:
     """Return endless work with other settings: the same model, on its own source."""
     world, learner = work.world, work.learner
     schedule = work.plan.schedule
-    plan = make_plan(settings, source.num_samples, world.world_size, schedule=schedule)
+    how: dict[str, Any] = {"schedule": schedule, "by_tokens": source.token_cut}
+    plan = make_plan(settings, source.num_samples, world.world_size, **how)
     phases = make_phases(world.device)
     compiles = what_compiles(settings, world, learner.model, own=learner.own)
     per_block = source.steps_per_block(plan.global_batch_size)

@@ -239,7 +239,8 @@ class Lines:
         plan = self.run.plan
         if by == "step":
             return at
-        if not plan or plan["num_samples"] is None or plan["steps_per_epoch"] is None:
+        unknown = not plan or None in (plan["num_samples"], plan["steps_per_epoch"])
+        if unknown or plan.get("batch_tokens"):  # batches differ
             marks, samples = (np.append(0.0, known) for known in self._samples)
             return _numbers(np.interp(at, marks, samples))
         per_epoch, batch = plan["steps_per_epoch"], plan["global_batch_size"]

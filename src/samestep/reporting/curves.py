@@ -66,7 +66,7 @@ def has_epochs(runs: Sequence[RunData]) -> bool:
 def samples_at(run: RunData, step: int) -> float:
     """Return the samples trained after so many steps; the last batch of an epoch may be smaller."""
     plan = run.plan
-    if not plan or plan["num_samples"] is None:  # of a stream
+    if not plan or plan["num_samples"] is None or plan.get("batch_tokens"):  # batches differ
         marks = {0.0: 0.0, **{float(r["step"]): float(r["samples"]) for r in run.of("step")}}
         return between(sorted(marks.items()), step)
     whole, rest = divmod(step, plan["steps_per_epoch"])

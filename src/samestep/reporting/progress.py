@@ -254,13 +254,18 @@ class Screen:
         if plan["lr_scaling"] != "none":
             ratio = plan["lr"] / plan["base_lr"]
             lr += f" = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
+        order = f", {o}" if (o := plan.get("order", "shuffled")) != "shuffled" else ""
         known = plan["num_samples"]
         samples = "a stream" if known is None else f"{known:,} training samples"
+        batch = f"{plan['global_batch_size']} samples a step = {parts}"
+        if tokens := plan.get("batch_tokens"):
+            most = plan["global_batch_size"]
+            batch = f"{tokens} tokens a step, at most {most} samples, on {shares} × {steps}"
         rows = {
             plan["recipe"]: f"{plan['parameters']:,} parameters, {samples}",
             "where": f"{ranks}{nodes}, {plan['device']}{backend}{threads}, {plan['precision']}",
-            "batch": f"{plan['global_batch_size']} samples a step = {parts}",
-            "length": self._length(plan["total_steps"], plan["epochs"]),
+            "batch": batch,
+            "length": self._length(plan["total_steps"], plan["epochs"]) + order,
             "lr": lr,
             "run": plan["run_dir"],
         }

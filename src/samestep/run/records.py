@@ -68,6 +68,8 @@ class StartRecord(Struct, kw_only=True, tag_field="event", tag="start"):
     """Samples that a rank takes at once."""
     batch_size_per_rank: int | None = None
     """If it was given."""
+    batch_tokens: int | None = None
+    """If it was given; then the batch sizes are those of the largest batch."""
     accumulate: int | None = None
     """Micro-steps per step."""
     steps_per_epoch: _Positive | None
@@ -78,6 +80,8 @@ class StartRecord(Struct, kw_only=True, tag_field="event", tag="start"):
     """The steps to train."""
     log_every: int | None = None
     """Steps between `step` records."""
+    order: str = "shuffled"
+    """The order of the training samples."""
     lr: float | None = None
     """The learning rate, scaled by `lr_scaling`."""
     base_lr: float | None = None

@@ -30,6 +30,7 @@ from samestep.session.request import Request, changes_since, to_toml
 from samestep.settings import Settings
 from samestep.training.alike import arithmetic, random_numbers, seed_alike, seed_rank
 from samestep.training.apply import applied, terms_of
+from samestep.training.carried import Carried
 from samestep.training.compiled import Compiles, make_step, what_compiles, with_forward
 from samestep.training.device import (
     check_precision,
@@ -84,8 +85,8 @@ def build(
     dtype = data_dtype(settings.precision)
     source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
     train = source(splits.train, lap=phases.lap, split="training")
-    num_samples = _agree_on_size(train, world)
-    plan = world.on_every(lambda: planned(request, num_samples, world.world_size))
+    _agree_on_size(train, world)
+    plan = world.on_every(lambda: planned(request, train, world.world_size))
     seed_alike(settings.seed)
     new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
     model = world.on_every(lambda: placed(new(), settings, world, dtype))
@@ -99,7 +100,7 @@ def build(
     metrics = _try_out(trial, validation, test, source, world) if tries else recipe.metrics
     compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
     recipe = replace(recipe, loss=loss, metrics=metrics)
-    learner = _make_learner(recipe, model, settings, world, plan.lr, compiles, wrap_model, train)
+    learner = _make_learner(recipe, model, settings, world, plan, compiles, wrap_model, train)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
         settings=settings,
@@ -136,10 +137,11 @@ def _check_same_arithmetic(world: World) -> None:
             )
 
 
-def planned(request: Request, num_samples: int, world_size: int) -> Plan:
-    """Return the plan of a request on `world_size` ranks."""
-    schedule = request.recipe.schedule
-    return make_plan(request.settings, num_samples, world_size, schedule=schedule)
+def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
+    """Return the plan of a request on `world_size` ranks, by its data or its plan on others."""
+    by_tokens = train.by_tokens if isinstance(train, Plan) else train.token_cut
+    how: dict[str, Any] = {"schedule": request.recipe.schedule, "by_tokens": by_tokens}
+    return make_plan(request.settings, train.num_samples, world_size, **how)
 
 
 def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
@@ -152,7 +154,7 @@ def _make_learner(
     model: nn.Module,
     settings: Settings,
     world: World,
-    lr: float,
+    plan: Plan,
     compiles: Compiles,
     wrap_model: Wrap,
     train: Source,
@@ -172,9 +174,12 @@ def _make_learner(
         model=model,
         applied=takes,
         wrapped=wrap_model(to_wrap, world, settings, counter),
-        optimizer=world.on_every(lambda: optimizer_of(recipe, model, settings, lr, world.device)),
+        optimizer=world.on_every(
+            lambda: optimizer_of(recipe, model, settings, plan.lr, world.device)
+        ),
         optimizer_maker=recipe.optimizer,
         own=_own_parts(recipe, train),
+        carried=_carried(recipe, settings, plan, world, train),
         over_batch=recipe.loss_over == "batch",
         measured=bool(recipe.metrics),
         alone=ours and isinstance(train, MemorySource),
@@ -185,6 +190,22 @@ def _make_learner(
         counter=counter,
         makers=(recipe.model, recipe.data),
     )
+
+
+def _carried(
+    recipe: Recipe, settings: Settings, plan: Plan, world: World, train: Source
+) -> Carried | None:
+    """Return the state that the recipe carries from step to step, if any."""
+    if recipe.carry is None:
+        return None
+    if isinstance(train, StreamSource):
+        raise UserError(
+            "Recipe(carry=…) needs training data of a known order, so that a slot's samples follow "
+            "each other on any number of ranks; this is a stream. Give tensors or a map-style "
+            "Dataset."
+        )
+    dtype = data_dtype(settings.precision)
+    return Carried(recipe.carry, plan.global_batch_size, world, dtype, settings.seed)
 
 
 def _try_out(
@@ -218,15 +239,23 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
 
 
 def _agree_on_size(source: Source, world: World) -> int:
-    """Return the number of training samples, once all ranks have the same."""
+    """Return the number of training samples, once all ranks have the same, in the same order."""
     _agree_on_stream(source)
-    sizes = world.gather(source.num_samples)
+    found = world.gather((source.num_samples, source.order_record()))
+    sizes = [size for size, _ in found]
     if len(set(sizes)) > 1:
         raise UserError(
             f"The ranks loaded data of different sizes: {sizes}. Each must load all of it; "
             "samestep shares it out.",
             on_all_ranks=True,
         )
+    for rank, (_, order) in enumerate(found):
+        if differing := [name for name in order if order[name] != found[0][1].get(name)]:
+            raise UserError(
+                f"Rank {rank} has other {differing[0]} of the training samples than rank 0. Make "
+                "them from the data alone, or with a generator that is seeded.",
+                on_all_ranks=True,
+            )
     return sizes[0]
 
 

@@ -128,7 +128,7 @@ class PictureSource:
         """
         until, work = time.monotonic() + _ASK_S, self.work
         settings, device = replace(work.settings, num_workers=0), work.world.device
-        size = min(evaluation_batch(settings, work.plan.micro_batch_size), _MOST_PER_BATCH)
+        size = min(evaluation_batch(settings, work.plan.evaluated_at_once), _MOST_PER_BATCH)
         plain, dtype = replace(self.recipe, augment=None), data_dtype(settings.precision)
         source = open_split(some.data, World(device=device), plain, settings, dtype)
         model = applied(self.model(), self.recipe)

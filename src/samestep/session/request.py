@@ -36,10 +36,13 @@ from samestep.tracking.choice import check_choice
 from samestep.training.plan import Plan
 
 _COLUMNS = 100
-_SIZES = ("batch_size", "micro_batch_size", "accumulate")
+_SIZES = ("batch_size", "batch_tokens", "micro_batch_size", "accumulate")
 # These decide which samples a step takes, so no flag allows another value.
 _OF_THE_ORDER = frozenset(
-    ["seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples", "shuffle_buffer"]
+    [
+        *("seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples"),
+        *("shuffle_buffer", "order", "group_by_length", "batch_tokens"),
+    ]
 )
 _FIXED = _OF_THE_ORDER | {"engine", "virtual_ranks"}
 
@@ -307,7 +310,7 @@ def _with_sizes_of(
     for the ranks of then.
     """
     of_run = run.settings_layer
-    asked = _SIZES[:1] if of_run.get("virtual_ranks") is not None else _SIZES
+    asked = _SIZES[:2] if of_run.get("virtual_ranks") is not None else _SIZES
     sizes = {name: of_run[name] for name in _SIZES if name in of_run}
     if not run.earlier:
         sizes = merge_layers(sizes, {name: flags[name] for name in asked if name in flags})
@@ -445,11 +448,14 @@ def to_toml(request: Request, plan: Plan) -> str:
 
     `samestep train RUN` starts from them.
     """
-    left_out = ("run_dir", "batch_size_per_rank", "accumulate")  # the file lies in run_dir
-    table = {k: v for k, v in as_table(request.settings).items() if k not in left_out}
-    table["batch_size"] = plan.global_batch_size
-    if plan.micro_batch_size < plan.global_batch_size:  # fewer ranks need no more memory
-        table.setdefault("micro_batch_size", plan.micro_batch_size)
+    table = as_table(request.settings)
+    table.pop("run_dir", None)  # the file lies in it
+    if plan.by_tokens is None:
+        for name in ("batch_size_per_rank", "accumulate"):
+            table.pop(name, None)
+        table["batch_size"] = plan.global_batch_size
+        if plan.micro_batch_size < plan.global_batch_size:  # fewer ranks need no more memory
+            table.setdefault("micro_batch_size", plan.micro_batch_size)
     document: dict[str, Any] = {"recipe": request.source, **table}
     if request.options is not None:
         own = asdict(request.options)

@@ -28,7 +28,7 @@ from samestep.session.session import (
     resume_record,
     start_record,
 )
-from samestep.settings import free_names
+from samestep.settings import free_names, order_name
 from samestep.training.alike import arithmetic
 from samestep.training.device import kernels_of, switched
 from samestep.training.loop import RunControl, train
@@ -209,6 +209,8 @@ def _start_record(
     notes = notes_of(request, built, path, resumed=resumed is not None)
     only_if_set = {
         "batch_size_per_rank": request.settings.batch_size_per_rank,
+        "batch_tokens": settings.batch_tokens,
+        "order": order_name(settings) if order_name(settings) != "shuffled" else None,
         "param_dtype": settings.param_dtype,
         "own_schedule": bool(request.recipe.schedule),
         "left_out": list(splits.left_out),

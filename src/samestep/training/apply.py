@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.data.trees import describe, num_rows
 from samestep.errors import UserError, blame, defined_at
 from samestep.recipe import Recipe
+from samestep.training.carried import made
 
 Terms = Callable[[Any, Any], Any]
 """(inputs, targets) → the number of what a batch's loss is a mean over."""
@@ -18,19 +20,57 @@ Terms = Callable[[Any, Any], Any]
 class Applied(nn.Module):
     """A model that is called with a batch, by the recipe's own `forward`."""
 
-    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        carry: Callable[[int], Any] | None = None,
+    ) -> None:
         super().__init__()
-        self.model, self._forward_of_recipe = model, forward
+        self.model, self._forward_of_recipe, self._carry = model, forward, carry
         self.training = model.training
 
-    def forward(self, batch: Any) -> Any:
-        """Return the outputs for a batch."""
-        return self._forward_of_recipe(self.model, batch)
+    @property
+    def carries(self) -> bool:
+        """Whether the recipe carries state from batch to batch."""
+        return self._carry is not None
+
+    def forward(self, batch: Any, carried: Any = None) -> Any:
+        """Return the outputs for a batch; with carried state, (outputs, carried).
+
+        Without it, where the recipe has some, the batch begins with new state.
+        """
+        if self._carry is None:
+            return self._forward_of_recipe(self.model, batch)
+        if carried is None:
+            return self._with(batch, self.new_state(batch))[0]
+        return self._with(batch, carried)
+
+    def new_state(self, batch: Any, rows: int | None = None) -> Any:
+        """Return what samples without any before them are given."""
+        assert self._carry is not None
+        rows = rows or num_rows(batch)
+        if rows is None:
+            raise UserError(
+                f"Recipe(carry=…) needs a row for each sample in every tensor of a batch; it holds "
+                f"{describe(batch)}."
+            )
+        like = next(self.model.parameters())
+        return made(self._carry, rows, like.device, like.dtype)
+
+    def _with(self, batch: Any, carried: Any) -> tuple[Any, Any]:
+        found = self._forward_of_recipe(self.model, batch, carried)
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise UserError(
+                f"The recipe's forward{defined_at(self._forward_of_recipe)} returned "
+                f"{describe(found)}; with carry=… it must return (outputs, carried)."
+            )
+        return found
 
 
 def applied(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Return what takes the recipe's inputs: the model, or the model by the recipe's `forward`."""
-    return model if recipe.forward is None else Applied(model, recipe.forward)
+    return model if recipe.forward is None else Applied(model, recipe.forward, recipe.carry)
 
 
 def call(module: nn.Module, inputs: Any, model: nn.Module | None = None) -> Any:

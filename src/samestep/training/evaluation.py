@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 from samestep.data.blocks import Batch, held_parts
 from samestep.data.keyed_random import mix
 from samestep.data.loader_source import seed_reading
-from samestep.data.trees import describe
+from samestep.data.trees import describe, narrow
 from samestep.errors import UserError, blame
 from samestep.ranks.world import World
 from samestep.settings import Precision, Settings
 from samestep.training.alike import random_numbers, seed_torch
-from samestep.training.apply import Terms, call
+from samestep.training.apply import Applied, Terms, call
 from samestep.training.buffers import keep_buffers
 from samestep.training.device import autocast
 from samestep.training.metrics import Confusion, Objects, functions_of, told, values_of
@@ -86,7 +87,7 @@ def evaluate(
     result has `per_class` and `confusion`. A mistake of the recipe on any rank raises an
     `EvaluationError` on all.
     """
-    totals = Totals(loss, metrics, world, classes, terms)
+    totals, carried = Totals(loss, metrics, world, classes, terms), CarriedOn(model)
     # A forward may write buffers, and ranks compute another number of them.
     put_back = keep_buffers(model) if world.virtual_ranks else lambda: None
 
@@ -101,7 +102,7 @@ def evaluate(
             if world.virtual_ranks:  # reading draws numbers too
                 seed_reading(drawn)
             seed_torch(drawn, world.device)
-            outputs = outputs_of(forward or model, batch.inputs, precision, world.device)
+            outputs = carried.outputs_of(forward or model, batch, precision, world.device)
             with autocast(precision, world.device):
                 totals.add(outputs, batch)
 
@@ -139,6 +140,30 @@ def outputs_of(
             return call(model, inputs) if isinstance(model, nn.Module) else model(inputs)
     except Exception as error:
         blame(f"The recipe's model failed with inputs {describe(inputs)}", error, *makers)
+
+
+class CarriedOn:
+    """Calls a model batch by batch; where it carries state, with that of the slots before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        carries = isinstance(model, Applied) and model.carries
+        self._model: Applied | None = cast("Applied", model) if carries else None
+        self._whole: int | None = None
+        self._state: Any = None
+
+    def outputs_of(
+        self, model: Callable[[Any], Any], batch: Batch, precision: Precision, device: torch.device
+    ) -> Any:
+        """Return the outputs of the next batch."""
+        if self._model is None:
+            return outputs_of(model, batch.inputs, precision, device)
+        if batch.whole is None or batch.whole != self._whole:  # other slots: a new beginning
+            self._whole = batch.whole
+            self._state = self._model.new_state(batch.inputs, batch.samples)
+        before = narrow(self._state, 0, batch.samples)  # the last slots may end before the others
+        with_state = partial(self._model, carried=before)
+        outputs, self._state = outputs_of(with_state, batch.inputs, precision, device)
+        return outputs
 
 
 class Totals:

@@ -166,7 +166,7 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
             work.learner.loss,
             work.metrics,
             world=work.world,
-            batch_size=evaluation_batch(work.settings, work.plan.micro_batch_size),
+            batch_size=evaluation_batch(work.settings, work.plan.evaluated_at_once),
             precision=work.settings.precision,
             seed=work.settings.seed,
             classes=classes,

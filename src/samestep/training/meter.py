@@ -183,7 +183,7 @@ def epoch_record(work: Work, state: State) -> Record:
     """Return the `epoch` record of the running epoch so far; all ranks call it."""
     plan, position = work.plan, state.position
     samples = min(position.step_in_epoch * plan.global_batch_size, plan.num_samples)
-    if plan.is_stream:
+    if plan.is_stream or plan.by_tokens is not None:
         samples = position.samples - position.samples_before
     # Each rank fills its own row, so that the sum over the ranks is all of them.
     rows = torch.zeros(plan.world_size, 4, dtype=torch.float64)

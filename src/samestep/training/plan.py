@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from samestep.data.blocks import Cut, cut_rows
-from samestep.data.order import share, steps_per_epoch
+from samestep.data.order import TokenCut, share, steps_per_epoch
 from samestep.errors import UserError, blame, defined_at
-from samestep.settings import Settings
+from samestep.settings import Settings, flag_name
 
 
 class Due(NamedTuple):
@@ -84,6 +84,8 @@ class Plan:
     """Steps between two `step` records; None for a stream of unknown length."""
     lr: float
     """After scaling."""
+    by_tokens: TokenCut | None = None
+    """How --batch-tokens cuts samples into steps; batch sizes are then those of the largest."""
     schedule: Callable[[int, int], float] | None = None
     """The recipe's own: (step, total steps) → factor."""
 
@@ -91,6 +93,18 @@ class Plan:
     def is_stream(self) -> bool:
         """Whether the training set is a stream."""
         return self.num_samples == 0
+
+    @property
+    def evaluated_at_once(self) -> int:
+        """Samples of a forward that fit, whatever their length: those of a micro-step."""
+        if self.by_tokens is None:
+            return self.micro_batch_size
+        return max(1, self.by_tokens.fits // self._micro_steps)
+
+    @property
+    def _micro_steps(self) -> int:
+        """Most micro-steps of a step, of all ranks or virtual ones."""
+        return self.accumulate * (self.virtual_ranks or self.world_size)
 
     def full_micro_steps(self, settings: Settings) -> frozenset[int]:
         """Return the sizes of micro-steps in a step with a whole global batch, of any rank."""
@@ -104,8 +118,8 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """Return the plan as records hold it; what is unknown is None."""
-        known = asdict(replace(self, schedule=None))
-        del known["schedule"]
+        known = asdict(replace(self, schedule=None, by_tokens=None))
+        del known["schedule"], known["by_tokens"]
         if self.virtual_ranks is None:
             del known["virtual_ranks"]
         if self.is_stream:
@@ -118,8 +132,11 @@ class Plan:
         """Return how a step's rows become micro-steps."""
         # Forwards that talk to those of the other ranks: every rank needs equally many of them.
         together = settings.sync_batchnorm and self.world_size > 1
-        most, ranks = self.micro_batch_size, self.world_size
-        return partial(cut_rows, batch_size=most, world_size=ranks, together=together)
+        how: dict[str, Any] = {"world_size": self.world_size, "together": together}
+        if self.by_tokens is None:
+            return partial(cut_rows, batch_size=self.micro_batch_size, **how)
+        parts = self._micro_steps  # of a few long samples, too
+        return lambda rows, size: cut_rows(rows, size, batch_size=-(-size // parts), **how)
 
 
 def make_plan(
@@ -128,10 +145,12 @@ def make_plan(
     world_size: int,
     *,
     schedule: Callable[[int, int], float] | None = None,
+    by_tokens: TokenCut | None = None,
 ) -> Plan:
     """Derive a run's numbers from its settings; a stream has 0 samples.
 
     The global batch is the same on any number of ranks, whose shares differ by one sample at most.
+    With --batch-tokens, `by_tokens` says how the samples are cut.
     """
     check_virtual(settings, num_samples, world_size)
     if 0 < num_samples < world_size:
@@ -141,7 +160,7 @@ def make_plan(
         )
     parts = settings.virtual_ranks or world_size
     ranks = "virtual ranks" if settings.virtual_ranks else "ranks"
-    global_batch, micro_batch, accumulate = _batch_sizes(settings, parts, ranks)
+    global_batch, micro_batch, accumulate = _batch_sizes(settings, parts, ranks, by_tokens)
     if settings.static_graph and accumulate > 1 and world_size > 1:
         raise UserError(
             f"--static-graph does not go with {accumulate} micro-steps per step: DDP learns the "
@@ -156,13 +175,10 @@ def make_plan(
     if num_samples == 0:
         _check_stream(settings, world_size, schedule)
     per_epoch = ENDLESS
-    if num_samples > 0:
-        per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
-    if per_epoch == 0:
-        raise UserError(
-            f"--drop-last leaves no step: {num_samples} training samples are fewer than the "
-            f"global batch of {global_batch}. Use a smaller batch or leave out --drop-last."
-        )
+    if by_tokens is not None:
+        per_epoch = len(by_tokens.sizes)
+    elif num_samples > 0:
+        per_epoch = _steps_per_epoch(settings, num_samples, global_batch)
     epochs, total = _length(settings, per_epoch)
     if schedule is not None:
         if settings.schedule != "constant":
@@ -185,7 +201,24 @@ def make_plan(
         log_every=settings.log_every or (steps_between_records(total) if total < ENDLESS else None),
         lr=scaled_lr(settings, global_batch),
         schedule=schedule,
+        by_tokens=by_tokens,
     )
+
+
+def _steps_per_epoch(settings: Settings, num_samples: int, global_batch: int) -> int:
+    """Return the steps of an epoch, once there is one and each has its samples."""
+    if settings.order == "columns" and num_samples < global_batch:
+        raise UserError(
+            f"--order columns: {num_samples} training samples do not make {global_batch} columns, "
+            f"one for each slot of a step. Use --batch-size {num_samples} or less."
+        )
+    per_epoch = steps_per_epoch(num_samples, global_batch, drop_last=settings.drop_last)
+    if per_epoch == 0:
+        raise UserError(
+            f"--drop-last leaves no step: {num_samples} training samples are fewer than the "
+            f"global batch of {global_batch}. Use a smaller batch or leave out --drop-last."
+        )
+    return per_epoch
 
 
 def check_virtual(settings: Settings, num_samples: int, world_size: int) -> None:
@@ -242,6 +275,12 @@ def _check_stream(
     settings: Settings, world_size: int, schedule: Callable[[int, int], float] | None
 ) -> None:
     """Check that no setting needs the length of a stream, or excludes streams."""
+    if settings.order != "shuffled" or settings.group_by_length:
+        given = "group-by-length" if settings.group_by_length else f"order {settings.order}"
+        raise UserError(
+            f"--{given} takes no stream: its elements come in an order of their "
+            "own, or shuffled by --shuffle-buffer. Leave it out, or give a map-style Dataset."
+        )
     if settings.engine != "native":
         raise UserError(
             f"--engine {settings.engine} takes no stream: it asks for the length of an epoch. "
@@ -260,8 +299,25 @@ def _check_stream(
         )
 
 
-def _batch_sizes(settings: Settings, parts: int, ranks: str) -> tuple[int, int, int]:
+def _batch_sizes(
+    settings: Settings, parts: int, ranks: str, by_tokens: TokenCut | None
+) -> tuple[int, int, int]:
     """Return global batch, micro-batch and micro-steps; `ranks` is the word for messages."""
+    if settings.batch_tokens is not None:
+        for name in ("batch_size", "batch_size_per_rank", "micro_batch_size"):
+            if (size := getattr(settings, name)) is not None:
+                raise UserError(
+                    f"--{flag_name(name)} {size} does not go with --batch-tokens "
+                    f"{settings.batch_tokens}, by which samples are counted in tokens. Leave one "
+                    "of them out; --accumulate cuts each step into micro-steps."
+                )
+        if by_tokens is None:
+            raise UserError(
+                f"--batch-tokens {settings.batch_tokens} takes a map-style Dataset or tensors, and "
+                "samestep's own loop. Use --batch-size."
+            )
+        largest, accumulate = max(by_tokens.sizes), settings.accumulate or 1
+        return largest, -(-largest // (parts * accumulate)), accumulate
     total, asked = settings.batch_size, settings.accumulate
     if settings.batch_size_per_rank is not None:
         if total is not None:
@@ -291,7 +347,7 @@ def _batch_sizes(settings: Settings, parts: int, ranks: str) -> tuple[int, int, 
 
 def plan_notes(plan: Plan, settings: Settings) -> list[str]:
     """Return notes on odd shares of a step, or a warm-up that outlasts the run."""
-    notes = []
+    notes, parts = [], plan.virtual_ranks or plan.world_size
     if settings.warmup_steps >= plan.total_steps:
         notes.append(
             f"--warmup-steps {settings.warmup_steps} outlasts the run of {plan.total_steps} steps: "
@@ -302,6 +358,13 @@ def plan_notes(plan: Plan, settings: Settings) -> list[str]:
             f"The global batch of {plan.global_batch_size:,} is larger than the "
             f"{plan.num_samples:,} training samples: every step takes all of them, an epoch is one "
             "step."
+        )
+    if plan.by_tokens is not None and (short := sum(n < parts for n in plan.by_tokens.sizes)):
+        ranks = "virtual ranks" if plan.virtual_ranks else "ranks"
+        notes.append(
+            f"--batch-tokens {settings.batch_tokens}: {short:,} of {plan.steps_per_epoch:,} "
+            f"batches have fewer samples than the {parts} {ranks}, some of which then wait. More "
+            "tokens per step or fewer ranks use them better; the result is the same."
         )
     few = plan.global_batch_size < _FEW * plan.world_size
     if plan.world_size > 1 and few and settings.batch_size_per_rank is None:

@@ -38,6 +38,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         position = state.position
         mine["stream"] = work.train.marks_at(position.epoch, position.step_in_epoch)
     ranks = work.world.gather(mine)
+    carried = {} if learner.carried is None else {"carried": learner.carried.state()}
     return {
         "format": FORMAT,
         "recipe": recipe,
@@ -45,6 +46,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "model": learner.model.state_dict(),
         **({"weights_sha256": weights_sha256(learner.model)} if virtual else {}),
         **({} if average is None else {"ema": average.state()}),
+        **carried,
         "optimizer": learner.optimizer.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
         "schedule": {
@@ -81,15 +83,16 @@ def _order(work: Work) -> dict[str, Any]:
     order |= {"seed": settings.seed, "drop_last": settings.drop_last}
     if isinstance(work.train, StreamSource):
         order |= {"shuffle_buffer": settings.shuffle_buffer, "num_shards": work.train.num_shards}
-    return order
+    return order | work.train.order_record()
 
 
 def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
     """Restore a checkpoint into a new training, on any number of ranks."""
     check_recipe(saved, recipe)
     check_classes(saved, work.classes)
-    for name, now in _order(work).items():
-        before = saved["order"].get(name)
+    order = _order(work)
+    for name in order | saved["order"]:
+        before, now = saved["order"].get(name), order.get(name)
         if before != now:
             raise UserError(
                 f"The checkpoint was trained with {name} = {before}, now it is {now}: the order of "
@@ -99,6 +102,8 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     load_model(learner.model, saved)
     if learner.average is not None:
         learner.average.load(saved.get("ema"))
+    if learner.carried is not None:
+        learner.carried.load(saved.get("carried"))
     load_state(learner.optimizer, saved["optimizer"])
     match_layouts(learner.optimizer)
     if learner.scaler is not None and saved["scaler"] is not None:

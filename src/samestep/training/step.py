@@ -27,6 +27,7 @@ from samestep.training.alike import (
 )
 from samestep.training.apply import Terms, as_scalar, call
 from samestep.training.buffers import keep_buffers
+from samestep.training.carried import Carried
 from samestep.training.device import autocast, autocast_dtype
 from samestep.training.metrics import StepOutputs, remedy_of
 from samestep.training.optimizer import Average, Update
@@ -61,6 +62,8 @@ class Learner:
     """The moving average of the weights, if any."""
     own: tuple[str, ...] = ()
     """What else the recipe defines itself, such as its batches or the optimizer."""
+    carried: Carried | None = None
+    """The state of each slot of the global batch, if the recipe carries any."""
     over_batch: bool = False
     """Whether the loss is made over the outputs of the whole global batch."""
     measured: bool = False
@@ -152,6 +155,10 @@ class EagerStep:
         self._rank_seed = mix(settings.seed, world.rank)
         self._agreed, self._step = False, 0
         self._outputs: Any = None
+        self._slot = 0
+        """Of carried state: the first slot of the next micro-step."""
+        self._slots: range | None = None
+        """The slots of the present one; None where its samples only stand in."""
         self._due: Sequence[tuple[int, OutputGradient]] = ()
         """Of a loss over the whole batch: virtual rank and gradient of each micro-step."""
         self._seen: list[StepOutputs] = []
@@ -172,7 +179,12 @@ class EagerStep:
             parameter.grad = None
         if learner.counter is not None:
             learner.counter.grad = None
+        carried = learner.carried
+        if carried is not None:
+            carried.begin(block.first_step, block.global_size, step)
         loss, terms = self._backward(block)
+        if carried is not None:
+            carried.settle()
         if self._unchecked:
             self._unchecked = False
             check_used(learner.model)
@@ -198,6 +210,7 @@ class EagerStep:
         parts = self._parts(block)
         if self._learner.over_batch:
             self._look_at_whole(parts, block.global_size)
+        self._begin_part(parts[0].place)
         weights, last = self._weigh(parts), len(parts) - 1
         for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             try:
@@ -239,6 +252,8 @@ class EagerStep:
 
     def _micro_step(self, part: Block, weight: Weight, terms: Tensor | None) -> Tensor:
         learner, inputs, targets = self._learner, part.inputs, part.targets
+        if learner.carried is not None:
+            self._take_state(part)
         if isinstance(weight, OutputGradient):
             loss = self._go_on(part, weight)
         else:
@@ -265,6 +280,24 @@ class EagerStep:
         scaled.backward()  # type: ignore[no-untyped-call]
         phases.lap(last)
         return weight.loss if isinstance(weight, OutputGradient) else loss.detach()
+
+    def _take_state(self, part: Block) -> None:
+        """Take the carried state of a micro-step's slots; the next one has the slots behind."""
+        self._slots = None
+        if part.weight:
+            self._slots = range(self._slot, self._slot + part.rows)
+            self._slot += part.rows
+
+    def _made(self, inputs: Any) -> Any:
+        """Return what the model makes of a micro-step; keep the state that it carries on."""
+        learner = self._learner
+        if learner.carried is None:
+            return call(learner.wrapped, inputs, learner.applied)
+        if self._slots is None:
+            return learner.wrapped(inputs)
+        outputs, left = learner.wrapped(inputs, learner.carried.given(self._slots))
+        learner.carried.leave(self._slots, left, learner.makers[0])
+        return outputs
 
     def _as_compiled(self, part: Block) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which a compiled model runs compiled for its usual sizes alone."""
@@ -312,6 +345,8 @@ class EagerStep:
         for place, micro_steps in groupby(parts, key=lambda part: part.place):
             self._begin_part(place)
             for part in micro_steps:
+                if learner.carried is not None:
+                    self._take_state(part)
                 try:
                     with torch.set_grad_enabled(keeps), self._as_compiled(part):
                         made.append(self._forward(part.inputs))
@@ -323,7 +358,7 @@ class EagerStep:
     def _forward(self, inputs: Any) -> Any:
         """Return the outputs of a micro-step."""
         with autocast(self._settings.precision, self._world.device):
-            self._outputs = call(self._learner.wrapped, inputs, self._learner.applied)
+            self._outputs = self._made(inputs)
         torch.clear_autocast_cache()
         return self._outputs
 
@@ -392,10 +427,10 @@ class EagerStep:
     def _loss_of(self, inputs: Any, targets: Any) -> Tensor:
         learner = self._learner
         if not self._casts:
-            self._outputs = call(learner.wrapped, inputs, learner.applied)
+            self._outputs = self._made(inputs)
             return learner.loss(self._outputs, targets)
         with autocast(self._settings.precision, self._world.device):
-            self._outputs = call(learner.wrapped, inputs, learner.applied)
+            self._outputs = self._made(inputs)
             loss = learner.loss(self._outputs, targets)
         torch.clear_autocast_cache()  # a context that user code left open would keep these weights
         return loss
@@ -454,7 +489,10 @@ class EagerStep:
         seed_torch(mix_next(self._rank_seed, step), self._world.device)
 
     def _begin_part(self, part: int) -> None:
-        """Begin the forwards of a virtual rank; a rank without virtual ones has begun already."""
+        """Begin the forwards of a virtual rank, or of a rank without virtual ones."""
+        if self._learner.carried is not None:
+            part = part if self._world.virtual_ranks else self._world.rank
+            self._slot = self._learner.carried.first_of(part)
 
     def _seed_loss(self) -> None:
         """Seed what a loss over the whole batch draws: the same on all ranks."""

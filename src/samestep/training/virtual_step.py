@@ -219,7 +219,7 @@ class VirtualStep(EagerStep):
 
     def _share(self, part: int, micro_steps: Sequence[Block]) -> Tensors:
         """Return a virtual rank's gradients, and the numbers that travel with them."""
-        self._draw_as(part)
+        self._begin_part(part)
         losses = []
         for micro_step, weight in zip(micro_steps, self._weigh(micro_steps), strict=True):
             try:
@@ -264,6 +264,7 @@ class VirtualStep(EagerStep):
         return False  # a share is computed alike whatever its rank has beside it
 
     def _begin_part(self, part: int) -> None:
+        super()._begin_part(part)
         self._draw_as(part)
 
     def _seed_loss(self) -> None:

@@ -3,7 +3,7 @@
 # Settings that a verification decides by itself, or has no use for.
 NO_EFFECT = (
     *("run_dir", "epochs", "max_steps", "engine", "compile", "log_every"),
-    *("batch_size_per_rank", "micro_batch_size", "accumulate"),
+    *("batch_size_per_rank", "batch_tokens", "micro_batch_size", "accumulate"),
     *("eval_every_epochs", "eval_every_steps", "checkpoint_every_epochs", "monitor", "mode"),
     "timeout_s",
     *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k", "patience", "min_delta"),

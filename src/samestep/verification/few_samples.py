@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
+from samestep.data.order import per_sample
 from samestep.data.recipe_splits import SPLITS, PreparedOnRanks
 from samestep.data.stream_lanes import Lane, Route, is_stream
 from samestep.errors import UserError
-from samestep.recipe import Splits
+from samestep.recipe import Recipe, Splits
 from samestep.reporting.words import count, ranks
 
 _SMALLEST_BATCH = 8
@@ -182,6 +183,20 @@ def cut_down(splits: Splits, num_train: int, num_evaluated: int) -> Splits:
     evaluated = _some(getattr(splits, evaluated_split(splits)), num_evaluated)
     train = _some(splits.train, num_train)
     return replace(splits, train=train, validation=evaluated, test=None, notes=(), left_out=())
+
+
+def cut_numbers(recipe: Recipe, whole: Splits, few: Splits) -> Recipe:
+    """Return the recipe with the weights and lengths of the few training samples."""
+    cut: dict[str, Any] = {}
+    for name in ("weights", "lengths"):
+        if (given := getattr(recipe, name)) is not None:
+            every = per_sample(name, given, whole.train)
+            taken = getattr(few.train, "indices", None) or _spread(
+                len(every), num_samples(few.train)
+            )
+            found = every[torch.tensor(taken)]
+            cut[name] = found if bool(found.any()) else found + 1  # some may be drawn
+    return replace(recipe, **cut) if cut else recipe
 
 
 def _some(data: Any, number: int) -> Any:

@@ -29,6 +29,7 @@ from samestep.training.stopping import ReceivedSignal
 from samestep.verification.few_samples import (
     choose_training_size,
     cut_down,
+    cut_numbers,
     evaluated_split,
     num_samples,
     without_streams,
@@ -103,6 +104,7 @@ class _Start:
         self.report.num_samples = num_samples(splits.train)
         facts = self._facts = self._instructions.facts or self._size(splits)
         self._few = cut_down(splits, facts.size.num_samples, facts.size.num_evaluated)
+        self._recipe = cut_numbers(self._recipe, splits, self._few)
         problem = ""
         if start.place == 0:
             exact, why, problem = exact_precision(self._tested(), settings.precision)

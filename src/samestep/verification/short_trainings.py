@@ -17,7 +17,9 @@ OWN_PRECISION = "precision"
 """The same in the precision of the user's settings."""
 _SLOWER = 0.01
 _ALWAYS: dict[str, Any] = {
-    **dict.fromkeys(("epochs", "batch_size_per_rank", "accumulate", "patience", "keep_top_k")),
+    **dict.fromkeys(
+        ("epochs", "batch_size_per_rank", "batch_tokens", "accumulate", "patience", "keep_top_k")
+    ),
     **dict.fromkeys(("checkpoint_every_minutes", "monitor")),
     "mode": "auto",
     "compile": "off",
