@@ -7,14 +7,13 @@ same training as a recipe or as a loop of its own (`port.py RUN_DIR`). The origi
 `run(epochs)` that returns the loss of each step. `epochs` is a list of `Epoch`, each a batch
 sampler for its DataLoader; what the script draws for its samples comes from `epoch.batch`.
 
-No such script is kept here, only `results/ports.json` and `ports.md`. Names choose the rows that
-are measured, and --parts what of them; the rest stays as it was.
+NAME and --parts choose what is measured; the rest of `results/ports.json` stays as it was.
 """
 
 import argparse
-import ast
 import json
 import os
+import re
 import runpy
 import statistics
 import subprocess
@@ -27,9 +26,10 @@ from typing import Any
 
 import torch
 from report import machine
+from torch import Tensor
 
 from samestep.data.keyed_random import mix
-from samestep.data.order import epoch_order, step_range
+from samestep.data.order import Ordering, epoch_order
 from samestep.recipe_source import opens_run
 from samestep.session.own_data import OwnBatch
 from samestep.training.alike import seed_alike, seed_torch
@@ -39,33 +39,32 @@ PARTS = ("losses", "verify", "speed")
 SEED, CPU, TIMEOUT_S = 0, torch.device("cpu"), 900
 
 NOTES = """\
-Both begin with the same weights and take the same batches; each step seeds dropout alike. A
-difference is the largest relative one of any step's loss: of the port on one rank to the original,
-and of the port on more ranks to itself on one. A * marks `--virtual-ranks {most}` on all of them:
-without it dropout and BatchNorm differ by intent. Rounding in fp32 grows from step to step. Lines
-are neither blank nor comments; a port imports the model, and often the data set, of its original.
-
-Samples/s are of training alone, of the fastest epoch after the first, on one rank and one thread.
-Original and port ran in turn: medians and range of {rounds} rounds.
+Both begin with the same weights, take the same batches, and draw the same dropout. A difference is
+the largest relative one of any step's loss, in fp32: of the port on one rank to the original, and
+of the port on more ranks to itself on one. With a * all ranks share {most} virtual ranks: otherwise
+dropout and BatchNorm differ by intent. Lines are neither blank nor comments; a port imports the
+model of its original. Samples/s are of training alone, in the fastest epoch after the first, on one
+rank and one thread; original and port ran in turn: medians and range of {rounds} rounds.
 """
 
 
 class Epoch(list[list[int]]):
     """The batches of an epoch. To go through them seeds each step and notes when it began."""
 
+    seconds: float
+    batch: OwnBatch
+
     def __init__(self, batches: list[list[int]], number: int, first_step: int) -> None:
         super().__init__(batches)
         self.number, self.first_step, self.samples = number, first_step, sum(map(len, batches))
-        self.batch: OwnBatch
-        self.seconds = float("inf")
 
     def __iter__(self) -> Iterator[list[int]]:
         started = time.perf_counter()
         for step, indices in enumerate(super().__iter__(), self.first_step):
             seed_torch(mix(SEED, 0, step), CPU)  # dropout then draws what it draws in the port
-            rows: dict[str, Any] = {"rows": len(indices), "global_size": len(indices)}
-            place: dict[str, Any] = {"indices": torch.tensor(indices), "device": CPU, "seed": SEED}
-            self.batch = OwnBatch(data=None, weight=1.0, epoch=self.number, **rows, **place)
+            rows: dict[str, Any] = {"rows": len(indices), "indices": torch.tensor(indices)}
+            rows |= {"weight": 1.0, "global_size": len(indices), "epoch": self.number}
+            self.batch = OwnBatch(data=None, device=CPU, seed=SEED, **rows)
             yield indices
         self.seconds = time.perf_counter() - started
 
@@ -100,8 +99,7 @@ def train_port(port: Path, run: Path, ranks: int, *flags: str) -> dict[str, Any]
     else:
         how = ("--run-dir", run, "--seed", SEED, "--nproc", ranks, "--device", "cpu")
         output_of("-m", "samestep", "train", port, *how, *flags)
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    start = next(e for e in events if e["event"] == "start")
+    start, *events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     losses = [e["loss"] for e in events if e["event"] == "step"]
     assert len(losses) == start["total_steps"], "a step without a record"
     speeds = [e["samples_per_s"] for e in events if e["event"] == "epoch"]
@@ -111,10 +109,10 @@ def train_port(port: Path, run: Path, ranks: int, *flags: str) -> dict[str, Any]
 def batches_of(start: dict[str, Any]) -> list[list[list[int]]]:
     """Return the samples of each step of each epoch, in samestep's own order."""
     number, size, found = start["num_samples"], start["global_batch_size"], []
+    how = Ordering(order=start.get("order") or "shuffled")
     for epoch in range(start["epochs"]):
-        order = epoch_order(number, SEED, epoch).tolist()
-        steps = range(start["steps_per_epoch"])
-        found.append([[order[at] for at in step_range(number, size, step)] for step in steps])
+        order = epoch_order(number, SEED, epoch, how, global_batch=size)[0:number]
+        found.append(list(map(Tensor.tolist, order.split(size)))[: start["steps_per_epoch"]])
     return found
 
 
@@ -124,12 +122,6 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
 
 
-def lines_of(script: Path) -> int:
-    """Count the lines that are neither blank nor comments."""
-    lines = map(str.strip, script.read_text().splitlines())
-    return sum(bool(line) and not line.startswith("#") for line in lines)
-
-
 def measure(folder: Path, part: str, sizes: list[int], rounds: int) -> dict[str, Any]:
     """Return a part of a row of the table."""
     original, port = folder / "original.py", folder / "port.py"
@@ -137,8 +129,7 @@ def measure(folder: Path, part: str, sizes: list[int], rounds: int) -> dict[str,
         flags = ("--world-sizes", ",".join(map(str, sizes)), "--seed", SEED, "--json")
         found = json.loads(output_of("-m", "samestep", "verify", port, *flags, codes=(0, 1)))
         causes = sorted({check["cause"] for check in found["checks"] if check["cause"]})
-        told = ["same" if found["same"] else "not the same", *causes]
-        return {"verify": ", ".join(told)}
+        return {"verify": ", ".join(["same" if found["same"] else "not the same", *causes])}
     with tempfile.TemporaryDirectory(prefix="samestep-ports-") as directory:
         scratch = Path(directory)
         ours, theirs, plan = [], [], scratch / "batches.json"
@@ -155,9 +146,9 @@ def measure(folder: Path, part: str, sizes: list[int], rounds: int) -> dict[str,
         alone = train_port(port, scratch / "virtual", 1, *virtual) if virtual else ours[0]
         others = {n: train_port(port, scratch / f"{n}", n, *virtual) for n in sizes if n > 1}
     return {
-        "source": (ast.get_docstring(ast.parse(original.read_text())) or "").splitlines()[0],
+        "source": original.read_text().splitlines()[0].strip('"'),
         "kind": "own loop" if opens_run(port.read_bytes()) else "recipe",
-        "lines": [lines_of(original), lines_of(port)],
+        "lines": [len(re.findall(r"(?m)^ *[^#\s]", f.read_text())) for f in (original, port)],
         "steps": ours[0]["total_steps"],
         "difference": difference(ours[0], theirs[0]),
         "ranks": {n: difference(other, alone) for n, other in others.items()},
@@ -168,23 +159,29 @@ def measure(folder: Path, part: str, sizes: list[int], rounds: int) -> dict[str,
 def page(rows: dict[str, dict[str, Any]]) -> str:
     """Return the table as Markdown."""
     sizes = sorted({size for row in rows.values() for size in row["ranks"]}, key=int)
-    ranks = [f"{size} ranks" for size in sizes]
-    heads = ["training", "kind", "lines", "steps", "to the original", *ranks, "`verify`"]
-    lines = [f"| {' | '.join([*heads, 'samples/s', 'ratio'])} |", "|---|---|---:|---:|---:|"]
-    lines[1] += "---:|" * len(sizes) + "---|---:|---:|"
+    heads = [
+        "training",
+        "kind",
+        "lines",
+        "steps",
+        "to the original",
+        *map("{} ranks".format, sizes),
+    ]
+    lines = [f"| {' | '.join([*heads, 'samples/s', 'ratio', '`verify`'])} |"]
+    lines.append("|---|---|" + "---:|" * (len(heads)) + "---|")
     for row in rows.values():
         star, ratios = "*" * row["virtual"], row.get("ratios", [float("nan")])
         numbers = [f"{row['difference']:.0e}", *(f"{row['ranks'][n]:.0e}{star}" for n in sizes)]
         cells = [row["source"], row["kind"], " → ".join(map(str, row["lines"])), str(row["steps"])]
-        cells += [*numbers, row.get("verify", "not run")]
-        cells += [" → ".join(f"{speed:,.0f}" for speed in row.get("samples_per_s", ()))]
-        cells += [f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"]
+        speeds = " → ".join(f"{speed:,.0f}" for speed in row.get("samples_per_s", ()))
+        ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+        cells += [*numbers, speeds, ratio, row.get("verify", "not run")]
         lines.append(f"| {' | '.join(cells)} |")
     rounds = max(len(row.get("ratios", ())) for row in rows.values())
     told = NOTES.format(most=max(map(int, sizes)), rounds=rounds)
-    head = ["# Public trainings, ported", "", "    python benchmarks/ports.py FOLDER", ""]
     facts = ", ".join(f"{name} {value}" for name, value in machine().items())
-    return "\n".join([*head, f"{facts}.", "", told, *lines, ""])
+    head = f"# Public trainings, ported\n\n    python benchmarks/ports.py FOLDER\n\n{facts}.\n"
+    return "\n".join([head, told, *lines, ""])
 
 
 def main() -> None:
@@ -198,14 +195,12 @@ def main() -> None:
     parser.add_argument("--batches", type=Path, help=argparse.SUPPRESS)  # of our own process
     asked = parser.parse_args()
     if asked.batches:
-        train_original(asked.folder, asked.batches)
-        return
+        sys.exit(train_original(asked.folder, asked.batches))
     kept = RESULTS / "ports.json"
-    rows: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
-    for port in sorted(asked.folder.glob("*/port.py")):
-        name = port.parent.name
-        for part in asked.parts if not asked.names or name in asked.names else ():
-            found = measure(port.parent, part, asked.world_sizes, asked.rounds)
+    rows = json.loads(kept.read_text()) if kept.exists() else {}
+    for name in asked.names or [port.parent.name for port in asked.folder.glob("*/port.py")]:
+        for part in asked.parts:
+            found = measure(asked.folder / name, part, asked.world_sizes, asked.rounds)
             rows[name] = rows.get(name, {}) | json.loads(json.dumps(found))
             kept.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
             print(name, json.dumps(found), flush=True)
