@@ -457,6 +457,11 @@ class EagerStep:
         when = f"at step {self._step + 1}" if self._agreed else "on the first batch"
         made = self._outputs  # None where the model has not come to an end
         remedy = "" if made is None else remedy_of(error, made, targets, self._learner.loss)
+        if "backward through the graph a second time" in str(error):
+            remedy = (
+                "State that is kept from step to step holds the graph of the step before: let "
+                "Recipe(carry=…) carry it, or detach() it."
+            )
         blame(
             f"The recipe's model or loss failed {when}, with inputs {describe(inputs)} and "
             f"targets {describe(targets)} on this rank",
