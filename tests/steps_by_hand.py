@@ -9,10 +9,11 @@ from samestep import Settings
 from samestep.data.blocks import Block
 from samestep.ranks.world import World
 from samestep.training.compiled import WholeStep
+from samestep.training.learner import Learner
 from samestep.training.optimizer import make_optimizer
 from samestep.training.phases import make_phases
 from samestep.training.plan import make_plan
-from samestep.training.step import EagerStep, Learner
+from samestep.training.step import EagerStep
 
 BATCH, IN_A_GRAPH = 6, 2
 CPU = torch.device("cpu")

@@ -281,7 +281,7 @@ def defined_at(*makers: object) -> str:
     Several are named: " (model: FILE:LINE, data: FILE:LINE)".
     """
     found = {}
-    for maker in makers:
+    for maker in (getattr(maker, "__wrapped__", maker) for maker in makers):
         kind = maker if isinstance(maker, type) else type(maker)
         methods = (getattr(kind, name, None) for name in _METHODS)
         for function in (maker, getattr(maker, "func", None), *methods):

@@ -33,6 +33,7 @@ from samestep.nearby import nearby
 from samestep.recipe_checks import (
     check_batch_fields,
     check_functions,
+    check_loss_fields,
     check_metrics,
     check_model,
     check_options,
@@ -40,13 +41,15 @@ from samestep.recipe_checks import (
     shown,
     telling_options,
 )
-from samestep.recipe_source import all_with_options, opens_run, with_options
+from samestep.recipe_source import all_with_options, opens_run, schedule_asks, with_options
 from samestep.settings import ALSO_ACCEPTED, Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
 """What may differ on another number of ranks by intent."""
 LossOver = Literal["samples", "batch"]
 """Whether a loss is a mean of what each sample adds, or compares the samples of a batch."""
+Reduction = Literal["mean", "sum"]
+"""What a loss does with those of the samples of a batch."""
 InMemory = tuple[Tensor, Tensor]
 """Inputs (samples, …) and targets (samples, …), as they are stored."""
 Transform = Callable[[Tensor], Tensor]
@@ -101,6 +104,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def is_cross_entropy(loss: object) -> bool:
     """Whether a loss is PyTorch's cross-entropy, or its second half: the targets are classes."""
+    loss = getattr(loss, "__wrapped__", loss)
     function = loss.func if isinstance(loss, partial) else loss
     named = function in (nn.functional.cross_entropy, nn.functional.nll_loss)
     return named or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -121,9 +125,15 @@ class Recipe:
     """Builds the model; the global torch seed is set before the call."""
     data: Callable[..., Splits]
     """Reads or makes the data."""
-    loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
+    loss: Callable[[Any, Any], Any] = nn.functional.cross_entropy
     """(outputs, targets) → mean loss over the samples of the batch, a scalar. With `forward` it is
-    given (outputs, batch), and so are the metrics."""
+    given (outputs, batch), and so are the metrics. A dict of scalars is logged by name; their sum
+    is trained."""
+    loss_weights: Mapping[str, float] | None = None
+    """Name → weight of that loss in the sum, where `loss` returns a dict; 1 for the others."""
+    reduction: Reduction = "mean"
+    """"sum" where the loss is a sum over the samples of the batch: the gradient is then that of the
+    sum over the global batch. Records still have the mean per sample."""
     loss_terms: Callable[[Any], Any] | None = None
     """batch → the number of what the loss is a mean over, where that is not samples: tokens, nodes,
     pixels, or a sum of weights. The mean over all ranks and micro-steps is then exact."""
@@ -149,15 +159,20 @@ class Recipe:
     optimizer: Callable[[nn.Module, Settings], torch.optim.Optimizer] | None = None
     """(model, settings) → the optimizer, instead of `--optimizer`. Its groups' learning rates are
     scaled by `--lr-scaling` and follow the schedule."""
-    schedule: Callable[[int, int], float] | None = None
+    schedule: Callable[..., Any] | None = None
     """(step from 0, total steps) → what the learning rate is multiplied by, instead of
-    `--schedule`; a warm-up comes on top."""
+    `--schedule`; a warm-up comes on top. By name also `epoch`, `steps_per_epoch`, `metrics`. Or
+    (optimizer, plan) → a scheduler of PyTorch."""
     metrics: Mapping[str, Any] = field(default_factory=lambda: _BY_DEFAULT)
     """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced. Or a
     metric of torchmetrics, for what needs all predictions at once. By default accuracy, where the
     loss is cross-entropy and the targets are classes."""
+    evaluate_batch: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
+    """(model, batch) → name → one value a sample (batch,), for what needs the model itself, such as
+    text that it generates. Called in evaluations only; the batch is (inputs, targets), or with
+    `forward` the whole batch."""
     lower_is_better: tuple[str, ...] = ()
-    """Names of the metrics of which less is better, such as errors; the loss always is one."""
+    """Names of the metrics of which less is better, such as errors; losses always are."""
     transform: Transform | None = None
     """Turns stored inputs into model inputs, in training and evaluation."""
     augment: Augment | None = None
@@ -218,16 +233,23 @@ class Recipe:
                 raise UserError(f"Recipe(accepts={self.accepts}): {accepted!r} is none of {names}.")
         check_batch_fields(self, get_args(LossOver))
         check_functions(self)
-        check_metrics(self.metrics, self.lower_is_better)
+        check_loss_fields(self)
+        named_later = self.evaluate_batch is not None
+        check_metrics(self.metrics, self.lower_is_better, named_later=named_later)
         check_pictures(self.pictures)
         if self.options is not None:
             check_options(self.options, known)
 
     def own_parts(self) -> tuple[str, ...]:
-        """Return which of batches, forward, terms and optimizer are the recipe's own."""
+        """Return which of batches, forward, terms, optimizer and the like are the recipe's own."""
         names = ("collate", "forward", "loss_terms", "carry", "optimizer")
-        over = ("loss over the batch",) * (self.loss_over == "batch")
-        return tuple(name for name in names if getattr(self, name) is not None) + over
+        own = [name for name in names if getattr(self, name) is not None]
+        own += ["loss over the batch"] * (self.loss_over == "batch")
+        return (*own, *["scheduler"] * ("optimizer" in self.schedule_asks()))
+
+    def schedule_asks(self) -> tuple[str, ...]:
+        """Return what the schedule asks for by name; with `optimizer` it makes a scheduler."""
+        return () if self.schedule is None else schedule_asks(self.schedule)
 
     def counted_classes(self, splits: Splits) -> tuple[str, ...]:
         """Return the classes that a test counts; with `forward`, targets may be anywhere."""

@@ -3,8 +3,9 @@
 They take plain values, so that a `Recipe` itself stays a table of what it has.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
@@ -21,7 +22,7 @@ PICTURE_NAMES = ("confusion", "predictions", "regression", "samples")
 
 _FUNCTIONS = (
     *("loss", "loss_terms", "collate", "forward", "optimizer", "schedule", "transform", "augment"),
-    *("carry", "complete", "read", "show", "plot", "baselines"),
+    *("carry", "evaluate_batch", "complete", "read", "show", "plot", "baselines"),
 )
 """Fields of a recipe that are functions, or objects that can be called."""
 _MADE = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -70,7 +71,7 @@ def _is_class(what: str, given: type) -> UserError:
     if issubclass(given, torch.optim.Optimizer):
         remedy = "write a function (model, settings) that returns one"
     if issubclass(given, torch.optim.lr_scheduler.LRScheduler):
-        remedy = "write a function (step, total steps) that returns the learning rate's factor"
+        remedy = f"write schedule=lambda optimizer: {name}(optimizer, …)"
     return UserError(f"{what} is the class {name}; {remedy}.")
 
 
@@ -147,8 +148,60 @@ def check_options(options: type, settings: set[str]) -> None:
         )
 
 
-def check_metrics(metrics: Mapping[str, Any], lower: tuple[str, ...]) -> None:
-    """Check that the metrics' names are free, and that only metrics are named a second time."""
+def check_loss_fields(recipe: Any) -> None:
+    """Check what a recipe says of its loss beside the function."""
+    if recipe.reduction not in ("mean", "sum"):
+        raise UserError(f'Recipe(reduction={recipe.reduction!r:.80}) is "mean" or "sum".')
+    if recipe.reduction == "sum" and recipe.loss_terms is not None:
+        raise UserError(
+            'Recipe(reduction="sum", loss_terms=…): a sum is divided by nothing. Leave loss_terms '
+            "out, or return the mean over the terms without reduction."
+        )
+    weights = {} if recipe.loss_weights is None else recipe.loss_weights
+    if not isinstance(weights, Mapping):
+        raise UserError(
+            f"Recipe(loss_weights=…) is a {type(weights).__name__}; it takes a dict of names: "
+            'loss_weights={"kl": 0.1}.'
+        )
+    for name, weight in weights.items():
+        if not (isinstance(weight, int | float) and math.isfinite(weight)):
+            raise UserError(
+                f"Recipe(loss_weights=…): {name!r} weighs {weight!r:.80}; it must be a number."
+            )
+
+
+def check_names(what: str, names: Collection[Any], taken: Collection[str]) -> None:
+    """Check that the names that a function of the recipe returned are free."""
+    for name in names:
+        if not (isinstance(name, str) and name and name.isprintable()):
+            raise UserError(
+                f"The recipe's {what} returned the name {name!r}; a name is a word that can be "
+                "printed, such as 'kl'."
+            )
+        if name in taken:
+            raise UserError(
+                f"The recipe's {what} returned the name {name!r}, and a record or a metric has "
+                f"that already. Give it another name, such as 'own_{name}'."
+            )
+
+
+def check_lower(lower: tuple[str, ...], measured: Collection[str]) -> None:
+    """Check that what less is better of is measured."""
+    for name in lower:
+        if name not in ("loss", *measured):
+            raise UserError(
+                f"Recipe(lower_is_better={lower!r}): {name!r} is no metric of the recipe. "
+                f"{did_you_mean(name, measured)}They are: {', '.join(measured)}."
+            )
+
+
+def check_metrics(
+    metrics: Mapping[str, Any], lower: tuple[str, ...], *, named_later: bool = False
+) -> None:
+    """Check that the metrics' names are free, and that only metrics are named a second time.
+
+    With `named_later` a function will return more of them.
+    """
     if not isinstance(metrics, Mapping):
         raise UserError(
             f"Recipe(metrics=…) is a {type(metrics).__name__}; it takes a dict of names: "
@@ -171,12 +224,8 @@ def check_metrics(metrics: Mapping[str, Any], lower: tuple[str, ...]) -> None:
             )
     if isinstance(lower, str):
         raise UserError(f"Recipe(lower_is_better={lower!r}) takes a tuple of names: ({lower!r},).")
-    for name in lower:
-        if name not in ("loss", *metrics):
-            raise UserError(
-                f"Recipe(lower_is_better={lower!r}): {name!r} is no metric of the recipe. "
-                f"{did_you_mean(name, metrics)}They are: {', '.join(metrics)}."
-            )
+    if not named_later:
+        check_lower(lower, metrics)
 
 
 def check_pictures(pictures: Mapping[str, Any]) -> None:

@@ -11,6 +11,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from samestep.errors import UserError, defined_at, did_you_mean, listed
+
 OTHERS: Mapping[str, int] = {
     "model": 0,
     "data": 0,
@@ -30,10 +32,15 @@ OTHERS: Mapping[str, int] = {
     "optimizer": 2,
     "schedule": 2,
     "metrics": 2,
+    "evaluate_batch": 2,
     "pictures": 2,
     "show": 2,
 }
 """Each function of a recipe → how many arguments it gets, not counting the options."""
+SCHEDULE_NAMES = ("epoch", "steps_per_epoch", "metrics")
+"""What a schedule of factors is told beside (step, total), if it names them."""
+SCHEDULER_NAMES = ("optimizer", "plan")
+"""What a schedule that makes a scheduler of PyTorch is called with; by `optimizer` it is known."""
 _OPTIONS_FIRST = frozenset({"model", "data", "complete", "baselines", "read", "plot"})
 """These may call them by another name, as the first of their parameters."""
 _HAS_OPTIONS = "has_options"
@@ -98,6 +105,36 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
                 return [], []
             read |= names
     return [name for name in known if name not in read], without
+
+
+def schedule_asks(schedule: Any) -> tuple[str, ...]:
+    """Return what a recipe's schedule asks for by name; with `optimizer` it makes a scheduler.
+
+    A default of a positional parameter is the recipe's own value, and is left as it is.
+    """
+    try:
+        found = inspect.signature(schedule).parameters
+    except (TypeError, ValueError):  # compiled functions do not say
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = {"options", *(schedule.keywords if isinstance(schedule, partial) else ())}
+    free = {n: p for n, p in found.items() if n not in given and p.kind.name[:3] != "VAR"}
+    makes = "optimizer" in free
+    if not makes:  # the first two are (step, total)
+        for name in [n for n, p in free.items() if p.kind in kinds][:2]:
+            del free[name]
+    known = SCHEDULER_NAMES if makes else SCHEDULE_NAMES
+    required = [n for n, p in free.items() if p.default is p.empty]
+    if unknown := [name for name in required if name not in known]:
+        called = "the optimizer" if makes else "(step, total steps)"
+        raise UserError(
+            f"The recipe's schedule{defined_at(schedule)} asks for {listed(unknown)}. It is called "
+            f"with {called}, and by name with what it asks for of {', '.join(known)}. "
+            f"{did_you_mean(unknown[0], known)}".rstrip(),
+            remedy="Rename the parameter, or give it a default.",
+        )
+    by_name = [n for n, p in free.items() if makes or p.kind is p.KEYWORD_ONLY]
+    return tuple(name for name in known if name in (*required, *by_name))
 
 
 def _asked(name: str, function: Any) -> str | None:

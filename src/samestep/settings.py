@@ -107,8 +107,7 @@ class Settings:
     batch_size_per_rank: int | None = None
     """Instead of --batch-size: samples per rank and step, so that more ranks take larger steps."""
     batch_tokens: int | None = None
-    """Instead of --batch-size: the most tokens per step over all ranks, padding included: samples ×
-    the longest of them, by the recipe's lengths. Samples of a step are of similar length."""
+    """Instead of --batch-size: the most tokens per step, padding included, by recipe's lengths."""
     micro_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
     """The most samples that a rank computes at once; the number of micro-steps follows."""
     accumulate: int | None = field(default=None, metadata=_BITS_ALONE)
@@ -122,8 +121,7 @@ class Settings:
     drop_last: bool = False
     """Leave out the last batch of an epoch if it is incomplete."""
     order: OrderName = "shuffled"
-    """Order of the training samples: each once, shuffled or as they are; columns: each slot of a
-    step reads on where it was; or drawn with replacement, all alike or by the recipe's weights."""
+    """Order of training samples; columns: each slot of a step reads on; weighted: by weights."""
     group_by_length: bool = False
     """Shuffle so that the samples of a batch are of similar length, by the recipe's lengths."""
     shuffle_buffer: int = 0
@@ -307,15 +305,13 @@ class Settings:
                 )
         if self.group_by_length and self.order != "shuffled":
             raise UserError(
-                f"--group-by-length does not go with --order {self.order}: it shuffles the samples "
-                "within windows of similar length.",
+                f"--group-by-length does not go with --order {self.order}: it is one by itself.",
                 remedy="Leave one of them out.",
                 flags=["group_by_length", "order"],
             )
         if self.drop_last and self.order in ("replacement", "weighted"):
             raise UserError(
-                f"--drop-last does not go with --order {self.order}: an epoch is as many "
-                "draws as there are samples, and the last ones are as good as any.",
+                f"--drop-last does not go with --order {self.order}: no draw is left over.",
                 remedy="Leave it out; --max-steps sets another length.",
                 flags=["drop_last", "order"],
             )
@@ -357,8 +353,7 @@ _NOT_BY_TOKENS = {
 }
 _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "batch_size_per_rank", "micro_batch_size"),
-    "batch_tokens",
-    *("accumulate", "lr"),
+    *("batch_tokens", "accumulate", "lr"),
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
     *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),

@@ -4,7 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import Settings
-from samestep.explanation.schedule import PlannedEvent, first_stop, kept_files, planned_events
+from samestep.explanation.schedule import (
+    PlannedEvent,
+    first_stop,
+    kept_files,
+    planned_events,
+    saves_the_best,
+)
 from samestep.run.index import Index
 from samestep.training.plan import make_plan
 from samestep.training.stopping import Watch
@@ -69,3 +75,12 @@ def test_patience_counts_from_the_first_evaluation_or_from_where_a_run_stands():
     assert first_stop(3, found, began) == found[0]
     assert first_stop(None, found, new) is None
     assert first_stop(9, found, new) is None
+
+
+def test_early_stopping_may_save_whatever_is_evaluated_and_not_planned_to_be_saved():
+    often = {"epochs": 2, "eval_every_steps": 2}
+    for patience, more in ((None, {}), (3, {"checkpoint_every_steps": 2}), (3, {})):
+        settings = {**often, **more, "patience": patience}
+        expected = patience is not None and not more
+        found = saves_the_best(Settings(batch_size=10, **settings), events_of(**settings))
+        assert found is expected

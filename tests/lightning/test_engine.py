@@ -248,7 +248,15 @@ def test_what_lightning_cannot_do_is_refused_before_anything_is_written(tmp_path
         assert not path.exists()
 
 
-@pytest.mark.parametrize(("more", "flags"), [(OWN, ()), (BRANCHES, ("--find-unused",))])
+# The same two groups, each with a factor of its own.
+GROUPED = OWN.replace("(step, total)", "(step, total, *, epoch)").replace(
+    "return 1 - step / total", "return [1 - step / total, 1 / (1 + epoch)]"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "flags"), [(OWN, ()), (GROUPED, ()), (BRANCHES, ("--find-unused",))]
+)
 def test_a_recipes_own_optimizer_or_branches_train_as_in_the_native_loop(tmp_path, more, flags):
     recipe = tiny.write_recipe(tmp_path, TINY + more)
     ours, theirs = with_both(tmp_path, recipe, *flags, "--epochs", "2", world_size=2)

@@ -280,6 +280,20 @@ def test_the_same_code_under_another_module_name_is_no_change(tmp_path, monkeypa
     assert differing(tmp_path, made(recipe("mine").model, loss=nn.CrossEntropyLoss())) == ["loss"]
 
 
+def test_a_field_that_recipes_have_gained_since_is_a_change_only_where_it_is_used(tmp_path):
+    def model():
+        return nn.Linear(4, 2)
+
+    keep(tmp_path, made(model))
+    kept = tmp_path / "recipe.json"
+    before = json.loads(kept.read_text())
+    for name in ("reduction", "loss_weights", "evaluate_batch"):
+        del before["pieces"][name]
+    kept.write_text(json.dumps(before))
+    assert differing(tmp_path, made(model)) == []
+    assert differing(tmp_path, made(model, reduction="sum")) == ["reduction (new)"]
+
+
 def test_the_main_block_of_a_recipes_file_trains_nothing(edited):
     edited("\nrecipe", "\nif __name__ == '__main__':\n    print('trained')\nrecipe")
     parse(["run", *GO_ON])

@@ -58,10 +58,11 @@ recipe = Recipe(model=Restless, data=data,
 def _train_with_and_without(recipe: str, folder: Path) -> None:
     from samestep.cli import main
     from samestep.session import build
+    from samestep.training.dry_run import Tried
 
     assert main(["train", recipe, "--run-dir", str(folder / "tried")]) == 0
     calls = []
-    build.dry_run = lambda _model, _loss, recipe, *_: calls.append(1) or recipe.metrics
+    build.dry_run = lambda _model, _loss, recipe, *_: calls.append(1) or Tried(recipe.metrics)
     assert main(["train", recipe, "--run-dir", str(folder / "not tried")]) == 0
     assert calls
 

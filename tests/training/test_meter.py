@@ -68,16 +68,16 @@ def test_reading_gives_the_wanted_steps_and_the_sum_of_all_samples():
     window.add(10, losses(1.0, 2.0), 4)
     window.add(12, losses(4.0), 3)
     total = Sums(100.0 + 4 * 1.0 + 4 * 2.0 + 3 * 4.0, 9.0 + 4 + 4 + 3)
-    assert window.read([11, 13], 0.1, Sums(100.0, 9.0)) == ([1.0, 4.0], total)
+    assert window.read([11, 13], 0.1, Sums(100.0, 9.0)) == ([[1.0], [4.0]], total)
     assert window.read([], 0.1, Sums(7.0)) == ([], Sums(7.0)), "it is empty once it was read"
     window.add(13, losses(5.0), 1)
-    assert window.read([14], 0.1, Sums()) == ([5.0], Sums(5.0, 1.0))
+    assert window.read([14], 0.1, Sums()) == ([[5.0]], Sums(5.0, 1.0))
 
 
 def test_means_over_terms_weigh_by_the_terms_of_each_step():
     window = Window(World())
     window.add(0, losses(1.0, 2.0), 4, losses(10.0, 30.0))
-    assert window.read([2], 0.1, Sums()) == ([2.0], Sums(1.0 * 10 + 2.0 * 30, 40.0))
+    assert window.read([2], 0.1, Sums()) == ([[2.0]], Sums(1.0 * 10 + 2.0 * 30, 40.0))
 
 
 def test_it_is_full_before_it_grows_without_end():
@@ -117,7 +117,7 @@ def read_on_two_ranks():
 
 def test_ranks_add_up_their_parts_and_all_stop_where_one_meets_a_nan(tmp_path):
     (one, message), (other, same) = run_ranks(read_on_two_ranks, 2, tmp_path)
-    assert one == ([3.0, 20.0], Sums(2 * 1.0 + 2 * 10.0, 4.0))
-    assert other == ([3.0, 20.0], Sums(2 * 2.0 + 2 * 10.0, 4.0))
+    assert one == ([[3.0], [20.0]], Sums(2 * 1.0 + 2 * 10.0, 4.0))
+    assert other == ([[3.0], [20.0]], Sums(2 * 2.0 + 2 * 10.0, 4.0))
     assert message == same
     assert "step 4 " in message

@@ -11,10 +11,10 @@ from samestep import Recipe, Settings, Splits
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.training.compiled import ModelStep, make_step, what_compiles
+from samestep.training.learner import Learner
 from samestep.training.optimizer import load_state, optimizer_of, set_lr
 from samestep.training.phases import make_phases
 from samestep.training.plan import learning_rate, make_plan
-from samestep.training.step import Learner
 from tests import tiny
 from tests.command_line import refusal
 from tests.faults import Fault

@@ -9,8 +9,9 @@ from samestep.data.blocks import Block
 from samestep.data.order import share
 from samestep.ranks.world import World
 from samestep.training.alike import seed_torch
+from samestep.training.learner import Learner
 from samestep.training.optimizer import make_optimizer
-from samestep.training.step import EagerStep, Learner
+from samestep.training.step import EagerStep
 
 
 def learner_of(model, optimizer=None, loss=lambda outputs, _: outputs.mean()):

@@ -97,6 +97,12 @@ LOSS_SUM = """
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, reduction="sum") / 10
 """
+LOSS_SUM_SAID = f"""{LOSS_SUM}
+recipe = replace(recipe, reduction="sum", loss=loss)
+"""
+MEAN_SAID_TO_BE_A_SUM = """
+recipe = replace(recipe, reduction="sum")
+"""
 LOSS_WEIGHTED = """
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, torch.tensor([1.0, 5.0]).to(outputs))

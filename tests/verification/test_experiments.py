@@ -25,6 +25,8 @@ FOUND = {
     "TRANSFORM": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
     "DATASET": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
     "LOSS_SUM": (set(), {"loss": causes.NOT_A_MEAN.name}),
+    "LOSS_SUM_SAID": (set(), {}),
+    "MEAN_SAID_TO_BE_A_SUM": (set(), {"loss": causes.A_MEAN.name}),
     "LOSS_WEIGHTED": (set(), {"loss": causes.NOT_A_MEAN.name}),
     "LOSS_OF_TERMS": (set(), {}),
     "OTHER_TERMS": (set(), {"loss": causes.OF_TERMS.name}),

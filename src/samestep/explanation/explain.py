@@ -76,6 +76,8 @@ class Explanation:
     last_step: StepShares | None
     """Of an epoch, if it has fewer samples than the others."""
     rates: tuple[Rate, ...]
+    scheduler: str
+    """The class of the recipe's scheduler and after what it is stepped; empty without one."""
     optimizer: str
     """The name of its class."""
     memory: RankMemory | None
@@ -155,8 +157,9 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         events = schedule.planned_events(
             plan, settings, built.state.position, evaluates=built.splits.validation is not None
         )
-        top = settings.keep_top_k
-        kept = None if events is None else schedule.kept_files(events, top, before)
+        top, made = settings.keep_top_k, built.work.learner.scheduler
+        unknown = events is None or schedule.saves_the_best(settings, events)
+        kept = None if unknown else schedule.kept_files(events or (), top, before)
         size = None if memory is None else rank_memory.checkpoint_bytes(request, as_trained)
         return Explanation(
             recipe=recipe.name,
@@ -167,7 +170,8 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             plan=plan,
             step=shares,
             last_step=schedule.last_step(plan, settings, world),
-            rates=schedule.rates(plan, settings, built.state.position.step),
+            rates=schedule.rates(plan, settings, built),
+            scheduler="" if made is None else f"{made.name}, stepped after each {made.interval}",
             optimizer=type(built.work.learner.optimizer).__name__,
             memory=memory,
             drawn=drawn,

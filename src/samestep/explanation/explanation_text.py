@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from samestep.explanation.explain import Explanation
 from samestep.explanation.rank_memory import MemoryPart, RankMemory
-from samestep.explanation.schedule import Share, StepShares
+from samestep.explanation.schedule import Share, StepShares, saves_the_best
 from samestep.ranks.nproc import RANK_BYTES
 from samestep.reporting.words import count, size, wrapped
 from samestep.settings import order_name
@@ -180,7 +180,9 @@ def _rates(found: Explanation) -> Rows:
             f"step / {settings.base_batch_size:,} that --lr was tuned for)"
         )
         yield "lr", text
-    own = "the recipe's own" if plan.schedule is not None else settings.schedule
+    own: str = settings.schedule
+    if plan.schedule is not None:
+        own = f"the recipe's own{found.scheduler and f', {found.scheduler}'}"
     warmup = settings.warmup_steps
     ramp = f"{count(warmup, 'step')} of warm-up, then " if warmup else ""
     longer = ": it ends within the warm-up" if warmup >= plan.total_steps else ""
@@ -369,7 +371,10 @@ def _checkpoints(found: Explanation) -> Rows:
         ways.append(f"after {settings.checkpoint_every_minutes:g} minutes without one")
     names = [event.saves for event in events or () if event.saves]
     number = f": {count(len(names), 'file')}" if events is not None else ""
-    yield "when", f"{', '.join(ways)}{number}; also when it is stopped"
+    also = ""
+    if saves_the_best(settings, events or ()):
+        also = ", and after each evaluation that is the best so far (--patience)"
+    yield "when", f"{', '.join(ways)}{number}; also when it is stopped{also}"
     if names:
         shown = names if len(names) < _SHOWN else [*names[:2], "…", names[-1]]
         yield "which", ", ".join(shown)

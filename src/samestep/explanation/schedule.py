@@ -1,7 +1,7 @@
 """What follows from a plan: shares of a step, learning rates, evaluations, files kept."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -12,7 +12,7 @@ from samestep.data.order import LazyOrder
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.index import Entry, Index
-from samestep.session.build import planned
+from samestep.session.build import Built, planned
 from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.training.loop import checkpoint_name
@@ -113,8 +113,16 @@ class Rate:
     """Why this step is shown, in a word or two."""
 
 
-def rates(plan: Plan, settings: Settings, taken: int) -> tuple[Rate, ...]:
-    """Return the rates at the first, the next, half-way and last step, and after the warm-up."""
+def rates(plan: Plan, settings: Settings, built: Built) -> tuple[Rate, ...]:
+    """Return the rates at the first, the next, half-way and last step, and after the warm-up.
+
+    Only the next is known of a scheduler of PyTorch, and of what depends on a validation.
+    """
+    taken, scheduler = built.state.position.step, built.work.learner.scheduler
+    if scheduler is not None or "metrics" in plan.schedule_asks:
+        lr = learning_rate(plan, settings, taken, built.state.validated)
+        lr = lr if scheduler is None else scheduler.next_lr
+        return (Rate(step=taken + 1, lr=lr, what="next step" if taken else "first step"),)
     named = {0: "first step"}
     if settings.warmup_steps:
         named[settings.warmup_steps] = "after the warm-up"
@@ -184,6 +192,13 @@ def _events(plan: Plan, settings: Settings, start: Position) -> Iterator[Planned
         due = due_after_epoch(settings, epoch + 1, end, last=end == plan.total_steps)
         saves = name(epoch + full, end, 0 if full else end - begin) if due.saves else ""
         yield PlannedEvent(step=end, epoch=epoch + 1, evaluates=due.evaluates, saves=saves)
+
+
+def saves_the_best(settings: Settings, events: Iterable[PlannedEvent]) -> bool:
+    """Whether early stopping may save more than is planned: whatever is the best so far."""
+    if settings.patience is None:
+        return False
+    return any(event.evaluates and not event.saves for event in events)
 
 
 def kept_files(

@@ -38,13 +38,14 @@ from samestep.run.index import read_index
 from samestep.session.training_run import Engine, Task
 from samestep.settings import Settings, flag_name
 from samestep.training.alike import is_checked
+from samestep.training.learner import StepResult
 from samestep.training.loop import check_weights, checkpoint_name, evaluate_now, judge, stop_early
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.optimizer import optimizer_of
 from samestep.training.plan import Plan, is_recorded, learning_rate
 from samestep.training.prepare import match_layouts, tell_end_of_autograd
 from samestep.training.snapshot import capture, check_alike
-from samestep.training.step import StepResult, check_used
+from samestep.training.step import check_used
 from samestep.training.work import StepsTaken, close_epoch, epoch_is_full
 
 # Lightning's loop has no place for; refused before anything is written.
@@ -191,6 +192,7 @@ class _Module(LitRecipe):
         recipe = replace(request.recipe, loss=work.learner.loss, metrics=work.metrics)
         super().__init__(recipe, work.settings, request.options, model=work.learner.model)
         self._work, self._state = work, task.state
+        self.parts, self.measure = work.learner.parts, work.measure
 
     def make_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
         return self._work.learner.optimizer

@@ -1,6 +1,7 @@
 """A recipe's model, loss, optimizer and learning rates as a LightningModule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from samestep.recipe import Recipe
 from samestep.session.trained_model import open_checkpoint
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike, seed_rank, seed_torch, seed_update
-from samestep.training.apply import call
+from samestep.training.apply import call, measure_of, parts_of, summed, with_parts
 from samestep.training.evaluation import Totals
 from samestep.training.metrics import StepOutputs
 from samestep.training.optimizer import optimizer_of
-from samestep.training.plan import Plan, learning_rate
+from samestep.training.plan import GroupRates, Plan, learning_rate
 from samestep.training.prepare import place_loss, prepare, share_buffers
 from samestep.training.step import check_trainable
 
@@ -44,6 +45,13 @@ def check_recipe(recipe: Recipe) -> None:
         raise UserError(
             f"The recipe has loss_terms{defined_at(recipe.loss_terms)}, and Lightning's engine "
             "takes only means over samples: use --engine native."
+        )
+    if found := {*recipe.schedule_asks()} & {"optimizer", "metrics"}:
+        what = "is a scheduler of PyTorch" if "optimizer" in found else "reads the metrics"
+        raise UserError(
+            f"The recipe's schedule{defined_at(recipe.schedule)} {what}, and Lightning's engine "
+            "would validate after it has set the next rate, and keep its state where samestep's "
+            "own loop does not look: use --engine native."
         )
 
 
@@ -78,7 +86,11 @@ class LitRecipe(pl.LightningModule):
         self.model = model
         check_recipe(self.recipe)
         self.step_loss: Tensor | float = 0.0
-        """This rank's part of the mean loss of the running step, or of the last one."""
+        """This rank's part of the mean loss of the running step, or of the last one; a vector where
+        the loss is a sum of named ones."""
+        self.parts: Sequence[str] | None = None
+        """Their names, as far as they are known."""
+        self.measure = measure_of(self.recipe, model)
         self.means: dict[str, float] = {}
         """What the latest validation or test measured, and `samples`."""
         self._totals: Totals
@@ -115,8 +127,14 @@ class LitRecipe(pl.LightningModule):
                 "datamodule=LitData(recipe))."
             )
         optimizer, settings = self.make_optimizer(plan), self.settings
+
+        def factor(step: int, group: int) -> float:
+            lr = learning_rate(plan, settings, step)
+            return (lr.each[group] if isinstance(lr, GroupRates) else lr) / plan.lr
+
+        groups = range(len(optimizer.param_groups))
         rates = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: learning_rate(plan, settings, step) / plan.lr
+            optimizer, [partial(factor, group=group) for group in groups]
         )
         return {
             "optimizer": optimizer,
@@ -133,7 +151,11 @@ class LitRecipe(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Take what the loss holds to where the model is."""
-        self._loss = place_loss(self.recipe.loss, self.device, self._dtype_of_weights())
+        self._loss = self._placed_loss()
+
+    def _placed_loss(self) -> Callable[[Any, Any], Tensor]:
+        placed = place_loss(self.recipe.loss, self.device, self._dtype_of_weights())
+        return summed(placed, self.recipe.loss_weights)
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
         """Seed a step as samestep's loop does, so that dropout is the same and resumes exactly."""
@@ -161,10 +183,14 @@ class LitRecipe(pl.LightningModule):
         if self.recipe.metrics and batch.weight:
             detached = map_tensors(Tensor.detach, outputs)
             self._seen.append(StepOutputs(detached, batch.targets, batch.rows))
-        part = loss * batch.weight
-        self.step_loss = self.step_loss + part.detach()
+        if parts := parts_of(loss):
+            self.parts = tuple(parts)
+        told, weight, mean = with_parts(loss) if parts else loss.detach(), batch.weight, 1
+        if self.recipe.reduction == "sum":
+            weight, mean = float(weight > 0), batch.size
+        self.step_loss = self.step_loss + told * weight / mean
         # Lightning divides by the micro-steps and DDP by the ranks: both are undone.
-        return part * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        return loss * weight * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Seed what a recipe's own optimizer draws: the same numbers on all ranks."""
@@ -183,14 +209,22 @@ class LitRecipe(pl.LightningModule):
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if batch.last and every and self.trainer.global_step % every == 0:
             loss = torch.as_tensor(self.step_loss, device=self.device)
-            self.log("train_loss", world_of(self.trainer).reduce(loss), prog_bar=True)
+            values = world_of(self.trainer).reduce(loss).view(-1)
+            names = [f"train_{name}" for name in ("loss", *(self.parts or ()))]
+            self.log_dict(dict(zip(names, values, strict=True)), prog_bar=True)
 
     def on_validation_start(self) -> None:
         """Begin to count."""
         world = world_of(self.trainer)
         share_buffers(self.model, world)
-        loss = place_loss(self.recipe.loss, self.device, self._dtype_of_weights())
-        self._totals = Totals(loss, self.recipe.metrics, world)
+        self._totals = Totals(
+            self._placed_loss(),
+            self.recipe.metrics,
+            world,
+            reduction=self.recipe.reduction,
+            parts=self.parts,
+            measure=self.measure,
+        )
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Count a batch."""
@@ -210,7 +244,7 @@ class LitRecipe(pl.LightningModule):
         """Log the means over all samples of all ranks."""
         self.means = self._totals.means()
         prefix = "test" if self.trainer.testing else "val"
-        logged = {f"{prefix}_{name}": self.means[name] for name in ("loss", *self.recipe.metrics)}
+        logged = {f"{prefix}_{name}": v for name, v in self.means.items() if name != "samples"}
         # The ranks have the same values; Lightning would advise to average them. max changes none.
         self.log_dict(logged, prog_bar=True, sync_dist=True, reduce_fx="max")
 

@@ -132,7 +132,8 @@ class StepRecord(Struct, kw_only=True, tag_field="event", tag="step"):
     epoch: int | None = None
     """From 1."""
     loss: float | None
-    """Of the global batch; null for NaN and infinity."""
+    """Of the global batch; null for NaN and infinity. Where it is a sum of losses by name, these
+    are fields, too."""
     grad_norm: float | None = None
     """Before clipping."""
     lr: float | None = None
@@ -163,7 +164,7 @@ class EpochRecord(Struct, kw_only=True, tag_field="event", tag="epoch"):
     phases: dict[str, float] | None = None
     """The seconds of each phase of its steps, on rank 0."""
     metrics: dict[str, Any] = {}
-    """The recipe's metrics, over what the epoch trained."""
+    """The recipe's metrics, over what the epoch trained; losses by name come first."""
     ranks: dict[str, Any] = {}
     """With several ranks: the seconds of each rank in data, compute and all_reduce."""
 
@@ -294,6 +295,8 @@ KINDS: dict[str, type[Struct]] = {
 _EVALUATION_FIELDS = frozenset({"event", *EvaluationRecord.__struct_fields__})
 TAKEN_NAMES = _EVALUATION_FIELDS | {*EpochRecord.__struct_fields__, "train_loss", "notes"}
 """Names that no metric may have: fields of records, and what `compare` calls the training loss."""
+TAKEN_IN_STEPS = TAKEN_NAMES | {*StepRecord.__struct_fields__}
+"""Names that no loss may have which is logged with each step."""
 
 _DONE_AGAIN = ("step", "epoch", "evaluation", "baselines", "picture", "checkpoint")
 """Records after its checkpoint that a resumed run writes again."""

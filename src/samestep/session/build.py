@@ -18,7 +18,7 @@ from samestep.data.recipe_splits import load_splits
 from samestep.data.source import Source
 from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
-from samestep.errors import UserError, made_by
+from samestep.errors import UserError, defined_at, made_by
 from samestep.machine import usable_cores
 from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
@@ -29,7 +29,7 @@ from samestep.run.records import read_records
 from samestep.session.request import Request, changes_since, to_toml
 from samestep.settings import Settings
 from samestep.training.alike import arithmetic, random_numbers, seed_alike, seed_rank
-from samestep.training.apply import applied, terms_of
+from samestep.training.apply import applied, measure_of, summed, terms_of
 from samestep.training.carried import Carried
 from samestep.training.compiled import Compiles, make_step, what_compiles, with_forward
 from samestep.training.device import (
@@ -39,14 +39,15 @@ from samestep.training.device import (
     keep_freed_memory,
     make_scaler,
 )
-from samestep.training.dry_run import Metrics, dry_run
+from samestep.training.dry_run import Tried, dry_run
+from samestep.training.learner import Learner
 from samestep.training.metrics import EpochMetrics
-from samestep.training.optimizer import Average, optimizer_of
+from samestep.training.optimizer import Average, check_groups, optimizer_of
 from samestep.training.phases import make_phases
-from samestep.training.plan import Plan, make_plan
+from samestep.training.plan import Plan, learning_rate, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
+from samestep.training.scheduler import Scheduler
 from samestep.training.snapshot import restore
-from samestep.training.step import Learner
 from samestep.training.stopping import Watch
 from samestep.training.work import State, Work
 
@@ -97,10 +98,15 @@ def build(
     held_out, test = splits.validation, splits.test
     validation = source(held_out, split="validation") if held_out is not None else None
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
-    metrics = _try_out(trial, validation, test, source, world) if tries else recipe.metrics
-    compiles = what_compiles(settings, world, model, own=_own_parts(recipe, train))
+    untried = Tried(recipe.metrics)
+    tried = _try_out(trial, validation, test, source, world) if tries else untried
+    metrics, parts, _ = tried
+    own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
+    compiles = what_compiles(settings, world, model, own=own)
+    loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
     learner = _make_learner(recipe, model, settings, world, plan, compiles, wrap_model, train)
+    learner = replace(learner, own=own, parts=parts)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
         settings=settings,
@@ -111,12 +117,14 @@ def build(
         train=train,
         validation=validation,
         metrics=metrics,
+        measure=measure_of(recipe, model, tried.measured),
         phases=phases,
         classes=splits.classes,
     )
     virtual = world.virtual_ranks > 0
     measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)
-    state = State(watch=_watch(settings, recipe, splits), measured=measured)
+    state = State(watch=_watch(settings, recipe, splits, tried), measured=measured)
+    _check_followed(learner, plan, state.watch, splits)
     return Built(with_forward(work), state, splits, threads)
 
 
@@ -170,15 +178,14 @@ def _make_learner(
     to_wrap = takes
     if compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
         to_wrap = cast("nn.Module", torch.compile(takes, dynamic=False))
+    optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     return Learner(
         model=model,
         applied=takes,
         wrapped=wrap_model(to_wrap, world, settings, counter),
-        optimizer=world.on_every(
-            lambda: optimizer_of(recipe, model, settings, plan.lr, world.device)
-        ),
+        optimizer=optimizer,
+        scheduler=world.on_every(lambda: _scheduler_of(plan, settings, optimizer)),
         optimizer_maker=recipe.optimizer,
-        own=_own_parts(recipe, train),
         carried=_carried(recipe, settings, plan, world, train),
         over_batch=recipe.loss_over == "batch",
         measured=bool(recipe.metrics),
@@ -186,6 +193,7 @@ def _make_learner(
         average=Average(model, settings.ema) if settings.ema is not None else None,
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
+        reduction=recipe.reduction,
         terms=terms,
         counter=counter,
         makers=(recipe.model, recipe.data),
@@ -208,14 +216,45 @@ def _carried(
     return Carried(recipe.carry, plan.global_batch_size, world, dtype, settings.seed)
 
 
+def _scheduler_of(
+    plan: Plan, settings: Settings, optimizer: torch.optim.Optimizer
+) -> Scheduler | None:
+    """Return the recipe's scheduler of PyTorch, if it has one."""
+    if plan.makes_scheduler:
+        return Scheduler(plan, optimizer)
+    if plan.schedule is not None:
+        with made_by(plan.schedule):
+            check_groups(optimizer, learning_rate(plan, settings, 0))
+    return None
+
+
+def _check_followed(learner: Learner, plan: Plan, watch: Watch, splits: Splits) -> None:
+    """Check that what a schedule follows is measured, and that it looks the same way."""
+    plateau = learner.scheduler is not None and learner.scheduler.interval == "validation"
+    place = defined_at(plan.schedule)
+    if splits.validation is None and (plateau or "metrics" in plan.schedule_asks):
+        raise UserError(
+            f"The recipe's schedule{place} follows what is validated, and the recipe has no "
+            "validation data. Give its Splits(validation=…), or take another schedule."
+        )
+    if learner.scheduler is not None and plateau and learner.scheduler.made.mode != watch.mode:
+        mode = learner.scheduler.made.mode
+        raise UserError(
+            f"ReduceLROnPlateau(mode={mode!r}){place} follows {watch.metric}, of which the "
+            f"{'highest' if watch.mode == 'max' else 'lowest'} value is the best. Write "
+            f"mode={watch.mode!r}, or name another metric in the recipe's settings: "
+            "'monitor': 'loss'."
+        )
+
+
 def _try_out(
-    trial: Callable[..., Metrics],
+    trial: Callable[..., Tried],
     validation: Source | None,
     test: Any,
     opened: Callable[..., Source],
     world: World,
-) -> Metrics:
-    """Try a recipe on what is evaluated first; return its metrics."""
+) -> Tried:
+    """Try a recipe on what is evaluated first; return what that tells."""
     _agree_on_stream(validation)
     tested: AbstractContextManager[Source | None] = nullcontext()
     if test is not None and (validation is None or is_stream(test)):
@@ -266,8 +305,8 @@ def _agree_on_stream(source: Source | None) -> None:
             source.agree()
 
 
-def _watch(settings: Settings, recipe: Recipe, splits: Splits) -> Watch:
-    names = ["loss", *recipe.metrics]
+def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> Watch:
+    names = ["loss", *tried.parts, *recipe.metrics, *tried.measured]
     if splits.validation is None:
         for name in ("patience", "monitor"):
             if getattr(settings, name) is not None:
@@ -277,7 +316,7 @@ def _watch(settings: Settings, recipe: Recipe, splits: Splits) -> Watch:
         raise UserError(f"--monitor {metric}: the recipe measures {', '.join(names)}.")
     mode = settings.mode
     if mode == "auto":
-        mode = "min" if metric in recipe.falling() else "max"
+        mode = "min" if metric in (*recipe.falling(), *tried.parts) else "max"
     return Watch(metric=metric, mode=mode)
 
 

@@ -10,7 +10,7 @@ from samestep import dist
 from samestep.data.trees import describe
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.training.whole_batch import gather_rows
+from samestep.training.gathered import gather_rows
 
 _open: list[Callable[[], tuple[World, bool]]] = []
 """Of the open run: → its ranks, and whether this rank has a share; it raises outside of a batch."""

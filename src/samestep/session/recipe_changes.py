@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TypeGuard
 
@@ -49,6 +50,9 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
     if recipe is None or before.get("python") != _PYTHON:  # another version has other byte code
         return []
     then, now = before["pieces"], pieces_of(recipe)
+    # A field that the run's version did not have yet is no change where it has its default.
+    left = {one.name for one in fields(recipe) if getattr(recipe, one.name) is one.default}
+    now = {name: text for name, text in now.items() if name in then or name not in left}
     if before.get("record") != _RECORD:
         shared = then.keys() & now.keys() - {"metrics"}
         then, now = ({name: _in_first_form(of[name]) for name in shared} for of in (then, now))

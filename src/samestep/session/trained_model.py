@@ -21,7 +21,7 @@ from samestep.session.recipe_changes import check_recipe_unchanged
 from samestep.session.request import draft, read_toml
 from samestep.settings import Device, Settings
 from samestep.training.alike import seed_alike
-from samestep.training.apply import applied, terms_of
+from samestep.training.apply import applied, measure_of, summed, terms_of
 from samestep.training.device import check_precision, choose_threads, data_dtype, switched
 from samestep.training.dry_run import fitting_metrics
 from samestep.training.evaluation import evaluate, evaluation_batch
@@ -114,7 +114,7 @@ def evaluate_run(
     values = switched(settings, opened.device)(evaluate)(
         applied(model, recipe),
         source,
-        place_loss(recipe.loss, opened.device, opened.dtype),
+        summed(place_loss(recipe.loss, opened.device, opened.dtype), recipe.loss_weights),
         fitting_metrics(recipe.metrics, source.peek(1).targets),
         world=world,
         batch_size=evaluation_batch(settings),
@@ -122,6 +122,8 @@ def evaluate_run(
         seed=settings.seed,
         classes=recipe.counted_classes(splits),
         terms=terms_of(recipe),
+        reduction=recipe.reduction,
+        measure=measure_of(recipe, model),
     )
     about: dict[str, Any] = {"recipe": recipe.name, "split": split}
     about |= {"checkpoint": opened.entry.path, "step": opened.entry.step}

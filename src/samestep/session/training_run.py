@@ -226,7 +226,7 @@ def _start_record(
         lr_scaling=settings.lr_scaling,
         base_lr=settings.lr,
         precision=settings.precision,
-        lower_is_better=list(request.recipe.falling()),
+        lower_is_better=[*request.recipe.falling(), *work.learner.parts],
         monitor=built.state.watch.metric,
         free_options=sorted(free_names(request.recipe.options)),
         resumed=resumed is not None,
@@ -251,7 +251,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         notes.append("--keep-top-k keeps only the last checkpoint: there is no validation data.")
     watched = built.state.watch.metric
     rises = getattr(request.recipe.metrics.get(watched), "higher_is_better", watched == "accuracy")
-    directed = rises or watched in request.recipe.falling()
+    directed = rises or watched in (*request.recipe.falling(), *work.learner.parts)
     if settings.monitor and settings.mode == "auto" and not directed:
         notes.append(
             f"--monitor {watched}: the highest {watched} counts as the best. If less is better, "

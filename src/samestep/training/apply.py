@@ -1,15 +1,17 @@
-"""How a recipe's batch reaches its model, and what its loss is a mean over."""
+"""How a recipe's batch reaches its model, what its loss is the sum of and a mean over."""
 
+import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samestep.data.trees import describe, num_rows
-from samestep.errors import UserError, blame, defined_at
+from samestep.errors import UserError, blame, defined_at, did_you_mean
 from samestep.recipe import Recipe
 from samestep.training.carried import made
 
@@ -97,6 +99,124 @@ def takes_keywords(model: nn.Module, inputs: dict[Any, Any]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def summed(
+    loss: Callable[[Any, Any], Any],
+    weights: Mapping[str, float] | None,
+    names: Collection[str] = (),
+) -> Callable[[Any, Any], Tensor]:
+    """Return a loss that gives a scalar: of a dict of losses their weighted sum.
+
+    That scalar has each loss by its name, unweighted and detached, in its attribute `parts`. With
+    `names` each batch must have these losses.
+    """
+    weights = weights or {}
+
+    @functools.wraps(loss)  # with its arguments' names
+    def total(outputs: Any, targets: Any) -> Any:
+        found = loss(outputs, targets)
+        summed_already = isinstance(found, Tensor) and parts_of(found).keys() == {*names}
+        if summed_already or not (names or isinstance(found, Mapping)):
+            return found
+        return total_of(found, weights, names or found, loss)
+
+    return total
+
+
+def total_of(
+    found: Any, weights: Mapping[str, float], names: Collection[str], loss: object
+) -> Tensor:
+    """Return the weighted sum of the losses that a recipe's loss returned by name."""
+    if not isinstance(found, Mapping) or found.keys() != {*names} or not found:
+        named = ", ".join(map(str, found)) if isinstance(found, Mapping) else describe(found)
+        raise UserError(
+            f"The recipe's loss{defined_at(loss)} returned {named or 'an empty dict'} for a batch; "
+            f"it must return the same losses in every batch: {', '.join(names) or 'at least one'}. "
+            "A loss that a batch does not have is a zero."
+        )
+    for name, part in found.items():
+        if not (isinstance(part, Tensor) and part.dim() == 0 and part.is_floating_point()):
+            raise UserError(
+                f"The recipe's loss{defined_at(loss)} returned {describe(part)} as its {name!r}; "
+                "each of its losses must be a scalar tensor."
+            )
+    if unknown := [name for name in weights if name not in found]:
+        raise UserError(
+            f"Recipe(loss_weights=…) names {unknown[0]!r}, which is none of the losses that loss()"
+            f"{defined_at(loss)} returns. {did_you_mean(unknown[0], names)}They are: "
+            f"{', '.join(names)}."
+        )
+    # In one order, so that the bits do not depend on the dict's.
+    scaled = [found[n] * weights[n] if weights.get(n, 1) != 1 else found[n] for n in names]
+    total: Any = sum(scaled[1:], start=scaled[0])
+    total.parts = {name: found[name].detach() for name in names}
+    return total  # type: ignore[no-any-return]
+
+
+def parts_of(loss: Any) -> dict[str, Tensor]:
+    """Return the losses by name that a loss is the sum of, if it is."""
+    return getattr(loss, "parts", {}) if isinstance(loss, Tensor) else {}
+
+
+def with_parts(loss: Tensor) -> Tensor:
+    """Return a loss and what it is the sum of as one vector, detached."""
+    return torch.stack([loss.detach(), *(p.to(loss.dtype) for p in parts_of(loss).values())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A recipe's `evaluate_batch`, with its model."""
+
+    function: Callable[[nn.Module, Any], Any]
+    model: nn.Module
+    whole: bool
+    """Whether it is given a batch as it is, not as inputs and targets."""
+    names: tuple[str, ...] = ()
+    """What it returns, where that is known."""
+
+    def __call__(self, inputs: Any, targets: Any, count: int) -> dict[str, Tensor]:
+        """Return the values of a batch by name: (samples,)."""
+        batch = inputs if self.whole else (inputs, targets)
+        try:
+            found = self.function(self.model, batch)
+        except Exception as error:
+            given = describe(batch)
+            blame(f"The recipe's evaluate_batch failed with a batch {given}", error, self.function)
+        where = f"The recipe's evaluate_batch{defined_at(self.function)} returned"
+        if not isinstance(found, Mapping):
+            raise UserError(
+                f"{where} {describe(found)}; it must be a dict of names, each with one value a "
+                "sample."
+            )
+        if self.names and found.keys() != {*self.names}:
+            raise UserError(
+                f"{where} {', '.join(map(str, found)) or 'no names'} for a batch, and "
+                f"{', '.join(self.names)} for another. Return the same names in every batch."
+            )
+        values = {n: _as_values(found[n]) for n in self.names or found}
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.shape != (count,):
+                raise UserError(
+                    f"{where} {describe(found[name])} as {name!r} for {count} samples; it must be "
+                    f"one value a sample, ({count},): sums and counts are reduced here."
+                )
+        return values
+
+
+def _as_values(value: Any) -> Any:
+    """Return a list of numbers, as one makes of generated texts, as a tensor."""
+    if isinstance(value, list) and all(isinstance(one, int | float) for one in value):
+        return torch.tensor(value, dtype=torch.float64)
+    return value
+
+
+def measure_of(recipe: Recipe, model: nn.Module, names: Collection[str] = ()) -> Measure | None:
+    """Return the recipe's `evaluate_batch` with this model, if it has one."""
+    function, whole = recipe.evaluate_batch, recipe.forward is not None
+    if function is None:
+        return None
+    return Measure(function=function, model=model, whole=whole, names=tuple(names))
 
 
 def terms_of(recipe: Recipe) -> Terms | None:

@@ -17,7 +17,7 @@ from samestep.data.trees import describe, map_leaves, map_tensors, narrow, tree_
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
 from samestep.training.alike import random_numbers
-from samestep.training.whole_batch import gather_rows
+from samestep.training.gathered import gather_rows
 
 Carry = Callable[..., Any]
 """rows → a tree of tensors with as many rows; `carried` is what the epoch before has left."""

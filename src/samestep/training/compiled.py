@@ -23,9 +23,10 @@ from samestep.settings import Settings
 from samestep.training.apply import call
 from samestep.training.device import is_small
 from samestep.training.evaluation import evaluation_batch
+from samestep.training.learner import Learner, StepResult
 from samestep.training.phases import Phases
 from samestep.training.plan import Plan
-from samestep.training.step import EagerStep, Learner, StepResult
+from samestep.training.step import EagerStep
 from samestep.training.step_graph import StepGraph, why_only_eager
 from samestep.training.virtual_step import VirtualStep
 from samestep.training.work import Step, Work

@@ -3,9 +3,11 @@
 So parts that do not fit fail before anything is trained or written, not after an epoch.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +17,29 @@ from samestep.data.source import Source
 from samestep.errors import UserError, defined_at, made_by
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits, accuracy
+from samestep.recipe_checks import check_lower, check_names
 from samestep.run.checkpoints import why_not_kept
+from samestep.run.records import TAKEN_IN_STEPS, TAKEN_NAMES
 from samestep.settings import Precision
 from samestep.training.alike import random_numbers
-from samestep.training.apply import applied, terms_of
+from samestep.training.apply import applied, measure_of, parts_of, summed, terms_of, total_of
 from samestep.training.device import autocast
 from samestep.training.evaluation import Totals, as_evaluated, outputs_of
 
 _SAMPLES = 8
 
 Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
+
+
+class Tried(NamedTuple):
+    """What a few samples have told of a recipe."""
+
+    metrics: Metrics
+    """Those that fit the data."""
+    parts: tuple[str, ...] = ()
+    """Names of the losses, where `loss` returns a dict."""
+    measured: tuple[str, ...] = ()
+    """Names that `evaluate_batch` returns."""
 
 
 def dry_run(
@@ -36,14 +51,15 @@ def dry_run(
     precision: Precision,
     world: World,
     evaluated: Source | None,
-) -> Metrics:
-    """Try a few samples on copies of model, loss and metrics; return the metrics that fit.
+) -> Tried:
+    """Try a few samples on copies of model, loss and metrics; return what fits, and its names.
 
     Where nothing is evaluated (`evaluated` is None) the samples are of the training set, and
     without metrics the first step reports what fails, before it changes anything.
     """
     made_by(recipe.model)(check_extra_state)(model)
     told_later = evaluated is None and not recipe.metrics
+    measures = evaluated is not None and recipe.evaluate_batch is not None
     evaluated = train if evaluated is None else evaluated
     with random_numbers(0):
         batch = evaluated.peek(_SAMPLES)
@@ -51,26 +67,76 @@ def dry_run(
     try:
         shared = {id(p): p for p in model.parameters()}
         trial, trial_loss, trial_metrics = copy.deepcopy((model, loss, dict(metrics)), shared)
-    except Exception:  # what cannot be copied is tried for the first time when it counts
-        return metrics
+    except Exception as error:  # what cannot be copied is tried for the first time when it counts
+        if measures:
+            raise UserError(
+                "Recipe(evaluate_batch=…) is tried before the first step, and its model, loss or "
+                f"metrics cannot be copied with copy.deepcopy: {error}"
+            ) from error
+        return Tried(metrics)
     classes = recipe.counted_classes(splits) if splits.test is not None else ()
     with made_by(recipe.model, recipe.data), as_evaluated(trial, seed=0):
         takes, terms = applied(trial, recipe), terms_of(recipe)
+        forward = partial(outputs_of, takes, batch.inputs, precision, world.device, recipe.model)
+        named = partial(_names_of_losses, recipe, trial_loss, batch.targets)
+
+        def in_training() -> Any:
+            takes.train()
+            return forward()
+
         try:
-            outputs = outputs_of(takes, batch.inputs, precision, world.device, recipe.model)
+            outputs = forward()
         except UserError:
             if told_later:
-                return metrics
+                return Tried(metrics, named(in_training))
             raise
         for name, source in (("training", train), ("evaluated", evaluated)):
             _check_labels(name, source, outputs, loss)
         with autocast(precision, world.device):
-            _check_pairs(trial_loss, outputs, batch.targets, loss)
-            if not told_later:
-                totals = Totals(trial_loss, trial_metrics, world, classes, terms)
-                totals.add(outputs, batch)
-                totals.objects.check()
-    return metrics
+            loss_of = summed(trial_loss, recipe.loss_weights)
+            _check_pairs(loss_of, outputs, batch.targets, loss)
+            if told_later:
+                return Tried(metrics, named(lambda: outputs, in_training))
+            measure = measure_of(recipe, trial) if measures else None
+            totals = Totals(loss_of, trial_metrics, world, classes, terms, measure=measure)
+            totals.add(outputs, batch)
+            totals.objects.check()
+    parts, measured = tuple(totals.parts), tuple(totals.measured)
+    _check_names(recipe, parts, measured)
+    if measures:
+        check_lower(recipe.lower_is_better, (*recipe.metrics, *parts, *measured))
+    return Tried(metrics, parts, measured)
+
+
+def _names_of_losses(
+    recipe: Recipe, loss: Callable[[Any, Any], Any], targets: Any, *forwards: Callable[[], Any]
+) -> tuple[str, ...]:
+    """Return the names of the losses where nothing is evaluated; other mistakes are told later.
+
+    The first of the forwards counts whose outputs the loss takes: a model may have them only in
+    training.
+    """
+    found: Any = None
+    for forward in forwards:
+        with contextlib.suppress(Exception):
+            found = loss(forward(), targets)
+            break
+    if not isinstance(found, Mapping):
+        return ()
+    parts = tuple(parts_of(total_of(found, recipe.loss_weights or {}, found, recipe.loss)))
+    _check_names(recipe, parts, ())
+    return parts
+
+
+def _check_names(recipe: Recipe, parts: tuple[str, ...], measured: tuple[str, ...]) -> None:
+    """Check what `loss` and `evaluate_batch` have named."""
+    check_names("loss", parts, {*TAKEN_IN_STEPS, *recipe.metrics, *measured})
+    check_names("evaluate_batch", measured, {*TAKEN_NAMES, *recipe.metrics})
+    if recipe.loss_weights and not parts:
+        raise UserError(
+            f"Recipe(loss_weights=…) takes a loss that returns a dict of losses; "
+            f"loss(){defined_at(recipe.loss)} returned a scalar."
+        )
 
 
 def fitting_metrics(metrics: Metrics, targets: Any) -> Metrics:

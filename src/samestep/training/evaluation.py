@@ -14,9 +14,10 @@ from samestep.data.loader_source import seed_reading
 from samestep.data.trees import describe, narrow
 from samestep.errors import UserError, blame
 from samestep.ranks.world import World
+from samestep.recipe import Reduction
 from samestep.settings import Precision, Settings
 from samestep.training.alike import random_numbers, seed_torch
-from samestep.training.apply import Applied, Terms, call
+from samestep.training.apply import Applied, Measure, Terms, call, parts_of
 from samestep.training.buffers import keep_buffers
 from samestep.training.device import autocast
 from samestep.training.metrics import Confusion, Objects, functions_of, told, values_of
@@ -78,6 +79,9 @@ def evaluate(
     seed: int,
     classes: Sequence[str] = (),
     terms: Terms | None = None,
+    reduction: Reduction = "mean",
+    parts: Sequence[str] | None = None,
+    measure: Measure | None = None,
     forward: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
     """Return loss and metrics as means over all samples of all ranks, and their number.
@@ -87,7 +91,9 @@ def evaluate(
     result has `per_class` and `confusion`. A mistake of the recipe on any rank raises an
     `EvaluationError` on all.
     """
-    totals, carried = Totals(loss, metrics, world, classes, terms), CarriedOn(model)
+    how: dict[str, Any] = {"reduction": reduction, "parts": parts, "measure": measure}
+    totals = Totals(loss, metrics, world, classes, terms, **how)
+    carried = CarriedOn(model)
     # A forward may write buffers, and ranks compute another number of them.
     put_back = keep_buffers(model) if world.virtual_ranks else lambda: None
 
@@ -167,7 +173,10 @@ class CarriedOn:
 
 
 class Totals:
-    """Sums of the losses and metrics of samples, and their number."""
+    """Sums of the losses and metrics of samples, and their number.
+
+    `parts` are names of losses, as far as they are known. What is not known the batches tell.
+    """
 
     def __init__(
         self,
@@ -176,8 +185,13 @@ class Totals:
         world: World,
         classes: Sequence[str] = (),
         terms: Terms | None = None,
+        *,
+        reduction: Reduction = "mean",
+        parts: Sequence[str] | None = None,
+        measure: Measure | None = None,
     ) -> None:
         self._loss, self._world, self._terms = loss, world, terms
+        self._reduction, self._measure = reduction, measure
         self._metrics = functions_of(metrics)
         # float64, so that sums over a large set do not depend on how it was shared out. Apple's
         # GPU has none; there the sums are moved to the CPU batch by batch.
@@ -185,6 +199,11 @@ class Totals:
         self._held = held_parts(world)
         self._part, shape = self._held.start, (len(self._held), len(self._metrics) + 3)
         self._sums = torch.zeros(shape, dtype=torch.float64, device=home)
+        self._tells = parts is None or (measure is not None and not measure.names)
+        self.parts = {name: self._sums[:, 0].clone() for name in parts or ()}
+        """Sums of the losses by name that the loss is the sum of."""
+        self.measured = {n: self._sums[:, 0].clone() for n in (measure.names if measure else ())}
+        """Sums of what `measure` returns."""
         self.objects = Objects(metrics, home)
         """The metrics that gather a state."""
         self._confusion = Confusion(classes, home) if classes else None
@@ -209,7 +228,10 @@ class Totals:
         if closes:
             batch_loss = told("loss", self._loss, whole_outputs, whole_targets)
             check_loss(batch_loss, self._loss)
-            sums[0] += batch_loss.to(home).to(torch.float64) * weight
+            each = weight if self._reduction == "mean" else 1  # a sum has all of its samples in it
+            sums[0] += batch_loss.to(home).to(torch.float64) * each
+            for name, one in parts_of(batch_loss).items():
+                self._named(self.parts, name).add_(one.to(home).to(torch.float64) * each)
         if self._confusion is not None:
             self._confusion.add(outputs, targets)
         sums[-2] += terms
@@ -217,13 +239,31 @@ class Totals:
             value = values_of(name, metric, outputs, targets, count)
             sums[place] += value.to(home).sum(dtype=torch.float64)
         self.objects.update(outputs, targets)
+        found = {} if self._measure is None else self._measure(inputs, targets, count)
+        for name, value in found.items():
+            self._named(self.measured, name).add_(value.to(home).sum(dtype=torch.float64))
         sums[-1] += count
+
+    def _named(self, sums: dict[str, Tensor], name: str) -> Tensor:
+        """Return the sum of this part of the data."""
+        if name not in sums:
+            sums[name] = torch.zeros_like(self._sums[:, 0])
+        return sums[name][self._part - self._held.start]
 
     def means(self) -> dict[str, Any]:
         """Return what `evaluate` returns, over all ranks; every rank calls it."""
-        loss, *totals, terms, samples = sum_over_parts(self._sums, self._world).tolist()
-        means = {"loss": loss / terms}
+        if self._tells:  # a rank without samples learns the names from the others
+            for parts, measured in self._world.gather(([*self.parts], [*self.measured])):
+                for sums, names in ((self.parts, parts), (self.measured, measured)):
+                    sums.update({n: self._sums[:, 0] * 0 for n in names if n not in sums})
+        more = [*self.parts.values(), *self.measured.values()]
+        rows = torch.cat([self._sums, torch.stack(more, dim=1)], dim=1) if more else self._sums
+        found = sum_over_parts(rows, self._world).tolist()
+        own = self._sums.shape[1]
+        (loss, *totals, terms, samples), others = found[:own], iter(found[own:])
+        means = {"loss": loss / terms} | {name: next(others) / terms for name in self.parts}
         means |= {n: total / samples for n, total in zip(self._metrics, totals, strict=True)}
         means |= self.objects.values(self._world)
+        means |= {name: next(others) / samples for name in self.measured}
         counted = self._confusion.result(self._world) if self._confusion is not None else {}
         return {**means, "samples": int(samples), **counted}

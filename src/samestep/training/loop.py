@@ -39,6 +39,7 @@ from samestep.training.work import (
     close_epoch,
     epoch_is_full,
     is_done,
+    newest_lr,
 )
 
 
@@ -71,7 +72,7 @@ def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> I
             metric = yield from _evaluate(work, state, control, work.validation)
             if state.signum:
                 return
-        if saves or agreed.signum or state.stop_reason:
+        if saves or agreed.signum or state.stop_reason or _is_kept(work, state, metric):
             yield save_now(work, state, control, metric)
         if agreed.signum:
             _stop(state, agreed.signum)
@@ -108,7 +109,7 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
         yield epoch
     if epoch_is_full(work, state):
         close_epoch(work, state)
-    if due.saves or state.stop_reason:
+    if due.saves or state.stop_reason or _is_kept(work, state, metric):
         yield save_now(work, state, control, metric)
 
 
@@ -171,6 +172,9 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
             seed=work.settings.seed,
             classes=classes,
             terms=work.learner.terms,
+            reduction=work.learner.reduction,
+            parts=work.learner.parts,
+            measure=work.measure,
             forward=work.forward,
         )
 
@@ -183,6 +187,9 @@ def judge(
         raise _diverged(work, state, "The validation loss is NaN or infinite")
     epoch, metric = state.position.epoch + 1, values[state.watch.metric]
     state.watch = state.watch.after(metric, epoch, work.settings.min_delta)
+    state.validated = {name: float(values[name]) for name in ("loss", *work.metrics)}
+    if work.learner.scheduler is not None:
+        work.learner.scheduler.after("validation", state.position.step, metric)
     record: Record = {"event": "evaluation", "split": "validation", "epoch": epoch}
     return {**record, "step": state.position.step, **values, "seconds": seconds}, metric
 
@@ -192,6 +199,12 @@ def stop_early(work: Work, state: State) -> None:
     patience = work.settings.patience
     if patience is not None and state.watch.evaluations_since >= patience:
         state.stop_reason = "early stopping"
+
+
+def _is_kept(work: Work, state: State, metric: float | None) -> bool:
+    """Whether early stopping needs these weights: they are the best so far."""
+    best = state.watch.best
+    return work.settings.patience is not None and metric is not None and metric == best
 
 
 def save_now(work: Work, state: State, control: RunControl, metric: float | None) -> Record:
@@ -216,8 +229,7 @@ def check_weights(work: Work, state: State) -> None:
 
 
 def _diverged(work: Work, state: State, what: str) -> UserError:
-    step = state.position.step
-    lr = learning_rate(work.plan, work.settings, step - 1)
+    step, lr = state.position.step, newest_lr(work, state)
     return UserError(
         f"{what} after step {step} (learning rate {lr:.3g}). {KEPT} {REMEDIES}", on_all_ranks=True
     )
@@ -268,19 +280,26 @@ def _goes_on(work: Work, state: State) -> bool:
 def epoch_steps(work: Work, state: State) -> Iterator[StepsTaken]:
     """Take the remaining steps of the running epoch; yield after each call of the step."""
     plan, settings, position = work.plan, work.settings, state.position
+    scheduler = work.learner.scheduler
     if position.stream_ended or position.step >= plan.total_steps:
         return
     for block in _blocks(work, state):
         work.phases.lap("data")
         first = position.step
         after = first + block.num_steps
-        lrs = [learning_rate(plan, settings, step) for step in range(first, after)]
+        if scheduler is None:
+            told = state.validated
+            lrs = [learning_rate(plan, settings, step, told) for step in range(first, after)]
+        else:
+            lrs = [scheduler.begin_step()]  # one at a time, as what_compiles says
         logged = [s for s in range(first + 1, after + 1) if is_recorded(s, plan.log_every)]
         result = work.step(block, first, lrs, want_norm=bool(logged))
         position.step = after
         position.step_in_epoch += block.num_steps
         position.samples += block.num_steps * block.global_size
         position.stream_ended = block.last
+        if scheduler is not None:
+            scheduler.after("step", after)
         yield StepsTaken(first, block.global_size, lrs, logged, result, block)
         work.phases.lap("other")
     if plan.is_stream and position.step < plan.total_steps:

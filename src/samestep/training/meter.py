@@ -11,8 +11,7 @@ from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.training.phases import compute_of
-from samestep.training.plan import learning_rate
-from samestep.training.work import Position, State, StepsTaken, Sums, Work
+from samestep.training.work import Position, State, StepsTaken, Sums, Work, newest_lr
 
 _PROGRESS_EVERY_S = 0.2
 
@@ -91,30 +90,36 @@ class Window:
         self._sizes.extend([size] * len(losses))
         self._terms.extend(terms or ())
 
-    def read(self, wanted: Sequence[int], lr: float, sums: Sums) -> tuple[list[float], Sums]:
-        """Empty the window; return the mean loss of each wanted step, and the updated sums.
+    def read(self, wanted: Sequence[int], lr: float, sums: Sums) -> tuple[list[list[float]], Sums]:
+        """Empty the window; return the mean losses of each wanted step, and the updated sums.
 
-        Steps are counted from 1. A NaN or infinite loss on any rank raises on all of them.
+        A step has one loss, followed by those by name that it is the sum of. Steps are counted from
+        1. A NaN or infinite loss on any rank raises on all of them.
         """
         if not self._sizes:
             return [], sums
         # The one place where the host waits for the device.
-        local = torch.stack(self._losses).cpu().to(torch.float64).tolist()
+        local = torch.stack(self._losses).cpu().to(torch.float64).view(len(self._losses), -1)
+        rows = local.tolist()
         first = self._first_step + 1
         sizes: Sequence[float] = self._sizes
         if self._terms:
             sizes = torch.stack(self._terms).cpu().to(torch.float64).tolist()
-        loss_sum, terms = sums
-        for loss, size in zip(local, sizes, strict=True):
+        loss_sum, terms, parts = sums
+        # Those of an epoch that began without names are not of all of it.
+        parts = parts if terms else (0.0,) * (len(rows[0]) - 1)
+        for (loss, *named), size in zip(rows, sizes, strict=True):
             loss_sum += loss * size
+            parts = tuple(part + one * size for part, one in zip(parts, named, strict=False))
             terms += size
-        sums = Sums(loss_sum, terms)
-        bad = next((first + i for i, loss in enumerate(local) if not math.isfinite(loss)), 0)
+        sums = Sums(loss_sum, terms, parts)
+        bad = next((first + i for i, (loss, *_) in enumerate(rows) if not math.isfinite(loss)), 0)
         self._losses, self._sizes, self._terms = [], [], []
-        mine = [local[step - first] for step in wanted]
-        *losses, num_bad = self._world.reduce(
+        mine = [value for step in wanted for value in rows[step - first]]
+        *flat, num_bad = self._world.reduce(
             torch.tensor([*mine, float(bad > 0)], dtype=torch.float64)
         ).tolist()
+        losses = [flat[at : at + len(rows[0])] for at in range(0, len(flat), len(rows[0]))]
         if num_bad:
             # The largest of the negatives is the first bad step of any rank.
             latest = torch.tensor(-bad if bad else -(2**62))
@@ -149,9 +154,11 @@ class Meter:
         self._window.add(first, result.losses, size, result.terms)
         if logged or self._window.full:
             losses, self._state.sums = self._window.read(logged, lrs[-1], self._state.sums)
-            for step, loss in zip(logged, losses, strict=True):
+            names = ("loss", *self._work.learner.parts)
+            for step, values in zip(logged, losses, strict=True):
                 norms, place = result.grad_norms, step - first - 1
-                record = {"event": "step", "step": step, "epoch": position.epoch + 1, "loss": loss}
+                record = {"event": "step", "step": step, "epoch": position.epoch + 1}
+                record |= zip(names, values, strict=True)
                 record["grad_norm"] = None if norms is None else float(norms[place])
                 record["lr"] = lrs[place]
                 record["samples"] = position.samples - (len(lrs) - place - 1) * size
@@ -166,7 +173,7 @@ class Meter:
     def settle(self) -> None:
         """Update the state from the steps since; all ranks call it. Only finite losses pass."""
         work, position = self._work, self._state.position
-        lr = learning_rate(work.plan, work.settings, position.step - 1)
+        lr = newest_lr(work, self._state)
         _, self._state.sums = self._window.read([], lr, self._state.sums)
         self._state.measured.settle()
         work.phases.lap("other")
@@ -186,23 +193,26 @@ def epoch_record(work: Work, state: State) -> Record:
     if plan.is_stream or plan.by_tokens is not None:
         samples = position.samples - position.samples_before
     # Each rank fills its own row, so that the sum over the ranks is all of them.
-    rows = torch.zeros(plan.world_size, 4, dtype=torch.float64)
-    mine = [state.sums.loss, *_spread(work.phases.seconds()).values()]
+    mine = [state.sums.loss, *_spread(work.phases.seconds()).values(), *state.sums.parts]
+    rows = torch.zeros(plan.world_size, len(mine), dtype=torch.float64)
     rows[work.world.rank] = torch.tensor(mine, dtype=torch.float64)
     losses, *columns = work.world.reduce(rows).T.tolist()
     seconds = position.seconds - position.epoch_started_s
-    metrics = state.measured.means(work.world, samples)
+    terms = state.sums.terms if work.learner.terms else samples
+    parts = zip(work.learner.parts, columns[3:], strict=False)
+    metrics = {name: sum(column) / terms for name, column in parts}
+    metrics |= state.measured.means(work.world, samples)
     return {
         "event": "epoch",
         "epoch": position.epoch + 1,
         "step": position.step,
-        "loss": sum(losses) / (state.sums.terms if work.learner.terms else samples),
+        "loss": sum(losses) / terms,
         "samples": samples,
         "train_seconds": seconds,
         "samples_per_s": samples / max(seconds, 1e-9),
         "phases": position.phases,
         **({"metrics": metrics} if metrics else {}),
-        **({"ranks": dict(zip(_spread({}), columns, strict=True))} if plan.world_size > 1 else {}),
+        **({"ranks": dict(zip(_spread({}), columns, strict=False))} if plan.world_size > 1 else {}),
     }
 
 

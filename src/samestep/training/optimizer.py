@@ -15,6 +15,7 @@ from samestep.errors import UserError, blame, defined_at, listed
 from samestep.recipe import Recipe
 from samestep.run.checkpoints import why_not_kept
 from samestep.settings import Settings
+from samestep.training.plan import GroupRates
 
 _RATIO = "lr_ratio"
 """In each group of a recipe's own optimizer: its learning rate / --lr."""
@@ -99,7 +100,8 @@ def optimizer_of(
     _check_covers(optimizer, model, place)
     for group in optimizer.param_groups:
         group[_RATIO] = float(group["lr"]) / settings.lr
-    set_lr(optimizer, lr)
+    if lr != settings.lr:  # else they are exact as they are
+        set_lr(optimizer, lr)
     return optimizer
 
 
@@ -121,8 +123,23 @@ def _check_covers(optimizer: torch.optim.Optimizer, model: nn.Module, place: str
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next step; groups of a recipe's own keep their ratios."""
+    if isinstance(lr, GroupRates):
+        check_groups(optimizer, lr)
+        for group, rate in zip(optimizer.param_groups, lr.each, strict=True):
+            group["lr"] = rate * group.get(_RATIO, 1.0)
+        return
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(_RATIO, 1.0)
+
+
+def check_groups(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Check that a schedule of each group has as many rates as the optimizer has groups."""
+    groups = len(optimizer.param_groups)
+    if isinstance(lr, GroupRates) and len(lr.each) != groups:
+        raise UserError(
+            f"The recipe's schedule returned {len(lr.each)} factors, and the optimizer has "
+            f"{groups} groups of parameters. Return a number, or one for each group."
+        )
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -183,27 +200,36 @@ class Update:
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None = None,
         maker: object = None,
+        *,
+        scheduled: bool = False,
     ) -> None:
+        """Take what a step needs; `scheduled` if a scheduler sets what the groups hold."""
         self._optimizer, self._scaler, self._maker = optimizer, scaler, maker
+        self._scheduled = scheduled
         self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
         self._own, self._kept = _RATIO in optimizer.param_groups[0], False
         self._kernel: Callable[..., None] | None = None
         """(gradients, lr) → the fused update of all parameters."""
 
     def __call__(self, lr: float) -> None:
-        """Take one step at a learning rate."""
+        """Take one step at a learning rate, or at those that a scheduler has set."""
         if self._kernel is not None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             if len(gradients) == len(self._parameters):
                 with torch.no_grad():
                     self._kernel(gradients, lr=lr)
                 return
-        set_lr(self._optimizer, lr)
+        if not self._scheduled:
+            set_lr(self._optimizer, lr)
         if self._own:
             self._own_step()
             return
         self._ordinary_step()
-        if self._scaler is None and self._optimizer.param_groups[0]["fused"]:
+        if (
+            self._scaler is None
+            and not self._scheduled
+            and self._optimizer.param_groups[0]["fused"]
+        ):
             self._kernel = self._look_up()
 
     def _ordinary_step(self) -> None:

@@ -2,14 +2,16 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 from samestep.data.blocks import Cut, cut_rows
 from samestep.data.order import TokenCut, share, steps_per_epoch
 from samestep.errors import UserError, blame, defined_at
+from samestep.recipe_source import schedule_asks
 from samestep.settings import Settings, flag_name
 
 
@@ -86,8 +88,15 @@ class Plan:
     """After scaling."""
     by_tokens: TokenCut | None = None
     """How --batch-tokens cuts samples into steps; batch sizes are then those of the largest."""
-    schedule: Callable[[int, int], float] | None = None
-    """The recipe's own: (step, total steps) → factor."""
+    schedule: Callable[..., Any] | None = None
+    """The recipe's own: (step, total steps) → factor, or (optimizer, plan) → scheduler."""
+    schedule_asks: tuple[str, ...] = ()
+    """What it asks for by name."""
+
+    @property
+    def makes_scheduler(self) -> bool:
+        """Whether the recipe's schedule makes a scheduler of PyTorch."""
+        return "optimizer" in self.schedule_asks
 
     @property
     def is_stream(self) -> bool:
@@ -119,7 +128,7 @@ class Plan:
     def record(self) -> dict[str, Any]:
         """Return the plan as records hold it; what is unknown is None."""
         known = asdict(replace(self, schedule=None, by_tokens=None))
-        del known["schedule"], known["by_tokens"]
+        del known["schedule"], known["schedule_asks"], known["by_tokens"]
         if self.virtual_ranks is None:
             del known["virtual_ranks"]
         if self.is_stream:
@@ -144,7 +153,7 @@ def make_plan(
     num_samples: int,
     world_size: int,
     *,
-    schedule: Callable[[int, int], float] | None = None,
+    schedule: Callable[..., Any] | None = None,
     by_tokens: TokenCut | None = None,
 ) -> Plan:
     """Derive a run's numbers from its settings; a stream has 0 samples.
@@ -180,15 +189,7 @@ def make_plan(
     elif num_samples > 0:
         per_epoch = _steps_per_epoch(settings, num_samples, global_batch)
     epochs, total = _length(settings, per_epoch)
-    if schedule is not None:
-        if settings.schedule != "constant":
-            raise UserError(
-                f"--schedule {settings.schedule}: the recipe has a schedule of its own"
-                f"{defined_at(schedule)}. Leave one of them out."
-            )
-        for step in (0, total // 2, total - 1):
-            factor_of(schedule, step, total)
-    return Plan(
+    plan = Plan(
         world_size=world_size,
         virtual_ranks=settings.virtual_ranks,
         num_samples=num_samples,
@@ -202,7 +203,11 @@ def make_plan(
         lr=scaled_lr(settings, global_batch),
         schedule=schedule,
         by_tokens=by_tokens,
+        schedule_asks=() if schedule is None else schedule_asks(schedule),
     )
+    if schedule is not None:
+        _check_schedule(plan, settings)
+    return plan
 
 
 def _steps_per_epoch(settings: Settings, num_samples: int, global_batch: int) -> int:
@@ -244,20 +249,61 @@ def check_virtual(settings: Settings, num_samples: int, world_size: int) -> None
         )
 
 
-def factor_of(schedule: Callable[[int, int], float], step: int, total: int) -> float:
-    """Return a schedule's factor, once it is a number of 0 or more."""
+def _check_schedule(plan: Plan, settings: Settings) -> None:
+    """Check that nothing else sets the rates, and the factors of a few steps."""
+    place = defined_at(plan.schedule)
+    if settings.schedule != "constant":
+        raise UserError(
+            f"--schedule {settings.schedule}: the recipe has a schedule of its own{place}. Leave "
+            "one of them out."
+        )
+    if plan.makes_scheduler:
+        if settings.warmup_steps:
+            raise UserError(
+                f"--warmup-steps {settings.warmup_steps}: the recipe's scheduler{place} sets the "
+                "learning rates alone. Leave the setting out, and let a scheduler warm up: "
+                "SequentialLR of LinearLR and yours."
+            )
+        return
+    if plan.is_stream and (asked := {"epoch", "steps_per_epoch"} & {*plan.schedule_asks}):
+        raise UserError(
+            f"The recipe's schedule{place} asks for {' and '.join(sorted(asked))}, and the length "
+            "of a stream is unknown. Use the step and the total."
+        )
+    # What it returns once there are metrics shows in the run.
+    total, early = plan.total_steps, "metrics" in plan.schedule_asks
+    for step in (0,) if early else (0, total // 2, total - 1):
+        _factors(plan, step, {})
+
+
+def _factors(plan: Plan, step: int, metrics: Mapping[str, float]) -> list[float]:
+    """Return the schedule's factor, or that of each group, once they are numbers of 0 or more."""
+    schedule, total, per_epoch = plan.schedule, plan.total_steps, plan.steps_per_epoch
+    assert schedule is not None
+    told: dict[str, Any] = {}
+    if plan.schedule_asks:
+        known = {"epoch": step // per_epoch, "steps_per_epoch": per_epoch, "metrics": {**metrics}}
+        told = {name: known[name] for name in plan.schedule_asks}
     try:
-        found = schedule(step, total)
+        found = schedule(step, total, **told)
     except Exception as error:
-        failed = f"The recipe's schedule failed at step {step} of {total}"
-        blame(failed, error, schedule, remedy="It is called with (step, total steps).")
+        remedy = "It is called with (step, total steps)."
+        if "metrics" in told:
+            remedy = "Before the first validation `metrics` is empty."
+        blame(
+            f"The recipe's schedule failed at step {step} of {total}",
+            error,
+            schedule,
+            remedy=remedy,
+        )
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        factor = float(found)
-        if 0 <= factor < math.inf:
-            return factor
+        factors = [float(one) for one in (found if isinstance(found, list | tuple) else [found])]
+        if factors and all(0 <= factor < math.inf for factor in factors):
+            return factors
     raise UserError(
         f"The recipe's schedule{defined_at(schedule)} returned {found!r:.80} at step {step} of "
-        f"{total}; it must be a number of 0 or more, which the learning rate is multiplied by."
+        f"{total}; it must be a number of 0 or more, which the learning rate is multiplied by, or "
+        "a list with one for each group of the optimizer."
     )
 
 
@@ -271,9 +317,7 @@ def _length(settings: Settings, per_epoch: int) -> tuple[int, int]:
     return -(-total // per_epoch), total
 
 
-def _check_stream(
-    settings: Settings, world_size: int, schedule: Callable[[int, int], float] | None
-) -> None:
+def _check_stream(settings: Settings, world_size: int, schedule: Callable[..., Any] | None) -> None:
     """Check that no setting needs the length of a stream, or excludes streams."""
     if settings.order != "shuffled" or settings.group_by_length:
         given = "group-by-length" if settings.group_by_length else f"order {settings.order}"
@@ -393,18 +437,34 @@ def scaled_lr(settings: Settings, global_batch: int) -> float:
     return settings.lr * (ratio if settings.lr_scaling == "linear" else math.sqrt(ratio))
 
 
-def learning_rate(plan: Plan, settings: Settings, step: int) -> float:
-    """Return the learning rate of a step, counted from 0.
+class GroupRates(float):
+    """The learning rates of an optimizer's groups; as a number, the first of them."""
+
+    each: tuple[float, ...]
+
+    def __new__(cls, each: Sequence[float]) -> Self:
+        """Take the rate of each group, before its ratio to --lr."""
+        made = super().__new__(cls, each[0])
+        made.each = tuple(each)
+        return made
+
+
+def learning_rate(
+    plan: Plan, settings: Settings, step: int, metrics: Mapping[str, float] = MappingProxyType({})
+) -> float:
+    """Return the learning rate of a step, counted from 0, after a validation with these metrics.
 
     The warm-up's ramp is linear from lr / (warm-up + 1) and reaches the full rate in the step
     after it; the cosine (Loshchilov & Hutter 2017, without restarts) then falls to 0 at the end.
+    A scheduler of PyTorch begins at the rate returned, and sets the others itself.
     """
     warmup = settings.warmup_steps
-    if plan.schedule is not None:
+    if plan.schedule is not None and not plan.makes_scheduler:
         ramp = min(1.0, (step + 1) / (warmup + 1))
         # A checkpoint at the end, and a profile of more steps, ask for one that is never trained.
         known = min(step, plan.total_steps - 1)
-        return plan.lr * ramp * factor_of(plan.schedule, known, plan.total_steps)
+        rates = [plan.lr * ramp * factor for factor in _factors(plan, known, metrics)]
+        return rates[0] if len(rates) == 1 else GroupRates(rates)
     if step < warmup:
         return plan.lr * (step + 1) / (warmup + 1)
     if settings.schedule == "constant":

@@ -14,6 +14,7 @@ from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, listed
 from samestep.run.checkpoints import FORMAT
 from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng_state
+from samestep.training.learner import Learner
 from samestep.training.optimizer import load_state, set_lr
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
@@ -26,11 +27,16 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     check_alike(work, state.position.step)
     learner, plan, settings = work.learner, work.plan, work.settings
     scaler, average, virtual = learner.scaler, learner.average, settings.virtual_ranks is not None
-    next_lr = learning_rate(plan, settings, state.position.step)
-    set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date
+    scheduler, scheduled = learner.scheduler, {}
+    if scheduler is None:
+        next_lr = learning_rate(plan, settings, state.position.step, state.validated)
+        set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date
+    else:
+        next_lr, scheduled = scheduler.next_lr, {"scheduler": scheduler.state()}
     mine: dict[str, Any] = {
         "rng": rng_state(),
         "loss_sum": state.sums.loss,
+        "part_sums": dict(zip(learner.parts, state.sums.parts, strict=False)),
         "measured": state.measured.state(),
         "stream": {},
     }
@@ -53,11 +59,14 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
             "schedule": settings.schedule,
             "warmup_steps": settings.warmup_steps,
             "total_steps": plan.total_steps,
-            "next_lr": next_lr,
+            "next_lr": float(next_lr),
         },
+        **scheduled,
+        **({"validated": state.validated} if "metrics" in plan.schedule_asks else {}),
         "rng": [rank["rng"] for rank in ranks],
         "position": asdict(state.position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
+        **({"part_sums": [rank["part_sums"] for rank in ranks]} if learner.parts else {}),
         "terms": state.sums.terms,
         "measured": [part for rank in ranks for part in rank["measured"]],
         "watch": asdict(state.watch),
@@ -98,16 +107,8 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
                 f"The checkpoint was trained with {name} = {before}, now it is {now}: the order of "
                 "samples would change within the run. Start a new run instead."
             )
-    learner = work.learner
-    load_model(learner.model, saved)
-    if learner.average is not None:
-        learner.average.load(saved.get("ema"))
-    if learner.carried is not None:
-        learner.carried.load(saved.get("carried"))
-    load_state(learner.optimizer, saved["optimizer"])
-    match_layouts(learner.optimizer)
-    if learner.scaler is not None and saved["scaler"] is not None:
-        learner.scaler.load_state_dict(saved["scaler"])
+    _restore_learner(work.learner, saved)
+    state.validated = saved.get("validated", {})
     state.position = Position(**saved["position"])
     if isinstance(work.train, StreamSource):
         marks = {lane: mark for rank in saved["stream"] for lane, mark in rank.items()}
@@ -118,17 +119,36 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     world = work.world
     if len(saved["rng"]) == world.world_size:
         set_rng_state(saved["rng"][world.rank])
-        loss_sum = saved["loss_sums"][world.rank]
+        ranks = [world.rank]
     else:
         seed_rank(mix(work.settings.seed, state.position.step), world.rank)
         # Only the sum over the ranks counts, so one of them takes it all.
-        loss_sum = sum(saved["loss_sums"]) if world.is_main else 0.0
+        ranks = [*range(len(saved["rng"]))] if world.is_main else []
+    loss_sum = sum((saved["loss_sums"][rank] for rank in ranks), start=0.0)
     measured = saved.get("measured", [])
     if len(measured) == world.num_parts:
         state.measured.load([[measured[part]] for part in held_parts(world)])
     else:
         state.measured.load([measured] if world.is_main else [])
-    state.sums = Sums(loss_sum, saved.get("terms", 0.0))
+    by_name, parts = saved.get("part_sums", [{}]), work.learner.parts
+    if by_name[0].keys() != {*parts}:  # the recipe has other losses now: the next epoch has all
+        parts = ()
+    part_sums = tuple(sum((by_name[rank][name] for rank in ranks), start=0.0) for name in parts)
+    state.sums = Sums(loss_sum, saved.get("terms", 0.0), part_sums)
+
+
+def _restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
+    load_model(learner.model, saved)
+    if learner.average is not None:
+        learner.average.load(saved.get("ema"))
+    if learner.carried is not None:
+        learner.carried.load(saved.get("carried"))
+    load_state(learner.optimizer, saved["optimizer"])
+    if learner.scheduler is not None:
+        learner.scheduler.load(saved.get("scheduler"))
+    match_layouts(learner.optimizer)
+    if learner.scaler is not None and saved["scaler"] is not None:
+        learner.scaler.load_state_dict(saved["scaler"])
 
 
 def weights_sha256(model: torch.nn.Module) -> str:

@@ -1,8 +1,8 @@
 """One optimizer step: micro-steps, backward, clipping, update."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NoReturn
@@ -15,7 +15,6 @@ from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import check_rows, describe, map_tensors, narrow
 from samestep.errors import UserError, blame, defined_at, listed, made_by
 from samestep.ranks.world import World
-from samestep.run.records import Record
 from samestep.settings import Settings
 from samestep.training.alike import (
     may_draw,
@@ -25,12 +24,12 @@ from samestep.training.alike import (
     seed_update,
     set_rng_state,
 )
-from samestep.training.apply import Terms, as_scalar, call
+from samestep.training.apply import as_scalar, call, with_parts
 from samestep.training.buffers import keep_buffers
-from samestep.training.carried import Carried
 from samestep.training.device import autocast, autocast_dtype
+from samestep.training.learner import Learner, StepResult
 from samestep.training.metrics import StepOutputs, remedy_of
-from samestep.training.optimizer import Average, Update
+from samestep.training.optimizer import Update
 from samestep.training.phases import Phases
 from samestep.training.prepare import share_buffers, tell_end_of_autograd, without_sync
 from samestep.training.whole_batch import OutputGradient, WholeBatch
@@ -39,55 +38,6 @@ Weight = float | Tensor | OutputGradient
 Weights = Sequence[tuple[Weight, Tensor | None]]
 """Of each micro-step: what its loss is multiplied by, and its terms where ranks count them. Of a
 loss over the whole batch: the gradient of the micro-step's outputs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learner:
-    """What a step trains: the model, wrapped for all ranks, its loss and the optimizer."""
-
-    model: nn.Module
-    applied: nn.Module
-    """What takes the inputs: the model, or the model by the recipe's `forward`."""
-    wrapped: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
-    loss: Callable[[Any, Any], Tensor]
-    terms: Terms | None = None
-    """Counts what the loss of a batch is a mean over, where that is not samples."""
-    counter: nn.Parameter | None = None
-    """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
-    optimizer_maker: object = None
-    """The recipe's function that returned the optimizer, if that is its own."""
-    average: Average | None = None
-    """The moving average of the weights, if any."""
-    own: tuple[str, ...] = ()
-    """What else the recipe defines itself, such as its batches or the optimizer."""
-    carried: Carried | None = None
-    """The state of each slot of the global batch, if the recipe carries any."""
-    over_batch: bool = False
-    """Whether the loss is made over the outputs of the whole global batch."""
-    measured: bool = False
-    """Whether metrics over the training epoch need the outputs."""
-    alone: bool = False
-    """Whether model and loss are the only user code between two steps of an epoch."""
-    makers: tuple[object, ...] = ()
-    """The functions that build the model and read the data, for a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of consecutive steps, left on the device so that the host need not wait."""
-
-    losses: Sequence[Tensor]
-    """This rank's part of each step's mean loss; over all ranks they add up to it."""
-    grad_norms: Sequence[Tensor] | Tensor | None
-    """Gradient norm of each step before clipping, if requested."""
-    terms: Sequence[Tensor] | None = None
-    """What each step's mean is over, on all ranks together, where that is not samples."""
-    seen: Sequence[StepOutputs] = ()
-    """The outputs, if metrics need them."""
-    notes: tuple[Record, ...] = ()
-    """`compile` records of what was compiled in this call."""
 
 
 def check_used(model: nn.Module) -> None:
@@ -106,9 +56,16 @@ def check_loss(value: Any, loss: object) -> None:
     """Check that a recipe's loss returned a floating-point scalar."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
         return
+    what, remedy = describe(value), ""
+    if isinstance(value, Mapping):
+        what = f"a dict of {', '.join(map(str, value))}"
+        remedy = (
+            " A dict of losses is tried before the first step, on copies of model and loss: let "
+            "copy.deepcopy copy them, or return the sum."
+        )
     raise UserError(
-        f"The recipe's loss{defined_at(loss)} returned {describe(value)}; it must be a scalar "
-        "tensor, the mean over the samples of the batch."
+        f"The recipe's loss{defined_at(loss)} returned {what}; it must be a scalar tensor, the "
+        f"mean over the samples of the batch.{remedy}"
     )
 
 
@@ -149,7 +106,12 @@ class EagerStep:
         self._settings = settings
         self._phases = phases or Phases()
         self._casts = autocast_dtype(settings.precision) is not None
-        self._update = Update(learner.optimizer, learner.scaler, learner.optimizer_maker)
+        self._update = Update(
+            learner.optimizer,
+            learner.scaler,
+            learner.optimizer_maker,
+            scheduled=learner.scheduler is not None,
+        )
         # Whether the update may draw random numbers.
         self._draws = "optimizer" in learner.own and may_draw(learner.optimizer)
         self._rank_seed = mix(settings.seed, world.rank)
@@ -223,9 +185,10 @@ class EagerStep:
                 self._tell(error, part.inputs, part.targets)
             total = loss if total is None else total + loss
         assert total is not None
-        if self._learner.over_batch:  # on rank 0 all of it
-            return total, None
-        total = total / world_size if world_size > 1 else total
+        if world_size > 1 and not self._learner.over_batch:  # which is on rank 0 as a whole
+            total = total / world_size
+        if self._learner.reduction == "sum":
+            total = total / block.global_size
         if self._learner.terms is None:
             return total, None
         return self._over_terms(total, block.global_size)
@@ -254,12 +217,14 @@ class EagerStep:
         learner, inputs, targets = self._learner, part.inputs, part.targets
         if learner.carried is not None:
             self._take_state(part)
+        told = None
         if isinstance(weight, OutputGradient):
-            loss = self._go_on(part, weight)
+            loss, told = self._go_on(part, weight), weight.loss
         else:
             compute = self._loss_of if self._agreed else self._first_loss
             with self._as_compiled(part):
                 loss = compute(inputs, targets)
+            told = with_parts(loss) * weight if learner.parts else None
             if isinstance(weight, Tensor) or weight != 1.0:
                 loss = loss * weight
         if learner.measured and part.weight:
@@ -279,7 +244,7 @@ class EagerStep:
             scaled = scaled + learner.counter.dot(terms.view(1))
         scaled.backward()  # type: ignore[no-untyped-call]
         phases.lap(last)
-        return weight.loss if isinstance(weight, OutputGradient) else loss.detach()
+        return loss.detach() if told is None else told
 
     def _take_state(self, part: Block) -> None:
         """Take the carried state of a micro-step's slots; the next one has the slots behind."""
@@ -313,7 +278,7 @@ class EagerStep:
         kept = rng_state()
         keeps = self._keeps_graph(global_size)
         made = agreed(lambda: self._forward_all(parts, keeps=keeps))
-        whole = WholeBatch(parts, made, world)
+        whole = WholeBatch(parts, made, world, len(learner.parts))
         self._seed_loss()
         # DDP divides by the world size, so undo that.
         times = world.world_size if self._overlaps else 1
@@ -390,6 +355,8 @@ class EagerStep:
         global batch, and `_over_terms` corrects that.
         """
         world_size, count = self._world.world_size, self._learner.terms
+        if self._learner.reduction == "sum":
+            return [(p.weight * world_size, None) for p in parts]
         if count is None:
             # Each sample weighs 1 / global batch; DDP divides by the world size, so undo that.
             return [(p.weight * p.rows * world_size / p.global_size, None) for p in parts]

@@ -15,9 +15,10 @@ from samestep.data.trees import map_leaves, map_tensors, tree_leaves
 from samestep.settings import Precision, Settings
 from samestep.training.apply import call, takes_keywords
 from samestep.training.device import autocast, is_small
+from samestep.training.learner import Learner, StepResult
 from samestep.training.metrics import StepOutputs
 from samestep.training.side_effects import closure_prints, differing, model_prints
-from samestep.training.step import Learner, StepResult, check_loss
+from samestep.training.step import check_loss
 
 Kept = Sequence[list[Tensor]]
 """Groups of tensors that a function changes in place, so that they keep their addresses."""
@@ -161,6 +162,7 @@ class StepGraph:
         self._micro_batch_size, self._measured = micro_batch, learner.measured
         self._model, self._optimizer = learner.model, learner.optimizer
         self._loss, self._settings, self._device = learner.loss, settings, device
+        self._sums = learner.reduction == "sum"
         named = {n: p for n, p in learner.model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
         weights = learner.model.named_parameters()
@@ -312,7 +314,7 @@ class StepGraph:
         loss, seen = torch.zeros((), device=vectors[0].device), []
         for start in range(0, samples, most):
             rows = slice(start, min(start + most, samples))
-            weight = (rows.stop - start) / samples
+            weight = 1.0 if self._sums else (rows.stop - start) / samples
             parts, (value, (buffers, outputs)) = grad_and_value(self._forward, has_aux=True)(
                 vectors, buffers, _rows(inputs, k, rows), _rows(targets, k, rows), weight
             )
@@ -320,7 +322,7 @@ class StepGraph:
             loss = loss + value
             if self._measured and isinstance(outputs, Tensor):
                 seen.append(outputs)
-        return gradients, loss, buffers, seen
+        return gradients, loss / samples if self._sums else loss, buffers, seen
 
     def _forward(
         self, vectors: Vectors, buffers: dict[str, Tensor], inputs: Any, targets: Any, weight: float

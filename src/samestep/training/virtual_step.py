@@ -26,6 +26,7 @@ from samestep.settings import Settings
 from samestep.training.alike import bits_of, seed_torch
 from samestep.training.apply import as_scalar
 from samestep.training.buffers import StepBuffers, WriteCheck
+from samestep.training.learner import Learner, StepResult
 from samestep.training.side_effects import (
     Prints,
     closure_prints,
@@ -34,7 +35,7 @@ from samestep.training.side_effects import (
     optimizer_prints,
     refused_operation,
 )
-from samestep.training.step import EagerStep, Learner, StepResult, Weights, check_used
+from samestep.training.step import EagerStep, Weights, check_used
 from samestep.training.tree import Tensors, TreeReduce, TreeSum, add_tensors
 
 _OUTSIDE = (
@@ -251,7 +252,7 @@ class VirtualStep(EagerStep):
         # Without other numbers the loss stays a scalar, which saves two views per step.
         if len(numbers) == 1 and not more:
             return [*gradients, numbers[0]]
-        return [*gradients, torch.cat([*(number.view(1) for number in numbers), *more])]
+        return [*gradients, torch.cat([*(number.view(-1) for number in numbers), *more])]
 
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take the one step of this block."""
@@ -305,6 +306,8 @@ class VirtualStep(EagerStep):
     def _weights_of(self, parts: Sequence[Block]) -> Weights:
         """Return each micro-step's weight: its part of the global batch."""
         size, count = parts[0].global_size, self._learner.terms
+        if self._learner.reduction == "sum":
+            return [(1.0, None) for _ in parts]
         if count is None:
             return [(p.rows / size, None) for p in parts]
         # As among ranks: a term weighs 1 / global batch, until `_settle` knows how many there are.
@@ -316,7 +319,7 @@ class VirtualStep(EagerStep):
         """Return what adds up over the ranks: the first step has more numbers than the others."""
         terms = self._learner.terms is not None
         used = len(self._parameters) if self._settings.allows_unused else 0
-        numbers = 1 + terms + used + self._buffers.size
+        numbers = 1 + len(self._learner.parts) + terms + used + self._buffers.size
         if self._reduce is None or numbers != self._numbers:
             self._numbers = numbers
             shape = () if numbers == 1 else (numbers,)
@@ -329,12 +332,16 @@ class VirtualStep(EagerStep):
         self, gradients: Tensors, numbers: Tensor, size: int, present: int
     ) -> tuple[Tensor, Tensor | None]:
         """Set gradients and buffers to the sums; return the mean loss, and its terms if any."""
-        loss, terms = numbers[0] if numbers.dim() else numbers, None
-        start = 1
+        start, terms = 1 + len(self._learner.parts), None
+        loss = numbers
+        if numbers.dim():
+            loss = numbers[:start] if self._learner.parts else numbers[0]
+        if self._learner.reduction == "sum":
+            loss = loss / size
         if self._learner.terms is not None:
-            terms = numbers[1]
+            terms = numbers[start]
             torch._foreach_mul_(gradients, size / terms)
-            loss, start = loss * (size / terms), 2
+            loss, start = loss * (size / terms), start + 1
         used = [True] * len(self._parameters)
         if self._settings.allows_unused:
             used = (numbers[start : start + len(used)] > 0).tolist()

@@ -5,11 +5,9 @@ and each micro-step goes on from there into the model: the gradient caching of G
 "Scaling deep contrastive learning batch size under memory limited setup" (arXiv:2101.06983).
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-from zlib import crc32
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,73 +16,8 @@ from samestep.data.blocks import Block
 from samestep.data.trees import describe, map_leaves, tree_leaves
 from samestep.errors import UserError
 from samestep.ranks.world import World
-
-
-class Gathered(NamedTuple):
-    """Rows of all ranks, in the order of the ranks."""
-
-    tensors: list[Tensor]
-    """(rows of all ranks, …) each; none on a rank that gave none."""
-    first: int
-    """The place of this rank's first row among them."""
-
-
-def gather_rows(own: Sequence[Tensor], rows: int, world: World, what: str) -> Gathered:
-    """Gather tensors of `rows` rows each; ranks may have unequally many, or none.
-
-    A rank that knows no form of a row gives no tensors.
-
-    Raises:
-        UserError: on all ranks, where rows are of other shapes or types than on another rank;
-            `what` begins the message.
-    """
-    if not world.connected:
-        return Gathered(list(own), 0)
-    forms = [(str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for t in own]
-    width = [t.element_size() * math.prod(t.shape[1:]) for t in own]
-    header = torch.tensor([rows, sum(width), crc32(repr(forms).encode()) if own else 0])
-    headers = header.new_empty(world.world_size * 3)
-    world.all_gather_into(headers, header)
-    told = headers.view(-1, 3).tolist()
-    if len({code for _, _, code in told if code}) > 1:
-        _refuse(world.gather(forms or None), what)
-    counts = [count for count, _, _ in told]
-    # One behind the other, as bytes: one collective for all tensors, whatever their types.
-    most = max(counts) * max(size for _, size, _ in told)
-    device = own[0].device if own else world.device
-    sent = torch.empty(most, dtype=torch.uint8, device=device)
-    start = 0
-    for tensor, size in zip(own, width, strict=True):
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        sent[start : start + rows * size] = flat
-        start += max(counts) * size
-    received = torch.empty(world.world_size * most, dtype=torch.uint8, device=device)
-    world.all_gather_into(received, sent)
-    of_rank, found, start = received.view(world.world_size, most), [], 0
-    for tensor, size in zip(own, width, strict=True):
-        cuts = [of_rank[r, start : start + n * size] for r, n in enumerate(counts)]
-        shape = (sum(counts), *tensor.shape[1:])
-        found.append(torch.cat(cuts).view(tensor.dtype).view(shape))
-        start += max(counts) * size
-    return Gathered(found, sum(counts[: world.rank]))
-
-
-def _refuse(forms: Sequence[Any], what: str) -> None:
-    having = [(rank, form) for rank, form in enumerate(forms) if form is not None]
-    first, ours = having[0]
-    other, theirs = next(one for one in having if one[1] != ours)
-    one, its = next(
-        (pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), (ours, theirs)
-    )
-    raise UserError(
-        f"{what} cannot be put together: rows on rank {first} are {_form(one)}, on rank {other} "
-        f"{_form(its)}. Give rows of one shape and type on all ranks: pad to a fixed length.",
-        on_all_ranks=True,
-    )
-
-
-def _form(form: Any) -> str:
-    return f"{form[1]} {form[0]}" if isinstance(form, tuple) else f"{len(form)} tensors"
+from samestep.training.apply import parts_of, with_parts
+from samestep.training.gathered import gather_rows
 
 
 @dataclass(frozen=True)
@@ -94,7 +27,8 @@ class OutputGradient:
     leaves: Sequence[Tensor | None]
     """The gradient of each leaf of the outputs; None where there is none."""
     loss: Tensor
-    """The loss over the whole batch, for the first micro-step of all; 0 for the others."""
+    """The loss over the whole batch, for the first micro-step of all; 0 for the others. With
+    losses by name (1 + names,)."""
     outputs: Any = None
     """The outputs, where they still have their graph."""
 
@@ -109,8 +43,12 @@ class OutputGradient:
 class WholeBatch:
     """The outputs and targets of all micro-steps on all ranks; every rank makes it at once."""
 
-    def __init__(self, parts: Sequence[Block], outputs: Sequence[Any], world: World) -> None:
+    def __init__(
+        self, parts: Sequence[Block], outputs: Sequence[Any], world: World, named: int = 0
+    ) -> None:
+        """Gather them; the loss will be the sum of so many `named` ones, if of any."""
         self._parts, self._outputs, self._world = parts, outputs, world
+        self._no_loss = torch.zeros((1 + named,) if named else (), device=world.device)
         # A part without a weight only stands in, so that its rank takes part in collectives.
         real = [(part, made) for part, made in zip(parts, outputs, strict=True) if part.weight]
         rows = sum(part.rows for part, _ in real)
@@ -139,14 +77,14 @@ class WholeBatch:
         leaves = [leaf for leaf in self._made if leaf.requires_grad]
         found = iter(torch.autograd.grad(scale(loss), leaves, allow_unused=True))
         gradients = [next(found) if leaf.requires_grad else None for leaf in self._made]
-        due, row = [], self._first
+        due, row, told = [], self._first, with_parts(loss) if parts_of(loss) else loss.detach()
         for part, made in zip(self._parts, self._outputs, strict=True):
             if not part.weight:
                 due.append(self._nothing(made))
                 continue
             own = iter(gradients)
             cut = [self._cut(leaf, own, row, part.rows) for leaf in tree_leaves(made)]
-            due.append(OutputGradient(cut, loss.detach() if row == 0 else loss.new_zeros(())))
+            due.append(OutputGradient(cut, told if row == 0 else torch.zeros_like(told)))
             row += part.rows
         return due
 
@@ -165,7 +103,7 @@ class WholeBatch:
         floats = [isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(made)]
         zeros = zip(tree_leaves(made), floats, strict=True)
         leaves = [torch.zeros_like(leaf) if is_float else None for leaf, is_float in zeros]
-        return OutputGradient(leaves, torch.zeros((), device=self._world.device))
+        return OutputGradient(leaves, self._no_loss)
 
 
 def _rows_of(tree: Any, rows: int, what: str) -> list[Tensor]:

@@ -11,10 +11,11 @@ from samestep.data.blocks import Block
 from samestep.data.source import Source
 from samestep.ranks.world import World
 from samestep.settings import Settings
+from samestep.training.apply import Measure
+from samestep.training.learner import Learner, StepResult
 from samestep.training.metrics import EpochMetrics
 from samestep.training.phases import Phases
-from samestep.training.plan import ENDLESS, Plan
-from samestep.training.step import Learner, StepResult
+from samestep.training.plan import ENDLESS, Plan, learning_rate
 from samestep.training.stopping import Watch
 
 
@@ -50,6 +51,8 @@ class Sums(NamedTuple):
     """This rank's part of the sum of the losses of all samples or terms."""
     terms: float = 0.0
     """Samples or terms of all ranks."""
+    parts: tuple[float, ...] = ()
+    """As `loss`, of the losses by name that it is the sum of."""
 
 
 class Step(Protocol):
@@ -81,6 +84,8 @@ class Work:
     """Where this rank's time goes; the source and the step take part in the count."""
     classes: tuple[str, ...] = ()
     """Names of the classes, if the data has them."""
+    measure: Measure | None = None
+    """The recipe's `evaluate_batch`."""
     forward: Callable[[Any], Any] | None = None
     """What evaluations call in the model's place: the model, compiled for them."""
 
@@ -104,6 +109,8 @@ class State:
     position: Position = field(default_factory=Position)
     sums: Sums = field(default_factory=Sums)
     """What the mean loss of the running epoch is made of."""
+    validated: dict[str, float] = field(default_factory=dict)
+    """The loss and the metrics of the newest validation; empty before the first."""
     measured: EpochMetrics = field(default_factory=lambda: EpochMetrics({}, torch.device("cpu")))
     """The metrics of what this rank has trained in the running epoch."""
     stop_reason: str = ""
@@ -128,6 +135,13 @@ class StepsTaken(NamedTuple):
     """The samples of this rank; None where another engine has read them."""
 
 
+def newest_lr(work: Work, state: State) -> float:
+    """Return the learning rate of the newest step, for a message."""
+    if work.learner.scheduler is not None:
+        return work.learner.scheduler.lr
+    return learning_rate(work.plan, work.settings, state.position.step - 1, state.validated)
+
+
 def epoch_is_full(work: Work, state: State) -> bool:
     """Whether all steps of the running epoch are taken."""
     position = state.position
@@ -145,6 +159,8 @@ def is_done(work: Work, state: State) -> bool:
 def close_epoch(work: Work, state: State) -> None:
     """Count an epoch that is trained and evaluated; begin the next."""
     position = state.position
+    if work.learner.scheduler is not None:
+        work.learner.scheduler.after("epoch", position.step)
     position.epoch, position.step_in_epoch = position.epoch + 1, 0
     position.stream_ended, position.samples_before = False, position.samples
     position.epoch_started_s = position.seconds

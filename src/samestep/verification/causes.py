@@ -74,7 +74,20 @@ OF_TERMS = Cause(
 A_SUM = Cause(
     "loss that is not a mean over samples",
     "The loss of a batch is the sum of its parts' losses: a sum, or divided by a fixed number.",
-    "Return the mean over the samples of the batch.",
+    'Say so: Recipe(reduction="sum"). Or return the mean over the samples of the batch.',
+)
+A_MEAN = Cause(
+    "loss that is not a sum over samples",
+    'Recipe(reduction="sum") says that the loss is a sum, and that of a batch is the mean of its '
+    "parts' losses.",
+    "Leave reduction out, or return the sum over the samples.",
+)
+NOT_A_SUM = Cause(
+    A_MEAN.name,
+    'Recipe(reduction="sum") says that the loss is a sum, and that of a batch is not the sum of '
+    "its parts' losses.",
+    "Return the sum over the samples, or leave reduction out and say in Recipe(loss_terms=…) what "
+    "the loss is a mean over.",
 )
 NOT_A_MEAN = Cause(
     A_SUM.name,

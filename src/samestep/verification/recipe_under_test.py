@@ -25,7 +25,7 @@ from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, Settings, in_precision
 from samestep.training.alike import seed_alike
-from samestep.training.apply import applied, call
+from samestep.training.apply import applied, call, summed
 from samestep.training.device import autocast, data_dtype
 from samestep.training.prepare import place_loss, prepare
 from samestep.training.side_effects import (
@@ -102,7 +102,8 @@ class RecipeUnderTest:
     @cached_property
     def placed_loss(self) -> Callable[[Any, Any], Tensor]:
         """The loss, with its own tensors on the device and in the type of the weights."""
-        return self.exactly(place_loss(self.recipe.loss, self.world.device, self.dtype))
+        placed = place_loss(self.recipe.loss, self.world.device, self.dtype)
+        return self.exactly(summed(placed, self.recipe.loss_weights))
 
     def exactly(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that computes in float64 throughout, where that is compared."""

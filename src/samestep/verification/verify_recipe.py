@@ -176,6 +176,7 @@ def gather(
     recipe = request.recipe
     takes = recipe.loss_terms is None and recipe.loss_over == "samples" and recipe.carry is None
     takes = takes and settings.ema is None and settings.virtual_ranks is None
+    takes = takes and not {"optimizer", "metrics"}.intersection(recipe.schedule_asks())
     instructions = StartInstructions(
         start=starts[0],
         folder=Path(tempfile.mkdtemp(prefix="samestep-verify-")),

@@ -23,17 +23,20 @@ class LossOfParts(NamedTuple):
     """How far batches' losses are from what their parts' losses say."""
 
     full: float
-    """Relative difference from their mean for the full batches."""
+    """Relative difference from their mean for the full batches, or from their sum where that is
+    what the recipe says of its loss."""
     uneven: float
     """The same for the incomplete batch."""
     adds_up: bool
-    """Whether the loss of a full batch is the sum of its parts' losses instead."""
+    """Whether the loss of a full batch is the sum of its parts' losses instead, or their mean."""
     over_terms: bool = False
     """Whether the recipe says by `loss_terms` what its loss is a mean over."""
     compares: bool = False
     """Whether what a sample contributes depends on the outputs of others, as in contrast."""
     over_batch: bool = False
     """Whether the recipe says that it is made over the whole batch: it is not compared then."""
+    is_sum: bool = False
+    """Whether the recipe says that its loss is a sum."""
 
 
 def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
@@ -44,14 +47,16 @@ def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
         return None
     size = tested.size
     parts = [_parts(tested, held.model, step) for step in range(size.full)]
-    full, from_sum = (max(apart) for apart in zip(*parts, strict=True))
+    full, from_other = (max(apart) for apart in zip(*parts, strict=True))
     uneven = 0.0
     if not size.drop_last:
         with contextlib.suppress(Exception):  # the row of the last batch says that it fails
             uneven, _ = _parts(tested, held.model, size.full)
-    adds_up = from_sum <= tested.rounding < full
-    compares = full > tested.rounding and _compares(tested, held)
-    return LossOfParts(full, uneven, adds_up, tested.recipe.loss_terms is not None, compares)
+    recipe = tested.recipe
+    adds_up = from_other <= tested.rounding < full
+    compares = full > tested.rounding and not adds_up and _compares(tested, held)
+    over_terms, is_sum = recipe.loss_terms is not None, recipe.reduction == "sum"
+    return LossOfParts(full, uneven, adds_up, over_terms, compares, is_sum)
 
 
 def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
@@ -83,7 +88,10 @@ def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
 
 
 def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float, float]:
-    """Return how far a loss is from its parts' weighted mean, and how far from their sum."""
+    """Return how far a loss is from its parts' weighted mean, and how far from their sum.
+
+    The other way round where the recipe says that it is a sum.
+    """
     block = tested.batch(step)
     rows, terms = block.rows, terms_of(tested.recipe)
     if rows < 2:
@@ -103,7 +111,9 @@ def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float,
             found.append((float(tested.loss(given, part.targets)), float(weight)))
     mean = sum(loss * weight for loss, weight in found) / sum(weight for _, weight in found)
     total, most = sum(loss for loss, _ in found), sys.float_info.max  # JSON has no infinity
-    return min(relative(whole, mean), most), min(relative(whole, total), most)
+    from_mean, from_sum = (min(relative(whole, value), most) for value in (mean, total))
+    is_sum = tested.recipe.reduction == "sum"
+    return (from_sum, from_mean) if is_sum else (from_mean, from_sum)
 
 
 def _narrow(outputs: Any, start: int, number: int) -> Any:
@@ -124,6 +134,8 @@ def _explain_loss(evidence: Evidence) -> Cause | None:
         return causes.OF_BATCH
     if found.over_terms:
         return causes.OF_TERMS
+    if found.is_sum:
+        return causes.A_MEAN if found.adds_up else causes.NOT_A_SUM
     return causes.A_SUM if found.adds_up else causes.NOT_A_MEAN
 
 

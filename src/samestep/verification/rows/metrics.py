@@ -13,7 +13,7 @@ from samestep.data.order import share
 from samestep.data.trees import map_leaves, narrow
 from samestep.ranks.world import World
 from samestep.run import checkpoints
-from samestep.training.apply import terms_of
+from samestep.training.apply import measure_of, terms_of
 from samestep.training.evaluation import evaluate
 from samestep.training.side_effects import ALL_KINDS, RandomDraws
 from samestep.training.snapshot import load_evaluated
@@ -158,6 +158,8 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
             precision=tested.settings.precision,
             seed=tested.settings.seed,
             terms=terms_of(tested.recipe),
+            reduction=tested.recipe.reduction,
+            measure=measure_of(tested.recipe, model),
         )
     return {name: value for name, value in values.items() if isinstance(value, float)}
 

@@ -1,0 +1,425 @@
+"""Schedules that know more than the step, and PyTorch's own schedulers as they are."""
+
+import functools
+import inspect
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from samestep import Recipe, Settings, evaluate
+from samestep.data.order import epoch_order
+from samestep.ranks.world import World
+from samestep.recipe import find_recipe
+from samestep.training.compiled import what_compiles
+from samestep.training.plan import Plan, learning_rate, make_plan
+from samestep.training.scheduler import Scheduler
+from tests import tiny
+from tests.faults import Fault
+
+EPOCHS, SEED, LR = 3, 42, 0.01
+FLAGS = ("--epochs", str(EPOCHS), "--monitor", "loss")
+SGD = ("--optimizer", "sgd", "--momentum", "0.8")
+
+OWN = """
+from dataclasses import replace
+
+import numpy as np
+from torch.optim.lr_scheduler import *
+
+def groups(model, settings):
+    body = {"params": model[0].parameters(), "lr": settings.lr / 10}
+    return torch.optim.AdamW([body, {"params": model[2].parameters()}], lr=settings.lr)
+
+def by_epoch(scheduler):
+    return {"scheduler": scheduler, "interval": "epoch"}
+
+def in_turn(optimizer):
+    warmup = LinearLR(optimizer, 0.1, total_iters=4)
+    return SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, 30)], [4])
+
+def chained(optimizer):
+    decay = LambdaLR(optimizer, lambda step: np.float64(0.9) ** step)
+    return ChainedScheduler([decay, MultiStepLR(optimizer, [3, 20])])
+
+"""
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=LR, fused=True)
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.8, fused=True)
+
+
+# What the recipe says, the flags, and the optimizer of the loop by hand; None: the recipe's own.
+SCHEDULERS: dict[str, tuple[str, tuple[str, ...], Callable[[Any], Any] | None]] = {
+    "one cycle, betas too": (
+        "lambda optimizer, plan: OneCycleLR(optimizer, 0.1, total_steps=plan.total_steps)",
+        (),
+        adam,
+    ),
+    "one cycle per group": (
+        "lambda optimizer: OneCycleLR(optimizer, [0.01, 0.1], 33), optimizer=groups",
+        (),
+        None,
+    ),
+    "warm restarts": (
+        "lambda optimizer: CosineAnnealingWarmRestarts(optimizer, T_0=5, T_mult=2)",
+        (),
+        adam,
+    ),
+    "by epoch": ("lambda optimizer: by_epoch(StepLR(optimizer, 1, 0.3))", (), adam),
+    "by epoch, of groups": (
+        "lambda optimizer: by_epoch(StepLR(optimizer, 2)), optimizer=groups",
+        (),
+        None,
+    ),
+    "on a plateau": (
+        "lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.1)",
+        (),
+        adam,
+    ),
+    "cycled with the momentum": (
+        "lambda optimizer: CyclicLR(optimizer, 0.001, 0.1, step_size_up=4)",
+        SGD,
+        sgd,
+    ),
+    "one after the other": ("in_turn", (), adam),
+    "chained, with NumPy's numbers": ("chained", SGD, sgd),
+    "PyTorch's class itself": ("__import__('functools').partial(PolynomialLR)", (), adam),
+}
+
+
+def write(folder: Path, schedule: str) -> Path:
+    return tiny.write_recipe(
+        folder, f"{tiny.RECIPE}{OWN}recipe = replace(recipe, schedule={schedule})\n"
+    )
+
+
+def by_hand(
+    path: Path, make: Callable[[Any], Any] | None
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Train as a script would: return each step's first rate, the last rates, and the weights."""
+    recipe = find_recipe(str(path))
+    options = recipe.make_options()
+    (inputs, targets), (unseen, answers) = (
+        (pair[0], pair[1])
+        for data in [recipe.with_options(options).load_data(options)]
+        for pair in (data.train, data.validation)
+    )
+    torch.manual_seed(SEED)
+    model = recipe.build_model(options).double()
+    optimizer = make(model) if make else recipe.optimizer(model, Settings(lr=LR))
+    plan = make_plan(Settings(lr=LR, batch_size=12, epochs=EPOCHS), 131, 1)
+    takes_plan = "plan" in inspect.signature(recipe.schedule).parameters
+    made = recipe.schedule(optimizer, plan) if takes_plan else recipe.schedule(optimizer)
+    scheduler, interval = (*made.values(),) if isinstance(made, dict) else (made, "step")
+    on_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    rates = []
+    for epoch in range(EPOCHS):
+        for indices in epoch_order(131, SEED, epoch).split(12):
+            optimizer.zero_grad()
+            recipe.loss(model(inputs[indices]), targets[indices]).backward()
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            if interval == "step" and not on_plateau:
+                scheduler.step()
+        with torch.no_grad():
+            loss = float(recipe.loss(model(unseen), answers))
+        if on_plateau:
+            scheduler.step(loss)
+        elif interval == "epoch":
+            scheduler.step()
+    return rates, [g["lr"] for g in optimizer.param_groups], model.state_dict()
+
+
+def rates_of(run: Path) -> list[float]:
+    return [record["lr"] for record in tiny.events(run, "step")]
+
+
+def rewound(run: Path, copy: Path, step: int) -> Path:
+    """Return a copy of a run whose newest checkpoint is that of a step."""
+    shutil.copytree(run, copy)
+    file = copy / "checkpoints" / "index.json"
+    table = json.loads(file.read_text())
+    table["checkpoints"] = [one for one in table["checkpoints"] if one["step"] <= step]
+    table["last"] = next(one for one in table["checkpoints"] if one["step"] == step)
+    file.write_text(json.dumps(table))
+    return copy
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_gives_the_rates_and_weights_of_a_loop_by_hand_and_goes_on(tmp_path, name):
+    schedule, flags, make = SCHEDULERS[name]
+    path, run = write(tmp_path, schedule), tmp_path / "run"
+    tiny.trained(path, run, *FLAGS, *flags)
+    rates, last, weights = by_hand(path, make)
+    assert rates_of(run) == rates
+    assert len({*rates}) > 1
+    state = tiny.last_state(run)
+    assert [group["lr"] for group in state["optimizer"]["param_groups"]] == last
+    assert all(torch.equal(state["model"][key], value) for key, value in weights.items())
+    step = 22 if "by_epoch" in schedule else 12  # at the end of an epoch, or within one
+    again = rewound(run, tmp_path / "again", step)
+    tiny.resumed(again)
+    tiny.assert_same_training(again, run, 0.0)
+    assert tiny.last_state(again)["scheduler"] == state["scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("one cycle per group", Fault("after a step", nth=18)),
+        ("on a plateau", Fault("before an evaluation", nth=2, signum=signal.SIGTERM)),
+        # At the end of an epoch, which is therefore not closed yet.
+        ("by epoch", Fault("before an evaluation", nth=3, signum=signal.SIGTERM)),
+    ],
+)
+def test_stopped_and_resumed_on_other_ranks_the_rates_and_weights_are_the_same_bits(
+    tmp_path, name, fault
+):
+    schedule, flags, _ = SCHEDULERS[name]
+    path, run, reference = write(tmp_path, schedule), tmp_path / "run", tmp_path / "reference"
+    flags = (*FLAGS, *flags, "--virtual-ranks", "2", "--eval-every", "1epoch,5steps")
+    tiny.trained(path, reference, *flags)
+    tiny.struck(path, run, fault, *flags)
+    tiny.resumed(run, on=2)
+    assert rates_of(run) == rates_of(reference)
+    assert len({*rates_of(run)}) > 2
+    mine, its = (tiny.last_state(one) for one in (run, reference))
+    assert mine["weights_sha256"] == its["weights_sha256"]
+    assert mine["scheduler"] == its["scheduler"]
+
+
+# --- factors, by what a schedule asks for ---
+
+ASKING = """
+def schedule(step, total, *, epoch, steps_per_epoch, metrics=None):
+    assert steps_per_epoch == 11 and epoch == step // 11, (step, epoch, steps_per_epoch)
+    return [1.0, metrics.get("loss", 0.5)] if GROUPS else metrics.get("loss", 0.5)
+
+"""
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_schedule_that_reads_the_metrics_follows_the_last_validation_and_goes_on(
+    tmp_path, groups
+):
+    how = "schedule=schedule, optimizer=groups" if groups else "schedule=schedule"
+    text = f"{tiny.RECIPE}{OWN}GROUPS = {groups}\n{ASKING}recipe = replace(recipe, {how})\n"
+    path, run = tiny.write_recipe(tmp_path, text), tmp_path / "run"
+    tiny.trained(path, run, *FLAGS, "--warmup-steps", "2", "--eval-every", "1epoch,5steps")
+    expected, newest, number = [], 0.5, 0
+    for record in tiny.events(run, "step", "evaluation"):
+        if record["event"] == "step":
+            number += 1
+            expected.append(LR * min(1.0, number / 3) * (1.0 if groups else newest))
+        elif record["split"] == "validation":
+            newest = record["loss"]
+    assert rates_of(run) == expected
+    state = tiny.last_state(run)
+    if groups:
+        rates = [LR / 10, LR * newest]
+        assert [g["lr"] for g in state["optimizer"]["param_groups"]] == pytest.approx(rates)
+    again = rewound(run, tmp_path / "again", 16)  # the evaluation before was after step 15
+    tiny.resumed(again)
+    tiny.assert_same_training(again, run, 0.0)
+
+
+def planned(schedule: Callable[..., Any], **more: Any) -> Plan:
+    return make_plan(Settings(lr=1.0, batch_size=8, epochs=2, **more), 24, 1, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (lambda step, total: 1 - step / total, [1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        (lambda step, total, epoch: 1 / (1 + epoch), [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]),
+        (lambda s, t, *, steps_per_epoch: s % steps_per_epoch, [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]),
+        # A default of one's own stays, as in recipes written before.
+        (lambda step, total, epoch=3: epoch, [3.0] * 6),
+        (functools.partial(lambda step, total, epoch: epoch, epoch=5), [5.0] * 6),
+        (lambda step, total, *, power=2, **more: step**power, [0.0, 1.0, 4.0, 9.0, 16.0, 25.0]),
+        (max, [6.0] * 6),
+    ],
+)
+def test_a_schedule_is_told_what_it_names(schedule, expected):
+    plan = planned(schedule)
+    rates = [learning_rate(plan, Settings(lr=1.0), step) for step in range(6)]
+    assert rates == pytest.approx(expected)
+
+
+# --- with other settings ---
+
+
+def test_with_a_scheduler_compile_takes_the_model_alone():
+    recipe = Recipe(model=dict, data=dict, schedule=lambda optimizer: None)
+    settings = Settings(compile="on", batch_size=8, epochs=1)
+    model = torch.nn.Linear(2, 2)
+    assert what_compiles(settings, World(), model, own=recipe.own_parts()) == "model"
+    own = Recipe(model=dict, data=dict, schedule=lambda step, total: 1.0).own_parts()
+    assert what_compiles(settings, World(), model, own=own) == "step"
+
+
+def test_a_skipped_first_step_of_the_gradient_scaler_warns_of_nothing():
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    scheduler = Scheduler(planned(lambda optimizer: StepLR(optimizer, 1)), optimizer)
+    scheduler.after("step", 1)
+    assert scheduler.next_lr == 0.05
+
+
+def test_scaled_with_the_batch_the_scheduler_begins_at_the_scaled_rate(tmp_path):
+    path = write(tmp_path, "lambda optimizer, plan: ConstantLR(optimizer, 0.5), optimizer=groups")
+    flags = ("--lr-scaling", "linear", "--base-batch-size", "3", "--max-steps", "2")
+    tiny.trained(path, tmp_path / "run", *flags)
+    assert rates_of(tmp_path / "run") == pytest.approx([LR / 10 * 4 * 0.5] * 2)
+
+
+# --- mistakes ---
+
+STEPS = """
+
+class Steps(StepLR):
+    def step(self):
+        if getattr(self, "_step_count", 0) > 2:
+            self.optimizer.step()
+        super().step()
+
+class Keeps(StepLR):
+    def __init__(self, optimizer):
+        self.own = lambda: 0
+        super().__init__(optimizer, 1)
+
+def other(optimizer):
+    return StepLR(torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1), 1)
+
+def nested(optimizer):
+    return ChainedScheduler([other(optimizer)])
+
+def steps_at_once(optimizer):
+    optimizer.step()
+    return StepLR(optimizer, 1)
+
+"""
+PLATEAU = "lambda optimizer: ReduceLROnPlateau(optimizer)"
+MISTAKES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "an unknown name": ("lambda step, total, epochs: 1.0", (), ("'epoch'", "steps_per_epoch")),
+    "an unknown name beside the optimizer": ("lambda optimizer, p: None", (), ("asks for p",)),
+    "a factor below 0": ("lambda step, total: [1.0, -1.0], optimizer=groups", (), ("-1.0",)),
+    "too many factors": ("lambda step, total: [1.0] * 3, optimizer=groups", (), ("3 factors",)),
+    "metrics that are not there yet": (
+        "lambda step, total, metrics: metrics['loss']",
+        (),
+        ("KeyError", "empty"),
+    ),
+    "no scheduler": ("lambda optimizer: optimizer", (), ("torch.optim.lr_scheduler",)),
+    "a class": ("StepLR", (), ("StepLR(optimizer",)),
+    "a scheduler that fails": ("lambda optimizer: StepLR(optimizer)", (), ("step_size",)),
+    "a scheduler that ends too soon": (
+        "lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=5)",
+        (),
+        ("OneCycleLR", "after step 6", "total steps is 5"),
+    ),
+    "of another optimizer": ("other", (), ("another optimizer",)),
+    "of another optimizer within": ("nested", (), ("another optimizer",)),
+    "a step when it is made": ("steps_at_once", (), ("steps the optimizer",)),
+    "a step later": ("lambda optimizer: Steps(optimizer, 1)", (), ("steps the optimizer",)),
+    "what no checkpoint holds": ("Keeps", (), ("Keeps(optimizer",)),
+    "what no checkpoint holds, made": (
+        "lambda optimizer: Keeps(optimizer)",
+        (),
+        ("Keeps", "checkpoint"),
+    ),
+    "another key": (
+        "lambda optimizer: {'scheduler': StepLR(optimizer, 1), 'monitor': 'x'}",
+        (),
+        ("'monitor'", "--monitor"),
+    ),
+    "another interval": (
+        "lambda optimizer: {'scheduler': StepLR(optimizer, 1), 'interval': 'day'}",
+        (),
+        ("'day'",),
+    ),
+    "a plateau by epoch": (
+        "lambda optimizer: by_epoch(ReduceLROnPlateau(optimizer))",
+        (),
+        ("--eval-every",),
+    ),
+    "a plateau the other way": (PLATEAU, ("--monitor", "accuracy"), ("mode='min'", "mode='max'")),
+    "a plateau of nothing": (f"{PLATEAU}, data=unvalidated", (), ("validation",)),
+    "metrics of nothing": (
+        "lambda step, total, *, metrics: 1.0, data=unvalidated",
+        (),
+        ("validation",),
+    ),
+    "a warm-up of samestep's": (
+        "lambda optimizer: StepLR(optimizer, 1)",
+        ("--warmup-steps", "3"),
+        ("--warmup-steps",),
+    ),
+    "a schedule of samestep's": (
+        "lambda optimizer: StepLR(optimizer, 1)",
+        ("--schedule", "cosine"),
+        ("--schedule",),
+    ),
+    "a scheduler in Lightning": (
+        "lambda optimizer: StepLR(optimizer, 1)",
+        ("--engine", "lightning"),
+        ("--engine native",),
+    ),
+    "metrics in Lightning": (
+        "lambda step, total, *, metrics: 1.0",
+        ("--engine", "lightning"),
+        ("--engine native",),
+    ),
+}
+UNVALIDATED = "\ndef unvalidated(options):\n    return Splits(train=data(options).train)\n"
+
+
+@pytest.mark.parametrize(("schedule", "flags", "parts"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_in_a_schedule_is_one_message(refused, tmp_path, schedule, flags, parts):
+    text = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
+    text += f"{OWN}{STEPS}{UNVALIDATED}recipe = replace(recipe, schedule={schedule})\n"
+    path = tiny.write_recipe(tmp_path, text)
+    monitor = () if "unvalidated" in schedule else ("--monitor", "loss")
+    words = ("train", str(path), "--run-dir", str(tmp_path / "run"), *monitor, *flags)
+    told = refused(*words)
+    assert [part for part in parts if part not in told] == [], told
+
+
+def test_a_scheduler_does_not_follow_another_learning_rate_on_resume(refused, tmp_path):
+    path, run = write(tmp_path, "lambda optimizer: StepLR(optimizer, 9)"), tmp_path / "run"
+    tiny.trained(path, run, "--max-steps", "3")
+    again = ("train", str(run), "--resume", "--max-steps", "5")
+    told = refused(*again, "--lr", "0.5", "--allow-change", "lr")
+    assert "0.01" in told
+    assert "0.5" in told
+    tiny.resumed(run, "--max-steps", "11")
+    assert rates_of(run) == [LR] * 9 + [LR * 0.1] * 2
+
+
+# --- early stopping ---
+
+
+@pytest.mark.parametrize("patience", [("--patience", "20"), ()])
+def test_early_stopping_always_has_the_best_weights_also_between_checkpoints(tmp_path, patience):
+    path, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    often = ("--eval-every", "1epoch,3steps", "--checkpoint-every", "1epoch,60steps")
+    # The loss falls, so that the best is an early one.
+    tiny.trained(path, run, "--monitor", "loss:max", "--epochs", "2", *often, *patience)
+    seen = [r["loss"] for r in tiny.events(run, "evaluation") if r["split"] == "validation"]
+    kept = tiny.read_index(run)["best"]
+    assert (kept["metric"] == max(seen)) is bool(patience)
+    tested = json.loads((run / "result.json").read_text())["test"]["checkpoint"]
+    assert tested == kept["path"]
+    assert kept["step"] < tiny.last_state(run)["position"]["step"]
+    assert evaluate(run, split="validation")["loss"] == pytest.approx(kept["metric"], rel=1e-12)
