@@ -16,7 +16,6 @@ import os
 import re
 import runpy
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,15 +27,21 @@ import torch
 from report import machine
 from torch import Tensor
 
+from samestep.cli import main as samestep
 from samestep.data.keyed_random import mix
 from samestep.data.order import Ordering, epoch_order
 from samestep.recipe_source import opens_run
 from samestep.session.own_data import OwnBatch
 from samestep.training.alike import seed_alike, seed_torch
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from tests.processes import run_ranks  # noqa: E402 - ranks that need not import PyTorch again
+from tests.verification.forked import verified  # noqa: E402
+
+RESULTS = HERE / "results"
 PARTS = ("losses", "verify", "speed")
-SEED, CPU, TIMEOUT_S = 0, torch.device("cpu"), 900
+SEED, CPU = 0, torch.device("cpu")
 
 NOTES = """\
 Both begin with the same weights, take the same batches, and draw the same dropout. A difference is
@@ -69,37 +74,32 @@ class Epoch(list[list[int]]):
         self.seconds = time.perf_counter() - started
 
 
-def train_original(script: Path, plan: Path) -> None:
-    """Train the original on the batches of a file, in a process of its own; print one line."""
+def train_original(script: Path, batches: list[list[list[int]]]) -> dict[str, Any]:
+    """Train the original on these batches of each epoch, in a process of its own."""
     epochs: list[Epoch] = []
-    for number, batches in enumerate(json.loads(plan.read_text())):
-        epochs.append(Epoch(batches, number, sum(map(len, epochs))))
+    for number, each in enumerate(batches):
+        epochs.append(Epoch(each, number, sum(map(len, epochs))))
     sys.path.insert(0, str(script.parent))
     run = runpy.run_path(str(script))["run"]
     seed_alike(SEED)
     losses = [float(loss) for loss in run(epochs)]
-    print(json.dumps({"losses": losses, "speeds": [e.samples / e.seconds for e in epochs]}))
+    return {"losses": losses, "speeds": [e.samples / e.seconds for e in epochs]}
 
 
-def output_of(*command: Any, codes: tuple[int, ...] = (0,)) -> str:
-    """Return what a Python command prints; end with its last words if it fails."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
-    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
-    done = subprocess.run([sys.executable, *map(str, command)], env=env, check=False, **how)
-    if done.returncode not in codes:
-        sys.exit(f"{command}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    return done.stdout
-
-
-def train_port(port: Path, run: Path, ranks: int, *flags: str) -> dict[str, Any]:
-    """Train the port; return its sizes, and losses and speeds as of the original."""
+def train_rank(port: Path, run: Path, *flags: str) -> None:
+    """Train the port as one rank, in a process of its own."""
     if opens_run(port.read_bytes()):
-        several = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}")
-        output_of(*(several if ranks > 1 else ()), port, run)
+        sys.argv, sys.path[:0] = [str(port), str(run)], [str(port.parent)]
+        runpy.run_path(str(port), run_name="__main__")
     else:
-        how = ("--run-dir", run, "--seed", SEED, "--nproc", ranks, "--device", "cpu")
-        output_of("-m", "samestep", "train", port, *how, *flags)
-    start, *events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        how = ["--run-dir", str(run), "--seed", str(SEED), "--device", "cpu", *flags]
+        assert samestep(["train", str(port), *how]) == 0
+
+
+def train_port(port: Path, folder: Path, ranks: int, *flags: str) -> dict[str, Any]:
+    """Train the port; return its sizes, and losses and speeds as of the original."""
+    run_ranks(train_rank, ranks, folder / "ranks", port, folder / "run", *flags)
+    start, *events = map(json.loads, (folder / "run/events.jsonl").read_text().splitlines())
     losses = [e["loss"] for e in events if e["event"] == "step"]
     assert len(losses) == start["total_steps"], "a step without a record"
     speeds = [e["samples_per_s"] for e in events if e["event"] == "epoch"]
@@ -125,19 +125,18 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 def measure(folder: Path, part: str, sizes: list[int], rounds: int) -> dict[str, Any]:
     """Return a part of a row of the table."""
     original, port = folder / "original.py", folder / "port.py"
-    if part == "verify":
-        flags = ("--world-sizes", ",".join(map(str, sizes)), "--seed", SEED, "--json")
-        found = json.loads(output_of("-m", "samestep", "verify", port, *flags, codes=(0, 1)))
-        causes = sorted({check["cause"] for check in found["checks"] if check["cause"]})
-        return {"verify": ", ".join(["same" if found["same"] else "not the same", *causes])}
     with tempfile.TemporaryDirectory(prefix="samestep-ports-") as directory:
         scratch = Path(directory)
-        ours, theirs, plan = [], [], scratch / "batches.json"
+        if part == "verify":
+            how = {"sizes": tuple(sizes), "lightning": True}
+            found = verified(port, "--seed", str(SEED), folder=scratch, **how)
+            causes = sorted({c.cause.name for c in found.checks if c.cause and c.cause.name})
+            return {"verify": ", ".join(["same" if found.same else "not the same", *causes])}
+        ours, theirs = [], []
         for turn in range(rounds if part == "speed" else 1):
             ours.append(train_port(port, scratch / f"1-{turn}", 1))
-            plan.write_text(json.dumps(batches_of(ours[0])))
-            printed = output_of(__file__, original, "--batches", plan)
-            theirs.append(json.loads(printed.splitlines()[-1]))
+            batches = batches_of(ours[0])
+            theirs += run_ranks(train_original, 1, scratch / f"o-{turn}", original, batches)
         if part == "speed":
             both = [[max(one["speeds"][1:]) for one in runs] for runs in (theirs, ours)]
             ratios = [mine / other for other, mine in zip(*both, strict=True)]
@@ -192,10 +191,8 @@ def main() -> None:
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=3, help="of original and port, for speed")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--batches", type=Path, help=argparse.SUPPRESS)  # of our own process
     asked = parser.parse_args()
-    if asked.batches:
-        sys.exit(train_original(asked.folder, asked.batches))
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
     kept = RESULTS / "ports.json"
     rows = json.loads(kept.read_text()) if kept.exists() else {}
     for name in asked.names or [port.parent.name for port in asked.folder.glob("*/port.py")]:
