@@ -34,12 +34,11 @@ from samestep.recipe_source import opens_run
 from samestep.session.own_data import OwnBatch
 from samestep.training.alike import seed_alike, seed_torch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-from tests.processes import run_ranks  # noqa: E402 - ranks that need not import PyTorch again
-from tests.verification.forked import verified  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.processes import run_ranks  # they need not import PyTorch again
+from tests.verification.forked import verified
 
-RESULTS = HERE / "results"
+RESULTS = Path(__file__).parent / "results"
 PARTS = ("losses", "verify", "speed")
 SEED, CPU = 0, torch.device("cpu")
 
@@ -158,16 +157,10 @@ def measure(folder: Path, part: str, sizes: list[int], rounds: int) -> dict[str,
 def page(rows: dict[str, dict[str, Any]]) -> str:
     """Return the table as Markdown."""
     sizes = sorted({size for row in rows.values() for size in row["ranks"]}, key=int)
-    heads = [
-        "training",
-        "kind",
-        "lines",
-        "steps",
-        "to the original",
-        *map("{} ranks".format, sizes),
-    ]
+    ranks = [f"{size} ranks" for size in sizes]
+    heads = ["training", "kind", "lines", "steps", "to the original", *ranks]
     lines = [f"| {' | '.join([*heads, 'samples/s', 'ratio', '`verify`'])} |"]
-    lines.append("|---|---|" + "---:|" * (len(heads)) + "---|")
+    lines.append("|---|---|" + "---:|" * len(heads) + "---|")
     for row in rows.values():
         star, ratios = "*" * row["virtual"], row.get("ratios", [float("nan")])
         numbers = [f"{row['difference']:.0e}", *(f"{row['ranks'][n]:.0e}{star}" for n in sizes)]
@@ -177,7 +170,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         cells += [*numbers, speeds, ratio, row.get("verify", "not run")]
         lines.append(f"| {' | '.join(cells)} |")
     rounds = max(len(row.get("ratios", ())) for row in rows.values())
-    told = NOTES.format(most=max(map(int, sizes)), rounds=rounds)
+    told = NOTES.format(most=sizes[-1], rounds=rounds)
     facts = ", ".join(f"{name} {value}" for name, value in machine().items())
     head = f"# Public trainings, ported\n\n    python benchmarks/ports.py FOLDER\n\n{facts}.\n"
     return "\n".join([head, told, *lines, ""])
