@@ -28,6 +28,7 @@ import samestep.lightning
 import samestep.recipes
 import samestep.session.prediction
 import samestep.verification.on_rank
+import samestep.verification.verify_loop
 import samestep.verification.verify_recipe  # noqa: F401
 
 # A rank's own full collection would look at these 400,000 objects and copy their pages: a quarter

@@ -5,10 +5,12 @@ Also whether a Python file is a recipe or a loop of its own, without running it.
 
 import ast
 import inspect
+import os
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError, defined_at, did_you_mean, listed
@@ -74,7 +76,7 @@ def all_with_options(recipe: Any, options: object) -> dict[str, Any]:
         value = getattr(recipe, name)
         if isinstance(value, Mapping):
             found[name] = {key: with_options(name, one, options) for key, one in value.items()}
-        elif value is not None:
+        elif callable(value):  # some may be numbers instead
             found[name] = with_options(name, value, options)
     return found
 
@@ -210,3 +212,10 @@ def opens_run(source: bytes) -> int | None:
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     names = ((getattr(c.func, "attr", getattr(c.func, "id", "")), c.lineno) for c in calls)
     return next((line for name, line in names if name == "open_run"), None)
+
+
+def loop_of(target: str | os.PathLike[str]) -> Path | None:
+    """Return the script that a target names, if it has a loop of its own."""
+    path = Path(target)
+    is_script = path.suffix == ".py" and path.is_file()
+    return path if is_script and opens_run(path.read_bytes()) else None

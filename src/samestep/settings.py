@@ -294,15 +294,6 @@ class Settings:
 
     def _check_order(self) -> None:
         """Refuse settings of the order that contradict each other."""
-        for name, why in _NOT_BY_TOKENS.items() if self.batch_tokens is not None else ():
-            value = getattr(self, name)
-            if value != type(self).__dataclass_fields__[name].default:
-                given = flag_name(name) + ("" if value is True else f" {value}")
-                raise UserError(
-                    f"--{given} does not go with --batch-tokens {self.batch_tokens}: {why}.",
-                    remedy="Leave one of them out.",
-                    flags=[name, "batch_tokens"],
-                )
         if self.group_by_length and self.order != "shuffled":
             raise UserError(
                 f"--group-by-length does not go with --order {self.order}: it is one by itself.",
@@ -342,14 +333,6 @@ class Settings:
 _WHY_NOT = {
     "sync_batchnorm": "each virtual rank normalises over its own samples, on any number of ranks",
     "engine": "Lightning's DDP adds up the gradients in its own order",
-}
-_NOT_BY_TOKENS = {
-    "drop_last": "no batch is incomplete",
-    "order": "samples of similar length are shuffled by whole batches",
-    "group_by_length": "its batches are of similar length already",
-    "lr_scaling": "the number of samples differs from step to step",
-    "compile": "each batch has another shape, and would be compiled for itself",
-    "engine": "Lightning counts equal batches",
 }
 _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "batch_size_per_rank", "micro_batch_size"),

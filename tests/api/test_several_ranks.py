@@ -18,6 +18,7 @@ from samestep.api.sending import receive, send
 from tests.api.recipes import made
 from tests.command_line import typed
 from tests.examples.programs import forked
+from tests.session.scripts import EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -252,6 +253,14 @@ def test_classes_of_the_callers_main_go_from_rank_to_rank_and_from_workers():
     trained = samestep.train(recipe, nproc=2, num_workers=1, quiet=True)
     assert trained.settings["options"] == {"hidden": 3}
     assert samestep.verify(recipe, world_sizes=2, quick=True)["same"] is True
+
+
+@pytest.mark.slow
+def test_a_script_with_a_loop_of_its_own_is_verified_with_its_arguments():
+    script = EXAMPLES / "own_loop.py"
+    found = samestep.verify(script, world_sizes=2, quick=True, arguments=["runs/mine"])
+    assert found["same"] is True
+    assert not Path("runs/mine").exists()
 
 
 class StopsTwice(nn.Linear):

@@ -19,6 +19,7 @@ import samestep
 from samestep import UserError, read_records
 from tests.api.recipes import Interrupts, made
 from tests.command_line import RECIPE, read_json, run, train_here
+from tests.session.scripts import EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -232,6 +233,8 @@ REFUSED = {
     "an empty target": lambda: samestep.train(""),
     "a choice that there is not": lambda: samestep.train(made(), compile=True),
     "numbers of ranks as nproc": lambda: samestep.verify(made(), nproc=2),
+    "a setting of a script": lambda: samestep.verify(EXAMPLES / "gan.py", epochs=2),
+    "a script's arguments of a recipe": lambda: samestep.verify(made(), arguments=["2"]),
     "a tolerance that is text": lambda: samestep.verify(made(), tolerance="x"),
     "no path to load": lambda: samestep.load(None),
     "a list to load": lambda: samestep.load(["runs/a"]),

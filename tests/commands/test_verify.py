@@ -9,6 +9,7 @@ import pytest
 from samestep.commands.verify import _verify
 from samestep.errors import UserError
 from tests.command_line import call, refusal, tree, typed
+from tests.session.scripts import EXAMPLES
 from tests.verification import planted
 
 
@@ -87,6 +88,24 @@ def test_what_cannot_be_verified_is_refused_with_one_message(name, here):
     with pytest.raises(UserError, match=re.escape(named)):
         _verify(arguments)
     assert tree(here) == before
+
+
+@pytest.mark.slow
+def test_a_script_with_a_loop_of_its_own_is_verified_with_its_arguments(here):
+    before = tree(here)
+    script = EXAMPLES / "gan.py"
+    done = run(here, script, "--world-sizes", "2", "--quick", "--json", "--", "--points", "777")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["same"], found["recipe"], found["training_samples"]) == (True, "gan.py", 299)
+    assert found["world_sizes"] == [1, 2]
+    assert not tree(here) - before
+
+
+def test_a_flag_of_the_script_before_the_dashes_is_told_to_follow_them(here):
+    script = str(EXAMPLES / "gan.py")
+    with pytest.raises(UserError, match=r"--points .* -- "):
+        _verify([script, "--points", "777"])
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest_one_and_exit_code_2(here, refused):

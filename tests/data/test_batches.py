@@ -72,7 +72,7 @@ def steps_of(one, epoch=0, first_step=0, *, global_batch=4, drop_last=False):
     taken = {}
     for block in one.blocks(epoch, first_step, global_batch=global_batch, drop_last=drop_last):
         for k in range(block.num_steps):
-            part = block.part(k, 1)
+            part = block.parts[k] if block.parts else block.part(k, 1)
             assert len(part.targets) == part.rows
             assert part.first_step not in taken
             taken[part.first_step] = (part.inputs, part.targets, part.weight, part.global_size)
@@ -150,6 +150,25 @@ def test_every_order_is_read_alike_on_any_ranks_and_from_any_step_on(kind, order
     assert all(same(one, other) for other in others)
     for step, (_, targets) in one.items():
         assert torch.equal(targets, whole[step * batch : (step + 1) * batch])
+
+
+@BOTH_KINDS
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(9, 40), st.data())
+@settings(max_examples=20)
+def test_batches_by_tokens_are_read_alike_on_any_ranks_and_from_any_step_on(
+    kind, lengths, most, data
+):
+    """Also those with fewer samples than ranks."""
+    ordering = Ordering(lengths=torch.tensor(lengths).double(), batch_tokens=most)
+    first = data.draw(st.integers(0, len(ordering.token_cut.sizes)))
+    how = {"epoch": 1, "first_step": first, "ordering": ordering}
+    pair = samples(len(lengths))
+    one, *others = (together(kind(pair), size, **how) for size in WORLD_SIZES)
+    assert all(same(one, other) for other in others)
+    order, ends = epoch_order(len(lengths), SEED, 1, ordering), ordering.ends(SEED, 1)
+    assert list(one) == list(range(first, len(ends)))
+    for step, (_, targets) in one.items():
+        assert torch.equal(targets, order[ends[step - 1] if step else 0 : ends[step]])
 
 
 def test_a_loader_looks_only_a_few_batches_ahead():

@@ -4,6 +4,7 @@ That ranks together read this order, whole or resumed, is proved on batches: tes
 """
 
 from collections import Counter
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -177,6 +178,11 @@ def test_weights_are_numbers_or_a_function_of_the_training_data():
     assert found[0].weights.dtype == torch.float64
     recipe = Recipe(model=list, data=list, weights=given[0])
     assert recipe.settings["order"] == "weighted"
+    assert recipe.with_options(None).weights is given[0]
+    by_tensor = Recipe(model=list, data=list, weights=given[1])
+    assert by_tensor.with_options(None) is by_tensor
+    asking = Recipe(model=list, data=list, weights=lambda pair, options: pair[0] * options)
+    assert ordering_of(asking.with_options(2), how, data).weights.tolist() == [0, 2, 4, 6]
     plain = Recipe(model=list, data=list, weights=given[0], settings={"order": "shuffled"})
     assert ordering_of(plain, Settings(**plain.settings), data) == Ordering()
 
@@ -222,6 +228,46 @@ def test_batches_by_length_hold_each_sample_once_and_little_padding(num_samples,
         assert bool((ranks.amax(1) - ranks.amin(1) == batch - 1).all())
         firsts = [batch.tolist().index(batch.min()) for batch in ranks]
         assert len({*firsts}) > 1, "the shortest is not always the first"
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=80), st.integers(30, 200), SEEDS)
+@settings(max_examples=60)
+def test_batches_by_tokens_hold_each_sample_once_and_never_more_tokens(lengths, most, seed):
+    """With as many steps in each epoch, none of which could have taken the next shortest sample."""
+    known = torch.tensor(lengths, dtype=torch.float64)
+    ordering = Ordering(lengths=known, batch_tokens=most)
+    sizes = ordering.token_cut.sizes
+    for epoch in (0, 1):
+        order, ends = epoch_order(len(lengths), seed, epoch, ordering), ordering.ends(seed, epoch)
+        assert sorted(order.tolist()) == list(range(len(lengths)))
+        batches = [order[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        assert sorted(map(len, batches)) == sorted(sizes)
+        spans = sorted((float(known[one].min()), float(known[one].max())) for one in batches)
+        assert all(one[1] <= other[0] for one, other in pairwise(spans))
+        assert all(len(one) * max(1, float(known[one].max())) <= most for one in batches)
+    by_length = [max(1, length) for length in sorted(lengths)]
+    for end, size in zip(accumulate(sizes), sizes, strict=True):
+        assert end == len(lengths) or by_length[end] * (size + 1) > most
+
+
+def test_batches_by_tokens_change_from_epoch_to_epoch():
+    lengths = torch.tensor([5, 5, 5, 5, 9, 9, 9, 9, 9, 9] * 5, dtype=torch.float64)
+    ordering = Ordering(lengths=lengths, batch_tokens=45)
+    one, other = (
+        {frozenset(order[a:b].tolist()) for a, b in zip([0, *ends], ends, strict=False)}
+        for epoch in (0, 1)
+        for order, ends in [(epoch_order(50, 1, epoch, ordering), ordering.ends(1, epoch))]
+    )
+    assert len(one) == len(other) == 9
+    assert one != other
+    assert len({tuple(ordering.ends(1, epoch)) for epoch in range(6)}) > 1
+
+
+def test_a_sample_of_more_tokens_than_a_batch_is_refused():
+    lengths = torch.tensor([3.0, 41.5, 50.0])
+    with pytest.raises(UserError, match=r"--batch-tokens 40 .* 50 tokens \(2 of 3"):
+        _ = Ordering(lengths=lengths, batch_tokens=40).token_cut
+    assert Ordering(lengths=lengths, batch_tokens=50).token_cut == ((1, 1, 1), 1)
 
 
 def test_samples_by_length_need_lengths_and_a_shuffled_order():

@@ -4,9 +4,11 @@ import difflib
 import json
 import re
 import signal
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from samestep import read_records
 from samestep.cli import main
@@ -83,18 +85,39 @@ def test_the_records_are_of_all_samples(alone):
     assert epochs[-1]["loss"] < 0.1 * epochs[0]["loss"]
 
 
-def test_the_ported_loop_of_the_handbook_is_the_same_on_two_ranks_and_stops_early(tmp_path):
-    """Both sides of docs/port-your-loop.md, as they stand there."""
+def programs_of_the_page() -> tuple[str, str, str]:
+    """Return the three programs of docs/port-your-loop.md; the plain one in samestep's order."""
     page = (EXAMPLES.parent / "docs" / "port-your-loop.md").read_text()
-    plain, ported = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    for size, name, text in ((1, "plain", plain), (1, "one", ported), (2, "two", ported)):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "ported.py").write_text(text)
-        said = run(folder / "ported.py", world_size=size, folder=folder).output()
+    plain, own, recipe, ordered = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    head, _, body = plain.partition("    model.train()\n")
+    plain = f"{head}{textwrap.indent(ordered, '    ')}    model.train()\n{body}"
+    return plain, own, recipe
+
+
+def test_the_three_programs_of_the_handbook_have_the_same_losses(tmp_path, monkeypatch, capsys):
+    """They stop early after the same epoch, too."""
+    plain, own, recipe = programs_of_the_page()
+    assert len(plain.splitlines()) <= 70
+    found = {}
+    for name, size, text in (("plain", 1, plain), ("one", 1, own), ("two", 2, own)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ported.py").write_text(text)
+        how = {"world_size": size, "folder": tmp_path / name}
+        said = run(tmp_path / name / "ported.py", **how).output()
+        found[name] = [
+            float(text) for text in re.findall(r"^epoch .* loss (.*)", said, re.MULTILINE)
+        ]
         assert "best" in said
-    one, two = (tmp_path / name / "runs" / "ported" for name in ("one", "two"))
-    assert_same(two, one, 1e-7)
-    result = json.loads((one / "result.json").read_text())
-    assert result["status"] == "completed"
-    assert result["epochs"] < 30 or result["reason"] == "finished"
+    assert_same(tmp_path / "two/runs/ported", tmp_path / "one/runs/ported", 1e-7)
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.py").write_text(recipe)
+    precise = ["--precision", "fp64"]  # as the scripts are run here
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert main(["train", "recipe.py", "--run-dir", "recipe", "--device", "cpu", *precise]) == 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found["recipe"] = [r["loss"] for r in read_records("recipe") if r["event"] == "evaluation"]
+    assert 5 < len(found["plain"]) < 30
+    for name in ("one", "two", "recipe"):
+        assert found[name] == pytest.approx(found["plain"], abs=1e-5), name

@@ -13,6 +13,7 @@ from tests.cifar_files import write_binary
 from tests.command_line import read_json
 from tests.idx_files import write_mnist
 from tests.processes import TIMEOUT_S, run_ranks, start_ranks
+from tests.training.test_losses import MEANS, MEASURED, RECIPE
 from tests.training.test_own_optimizer import BRANCHES, OWN
 from tests.training.test_trajectory import CONVNET, LOADED
 
@@ -63,6 +64,19 @@ def test_a_recipe_trains_as_in_the_native_loop(tmp_path, name, world_size):
         sorted(p.name for p in (path / "checkpoints").iterdir()) for path in (ours, theirs)
     )
     assert kept == expected_kept
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size"),
+    [(MEASURED, 1), (RECIPE, 2), (MEANS, 2)],
+    ids=["measured", "sum", "means"],
+)
+def test_sums_and_losses_by_name_are_those_of_the_native_loop(tmp_path, text, world_size):
+    recipe = tiny.write_recipe(tmp_path, text)
+    flags = ("--micro-batch-size", "4", "--patience", "1", "--momentum", "0.9")
+    ours, theirs = with_both(tmp_path, recipe, *flags, world_size=world_size)
+    tiny.assert_same_training(ours, theirs, TOLERANCE)
+    assert read_json(ours / "result.json")["best"]["metric"] == "kl"
 
 
 @pytest.mark.parametrize(

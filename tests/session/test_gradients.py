@@ -6,16 +6,22 @@ from torch import nn
 
 from samestep import UserError
 from samestep.ranks.world import World
+from samestep.session import gradients
 from samestep.session.gradients import backward, parameters_of, weight_of
 from tests.processes import run_ranks
 
 SHARES = {1: [range(7)], 2: [range(4), range(4, 7)], 3: [range(3), range(3, 5), range(5, 7)]}
 
 
-def gradients_on(world_size: int) -> list[torch.Tensor | None]:
+def normalise(parameter: torch.Tensor) -> None:
+    parameter.grad.div_(parameter.grad.norm())
+
+
+def gradients_on(world_size: int, bucket: int, large: int) -> list[torch.Tensor | None]:
     """Return the gradients of two losses, one after the other into the same place."""
     from samestep import dist
 
+    gradients._BUCKET_BYTES, gradients._LARGE_BYTES = bucket, large
     rank, _, world_size = dist.setup_distributed(device="cpu")
     world = dist.current_world()
     torch.manual_seed(0)
@@ -30,10 +36,15 @@ def gradients_on(world_size: int) -> list[torch.Tensor | None]:
             outputs = outputs + (x[rows] * (torch.tensor(rows)[:, None] == 6)) @ rare.weight[0]
         return (outputs * weights).sum() / weights.sum() + other(x[rows]).sum() * 0
 
-    named = parameters_of([first, rare, never])
-    global_loss = backward(loss_of(mine, torch.ones(len(mine))), named, world, len(mine) / 7)
+    named, kept = parameters_of([first, rare, never]), {}
+    for p in (first.weight, rare.weight):  # neither is linear: the sum is what they are to get
+        p.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        p.register_post_accumulate_grad_hook(normalise)
+    ones = torch.ones(len(mine))
+    global_loss = backward(loss_of(mine, ones), named, world, len(mine) / 7, kept=kept)
     loss = loss_of(mine, terms[mine])
-    backward(loss, named, world, weight_of(len(mine) / 7, terms[mine].sum(), loss, world))
+    weight = weight_of(len(mine) / 7, terms[mine].sum(), loss, world)
+    backward(loss, named, world, weight, kept=kept)
     found = [p.grad for p in parts.parameters()]
     # A rank without a word has a loss of NaN, and counts for nothing.
     extra = nn.Linear(3, 1).double()
@@ -49,10 +60,12 @@ def gradients_on(world_size: int) -> list[torch.Tensor | None]:
     return [*found, global_loss]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_two_losses_add_up_to_what_one_process_has(tmp_path, world_size):
-    expected = run_ranks(gradients_on, 1, tmp_path / "1", 1)[0]
-    for found in run_ranks(gradients_on, world_size, tmp_path / "n", world_size):
+@pytest.mark.parametrize(("world_size", "bucket", "large"), [(2, 8, 1), (3, 8, 99), (3, 99, 33)])
+def test_two_losses_add_up_to_what_one_process_has(tmp_path, world_size, bucket, large):
+    """Whether each gradient travels by itself, in a bucket of its own, or with others."""
+    expected = run_ranks(gradients_on, 1, tmp_path / "1", 1, bucket, large)[0]
+    how = world_size, bucket, large
+    for found in run_ranks(gradients_on, world_size, tmp_path / "n", *how):
         for one, other in zip(found, expected, strict=True):
             assert (one is None) == (other is None)
             if one is not None:
@@ -81,3 +94,40 @@ def test_a_process_alone_computes_what_pytorch_does():
     model.zero_grad()
     model(x).square().mean().backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(mine, model.parameters(), strict=True))
+
+
+class Recorded(World):
+    """Two ranks of which the other has no samples; notes when something is sent and awaited."""
+
+    @property
+    def connected(self):
+        return True
+
+    def begin_add_up(self, tensor):
+        Recorded.events.append(f"sent {tensor.numel()}")
+        tensor[-1] *= self.world_size
+        return lambda: Recorded.events.append("awaited")
+
+
+def test_gradients_are_sent_while_backward_computes_others(monkeypatch):
+    """Each of three layers fills a bucket, and 5 numbers go with the last."""
+    monkeypatch.setattr(gradients, "_BUCKET_BYTES", 8)
+    world = Recorded(world_size=2)
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    for layer in model:
+        layer.register_full_backward_pre_hook(lambda *_: Recorded.events.append("layer"))
+    named, kept, x = parameters_of([model]), {}, torch.rand(2, 3, requires_grad=True)
+    how = {"step": 1, "kept": kept}
+    for _ in range(2):  # the same buffers again
+        Recorded.events = []
+        backward(model(x).sum(), named, world, 1.0, **how)
+        layers = ["layer", "sent 9", "layer", "sent 9", "layer", "sent 14"]
+        assert Recorded.events == [*layers, *["awaited"] * 3]
+    # The last layer is not used: its bucket comes first on all ranks, so the others wait for it.
+    Recorded.events = []
+    backward(model[:2](x).sum(), named, world, 1.0, **how)
+    assert Recorded.events[:2] == ["layer"] * 2
+    for n in range(20):  # a script may name others in each step
+        alone = [named[n % 3], nn.Parameter(torch.ones(1))]
+        backward(alone[0].sum() + alone[1].sum(), alone, world, 1.0, **how)
+    assert len(kept) == gradients._MOST_KEPT

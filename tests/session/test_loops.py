@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import samestep
+from samestep.data.order import Ordering, epoch_order
 from tests.tiny import all_records, read_index
 
 
@@ -68,6 +69,31 @@ def test_each_sample_comes_once_in_an_epoch_and_brings_its_own_numbers(tmp_path)
     assert found[3] == found[10]  # whatever else is in their batch
     first, second = found[3]
     assert len({x for drawn in (first, second) for row in drawn.values() for x in row[:6]}) == 120
+
+
+def test_the_order_of_a_loop_is_that_of_a_recipe_and_stays(tmp_path, capfd):
+    """Whole, and gone on with after a stop in the middle of an epoch."""
+    weights = torch.arange(10.0)
+    orders = {"columns": {}, "weighted": {"weights": lambda data: data[:, 0] * 10}}
+    for name, more in orders.items():
+        ordering = Ordering(order=name, weights=weights.double() if more else None)
+        wanted = [epoch_order(10, 0, k, ordering, global_batch=4)[0:10].tolist() for k in (0, 1)]
+        found: list[int] = []
+        for taken in (4, 6):  # of the steps; each epoch has 3
+            how = {"resume": True, "seed": 0, "checkpoint_every_steps": 1}
+            t = Training(tmp_path / name, **how)
+            with contextlib.suppress(KeyboardInterrupt), t.run as run:
+                for _ in run.epochs(2, state=t.state):
+                    for batch in run.batches(t.data, 4, order=name, **more):
+                        if batch.step == taken:
+                            raise KeyboardInterrupt
+                        t.step(batch)
+                        found += batch.indices.tolist()
+        assert found == wanted[0] + wanted[1]
+    t = Training(tmp_path / "columns", resume=True, seed=0)
+    with pytest.raises(SystemExit):
+        t.train(3, size=4)
+    assert "order = columns" in capfd.readouterr().err
 
 
 def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):

@@ -63,6 +63,20 @@ MISTAKES = {
     "NaN": ("log(loss=loss)", "log(loss=loss * float('nan'))", "NaN"),
     "exit within the run": ("run.log(loss=loss)", "sys.exit(0)", "mine.py:20"),
     "a loader": ("batches(data,", "batches(torch.utils.data.DataLoader(data),", "DataLoader"),
+    "an order that there is not": ("data, size)", "data, size, order='sorted')", "sequential"),
+    "weights of another number": (
+        "data, size)",
+        "data, size, order='weighted', weights=[1, 2])",
+        "run.batches(weights=…) has 2 numbers",
+    ),
+    "an order by no weights": ("data, size)", "data, size, order='weighted')", "weights=…"),
+    "weights of no order": ("data, size)", "data, size, weights=data[:, 0])", "weighted"),
+    "draws that are left out": (
+        "data, size)",
+        "data, size, order='replacement', drop_last=True)",
+        "drop_last",
+    ),
+    "more columns than samples": ("data, size)", "data, 21, order='columns')", "21 columns"),
     "inputs and targets of different length": (
         "batches(data,",
         "batches((data, data[1:]),",

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from samestep import Settings, UserError
 from samestep.data.blocks import group_steps, micro_steps
+from samestep.data.order import TokenCut, share
 from samestep.ranks.world import World
-from samestep.settings import merge_layers
+from samestep.settings import flag_name, merge_layers
 from samestep.training.plan import is_recorded, learning_rate, make_plan, plan_notes
 
 SIZES = st.integers(1, 12)
@@ -56,6 +57,50 @@ def test_any_batch_is_shared_by_any_number_of_ranks(
         assert max(sizes) - min(sizes) <= 1
         assert max(numbers) == plan.accumulate
     assert not how.sync_batchnorm or set(numbers) == {plan.accumulate}
+
+
+@given(st.lists(st.integers(1, 40), min_size=1), SIZES, SIZES, st.booleans(), st.booleans())
+def test_each_step_of_tokens_is_cut_into_as_many_micro_steps(
+    sizes, world_size, accumulate, virtual, together
+):
+    """Those of few long samples as those of many short ones: each has its part of the tokens."""
+    how = Settings(batch_tokens=80, accumulate=accumulate, epochs=2, sync_batchnorm=together)
+    parts = world_size
+    if virtual:
+        parts = world_size + 2
+        how = replace(how, sync_batchnorm=False, virtual_ranks=parts)
+    assume(sum(sizes) >= parts)
+    plan = make_plan(how, sum(sizes), world_size, by_tokens=TokenCut(tuple(sizes), 2))
+    assert (plan.steps_per_epoch, plan.global_batch_size) == (len(sizes), max(sizes))
+    assert plan.total_steps == 2 * len(sizes)
+    for size in sizes:
+        each = [len(share(range(size), part, parts)) for part in range(parts)]
+        cuts = [plan.cut(how)(rows, size) for rows in each if rows]
+        assert all(
+            sum(counted for _, _, counted in cut) == rows
+            for cut, rows in zip(cuts, filter(None, each), strict=True)
+        )
+        most = -(-size // (parts * accumulate))
+        assert all(rows <= max(1, most) for cut in cuts for _, rows, _ in cut)
+        assert all(len(cut) <= accumulate for cut in cuts)
+
+
+def test_tokens_and_samples_are_not_counted_together():
+    for told in ({"batch_size": 4}, {"batch_size_per_rank": 4}, {"micro_batch_size": 4}):
+        with pytest.raises(UserError, match=f"--{flag_name(*told)} 4 .* --batch-tokens 9"):
+            plan_of(batch_tokens=9, **told)
+    for name, value in {"drop_last": True, "order": "columns", "lr_scaling": "linear"}.items():
+        with pytest.raises(UserError, match=f"--{flag_name(name)}.* --batch-tokens 9"):
+            plan_of(batch_tokens=9, base_batch_size=1, **{name: value})
+    below = {"batch_size": 4, "micro_batch_size": 2}
+    assert merge_layers(below, {"batch_tokens": 9}) == {"batch_tokens": 9}
+    assert merge_layers({"batch_tokens": 9}, {"batch_size": 4}) == {"batch_size": 4}
+
+
+def test_columns_need_a_sample_each():
+    with pytest.raises(UserError, match=r"--order columns.* 7 .* 8 columns"):
+        plan_of(7, batch_size=8, order="columns")
+    assert plan_of(8, batch_size=8, order="columns").steps_per_epoch == 1
 
 
 def test_without_accumulate_there_is_one_micro_step():

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from samestep.ranks.start import Ended
 from samestep.recipe import Accepted
 from samestep.session.request import Request
 from samestep.verification.evidence import Check, Evidence
-from samestep.verification.verify_recipe import Verification, gather, judge_evidence
+from samestep.verification.verify_loop import verify_loop
+from samestep.verification.verify_recipe import Verification, VerifyOptions, gather, judge_evidence
+from tests.command_line import end_with_first_failure
 from tests.processes import start_ranks
 
 
@@ -40,17 +43,29 @@ def gathered(
     """Run all starts of a recipe; the ranks do what those of the command do."""
     arguments = [str(recipe), "--device", "cpu", *flags]
     _, request = parse(arguments)
-
-    def launch(num_ranks: int, task: Path) -> Ended:
-        place = folder / task.stem
-        ranks = start_ranks(_rank, num_ranks, place, arguments, str(task), str(place))
-        codes = ranks.wait()
-        code = next((code for code in codes if code), 0)
-        messages = [path.read_text() for path in sorted(place.glob("error-*.json"))]
-        message = json.loads(messages[0])["message"]["message"] if messages else ranks.output()
-        return Ended(code, message if code else "")
-
+    launch = partial(_launch, arguments, folder)
     return Gathered(request, gather(request, sizes, launch, lightning=lightning, **more))
+
+
+def verified_loop(
+    script: Path, *arguments: str, folder: Path, sizes: tuple[int, ...] = (1, 2), **more: Any
+) -> Verification:
+    """Verify a script with a loop of its own; it is started by name, as a user would."""
+    options = VerifyOptions(sizes=sizes, **{"quick": True, **more})
+
+    def launch(num_ranks: int, task: Path, _device: str) -> Ended:
+        return _launch([str(script)], folder, num_ranks, task)
+
+    return verify_loop(script, arguments, options, launch)
+
+
+def _launch(arguments: list[str], folder: Path, num_ranks: int, task: Path) -> Ended:
+    place = folder / task.stem
+    ranks = start_ranks(_rank, num_ranks, place, arguments, str(task), str(place))
+    code = end_with_first_failure(ranks)
+    messages = [path.read_text() for path in sorted(place.glob("error-*.json"))]
+    message = json.loads(messages[0])["message"]["message"] if messages else ranks.output()
+    return Ended(code, message if code else "")
 
 
 def verified(recipe: Path | str, *flags: str, folder: Path, **more: Any) -> Verification:

@@ -20,7 +20,9 @@ from samestep.errors import UserError
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.ranks.start import Ended, run_ranks
 from samestep.recipe import Recipe
+from samestep.recipe_source import loop_of
 from samestep.verification.result_table import as_table
+from samestep.verification.verify_loop import verify_loop
 from samestep.verification.verify_recipe import MOST_RANKS, VerifyOptions, verify_recipe
 
 
@@ -35,6 +37,7 @@ def verify(
     tolerance: float | None = None,
     recipe: AnyRecipe = None,
     config: AnyPath | None = None,
+    arguments: Sequence[str] = (),
     **settings: Any,
 ) -> dict[str, Any]:
     """Return whether a recipe trains the same on one process and on many, as `verify --json` says.
@@ -43,13 +46,15 @@ def verify(
     It starts its own ranks and takes about half a minute.
 
     Args:
-        what: a recipe: its name, its file, or a `samestep.Recipe`; or the directory of a run.
+        what: a recipe: its name, its file, or a `samestep.Recipe`; the directory of a run; or a
+            script with a loop of its own, which opens a run.
         world_sizes: numbers of ranks to compare, by default 1, 2 and 3; 1 is always among them.
         quick: whether to leave out the checks that take longest.
         accept: what differs by intent: "batchnorm", "dropout".
         tolerance: compare only the losses, up to this relative difference.
         recipe: the recipe of that run, if the run names no file.
         config: a TOML file of settings and options.
+        arguments: those of the script, if it has a loop of its own.
         settings: settings, and options of the recipe.
 
     Raises:
@@ -61,6 +66,13 @@ def verify(
     if "nproc" in settings:
         raise UserError("verify() takes no nproc: name numbers of ranks, world_sizes=(1, 2).")
     call = call_of(what, recipe, keywords=settings, config=config)
+    script = None if call.target is None else loop_of(call.target)
+    if given := [*settings, *["config"] * (config is not None)] if script is not None else []:
+        raise UserError(
+            f"{', '.join(given)}: {script} is no recipe. Give it its own arguments=(…)."
+        )
+    if script is None and arguments:
+        raise UserError("arguments= are those of a script that opens a run; this is a recipe.")
     sizes = (world_sizes,) if isinstance(world_sizes, int) else world_sizes
     sizes = sizes if sizes is None else tuple(sizes)  # which may be read only once
     if sizes is not None and not (
@@ -78,6 +90,10 @@ def verify(
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
         raise UserError(f"tolerance={tolerance!r}: it must be greater than 0.")
     with as_in_fresh_process(), tempfile.TemporaryDirectory(prefix="samestep-") as folder:
+        if script is not None:
+            words = ["verify", str(script)]
+            loop = lambda number, path, _device: run_ranks(number, words, str(path))  # noqa: E731
+            return as_table(verify_loop(script, [*map(str, arguments)], options, loop))
         request, file = request_of(call, "verify"), Path(folder, "call")
 
         def launch(number: int, path: Path, device: str) -> Ended:

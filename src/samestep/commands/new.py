@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     name = shlex.quote(names[0])
     commands = (f"samestep train {name}", f"samestep verify {name}")
     if kind == "own-loop":
-        commands = (f"python {name}", f"torchrun --nproc_per_node=2 {name}")
+        commands = (f"python {name}", f"samestep verify {name}")
     missing = kind == "graph" and importlib.util.find_spec("torch_geometric") is None
     first = "first   pip install 'samestep[graphs]'\n" if missing else ""
     sys.stdout.write(

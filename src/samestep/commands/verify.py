@@ -15,23 +15,30 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from samestep.commands.help import Switch, check_positive, numbers
+from samestep.commands.help import Switch, check_positive, numbers, parse_flags
 from samestep.commands.target import names_given, own_flags, parse_target
+from samestep.errors import UserError
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.ranks.process import TASK, rank_of, run_as_rank
+from samestep.recipe_source import loop_of
+from samestep.settings import flag_name
 from samestep.verification import NO_EFFECT
 
 if TYPE_CHECKING:
     from samestep.ranks.start import Ended
     from samestep.session.request import Request
-    from samestep.verification.short_trainings import StartInstructions
 
-_EXAMPLES = ("verify spiral", "verify my_recipe.py --world-sizes 1,2,4 --accept batchnorm --json")
+_EXAMPLES = (
+    "verify spiral",
+    "verify my_recipe.py --world-sizes 1,2,4 --accept batchnorm --json",
+    "verify my_loop.py -- --epochs 3",
+)
 _ABOUT = (
     "Train {} for a few steps on one process and on several ranks, and compare: losses, gradients, "
     "weights, samples, metrics. Each difference is shown with its likely cause. Exit codes: 0 the "
     "same training, 1 different (or every rank writes a file), 2 a mistake in the command or the "
-    "recipe. With --virtual-ranks everything must be equal to the last bit, randomness included."
+    "recipe. With --virtual-ranks everything must be equal to the last bit, randomness included. "
+    "A script with a loop of its own (samestep.open_run) takes its arguments after `--`."
 )
 # Ranks that wait for each other are a finding: verify reports them after this time.
 _TIMEOUT_S = 120.0
@@ -68,14 +75,32 @@ def parse(arguments: list[str]) -> "tuple[VerifyFlags, Request]":
     return parse_target("verify", _ABOUT, VerifyFlags, arguments, *_EXAMPLES, no_effect=NO_EFFECT)
 
 
+def _cut(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before the first `--`, and those after it."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:place], arguments[place + 1 :]
+
+
 def _verify(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
-    command, request = parse(arguments)
+    script, (flags, words) = loop_of([*arguments, ""][0]), _cut(arguments)
+    request = None
+    if script is not None:
+        known = {"world_sizes", "quick", "accept", "tolerance", "json", "help", "help_all"}
+        if others := sorted(names_given(flags) - known):
+            raise UserError(
+                f"--{flag_name(others[0])} is no flag of samestep verify for {script}, which has a "
+                f"loop of its own. What is the script's follows `--`: samestep verify {script} -- …"
+            )
+        command = parse_flags(VerifyFlags, f"verify {script}", flags[1:], *_EXAMPLES)
+    else:
+        command, request = parse(arguments)
     from samestep.ranks.start import run_ranks  # noqa: PLC0415 - the help needs no torch
     from samestep.verification.result_table import as_table, show  # noqa: PLC0415
+    from samestep.verification.verify_loop import verify_loop  # noqa: PLC0415
     from samestep.verification.verify_recipe import MOST_RANKS, VerifyOptions, verify_recipe  # noqa: PLC0415
 
-    given = names_given(own_flags(arguments))
+    given = names_given(own_flags(flags))
     check_positive(tolerance=command.tolerance)
     named = "world_sizes" in given
     options = VerifyOptions(
@@ -89,7 +114,10 @@ def _verify(arguments: list[str]) -> int:
         return run_ranks(num_ranks, ["verify", *arguments, "--device", device], str(path))
 
     with _progress() as tell:
-        found = verify_recipe(request, options, launch, given=given, tell=tell)
+        if script is not None:
+            found = verify_loop(script, words, options, launch, tell=tell)
+        elif request is not None:
+            found = verify_recipe(request, options, launch, given=given, tell=tell)
     if command.json:
         print(json.dumps(as_table(found), indent=2))  # noqa: T201
     else:
@@ -124,10 +152,12 @@ def _rank(path: Path, arguments: list[str]) -> int:
     from samestep.api.call import request_of  # noqa: PLC0415 - the help needs no torch
     from samestep.api.sending import CALL_FILE, receive  # noqa: PLC0415
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
+    from samestep.verification.loop_on_rank import LoopTask, run_script  # noqa: PLC0415
     from samestep.verification.on_rank import run_start  # noqa: PLC0415
     from samestep.verification.rows.one_writer import watch_output  # noqa: PLC0415
+    from samestep.verification.short_trainings import StartInstructions  # noqa: PLC0415
 
-    instructions: StartInstructions = pickle.loads(path.read_bytes())  # noqa: S301 - our own
+    instructions: StartInstructions | LoopTask = pickle.loads(path.read_bytes())  # noqa: S301 - our own
     folder = instructions.folder
     log = folder / f"start-{instructions.start.place}-rank-{rank_of()}.log"
     with log.open("ab") as file:
@@ -137,6 +167,8 @@ def _rank(path: Path, arguments: list[str]) -> int:
     import torch._dynamo  # noqa: F401, PLC0415
 
     output = watch_output(folder)
+    if not isinstance(instructions, StartInstructions):
+        run_script(instructions, output, log)
     if arguments[0] == CALL_FILE:  # by a caller in Python
         request = request_of(receive(Path(arguments[1])))
     else:

@@ -274,11 +274,6 @@ def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
         lengths = per_sample("lengths", _needed("lengths", recipe, flag), data)
     if settings.order == "weighted":
         weights = per_sample("weights", _needed("weights", recipe, "order weighted"), data)
-        if not bool(weights.any()):
-            raise UserError(
-                f"Recipe(weights=…){_at(recipe.weights)}: all {len(weights):,} weights are 0, so "
-                "no sample can be drawn. Give some of them a weight."
-            )
     order, tokens = settings.order, settings.batch_tokens
     return Ordering(order=order, weights=weights, lengths=lengths, batch_tokens=tokens)
 
@@ -293,9 +288,12 @@ def _needed(name: str, recipe: Recipe, flag: str) -> PerSample:
     return given
 
 
-def per_sample(name: str, given: PerSample, data: Any) -> Tensor:
-    """Return a number for each training sample, (samples,) float64, none negative."""
-    what, at = f"Recipe({name}=…)", _at(given)
+def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") -> Tensor:
+    """Return a number for each training sample, (samples,) float64, none negative.
+
+    They are an argument, of this name, of the `giver`.
+    """
+    what, at = f"{giver}({name}=…)", _at(given)
     size = len(data[0] if isinstance(data, tuple) else data)
     try:
         found = given(data) if callable(given) else given
@@ -316,6 +314,11 @@ def per_sample(name: str, given: PerSample, data: Any) -> Tensor:
             f"{what}{at} is {float(numbers[first])} for sample {first}"
             f"{f' and wrong for {len(wrong) - 1:,} others' if len(wrong) > 1 else ''}: each must "
             "be a finite number of 0 or more."
+        )
+    if name == "weights" and not bool(numbers.any()):
+        raise UserError(
+            f"{what}{at}: all {size:,} weights are 0, so no sample can be drawn. Give some of them "
+            "a weight."
         )
     return numbers
 

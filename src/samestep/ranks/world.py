@@ -145,6 +145,11 @@ class World(Launch):
         if self.connected:
             dist.all_reduce(tensor)
 
+    def begin_add_up(self, tensor: Tensor) -> Callable[[], object]:
+        """Begin what `add_up` does, and return what waits for its end."""
+        work = dist.all_reduce(tensor, async_op=True) if self.connected else None
+        return work.wait if work else lambda: None
+
     def exchange(self, tensor: Tensor, partner: int) -> Tensor:
         """Return the tensor that another rank gives for this one; both call it, same shape."""
         received = torch.empty_like(tensor)

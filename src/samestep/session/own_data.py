@@ -5,7 +5,7 @@ import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -14,12 +14,16 @@ from torch.utils.data import IterableDataset, TensorDataset
 from samestep.data.batches import open_source
 from samestep.data.blocks import group_steps
 from samestep.data.keyed_random import mix, normal, sample_keys, uniform
-from samestep.data.order import epoch_order, steps_per_epoch
+from samestep.data.order import Ordering, per_sample, steps_per_epoch
 from samestep.data.prefetch import send
-from samestep.errors import UserError
+from samestep.data.source import OrderedSource
+from samestep.errors import UserError, did_you_mean
 from samestep.ranks.world import World
-from samestep.recipe import Collate
+from samestep.recipe import Collate, PerSample
+from samestep.settings import OrderName
 
+Drawn = tuple[OrderName, PerSample | None]
+"""An order, and the weights that samples are drawn by."""
 _HASHED_ROWS = 64
 """Rows of data in memory by which ranks, and a resumed run, see that theirs is the same."""
 
@@ -81,9 +85,15 @@ class OpenedData:
     """Tensors or a map-style `Dataset`, ready to be read."""
 
     def __init__(
-        self, data: Any, world: World, seed: int, collate: Collate | None, workers: int
+        self,
+        data: Any,
+        world: World,
+        seed: int,
+        collate: Collate | None,
+        workers: int,
+        drawn: Drawn = ("shuffled", None),
     ) -> None:
-        """Open the data; every rank does so with the same."""
+        """Open the data; every rank does so with the same. `drawn` is the order and its weights."""
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             raise UserError(
                 f"The data is a {type(data).__name__}; give tensors, or a map-style Dataset with "
@@ -92,16 +102,20 @@ class OpenedData:
             )
         self._data, self._collate, self._workers = data, collate, workers
         self._world, self._seed, self._stamp = world, seed, _stamp_of(data)
+        self._drawn = drawn
         given = data
         if isinstance(data, Tensor):
             given = (data, torch.empty(len(data), 0))
         elif isinstance(data, tuple) and len(data) != 2:
             given = TensorDataset(*data)
         how: Any = {"dtype": None, "collate": collate, "whole": True}
-        self.source = open_source(given, world, seed=seed, num_workers=workers, **how)
+        how["ordering"] = _ordering(*drawn, data)
+        source = open_source(given, world, seed=seed, num_workers=workers, **how)
+        self.source = cast("OrderedSource", source)
         self.digest = _hash_of(data)
         """A hash of some samples of data in memory; empty of a `Dataset`."""
-        everywhere = world.gather((self.source.num_samples, self.digest))
+        found = self.source.num_samples, self.digest, self.source.order_record()
+        everywhere = world.gather(found)
         for rank, found in enumerate(everywhere):
             if found != everywhere[0]:
                 raise UserError(
@@ -111,9 +125,12 @@ class OpenedData:
                     on_all_ranks=True,
                 )
 
-    def is_of(self, data: Any, collate: Collate | None, workers: int) -> bool:
+    def is_of(
+        self, data: Any, collate: Collate | None, workers: int, drawn: Drawn = ("shuffled", None)
+    ) -> bool:
         """Whether it is what the script gives now."""
-        before, now = (*_parts(self._data), self._collate), (*_parts(data), collate)
+        before = (*_parts(self._data), self._collate, *self._drawn)
+        now = (*_parts(data), collate, *drawn)
         same = len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
         return same and workers == self._workers and self._stamp == _stamp_of(data)
 
@@ -124,7 +141,17 @@ class OpenedData:
                 f"global_batch_size is {global_batch_size!r}; it must be a whole number from 1: "
                 "the samples of a step over all ranks."
             )
-        number = self.source.num_samples
+        number, order = self.source.num_samples, self._drawn[0]
+        if drop_last and order in ("replacement", "weighted"):
+            raise UserError(
+                f'run.batches(order="{order}", drop_last=True): an epoch is as many draws as there '
+                "are samples, and the last ones are as good as any. Leave drop_last out."
+            )
+        if order == "columns" and number < global_batch_size:
+            raise UserError(
+                f'run.batches(order="columns"): {number} samples do not make {global_batch_size} '
+                f"columns, one for each slot of a step. Use global_batch_size={number} or less."
+            )
         steps = steps_per_epoch(number, global_batch_size, drop_last=drop_last)
         if steps == 0:
             raise UserError(
@@ -138,7 +165,7 @@ class OpenedData:
     ) -> Generator[OwnBatch]:
         """Yield this rank's batches of an epoch, from `first_step` of it on."""
         size, source = global_batch_size, self.source
-        order = epoch_order(source.num_samples, self._seed, epoch)
+        order = source.order(epoch, size, drop_last=drop_last)
         places = group_steps(order, first_step, 1, size, self._world, drop_last=drop_last)
         blocks = source.blocks(epoch, first_step, global_batch=size, drop_last=drop_last)
         singles = (single for block in blocks for single in block.parts or block.singles())
@@ -167,6 +194,22 @@ class OpenedData:
             device=self._world.device,
             seed=self._seed,
         )
+
+
+def _ordering(order: OrderName, weights: PerSample | None, data: Any) -> Ordering:
+    """Return how a loop's own samples are ordered."""
+    if order not in get_args(OrderName):
+        raise UserError(
+            f"run.batches(order={order!r}): the orders are {', '.join(get_args(OrderName))}. "
+            f"{did_you_mean(str(order), get_args(OrderName))}"
+        )
+    if (order == "weighted") != (weights is not None):
+        raise UserError(
+            f"run.batches(order={order!r}) {'has no' if weights is None else 'has no use for'} "
+            'weights: give both, order="weighted" and weights=…, or neither.'
+        )
+    given = None if weights is None else per_sample("weights", weights, data, "run.batches")
+    return Ordering(order=order, weights=given)
 
 
 def _parts(data: Any) -> tuple[Any, ...]:

@@ -3,11 +3,11 @@
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -19,9 +19,10 @@ from samestep.data.order import steps_per_epoch
 from samestep.errors import AlreadyTold, UserError, did_you_mean, raised_at
 from samestep.ranks.process import RankLog, rank_of, report
 from samestep.ranks.world import World, abandon
-from samestep.recipe import Collate
+from samestep.recipe import Collate, PerSample
 from samestep.run.files import read_object
 from samestep.session.gradients import (
+    Kept,
     Passes,
     Trained,
     backward,
@@ -29,13 +30,20 @@ from samestep.session.gradients import (
     parameters_of,
     weight_of,
 )
-from samestep.session.own_data import OpenedData, OwnBatch
+from samestep.session.own_data import Drawn, OpenedData, OwnBatch
 from samestep.session.own_gather import close_gather, open_gather
 from samestep.session.own_session import Options, OwnSession
 from samestep.session.own_state import Means, Stateful, check_held, check_names, plain
 from samestep.session.session import Stopped, say
-from samestep.settings import Backend, Device
-from samestep.training.alike import is_checked, seed_alike, seed_rank, seed_torch, seed_update
+from samestep.settings import Backend, Device, OrderName
+from samestep.training.alike import (
+    is_checked,
+    random_numbers,
+    seed_alike,
+    seed_rank,
+    seed_torch,
+    seed_update,
+)
 from samestep.training.meter import Clock
 from samestep.training.plan import is_recorded, steps_between_records
 from samestep.training.prepare import share_buffers
@@ -87,6 +95,9 @@ class OwnRun:
     What ranks other than 0 print goes to `rank-N.log` in the run directory.
     """
 
+    opened_as: ClassVar[Callable[[Options], "OwnRun"] | None] = None
+    """What `open_run` opens in this process instead: `samestep verify` watches a run's steps."""
+
     def __init__(self, options: Options) -> None:
         self._options = options
         self._own: OwnSession | None = None
@@ -101,6 +112,7 @@ class OwnRun:
         self._num_epochs = self._backwards = 0
         self._epoch_ended = False
         self._data: dict[str, OpenedData] = {}
+        self._sums: Kept = {}
         self._held: set[int] = set()
         """The ids of what `run.backward` was given and `state` has."""
 
@@ -396,6 +408,8 @@ class OwnRun:
         collate: Collate | None = None,
         num_workers: int = 0,
         drop_last: bool = False,
+        order: OrderName = "shuffled",
+        weights: PerSample | None = None,
     ) -> Iterator[OwnBatch]:
         """Yield this rank's part of the steps of the running epoch, from the exact step on.
 
@@ -412,6 +426,9 @@ class OwnRun:
             collate: list of samples of a `Dataset` → batch, any tree of tensors.
             num_workers: processes per rank that read a `Dataset`.
             drop_last: whether to leave out the last global batch where it is smaller.
+            order: of the samples, as `--order` of a recipe: shuffled, sequential, columns,
+                replacement or weighted.
+            weights: a number for each sample, or data → these numbers, with order="weighted".
 
         Raises:
             UserError: it is called outside of an epoch, or twice within one, or the run was begun
@@ -420,16 +437,17 @@ class OwnRun:
         self._check_place("run.batches", BEFORE_BATCHES)
         own = self._opened
         seed, position, world = own.options.seed, own.position, own.world
-        opened = self._open("train", data, collate, num_workers)
+        opened = self._open("train", data, collate, num_workers, (order, weights))
         num_steps = opened.steps(global_batch_size, drop_last=drop_last)
-        order = {
+        made_of = {
             "seed": seed,
             "num_samples": opened.source.num_samples,
             "global_batch_size": global_batch_size,
             "drop_last": drop_last,
             "data": opened.digest,
+            **opened.source.order_record(),
         }
-        own.begin(order, self._sizes(order, num_steps))
+        own.begin(made_of, self._sizes(made_of, num_steps))
         self._place = IN_BATCHES
         own.clock.resume(position)
         first = position.step_in_epoch
@@ -437,6 +455,7 @@ class OwnRun:
         with closing(read):
             for batch in read:
                 batch.step, self._backwards = position.step, 0
+                own.passed.clear()
                 # The script draws other numbers on each rank.
                 seed_torch(mix(seed, world.rank, batch.step), world.device)
                 seed_rank(mix(seed, batch.step), world.rank)
@@ -466,11 +485,12 @@ class OwnRun:
         collate: Collate | None = None,
         num_workers: int = 0,
     ) -> Iterator[OwnBatch]:
-        """Yield this rank's share of all samples, each once.
+        """Yield this rank's share of all samples, each once; every rank calls it.
 
         What is logged meanwhile becomes an `evaluation` record, of means over all samples and
         ranks, and afterwards `means` has them. `model.eval()` and `torch.no_grad()` are the
-        script's.
+        script's. Within a batch of the training it leaves the random numbers, and with them the
+        training, as they were.
 
         Args:
             data: as in `batches`.
@@ -480,9 +500,44 @@ class OwnRun:
             num_workers: as in `batches`.
 
         Raises:
-            UserError: it is called between the batches of an epoch.
+            UserError: it is called before the epochs, or within a batch between `backward` and
+                the step of an optimizer in `state`.
         """
-        self._check_place("run.validation", BEFORE_BATCHES, AFTER_BATCHES, AFTER_EPOCHS)
+        places = BEFORE_BATCHES, IN_BATCHES, AFTER_BATCHES, AFTER_EPOCHS
+        self._check_place("run.validation", *places)
+        with self._aside(split) if self._place == IN_BATCHES else nullcontext():
+            yield from self._validate(data, batch_size, split, collate, num_workers)
+
+    @contextmanager
+    def _aside(self, split: str) -> Iterator[None]:
+        """Leave the training, within one of its batches, as if there had been no validation."""
+        own, batch, used = self._opened, self._batch, self._used
+        if own.is_accumulating():
+            raise UserError(
+                "run.validation was called between run.backward and the optimizer's step: the "
+                "gradients of this batch are only in part in the weights, which belong to no step.",
+                remedy="Call it after optimizer.step(), or before run.backward.",
+                on_all_ranks=True,
+            )
+        position, modules = own.position, own.modules().values()
+        position.seconds = own.clock.seconds()
+        # A validation gives every rank the buffers of rank 0.
+        buffers = [] if own.world.is_main else [b for m in modules for b in m.buffers()]
+        kept = [buffer.clone() for buffer in buffers]
+        drawn = mix(own.options.seed, 0, 0, position.epoch, _VALIDATED, crc32(split.encode()))
+        try:
+            with random_numbers(mix(drawn, position.step), own.world.device):
+                yield
+        finally:
+            for buffer, before in zip(buffers, kept, strict=True):
+                buffer.copy_(before)
+            torch.clear_autocast_cache()  # older PyTorch kept casts made without gradients
+            self._batch, self._used = batch, used
+            own.clock.resume(position)
+
+    def _validate(
+        self, data: Any, batch_size: int, split: str, collate: Collate | None, num_workers: int
+    ) -> Iterator[OwnBatch]:
         own, before, started = self._opened, self._place, time.perf_counter()
         opened = self._open(split, data, collate, num_workers)
         for module in own.modules().values():
@@ -490,6 +545,8 @@ class OwnRun:
         means = self._log_into = Means(own.world)
         self._place = f"in the {split}"
         step, epoch = own.position.step, own.position.epoch
+        if before == IN_BATCHES and self._backwards:
+            step += 1  # the weights have made it
         try:
             for batch in opened.once(batch_size, epoch):
                 batch.step, self._batch = step, batch
@@ -497,8 +554,9 @@ class OwnRun:
                 yield batch
         finally:
             self._place, self._batch, self._log_into = before, None, own.means
-            # Ranks have drawn unequally often where their shares are unequal.
-            self._seed(_VALIDATED, crc32(f"{split} {before}".encode()))
+            if before != IN_BATCHES:
+                # Ranks have drawn unequally often where their shares are unequal.
+                self._seed(_VALIDATED, crc32(f"{split} {before}".encode()))
         self._means = means.read()
         own.session.emit(
             {
@@ -512,15 +570,22 @@ class OwnRun:
             }
         )
 
-    def _open(self, split: str, data: Any, collate: Collate | None, workers: int) -> OpenedData:
+    def _open(
+        self,
+        split: str,
+        data: Any,
+        collate: Collate | None,
+        workers: int,
+        drawn: Drawn = ("shuffled", None),
+    ) -> OpenedData:
         """Return the data, opened once."""
         if (before := self._data.get(split)) is not None:
-            if before.is_of(data, collate, workers):
+            if before.is_of(data, collate, workers, drawn):
                 return before
             before.source.close()
             del before, self._data[split]  # its memory may be needed for the new one
         own = self._opened
-        opened = OpenedData(data, own.world, own.options.seed, collate, workers)
+        opened = OpenedData(data, own.world, own.options.seed, collate, workers, drawn)
         self._data[split] = opened
         return opened
 
@@ -578,8 +643,10 @@ class OwnRun:
         world, step = own.world, own.position.step
         self._passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
-        total = backward(loss, parameters, world, weight, step=step, retain_graph=retain_graph)
+        how: Any = {"step": step, "retain_graph": retain_graph, "kept": self._sums}
+        total = backward(loss, parameters, world, weight, **how)
         self._backwards += 1
+        own.passed.append(parameters)
         seed_update(own.options.seed, step, world.device, self._backwards)
         return total
 
@@ -753,4 +820,4 @@ def open_run(
     own = {"settings": plain(kept), "name": name or Path(sys.argv[0]).stem or "own_loop"}
     if not isinstance(may_change, str):
         own["may_change"] = {*may_change, *is_path}
-    return OwnRun(Options(**{**arguments, **own}))
+    return (OwnRun.opened_as or OwnRun)(Options(**{**arguments, **own}))

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import Signals
@@ -26,6 +26,7 @@ from samestep.run.index import find_checkpoint
 from samestep.run.records import Record
 from samestep.session import own_state
 from samestep.session.build import load_newest
+from samestep.session.gradients import parameters_in
 from samestep.session.own_state import Means, Stateful, added_up
 from samestep.session.recipe_changes import script_changes
 from samestep.session.session import (
@@ -114,6 +115,8 @@ class OwnSession:
         self.clock = Clock(self.position)
         self.trained: dict[str, Tensor] = {}
         """The weights of the modules in `state`, and what else `run.backward` was given."""
+        self.passed: list[Sequence[Tensor] | torch.optim.Optimizer] = []
+        """Of the running batch: what each `run.backward` was for, and which optimizers stepped."""
         self._resumed: tuple[str, list[str]] | None = None
         self._saved_at: tuple[int, int] | None = None  # epochs and steps of the newest checkpoint
         self._signals = catch_signals()
@@ -121,7 +124,7 @@ class OwnSession:
         self.agreement = Agreement(self.world, self.received)
         # Autocast keeps casts of the weights until its outermost context ends, and that may be
         # around the whole loop: forget them whenever the weights have changed.
-        self._hook = register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
+        self._hook = register_optimizer_step_post_hook(self._has_stepped)
         seed_alike(options.seed)
 
     def _choose_path(self) -> Path:
@@ -133,6 +136,27 @@ class OwnSession:
         elif not named:
             say(self.world, f"{path} is a new run: to go on with it, name it in open_run.")
         return path
+
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        torch.clear_autocast_cache()
+        self.passed.append(optimizer)
+
+    def is_accumulating(self) -> bool:
+        """Whether an optimizer of the state has not applied gradients of this batch yet.
+
+        Those that are NaN or infinite do not count, as a GradScaler leaves out that step.
+        """
+        waiting: dict[int, Tensor] = {}
+        for one in self.passed:
+            if isinstance(one, torch.optim.Optimizer):
+                for p in parameters_in(one):
+                    waiting.pop(id(p), None)
+            else:
+                waiting |= {id(p): p for p in one}
+        stepping = [one for one in self.state.values() if isinstance(one, torch.optim.Optimizer)]
+        grads = [p.grad for one in stepping for p in parameters_in(one) if id(p) in waiting]
+        total = sum(float(grad.detach().abs().sum()) for grad in grads if grad is not None)
+        return 0 < total < math.inf
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules of the state."""
@@ -211,7 +235,7 @@ class OwnSession:
             run_dir=self.path,
             parameters=parameters,
             **sizes,
-            precision=_precision({p.dtype for p in parameters}),
+            precision=precision_of({p.dtype for p in parameters}),
             lower_is_better=["loss"],
             resumed=resume is not None,
         )
@@ -349,7 +373,7 @@ class OwnSession:
         self.session.close()
 
 
-def _precision(kinds: set[torch.dtype]) -> str:
+def precision_of(kinds: set[torch.dtype]) -> str:
     """Return the least precise type of the weights, by which `compare` knows their rounding."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         if dtype in kinds:

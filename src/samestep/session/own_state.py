@@ -177,11 +177,11 @@ def check_order(
     if before.get("changes") or (may_be_new and differs):
         now["changes"] = True
     free = not within and (may_be_new or before.get("changes"))
-    for name, value in now.items():
-        per_epoch = name in _PER_EPOCH
-        if name == "changes" or (free and per_epoch) or before[name] == value:
+    for name in {**before, **now}:
+        per_epoch, was, value = name in _PER_EPOCH, before.get(name), now.get(name)
+        if name == "changes" or (free and per_epoch) or was == value:
             continue
-        what = f"{name} = {before[name]}, and now it is {value}" if name != "data" else "other data"
+        what = f"{name} = {was}, and now it is {value}" if name != "data" else "other data"
         more = (
             " Where each epoch makes its data with the model, a run cannot go on within an epoch: "
             "delete the newest checkpoint to go on from the one before, or make the data in the "

@@ -144,14 +144,19 @@ def bits_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def random_numbers(seed: int) -> Iterator[None]:
-    """Seed every global generator; afterwards all are as they were."""
-    kept = rng_state()
+def random_numbers(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed every global generator; afterwards those of the host and the device are as they were."""
+    kept, module = rng_state(), None
+    if device is not None and device.type != "cpu":
+        module = torch.get_device_module(device)
+    of_device = module and module.get_rng_state()
     seed_alike(seed)
     try:
         yield
     finally:
         set_rng_state(kept)
+        if module:
+            module.set_rng_state(of_device)
 
 
 def rng_state() -> dict[str, Any]:

@@ -343,17 +343,31 @@ def _check_stream(settings: Settings, world_size: int, schedule: Callable[..., A
         )
 
 
+_NOT_BY_TOKENS = {
+    "batch_size": "both are the size of a step",
+    "batch_size_per_rank": "both are the size of a step",
+    "micro_batch_size": "micro-steps are of tokens, too, and --accumulate is their number",
+    "drop_last": "no batch is incomplete",
+    "order": "samples of similar length are shuffled by whole batches",
+    "group_by_length": "its batches are of similar length already",
+    "lr_scaling": "the number of samples differs from step to step",
+    "compile": "each batch has another shape, and would be compiled for itself",
+    "engine": "Lightning counts equal batches",
+}
+
+
 def _batch_sizes(
     settings: Settings, parts: int, ranks: str, by_tokens: TokenCut | None
 ) -> tuple[int, int, int]:
     """Return global batch, micro-batch and micro-steps; `ranks` is the word for messages."""
     if settings.batch_tokens is not None:
-        for name in ("batch_size", "batch_size_per_rank", "micro_batch_size"):
-            if (size := getattr(settings, name)) is not None:
+        for name, why in _NOT_BY_TOKENS.items():
+            value = getattr(settings, name)
+            if value != Settings.__dataclass_fields__[name].default:
+                given = flag_name(name) + ("" if value is True else f" {value}")
                 raise UserError(
-                    f"--{flag_name(name)} {size} does not go with --batch-tokens "
-                    f"{settings.batch_tokens}, by which samples are counted in tokens. Leave one "
-                    "of them out; --accumulate cuts each step into micro-steps."
+                    f"--{given} does not go with --batch-tokens {settings.batch_tokens}: {why}. "
+                    "Leave one of them out."
                 )
         if by_tokens is None:
             raise UserError(

@@ -229,6 +229,40 @@ LEARNED = Cause(
     "beside its outputs for the loss.",
 )
 
+# A loop of the user's own.
+NOT_ADDED_UP = Cause(
+    "gradients that are not added up",
+    "In step {step} the optimizer steps on gradients that differ between the ranks, first in "
+    "{parameter}: each rank has those of its own samples. {backward}.",
+    "Call run.backward(loss, model) in place of loss.backward(), and name all that the optimizer "
+    "steps.",
+)
+RANKS_AVERAGED = Cause(
+    "mean of the ranks' means",
+    "All ranks have the same gradients, which are not those of one process, and run.backward was "
+    "never called: an average over ranks weighs the samples of a small share more.",
+    "Call run.backward(loss, model), which weighs each share by its samples; or multiply the loss "
+    "by batch.weight * run.world_size before the average.",
+)
+BY_NUM_RANKS = Cause(
+    "loss that is divided by the number of ranks",
+    "Each rank's loss counts {factor:.3g} times in the sum that one process has: run.backward "
+    "weighs each share by its samples already.",
+    "Give run.backward the mean over the samples of batch.data, without a factor for the ranks.",
+)
+BATCH_BY_RANKS = Cause(
+    "batch that depends on the number of ranks",
+    "The global batch has {sizes}.",
+    "global_batch_size counts the samples of all ranks: run.batches shares them out.",
+)
+
+DRAWN_IN_VALIDATION = Cause(
+    "draws in the validation",
+    "The model or the loop draws from torch in the validation{lines}: each rank draws other "
+    "numbers for its samples.",
+    "Call model.eval() before it, and model.train() after.",
+)
+
 # Output.
 ALL_WRITE = Cause(
     "every rank writes",

@@ -191,7 +191,7 @@ def cut_numbers(recipe: Recipe, whole: Splits, few: Splits) -> Recipe:
     for name in ("weights", "lengths"):
         if (given := getattr(recipe, name)) is not None:
             every = per_sample(name, given, whole.train)
-            taken = getattr(few.train, "indices", None) or _spread(
+            taken = getattr(few.train, "indices", None) or spread(
                 len(every), num_samples(few.train)
             )
             found = every[torch.tensor(taken)]
@@ -207,17 +207,25 @@ def _some(data: Any, number: int) -> Any:
     if isinstance(data, tuple):
         if [isinstance(part, Tensor) for part in data] != [True, True]:
             return data
-        taken = torch.tensor(_spread(total, number), dtype=torch.int64)
-        return data[0][taken], data[1][taken]
+        return subset(data, spread(total, number))
     if not hasattr(data, "__getitem__"):
         return data
     # Unreadable samples are left out only where a run would leave them out, too.
     prepared = isinstance(data, PreparedOnRanks)
-    places = _readable(data, number) if prepared else _spread(total, number)
+    places = _readable(data, number) if prepared else spread(total, number)
+    return subset(data, places)
+
+
+def subset(data: Any, places: list[int]) -> Any:
+    """Return some samples of a tensor, of a tuple of tensors, or of a data set."""
+    if isinstance(data, Tensor):
+        return data[torch.tensor(places, dtype=torch.int64)]
+    if isinstance(data, tuple):
+        return tuple(subset(part, places) for part in data)
     return (_BatchSubset if hasattr(data, "read_batch") else Subset)(data, places)
 
 
-def _spread(total: int, number: int) -> list[int]:
+def spread(total: int, number: int) -> list[int]:
     """Return places spread evenly: the first ones of a folder are all of one class."""
     return [place * total // number for place in range(min(number, total))]
 
@@ -226,7 +234,7 @@ def _readable(dataset: Any, number: int) -> list[int]:
     """Return the places of some samples that can be read."""
     total, broken = len(dataset), 0
     found: set[int] = set()
-    for place in chain(_spread(total, number), range(total)):
+    for place in chain(spread(total, number), range(total)):
         if place in found or len(found) == number:
             continue
         try:

@@ -121,7 +121,7 @@ class _Start:
             try:
                 self._take(training, trace)
             except Exception as error:
-                self.report.failures.append(_failure(trace, error))
+                self.report.failures.append(failure_of(trace, error))
                 if self._world.world_size > 1 or training.name == MAIN:
                     raise
             else:
@@ -215,7 +215,8 @@ class _Start:
         )
 
 
-def _failure(trace: Trace, error: Exception) -> RankFailure:
+def failure_of(trace: Trace, error: Exception) -> RankFailure:
+    """Return what is handed back of an error in a short training."""
     if trace.begun > 1:  # what fails now and not at once depends on the batch
         error = caused(error)
     mistake, text = isinstance(error, UserError), str(error).strip()

@@ -5,7 +5,8 @@ difference that is left then has another cause.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp import grad_scaler
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
@@ -288,12 +290,17 @@ def hold_model(
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         model.train(was_training)
+    freeze(norms)
+    model.forward = watched(model.forward, seen, held)
+
+
+def freeze(norms: Iterable[_BatchNorm]) -> None:
+    """Let batch normalisations use the statistics that they have, in training too."""
     for norm in norms:
         norm.eval()
         norm.train = lambda *_, norm=norm, **__: norm  # type: ignore[method-assign]
         if norm.running_mean is None:  # it uses the batch's statistics in an evaluation, too
             norm.forward = partial(_affine, norm)  # type: ignore[method-assign]
-    model.forward = watched(model.forward, seen, held)
 
 
 def _affine(norm: _BatchNorm, inputs: Tensor) -> Tensor:
@@ -313,7 +320,7 @@ def nudge(model: nn.Module, precision: Precision) -> None:
             parameter.mul_(1 + unit * signs.to(parameter))
 
 
-class _Doubles(TorchFunctionMode):
+class Doubles(TorchFunctionMode):
     """Use float64 wherever code asks for a narrower floating-point type.
 
     A cast such as `outputs.float()` is common and harmless. In a comparison in float64 it would
@@ -328,6 +335,8 @@ class _Doubles(TorchFunctionMode):
             return torch.float64 if narrow else value
 
         kwargs = dict(kwargs or {})
+        if sys._getframe(1).f_code.co_filename == grad_scaler.__file__:  # noqa: SLF001
+            return func(*args, **kwargs)  # its kernels take a scale in float32, whatever it scales
         if func in _CASTS:
             return args[0].double()
         if func is not Tensor.view:  # it reads bits as another type
@@ -343,7 +352,7 @@ def _in_doubles(function: Callable[..., Any]) -> Callable[..., Any]:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)  # of constants that it makes
         try:
-            with _Doubles():
+            with Doubles():
                 return function(*args, **kwargs)
         finally:
             torch.set_default_dtype(before)

@@ -56,7 +56,7 @@ class Trace:
         """Keep the numbers of one of the run's records."""
         if record["event"] == "step":
             self.losses[record["step"]] = record["loss"]
-            if record["grad_norm"] is not None:
+            if record.get("grad_norm") is not None:
                 self.norms[record["step"]] = record["grad_norm"]
         elif record["event"] == "epoch":
             metrics = record.get("metrics", {})
@@ -104,13 +104,14 @@ def values_of(tensor: Tensor) -> Values:
     return found
 
 
-def _values_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Values]:
+def values_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Values]:
+    """Return the values of those tensors that have any, and can have rounding."""
     kept = ((name, t) for name, t in named if t is not None)
     return {name: values_of(t) for name, t in kept if t.is_floating_point() and t.numel()}
 
 
 def _weights_of(model: nn.Module) -> dict[str, Values]:
-    return _values_by_name([*model.named_parameters(), *model.named_buffers()])
+    return values_by_name([*model.named_parameters(), *model.named_buffers()])
 
 
 def recording(
@@ -157,7 +158,7 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
             trees = (block.inputs,) if block.parts else (block.inputs, block.targets)
             trace.samples[step] = sample_hashes(*trees)
         gradients = [(name, p.grad) for name, p in model.named_parameters()]
-        trace.gradients[step], trace.weights[step] = _values_by_name(gradients), _weights_of(model)
+        trace.gradients[step], trace.weights[step] = values_by_name(gradients), _weights_of(model)
         if virtual:
             named = [(f"gradient {name}", gradient) for name, gradient in gradients]
             named += [(f"weight {name}", p) for name, p in model.named_parameters()]

@@ -22,7 +22,7 @@ from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.training.meter import KEPT
 from samestep.verification import NO_EFFECT
-from samestep.verification.evidence import Check, Evidence
+from samestep.verification.evidence import Check, Evidence, TableRow
 from samestep.verification.rows import judge
 from samestep.verification.short_trainings import (
     MAIN,
@@ -88,10 +88,10 @@ def verify_recipe(
     `tell` shows the progress. It raises KeyboardInterrupt if a signal stopped the ranks.
     """
     settings, started_at = request.settings, time.time()
-    sizes = _sizes(options, settings.virtual_ranks)
+    sizes = sizes_of(options, settings.virtual_ranks)
     check_ranks(max(sizes), oversubscribe=settings.oversubscribe, flag="--world-sizes")
-    accepted = _accepted(options, settings.virtual_ranks)
-    device, notes = _device(settings, max(sizes))
+    accepted = accepted_of(options, settings.virtual_ranks)
+    device, notes = device_of(settings, max(sizes))
     if idle := sorted({*given} & {*NO_EFFECT}):  # as train() takes them
         notes += (f"{', '.join(idle)}: no effect, since a verification chooses its own steps.",)
     request = replace(request, settings=replace(settings, device=device))
@@ -109,7 +109,7 @@ def verify_recipe(
     return replace(found, seconds=time.time() - started_at)
 
 
-def _sizes(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
+def sizes_of(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
     """Return the numbers of ranks: none is larger than the number of virtual ranks."""
     if options.sizes is None:
         usual = _QUICK_SIZES if options.quick else _SIZES
@@ -124,7 +124,8 @@ def _sizes(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
     return options.sizes
 
 
-def _accepted(options: VerifyOptions, virtual: int | None) -> tuple[Accepted, ...]:
+def accepted_of(options: VerifyOptions, virtual: int | None) -> tuple[Accepted, ...]:
+    """Return what may differ by intent, after a look at the words."""
     known, accept = list(get_args(Accepted)), ",".join(options.accept)
     for word in (word for word in options.accept if word not in known):
         raise UserError(
@@ -140,7 +141,7 @@ def _accepted(options: VerifyOptions, virtual: int | None) -> tuple[Accepted, ..
     return cast("tuple[Accepted, ...]", options.accept)
 
 
-def _device(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
+def device_of(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
     """Return the device of all ranks, one GPU each or the CPU, and a note about it."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     too_few = f"{top} ranks need a GPU each, and {gpus} are here."
@@ -257,18 +258,30 @@ def judge_evidence(
     `accept` may differ by intent, in addition to what the recipe accepts. With a `tolerance` only
     losses are compared, up to this relative difference; without, everything is, up to rounding.
     """
-    accepts = frozenset({*request.recipe.accepts, *accept})
-    evidence = replace(evidence, accepts=accepts, tolerance=tolerance)
+    accepts = {*request.recipe.accepts, *accept}
+    return answer_of(request.recipe.name, evidence, accepts, tolerance, notes)
+
+
+def answer_of(
+    name: str,
+    evidence: Evidence,
+    accepts: Collection[Accepted],
+    tolerance: float | None,
+    notes: Sequence[str],
+    rows: Sequence[TableRow] | None = None,
+) -> Verification:
+    """Return the answer, by the rows for recipes or by others."""
+    evidence = replace(evidence, accepts=frozenset(accepts), tolerance=tolerance)
     if tolerance is not None:
         notes = (*notes, f"With --tolerance {tolerance:g} trainings are compared by their losses.")
     if evidence.quick:
         notes = (*notes, "With --quick some rows are left out: verify without it before you rely.")
     exact = evidence.facts.exact
     return Verification(
-        recipe=request.recipe.name,
+        recipe=name,
         sizes=tuple(sorted({start.world_size for start in evidence.starts})),
         facts=evidence.facts,
         precisions=(exact,) if evidence.quick else tuple(dict.fromkeys((exact, evidence.chosen))),
-        checks=judge(evidence),
+        checks=judge(evidence, rows),
         notes=tuple(notes),
     )

@@ -1,6 +1,7 @@
 """All rows of the table, in order: what they train and look at, and how they are judged."""
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,15 +57,15 @@ def look_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, Any]:
     return found
 
 
-def judge(evidence: Evidence) -> list[Check]:
+def judge(evidence: Evidence, rows: Sequence[TableRow] | None = None) -> list[Check]:
     """Return the checks of all rows, or only the first if one process could not train."""
     found = []
-    rows = rows_of(evidence.facts)
+    known, rows = rows or ROWS, rows or rows_of(evidence.facts)
     for row in rows if evidence.trace(0, MAIN) else rows[:1]:
         left_out = row.thorough and evidence.quick
         answer = Check("skipped", LEFT_OUT) if left_out else row.answer(evidence)
         checks = answer if isinstance(answer, list) else [answer]
-        found += [_explained(evidence, replace(c, name=c.name or row.name)) for c in checks]
+        found += [_explained(evidence, known, replace(c, name=c.name or row.name)) for c in checks]
     # Unknown causes of trainings are likely the same one: all show the first. A check without a
     # step is not of a training but of a single value, such as a metric.
     unknown = [c for c in found if c.cause.name == UNKNOWN.name and c.first_step]
@@ -72,18 +73,18 @@ def judge(evidence: Evidence) -> list[Check]:
     return [replace(c, cause=first.cause) if first and c in unknown else c for c in found]
 
 
-def _explained(evidence: Evidence, check: Check) -> Check:
+def _explained(evidence: Evidence, known: Sequence[TableRow], check: Check) -> Check:
     """Return a check with its cause, if other rows found it."""
     if failure := check.failure:
         # A message says more than the step, which only shows that it was the last batch.
-        rows = sorted(ROWS, key=lambda row: row is loss.LAST_BATCH)
+        rows = sorted(known, key=lambda row: row is loss.LAST_BATCH)
         causes = (row.explain_failure(evidence, failure) for row in rows if row.explain_failure)
         cause = next(filter(None, causes), NO_CAUSE)
         why = f"It failed: {failure.message.rstrip('.')}. {cause.why}".strip()
         return replace(check, cause=replace(cause, why=why))
     if check.passed or check.cause.name:
         return check
-    candidates = [*(row.explain for row in ROWS), *(row.suspect for row in ROWS)]
+    candidates = [*(row.explain for row in known), *(row.suspect for row in known)]
     explanations = (explain(evidence) for explain in candidates if explain)
     step = f"step {check.first_step}" if check.first_step else None
     first = ", ".join(filter(None, (step, check.what, check.first_parameter)))

@@ -1,0 +1,290 @@
+"""The rows of a script with a loop of its own, and the causes as far as its ranks show them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from samestep.errors import listed
+from samestep.reporting.words import count
+from samestep.verification import causes
+from samestep.verification.causes import Cause
+from samestep.verification.evidence import (
+    Check,
+    Evidence,
+    TableRow,
+    cause_check,
+    left_free_check,
+    measured,
+)
+from samestep.verification.loop_on_rank import GLOBAL_BATCH, PASSES, Pass
+from samestep.verification.rows import trainings
+from samestep.verification.rows.one_writer import ONE_WRITER
+from samestep.verification.short_trainings import MAIN, Start
+from samestep.verification.trace import (
+    Trace,
+    TrainingDifference,
+    difference,
+    evaluations_apart,
+    worst,
+)
+
+_BY_SAMPLE = "Draw what belongs to a sample by batch.normal and batch.uniform"
+_ADVICE: dict[str | None, str] = {
+    causes.BATCHNORM.name: "GroupNorm needs no batch; or accept it: --accept batchnorm.",
+    causes.DROPOUT.name: (
+        f"{_BY_SAMPLE}. Dropout may be intended: then accept it, --accept dropout, or compare "
+        "losses alone, up to --tolerance 0.1."
+    ),
+    causes.OTHER_GENERATORS.name: f"{_BY_SAMPLE}; torch's own is seeded in every step.",
+}
+OF_BATCH = replace(
+    causes.OF_BATCH,
+    why="The gradient of the batch is no weighted sum of those of its shares: the loss is made "
+    "over the batch, as a contrastive loss or a dice is, samples see each other in the model, or "
+    "something reads the rank.",
+    advice="Gather what the loss compares: samestep.gather(outputs) has the rows of all ranks.",
+)
+A_SUM = replace(
+    causes.A_SUM, advice="Divide by the samples: run.backward(losses.sum() / batch.rows, model)."
+)
+NOT_A_MEAN = replace(
+    causes.NOT_A_MEAN,
+    why="The gradient of the batch is the mean of its shares' by other weights than their numbers "
+    "of samples: {shares}. The loss is a mean over something else (words, pixels, class weights).",
+    advice="Give the number of what it is a mean over: run.backward(loss, model, terms=n), "
+    "run.log(loss=loss, terms=n).",
+)
+
+
+def _in_loop(row: TableRow) -> TableRow:
+    """Return a row of recipes with the advice that a loop can follow."""
+
+    def answer(evidence: Evidence) -> Check | list[Check]:
+        check = row.answer(evidence)
+        if isinstance(check, list) or not check.cause.advice:
+            return check
+        advice = _ADVICE.get(check.cause.name, check.cause.advice)
+        return replace(check, cause=replace(check.cause, advice=advice))
+
+    return replace(row, look=None, answer=answer)
+
+
+def _traces(evidence: Evidence) -> list[tuple[Start, list[Trace]]]:
+    """Return the traces of all ranks of each start that came to its end."""
+    found = [(start, evidence.traces.get((start.place, MAIN), [])) for start in evidence.several]
+    return [(start, traces) for start, traces in found if traces]
+
+
+# --- samples
+
+
+def _explain_order(evidence: Evidence) -> Cause | None:
+    sizes = dict(evidence.found_on_ranks(GLOBAL_BATCH, int))
+    if len({*sizes.values()}) > 1:
+        each = dict.fromkeys(
+            f"{count(size, 'sample')} on {count(int(rank.split()[-1]), 'rank')}"
+            for rank, size in sizes.items()
+        )
+        return causes.BATCH_BY_RANKS.of(sizes=listed([*each]))
+    for start, traces in _traces(evidence):
+        for step, one in evidence.reference.samples.items():
+            marks = dict(mark.split(" ") for mark in one)
+            for rank, trace in enumerate(traces):
+                own = [mark.split(" ") for mark in trace.samples.get(step, [])]
+                if all(marks.get(place) == mark for place, mark in own):
+                    continue
+                if rank:  # rank 0 has what one process has
+                    return causes.DATA_BY_RANK.of(rank=f"rank {rank} of {start.world_size}")
+                return causes.UNKEYED["dataset"].of(when="for a sample in another process")
+    return None
+
+
+def _order(evidence: Evidence) -> Check:
+    compared = "on all ranks that of one process"
+    if skipped := evidence.not_compared():
+        return Check("skipped", skipped)
+    if cause := _explain_order(evidence):
+        return cause_check(evidence, compared, cause)
+    for _, traces in _traces(evidence):
+        for step, marks in evidence.reference.samples.items():
+            if [mark for trace in traces for mark in trace.samples.get(step, [])] != marks:
+                return cause_check(evidence, compared, causes.OTHER_ORDER, first_step=step)
+    return Check("same", compared)
+
+
+ORDER = TableRow(name="order", answer=_order, explain=_explain_order)
+
+
+# --- weights and gradients
+
+
+def _explain_weights(evidence: Evidence) -> Cause | None:
+    first = evidence.reference.weights.get(0, {})
+    for start, traces in _traces(evidence):
+        began = traces[0].weights.get(0, {})
+        for name, values in first.items():
+            if not np.array_equal(values, began.get(name, values)):
+                where = {"rank": f"rank 0 of {start.world_size}", "first": "one process"}
+                return causes.INITIAL_WEIGHTS.of(parameter=name, **where)
+    return None
+
+
+PROCESSES = TableRow(
+    name="processes",
+    answer=lambda evidence: cause_check(
+        evidence, "weights before the first step", _explain_weights(evidence)
+    ),
+    explain=_explain_weights,
+)
+
+
+def _gradients(evidence: Evidence) -> Check:
+    compared, found = "the optimizer's, on all ranks those of rank 0", TrainingDifference()
+    if skipped := evidence.not_compared():
+        return Check("skipped", skipped)
+    for _, traces in _traces(evidence):
+        first, *others = (
+            Trace(losses=dict.fromkeys(trace.gradients, 0.0), gradients=trace.gradients)
+            for trace in traces
+        )
+        found = worst([found, *(difference(first, one, evidence.exact) for one in others)])
+    where = {"first_step": found.first_step, "first_parameter": found.first_parameter}
+    cause = None
+    if found.largest > evidence.exact:
+        never = not any(_passes(evidence, start) for start in evidence.several)
+        cause = causes.NOT_ADDED_UP.of(
+            step=found.first_step,
+            parameter=found.first_parameter,
+            backward="run.backward was never called" if never else "What it steps is not named",
+        )
+    return cause_check(evidence, compared, cause, found.largest, **where)
+
+
+def _explain_gradients(evidence: Evidence) -> Cause | None:
+    if (check := _gradients(evidence)).cause.name:
+        return check.cause
+    never = not any(_passes(evidence, start) for start in evidence.several)
+    compared = (evidence.compare(traces[0]) for _, traces in _traces(evidence))
+    apart = any(found.largest > evidence.exact for found in compared)
+    return causes.RANKS_AVERAGED if never and apart else None
+
+
+GRADIENTS = TableRow(name="gradients", answer=_gradients, explain=_explain_gradients)
+
+
+# --- the loss
+
+
+def _passes(evidence: Evidence, start: Start) -> list[list[Pass]]:
+    """Return the backward passes of the first step on each rank of a start, in order."""
+    found = [report.found.get(PASSES, []) for report in evidence.reports.get(start.place, ())]
+    return [[*ranks] for ranks in zip(*found, strict=False)]
+
+
+def _explain_loss(evidence: Evidence) -> Cause | None:
+    """Find the weights by which the shares' losses and gradients make those of the whole batch.
+
+    All are taken at the first weights. A mean over samples, or over terms that were named, has the
+    weights that `run.backward` gives; a mean over something else has others; what is made over the
+    batch has none.
+    """
+    rounding = max(1e-7, evidence.exact)
+    for start in reversed(evidence.several):  # the shares of many ranks are uneven more often
+        for (whole,), parts in zip(
+            _passes(evidence, evidence.starts[0]), _passes(evidence, start), strict=False
+        ):
+            shares = [part for part in parts if part.terms]
+            columns = np.stack([np.append(p.gradient, p.loss) for p in shares], axis=1)
+            target = np.append(whole.gradient, whole.loss)
+            terms = np.array([part.terms for part in shares])
+            usual = terms / terms.sum()
+            comparable = (
+                len(columns) == len(target) and np.isfinite(np.append(columns, target)).all()
+            )
+            if not comparable or _apart(columns @ usual, target) <= rounding:
+                continue
+            weights = np.linalg.lstsq(columns, target, rcond=None)[0]
+            return _by_weights(weights, usual, _apart(columns @ weights, target), rounding)
+    return None
+
+
+def _apart(one: Any, other: Any) -> float:
+    return float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-12))
+
+
+def _by_weights(weights: Any, usual: Any, left: float, rounding: float) -> Cause:
+    exactly, factors = 100 * rounding, weights / usual
+    if left > exactly:
+        return OF_BATCH
+    if np.abs(factors - len(usual)).max() < exactly and np.ptp(usual) > 0:
+        return causes.BY_NUM_RANKS.of(factor=factors[0])
+    if np.ptp(weights) < exactly and abs(weights.sum() - 1) > exactly:
+        return A_SUM
+    pairs = zip(weights, usual, strict=True)
+    shares = listed([f"{own:.3f} in place of {share:.3f}" for own, share in pairs], 4)
+    return NOT_A_MEAN.of(shares=shares) if abs(weights.sum() - 1) < 0.01 else OF_BATCH
+
+
+LOSS = TableRow(
+    name="loss",
+    answer=lambda evidence: (
+        Check("skipped", evidence.not_compared())
+        if evidence.not_compared()
+        else cause_check(evidence, "of a batch, and of its shares", _explain_loss(evidence))
+    ),
+    explain=_explain_loss,
+)
+
+
+# --- what differs by itself, and validation
+
+
+def _state(evidence: Evidence) -> Check:
+    if not (names := evidence.found("state", set[str])):
+        return Check("same", "nothing is drawn from Python or NumPy")
+    cause = causes.OTHER_GENERATORS.of(names=" and ".join(sorted(names)))
+    return left_free_check(evidence, "state", "draws as they are", cause)
+
+
+STATE = TableRow(name="state", answer=_state)
+
+
+def _evaluation(evidence: Evidence) -> Check:
+    one = evidence.reference.evaluations
+    if not one:
+        return Check("skipped", "nothing was validated in these steps")
+    if skipped := evidence.not_compared():
+        return Check("skipped", skipped)
+    apart = []
+    for _, traces in _traces(evidence):
+        other = traces[0].evaluations
+        for step in sorted(one.keys() & other):
+            largest, what = evaluations_apart(one[step], other[step])
+            apart.append(TrainingDifference(largest, first_step=step, what=what))
+    compared = f"means of {', '.join(next(iter(one.values())))}"
+    cause = None
+    if draws := evidence.found("evaluation", dict[str, str]):
+        lines = ", ".join(sorted({line for line in draws.values() if line})[:3])
+        cause = causes.DRAWN_IN_VALIDATION.of(lines=f" ({lines})" if lines else "")
+    return measured(compared, worst(apart), evidence.tolerance_of(MAIN), cause)
+
+
+EVALUATION = TableRow(name="evaluation", answer=_evaluation)
+
+
+def _one_writer(evidence: Evidence) -> Check | list[Check]:
+    check = ONE_WRITER.answer(evidence)
+    # A loop prints its epochs, and the run sends what other ranks print to their logs.
+    printed = isinstance(check, Check) and check.status == "note"
+    return Check("same", "what ranks write") if printed else check
+
+
+LOOP_ROWS: Sequence[TableRow] = (
+    *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
+    *(_in_loop(trainings.BATCHNORM), _in_loop(trainings.DROPOUT), _in_loop(STATE)),
+    *(ORDER, PROCESSES, GRADIENTS, LOSS, EVALUATION),
+    replace(ONE_WRITER, answer=_one_writer),
+)
+"""Explanations are tried in this order: other samples explain other gradients, and so on."""

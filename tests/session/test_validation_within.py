@@ -1,0 +1,184 @@
+"""A validation between two steps: recorded where it stands, and nothing of the training differs."""
+
+import contextlib
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.session.same import account, assert_close, assert_same
+from tests.session.scripts import refused, run, weights
+from tests.session.test_going_on import _generators, ended, records  # noqa: F401 - a fixture
+from tests.session.test_loops import Training
+
+
+def train(path, where, stops=None):
+    """Train 2 epochs of 3 steps with draws everywhere; validate at 1, 3, … steps, if anywhere."""
+    torch.manual_seed(0)
+    t = Training(path, resume=True, log_every=1, checkpoint_every_steps=1)
+    norm = nn.BatchNorm1d(2)
+    t.model = nn.Sequential(norm, nn.Dropout(0.5), t.model)
+
+    def validate(run):
+        t.model.eval()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            for batch in run.validation(t.data + 1, 4):
+                noise = torch.rand(()) + random.random() + float(np.random.rand())  # noqa: NPY002
+                run.log(loss=t.model(batch.data).float().square().mean(), noise=noise)
+        t.model.train()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), t.run as run:
+        for _ in run.epochs(2, state={**t.state, "model": t.model}):
+            for batch in run.batches(t.data, 3, drop_last=True):
+                if where == "before" and batch.step % 2:
+                    validate(run)
+                own = random.random() + float(torch.rand(()))
+                loss = t.model(batch.data + own).float().square().mean() + np.random.rand()  # noqa: NPY002
+                t.optimizer.zero_grad()
+                run.backward(loss, t.model)
+                t.optimizer.step()
+                run.log(loss=loss, drawn=batch.uniform().mean())
+                if where == "after" and batch.step % 2 == 0:
+                    validate(run)
+                if run.step + 1 == stops:
+                    signal.raise_signal(signal.SIGTERM)
+    return t
+
+
+@pytest.mark.parametrize(("where", "second"), [("before", 2), ("after", 1)])
+def test_with_a_validation_between_steps_the_training_is_the_same_bit_by_bit(
+    tmp_path, where, second
+):
+    train(tmp_path / "without", None)
+    train(tmp_path / "with", where)
+    for stops in (1, 3):  # right after a validation; the next resume does one before its step
+        with ended(128 + signal.SIGTERM):
+            train(tmp_path / "parts", where, stops)
+    train(tmp_path / "parts", where)
+    whole = account(tmp_path / "with")
+    assert [r for r in whole if r["event"] != "evaluation"] == account(tmp_path / "without")
+    assert_close(weights(tmp_path / "with"), weights(tmp_path / "without"), 0)
+    assert_same(tmp_path / "parts", tmp_path / "with", tolerance=0)
+    evaluations = records(tmp_path / "with", "evaluation")
+    assert [(r["step"], r["epoch"]) for r in evaluations] == [(1, 1), (3, second), (5, 2)]
+    assert len({r["noise"] for r in evaluations}) == 3
+    assert len({r["loss"] for r in evaluations}) == 3
+
+
+def test_its_seconds_are_not_those_of_the_training(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    t = Training(tmp_path, log_every=1)
+    with t.run as run:
+        for _ in run.epochs(1, state=t.state):
+            for batch in run.batches(t.data, 5):
+                t.step(batch)
+                clock[0] += 1
+                for _ in run.validation(t.data, 10):
+                    clock[0] += 100
+    assert [r["seconds"] for r in records(tmp_path, "evaluation")] == [100, 100]
+    assert [r["train_seconds"] for r in records(tmp_path, "epoch")] == [2]
+
+
+class Wrapping(torch.optim.SGD):
+    """An optimizer whose step is that of another one."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def step(self):
+        self.inner.step()
+
+
+def scaled(run, t, loss):
+    """Go through a step that the scaler leaves out, as the gradients are infinite."""
+    scaler = torch.amp.GradScaler("cpu")
+    run.backward(scaler.scale(loss * float("inf")), t.model)
+    scaler.step(t.optimizer)
+    scaler.update()
+
+
+def stepped_by_another(run, t, loss):
+    run.backward(loss, t.model)
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+
+
+def dropped(run, t, loss):
+    run.backward(loss, t.model)
+    t.optimizer.zero_grad(set_to_none=False)
+
+
+def wrapped(run, t, loss):
+    run.backward(loss, t.model)
+    t.state["optimizer"].step()
+
+
+STEPS = {
+    "none": (lambda run, t, loss: run.backward(loss, t.model), 2),
+    "another optimizer's": (stepped_by_another, 2),
+    "left out by a scaler": (scaled, 0),
+    "dropped": (dropped, 0),
+    "by a wrapper": (wrapped, 0),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_validation_while_gradients_wait_for_their_optimizer_is_refused(tmp_path, capfd, step):
+    """A scaler that leaves out a step, and gradients that were dropped, leave none waiting."""
+    t, (take, code) = Training(tmp_path), STEPS[step]
+    if take is wrapped:
+        t.state["optimizer"] = Wrapping(t.optimizer)
+    with ended(code) if code else contextlib.nullcontext(), t.run as run:
+        for _ in run.epochs(1, state=t.state):
+            for batch in run.batches(t.data, 5):
+                take(run, t, t.model(batch.data).square().mean())
+                for _ in run.validation(t.data, 5):
+                    pass
+    assert len(records(tmp_path, "evaluation")) == (0 if code else 2)
+    assert ("optimizer.step()" in capfd.readouterr().err) == bool(code)
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+import samestep
+
+with samestep.open_run("run", seed=3, log_every=1) as run:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(2, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    data = torch.rand(24, 2)
+    for epoch in run.epochs(1, state={"model": model, "optimizer": optimizer}):
+        for batch in run.batches(data, 6):
+            # The statistics count in training, as those of spectral normalisation do.
+            loss = (model(batch.data) + model[0].running_mean.sum()).square().mean()
+            optimizer.zero_grad()
+            run.backward(loss, model)
+            optimizer.step()
+            run.log(loss=loss)
+            if batch.step % 2 and sys.argv[1] != "never":
+                model.eval()
+                for held in run.validation(data[:1], 4):  # the second rank has none of it
+                    torch.rand(5)
+                    run.log(value=model(held.data).mean())
+                model.train()
+"""
+
+
+def test_two_ranks_train_the_same_with_a_validation_of_which_one_has_no_share(tmp_path):
+    script = tmp_path / "within.py"
+    script.write_text(SCRIPT)
+    for when in ("never", "often"):
+        (tmp_path / when).mkdir()
+        run(script, when, world_size=2, folder=tmp_path / when)
+    without, often = (account(tmp_path / when / "run") for when in ("never", "often"))
+    assert [r for r in often if r["event"] != "evaluation"] == without
+    assert [r["step"] for r in often if r["event"] == "evaluation"] == [2, 4]
+    assert_close(weights(tmp_path / "often/run"), weights(tmp_path / "never/run"), 0)
+    script.write_text(SCRIPT.replace("optimizer.step()\n", "pass\n"))
+    assert "optimizer.step()" in refused(script, "often", world_size=2, folder=tmp_path)

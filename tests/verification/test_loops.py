@@ -1,0 +1,221 @@
+"""`samestep verify loop.py`: scripts with a loop of their own, clean and with a planted bug."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import UserError
+from samestep.verification.loop_on_rank import few_steps
+from tests.verification.forked import check, differing, verified_loop
+
+LOOP = """
+import argparse
+import torch
+from torch import nn
+import samestep
+
+def loss_of(outputs, targets, batch, run):
+    return nn.functional.mse_loss(outputs, targets)
+
+def averaged(model):
+    for parameter in model.parameters():
+        parameter.grad = samestep.dist.reduce_tensor(parameter.grad, "mean")
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, required=True)
+    args = parser.parse_args()
+    with samestep.open_run("runs/mine", resume=True, settings=vars(args)) as run:
+        x = torch.randn(100, 6)
+        y = x.sum(dim=1, keepdim=True) ** 2
+        model = run.place(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for epoch in run.epochs(args.epochs, state={"model": model, "optimizer": optimizer}):
+            for batch in run.batches((x, y), 11):
+                inputs, targets = batch.data
+                noise = 0
+                loss = loss_of(model(inputs + noise), targets, batch, run)
+                optimizer.zero_grad()
+                run.backward(loss, model)
+                optimizer.step()
+                run.log(loss=loss)
+            model.eval()
+            with torch.no_grad():
+                for batch in run.validation((x, y), 50):
+                    inputs, targets = batch.data
+                    run.log(loss=loss_of(model(inputs), targets, batch, run))
+            model.train()
+
+main()
+"""
+MSE = "return nn.functional.mse_loss(outputs, targets)"
+# What is wrong → the text of the clean loop, the text in its place, and the cause of the 2 ranks.
+BUGS = {
+    "loss.backward": (
+        "run.backward(loss, model)",
+        "loss.backward()",
+        "gradients that are not added up",
+    ),
+    "what is not named": (
+        "run.backward(loss, model)",
+        "run.backward(loss, model[0]); (loss_of(model(inputs), targets, batch, run)).backward()",
+        "gradients that are not added up",
+    ),
+    "an average over ranks": (
+        "run.backward(loss, model)",
+        "loss.backward(); averaged(model)",
+        "mean of the ranks' means",
+    ),
+    "a masked mean": (
+        MSE,
+        "kept = targets > 1; return (kept * (outputs - targets) ** 2).sum() / kept.sum()",
+        "loss that is not a mean over samples",
+    ),
+    "a sum": (MSE, f"{MSE} * len(outputs)", "loss that is not a mean over samples"),
+    "divided by the ranks": (
+        MSE,
+        f"{MSE} / run.world_size",
+        "loss that is divided by the number of ranks",
+    ),
+    "a loss over the batch": (
+        MSE,
+        "return (outputs @ outputs.T - targets @ targets.T).abs().mean()",
+        "loss that compares the samples of a batch",
+    ),
+    "other data": ("x = torch.randn(100, 6)", "x = torch.randn(100, 6) + run.rank", None),
+    "a data set that reads the rank": (
+        "run.batches((x, y), 11)",
+        "run.batches([(a + run.rank, b) for a, b in zip(x, y)], 11)",
+        "data that depends on the rank",
+    ),
+    "weights of each process": (
+        "optimizer = torch",
+        "torch.seed(); nn.init.normal_(model[0].weight); optimizer = torch",
+        "initial weights that differ per process",
+    ),
+    "a batch per rank": (
+        "y), 11)",
+        "y), 11 * run.world_size)",
+        "batch that depends on the number of ranks",
+    ),
+    "a rate per rank": ("lr=0.01", "lr=0.01 * (1 + run.rank)", "unknown"),
+}
+
+
+# What differs with the ranks by itself → the change, and the row that has it.
+BY_ITSELF = {
+    "batchnorm": ("nn.Tanh()", "nn.BatchNorm1d(8), nn.Tanh()", "BatchNorm"),
+    "dropout": ("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.3)", "dropout"),
+    "noise": ("noise = 0", "noise = torch.randn_like(inputs)", "dropout"),
+    "state": ("noise = 0", "noise = random.random()", "state"),
+}
+
+
+def write(folder, *changes):
+    text = LOOP
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    script = folder / "loop.py"
+    script.write_text(text)
+    return script
+
+
+def test_a_clean_loop_is_the_same_and_its_own_runs_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = write(tmp_path)
+    found = verified_loop(
+        script, "--epochs", "1", folder=tmp_path / "ranks", sizes=(1, 2, 3), quick=False
+    )
+    assert found.same
+    assert found.precisions == ("fp64", "fp32")
+    assert {row.name: row.status for row in found.checks} == dict.fromkeys(
+        (
+            *("one process", "2 ranks", "3 ranks", "fp32", "BatchNorm", "dropout", "state"),
+            *("order", "processes", "gradients", "loss", "evaluation", "one writer"),
+        ),
+        "same",
+    )
+    assert check(found, "3 ranks").difference < 1e-12
+    assert (found.facts.size.steps, found.facts.size.rest) == (4, 10)
+    assert not (tmp_path / "runs").exists()
+
+
+@given(st.integers(1, 200), st.integers(1, 80), st.booleans(), st.integers(1, 8))
+def test_the_samples_that_are_used_are_there_and_end_with_an_uneven_batch(
+    total, batch, drop_last, most_ranks
+):
+    size = few_steps(torch.zeros(total), batch, drop_last, most_ranks)
+    if drop_last and total < batch:
+        assert size.num_samples == total, "which is refused, with all of the numbers"
+        return
+    assert size.num_samples == size.full * batch + size.rest <= total
+    assert size.rest < batch
+    assert 2 <= size.steps <= 4
+    if total >= 2 * batch > 2 and not drop_last:
+        assert size.rest > 0 < size.full
+
+
+@pytest.mark.parametrize(("old", "new", "cause"), BUGS.values(), ids=BUGS)
+def test_a_planted_bug_is_told_with_its_cause(old, new, cause, tmp_path):
+    found = verified_loop(write(tmp_path, (old, new)), "--epochs", "1", folder=tmp_path / "ranks")
+    assert not found.same
+    assert differing(found)["2 ranks"] == cause
+
+
+@pytest.mark.parametrize("kind", BY_ITSELF)
+def test_what_differs_by_itself_is_held_still_and_told_in_its_own_row(kind, tmp_path):
+    old, new, row = BY_ITSELF[kind]
+    script = write(tmp_path, (old, new), ("import argparse", "import argparse, random"))
+    found = verified_loop(script, "--epochs", "1", folder=tmp_path / "ranks")
+    assert [*differing(found)] == [row]
+    assert check(found, row).first_step == 1
+    assert check(found, "2 ranks").difference < 1e-10
+
+
+def test_a_validation_that_draws_is_told(tmp_path):
+    script = write(tmp_path, ("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.3)"), ("model.eval()", ""))
+    found = verified_loop(script, "--epochs", "1", folder=tmp_path / "ranks", accept=("dropout",))
+    assert differing(found) == {"evaluation": "draws in the validation"}
+
+
+@pytest.mark.slow
+def test_a_loop_that_cannot_compute_in_float64_is_compared_by_its_losses(tmp_path):
+    numpy = "from_numpy(np.random.rand(6).astype('f'))"
+    script = write(
+        tmp_path,
+        ("import torch\n", "import numpy as np, torch\nFIXED = torch." + numpy + "[:, None]\n"),
+        ("x.sum(dim=1, keepdim=True)", "(x.float() @ FIXED)"),
+        ("loss_of(model(inputs + noise)", "loss_of(model(inputs) + inputs @ FIXED"),
+    )
+    found = verified_loop(script, "--epochs", "1", folder=tmp_path / "ranks")
+    assert found.precisions == ("fp32",)
+    assert check(found, "rounding").status == "same"
+
+
+MISTAKES = {
+    "a missing argument": ((), (), "--epochs"),
+    "a script that opens nothing": (("1",), ("main()\n", "\n"), "open_run"),
+    "a question": (("1",), ("def main():", "def main():\n    input()"), "input"),
+    "no steps": (("1",), ("for epoch in run.epochs", "for epoch in [] and run.epochs"), "no step"),
+    "its own error": (("1",), ("nn.Linear(6, 8)", "nn.Linear(5, 8)"), "loop.py"),
+    "an error on one rank": (
+        ("1",),
+        ("y = x.sum", "1 / (1 - run.rank)\n        y = x.sum"),
+        "ZeroDivisionError",
+    ),
+    "a rank that leaves": (
+        ("1",),
+        ("y = x.sum", "run.rank and exit()\n        y = x.sum"),
+        "exit()",
+    ),
+}
+
+
+@pytest.mark.parametrize(("epochs", "change", "named"), MISTAKES.values(), ids=MISTAKES)
+def test_what_cannot_be_checked_is_one_message(epochs, change, named, tmp_path):
+    script = write(tmp_path, *[change] if change else [])
+    arguments = [word for number in epochs for word in ("--epochs", number)]
+    with pytest.raises(UserError, match=named):
+        verified_loop(script, *arguments, folder=tmp_path / "ranks")
