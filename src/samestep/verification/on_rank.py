@@ -17,7 +17,7 @@ from samestep.errors import LOST_PEER, UserError, caused, is_users
 from samestep.ranks.process import hand_back
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
-from samestep.recipe_source import with_options
+from samestep.recipe_source import schedule_asks, with_options
 from samestep.session.request import Request
 from samestep.session.training_run import run_session
 from samestep.settings import Precision, in_precision
@@ -174,7 +174,12 @@ class _Start:
         settings = settings_of(training, self._request.settings, self._facts, num_ranks, run)
         if self._world.device.type != "cuda":
             settings = replace(settings, sync_batchnorm=False)
-        few = self._few if training.evaluates else replace(self._few, validation=None)
+        asks = schedule_asks(self._recipe.schedule) if self._recipe.schedule is not None else ()
+        follows = not {"metrics", "optimizer"}.isdisjoint(asks)  # in each training, to be the same
+        few = self._few if training.evaluates or follows else replace(self._few, validation=None)
+        if follows:
+            given = self._request.settings
+            settings = replace(settings, monitor=given.monitor, mode=given.mode)
         unused = [] if settings.allows_unused else unused_parameters(self._facts)
         inner = self._recipe
 
