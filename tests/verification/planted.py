@@ -3,7 +3,7 @@
 import textwrap
 from pathlib import Path
 
-PARTS = ("model", "loss", "augment", "transform")
+PARTS = ("model", "loss", "augment", "transform", "schedule", "settings")
 GOOD = """
 from dataclasses import replace
 import torch
@@ -27,7 +27,7 @@ def write(folder: Path, planted: str = "", name: str = "planted.py") -> Path:
     """Write the good recipe, with lines after it that plant something: what they define, it has."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    defined = [part for part in PARTS if f"\ndef {part}(" in planted]
+    defined = [p for p in PARTS if f"\ndef {p}(" in planted or f"\n{p} = " in planted]
     parts = ", ".join(("recipe", *(f"{part}={part}" for part in defined)))
     path.write_text(f"{GOOD}{planted}recipe = replace({parts})\n")
     return path
@@ -428,4 +428,12 @@ WORLD_SIZE = """
 import os
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets) * int(os.environ.get("WORLD_SIZE", "1"))
+"""
+
+FOLLOWS_VALIDATION = """
+settings = {**recipe.settings, "monitor": "loss"}
+
+def schedule(optimizer, plan):
+    # Each validation halves the rate, since none is so much better.
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=1)
 """

@@ -44,6 +44,13 @@ def test_what_is_planted_is_found_and_named_and_nothing_else(name, tmp_path, mon
     assert differing(found) == {**THOROUGH, **QUICK}[name]
 
 
+def test_each_training_has_the_validation_that_a_schedule_follows(tmp_path):
+    recipe = planted.write(tmp_path, planted.FOLLOWS_VALIDATION, name="p_follows.py")
+    found = verified(recipe, folder=tmp_path / "ranks", sizes=(1,))
+    assert found.same
+    assert {check(found, name).passed for name in ("accumulation", "stop and resume")} == {True}
+
+
 def test_a_batch_size_that_is_built_in_fails_in_the_last_uneven_batch(tmp_path):
     recipe = planted.write(tmp_path, planted.FIXED_SHAPE, name="p_fixed.py")
     report = verified(recipe, folder=tmp_path / "ranks", batch=8)

@@ -178,6 +178,9 @@ class _Start:
         follows = {"optimizer", "metrics"}.intersection(self._recipe.schedule_asks())
         evaluates = training.evaluates or bool(follows)
         few = self._few if evaluates else replace(self._few, validation=None)
+        if follows:
+            given = self._request.settings
+            settings = replace(settings, monitor=given.monitor, mode=given.mode)
         unused = [] if settings.allows_unused else unused_parameters(self._facts)
         inner = self._recipe
 
