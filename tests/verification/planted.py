@@ -435,5 +435,6 @@ settings = {**recipe.settings, "monitor": "loss"}
 
 def schedule(optimizer, plan):
     # Each validation halves the rate, since none is so much better.
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=1)
+    kind = torch.optim.lr_scheduler.ReduceLROnPlateau
+    return kind(optimizer, patience=0, factor=0.5, threshold=1)
 """

@@ -20,7 +20,7 @@ from samestep.recipe import Recipe, Splits
 from samestep.recipe_source import with_options
 from samestep.session.request import Request
 from samestep.session.training_run import run_session
-from samestep.settings import Precision, in_precision
+from samestep.settings import Precision, Settings, in_precision
 from samestep.training.alike import seed_alike
 from samestep.training.device import switched
 from samestep.training.plan import check_virtual
@@ -165,6 +165,17 @@ class _Start:
             world=World(device=self._world.device),
         )
 
+    def _validated(self, training: ShortTraining, settings: Settings) -> tuple[Splits, Settings]:
+        """Return the samples and settings of a training, with a validation where it needs one."""
+        given = self._request.settings
+        if self._world.device.type != "cuda":
+            settings = replace(settings, sync_batchnorm=False)
+        # A schedule may follow what is validated; else only some trainings take that time.
+        if {"optimizer", "metrics"}.intersection(self._recipe.schedule_asks()):
+            return self._few, replace(settings, monitor=given.monitor, mode=given.mode)
+        few = self._few if training.evaluates else replace(self._few, validation=None)
+        return few, settings
+
     def _take(self, training: ShortTraining, trace: Trace) -> None:
         place, name = self._start.place, training.name
         if training.resumes:
@@ -172,15 +183,7 @@ class _Start:
         run = run_of(self._instructions.folder, place, name)
         num_ranks = self._world.world_size
         settings = settings_of(training, self._request.settings, self._facts, num_ranks, run)
-        if self._world.device.type != "cuda":
-            settings = replace(settings, sync_batchnorm=False)
-        # A schedule may follow what is validated; else only some trainings take that time.
-        follows = {"optimizer", "metrics"}.intersection(self._recipe.schedule_asks())
-        evaluates = training.evaluates or bool(follows)
-        few = self._few if evaluates else replace(self._few, validation=None)
-        if follows:
-            given = self._request.settings
-            settings = replace(settings, monitor=given.monitor, mode=given.mode)
+        few, settings = self._validated(training, settings)
         unused = [] if settings.allows_unused else unused_parameters(self._facts)
         inner = self._recipe
 
