@@ -19,7 +19,6 @@ from samestep.recipe import InMemory, Recipe
 from samestep.recipe_checks import shown
 from samestep.settings import Settings
 
-
 _EVALUATED_TOGETHER = 32
 """Samples of a batch over which an evaluation makes a loss, where no setting says how many."""
 
