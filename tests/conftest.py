@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,17 @@ def _is_memory_for_files() -> bool:
     can_execute = not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC
     free = min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available)
     return can_execute and free >= NEEDS
+
+
+@pytest.fixture(autouse=True)
+def _modules_of_one_test(tmp_path_factory) -> Iterator[None]:
+    """Forget the recipes that a test has read: the next one has files of the same names."""
+    yield
+    folder = tmp_path_factory.getbasetemp().parent
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).is_relative_to(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture
