@@ -20,7 +20,7 @@ from samestep.recipe import Recipe, Splits
 from samestep.recipe_source import schedule_asks, with_options
 from samestep.session.request import Request
 from samestep.session.training_run import run_session
-from samestep.settings import Precision, in_precision
+from samestep.settings import Precision, Settings, in_precision
 from samestep.training.alike import seed_alike
 from samestep.training.device import switched
 from samestep.training.plan import check_virtual
@@ -165,21 +165,29 @@ class _Start:
             world=World(device=self._world.device),
         )
 
+    @property
+    def _follows_validation(self) -> bool:
+        """Whether the schedule may need a validation in each training to be the same in all."""
+        schedule = self._recipe.schedule
+        asks = () if schedule is None else schedule_asks(schedule)
+        return not {"metrics", "optimizer"}.isdisjoint(asks)
+
+    def _settings(self, training: ShortTraining, run: Path) -> Settings:
+        given, world = self._request.settings, self._world
+        settings = settings_of(training, given, self._facts, world.world_size, run)
+        if world.device.type != "cuda":
+            settings = replace(settings, sync_batchnorm=False)
+        if self._follows_validation:
+            settings = replace(settings, monitor=given.monitor, mode=given.mode)
+        return settings
+
     def _take(self, training: ShortTraining, trace: Trace) -> None:
         place, name = self._start.place, training.name
         if training.resumes:
             place, name = place - 1, MAIN
         run = run_of(self._instructions.folder, place, name)
-        num_ranks = self._world.world_size
-        settings = settings_of(training, self._request.settings, self._facts, num_ranks, run)
-        if self._world.device.type != "cuda":
-            settings = replace(settings, sync_batchnorm=False)
-        asks = schedule_asks(self._recipe.schedule) if self._recipe.schedule is not None else ()
-        follows = not {"metrics", "optimizer"}.isdisjoint(asks)  # in each training, to be the same
+        settings, follows = self._settings(training, run), self._follows_validation
         few = self._few if training.evaluates or follows else replace(self._few, validation=None)
-        if follows:
-            given = self._request.settings
-            settings = replace(settings, monitor=given.monitor, mode=given.mode)
         unused = [] if settings.allows_unused else unused_parameters(self._facts)
         inner = self._recipe
 
