@@ -9,6 +9,7 @@ batches from tensors, which is faster than a DataLoader. Writes `benchmarks/resu
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import subprocess
@@ -28,7 +29,7 @@ import samestep
 from samestep.session import own_run
 
 HERE = Path(__file__).parent
-BATCH, STEPS, LIMIT = 64, 30, 1.03
+BATCH, STEPS = 64, 12
 Data = tuple[Tensor, Tensor]
 Turns = dict[str, list[tuple[float, float, float]]]
 """By version of `run.backward`: native milliseconds, and the ratios of wall and CPU time."""
@@ -100,7 +101,9 @@ def turns_of(build: Callable[[], nn.Module], asked: argparse.Namespace) -> Turns
     if asked.before:
         versions = {"before": old_backward(asked.before), **versions}
     found: Turns = {name: [] for name in versions}
-    with samestep.open_run(asked.run_dir, device="cpu", log_every=50) as run:
+    # Like a long run: few records, and no checkpoint meanwhile.
+    how = {"device": "cpu", "log_every": 50, "checkpoint_every_epochs": 999}
+    with samestep.open_run(asked.run_dir, **how) as run:
         number = BATCH * run.world_size
         data = torch.randn(number * STEPS, 256), torch.randint(10, (number * STEPS,))
         model = build()
@@ -138,27 +141,33 @@ def turns_of(build: Callable[[], nn.Module], asked: argparse.Namespace) -> Turns
 
 
 def main() -> None:
-    """Take turns on one rank; rank 0 writes the page."""
+    """Measure each model in two ranks of its own, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", help="a commit")
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--run-dir", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if "RANK" not in os.environ:
+    if asked.model:
+        torch.set_num_threads(1)
+        found = turns_of(MODELS[asked.model], asked)
+        if os.environ["RANK"] == "0":
+            print(json.dumps(found))
+        return
+    facts, rows = machine(), []
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    for name in MODELS:
         with tempfile.TemporaryDirectory() as folder:
-            launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-            command = [sys.executable, *launcher, __file__, *sys.argv[1:], "--run-dir", folder]
-            sys.exit(subprocess.call(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
-    torch.set_num_threads(1)
-    facts, folder, rows = machine(), Path(asked.run_dir), []
-    for number, (name, build) in enumerate(MODELS.items()):
-        asked.run_dir = folder / str(number)
-        for version, turns in turns_of(build, asked).items():
+            more = ("--model", name, "--run-dir", folder)
+            command = [sys.executable, *launcher, __file__, *sys.argv[1:], *more]
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
+        for version, turns in json.loads(done.stdout.splitlines()[-1]).items():
             milliseconds, wall, cpu = zip(*turns, strict=True)
             native_ms = f"{statistics.median(milliseconds):.1f}"
             rows.append(f"| {name} | {version} | {native_ms} | {_spread(wall)} | {_spread(cpu)} |")
-    if os.environ["RANK"] == "0":
-        write(asked, facts, rows)
+            print(rows[-1], flush=True)
+    write(asked, facts, rows)
 
 
 def _spread(ratios: Sequence[float]) -> str:

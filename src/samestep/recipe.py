@@ -362,8 +362,7 @@ def _from_file(path: Path, original: Path) -> Recipe:
         raise UserError(
             f"{path} is a loop of your own: line {opened} opens its run, and there is no `recipe`. "
             f"Start it as it is: python {path}, or torchrun --nproc-per-node 2 {path}. "
-            f"`samestep verify {path}` compares its first steps on 1 and N ranks, and `samestep "
-            f"profile {path}` measures them; every other verb needs a recipe."
+            "`samestep verify` and `samestep profile` take it as well; other verbs need a recipe."
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

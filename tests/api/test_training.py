@@ -322,8 +322,10 @@ def test_a_script_with_a_loop_of_its_own_is_not_run_as_a_recipe(here, refused):
         "import pathlib, samestep\npathlib.Path('ran').touch()\n"
         "with samestep.open_run('runs/mine') as run:\n    pass\n"
     )
-    for verb in ("train", "verify", "explain"):
-        assert "torchrun" in refused(verb, "loop.py")
+    for verb in ("train", "scale", "explain"):
+        message = refused(verb, "loop.py")
+        assert "torchrun" in message
+        assert "samestep verify" in message
     with pytest.raises(UserError, match=r"python loop\.py"):
         samestep.train("loop.py")
     assert not (here / "ran").exists()

@@ -14,6 +14,7 @@ import pytest
 
 from samestep import read_records
 from samestep.commands.train import parse
+from samestep.data.order import TokenCut
 from samestep.recipes.spiral import SpiralOptions
 from samestep.session.request import to_toml
 from samestep.settings import Settings
@@ -271,7 +272,8 @@ def write_toml(path: Path, table: dict) -> str:
 def resolved(flags: list[str]) -> dict:
     """Return the settings and options that `samestep train spiral` makes of some flags."""
     _, request = parse(["spiral", *flags])
-    plan = make_plan(request.settings, 7000, 1)
+    cut = TokenCut((100,) * 70, 1) if request.settings.batch_tokens else None
+    plan = make_plan(request.settings, 7000, 1, by_tokens=cut)
     sizes = {"batch_size": plan.global_batch_size, "micro_batch_size": plan.micro_batch_size}
     saved = tomllib.loads(to_toml(request, plan))
     saved |= saved.pop("options")
@@ -370,7 +372,8 @@ def test_a_run_of_all_settings_keeps_them(here):
     # two could apply to, and the last two have tests of their own.
     table |= {"cudnn_benchmark": False, "checkpoint_activations": False, "sync_batchnorm": False}
     table |= {"engine": "native", "track": "none"}
-    del table["run_dir"], table["batch_size_per_rank"]
+    for name in ("run_dir", "batch_size_per_rank", "group_by_length", "batch_tokens"):
+        del table[name]
     config = write_toml(here / "all.toml", table)
     assert resolved(["--config", config]) == resolved(as_flags(table))
     # In a process of its own: deterministic operations and matmul precision stay set.

@@ -170,10 +170,15 @@ def test_draws_are_in_proportion_to_the_weights():
         assert abs(found[kind] / 40_000 - part) < 5 * (part * (1 - part) / 40_000) ** 0.5
 
 
+def weighted_by(weights):
+    return Recipe(model=list, data=list, weights=weights)
+
+
 def test_weights_are_numbers_or_a_function_of_the_training_data():
     data, how = (torch.arange(4.0), torch.arange(4)), Settings(order="weighted")
     given = [[0, 1, 2, 3], torch.arange(4), lambda pair: pair[0] * 1.0, lambda pair: pair[1]]
-    found = [ordering_of(Recipe(model=list, data=list, weights=w), how, data) for w in given]
+    found = [ordering_of(weighted_by(w), how, data) for w in given]
+    found.append(ordering_of(weighted_by(torch.arange(8).view(4, 2)[:, 0] // 2), how, data))
     assert len({str(one.record(4)) for one in found}) == 1
     assert found[0].weights.dtype == torch.float64
     recipe = Recipe(model=list, data=list, weights=given[0])

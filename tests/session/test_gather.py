@@ -67,6 +67,15 @@ def test_outside_of_a_training_batch_it_is_refused(place, tmp_path):
     assert scripts.refused(script, "run", folder=tmp_path)
 
 
+def test_after_setup_distributed_it_needs_no_run():
+    x = torch.ones(3, 2)
+    samestep.dist.setup_distributed(device="cpu")
+    assert samestep.gather(x) is x
+    samestep.dist.cleanup()
+    with pytest.raises(UserError):
+        samestep.gather(x)
+
+
 def test_without_a_run_it_is_refused():
     for given in (torch.ones(3, 2), torch.ones(()), [1.0]):
         with pytest.raises(UserError):

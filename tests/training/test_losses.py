@@ -157,6 +157,19 @@ def test_losses_by_name_of_an_epoch_that_was_stopped_are_of_all_of_it(
     tiny.assert_same_training(tmp_path / "run", reference, 1e-12)
 
 
+def test_a_loss_by_name_that_the_recipe_gained_within_an_epoch_begins_with_the_next(tmp_path):
+    recipe, path = tmp_path / "tiny.py", tmp_path / "run"
+    text = RECIPE.replace('"kl"}', '"loss"}')
+    recipe.write_text(text.replace('"kl": kl}', '"divergence": kl}').replace('{"kl": 0.1}', "None"))
+    stop = Fault("after a step", nth=1, signum=signal.SIGTERM)
+    tiny.struck(recipe, path, stop, *FLAGS)
+    recipe.write_text(text)
+    tiny.trained(recipe, path, "--resume", "--allow-change", "recipe", *FLAGS)
+    first, second = tiny.events(path, "epoch")
+    assert "metrics" not in first
+    assert second["metrics"].keys() == {*NAMES}
+
+
 def test_the_lowest_is_the_best_of_a_loss_by_name(alone):
     _, path = alone(RECIPE)
     start = tiny.all_records(path)[0]

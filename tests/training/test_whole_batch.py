@@ -110,6 +110,21 @@ def test_on_several_ranks_and_in_micro_steps_it_is_that_of_one_process(
         tiny.assert_same_training(tmp_path / kind, alone / kind, 1e-11)
 
 
+def test_losses_by_name_and_sums_are_made_over_the_whole_batch_too(tmp_path):
+    by_name = "return {k: LOSSES[k](outputs, targets) for k in ('clip', 'dice')}"
+    named = ("return LOSSES[KIND](outputs, targets)", by_name)
+    weighted = ("metrics={},", 'metrics={}, loss_weights={"dice": 0.5}, reduction="sum",')
+    recipe = written(tmp_path, "clip", named, weighted)
+    flags = (*FP64, "--lr", "0.05")
+    tiny.trained(recipe, tmp_path / "one", *flags)
+    for more in ((), ("--micro-batch-size", "3")):
+        run = tmp_path / f"two{len(more)}"
+        tiny.trained(recipe, run, *flags, *more, on=2)
+        tiny.assert_same_training(run, tmp_path / "one", 1e-11)
+    step = tiny.events(tmp_path / "one", "step")[0]
+    assert step["loss"] == pytest.approx(step["clip"] + 0.5 * step["dice"], rel=1e-12)
+
+
 def test_with_virtual_ranks_the_bits_are_equal_dropout_and_batchnorm_included(tmp_path):
     odd = ("MORE = ()", "MORE = (lambda: nn.BatchNorm1d(16), 0.3)")
     flags = ("--virtual-ranks", "3", "--log-every", "1", "--batch-size", "12", "--drop-last")

@@ -434,6 +434,7 @@ FOLLOWS_VALIDATION = """
 settings = {**recipe.settings, "monitor": "loss"}
 
 def schedule(optimizer, plan):
-    halved = {"patience": 0, "factor": 0.5, "threshold": 1}  # none is so much better
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **halved)
+    # Each validation halves the rate, since none is so much better.
+    kind = torch.optim.lr_scheduler.ReduceLROnPlateau
+    return kind(optimizer, patience=0, factor=0.5, threshold=1)
 """

@@ -81,7 +81,7 @@ BUGS = {
     "a loss over the batch": (
         MSE,
         "return (outputs @ outputs.T - targets @ targets.T).abs().mean()",
-        "loss that compares the samples of a batch",
+        "the loss is made over the batch",
     ),
     "other data": ("x = torch.randn(100, 6)", "x = torch.randn(100, 6) + run.rank", None),
     "a data set that reads the rank": (

@@ -19,6 +19,9 @@ from samestep.recipe import InMemory, Recipe
 from samestep.recipe_checks import shown
 from samestep.settings import Settings
 
+_EVALUATED_TOGETHER = 32
+"""Samples of a batch over which an evaluation makes a loss, where no setting says how many."""
+
 
 def open_source(
     data: InMemory | Dataset[Any], world: World, *, num_workers: int, **how: Any
@@ -72,7 +75,8 @@ def open_split(
     """
     trains = split == "training" and not is_stream(data)
     ordering = ordering_of(recipe, settings, data) if trains else SHUFFLED
-    batch_size = settings.batch_size or settings.batch_size_per_rank
+    # With --batch-tokens a step has no fixed number of samples; an evaluation needs one.
+    batch_size = settings.batch_size or settings.batch_size_per_rank or _EVALUATED_TOGETHER
     with made_by(recipe.data):
         return open_source(
             data,

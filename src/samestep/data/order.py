@@ -297,7 +297,7 @@ def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") ->
     size = len(data[0] if isinstance(data, tuple) else data)
     try:
         found = given(data) if callable(given) else given
-        numbers = torch.as_tensor(found).detach().cpu().double()
+        numbers = torch.as_tensor(found).detach().cpu().double().contiguous()
     except Exception as error:
         remedy = f"It must give a number for each of the {size:,} training samples."
         blame(f"{what} failed", error, given, remedy=remedy)

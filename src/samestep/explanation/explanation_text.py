@@ -95,6 +95,9 @@ def _step(found: Explanation) -> Rows:
     yield from _shares(found.step)
     if plan.accumulate > 1:
         yield "micro-steps", "add up their gradients: less memory, the same step"
+    if found.memory is not None and found.memory.gathered.bytes:
+        twice = ", and a second forward of each micro-step" * (plan.accumulate > 1)
+        yield "loss", f"made over the whole batch: ranks gather their outputs{twice}"
     if plan.world_size > 1:
         yield "then", "all ranks average their gradients, weighted by their samples"
 
@@ -212,6 +215,11 @@ def _memory(found: Explanation) -> Rows:
     marked = "; inputs of the marked blocks are not in it" * settings.checkpoint_activations
     kept = f"what one forward of {samples} keeps for its backward{marked}"
     yield "activations", f"{size(memory.activations.bytes)}: {kept}"
+    if memory.gathered.bytes:
+        text = (
+            f"{size(memory.gathered.bytes)}: outputs and targets of the whole batch, on each rank"
+        )
+        yield "gathered", f"{text}; ranks send each other theirs in each step"
     yield "data", _data(found, memory)
     yield "together", f"{size(memory.total)} per rank"
     missing = ["results inside an operation", "what the allocator keeps in reserve"]

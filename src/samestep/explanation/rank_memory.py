@@ -58,6 +58,9 @@ class RankMemory:
     """Inputs and targets of one micro-step."""
     activations: MemoryPart
     """What one micro-step's forward keeps for its backward."""
+    gathered: MemoryPart
+    """Of a loss over the whole batch: the outputs and targets of all ranks, which each rank
+    receives in each step, and the gradients of these outputs."""
     data: MemoryPart
     """Samples held in memory, all of them on every rank."""
 
@@ -101,9 +104,12 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     model, module = work.learner.model, work.learner.applied
     saved: dict[int, tuple[int, int]] = {}  # address of what the forward saves → bytes, elements
     forwards = True
+    outputs: list[Tensor] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs)
+        made = module(*args, **kwargs)
+        outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        return made
 
     def pack(tensor: Tensor) -> Tensor:
         if forwards and (where := _address(tensor)) is not None and where not in known:
@@ -121,6 +127,7 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         scaler=None,
         counter=None,
         measured=False,
+        carried=work.learner.carried and work.learner.carried.alone(rows),
         wrapped=cast("Any", watched(forward, seen)),
         loss=watched(work.learner.loss, seen),
     )
@@ -146,6 +153,9 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         average=_part(averages),
         batch=_part(batch),
         activations=MemoryPart(bytes=sizes, elements=elements),
+        gathered=_gathered(outputs, block.targets, plan.global_batch_size, rows)
+        if work.learner.over_batch
+        else _part(()),
         data=MemoryPart(
             bytes=sum(source.held_bytes for source in sources),
             elements=sum(source.num_samples for source in sources),
@@ -157,6 +167,14 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         batch_norms=tuple(batch_norms(model)),
     )
     return memory, drawn
+
+
+def _gathered(outputs: list[Tensor], targets: Any, global_batch: int, rows: int) -> MemoryPart:
+    """Return what a loss over the whole batch has of all ranks, scaled from one micro-step."""
+    wanted = [leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
+    held = _part([*outputs, *outputs, *wanted])  # outputs, and their gradients
+    bytes_of_all, elements = (n * global_batch // rows for n in (held.bytes, held.elements))
+    return MemoryPart(bytes=bytes_of_all, elements=elements)
 
 
 def _real_batch(request: Request, built: Built, rows: int) -> Block:

@@ -118,12 +118,13 @@ def measure(
     world = work.world
     span, mine, stopped = _run_stages(work, state, path, extent, received)
     cores = usable_cores()
-    between = _steps_between(work)
+    between, plan = _steps_between(work), work.plan
+    mean = plan.num_samples // plan.steps_per_epoch
     return MeasuredSteps(
         ranks=tuple(world.gather(mine)),
         steps=span.steps,
         wall=span.seconds / span.steps,
-        samples=work.plan.global_batch_size,
+        samples=plan.global_batch_size if plan.by_tokens is None else mean,
         # After a stop signal there may be no time left.
         evaluation=0.0 if stopped else _evaluation_seconds(work) / between["evaluation"],
         checkpoint=0.0

@@ -104,6 +104,8 @@ def _where(run: RunData) -> str:
     nodes = plan.get("num_nodes")
     on = f" on {nodes} nodes" if isinstance(nodes, int) and nodes > 1 else ""
     batch = f", {count(plan['global_batch_size'], 'sample')} per step"
+    if tokens := plan.get("batch_tokens"):
+        batch = f", {count(tokens, 'token')} per step"
     return f"{count(plan['world_size'], 'rank')}{on}, {plan.get('device', 'device unknown')}{batch}"
 
 

@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from samestep.reporting.words import class_table, count, duration, short, wrapped
-from samestep.run.records import Record, metric_values
+from samestep.run.records import Record, metric_values, samples_per_step
 
 _LEAST_BAR = 12
 _SMOOTHING = 0.2
@@ -79,7 +79,7 @@ class BarState:
         total, monitor = self.plan["total_steps"], str(self.plan.get("monitor", "loss"))
         eta = ""
         if self.rate is not None and total is not None:
-            left = max(0, total - self.step) * self.plan["global_batch_size"]
+            left = max(0, total - self.step) * samples_per_step(self.plan)
             eta = f"ETA {duration(round(left / self.rate))}"
         loss = "" if self.loss is None else f"loss {self.loss:.4f}"
         rate = "" if self.rate is None else f"{short(self.rate):>5} samples/s"
@@ -254,7 +254,7 @@ class Screen:
         if plan["lr_scaling"] != "none":
             ratio = plan["lr"] / plan["base_lr"]
             lr += f" = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
-        order = f", {o}" if (o := plan.get("order", "shuffled")) != "shuffled" else ""
+        order = f", order: {o}" if (o := plan.get("order", "shuffled")) != "shuffled" else ""
         known = plan["num_samples"]
         samples = "a stream" if known is None else f"{known:,} training samples"
         batch = f"{plan['global_batch_size']} samples a step = {parts}"

@@ -398,6 +398,13 @@ def check_format(start: Record, path: Path) -> None:
         )
 
 
+def samples_per_step(plan: Mapping[str, Any]) -> float:
+    """Return the samples of most steps by a `start` record, or their mean if they are by tokens."""
+    if plan.get("batch_tokens"):
+        return float(plan["num_samples"] / plan["steps_per_epoch"])
+    return float(plan["global_batch_size"])
+
+
 def read_records(path: str | PathLike[str], *, superseded: bool = False) -> Iterator[Record]:
     """Yield the records of a run as one uninterrupted run would have written them.
 

@@ -212,6 +212,11 @@ def _carried(
             "each other on any number of ranks; this is a stream. Give tensors or a map-style "
             "Dataset."
         )
+    if settings.batch_tokens is not None:
+        raise UserError(
+            "Recipe(carry=…) does not go with --batch-tokens: a slot's samples follow each other, "
+            "and steps have different numbers of samples. Give --batch-size."
+        )
     dtype = data_dtype(settings.precision)
     return Carried(recipe.carry, plan.global_batch_size, world, dtype, settings.seed)
 

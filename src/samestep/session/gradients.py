@@ -145,7 +145,7 @@ def _is_large(parameter: Tensor) -> bool:
     return parameter.nbytes >= _LARGE_BYTES and parameter.is_contiguous()
 
 
-class _Bucket:
+class _GradBucket:
     """Gradients of one type and device that travel together in a buffer; a large one needs none."""
 
     def __init__(self, parameters: list[Tensor], like: Tensor, more: int = 0) -> None:
@@ -212,8 +212,8 @@ class _Sums:
             groups.append([])
         *others, last = groups
         more = [1, len(parameters), 1]
-        self._buckets = [_Bucket(group, group[0]) for group in others]
-        self._buckets.append(_Bucket(last, (last or parameters)[0], sum(more)))
+        self._buckets = [_GradBucket(group, group[0]) for group in others]
+        self._buckets.append(_GradBucket(last, (last or parameters)[0], sum(more)))
         # With the last one goes what is known by then: the loss, and which gradients there are.
         ending = self._buckets[-1].flat[-sum(more) :]
         self._loss, self._used, self._step = torch.split(ending, more)

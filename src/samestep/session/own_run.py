@@ -30,6 +30,7 @@ from samestep.session.gradients import (
     parameters_of,
     weight_of,
 )
+from samestep.session.own_carry import RankState, SlotState
 from samestep.session.own_data import Drawn, OpenedData, OwnBatch
 from samestep.session.own_gather import close_gather, open_gather
 from samestep.session.own_session import Options, OwnSession
@@ -44,6 +45,7 @@ from samestep.training.alike import (
     seed_torch,
     seed_update,
 )
+from samestep.training.carried import Carry
 from samestep.training.meter import Clock
 from samestep.training.plan import is_recorded, steps_between_records
 from samestep.training.prepare import share_buffers
@@ -410,6 +412,7 @@ class OwnRun:
         drop_last: bool = False,
         order: OrderName = "shuffled",
         weights: PerSample | None = None,
+        carry: Carry | None = None,
     ) -> Iterator[OwnBatch]:
         """Yield this rank's part of the steps of the running epoch, from the exact step on.
 
@@ -429,6 +432,11 @@ class OwnRun:
             order: of the samples, as `--order` of a recipe: shuffled, sequential, columns,
                 replacement or weighted.
             weights: a number for each sample, or data → these numbers, with order="weighted".
+            carry: rows → tensors with a row for each slot of the global batch, or a tree of them,
+                for what `run.carry` has of this batch's slots. An epoch begins anew; with a
+                parameter `carried` it is given what the epoch before has left, or None. A
+                function without rows makes one state for each rank, which only as many ranks go
+                on from.
 
         Raises:
             UserError: it is called outside of an epoch, or twice within one, or the run was begun
@@ -448,6 +456,8 @@ class OwnRun:
             **opened.source.order_record(),
         }
         own.begin(made_of, self._sizes(made_of, num_steps))
+        if carry is not None:
+            own.carry(carry, global_batch_size)
         self._place = IN_BATCHES
         own.clock.resume(position)
         first = position.step_in_epoch
@@ -456,6 +466,8 @@ class OwnRun:
             for batch in read:
                 batch.step, self._backwards = position.step, 0
                 own.passed.clear()
+                if own.carried is not None:
+                    own.carried.begin(position.step_in_epoch, batch.global_size, batch.step)
                 # The script draws other numbers on each rank.
                 seed_torch(mix(seed, world.rank, batch.step), world.device)
                 seed_rank(mix(seed, batch.step), world.rank)
@@ -605,6 +617,36 @@ class OwnRun:
 
     # --- within a batch
 
+    @property
+    def carry(self) -> Any:
+        """The carried state of this batch's slots, a row for each of its samples.
+
+            for batch in run.batches(text, 20, order="columns", carry=new_hidden):
+                outputs, run.carry = model(batch.data, run.carry)
+
+        What is assigned goes on in the next step, without its graph; checkpoints hold it, and
+        another number of ranks goes on from it.
+
+        Raises:
+            UserError: it is used outside of a batch of the training, or `batches` got no `carry`;
+                or the assigned state has other rows or another shape.
+        """
+        return self._carried("run.carry").of(self._current("run.carry"))
+
+    @carry.setter
+    def carry(self, state: Any) -> None:
+        self._carried("run.carry").leave(self._current("run.carry"), state)
+
+    def _carried(self, what: str) -> SlotState | RankState:
+        self._current(what, trains=True)
+        carried = self._opened.carried
+        if carried is None:
+            raise UserError(
+                f"{what}: nothing is carried. Give run.batches(…, carry=f) a function f(rows) that "
+                "makes the state of so many slots."
+            )
+        return carried
+
     def backward(
         self,
         loss: Tensor,
@@ -702,6 +744,8 @@ class OwnRun:
         }
 
     def _count(self, batch: OwnBatch) -> None:
+        if self._opened.carried is not None:
+            self._opened.carried.settle()
         position = self._opened.position
         position.step, position.step_in_epoch = position.step + 1, position.step_in_epoch + 1
         position.samples += batch.global_size

@@ -27,6 +27,7 @@ from samestep.run.records import Record
 from samestep.session import own_state
 from samestep.session.build import load_newest
 from samestep.session.gradients import parameters_in
+from samestep.session.own_carry import RankState, SlotState, carried_state
 from samestep.session.own_state import Means, Stateful, added_up
 from samestep.session.recipe_changes import script_changes
 from samestep.session.session import (
@@ -41,6 +42,7 @@ from samestep.session.session import (
 )
 from samestep.settings import Backend, Device, Settings, free_names
 from samestep.training.alike import check_weights, seed_alike
+from samestep.training.carried import Carry
 from samestep.training.meter import Clock
 from samestep.training.prepare import share_buffers
 from samestep.training.stopping import Agreement, Watch, catch_signals
@@ -100,6 +102,10 @@ class OwnSession:
         self.position = Position()
         self.order: dict[str, Any] = {}
         """What the order of the samples depends on; empty until the data is open."""
+        self.carried: SlotState | RankState | None = None
+        """State of each slot of the global batch, or of each rank, where the script carries any."""
+        self.carried_before: Any = None
+        """That of the checkpoint which the run goes on from."""
         self.values: dict[str, Any] = {}
         """Numbers and texts that the script keeps, by name."""
         self.watch: Watch | None = None
@@ -194,8 +200,15 @@ class OwnSession:
         self.values.update(saved.get("own", {}))
         self.watch = Watch(**saved["watch"]) if saved.get("watch") else None
         self.finished = saved.get("finished")
+        self.carried_before = saved.get("carried")
 
-    def _content(self, sums: list[Any]) -> dict[str, Any]:
+    def carry(self, function: Carry, slots: int) -> None:
+        """Carry state of each slot of the global batch, or of each rank, from now on."""
+        if self.carried is None:
+            self.carried = carried_state(function, slots, self.world, self.options.seed)
+            self.carried.load(self.carried_before)
+
+    def _content(self, sums: list[Any], carried: Any) -> dict[str, Any]:
         return {
             "format": checkpoints.FORMAT,
             "program": self.options.name,
@@ -207,6 +220,7 @@ class OwnSession:
             "own": own_state.checked_values(self.values),
             "watch": self.watch and asdict(self.watch),
             "finished": self.finished,
+            **({} if carried is None else {"carried": carried}),
         }
 
     def begin(self, order: dict[str, Any], sizes: Record) -> None:
@@ -321,9 +335,10 @@ class OwnSession:
         self.means.read()  # values that wait on the device belong to the sums
         self.check_weights()
         sums = self.world.gather(self.means.sums)
+        carried = None if self.carried is None else self.carried.state()
         record = self.world.on_main(
             lambda: self.session.save(
-                self._content(sums),
+                self._content(sums, carried),
                 position,
                 metric=self.metric,
                 watch=self.watch,

@@ -15,7 +15,7 @@ from samestep.errors import UserError
 from samestep.nearby import nearby
 from samestep.run.directory import STEPPED, is_run
 from samestep.run.files import read_object
-from samestep.run.records import RecordFile, as_uninterrupted
+from samestep.run.records import RecordFile, as_uninterrupted, samples_per_step
 from samestep.slurm.options import read_time
 from samestep.slurm.script import MARK
 
@@ -255,7 +255,7 @@ def read_progress(run: Path) -> Progress | None:
     if plan["steps_per_epoch"] is not None:
         epoch = min(step // plan["steps_per_epoch"] + 1, epochs or sys.maxsize)
     if total and steps and steps[-1].get("samples_per_s"):
-        eta_s = (total - step) * plan["global_batch_size"] / steps[-1]["samples_per_s"]
+        eta_s = (total - step) * samples_per_step(plan) / steps[-1]["samples_per_s"]
     # The result may be of an earlier start: it is the latest's after a stop, or a kill without one.
     is_latest = records[-1]["event"] == "stop" or (
         status == "failed"

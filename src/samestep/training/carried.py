@@ -32,7 +32,7 @@ def made(
     except Exception as error:
         remedy = "It is called with the number of rows."
         blame("The function for carried state failed", error, carry, remedy=remedy)
-    _check(found, rows, f"carry={defined_at(carry)} made", "it must make")
+    _check(found, rows, lambda: f"carry={defined_at(carry)} made", "it must make")
 
     def place(leaf: Tensor) -> Tensor:
         kind = dtype if leaf.is_floating_point() else None
@@ -41,13 +41,13 @@ def made(
     return map_tensors(place, found)
 
 
-def _check(tree: Any, rows: int, what: str, must: str) -> None:
+def _check(tree: Any, rows: int, who: Callable[[], str], must: str) -> None:
     leaves = tree_leaves(tree)
     if leaves and all(isinstance(x, Tensor) and x.dim() and len(x) == rows for x in leaves):
         return
     found = describe(tree) if tree is not None else "None (is a `return` missing?)"
     raise UserError(
-        f"{what} {found}; {must} tensors with a row for each of {rows} slots, or a list, tuple or "
+        f"{who()} {found}; {must} tensors with a row for each of {rows} slots, or a list, tuple or "
         "dict of them. A state of another layout, (layers, rows, …), is transposed in forward."
     )
 
@@ -71,6 +71,10 @@ class Carried:
         """Rows of the slots that the step has no samples for, on every rank."""
         self._left: dict[int, Any] = {}
         """First slot → what the forward of these samples has left, until the step is over."""
+
+    def alone(self, slots: int) -> "Carried":
+        """Return new state for so many slots on one rank, to try a step."""
+        return Carried(self._carry, slots, World(), self._dtype, self._seed)
 
     def begin(self, first_step: int, size: int, step: int) -> None:
         """Lay out the rows for a step of `size` samples; all ranks call it.
@@ -107,22 +111,26 @@ class Carried:
         """Return the first slot of a rank's, or a virtual rank's, share of the step."""
         return part_of(range(self._size), part, self._world).start
 
+    def new(self, rows: int) -> Any:
+        """Return new state for so many rows, which no one keeps."""
+        return made(self._carry, rows, self._world.device, self._dtype)
+
     def given(self, slots: range) -> Any:
         """Return the rows of some slots of this rank."""
         return narrow(self._rows, slots.start - self._first, len(slots))
 
-    def leave(self, slots: range, tree: Any, by: object) -> None:
-        """Take what a forward has left of some slots, without its graph."""
-        _check(
-            tree, len(slots), f"The forward{defined_at(by)} returned as carried state", "it returns"
-        )
+    def leave(self, slots: range, tree: Any, who: Callable[[], str]) -> None:
+        """Take what a forward has left of some slots, without its graph.
+
+        `who` says for a message who has returned it.
+        """
+        _check(tree, len(slots), who, "it must be")
         before, after = tree_leaves(self._rows), tree_leaves(tree)
         forms = [[tuple(leaf.shape[1:]) for leaf in leaves] for leaves in (before, after)]
         if forms[0] != forms[1]:
             raise UserError(
-                f"The forward{defined_at(by)} returned carried state of another shape: "
-                f"{describe(tree)} for {describe(narrow(self._rows, 0, 0))}. Each row stays as "
-                f"carry={defined_at(self._carry)} made it."
+                f"{who()} {describe(tree)}: another shape than {describe(self.given(slots))}. Each "
+                f"row stays as carry={defined_at(self._carry)} made it."
             )
         pairs = zip(before, after, strict=True)
         leaves = iter([new.detach().to(old, copy=True) for old, new in pairs])

@@ -261,7 +261,7 @@ class EagerStep:
         if self._slots is None:
             return learner.wrapped(inputs)
         outputs, left = learner.wrapped(inputs, learner.carried.given(self._slots))
-        learner.carried.leave(self._slots, left, learner.makers[0])
+        learner.carried.leave(self._slots, left, lambda: "The forward returned as carried state")
         return outputs
 
     def _as_compiled(self, part: Block) -> contextlib.AbstractContextManager[Any]:

@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep import dist
+from samestep.data.order import per_sample
 from samestep.data.trees import map_tensors, tree_leaves
 from samestep.errors import AlreadyTold, UserError
 from samestep.ranks.process import JOB_RUN, hand_back, leave_for_parent
@@ -213,6 +214,8 @@ class WatchedRun(OwnRun):
             few, places = _few(data, size.num_samples)
             self._report.num_samples = num_samples(data)
             self._report.found[GLOBAL_BATCH] = global_batch_size
+            if (weights := more.get("weights")) is not None and places is not None:
+                more["weights"] = per_sample("weights", weights, data)[torch.as_tensor(places)]
         inner: Any = super().batches(few, global_batch_size, drop_last=drop_last, **more)
         with closing(inner) as batches:
             for batch in batches:
@@ -236,11 +239,7 @@ class WatchedRun(OwnRun):
                     yield batch
 
     def backward(
-        self,
-        loss: Tensor,
-        *trained: Trained,
-        terms: float | Tensor | None = None,
-        retain_graph: bool = False,
+        self, loss: Tensor, *trained: Trained, terms: float | Tensor | None = None, **more: Any
     ) -> Tensor:
         """Keep the loss and the gradient of this rank's share, then do as asked."""
         self._note_draws()
@@ -254,7 +253,7 @@ class WatchedRun(OwnRun):
             own = batch.rows if terms is None else float(terms)
             mine = Pass(float(loss), own * (batch.weight > 0), np.concatenate(parts))
             self._report.found.setdefault(PASSES, []).append(mine)
-        total = super().backward(loss, *trained, terms=terms, retain_graph=retain_graph)
+        total = super().backward(loss, *trained, terms=terms, **more)
         self._passed.setdefault(step, float(total))
         return total
 

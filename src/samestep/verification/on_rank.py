@@ -17,7 +17,7 @@ from samestep.errors import LOST_PEER, UserError, caused, is_users
 from samestep.ranks.process import hand_back
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
-from samestep.recipe_source import schedule_asks, with_options
+from samestep.recipe_source import with_options
 from samestep.session.request import Request
 from samestep.session.training_run import run_session
 from samestep.settings import Precision, Settings, in_precision
@@ -165,29 +165,25 @@ class _Start:
             world=World(device=self._world.device),
         )
 
-    @property
-    def _follows_validation(self) -> bool:
-        """Whether the schedule may need a validation in each training to be the same in all."""
-        schedule = self._recipe.schedule
-        asks = () if schedule is None else schedule_asks(schedule)
-        return not {"metrics", "optimizer"}.isdisjoint(asks)
-
-    def _settings(self, training: ShortTraining, run: Path) -> Settings:
-        given, world = self._request.settings, self._world
-        settings = settings_of(training, given, self._facts, world.world_size, run)
-        if world.device.type != "cuda":
+    def _validated(self, training: ShortTraining, settings: Settings) -> tuple[Splits, Settings]:
+        """Return the samples and settings of a training, with a validation where it needs one."""
+        given = self._request.settings
+        if self._world.device.type != "cuda":
             settings = replace(settings, sync_batchnorm=False)
-        if self._follows_validation:
-            settings = replace(settings, monitor=given.monitor, mode=given.mode)
-        return settings
+        # A schedule may follow what is validated; else only some trainings take that time.
+        if {"optimizer", "metrics"}.intersection(self._recipe.schedule_asks()):
+            return self._few, replace(settings, monitor=given.monitor, mode=given.mode)
+        few = self._few if training.evaluates else replace(self._few, validation=None)
+        return few, settings
 
     def _take(self, training: ShortTraining, trace: Trace) -> None:
         place, name = self._start.place, training.name
         if training.resumes:
             place, name = place - 1, MAIN
         run = run_of(self._instructions.folder, place, name)
-        settings, follows = self._settings(training, run), self._follows_validation
-        few = self._few if training.evaluates or follows else replace(self._few, validation=None)
+        num_ranks = self._world.world_size
+        settings = settings_of(training, self._request.settings, self._facts, num_ranks, run)
+        few, settings = self._validated(training, settings)
         unused = [] if settings.allows_unused else unused_parameters(self._facts)
         inner = self._recipe
 

@@ -2,6 +2,7 @@
 
     python NAME.py runs/one                         # train; without a name, in a new folder
     torchrun --nproc_per_node=2 NAME.py runs/two    # the same training, shared by two processes
+    samestep verify NAME.py                         # its first steps on 1, 2 and 3 ranks, compared
     samestep compare runs/one runs/two              # is it the same?
 
 It trains at once, on data that it makes up. Change it from the top down. Ctrl-C stops it with a

@@ -56,7 +56,7 @@ def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     adds_up = from_other <= tested.rounding < full
     compares = full > tested.rounding and not adds_up and _compares(tested, held)
     over_terms, is_sum = recipe.loss_terms is not None, recipe.reduction == "sum"
-    return LossOfParts(full, uneven, adds_up, over_terms, compares, is_sum)
+    return LossOfParts(full, uneven, adds_up, over_terms, compares, is_sum=is_sum)
 
 
 def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:

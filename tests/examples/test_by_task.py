@@ -1,0 +1,146 @@
+"""The examples of the guide by task: short, the same on any number of ranks, resumed, and learning.
+
+A recipe trains once alone, with two virtual ranks, and once on two ranks that are killed in the
+middle of an epoch: what one rank makes of that is equal to the last bit.
+"""
+
+import runpy
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep import read_records
+from tests import tiny
+from tests.faults import Fault
+from tests.needs import needs
+from tests.session import same, scripts
+from tests.verification.forked import verified, verified_loop
+
+BY_TASK = scripts.EXAMPLES / "by_task"
+RECIPES = {
+    # What is measured by its validation, and what it has to beat.
+    "classification": ("accuracy", 0.5),
+    "contrastive": ("loss", 3.0),  # 4.8 of 64 pairs by chance
+    "detection": ("f1", 0.3),
+    "diffusion": ("error", 0.7),  # 1 of no noise
+    "distillation": ("accuracy", 0.4),
+    "fine_tuning_frozen": ("accuracy", 0.6),
+    "fine_tuning_lora": ("right", 0.4),
+    "graph": ("accuracy", 0.75),  # 0.69 of a node without its neighbours
+    "language_model": ("right", 0.5),  # of pairs of words
+    "multi_task": ("error", 0.5),  # 1 of the mean
+    "regression": ("error", 2.0),  # of a straight line
+    "segmentation": ("iou", 0.6),
+    "seq2seq": ("right", 0.5),
+    "text_classification": ("accuracy", 0.7),
+    "vae": ("error", 0.1),  # 0.16 of the mean image
+}
+FALLING = ("contrastive", "diffusion", "multi_task", "regression", "vae")
+LOOPS = {"gan": 1e-6, "reinforcement_learning": 1e-9, "time_series": 1e-6}
+"""Own loops, and what rounding of 1e-16 grows to in their training: each multiplies it."""
+
+
+def script(name: str) -> Path:
+    return BY_TASK / f"{name}.py"
+
+
+QUICK = ("classification", "fine_tuning_lora", "graph", "regression", "vae")
+
+
+def marked(quick):
+    """Return all recipes, of which these alone run by default."""
+    needed = {"graph": [needs("torch_geometric")]}
+    slow = {name: [] if name in quick else [pytest.mark.slow] for name in RECIPES}
+    return [pytest.param(n, marks=[*slow[n], *needed.get(n, [])]) for n in RECIPES]
+
+
+def test_every_file_is_listed_here_and_on_the_page_and_has_at_most_60_lines():
+    files = {path.stem: path.read_text() for path in BY_TASK.glob("*.py")}
+    assert files.keys() == RECIPES.keys() | LOOPS.keys()
+    assert max(text.count("\n") for text in files.values()) <= 60
+    page = (scripts.EXAMPLES.parent / "docs" / "by-task.md").read_text()
+    assert all(f"../examples/by_task/{name}.py" in page for name in files)
+
+
+@pytest.mark.parametrize("name", marked(("regression", "text_classification")))
+def test_verify_finds_the_same_training_on_one_two_and_three_ranks(name, tmp_path):
+    found = verified(script(name), folder=tmp_path, sizes=(1, 2, 3), lightning=False)
+    assert found.same, [(row.name, row.cause) for row in found.checks if not row.passed]
+    by_status = {row.status: set() for row in found.checks}
+    for row in found.checks:
+        by_status[row.status].add(row.name)
+    by_status["skipped"] -= {"lightning"}
+    by_status.pop("same")
+    # Outputs are one per node, or a loss is made over the batch: parts of it say nothing.
+    expected = {"skipped": {"loss"} if name in ("contrastive", "graph") else set()}
+    assert by_status == expected | ({"accepted": {"dropout"}} if "text" in name else {})
+
+
+@pytest.mark.parametrize("name", marked(QUICK))
+def test_a_recipe_learns_and_goes_on_from_the_middle_of_an_epoch_to_the_same_bits(name, tmp_path):
+    flags = ("--virtual-ranks", "2", "--log-every", "1", "--seed", "0", "--threads", "1")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    tiny.trained(script(name), whole, *flags)
+    kill = Fault("after a step", 7, rank=None)
+    tiny.struck(script(name), stopped, kill, *flags, "--checkpoint-every-steps", "2", on=2)
+    assert 0 < tiny.newest_announced(stopped) < 8
+    tiny.resumed(stopped)
+    tiny.assert_same_training(stopped, whole, 0)
+    metric, baseline = RECIPES[name]
+    *_, last = (r for r in read_records(whole) if r["event"] == "evaluation")
+    assert (last[metric] < baseline) == (name in FALLING), last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_verify_finds_the_same_loop_on_one_two_and_three_ranks(name, tmp_path):
+    found = verified_loop(script(name), folder=tmp_path, sizes=(1, 2, 3), quick=False)
+    assert found.same, [(row.name, row.cause) for row in found.checks if not row.passed]
+
+
+@pytest.fixture(scope="module", params=LOOPS)
+def loop(request, tmp_path_factory) -> tuple[str, Path]:
+    """Give the name of a loop and the run that a single process made of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    scripts.run(script(request.param), "run", folder=folder)
+    return request.param, folder / "run"
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_loop_is_the_same_on_more_ranks(loop, ranks, tmp_path):
+    name, alone = loop
+    scripts.run(script(name), "run", world_size=ranks, folder=tmp_path)
+    for one, other in zip(same.account(tmp_path / "run"), same.account(alone), strict=True):
+        assert one == pytest.approx(other, rel=0, abs=LOOPS[name])
+
+
+def test_a_loop_goes_on_from_the_step_it_was_stopped_at_to_the_same_bits(loop, tmp_path):
+    name, alone = loop
+    stop = scripts.Strike(3, signal.SIGTERM)
+    scripts.run(script(name), "run", folder=tmp_path, strike=stop, code=128 + signal.SIGTERM)
+    assert tiny.newest_announced(tmp_path / "run") == 3
+    scripts.run(script(name), "run", folder=tmp_path)
+    same.assert_same(tmp_path / "run", alone, tolerance=0)
+
+
+def test_a_loop_learns(loop):
+    name, alone = loop
+    epochs = [r for r in same.account(alone) if r["event"] == "epoch"]
+    if name == "reinforcement_learning":
+        assert epochs[-1]["steps"] > 2 * epochs[0]["steps"]
+    elif name == "time_series":
+        assert epochs[-1]["loss"] < 0.1 * epochs[0]["loss"]
+        *_, held_out = (r for r in same.account(alone) if r["event"] == "evaluation")
+        assert held_out["loss"] < 0.1 * held_out["as_before"]
+    else:
+        made = runpy.run_path(str(script(name)))
+        generator, discs = made["generator"]().double(), made["discs"](500).mean(dim=0)
+        off = []
+        for state in (generator.state_dict(), scripts.weights(alone)["g"]):
+            generator.load_state_dict(state)
+            with torch.no_grad():
+                drawn = generator(torch.randn(500, made["NOISE"], dtype=torch.float64))
+            off.append(float((drawn.mean(dim=0) - discs).abs().mean()))
+        assert off[1] < 0.3 * off[0]
