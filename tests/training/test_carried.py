@@ -116,7 +116,9 @@ def test_killed_and_resumed_on_another_number_of_ranks_it_goes_on(alone, step, t
 
 
 def test_with_virtual_ranks_the_bits_are_equal_after_a_resume_on_other_ranks(tmp_path):
-    recipe = written(tmp_path, ("DROPOUT = 4, 20, 6, 0.0", "DROPOUT = 4, 20, 6, 0.3"))
+    dropout = ("DROPOUT = 4, 20, 6, 0.0", "DROPOUT = 4, 20, 6, 0.3")
+    in_place = ("    outputs, carried = m", "    carried[0].add_(0.1)\n    outputs, carried = m")
+    recipe = written(tmp_path, dropout, in_place)
     flags = ("--virtual-ranks", "3", "--log-every", "1", "--checkpoint-every-steps", "1")
     tiny.trained(recipe, tmp_path / "one", *flags)
     stop = Fault("after a step", 4, signal.SIGTERM, rank=None)

@@ -144,6 +144,10 @@ def test_micro_steps_move_the_statistics_of_batchnorm_once(tmp_path):
     assert counted == 4 * 2 * 2  # 2 towers, 2 micro-steps
 
 
+IN_LOSS = "net = TwoTowers()\nmodel = lambda: net\ndef loss(outputs, targets):\n    return "
+READS_WEIGHTS = ("def loss(outputs, targets):\n    return ", IN_LOSS + "net.image.weight.sum() + ")
+
+
 @pytest.mark.parametrize(
     ("change", "flags"),
     [
@@ -152,8 +156,14 @@ def test_micro_steps_move_the_statistics_of_batchnorm_once(tmp_path):
         (("self.log_scale.exp()", "self.log_scale.exp().repeat(3)"), ()),
         (("self.log_scale.exp()", "x.new_ones(len(x), 8 + len(x))"), ("--micro-batch-size", "4")),
         (("settings={", 'settings={"engine": "lightning", '), ()),
+        (READS_WEIGHTS, ()),
+        (("F.normalize(other, dim=1), self", "'a name', self"), ()),
+        (("def forward(self, x):", "@torch.no_grad()\n    def forward(self, x):"), ()),
     ],
-    ids=["unknown", "with loss_terms", "no row a sample", "unequal rows", "lightning"],
+    ids=[
+        *("unknown", "with loss_terms", "no row a sample", "unequal rows", "lightning"),
+        *("weights in the loss", "a name", "detached"),
+    ],
 )
 def test_what_cannot_be_put_together_is_refused(change, flags, tmp_path):
     recipe = written(tmp_path, "dice", change)

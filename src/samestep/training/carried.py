@@ -116,8 +116,8 @@ class Carried:
         return made(self._carry, rows, self._world.device, self._dtype)
 
     def given(self, slots: range) -> Any:
-        """Return the rows of some slots of this rank."""
-        return narrow(self._rows, slots.start - self._first, len(slots))
+        """Return the rows of some slots of this rank, in memory that a forward may write to."""
+        return map_leaves(torch.clone, narrow(self._rows, slots.start - self._first, len(slots)))
 
     def leave(self, slots: range, tree: Any, who: Callable[[], str]) -> None:
         """Take what a forward has left of some slots, without its graph.

@@ -172,7 +172,8 @@ class EagerStep:
         parts = self._parts(block)
         if self._learner.over_batch:
             self._look_at_whole(parts, block.global_size)
-        self._begin_part(parts[0].place)
+        if self._learner.carried is not None:
+            self._begin_part(parts[0].place)
         weights, last = self._weigh(parts), len(parts) - 1
         for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             try:
@@ -222,8 +223,11 @@ class EagerStep:
             loss, told = self._go_on(part, weight), weight.loss
         else:
             compute = self._loss_of if self._agreed else self._first_loss
-            with self._as_compiled(part):
+            if self.compiled_sizes is None:  # a context takes a measurable part of a small step
                 loss = compute(inputs, targets)
+            else:
+                with self._as_compiled(part):
+                    loss = compute(inputs, targets)
             told = with_parts(loss) * weight if learner.parts else None
             if isinstance(weight, Tensor) or weight != 1.0:
                 loss = loss * weight
@@ -287,7 +291,8 @@ class EagerStep:
             loss = loss * times
             return loss if learner.scaler is None else learner.scaler.scale(loss)
 
-        due = agreed(lambda: whole.backward(self._loss_of_whole, scale))
+        named = {} if self._agreed else dict(learner.model.named_parameters())
+        due = agreed(lambda: whole.backward(self._loss_of_whole, scale, named))
         graphs = made if keeps else [None] * len(parts)
         self._due = [
             (part.place, replace(one, outputs=graph))
@@ -346,7 +351,9 @@ class EagerStep:
                 self._forward(part.inputs)
         else:
             self._outputs = due.outputs
-        return due.of(self._outputs)
+        loss = due.of(self._outputs)
+        check_trainable(loss, self._learner.loss)
+        return loss
 
     def _weights_of(self, parts: Sequence[Block]) -> Weights:
         """Return each micro-step's weight, and its terms where ranks count them.
@@ -394,7 +401,10 @@ class EagerStep:
     def _loss_of(self, inputs: Any, targets: Any) -> Tensor:
         learner = self._learner
         if not self._casts:
-            self._outputs = self._made(inputs)
+            if learner.carried is None:
+                self._outputs = call(learner.wrapped, inputs, learner.applied)
+            else:
+                self._outputs = self._made(inputs)
             return learner.loss(self._outputs, targets)
         with autocast(self._settings.precision, self._world.device):
             self._outputs = self._made(inputs)

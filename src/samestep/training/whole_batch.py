@@ -5,7 +5,7 @@ and each micro-step goes on from there into the model: the gradient caching of G
 "Scaling deep contrastive learning batch size under memory limited setup" (arXiv:2101.06983).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samestep.data.blocks import Block
 from samestep.data.trees import describe, map_leaves, tree_leaves
-from samestep.errors import UserError
+from samestep.errors import UserError, listed
 from samestep.ranks.world import World
 from samestep.training.apply import parts_of, with_parts
 from samestep.training.gathered import gather_rows
@@ -63,11 +63,15 @@ class WholeBatch:
         self._targets = tensors[number:]
 
     def backward(
-        self, loss_of: Callable[[Any, Any], Tensor], scale: Callable[[Tensor], Tensor]
+        self,
+        loss_of: Callable[[Any, Any], Tensor],
+        scale: Callable[[Tensor], Tensor],
+        named: Mapping[str, Tensor],
     ) -> list[OutputGradient]:
         """Compute the loss and go back to the outputs; return what is due to each micro-step.
 
-        `scale` is what a gradient scaler makes of the loss.
+        `scale` is what a gradient scaler makes of the loss. It is checked that the loss does not
+        read the `named` weights.
         """
         if not self._real:
             return [self._nothing(made) for made in self._outputs]
@@ -75,6 +79,8 @@ class WholeBatch:
         outputs = _rebuilt(made, iter(self._made))
         loss = loss_of(outputs, _rebuilt(part.targets, iter(self._targets)))
         leaves = [leaf for leaf in self._made if leaf.requires_grad]
+        if named:
+            _refuse_weights(loss, named)
         found = iter(torch.autograd.grad(scale(loss), leaves, allow_unused=True))
         gradients = [next(found) if leaf.requires_grad else None for leaf in self._made]
         due, row, told = [], self._first, with_parts(loss) if parts_of(loss) else loss.detach()
@@ -106,12 +112,31 @@ class WholeBatch:
         return OutputGradient(leaves, self._no_loss)
 
 
+def _refuse_weights(loss: Tensor, named: Mapping[str, Tensor]) -> None:
+    """Refuse a loss that reads weights of the model itself: their gradient would be lost."""
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    found = torch.autograd.grad(loss, [*trained.values()], retain_graph=True, allow_unused=True)
+    read = [name for name, g in zip(trained, found, strict=True) if g is not None]
+    if read:
+        raise UserError(
+            f'Recipe(loss_over="batch"): the loss reads {listed(read)} of the model by itself, and '
+            "its gradient goes back through the outputs alone. Let the model return what the loss "
+            "needs of it, beside its outputs: one number for the batch, or a row for each sample."
+        )
+
+
 def _rows_of(tree: Any, rows: int, what: str) -> list[Tensor]:
     """Return the tensors of a tree, each with a row for each sample; a single number repeats."""
     found = []
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):
-            continue
+            if leaf is None or (what == "outputs" and isinstance(leaf, int | float)):
+                continue
+            raise UserError(
+                f'Recipe(loss_over="batch"): the {what} hold {describe(leaf)}, and only tensors '
+                "are put together from all ranks. Turn names into numbers, or leave them out of "
+                "the batch."
+            )
         if leaf.dim() and len(leaf) != rows:
             raise UserError(
                 f'Recipe(loss_over="batch"): the {what} of {rows} samples hold {describe(leaf)}, '

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.data.batches import open_split
 from samestep.data.blocks import Block
 from samestep.data.source import Source
-from samestep.data.trees import map_leaves, narrow, tree_leaves
+from samestep.data.trees import check_rows, map_leaves, narrow, tree_leaves
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, Settings, in_precision
@@ -198,6 +198,7 @@ class RecipeUnderTest:
         """Return some rows of a block that `batch` returned."""
         if self.recipe.collate is not None:
             return self.batch(block.first_step, rows=range(start, start + count))
+        check_rows((block.inputs, block.targets), block.rows)
         inputs, targets = (narrow(tree, start, count) for tree in (block.inputs, block.targets))
         return replace(block, inputs=inputs, targets=targets, rows=count)
 

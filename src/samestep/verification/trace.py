@@ -72,7 +72,8 @@ def _numbers(record: Record) -> dict[str, float]:
 
 def sample_hashes(*trees: Any) -> list[str]:
     """Hash each sample of inputs and targets, tensors (batch, …) or trees of them."""
-    leaves = [leaf.detach().cpu().contiguous() for tree in trees for leaf in tree_leaves(tree)]
+    every = [leaf for tree in trees for leaf in tree_leaves(tree)]
+    leaves = [x.detach().cpu().contiguous() for x in every if isinstance(x, Tensor) and x.dim()]
     return [hash_of(*(leaf[row] for leaf in leaves)) for row in range(len(leaves[0]))]
 
 
