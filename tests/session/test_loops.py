@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 import tomllib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -300,3 +301,19 @@ def test_normal_numbers_are_normal_and_belong_to_their_keys():
     assert float(correlation.abs().max()) < 0.03
     assert torch.equal(samestep.normal(keys[7:8], 5), drawn[7:8])
     assert samestep.normal(keys[:0], 5).shape == (0, 5)
+
+
+def test_a_batch_of_several_tensors_has_the_rows_of_each(tmp_path):
+    data = (torch.arange(20.0).view(10, 2), torch.arange(10), torch.arange(10.0) / 10)
+    training, seen = Training(tmp_path / "run"), []
+    with training.run as run:
+        for _ in run.epochs(1, state=training.state):
+            for batch in run.batches(data, 4):
+                rows = [part[batch.indices] for part in data]
+                assert [type(batch.data), *map(torch.equal, batch.data, rows)] == [
+                    list,
+                    *[True] * 3,
+                ]
+                seen += batch.data[1].tolist()
+                training.step(replace(batch, data=batch.data[0]))
+    assert sorted(seen) == list(range(10))

@@ -42,7 +42,7 @@ class LoaderSource(OrderedSource):
         reads_batches = hasattr(dataset, "read_batch")
         collate: Any = Collating(dataset, reading.collate, whole=reading.whole, packed=True)
         if reads_batches and not self._collates:  # it returns a batch, not samples
-            collate = partial(as_pair, dataset)
+            collate = _as_it_is if reading.whole else partial(as_pair, dataset)
         self._loader = DataLoader(
             _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
             collate_fn=collate,
@@ -122,6 +122,10 @@ class _Keyed(Dataset[Any]):
         except Exception as error:
             size = len(self._dataset)  # type: ignore[arg-type]
             blame(f"{name_of(self._dataset)} failed at sample {index} of {size}", error)
+
+
+def _as_it_is(batch: Any) -> tuple[Any, None]:
+    return batch, None
 
 
 class _Batched(Dataset[Any]):
