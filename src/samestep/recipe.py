@@ -276,7 +276,12 @@ class Recipe:
 
     def build_model(self, options: object) -> nn.Module:
         """Return the model that these options describe."""
-        model = self._call("model", options)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # what it computes has the same bits on any number of ranks
+        try:
+            model = self._call("model", options)
+        finally:
+            torch.set_num_threads(threads)
         with made_by(self.model):
             check_model(model)
         return model  # type: ignore[no-any-return]

@@ -107,7 +107,7 @@ class Settings:
     batch_size_per_rank: int | None = None
     """Instead of --batch-size: samples per rank and step, so that more ranks take larger steps."""
     batch_tokens: int | None = None
-    """Instead of --batch-size: the most tokens per step, padding included, by recipe's lengths."""
+    """Instead of --batch-size: the most tokens per step with padding, by the recipe's lengths."""
     micro_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
     """The most samples that a rank computes at once; the number of micro-steps follows."""
     accumulate: int | None = field(default=None, metadata=_BITS_ALONE)

@@ -80,7 +80,7 @@ def build(
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
     check_precision(settings.precision, world.device)
     _check_same_arithmetic(world)
-    if settings.threads is not None:  # with virtual ranks it is: data() and model() may compute
+    if settings.threads is not None:  # with virtual ranks it is, and data() may compute, too
         torch.set_num_threads(settings.threads)
     seed_alike(settings.seed)
     splits = splits or load_splits(recipe, request.options, world)
