@@ -46,6 +46,14 @@ def _numbers(record):
     return record["step"], record["loss"], record["slope"]
 
 
+def test_a_rank_that_leaves_it_out_is_told_and_nobody_waits(tmp_path):
+    script = tmp_path / "loop.py"
+    only = "one, other = (samestep.gather(v) if run.is_main else v for v in (one, other))"
+    skipped = LOOP.replace("one, other = samestep.gather(one), samestep.gather(other)", only)
+    script.write_text(skipped.replace("batch.global_size", "len(one)"))
+    assert "samestep.gather" in scripts.refused(script, "run", world_size=2, folder=tmp_path)
+
+
 def test_rows_that_do_not_fit_those_of_another_rank_are_refused(tmp_path):
     script = tmp_path / "loop.py"
     wrong = LOOP.replace("samestep.gather(one)", "samestep.gather(one[:, :8 - run.rank])")

@@ -23,6 +23,8 @@ _MOST_KEPT = 8
 """Sets of parameters of which the buckets are kept."""
 _COMPARED = 20
 """Steps in which ranks compare how often they go backward, once that number has changed."""
+_GATHERED = 1 << 20
+"""Tells a gathering from a backward pass, where ranks compare which one they have come to."""
 _STEP_MODULUS = 1024
 """Ranks compare steps modulo this; sums of such numbers over the ranks are exact."""
 
@@ -95,6 +97,11 @@ class Passes:
         self._count += 1
         self._compare(self._count, step)
 
+    def gather(self, step: int) -> None:
+        """Count a gathering of rows as well, which waits for all ranks; all ranks call it."""
+        self._count += 1
+        self._compare(_GATHERED + self._count, step)
+
     def end(self, step: int) -> None:
         """End a step; all ranks call it."""
         self._compare(0, step)
@@ -107,6 +114,13 @@ class Passes:
         if not self._world.connected or self._to_compare <= 0:
             return
         most, least = self._world.reduce(torch.tensor([number, -number]), "max").tolist()
+        if most > _GATHERED > -least:
+            raise UserError(
+                f"samestep.gather was called in step {step + 1} on some ranks, while others had "
+                "gone on without it. It waits for every rank: call it equally often on all of "
+                "them.",
+                on_all_ranks=True,
+            )
         if most != -least:
             raise _unequal(f"{most} times in step {step + 1} on some ranks, {most - 1} on others")
 

@@ -713,6 +713,7 @@ class OwnRun:
 
     def _where(self) -> tuple[World, bool]:
         batch = self._current("samestep.gather", trains=True)
+        self._passes.gather(batch.step)
         return self._opened.world, batch.weight > 0
 
     def _current(self, what: str, *, trains: bool = False) -> OwnBatch:
