@@ -57,8 +57,9 @@ def _modules_of_one_test(tmp_path_factory) -> Iterator[None]:
     """Forget the recipes that a test has read: the next one has files of the same names."""
     yield
     folder = tmp_path_factory.getbasetemp().parent
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
+    for name, module in sys.modules.copy().items():
+        # Not by getattr: a lazy module would import what it stands for.
+        file = getattr(module, "__dict__", {}).get("__file__")
         if file and Path(file).is_relative_to(folder):
             del sys.modules[name]
 
