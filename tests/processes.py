@@ -151,6 +151,10 @@ def _main(
     os.dup2(output, 2)
     os.environ.update(variables)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # what images remember is not the user's
+    if (loaded := sys.modules.get("lightning.fabric.utilities.rank_zero")) is not None:
+        # It read RANK as the fork server imported it: each rank took itself for rank 0, and two
+        # loggers that count the folders beside them gave a run two versions.
+        loaded.rank_zero_only.rank = rank
     # A lost collective shows where every rank stands instead of hanging the tests.
     faulthandler.dump_traceback_later(TIMEOUT_S - 5, exit=True)
     try:
