@@ -20,6 +20,8 @@ with contextlib.suppress(ImportError):
     import torch_geometric  # noqa: F401 - half a second of each rank that trains on graphs
 
 import samestep.api.training
+import samestep.checking.check_script
+import samestep.checking.rank
 import samestep.commands.evaluate
 import samestep.commands.profile
 import samestep.commands.train

@@ -41,7 +41,7 @@ from samestep.settings import Settings
 
 if TYPE_CHECKING:
     from samestep.profiling.profile_report import Profile
-    from samestep.profiling.script_profile import ScriptFailed
+    from samestep.script.running import ScriptFailed
 
 # Silences the profiler's library, which otherwise logs to standard error; before torch's import.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -263,8 +263,9 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
             f"{launch.launcher} has started {launch.world_size} ranks: name one directory for all "
             "of them with --out DIR, or let `samestep profile --nproc` start them."
         )
-    from samestep.profiling.script_profile import ScriptFailed, ScriptRanks, profile_script  # noqa: PLC0415
+    from samestep.profiling.script_profile import profile_script  # noqa: PLC0415
     from samestep.profiling.tracing import unwritable  # noqa: PLC0415
+    from samestep.script.running import ScriptFailed, ScriptRanks  # noqa: PLC0415
 
     try:
         out.mkdir(parents=True, exist_ok=True)

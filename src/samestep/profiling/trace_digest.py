@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from samestep.profiling.measured import Operations
 from samestep.run.records import COMPUTE
+from samestep.script.hooks import COLLATE
 
 Event = Mapping[str, Any]
 Interval = tuple[float, float]
@@ -31,8 +32,6 @@ Spans = Numbers  # (number of spans, 2): begins and ends
 MARK = "samestep::"
 FLOOR = MARK + "floor"
 """A range of operations on one number: the cost of an operation that does no work."""
-COLLATE = "collate_fn of DataLoader"
-"""A range in which a script's loader collates samples in the training process."""
 INDEX = "index by a tensor on the CPU"
 """A range in which a tensor is read as an index, as in `x[i]`; that waits for no device."""
 READ = "aten::_local_scalar_dense"

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from samestep import UserError
-from samestep.profiling.script_profile import RankZeroEnded, ScriptRanks
 from samestep.ranks.launch import Launch
+from samestep.script.running import RankZeroEnded, ScriptRanks
 from tests.processes import TIMEOUT_S, free_port
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from samestep.profiling.hooks import Hooks
 from samestep.profiling.trace_digest import COLLATE
+from samestep.script.hooks import Hooks
 from samestep.training.phases import Phases
 
 DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, 1))

@@ -22,11 +22,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, dataloader
 
-from samestep.profiling.trace_digest import COLLATE
+from samestep.script.patches import patched
 from samestep.training.phases import Phases, make_phases
 from samestep.training.prepare import tell_end_of_autograd
 from samestep.training.side_effects import leaves_of
 
+COLLATE = "collate_fn of DataLoader"
+"""A range in which a script's loader collates samples in the training process."""
 _SURE = 3  # after this many updates without an optimizer, a script counts as making its own
 _FEW, _VALUES = 8, 64
 
@@ -61,6 +63,11 @@ class Hooks:
         self._between = False  # whether an optimizer has stepped and the next step has not begun
         self._has_gradients = False  # whether a backward has run since the last optimizer step
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether the script evaluates, as far as its calls show."""
+        return self._evaluating or self._eval_mode or not torch.is_grad_enabled()
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Note the time in PyTorch's functions while inside."""
@@ -68,18 +75,17 @@ class Hooks:
             stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
             stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
             iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - there is no public place
-            for place, name, around in (
-                (DataLoader, "__iter__", self._around_iter),
-                (iterator, "__next__", self._around_next),
-                (torch.autograd, "backward", self._around_backward),
-                (torch, "save", self._around_save),
-                (nn.Module, "train", self._around_train),
-                (Optimizer, "zero_grad", self._around_zero_grad),
-                (torch.autograd.profiler.profile, "_start_trace", self._around_profiler),
-            ):
-                original = getattr(place, name)
-                stack.callback(setattr, place, name, original)
-                setattr(place, name, _replacement(original, around))
+            stack.enter_context(
+                patched(
+                    (DataLoader, "__iter__", self._around_iter),
+                    (iterator, "__next__", self._around_next),
+                    (torch.autograd, "backward", self._around_backward),
+                    (torch, "save", self._around_save),
+                    (nn.Module, "train", self._around_train),
+                    (Optimizer, "zero_grad", self._around_zero_grad),
+                    (torch.autograd.profiler.profile, "_start_trace", self._around_profiler),
+                )
+            )
             call = nn.Module.__call__
             stack.callback(setattr, nn.Module, "__call__", call)
             nn.Module.__call__ = self._noted_call(call)  # type: ignore[method-assign]
@@ -270,11 +276,3 @@ def _alike(one: Any, other: Any) -> bool:
 
     # A data set that is the same need not be asked for its length, which it may refuse to tell.
     return one.dataset is other.dataset or seen(one) == seen(other)
-
-
-def _replacement(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    return replacement

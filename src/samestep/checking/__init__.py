@@ -1,0 +1,1 @@
+"""What is wrong with anyone's distributed script, found while it runs."""

@@ -1,0 +1,128 @@
+"""What the ranks of a script were seen to do: one file of events per rank, and its reader.
+
+A rank that is watched appends events (`recorder.py`); once all have ended, the rules read them
+(`rules/`). Between the two there are only these files, so that a rank may die at any time.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, omit_defaults=True):
+    """One thing that a rank did."""
+
+    kind: str
+    """What it was; the module of `watch/` that notes a kind says what its facts are."""
+    where: str = ""
+    """The innermost line of the user's code, `file.py:41`; empty if there was none."""
+    step: int = 0
+    """Optimizer steps that the rank had taken."""
+    epoch: int = 0
+    """How often its training had begun to read from its loader."""
+    evaluating: bool = False
+    time: float = 0.0
+    """Seconds since the rank was started."""
+    facts: dict[str, Any] = {}
+
+    def __getitem__(self, fact: str) -> Any:
+        return self.facts[fact]
+
+    def get(self, fact: str, otherwise: Any = None) -> Any:
+        """Return a fact, or something else if it was not noted."""
+        return self.facts.get(fact, otherwise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSeen:
+    """All that one rank did, in order, and how it ended."""
+
+    rank: int
+    events: list[Event]
+    exit_code: int | None = None
+    """As its process ended; negative for a signal, None if `check` itself ended it."""
+
+    def of(self, *kinds: str) -> list[Event]:
+        """Return the events of these kinds, in order."""
+        return [event for event in self.events if event.kind in kinds]
+
+    def first(self, *kinds: str) -> Event | None:
+        """Return the first event of these kinds."""
+        return next((event for event in self.events if event.kind in kinds), None)
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps it took."""
+        return max((event.step for event in self.events), default=0)
+
+    @property
+    def epochs(self) -> int:
+        """In how many epochs it trained."""
+        return max((event.epoch for event in self.events), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What all ranks did: all that a rule may look at."""
+
+    ranks: list[RankSeen]
+    folder: Path
+    """The user's own folder, for lines of source code in remedies; rules never judge by them."""
+    asked: bool = True
+    """Whether the user asked for this number of ranks, rather than took the default."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks there were."""
+        return len(self.ranks)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank came to its own end, so that what did not come never would."""
+        return all(rank.exit_code is not None for rank in self.ranks)
+
+    def each(self, *kinds: str) -> list[list[Event]]:
+        """Return the events of these kinds of each rank, in rank order."""
+        return [rank.of(*kinds) for rank in self.ranks]
+
+    def any(self, *kinds: str) -> list[Event]:
+        """Return the events of these kinds of all ranks, rank by rank."""
+        return [event for rank in self.ranks for event in rank.of(*kinds)]
+
+    def together(self, *kinds: str) -> Iterator[tuple[Event, ...]]:
+        """Yield the n-th event of these kinds of every rank, as far as all ranks have one."""
+        yield from zip(*self.each(*kinds), strict=False)
+
+    def line(self, where: str) -> str:
+        """Return the user's line of code at `file.py:41`, without its indent; empty if unread."""
+        name, _, number = where.rpartition(":")
+        try:
+            return (self.folder / name).read_text().splitlines()[int(number) - 1].strip()
+        except (OSError, ValueError, IndexError):
+            return ""
+
+
+def events_path(folder: Path, rank: int) -> Path:
+    """Return where a rank notes what it does."""
+    return folder / f"events-{rank}.jsonl"
+
+
+def read_events(folder: Path, rank: int) -> list[Event]:
+    """Return what a rank noted; its last line may be torn where it was killed."""
+    path = events_path(folder, rank)
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    decoder = msgspec.json.Decoder(Event)
+    return [decoder.decode(line) for line in lines]
+
+
+def encode(event: Event) -> bytes:
+    """Return an event as a line; a fact that JSON does not know becomes its text."""
+    try:
+        return msgspec.json.encode(event) + b"\n"
+    except (TypeError, ValueError, OverflowError):
+        return json.dumps(msgspec.structs.asdict(event), default=str).encode() + b"\n"

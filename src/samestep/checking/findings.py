@@ -1,0 +1,109 @@
+"""A rule, what it finds, and what it could not see.
+
+A rule is a function of `Seen` that yields `Found` and `NotSeen`. It judges by what the ranks did
+in this run, never by the text of the source.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from samestep.checking.events import Seen
+
+Severity = Literal["error", "warning", "advice"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rule found: where in the user's code, and the numbers that were seen."""
+
+    where: str
+    """`file.py:41`; empty if no line of the script is to blame."""
+    evidence: str
+    remedy: str = ""
+    """What to change; lines that begin with `- ` and `+ ` are a small diff."""
+    severity: Severity | None = None
+    """If other than the rule's own."""
+
+
+@dataclass(frozen=True)
+class NotSeen:
+    """Why a rule could not tell: no evaluation within the steps, only one epoch."""
+
+    why: str
+
+
+Judge = Callable[[Seen], Iterator[Found | NotSeen]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A kind of mistake."""
+
+    code: str
+    severity: Severity
+    title: str
+    why: str
+    """Why it matters, in one sentence."""
+    judge: Judge
+    least_ranks: int = 2
+    """On fewer ranks it cannot show."""
+
+
+RULES: dict[str, Rule] = {}
+"""By code; the modules of `rules/` fill it as they are imported."""
+
+
+def rule(
+    code: str, severity: Severity, title: str, why: str, *, least_ranks: int = 2
+) -> Callable[[Judge], Judge]:
+    """Register a rule."""
+
+    def register(judge: Judge) -> Judge:
+        RULES[code] = Rule(
+            code=code, severity=severity, title=title, why=why, judge=judge, least_ranks=least_ranks
+        )
+        return judge
+
+    return register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A mistake in a script, as it is reported."""
+
+    code: str
+    severity: Severity
+    file: str
+    line: int
+    title: str
+    evidence: str
+    why: str
+    remedy: str
+
+
+def judge(seen: Seen) -> tuple[list[Finding], list[str]]:
+    """Return what all rules find, the gravest first, and what could not be seen."""
+    findings: dict[Finding, None] = {}
+    not_seen: dict[str, None] = {}
+    for code, one in sorted(RULES.items()):
+        if seen.world_size < one.least_ranks:
+            continue
+        for said in one.judge(seen):
+            if isinstance(said, NotSeen):
+                not_seen[f"{code} {one.title}: {said.why}"] = None
+                continue
+            file, _, line = said.where.rpartition(":")
+            finding = Finding(
+                code=code,
+                severity=said.severity or one.severity,
+                file=file,
+                line=int(line) if line.isdecimal() else 0,
+                title=one.title,
+                evidence=said.evidence,
+                why=one.why,
+                remedy=said.remedy,
+            )
+            findings[finding] = None
+    grave = ("error", "warning", "advice")
+    return sorted(findings, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)

@@ -1,0 +1,34 @@
+"""What the process that checks a script tells the ranks that run it."""
+
+from pathlib import Path
+
+import msgspec
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a script under watch."""
+
+    script: str
+    """A file in the scratch copy, or with `module` the name of a module."""
+    arguments: list[str] = []
+    module: bool = False
+    scratch: str
+    """The copy of the user's folder in which the script runs."""
+    folder: str
+    """Where the ranks write what was seen."""
+    steps: int = 10
+    """Batches of each of the first two epochs; then comes the last one of the epoch."""
+    substitute: bool = False
+    """Whether calls for CUDA are answered by the CPU."""
+
+
+def write_job(job: Job) -> Path:
+    """Write a job into its folder."""
+    path = Path(job.folder) / "job.json"
+    path.write_bytes(msgspec.json.encode(job))
+    return path
+
+
+def read_job(path: Path) -> Job:
+    """Return a job that was written."""
+    return msgspec.json.decode(path.read_bytes(), type=Job)

@@ -1,0 +1,47 @@
+"""One rank of a script that is checked: run it as Python would, and note what it does."""
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from samestep.checking.job import read_job
+from samestep.checking.recorder import Recorder
+from samestep.checking.watch import data, files, life, model, step
+from samestep.ranks.launch import detect_launch
+from samestep.script.hooks import Hooks
+from samestep.script.running import Done, ScriptFailed, run_script
+from samestep.training.phases import Phases
+
+_WATCHERS = (data, model, step, files, life)
+_watching = contextlib.ExitStack()
+"""Never left: what the script does as Python exits is watched too."""
+
+
+def main(job_path: str) -> int:
+    """Run the script of a job on this rank and return its exit code."""
+    job = read_job(Path(job_path))
+    hooks = Hooks(Phases(), several=False)
+    recorder = Recorder(Path(job.folder), detect_launch(os.environ).rank, hooks, Path(job.scratch))
+    signal.signal(signal.SIGTERM, _end)
+    _watching.enter_context(hooks.installed())
+    for watcher in _WATCHERS:
+        _watching.enter_context(watcher.watching(recorder, job))
+    code, text = 0, ""
+    try:
+        run_script(Path(job.script), job.arguments, module=job.module)
+    except ScriptFailed as error:
+        code, text = error.code, error.text
+        sys.stderr.write(text)
+    recorder.note("end", where="", code=code, text=text)
+    return code
+
+
+def _end(_signum: int, _frame: FrameType | None) -> None:
+    raise Done
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""What is watched in a rank, by subject: each module has `watching(recorder, job)`."""
