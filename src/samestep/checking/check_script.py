@@ -16,7 +16,7 @@ from typing import Protocol
 
 import samestep.checking.rules  # noqa: F401 - registers them
 from samestep.checking.events import RankSeen, Seen, read_events
-from samestep.checking.findings import Finding, judge
+from samestep.checking.findings import Finding, judge, without_silenced
 from samestep.checking.job import Job, write_job
 from samestep.errors import UserError
 
@@ -56,6 +56,13 @@ class Report:
     notes: list[str]
     output: list[str]
     """What each rank printed, standard output and error together."""
+    ranks: int
+    script: str
+    """The file or module, as it was named."""
+    folder: Path
+    """Where the user's code is; the files of findings are seen from there."""
+    silenced: int = 0
+    """Findings that a comment in the source silences."""
 
     @property
     def exit_code(self) -> int:
@@ -106,7 +113,8 @@ def check_script(
         ]
     seen = Seen(ranks=ranks, folder=home, asked=asked)
     _refuse_failures(seen, output, script)
-    findings, not_seen = judge(seen)
+    found, not_seen = judge(seen)
+    findings = without_silenced(found, home)
     return Report(
         findings=findings,
         not_seen=not_seen,
@@ -114,6 +122,10 @@ def check_script(
         seconds=time.perf_counter() - began,
         notes=seen.notes,
         output=output,
+        ranks=nproc,
+        script=str(script),
+        folder=home,
+        silenced=len(found) - len(findings),
     )
 
 
