@@ -212,12 +212,10 @@ class _FirstStep:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    inner = module
-    while (
-        isinstance(getattr(inner, "module", None), nn.Module) and "Parallel" in type(inner).__name__
-    ):
+    inner: Any = module
+    while "Parallel" in type(inner).__name__ and isinstance(inner.module, nn.Module):
         inner = inner.module
-    return inner
+    return inner  # type: ignore[no-any-return]
 
 
 def _kept(tree: Any) -> Any:
