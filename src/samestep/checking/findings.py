@@ -50,6 +50,8 @@ class Rule:
     judge: Judge
     least_ranks: int = 2
     """On fewer ranks it cannot show."""
+    residual: bool = False
+    """Whether it speaks only where no other rule explains the step: codes SS1xx to SS3xx."""
 
 
 RULES: dict[str, Rule] = {}
@@ -57,13 +59,25 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(
-    code: str, severity: Severity, title: str, why: str, *, least_ranks: int = 2
+    code: str,
+    severity: Severity,
+    title: str,
+    why: str,
+    *,
+    least_ranks: int = 2,
+    residual: bool = False,
 ) -> Callable[[Judge], Judge]:
     """Register a rule."""
 
     def register(judge: Judge) -> Judge:
         RULES[code] = Rule(
-            code=code, severity=severity, title=title, why=why, judge=judge, least_ranks=least_ranks
+            code=code,
+            severity=severity,
+            title=title,
+            why=why,
+            judge=judge,
+            least_ranks=least_ranks,
+            residual=residual,
         )
         return judge
 
@@ -108,7 +122,11 @@ def judge(seen: Seen) -> tuple[list[Finding], list[str]]:
             )
             findings[finding] = None
     grave = ("error", "warning", "advice")
-    return sorted(findings, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
+    explained = any(
+        f.code < "SS4" and f.severity != "advice" for f in findings if not RULES[f.code].residual
+    )
+    kept = [f for f in findings if not (explained and RULES[f.code].residual)]
+    return sorted(kept, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
 
 
 _SILENCED = re.compile(r"#\s*samestep:\s*ignore\[([^\]]*)\]")

@@ -5,7 +5,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -38,6 +38,8 @@ class Recorder:
         self._script_folder = str(script_folder.resolve()) + os.sep
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
+        self.at_end: list[Callable[[int], None]] = []
+        """Called with the world size when the script has ended."""
 
     @property
     def evaluating(self) -> bool:
