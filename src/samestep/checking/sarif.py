@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from samestep.checking.check_script import Report
+from samestep.checking.check_report import CheckReport, page_of, shown_file
 from samestep.checking.findings import RULES, Finding
-from samestep.checking.report_text import page_of, shown_file
 from samestep.run.files import write_text
 from samestep.version import __version__
 
@@ -14,12 +13,12 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {"error": "error", "warning": "warning", "advice": "note"}
 
 
-def write_sarif(report: Report, path: Path) -> None:
+def write_sarif(report: CheckReport, path: Path) -> None:
     """Write a report whole or not at all."""
     write_text(path, json.dumps(as_sarif(report), indent=2) + "\n")
 
 
-def as_sarif(report: Report) -> dict[str, Any]:
+def as_sarif(report: CheckReport) -> dict[str, Any]:
     """Return a report as the object of SARIF; the page of each code travels with it."""
     codes = sorted({one.code for one in report.findings})
     driver = {
@@ -46,7 +45,7 @@ def _rule(code: str) -> dict[str, Any]:
     }
 
 
-def _result(report: Report, finding: Finding, codes: list[str]) -> dict[str, Any]:
+def _result(report: CheckReport, finding: Finding, codes: list[str]) -> dict[str, Any]:
     text = f"{finding.title}: {finding.evidence} {finding.remedy}".strip()
     result: dict[str, Any] = {
         "ruleId": finding.code,

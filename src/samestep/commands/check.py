@@ -10,15 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from samestep.commands.help import Switch, check_positive, parse_flags
-from samestep.commands.script_target import (
-    ScriptTarget,
-    is_recipe_file,
-    script_target,
-    target_first,
-)
+from samestep.commands.script_target import ScriptTarget, script_target, target_first
 from samestep.errors import AlreadyTold, UserError
 from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.ranks.process import run_as_rank
+from samestep.recipe_source import is_recipe_file
 from samestep.recipes import RECIPES
 from samestep.reporting.words import count
 
@@ -83,8 +79,8 @@ def _check(arguments: list[str]) -> int:
         raise UserError(f"--sarif {command.sarif}: there is no folder {command.sarif.parent}.")
     if target.module:
         target.check_importable()
+    from samestep.checking.check_report import as_table, report_lines  # noqa: PLC0415
     from samestep.checking.check_script import check_script  # noqa: PLC0415 - not for the help
-    from samestep.checking.report_text import as_table, report_lines  # noqa: PLC0415
     from samestep.checking.sarif import write_sarif  # noqa: PLC0415
 
     console = Console(stderr=True, highlight=False)
@@ -119,7 +115,7 @@ def _screen() -> tuple[int | None, bool]:
 
 def _list(codes: list[str]) -> int:
     import samestep.checking.rules  # noqa: F401, PLC0415 - registers them
-    from samestep.checking.report_text import code_lines, page_of  # noqa: PLC0415
+    from samestep.checking.check_report import code_lines, page_of  # noqa: PLC0415
 
     width, colour = _screen()
     lines = [page_of(code.upper()) for code in codes]

@@ -1,6 +1,5 @@
 """What the verbs that run any script share: which words name it, and which are its own."""
 
-import ast
 import importlib.util
 import sys
 from collections.abc import Collection
@@ -8,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import UserError
-from samestep.nearby import nearby
-from samestep.recipe_source import names_recipe
 
 
 @dataclass(frozen=True)
@@ -67,17 +64,3 @@ def target_first(arguments: list[str], switches: Collection[str]) -> list[str]:
     words = 2 if arguments[place] == "-m" else 1
     target = arguments[place : place + words]
     return [*target, *arguments[:place], *arguments[place + words :]]
-
-
-def is_recipe_file(path: Path) -> bool:
-    """Whether a Python file defines `recipe`; any other is a script."""
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except OSError as error:
-        raise UserError(
-            f"There is no file {path} that can be read: {error.strerror}.{nearby(path, 'file')}"
-        ) from error
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        raise UserError(f"{path}:{line}: {getattr(error, 'msg', error)}.") from error
-    return names_recipe(tree)

@@ -1,12 +1,11 @@
-"""A report of `check` as people read it, and as JSON; the page of each code."""
+"""What `check` says of a script: as data, as people read it, as JSON; the page of each code."""
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.checking.check_script import Report
 from samestep.checking.findings import RULES, Finding
 from samestep.errors import UserError, did_you_mean
 from samestep.reporting.table import Styled, Table, coloured, text_lines
@@ -17,7 +16,35 @@ _LABEL = 9
 _PAGES = Path(__file__).parent / "pages"
 
 
-def as_table(report: Report) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What `check` says of a script."""
+
+    findings: list[Finding]
+    not_seen: list[str]
+    steps: int
+    seconds: float
+    notes: list[str]
+    output: list[str]
+    """What each rank printed, standard output and error together."""
+    ranks: int
+    script: str
+    """The file or module, as it was named."""
+    folder: Path
+    """Where the user's code is; the files of findings are seen from there."""
+    silenced: int = 0
+    """Findings that a comment in the source silences."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 if there is nothing but advice, else 1."""
+        return int(any(finding.severity != "advice" for finding in self.findings))
+
+    def __str__(self) -> str:
+        return "\n".join(report_lines(self, 100, colour=False))
+
+
+def as_table(report: CheckReport) -> dict[str, Any]:
     """Return what `--json` prints."""
     found = [asdict(one) | {"file": shown_file(report, one)} for one in report.findings]
     return {
@@ -30,7 +57,7 @@ def as_table(report: Report) -> dict[str, Any]:
     }
 
 
-def shown_file(report: Report, finding: Finding) -> str:
+def shown_file(report: CheckReport, finding: Finding) -> str:
     """Return the file of a finding as a user would type it here; empty if it has none."""
     if not finding.file:
         return ""
@@ -39,7 +66,7 @@ def shown_file(report: Report, finding: Finding) -> str:
     return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)
 
 
-def report_lines(report: Report, width: int, *, colour: bool) -> Iterator[str]:
+def report_lines(report: CheckReport, width: int, *, colour: bool) -> Iterator[str]:
     """Yield a report as lines of a terminal."""
 
     def paint(text: str, style: str) -> str:
@@ -74,7 +101,7 @@ def report_lines(report: Report, width: int, *, colour: bool) -> Iterator[str]:
     yield from (paint(line, style) for line in wrapped(_sentence(report), "", width))
 
 
-def _source(report: Report, finding: Finding) -> str:
+def _source(report: CheckReport, finding: Finding) -> str:
     """Return the user's line of code, without its indent."""
     try:
         lines = (report.folder / finding.file).read_text().splitlines()
@@ -94,7 +121,7 @@ def _remedy(remedy: str, labelled: Any, paint: Any) -> Iterator[str]:
         label = ""
 
 
-def _not_seen(report: Report, width: int) -> Iterator[str]:
+def _not_seen(report: CheckReport, width: int) -> Iterator[str]:
     """Yield why some codes could not be judged; those of one reason together."""
     codes: dict[str, list[str]] = {}
     for text in report.not_seen:
@@ -108,7 +135,7 @@ def _not_seen(report: Report, width: int) -> Iterator[str]:
         yield from wrapped(f"  {', '.join(those)}: {why}", "    ", width)
 
 
-def _sentence(report: Report) -> str:
+def _sentence(report: CheckReport) -> str:
     kinds = [one.severity for one in report.findings]
     told = [
         f"{kinds.count(kind)} {kind if kind == 'advice' else kind + 's' * (kinds.count(kind) != 1)}"
