@@ -35,6 +35,7 @@ DISTRIBUTED = {
     "ranks.start": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
     "stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
     "training.prepare": {"torch.nn.parallel"},
+    "checking.watch.data": {"torch.distributed"},  # whether ranks may have batches left over
 }
 
 # A file is one subject: big enough to be worth opening, small enough to hold in the head.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -75,6 +75,11 @@ class Recorder:
         """Return the innermost line of the user's code, `file.py:41`."""
         frame = self.frame()
         return "" if frame is None else f"{self._name(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+    def where_of(self, code: CodeType) -> str:
+        """Return the line at which a function of the user's code begins; empty for others'."""
+        name = code.co_filename
+        return f"{self._name(name)}:{code.co_firstlineno}" if _is_users(name) else ""
 
     def frame(self) -> FrameType | None:
         """Return the innermost frame of the user's code."""
