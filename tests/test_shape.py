@@ -33,6 +33,7 @@ FLOORS = floors_drawn()
 DISTRIBUTED = {
     "ranks.world": {"torch.distributed"},
     "ranks.start": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
+    "checking.watch.model": {"torch.nn.parallel"},
     "training.prepare": {"torch.nn.parallel"},
 }
 
