@@ -34,6 +34,7 @@ DISTRIBUTED = {
     "ranks.world": {"torch.distributed"},
     "ranks.start": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
     "training.prepare": {"torch.nn.parallel"},
+    "checking.watch.life": {"torch.distributed"},  # notes what a script calls, and calls nothing
 }
 
 # A file is one subject: big enough to be worth opening, small enough to hold in the head.
