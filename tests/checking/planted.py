@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from samestep.checking.check_script import Process, Report, check_script
+from samestep.checking.check_script import Report, check_script
+from samestep.checking.ranks_of_script import Process
 from tests.processes import _context, _main
 
 BASE = """\
