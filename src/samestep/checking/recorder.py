@@ -21,6 +21,7 @@ import samestep
 from samestep.checking.events import Event, encode, events_path
 from samestep.checking.scratch import Scratch
 from samestep.script.hooks import Hooks
+from samestep.stall.pulse import Pulse
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -42,6 +43,7 @@ class Recorder:
         self.hooks = hooks
         self._folder, self._scratch = folder, scratch
         self._open()
+        self.pulse = Pulse(folder, rank)
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
         self.at_end: list[Callable[[int], None]] = []
@@ -56,6 +58,7 @@ class Recorder:
         """Append an event; without `where`, at the innermost line of the user's code."""
         if self.quiet:
             return
+        self.pulse.alive()
         event = Event(
             kind=kind,
             where=self.where() if where is None else where,
