@@ -1,5 +1,7 @@
 """What is wrong with the data that the ranks of a script read."""
 
+import re
+
 import pytest
 
 from tests.checking.planted import BASE, check, codes, line_of, planted
@@ -206,3 +208,69 @@ def test_a_mistake_with_the_data_is_found_at_its_line(tmp_path, name):
     assert found.line == line_of(text, line)
     assert codes(report) == {code}
     assert report.exit_code == (found.severity != "advice")
+
+
+EPOCHS = """\
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+
+class Endless(torch.utils.data.Sampler):
+    def __iter__(self):
+        while True:
+            yield from range(100)
+
+
+class Count(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from range(100)
+
+
+data = torch.arange(100.0)
+batches = BatchSampler(SequentialSampler(data), 5, drop_last=False)
+loaders = {
+    "plain": DataLoader(data, batch_size=2),
+    "workers": DataLoader(data, batch_size=2, num_workers=2),
+    "persistent": DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True),
+    "batches": DataLoader(data, batch_sampler=batches),
+    "unbatched": DataLoader(data, batch_size=None),
+    "short": DataLoader(data, batch_size=25),
+    "stream": DataLoader(Count(), batch_size=2),
+    "two streams": DataLoader(Count(), batch_size=2, num_workers=2, persistent_workers=True),
+}
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+for name, loader in loaders.items():
+    for epoch in range(3):
+        firsts = []
+        for batch in loader:
+            firsts.append(int(batch.flatten()[0]))
+            optimizer.zero_grad()
+            model(batch.float().reshape(-1, 1)).mean().backward()
+            optimizer.step()
+        print(name, epoch, *firsts)
+counted = iter(loaders["plain"])
+for epoch in range(4):
+    iterator = iter(loaders["plain"])
+    print("counted", epoch, *(int(next(iterator)[0]) for _ in range(len(loaders["plain"]))))
+endless = iter(DataLoader(data, batch_size=2, sampler=Endless()))
+print("endless", 0, *(int(next(endless)[0]) for _ in range(60)))
+"""
+
+
+def test_an_epoch_is_its_first_batches_and_its_last_and_later_ones_are_one_batch(tmp_path):
+    report = check(tmp_path, EPOCHS, nproc=1)
+    read: dict[str, list[list[int]]] = {}
+    for line in report.output[0].splitlines():
+        name, numbers = re.fullmatch(r"(\D+) \d ([\d ]+)", line).groups()
+        read.setdefault(name, []).append([int(number) for number in numbers.split()])
+    plain = [*range(0, 20, 2), 98]
+    for name in ("plain", "workers", "persistent"):
+        assert read[name] == [plain, plain, [0]]
+    assert read["batches"] == [[*range(0, 50, 5), 95]] * 2 + [[0]]
+    assert read["unbatched"] == [[*range(10), 99]] * 2 + [[0]]
+    assert read["short"] == [[0, 25, 50, 75]] * 2 + [[0]]
+    assert read["stream"] == [plain[:-1]] * 2 + [[0]]
+    assert [len(epoch) for epoch in read["two streams"]] == [10, 10, 1]
+    assert read["counted"] == [plain] * 4  # who counts batches asks for no more than there are
+    assert read["endless"] == [[*range(0, 100, 2), *range(0, 20, 2)]]
