@@ -9,13 +9,13 @@ from types import FrameType
 
 from samestep.checking.job import read_job
 from samestep.checking.recorder import Recorder
-from samestep.checking.watch import data, files, life, model, step
+from samestep.checking.watch import data, files, life, model, parity, step
 from samestep.ranks.launch import detect_launch
 from samestep.script.hooks import Hooks
 from samestep.script.running import Done, ScriptFailed, run_script
 from samestep.training.phases import Phases
 
-_WATCHERS = (data, model, step, files, life)
+_WATCHERS = (data, model, step, files, life, parity)
 _watching = contextlib.ExitStack()
 """Never left: what the script does as Python exits is watched too."""
 
@@ -24,7 +24,8 @@ def main(job_path: str) -> int:
     """Run the script of a job on this rank and return its exit code."""
     job = read_job(Path(job_path))
     hooks = Hooks(Phases(), several=False)
-    recorder = Recorder(Path(job.folder), detect_launch(os.environ).rank, hooks, Path(job.scratch))
+    launch = detect_launch(os.environ)
+    recorder = Recorder(Path(job.folder), launch.rank, hooks, Path(job.scratch))
     signal.signal(signal.SIGTERM, _end)
     _watching.enter_context(hooks.installed())
     for watcher in _WATCHERS:
@@ -35,6 +36,8 @@ def main(job_path: str) -> int:
     except ScriptFailed as error:
         code, text = error.code, error.text
         sys.stderr.write(text)
+    for at_end in recorder.at_end:
+        at_end(launch.world_size)
     recorder.note("end", where="", code=code, text=text)
     return code
 

@@ -5,11 +5,12 @@ import os
 import sys
 import sysconfig
 import time
+import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -42,13 +43,15 @@ class Recorder:
         self._script_folder = str(script_folder.resolve()) + os.sep
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
+        self.at_end: list[Callable[[int], None]] = []
+        """Called with the world size when the script has ended."""
 
     @property
     def evaluating(self) -> bool:
         """Whether the script is in an evaluation, as far as its calls show."""
         return self.hooks.evaluating
 
-    def note(self, kind: str, *, where: str | None = None, **facts: Any) -> None:
+    def note(self, kind: str, /, *, where: str | None = None, **facts: Any) -> None:
         """Append an event; without `where`, at the innermost line of the user's code."""
         if self.quiet:
             return
@@ -78,6 +81,11 @@ class Recorder:
         frame = self.frame()
         return "" if frame is None else f"{self._name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
+    def where_of(self, code: CodeType) -> str:
+        """Return the line at which a function of the user's code begins; empty for others'."""
+        name = code.co_filename
+        return f"{self._name(name)}:{code.co_firstlineno}" if _is_users(name) else ""
+
     def frame(self) -> FrameType | None:
         """Return the innermost frame of the user's code."""
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
@@ -91,6 +99,25 @@ class Recorder:
         while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
             frame = frame.f_back
         return frame is not None and _is_users(frame.f_code.co_filename)
+
+    def is_direct(self, *packages: str) -> bool:
+        """Whether the user's code itself makes this call, perhaps through these packages."""
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
+        while frame is not None:
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            if not frame.f_code.co_filename.startswith(_OWN) and package not in packages:
+                return _is_users(frame.f_code.co_filename)
+            frame = frame.f_back
+        return False
+
+    def raised_at(self, error: BaseException) -> str:
+        """Return the innermost line of the user's code that an exception has passed."""
+        passed = traceback.walk_tb(error.__traceback__)
+        users = [(frame, line) for frame, line in passed if _is_users(frame.f_code.co_filename)]
+        if not users:
+            return ""
+        frame, line = users[-1]
+        return f"{self._name(frame.f_code.co_filename)}:{line}"
 
     def _name(self, path: str) -> str:
         return os.path.realpath(path).removeprefix(self._script_folder)
