@@ -97,7 +97,7 @@ class ModelWatch:
             model=type(model).__name__,
             model_id=self._weights.models[model],
             parameters=sum(p.numel() for p in model.parameters() if not is_lazy(p)),
-            own=self._recorder.called_by_user(),
+            own=self._recorder.is_direct("torch"),
             **{name: getattr(wrapper, name, None) for name in settings},
         )
 
