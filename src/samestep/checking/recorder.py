@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 import samestep
 from samestep.checking.events import Event, encode, events_path
+from samestep.checking.scratch import Scratch
 from samestep.script.hooks import Hooks
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
@@ -35,11 +36,11 @@ _VALUES_OF_A_ROW = 1024
 class Recorder:
     """One rank's notes. The modules of `watch/` call `note`; the rules read the file afterwards."""
 
-    def __init__(self, folder: Path, rank: int, hooks: Hooks, script_folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int, hooks: Hooks, scratch: Scratch) -> None:
         self.rank = rank
         self.hooks = hooks
-        self._file = os.open(events_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._script_folder = str(script_folder.resolve()) + os.sep
+        self._folder, self._scratch = folder, scratch
+        self._open()
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
         self.at_end: list[Callable[[int], None]] = []
@@ -64,6 +65,19 @@ class Recorder:
             facts=facts,
         )
         os.write(self._file, encode(event))
+
+    def become(self, rank: int, *, anew: bool = False) -> None:
+        """Note from here on as another rank: with what was noted, or in a file of its own."""
+        before = events_path(self._folder, self.rank)
+        self.rank = rank
+        if anew:
+            self._open()
+        else:
+            before.rename(events_path(self._folder, rank))
+
+    def _open(self) -> None:
+        path = events_path(self._folder, self.rank)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -112,7 +126,7 @@ class Recorder:
         return f"{self._name(frame.f_code.co_filename)}:{line}"
 
     def _name(self, path: str) -> str:
-        return os.path.realpath(path).removeprefix(self._script_folder)
+        return self._scratch.real(os.path.realpath(path)).removeprefix(self._scratch.home + os.sep)
 
 
 @functools.cache
