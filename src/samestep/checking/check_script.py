@@ -10,13 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import samestep.checking.rules  # noqa: F401 - registers them
+from samestep.checking.check_report import CheckReport
 from samestep.checking.events import RankSeen, Seen, read_events
-from samestep.checking.findings import Finding, judge
+from samestep.checking.findings import judge, without_silenced
 from samestep.checking.job import Job, write_job
 from samestep.errors import UserError
 
@@ -45,24 +45,6 @@ Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[Process]]
 """Starts a process for each mapping of variables on the job at a path, in a folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What `check` says of a script."""
-
-    findings: list[Finding]
-    not_seen: list[str]
-    steps: int
-    seconds: float
-    notes: list[str]
-    output: list[str]
-    """What each rank printed, standard output and error together."""
-
-    @property
-    def exit_code(self) -> int:
-        """0 if there is nothing but advice, else 1."""
-        return int(any(finding.severity != "advice" for finding in self.findings))
-
-
 def check_script(
     script: Path,
     arguments: Sequence[str] = (),
@@ -73,7 +55,7 @@ def check_script(
     seconds: float = 40.0,
     asked: bool = True,
     start: "Starter | None" = None,
-) -> Report:
+) -> CheckReport:
     """Run a script on new ranks under watch and return what is wrong with it.
 
     `seconds` are counted from the first optimizer step; then the ranks are ended, and what they
@@ -106,14 +88,19 @@ def check_script(
         ]
     seen = Seen(ranks=ranks, folder=home, asked=asked)
     _refuse_failures(seen, output, script)
-    findings, not_seen = judge(seen)
-    return Report(
+    found, not_seen = judge(seen)
+    findings = without_silenced(found, home)
+    return CheckReport(
         findings=findings,
         not_seen=not_seen,
         steps=max(rank.steps for rank in ranks),
         seconds=time.perf_counter() - began,
         notes=seen.notes,
         output=output,
+        ranks=nproc,
+        script=str(script),
+        folder=home,
+        silenced=len(found) - len(findings),
     )
 
 

@@ -4,8 +4,10 @@ A rule is a function of `Seen` that yields `Found` and `NotSeen`. It judges by w
 in this run, never by the text of the source.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from samestep.checking.events import Seen
@@ -125,3 +127,21 @@ def judge(seen: Seen) -> tuple[list[Finding], list[str]]:
     )
     kept = [f for f in findings if not (explained and RULES[f.code].residual)]
     return sorted(kept, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
+
+
+_SILENCED = re.compile(r"#\s*samestep:\s*ignore\[([^\]]*)\]")
+
+
+def without_silenced(findings: Iterable[Finding], folder: Path) -> list[Finding]:
+    """Leave out what `# samestep: ignore[SS104]` silences: on the line, or alone on that above."""
+    kept = []
+    for finding in findings:
+        try:
+            lines = (folder / finding.file).read_text().splitlines()[: finding.line][-2:]
+        except (OSError, ValueError):
+            lines = []
+        above = [line for line in lines[:-1] if line.lstrip().startswith("#")]
+        comments = _SILENCED.findall("\n".join([*above, *lines[-1:]]))
+        if finding.code not in re.findall(r"\w+", " ".join(comments)):
+            kept.append(finding)
+    return kept
