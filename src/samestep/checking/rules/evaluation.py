@@ -1,6 +1,5 @@
 """Rules about evaluation: whose samples a number is of, who takes part, in which mode."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -125,7 +124,7 @@ def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for evaluation through a wrapper that communicates, on some of the ranks."""
     inside: list[list[Event]] = []
     for rank in seen.ranks:
-        parts = [event for part in _evaluations(rank) for event in part.forwards]
+        parts = [event for part in _evaluations(seen, rank) for event in part.forwards]
         inside.append([event for event in parts if event["wrapped"]])
     alone = next((n for n, events in enumerate(inside) if events), None)
     if alone is None:
@@ -155,7 +154,7 @@ def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a save, in some evaluations only or as the best, that nothing was joined before."""
-    saves: list[tuple[list[_Evaluation], int, Event | None]] = []
+    saves: list[tuple[tuple[_Evaluation, ...], int, Event | None]] = []
     for parts in _pairs(seen):
         if not _are_shards(seen, parts):
             continue
@@ -164,8 +163,9 @@ def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
             read = any(event.kind == "item" for event in before)
             saved = next((e for e in before if e.kind == "save"), None) if read else None
             saves.append((parts, number, saved))
-    chosen = [(parts, number, event) for parts, number, event in saves if event is not None]
-    for parts, number, event in chosen:
+    for parts, number, event in saves:
+        if event is None:
+            continue
         own = [one for _, rank, one in saves if rank == number]
         if "best" not in str(event.get("path", "")).lower() and None not in own:
             continue  # it saves after every evaluation, whatever the number
@@ -199,15 +199,15 @@ def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
             on, layers = off[0]["modal"] if off else (0, 0)
             if len(steps) < _LEFT_ON or on or not layers:
                 continue
-            before = "before" if len(off) < len(forwards) else "never"
+            never = len(off) == len(forwards)
             yield Found(
                 off[0].where,
                 f"{len(steps)} training steps of {off[0]['model']} from step {off[0].step + 1} on "
                 f"ran in evaluation mode, with {layers} layers of dropout or batch norm"
-                + ("" if before == "never" else "; the steps before it did not"),
+                + ("" if never else "; the steps before did not"),
                 "Call `model.train()` at the start of each epoch, after every evaluation.",
                 # Some fine-tune so on purpose.
-                "advice" if before == "never" else None,
+                "advice" if never else None,
             )
             return
 
@@ -223,7 +223,7 @@ def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for forward passes without gradients on other data, with layers in training mode."""
     for rank in seen.ranks:
         row: list[Event] = []
-        for event, foreign in _with_loader(rank):
+        for event, foreign in _with_loader(seen, rank):
             wrong = foreign and not event["grad"] and event["training"] and event["modal"][0]
             row = [*row, event] if wrong else []
             if len(row) >= _IN_A_ROW:
@@ -248,8 +248,8 @@ def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
 def evaluates_with_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for forward passes in evaluation mode whose graph no backward pass uses."""
     for rank in seen.ranks:
-        foreign = {id(event) for event, other in _with_loader(rank) if other}
-        for part in _evaluations(rank):
+        foreign = {id(event) for event, other in _with_loader(seen, rank) if other}
+        for part in _evaluations(seen, rank):
             kept = [e for e in part.forwards if e["grad"] and id(e) in foreign]
             if len(kept) >= _IN_A_ROW:
                 yield Found(
@@ -265,11 +265,11 @@ def _joins(event: Event) -> bool:
     return event.kind == "collective" and str(event["kind"]).startswith(_JOINING)
 
 
-def _evaluations(rank: RankSeen) -> list[_Evaluation]:
+def _evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:
     """Return a rank's evaluations."""
     found: list[_Evaluation] = []
     now: _Evaluation | None = None
-    others = {id(event) for event, foreign in _with_loader(rank) if foreign}
+    others = {id(event) for event, foreign in _with_loader(seen, rank) if foreign}
     for event in rank.events:
         if event.kind == "forward":
             aside = not event["grad"] and id(event) in others
@@ -292,26 +292,42 @@ def _evaluations(rank: RankSeen) -> list[_Evaluation]:
 
 def _pairs(seen: Seen) -> Iterator[tuple[_Evaluation, ...]]:
     """Yield the evaluations in which all ranks took part."""
-    each = [_evaluations(rank) for rank in seen.ranks]
+    each = [_evaluations(seen, rank) for rank in seen.ranks]
     if len({len(parts) for parts in each}) == 1 or not seen.complete:
         yield from zip(*each, strict=False)
 
 
-def _with_loader(rank: RankSeen) -> Iterator[tuple[Event, bool]]:
-    """Yield each forward pass, and whether its batch is of a loader that training does not use."""
-    latest = None
-    trained = set()
-    for event in rank.of("batch", "backward"):
-        if event.kind == "batch":
-            latest = event["loader_id"]
-        else:
-            trained.add(latest)
+def _with_loader(seen: Seen, rank: RankSeen) -> Iterator[tuple[Event, bool]]:
+    """Yield each forward pass, and whether its batch is of samples that nobody trains on."""
+    trained: set[tuple[int, int]] = set()
+    for one in seen.ranks:
+        latest = None
+        for event in one.of("batch", "backward"):
+            if event.kind == "batch":
+                latest = event["loader_id"]
+            elif latest is not None:
+                trained.add((one.rank, latest))
+    samples: dict[int, set[int]] = {}  # that are trained on, by data set
+    for one in seen.ranks:
+        data = {event["loader_id"]: event["data"] for event in one.of("loader")}
+        for event in one.of("order"):
+            if (one.rank, event["loader_id"]) in trained:
+                samples.setdefault(data[event["loader_id"]], set()).update(event["indices"])
+    foreign = {
+        event["loader_id"]
+        for event in rank.of("order")
+        if (rank.rank, event["loader_id"]) not in trained
+        and samples.get(
+            next(e["data"] for e in rank.of("loader") if e["loader_id"] == event["loader_id"]),
+            set(),
+        ).isdisjoint(event["indices"])
+    }
     latest = None
     for event in rank.of("batch", "forward"):
         if event.kind == "batch":
             latest = event["loader_id"]
         else:
-            yield event, latest is not None and latest not in trained
+            yield event, latest in foreign
 
 
 def _are_shards(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
@@ -320,9 +336,7 @@ def _are_shards(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
     if not all(rows):
         return False
     fewest = min(map(len, rows))
-    overlap = max(
-        len(one & other) for n, one in enumerate(rows) for other in rows[n + 1 :]
-    )
+    overlap = max(len(one & other) for n, one in enumerate(rows) for other in rows[n + 1 :])
     return 2 * overlap < fewest and not _reads_all(seen, parts)
 
 
@@ -352,8 +366,10 @@ def _is_told(mean: float, parts: Sequence[_Evaluation]) -> bool:
         for number in event["numbers"] if event.kind == "report" else ():
             digits = len(number.partition(".")[2])
             shown = (mean, 100 * mean)
-            if digits > 1 and "e" not in number and f"{float(number):.{digits}f}" in (
-                f"{one:.{digits}f}" for one in shown
+            if (
+                digits > 1
+                and "e" not in number
+                and f"{float(number):.{digits}f}" in (f"{one:.{digits}f}" for one in shown)
             ):
                 return True
     return False
@@ -362,8 +378,7 @@ def _is_told(mean: float, parts: Sequence[_Evaluation]) -> bool:
 def _went_on(rank: RankSeen, step: int) -> bool:
     """Whether a rank did something else once it had taken so many steps."""
     return any(
-        (event.kind in ("collective", "destroy", "end") and event.step == step)
-        or event.step > step
+        (event.kind in ("collective", "destroy", "end") and event.step == step) or event.step > step
         for event in rank.events
     )
 
@@ -382,9 +397,7 @@ def _waits_for(rank: RankSeen, event: Event) -> str:
 
 
 def _training_forwards(rank: RankSeen) -> dict[int, list[Event]]:
-    """Return, by model, the forward passes that a backward pass followed before any other model's
-    evaluation.
-    """
+    """Return, by model, the forward passes that a backward pass followed."""
     found: dict[int, list[Event]] = {}
     pending: list[Event] = []
     for event in rank.of("forward", "backward"):

@@ -21,6 +21,9 @@ _UNLIKE_COUNTS = 1.1  # token counts of batches of one size differ by chance as 
 def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
     """Count the backward passes of one line that meet the other ranks in one step."""
     rank = seen.ranks[0]
+    wrap = rank.first("wrap")
+    if wrap is None or wrap["wrapper"] != "ddp":  # FSDP may have no memory to put it off
+        return
     counts: Counter[tuple[str, int]] = Counter()
     here: Counter[str] = Counter()
     for event in rank.of("backward", "step"):
@@ -30,16 +33,16 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
         elif event.get("sync"):
             here[event.where] += 1
     for where in {where for where, _ in counts}:
-        often = Counter({n: steps for (place, n), steps in counts.items() if place == where and n > 1})
-        if sum(often.values()) < 2:  # noqa: PLR2004 - once may be the end of an epoch
+        often = Counter(
+            {n: steps for (place, n), steps in counts.items() if place == where and n > 1}
+        )
+        if sum(often.values()) < 2:
             continue
         ((most, steps),) = often.most_common(1)
-        wrap = rank.first("wrap")
-        size = f" of {wrap['parameters']:,} gradients" if wrap is not None else ""
         yield Found(
             where,
-            f"{most} backward passes per optimizer step, each with an all-reduce{size} ({steps} "
-            f"steps of rank 0)",
+            f"{most} backward passes per optimizer step, each with an all-reduce of "
+            f"{wrap['parameters']:,} gradients ({steps} steps of rank 0)",
             "Run all but the last micro-batch of a step, forward and backward, within "
             "`with model.no_sync():`.",
         )
@@ -118,39 +121,37 @@ def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
     rank, ranks = seen.ranks[0], seen.world_size
     for made in rank.of("scheduler"):
         stepped = [e for e in rank.of("schedule") if e["scheduler_id"] == made["scheduler_id"]]
-        if not stepped or len({event.where for event in stepped}) > 1:
+        if len({event.where for event in stepped}) != 1:
             continue
-        (times, _), *_ = Counter(Counter(event.step for event in stepped).values()).most_common()
-        per_epoch = len({event.step for event in stepped if event.epoch <= 1}) < _FEW_STEPS
-        if per_epoch and rank.steps < _FEW_STEPS * rank.epochs:
-            continue
-        planned = rank.epochs if per_epoch else _planned_steps(rank)
-        total = made["total"]
-        known = bool(total and planned and seen.complete)
-        where = stepped[0].where
-        unit = "epoch" if per_epoch else "optimizer step"
-        if times == ranks:
-            fits = known and abs(total - planned * times) <= rank.epochs
-            too_fast = known and abs(total - planned) <= rank.epochs
-            if too_fast or (per_epoch and not fits):
-                made_for = f", and was made for {total}" if total else ""
-                yield Found(
-                    where,
-                    f"{made['scheduler']} is stepped {times} times per {unit} on {ranks} ranks"
-                    f"{made_for}; its learning rate was {_rates(stepped)}",
-                    f"Step it once per {unit}.",
-                )
-            elif not known:
-                yield NotSeen(f"{made['scheduler']} does not tell for how many steps it was made")
-        elif times == 1 and not per_epoch and known and _micro_steps(rank) == 1:
-            if abs(total - planned * ranks) <= rank.epochs < planned:
-                yield Found(
-                    made.where,
-                    f"{made['scheduler']} was made for {total} steps, but each of the {ranks} ranks "
-                    f"takes {planned}: it comes to {1 / ranks:.0%} of its schedule",
-                    "Count the batches of one rank: `len(loader)` with its sampler, times the "
-                    "epochs.",
-                )
+        ((times, _),) = Counter(Counter(e.step for e in stepped).values()).most_common(1)
+        by_epoch = len({event.step for event in stepped if event.epoch <= 1}) < _FEW_STEPS
+        lengths = [rank.epochs] if by_epoch else _lengths(rank)
+        total, name, where = made["total"], made["scheduler"], stepped[0].where
+        unit = "epoch" if by_epoch else "optimizer step"
+
+        within = 0 if by_epoch else rank.epochs  # each may end with less than a whole step
+        own, joined = (
+            seen.complete and any(abs((total or 0) - k * length) <= within for length in lengths)
+            for k in (1, ranks)
+        )
+        if times == ranks and by_epoch and stepped[0].step < _FEW_STEPS:
+            yield NotSeen(f"too few steps to tell whether {name} counts epochs")
+        elif times == ranks and not joined and (by_epoch or own):
+            yield Found(
+                where,
+                f"{name} is stepped {times} times per {unit} on {ranks} ranks"
+                + (f", and was made for {total} steps" if total else "")
+                + "; its learning rate was "
+                + ", ".join(f"{event['lr']:.3g}" for event in stepped[:6]),
+                f"Step it once per {unit}.",
+            )
+        elif times == 1 and not by_epoch and joined and not own:
+            yield Found(
+                made.where,
+                f"{name} was made for {total} steps, but each of the {ranks} ranks takes "
+                f"{max(lengths)}: it comes to {1 / ranks:.0%} of its schedule",
+                "Count one rank's batches, `len(loader)` with its sampler, times the epochs.",
+            )
 
 
 @rule(
@@ -169,17 +170,17 @@ def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
     for event in made:
         if event["scheduler_id"] in inner | stepped:
             continue
-        if not seen.complete or rank.epochs < 2 or rank.steps < _FEW_STEPS:  # noqa: PLR2004
+        if not seen.complete or rank.epochs < 2 or rank.steps < _FEW_STEPS:
             yield NotSeen(f"no whole training with {event['scheduler']} ({event.where})")
             continue
-        length = _length(rank)
+        whole = len(set(_lengths(rank))) == 1
         yield Found(
             event.where,
             f"{event['scheduler']} was made, and not stepped once in {rank.steps} optimizer steps "
             f"of {rank.epochs} epochs",
             "Call its `step()` after each epoch, or after each optimizer step if it counts those.",
             # It may be stepped every so many batches, of which too few were run.
-            None if length is not None and length <= rank.steps else "advice",
+            None if whole else "advice",
         )
 
 
@@ -223,7 +224,7 @@ def _unlike_weights(seen: Seen, *, shares: bool) -> Iterator[Found]:
         ):
             counts = [n for _, n, _ in losses]
             unlike.append(list(zip(averages, counts, strict=True)))
-    if not unlike or (not shares and len(unlike) < 2):  # noqa: PLR2004 - once may be chance
+    if not unlike or (not shares and len(unlike) < 2):
         return
     first = unlike[0]
     event = first[0][0]
@@ -246,9 +247,7 @@ def _unlike_weights(seen: Seen, *, shares: bool) -> Iterator[Found]:
 
 
 def _losses(rank: RankSeen) -> Iterator[tuple[Event | None, int, bool]]:
-    """Yield, for each backward pass, the mean that it began with, its samples, and if it meets
-    the other ranks.
-    """
+    """Yield the mean that each backward pass began with, its samples, and if others meet it."""
     samples, average = 0, None
     for event in rank.of("forward", "average", "backward"):
         if event.kind == "forward":
@@ -273,15 +272,17 @@ def _close(numbers: Sequence[float], within: float) -> bool:
     return most <= within * least or most == 0
 
 
-def _length(rank: RankSeen) -> int | None:
-    """Return the batches in an epoch of the loader that the training reads from."""
+def _lengths(rank: RankSeen) -> list[int]:
+    """Return how many optimizer steps the whole training has, and has as far as it is run."""
     latest = None
     for event in rank.of("batch", "backward"):
         if event.kind == "backward":
             break
         latest = event["loader_id"]
-    made = (e for e in rank.of("loader") if e["loader_id"] == latest)
-    return next((event.get("length") for event in made), None)
+    whole = [event["batches"] for event in rank.of("order") if event["loader_id"] == latest]
+    run = sum(e["loader_id"] == latest and e["turn"] == 0 for e in rank.of("batch"))
+    found = {batches // _micro_steps(rank) for batches in (*whole[:1], run)}
+    return [batches * rank.epochs for batches in found if batches >= _FEW_STEPS]
 
 
 def _micro_steps(rank: RankSeen) -> int:
@@ -295,13 +296,3 @@ def _micro_steps(rank: RankSeen) -> int:
         else:
             here += 1
     return counts.most_common(1)[0][0] if counts else 1
-
-
-def _planned_steps(rank: RankSeen) -> int | None:
-    """Return the optimizer steps of the whole training, had no epoch been cut short."""
-    length = _length(rank)
-    return length * rank.epochs // max(1, _micro_steps(rank)) if length else None
-
-
-def _rates(events: Sequence[Event]) -> str:
-    return ", ".join(f"{event['lr']:.3g}" for event in events[:6])

@@ -99,8 +99,9 @@ class _Watch:
     def around_reduce(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note what goes into a reduction of a few numbers."""
         tensor = kwargs.get("tensor", args[0] if args else None)
-        small = isinstance(tensor, Tensor) and 0 < tensor.numel() <= _SMALL
-        if self._inside or not small or torch.compiler.is_compiling():
+        if self._inside or not isinstance(tensor, Tensor) or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        if not 0 < tensor.numel() <= _SMALL:
             return original(*args, **kwargs)
         place = 2 if original.__name__ == "reduce" else 1
         op = kwargs.get("op", args[place] if len(args) > place else dist.ReduceOp.SUM)

@@ -4,13 +4,14 @@
 |---|---|---|
 | wrap | DDP or FSDP wraps a model | wrapper, model, model_id, parameters, and DDP's settings |
 | model | its first forward pass with gradients | model, model_id, wrapper, batch_norms, shapes |
-| forward | the outermost call of a module | model_id of what is inside all wrappers, n, rows |
+| forward | the outermost call of a module | model_id inside all wrappers, n, rows, modal |
 | criterion | the outermost call of a loss | name, n, reduction, value |
 | backward | before it | loss, sync, requires_grad, unused: what the loss leaves out, by model_id |
 | optimizer | one is made | optimizer_id, held |
 | step | after it | grads before it, strangers: held tensors of no model, unheld: by model_id |
 | weights | before the first step, after some | checksums of parameters and buffers |
 
+`modal` is how many layers are in training mode, and how many do something else in it.
 Gradients and weights are looked at in the first three steps and rarely then; other steps have no
 `grads`. A gradient that is all zero has the checksum 0. Keys that are ids are text once read.
 """
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
@@ -194,6 +195,7 @@ class _Watch:
         with self._recorder.unwatched():
             tensor = _first_tensor((args, kwargs))
             rows = row_hashes(tensor) if tensor is not None and count <= _ROWS_OF else []
+            modal = [one.training for one in part.modules() if _depends_on_mode(one)]
         self._recorder.note(
             "forward",
             model=type(model).__name__,
@@ -201,6 +203,7 @@ class _Watch:
             wrapped=kind is not None,
             inner=kind is None and any(self._wrapper_of(one) for one in part.modules()),
             training=part.training,
+            modal=[sum(modal), len(modal)],
             grad=grad,
             n=_length(tensor),
             rows=rows,
@@ -447,6 +450,13 @@ def _peeled(module: nn.Module) -> tuple[nn.Module, str | None, nn.Module | None]
         if not isinstance(inside, nn.Module):
             return module, kind, wrapper
         module = inside
+
+
+def _depends_on_mode(part: nn.Module) -> bool:
+    """Whether a layer does something else in training than in evaluation."""
+    if isinstance(part, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - there is no public name
+        return part.p > 0
+    return isinstance(part, _NormBase) and part.track_running_stats
 
 
 def _first_tensor(tree: Any) -> Tensor | None:

@@ -35,8 +35,15 @@ _SAMPLE = 4  # tensors of an optimizer whose gradients are looked at, the smalle
 _FIRST = 6  # backward passes of which the leaves are looked for
 _MOST = 60  # events of a kind whose numbers cost a look at tensors
 _DEEPEST = 8  # factors of a loss
-_LOSSES = ("NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy",
-           "BinaryCrossEntropyWithLogits")
+_LOSSES = (
+    "NllLoss",
+    "NllLoss2D",
+    "MseLoss",
+    "SmoothL1Loss",
+    "HuberLoss",
+    "BinaryCrossEntropy",
+    "BinaryCrossEntropyWithLogits",
+)
 
 
 @dataclass
@@ -108,7 +115,7 @@ class _Watch:
     def _first_times(self, kind: str, most: int = _MOST) -> bool:
         """Count a kind of event and return whether it is still one of the first."""
         self._counts[kind] = self._counts.get(kind, 0) + 1
-        return self._counts[kind] <= most and not self._recorder.quiet
+        return self._counts[kind] <= most
 
     # Gradients
 
@@ -121,7 +128,7 @@ class _Watch:
         with self._recorder.unwatched():
             for held in self._held.values():
                 held.still_left &= _left(held)
-            kinds = {}
+            kinds: dict[str, dict[str, Any]] = {}
             if self._first_times("reach", _FIRST):
                 leaves = list(leaves_of(loss))
                 parameters = sum(isinstance(leaf, nn.Parameter) for leaf in leaves)
@@ -198,11 +205,11 @@ class _Watch:
     ) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = original(parameters, most, *args, **kwargs)
-        if self._first_times("clip"):
+        if not self._recorder.quiet and self._first_times("clip"):
             clipped = [p for p in parameters if p.grad is not None]
             scaled = any(id(p) not in self._unscaled for p in clipped)
             with self._recorder.unwatched():
-                facts = {
+                facts: dict[str, Any] = {
                     "name": original.__name__,
                     "most": float(most),
                     "norm": float(norm) if type(norm) is Tensor else None,
@@ -325,7 +332,9 @@ def _average(loss: Tensor) -> dict[str, float] | None:
             node = node.next_functions[0][0]
             continue
         count = _count(node, name)
-        return None if count is None else {"weight": weight / count, "by": by * count, "other": other}
+        return (
+            None if count is None else {"weight": weight / count, "by": by * count, "other": other}
+        )
     return None
 
 
@@ -338,7 +347,7 @@ def _count(node: Any, name: str) -> float | None:
     reduction = getattr(node, "_saved_reduction", None)
     if reduction not in (1, 2) or not name.removesuffix("Backward0").endswith(_LOSSES):
         return None
-    if reduction == 2:  # noqa: PLR2004 - PyTorch's number for a sum
+    if reduction == 2:
         return 1.0
     total = getattr(node, "_saved_total_weight", None)  # of targets that are not ignored
     if total is None:
