@@ -38,6 +38,7 @@ DISTRIBUTED = {
     "checking.watch.model": {"torch.nn.parallel"},
     "training.prepare": {"torch.nn.parallel"},
     "checking.watch.data": {"torch.distributed"},  # whether ranks may have batches left over
+    "checking.watch.life": {"torch.distributed"},  # notes what a script calls, and calls nothing
 }
 
 # A file is one subject: big enough to be worth opening, small enough to hold in the head.

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep.checking.check_report import CheckReport
-from samestep.checking.check_script import Process, check_script
+from samestep.checking.check_script import check_script
+from samestep.checking.ranks_of_script import Process
 from tests.processes import _context, _main
 
 BASE = """\

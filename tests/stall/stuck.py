@@ -139,19 +139,19 @@ def backward(pulse, *, is_culprit):
 
 
 class Samples(Dataset):
-    def __init__(self, *, hang):
-        self.hang = hang
+    def __init__(self, pulse, *, hang):
+        self.pulse, self.hang = pulse, hang
 
     def __len__(self):
         return 20
 
     def __getitem__(self, index):
         if index == 9 and self.hang:
-            time.sleep(LONG_S)  # worker
+            any(self.pulse.alive() or time.sleep(0.05) for _ in iter(int, 1))  # worker
         return torch.ones(2)
 
 
 def worker(pulse, *, is_culprit):
-    for step, _ in enumerate(DataLoader(Samples(hang=is_culprit), num_workers=2)):
+    for step, _ in enumerate(DataLoader(Samples(pulse, hang=is_culprit), num_workers=2)):
         dist.all_reduce(torch.ones(1))  # fed
         pulse.step(step)

@@ -138,7 +138,9 @@ def _not_seen(report: CheckReport, width: int) -> Iterator[str]:
 def _sentence(report: CheckReport) -> str:
     kinds = [one.severity for one in report.findings]
     told = [
-        f"{kinds.count(kind)} {kind if kind == 'advice' else kind + 's' * (kinds.count(kind) != 1)}"
+        count(kinds.count(kind), "piece") + " of advice"
+        if kind == "advice"
+        else count(kinds.count(kind), kind)
         for kind in dict.fromkeys(kinds)
     ]
     seen = f"{count(report.steps, 'step')} on {count(report.ranks, 'rank')}"

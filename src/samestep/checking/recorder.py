@@ -5,6 +5,7 @@ import os
 import sys
 import sysconfig
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 import samestep
 from samestep.checking.events import Event, encode, events_path
+from samestep.checking.scratch import Scratch
 from samestep.script.hooks import Hooks
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
@@ -35,11 +37,11 @@ _VALUES_OF_A_ROW = 1024
 class Recorder:
     """One rank's notes. The modules of `watch/` call `note`; the rules read the file afterwards."""
 
-    def __init__(self, folder: Path, rank: int, hooks: Hooks, script_folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int, hooks: Hooks, scratch: Scratch) -> None:
         self.rank = rank
         self.hooks = hooks
-        self._file = os.open(events_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._script_folder = str(script_folder.resolve()) + os.sep
+        self._folder, self._scratch = folder, scratch
+        self._open()
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
         self.at_end: list[Callable[[int], None]] = []
@@ -50,7 +52,7 @@ class Recorder:
         """Whether the script is in an evaluation, as far as its calls show."""
         return self.hooks.evaluating
 
-    def note(self, kind: str, *, where: str | None = None, **facts: Any) -> None:
+    def note(self, kind: str, /, *, where: str | None = None, **facts: Any) -> None:
         """Append an event; without `where`, at the innermost line of the user's code."""
         if self.quiet:
             return
@@ -64,6 +66,19 @@ class Recorder:
             facts=facts,
         )
         os.write(self._file, encode(event))
+
+    def become(self, rank: int, *, anew: bool = False) -> None:
+        """Note from here on as another rank: with what was noted, or in a file of its own."""
+        before = events_path(self._folder, self.rank)
+        self.rank = rank
+        if anew:
+            self._open()
+        else:
+            before.rename(events_path(self._folder, rank))
+
+    def _open(self) -> None:
+        path = events_path(self._folder, self.rank)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -99,8 +114,27 @@ class Recorder:
             frame = frame.f_back
         return frame is not None and _is_users(frame.f_code.co_filename)
 
+    def is_direct(self, *packages: str) -> bool:
+        """Whether the user's code itself makes this call, perhaps through these packages."""
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
+        while frame is not None:
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            if not frame.f_code.co_filename.startswith(_OWN) and package not in packages:
+                return _is_users(frame.f_code.co_filename)
+            frame = frame.f_back
+        return False
+
+    def raised_at(self, error: BaseException) -> str:
+        """Return the innermost line of the user's code that an exception has passed."""
+        passed = traceback.walk_tb(error.__traceback__)
+        users = [(frame, line) for frame, line in passed if _is_users(frame.f_code.co_filename)]
+        if not users:
+            return ""
+        frame, line = users[-1]
+        return f"{self._name(frame.f_code.co_filename)}:{line}"
+
     def _name(self, path: str) -> str:
-        return os.path.realpath(path).removeprefix(self._script_folder)
+        return self._scratch.real(os.path.realpath(path)).removeprefix(self._scratch.home + os.sep)
 
 
 @functools.cache

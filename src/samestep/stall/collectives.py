@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.stall.pulse import PEER, WORLD, Pulse, Visit, users_place
+from samestep.stall.pulse import PEER, UNKNOWN, WORLD, Pulse, Visit, users_place
 
 OnCollective: TypeAlias = Callable[[str, list[Tensor], str, str], object]
 """Called with kind, tensors, the user's FILE:LINE and group; `pulse.now` has the whole visit."""
@@ -39,8 +39,9 @@ _BETWEEN_TWO = (*("send", "recv", "send_object_list", "recv_object_list", "batch
 _LIFE = ("init_process_group", "new_group", "destroy_process_group")
 
 # The argument that must be alike on all ranks: a gather's list is only on its root.
-_ALIKE = ("tensor", "input_tensor", "output", "tensors", "input_tensor_list", "object_list")
+_ALIKE = ("tensor", "input_tensor", "output", "tensors", "input_tensor_list")
 _MAY_DIFFER = ("all_to_all", "all_to_all_single")
+_LONGEST = 60  # a pulse has little room
 _ROOTS = ("op", "src", "dst", "group_src", "group_dst")
 
 
@@ -135,7 +136,7 @@ class _Notes:
         """Wait for a collective that was begun before: the same visit, at the line that waits."""
         if self._is_nested():
             return original(work, *args, **kwargs)
-        begun = self._begun.get(work, Visit("wait", group=PEER))
+        begun = self._begun.get(work, Visit(UNKNOWN, group=PEER))
         with self._once(), self._pulse.inside(*begun[:2], _users_line(), begun.group, begun.seq):
             return original(work, *args, **kwargs)
 
@@ -164,7 +165,8 @@ class _Notes:
             return WORLD
         name = group.group_name
         if name not in self._labels:
-            self._labels[name] = f"{name}:{','.join(map(str, dist.get_process_group_ranks(group)))}"
+            ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+            self._labels[name] = f"{name}:{ranks if len(ranks) < _LONGEST else ''}"
         return self._labels[name]
 
 

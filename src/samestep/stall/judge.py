@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.errors import is_users, listed
-from samestep.stall.pulse import NO_GROUP, PEER, RAISED, WORLD, RankPulse, Visit
+from samestep.stall.pulse import NO_GROUP, PEER, RAISED, UNKNOWN, WORLD, RankPulse, Visit
 from samestep.stall.stacks import RankStand, Stand
 
 Cause = Literal["absent", "left", "ended", "stopped", "data", "different", "shapes", "unknown"]
@@ -167,23 +167,20 @@ _TORCH_WAITS = re.compile(
 
 def _waits_in(stand: RankStand) -> Visit | None:
     """Return the call in which a rank waits for others; None if it does something of its own."""
-    now = stand.pulse.now
     if _has_ended(stand):
         return next((v for v in stand.pulse.calls[-1:] if v.state == RAISED), None)
     if stand.doing == "stopped":
         return None
-    if (
-        now
-        and now.kind != "wait"
-        and now.group != NO_GROUP
-        and (not stand.frames or stand.place.endswith(now.where))
-    ):
+    now = stand.pulse.now
+    if now and (now.group == NO_GROUP or (stand.frames and not stand.place.endswith(now.where))):
+        now = None  # it runs the user's code within, as a hook of a backward
+    if now and now.kind != UNKNOWN:
         return now
     # A function that the script had imported by name before it could be noted.
     inner = [*itertools.takewhile(lambda frame: not is_users(frame.file), stand.frames)]
     waits = [frame for frame in inner if _TORCH_WAITS.search(frame.file)]
     if not waits or inner[0] not in waits:
-        return now if now and now.kind == "wait" else None
+        return now
     named = [frame.function for frame in waits if not frame.file.endswith("c10d_logger.py")]
     return Visit(named[-1] if named else "a collective", where=stand.place, group=WORLD)
 
@@ -195,6 +192,8 @@ def _awaited(rank: int, visit: Visit, stands: Sequence[RankStand]) -> set[int]:
     if visit.group.startswith(PEER):
         return {int(ranks)} if ranks else others
     members = {int(member) for member in ranks.split(",") if member.isdigit()} or others
+    if visit.group.endswith(":"):  # too many to be listed: those that were there before
+        members = {stand.rank for stand in stands if _latest(stand.pulse, visit.group)}
     came = {stand.rank for stand in stands if _latest(stand.pulse, visit.group) >= visit.seq > 0}
     return (others & members) - came
 
@@ -214,11 +213,9 @@ def _first_mismatch(stands: Sequence[RankStand]) -> dict[int, Visit] | None:
     for (group, seq), met in meetings.items():
         kinds, details = {v.kind for v in met.values()}, {v.detail for v in met.values()}
         # Shapes that differ may be right where all have gone on.
-        ends = any(
-            v.state != "left" or seq == _latest(stands_of.pulse, group)
-            for v, stands_of in ((met[s.rank], s) for s in stands if s.rank in met)
-        )
-        if len(kinds) > 1 or (len(details) > 1 and ends):
+        ends = any(seq == _latest(stand.pulse, group) for stand in stands)
+        stays = ends or any(visit.state != "left" for visit in met.values())
+        if len(kinds) > 1 or (len(details) > 1 and stays):
             wrong.append(met)
     return min(wrong, key=lambda met: min(v.time for v in met.values()), default=None)
 
@@ -282,6 +279,8 @@ def _own_doing(stand: RankStand) -> str:
         return f"was ended or killed{_progress(stand)}{seen}"
     if stand.doing == "stopped":
         return f"is stopped by a signal{seen}"
+    if not stand.frames:
+        return f"does not say where it stands{seen}"
     if not stand.waits_for_data:
         return _at(stand)
     told = "; ".join(f"its loader worker {worker.pid} {_at(worker)}" for worker in _busy(stand))
@@ -305,9 +304,9 @@ _VERBS = {"computes": "computes in", "blocked": "is blocked by the system in"}
 
 def _at(stand: Stand) -> str:
     """Return where a process stands, with the line's text."""
-    if stand.doing == "stopped":
+    if not stand.frames:
         return "is stopped by a signal"
-    file, line = _split(stand.place or ":".join(map(str, [*stand.frames, ("nowhere", 0)][0][:2])))
+    file, line = _split(stand.place or "{}:{}".format(*stand.frames[0]))
     text = linecache.getline(file, line).strip()
     where = _shown(f"{file}:{line}") + (f" `{text}`" if text else "")
     return f"{_VERBS.get(stand.doing, 'stands in')} {where}"

@@ -6,6 +6,7 @@ a text read while it is written does no harm.
 """
 
 import faulthandler
+import functools
 import itertools
 import mmap
 import os
@@ -14,6 +15,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +34,8 @@ WORLD, NO_GROUP, PEER = "", "-", "peer:"
 """The group of a collective of all ranks; of what waits for no rank; and, before its number, of
 what waits for one."""
 
-RAISED = "raised"
+RAISED, UNKNOWN = "raised", "wait"
+"""The state of a call that has raised; the kind of a wait for nobody knows what."""
 
 
 # It is made twice per collective: a frozen dataclass would take ten times as long.
@@ -46,7 +49,7 @@ class Visit(NamedTuple):
     where: str = ""
     """The user's line, as FILE:LINE."""
     group: str = NO_GROUP
-    """Who meets there: `WORLD`, or a name and the ranks in it as `name:0,2`."""
+    """Who meets there: `WORLD`, or a name and the ranks in it as `name:0,2`, if they are few."""
     seq: int = 0
     """The how-manieth of its group, from 1: ranks meet in equal ones. 0 for what is not counted."""
     time: float = 0.0
@@ -80,10 +83,9 @@ class Pulse:
         with path.open("w+b") as file:
             file.write(bytes(_SIZE))  # a hole on a full disk would end the rank later
             file.flush()
-            self._map = mmap.mmap(file.fileno(), _SIZE)
+            self._map: mmap.mmap | bytearray = mmap.mmap(file.fileno(), _SIZE)
         self.now: Visit | None = None
         """The innermost call that the rank is in."""
-        self.rank = rank
         self._steps = self._calls = 0
         self._code = _RUNS
         self._counts: Counter[str] = Counter()
@@ -91,6 +93,7 @@ class Pulse:
         self._stacks = (folder / STACKS.format(rank=rank)).open("wb")
         # Its handler is C and needs no GIL. Forked children keep it, and write to the same file.
         faulthandler.register(DUMP_SIGNAL, self._stacks, all_threads=True, chain=False)
+        os.register_at_fork(after_in_child=functools.partial(_let_go, weakref.ref(self)))
         self.alive()
         _HEAD.pack_into(self._map, 0, _MAGIC, rank, 0, os.getpid(), threading.get_ident())
 
@@ -98,7 +101,7 @@ class Pulse:
         """Stop; the file stays."""
         faulthandler.unregister(DUMP_SIGNAL)
         self._stacks.close()
-        self._map.close()
+        self._map = bytearray(_SIZE)
 
     def alive(self) -> None:
         """Note that something went on, as a batch that was read."""
@@ -158,10 +161,17 @@ class Pulse:
         self.alive()
 
     def _write(self, place: int, visit: Visit) -> None:
-        where, detail = visit.where[-_LONGEST_WHERE:], visit.detail[:_LONGEST_DETAIL]
-        text = f"{visit.group}\0{visit.kind}\0{detail}\0{where}\0".encode(errors="replace")
+        detail = visit.detail[:_LONGEST_DETAIL]
+        text = f"{visit.group}\0{visit.kind}\0{detail}\0".encode()
+        text += visit.where.encode(errors="replace")[-_LONGEST_WHERE:]
         state = _STATES.index(visit.state)
         _VISIT.pack_into(self._map, place, visit.time, visit.seq, state, text)
+
+
+def _let_go(pulse: weakref.ref[Pulse]) -> None:
+    """In a forked child, as a loader worker: what it does is no sign of life of the rank."""
+    if (own := pulse()) is not None:
+        own._map = bytearray(_SIZE)  # noqa: SLF001 - a part of the class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +237,7 @@ def _read_visit(data: bytes, place: int) -> Visit | None:
     when, seq, state, text = _VISIT.unpack_from(data, place)
     if not 0 < state < len(_STATES):
         return None
-    group, kind, detail, where, *_ = f"{text.decode(errors='replace')}\0\0\0".split("\0")
+    group, kind, detail, where, *_ = f"{text.decode(errors='ignore')}\0\0\0".split("\0")
     return Visit(kind, detail, where, group, seq, when, _STATES[state])
 
 

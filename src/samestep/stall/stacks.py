@@ -24,6 +24,7 @@ _STILL = 3  # looks that find the file no longer: it is written in small pieces
 
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")  # noqa: PTH118 - a part of a path
 _WORKER = os.path.join("torch", "utils", "data", "_utils", "worker.py")  # noqa: PTH118
 
@@ -133,7 +134,8 @@ def _stack_of(thread: int, dump: str) -> tuple[StackFrame, ...]:
         if match := _THREAD.match(line):
             is_it = int(match[1], 16) == thread
         elif is_it and (match := _FRAME.match(line)):
-            found.append(StackFrame(match[1], int(match[2]), match[3]))
+            file = _ESCAPED.sub(lambda e: chr(int(e[1] or e[2] or e[3], 16)), match[1])
+            found.append(StackFrame(file, int(match[2]), match[3]))
     return tuple(found)
 
 

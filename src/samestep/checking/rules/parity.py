@@ -11,7 +11,7 @@ _EXACT, _ROUGH = 1e-3, 5e-2
 @rule(
     "SS309",
     "error",
-    "The step is not that of the joined batch",
+    "the step is not that of the joined batch",
     "One process that trains on all the ranks' samples would take another step, so the training "
     "changes with the number of ranks.",
     residual=True,
