@@ -12,14 +12,14 @@ from samestep.checking.guard import guarding
 from samestep.checking.job import Job, read_job
 from samestep.checking.recorder import Recorder
 from samestep.checking.scratch import Scratch
-from samestep.checking.watch import data, files, life, model, parity, step
+from samestep.checking.watch import data, evaluation, files, life, model, parity, step
 from samestep.ranks.launch import detect_launch
 from samestep.script.hooks import Hooks
 from samestep.script.running import Done, ScriptFailed, run_script
 from samestep.stall.collectives import watch_collectives
 from samestep.training.phases import Phases
 
-_WATCHERS = (data, model, step, files, life, parity)
+_WATCHERS = (data, model, step, evaluation, files, life, parity)
 _watching = contextlib.ExitStack()
 """Never left: what the script does as Python exits is watched too."""
 
