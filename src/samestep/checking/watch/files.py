@@ -86,7 +86,8 @@ class _Files:
         if event == "open":
             path, mode, flags = arguments
             how = _mode(mode, flags)
-            if how and isinstance(path, str | bytes | os.PathLike):
+            # With an opener, `tempfile` names the folder alone.
+            if how and isinstance(path, str | bytes | os.PathLike) and not os.path.isdir(path):  # noqa: PTH112 - bytes, too
                 self._write(path, how)
         elif event == "os.rename":
             if self._recorder.is_direct("os", "pathlib", "shutil"):

@@ -31,6 +31,7 @@ from samestep.script.patches import patched
 _VARIABLES = frozenset(
     {*TORCHRUN, *OPEN_MPI, *PMI, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID"}
 )
+_LONGEST = 100
 _COPIES = frozenset({"copy", "__or__", "__ror__", "__iter__"})
 _COLLECTIVES = (
     *("all_reduce", "broadcast", "broadcast_object_list", "reduce", "barrier"),
@@ -94,7 +95,7 @@ class _Life:
             reader = sys._getframe(2).f_code.co_name  # noqa: SLF001 - below `patched`
             if (name, where) not in self._read and reader not in _COPIES:
                 self._read.add((name, where))
-                own = self._recorder.is_direct("os", "_collections_abc")
+                own = self._recorder.is_direct("os", "collections")
                 try:
                     value = original(environment, name)
                 except KeyError:
@@ -193,9 +194,15 @@ class _Life:
         if error is self._told or not isinstance(error, Exception) or isinstance(error, _TRIED):
             return
         self._told = error
-        text = (str(error).splitlines() or [""])[0][:200]
+        text = (str(error).splitlines() or [""])[0]
+        if text.startswith("["):  # where in Gloo's source
+            text = text.partition("] ")[2] or text
         self._recorder.note(
-            "caught", error=type(error).__name__, text=text, raised=raised, training=training
+            "caught",
+            error=type(error).__name__,
+            text=text[:_LONGEST],
+            raised=raised,
+            training=training,
         )
 
     def _is_rank(self) -> bool:
