@@ -12,14 +12,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A file in the scratch copy, or with `module` the name of a module."""
     arguments: list[str] = []
     module: bool = False
-    scratch: str
+    scratch: str = ""
     """The copy of the user's folder in which the script runs."""
-    folder: str
+    place: str = ""
+    """Where the scratch copy of all that it may reach begins; empty if nothing is guarded."""
+    began: float = 0.0
+    """When the ranks were started, in seconds since 1970: newer files are the script's own."""
+    folder: str = ""
     """Where the ranks write what was seen."""
     steps: int = 10
     """Batches of each of the first two epochs; then comes the last one of the epoch."""
+    nproc: int = 1
+    """How many devices there seem to be, with `substitute` or `alone`."""
     substitute: bool = False
     """Whether calls for CUDA are answered by the CPU."""
+    alone: bool = False
+    """Whether the script starts its ranks itself."""
 
 
 def write_job(job: Job) -> Path:

@@ -1,0 +1,168 @@
+"""Start the ranks of a script that is checked, and wait for them: the part without PyTorch."""
+
+import contextlib
+import getpass
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from samestep.checking.events import RankSeen, read_events
+from samestep.checking.scratch import Scratch
+
+_LOOK_EVERY_S = 0.05
+_POLITE_S = 3.0
+_FIRST_STEP_WITHIN_S = 120.0
+_STEP = re.compile(rb'"step":[1-9]')
+_LAUNCHERS = re.compile(
+    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|OMPI_|M?PI_|PMI|SLURM_"
+)
+"""What a launcher around `check` itself left; the ranks have their own."""
+SPAWNS = "spawns"
+"""A file that a rank makes when its script turns out to start ranks itself."""
+
+
+class Process(Protocol):
+    """One rank's process, as of `subprocess`."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+
+Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[Process]]
+"""Starts a process for each mapping of variables on the job at a path, in a folder."""
+
+
+def rank_variables(nproc: int) -> list[dict[str, str]]:
+    """Return the variables that torchrun gives to each rank of one node."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    return [
+        shared | {"RANK": str(r), "LOCAL_RANK": str(r), "ROLE_RANK": str(r)} for r in range(nproc)
+    ]
+
+
+def script_variables(scratch: Scratch) -> dict[str, str]:
+    """Return what every process of a script gets: no GPU, no tracker's server, a scratch folder."""
+    real = tempfile.gettempdir()
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "WANDB_MODE": "offline",
+        "COMET_MODE": "offline",
+        "COMET_OFFLINE_DIRECTORY": ".cometml-runs",
+        "NEPTUNE_MODE": "offline",
+        "CLEARML_OFFLINE_MODE": "1",
+        "MLFLOW_TRACKING_URI": "file:./mlruns",
+        "AIM_REPO": ".",
+        "SWANLAB_MODE": "offline",
+        "TRACKIO_SPACE_ID": "",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DISABLE_TELEMETRY": "1",
+        "GIT_OPTIONAL_LOCKS": "0",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TMPDIR": scratch.temporary,
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", f"{real}/torchinductor_{getpass.getuser()}"
+        ),
+    }
+
+
+def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[Process]:
+    """Start each rank as a Python of its own."""
+    started: list[Process] = []
+    inherited = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
+    for rank, own in enumerate(variables):
+        with (job.parent / f"output-{rank}.txt").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "samestep.checking.rank", str(job)],
+                cwd=cwd,
+                env=inherited | own,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        started.append(process)
+    return started
+
+
+def wait(processes: Sequence[Process], folder: Path, seconds: float) -> list[int | None]:
+    """Wait until all ranks have ended, or long enough; return the exit codes of those that have."""
+    until = time.monotonic() + _FIRST_STEP_WITHIN_S
+    stepped = failed = False
+    while any(process.poll() is None for process in processes):
+        time.sleep(_LOOK_EVERY_S)
+        now = time.monotonic()
+        if not stepped and _has_stepped(folder):
+            stepped, until = True, now + seconds
+        if not failed and any(process.poll() for process in processes):
+            failed, until = True, min(until, now + _POLITE_S)  # others may wait for it in vain
+        if now > until or (folder / SPAWNS).exists():
+            break
+    return [process.poll() for process in processes]
+
+
+def end(processes: Sequence[Process]) -> None:
+    """End the ranks that still run, and all that they started."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + _POLITE_S
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
+        while time.monotonic() < until and any(p.poll() is None for p in processes):
+            time.sleep(_LOOK_EVERY_S)
+
+
+def ranks_seen(folder: Path, codes: Sequence[int | None]) -> list[RankSeen]:
+    """Return what each rank was seen to do; a script's own ranks tell their exit codes."""
+    own = list(range(len(codes)))
+    if len(codes) == 1:
+        numbers = [int(path.stem.removeprefix("events-")) for path in folder.glob("events-*")]
+        own = sorted(number for number in numbers if number >= 0) or numbers
+    found = []
+    for place, rank in enumerate(own):
+        events = read_events(folder, rank)
+        last = next((event for event in events if event.kind == "end"), None)
+        code = codes[place] if len(codes) == len(own) else None if last is None else last["code"]
+        found.append(RankSeen(rank=max(rank, 0), events=events, exit_code=code))
+    return found
+
+
+def _has_stepped(folder: Path) -> bool:
+    return any(_STEP.search(_tail(path)) for path in folder.glob("events-*"))
+
+
+def _tail(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        return file.read()

@@ -1,0 +1,185 @@
+"""What a script writes goes into a scratch copy: no file that was there before is changed."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from samestep.checking import guard
+from samestep.checking.guard import guarding
+from samestep.checking.scratch import Scratch
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project beside a folder that is not part of it, neither counted as temporary."""
+    monkeypatch.setattr(guard, "_TEMPORARY", ())
+    home, beside = tmp_path / "user" / "project", tmp_path / "user" / "runs"
+    for folder in (home / "data" / "deep", home / ".cache", beside / "old"):
+        folder.mkdir(parents=True)
+        (folder / "kept.txt").write_text("kept")
+    (home / "train.py").write_text("pass")
+    (home / "large.bin").write_bytes(bytes(2 << 20))
+    return home
+
+
+@pytest.fixture
+def scratch(project, tmp_path):
+    place = tmp_path / "place"
+    place.mkdir()
+    made = Scratch(place, project)
+    made.create(project)
+    return made
+
+
+def files_in(folder: Path) -> dict[str, bytes | None]:
+    """Return what each file of a folder holds, and its folders."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def overwrite(path: Path) -> None:
+    path.write_text("new")
+
+
+def append(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("new")
+
+
+def by_torch(path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, str(path))
+    assert torch.load(path)["a"] == 1
+
+
+def by_numpy(path: Path) -> None:
+    np.save(path.with_suffix(".npy"), np.ones(1))
+    memory = np.memmap(path, mode="r+", dtype=np.uint8)
+    memory[:] = 1
+    memory.flush()
+
+
+def by_number(path: Path) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
+
+
+def replace_by_temporary(path: Path) -> None:
+    temporary = path.with_name("temporary")
+    temporary.write_text("new")
+    temporary.replace(path)
+
+
+def rename_away(path: Path) -> None:
+    path.rename(path.with_name("other"))
+    assert path.with_name("other").exists()
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+    assert not path.exists()
+    assert path not in [*path.parent.iterdir()]
+
+
+def remove_folder(path: Path) -> None:
+    shutil.rmtree(path.parent)
+    assert not path.parent.exists()
+    path.parent.mkdir()
+    overwrite(path)
+
+
+def copy_onto(path: Path) -> None:
+    (path.parent / "source").write_text("new")
+    shutil.copy2(path.parent / "source", path)
+
+
+def through_own_link(path: Path) -> None:
+    path.with_name("link").symlink_to(path)
+    path.with_name("link").write_text("new")
+
+
+def through_hard_link(path: Path) -> None:
+    path.with_name("hard").hardlink_to(path)
+    path.with_name("hard").write_text("new")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, 1)
+    path.chmod(0o600)
+    os.utime(path, (0, 0))
+
+
+CHANGES = [
+    *(overwrite, append, by_torch, by_numpy, by_number, replace_by_temporary, rename_away),
+    *(remove, remove_folder, copy_onto, through_own_link, through_hard_link, truncate),
+]
+FILES = [
+    *("project/data/deep/kept.txt", "project/.cache/kept.txt", "project/large.bin"),
+    "runs/old/kept.txt",
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_change_reaches_a_file_that_was_there(change, project, scratch):
+    user = project.parent
+    before = files_in(user)
+    with guarding(scratch, time.time()):
+        for name in FILES:
+            if change is not remove_folder or "large" not in name:
+                change(user / name)
+                change_of_twin = Path(scratch.twin(user / name))
+                assert change_of_twin.parent.is_dir()
+    assert files_in(user) == before
+
+
+def test_what_was_written_is_read_again_by_either_name(project, scratch, monkeypatch):
+    twin = Path(scratch.twin(project))
+    with guarding(scratch, time.time()):
+        monkeypatch.chdir(project)
+        assert Path.cwd() == twin
+        Path("best.pt").write_text("best")
+        Path("data/deep/new.txt").write_text("new")
+        assert (project / "best.pt").read_text() == "best"
+        assert {p.name for p in (project / "data" / "deep").iterdir()} == {"kept.txt", "new.txt"}
+        assert Path("../runs/old/kept.txt").read_text() == "kept"
+        Path("../runs/new").mkdir()
+        assert (project.parent / "runs" / "new").is_dir()
+    assert scratch.shown(str(twin / "best.pt")) == str(project / "best.pt")
+    assert not (project / "best.pt").exists()
+
+
+def test_a_temporary_file_that_was_not_there_is_the_scripts_own(project, scratch, monkeypatch):
+    beside = project.parent / "runs"
+    monkeypatch.setattr(guard, "_TEMPORARY", (str(project.parent),))
+    with guarding(scratch, time.time()):
+        (beside / "rendezvous").write_text("new")
+        (beside / "rendezvous").write_text("newer")
+        (beside / "old" / "kept.txt").write_text("changed")
+        assert (beside / "old" / "kept.txt").read_text() == "changed"
+    assert (beside / "rendezvous").read_text() == "newer"
+    assert (beside / "old" / "kept.txt").read_text() == "kept"
+
+
+def test_a_folder_of_many_files_is_ready_at_once(project, tmp_path):
+    many = project / "many"
+    for folder in range(20):
+        (many / str(folder)).mkdir(parents=True)
+        for number in range(1_000):
+            (many / str(folder) / str(number)).touch()
+    (project / "zoo.py").touch()
+    place = tmp_path / "place"
+    place.mkdir()
+    began = time.perf_counter()
+    scratch = Scratch(place, project)
+    scratch.create(project)
+    assert time.perf_counter() - began < 2
+    assert len(files_in(Path(scratch.twin(project)))) > 3_000
+    with guarding(scratch, time.time()):
+        (many / "19" / "999").write_text("new")
+        assert (many / "19" / "999").read_text() == "new"
+    assert not (many / "19" / "999").read_text()
