@@ -95,12 +95,12 @@ class Recorder:
     def where(self) -> str:
         """Return the innermost line of the user's code, `file.py:41`."""
         frame = self.frame()
-        return "" if frame is None else f"{self._name(frame.f_code.co_filename)}:{frame.f_lineno}"
+        return "" if frame is None else f"{self.name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
     def where_of(self, code: CodeType) -> str:
         """Return the line at which a function of the user's code begins; empty for others'."""
         name = code.co_filename
-        return f"{self._name(name)}:{code.co_firstlineno}" if _is_users(name) else ""
+        return f"{self.name(name)}:{code.co_firstlineno}" if _is_users(name) else ""
 
     def frame(self) -> FrameType | None:
         """Return the innermost frame of the user's code."""
@@ -126,9 +126,10 @@ class Recorder:
         if not users:
             return ""
         frame, line = users[-1]
-        return f"{self._name(frame.f_code.co_filename)}:{line}"
+        return f"{self.name(frame.f_code.co_filename)}:{line}"
 
-    def _name(self, path: str) -> str:
+    def name(self, path: str) -> str:
+        """Return a file's path as its user knows it: in the project, relative to that."""
         return self._scratch.real(os.path.realpath(path)).removeprefix(self._scratch.home + os.sep)
 
 
