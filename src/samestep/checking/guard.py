@@ -155,19 +155,19 @@ class Guard:
 
         return around
 
-    def _rmdir(self, _original: Callable[..., Any], path: Any, dir_fd: int | None = None) -> None:
-        self._replaced(self._remove_folder, path, dir_fd)
+    def _rmdir(self, original: Callable[..., Any], path: Any, dir_fd: int | None = None) -> None:
+        def remove(path: Any) -> Any:
+            link = self.remove(path)
+            folder = self._scratch.unlinked(link)
+            if folder == link:
+                original(link)
+            elif os.listdir(folder):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+            else:
+                os.unlink(link)
+            return link
 
-    def _remove_folder(self, path: Any) -> Any:
-        link = self.remove(path)
-        folder = self._scratch.unlinked(link)
-        if folder == link:
-            os.rmdir(link)
-        elif os.listdir(folder):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-        else:
-            os.unlink(link)
-        return link
+        self._replaced(remove, path, dir_fd)
 
     def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self._replaced(self.read, f), *args, **kwargs)
