@@ -97,6 +97,8 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch)
         assert "Traceback" not in said, f"{line}\n{said}"
         # Our small files have other hashes, and no mirror is reached from a test.
         allowed = (0, 2) if line.startswith("samestep data get") else (0,)
+        # The example to check has mistakes.
+        allowed = (1,) if line == "samestep check examples/check_me.py" else allowed
         assert code in allowed, f"{line}\n{said}"
 
 

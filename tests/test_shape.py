@@ -33,7 +33,11 @@ FLOORS = floors_drawn()
 DISTRIBUTED = {
     "ranks.world": {"torch.distributed"},
     "ranks.start": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
+    "stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
+    "checking.watch.model": {"torch.nn.parallel"},
     "training.prepare": {"torch.nn.parallel"},
+    "checking.watch.data": {"torch.distributed"},  # whether ranks may have batches left over
+    "checking.watch.life": {"torch.distributed"},  # notes what a script calls, and calls nothing
 }
 
 # A file is one subject: big enough to be worth opening, small enough to hold in the head.
@@ -147,6 +151,7 @@ def test_what_needs_no_torch_does_not_import_it():
         *(".run.directory", ".run.files", ".run.index", ".run.records", ".reporting.words"),
         *(".commands.compare", ".commands.data", ".commands.new", ".commands.runs"),
         *(".commands.report", ".commands.track", ".commands.watch"),
+        *(".stall.judge", ".stall.pulse", ".stall.stacks"),
         *(".tracking.follower", ".tracking.processes", ".recipes.cricket.corpus"),
     ]
     program = (

@@ -6,6 +6,7 @@
     samestep.evaluate(run, split="validation")
     samestep.predict(run, ["a.csv", "b.csv"])
     samestep.verify("spiral", world_sizes=(1, 2))["same"]
+    samestep.check("train.py", nproc=2).findings         # any distributed script
     samestep.compare(run, "runs/ID")["same_training"]
     samestep.runs("runs", sort="metric")
 
@@ -25,11 +26,13 @@ from samestep.version import __version__
 
 if TYPE_CHECKING:
     from samestep import dist
+    from samestep.api.checked_script import check
     from samestep.api.run_lists import compare, runs
     from samestep.api.trained_models import evaluate, load, predict
     from samestep.api.trained_run import TrainedRun
     from samestep.api.training import train
     from samestep.api.verify_ranks import verify
+    from samestep.checking.check_report import CheckReport
     from samestep.data.keyed_random import normal, uniform
     from samestep.errors import UserError
     from samestep.lightning import LitData, LitRecipe, TrackerLogger
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from samestep.settings import Settings, may_change
 
 __all__ = [
+    "CheckReport",
     "LitData",
     "LitRecipe",
     "OwnRun",
@@ -50,6 +54,7 @@ __all__ = [
     "TrainedRun",
     "UserError",
     "__version__",
+    "check",
     "compare",
     "dist",
     "evaluate",
@@ -69,11 +74,13 @@ __all__ = [
 _HOMES = {
     name: home
     for home, names in {
+        "api.checked_script": "check",
         "api.run_lists": "compare runs",
         "api.trained_models": "evaluate load predict",
         "api.trained_run": "TrainedRun",
         "api.training": "train",
         "api.verify_ranks": "verify",
+        "checking.check_report": "CheckReport",
         "data.keyed_random": "normal uniform",
         "errors": "UserError",
         "lightning": "LitData LitRecipe TrackerLogger",
@@ -85,7 +92,7 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-_UNLISTED = frozenset({"OwnRun", "TrainedRun", "may_change", "read_records"})
+_UNLISTED = frozenset({"CheckReport", "OwnRun", "TrainedRun", "may_change", "read_records"})
 """Results' types and helpers: public, but not what `samestep.<TAB>` offers."""
 _MOVED = {
     **dict.fromkeys(

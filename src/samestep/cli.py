@@ -21,6 +21,7 @@ VERBS = {
     "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",
     "profile": "show where the time of a recipe or any script goes, and what to change",
     "verify": "check that one process and many train the same",
+    "check": "find what is wrong with any distributed script, while it runs",
     "runs": "list the runs in a folder: state, best metric, duration, curve",
     "compare": "put runs side by side: settings, the same training or not, speed, curves",
     "report": "make one page of a run or of several: curves, classes, ranks",

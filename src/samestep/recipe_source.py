@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError, defined_at, did_you_mean, listed
+from samestep.nearby import nearby
 
 OTHERS: Mapping[str, int] = {
     "model": 0,
@@ -197,6 +198,20 @@ def names_recipe(tree: ast.Module) -> bool:
             case ast.AnnAssign(target=ast.Name(id=name)):
                 names.append(name)
     return "recipe" in names
+
+
+def is_recipe_file(path: Path) -> bool:
+    """Whether a Python file defines `recipe`; any other is a script."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(
+            f"There is no file {path} that can be read: {error.strerror}.{nearby(path, 'file')}"
+        ) from error
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise UserError(f"{path}:{line}: {getattr(error, 'msg', error)}.") from error
+    return names_recipe(tree)
 
 
 def opens_run(source: bytes) -> int | None:

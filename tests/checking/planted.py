@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from samestep.checking.check_script import Report, check_script
+from samestep.checking.check_report import CheckReport
+from samestep.checking.check_script import check_script
 from samestep.checking.ranks_of_script import Process
 from tests.processes import _context, _main
 
@@ -115,7 +116,7 @@ def planted(*changes: tuple[str, str], base: str = BASE) -> str:
     return base
 
 
-def check(folder: Path, text: str, *arguments: str, nproc: int = 2, **options) -> Report:
+def check(folder: Path, text: str, *arguments: str, nproc: int = 2, **options) -> CheckReport:
     """Write a script into a folder of its own and check it."""
     place = folder / "project"
     place.mkdir(exist_ok=True)
@@ -123,7 +124,7 @@ def check(folder: Path, text: str, *arguments: str, nproc: int = 2, **options) -
     return check_script(place / "train.py", arguments, nproc=nproc, start=forked, **options)
 
 
-def codes(report: Report) -> set[str]:
+def codes(report: CheckReport) -> set[str]:
     """Return the codes of what was found."""
     return {finding.code for finding in report.findings}
 

@@ -245,9 +245,10 @@ def test_a_script_on_two_ranks_is_profiled_on_both(here):
     ],
 )
 def test_flags_may_stand_before_what_is_profiled(given, target):
-    from samestep.commands.profile import _target_first
+    from samestep.commands.profile import _SWITCHES
+    from samestep.commands.script_target import target_first
 
-    assert _target_first(given.split()) == target.split()
+    assert target_first(given.split(), _SWITCHES) == target.split()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -10,8 +10,9 @@ from pathlib import Path
 from msgspec import structs
 
 import samestep.checking.rules  # noqa: F401 - registers them
+from samestep.checking.check_report import CheckReport
 from samestep.checking.events import Seen
-from samestep.checking.findings import Finding, judge
+from samestep.checking.findings import judge, without_silenced
 from samestep.checking.job import Job, write_job
 from samestep.checking.ranks_of_script import (
     SPAWNS,
@@ -29,24 +30,6 @@ from samestep.errors import UserError
 _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What `check` says of a script."""
-
-    findings: list[Finding]
-    not_seen: list[str]
-    steps: int
-    seconds: float
-    notes: list[str]
-    output: list[str]
-    """What each rank printed, standard output and error together."""
-
-    @property
-    def exit_code(self) -> int:
-        """0 if there is nothing but advice, else 1."""
-        return int(any(finding.severity != "advice" for finding in self.findings))
-
-
 def check_script(
     script: Path,
     arguments: Sequence[str] = (),
@@ -57,7 +40,7 @@ def check_script(
     seconds: float = 40.0,
     asked: bool = True,
     start: Starter | None = None,
-) -> Report:
+) -> CheckReport:
     """Run a script on new ranks under watch and return what is wrong with it.
 
     `seconds` are counted from the first optimizer step; then the ranks are ended, and what they
@@ -75,16 +58,21 @@ def check_script(
     seen, output = run.watched(job)
     if _failed(seen) and _NEEDS_GPU.search("".join(output)):
         seen, output = run.watched(structs.replace(job, substitute=True))
-    findings, not_seen = judge(seen)
-    if not any(finding.severity == "error" for finding in findings):
+    found, not_seen = judge(seen)
+    if not any(finding.severity == "error" for finding in found):
         _refuse_failures(seen, output, script)
-    return Report(
+    findings = without_silenced(found, seen.folder)
+    return CheckReport(
         findings=findings,
         not_seen=not_seen,
         steps=max(rank.steps for rank in seen.ranks),
         seconds=time.perf_counter() - began,
         notes=seen.notes,
         output=output,
+        ranks=nproc,
+        script=str(script),
+        folder=seen.folder,
+        silenced=len(found) - len(findings),
     )
 
 

@@ -4,8 +4,10 @@ A rule is a function of `Seen` that yields `Found` and `NotSeen`. It judges by w
 in this run, never by the text of the source.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from samestep.checking.events import Seen
@@ -48,6 +50,8 @@ class Rule:
     judge: Judge
     least_ranks: int = 2
     """On fewer ranks it cannot show."""
+    residual: bool = False
+    """Whether it speaks only where no other rule explains the step: codes SS1xx to SS3xx."""
 
 
 RULES: dict[str, Rule] = {}
@@ -55,13 +59,25 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(
-    code: str, severity: Severity, title: str, why: str, *, least_ranks: int = 2
+    code: str,
+    severity: Severity,
+    title: str,
+    why: str,
+    *,
+    least_ranks: int = 2,
+    residual: bool = False,
 ) -> Callable[[Judge], Judge]:
     """Register a rule."""
 
     def register(judge: Judge) -> Judge:
         RULES[code] = Rule(
-            code=code, severity=severity, title=title, why=why, judge=judge, least_ranks=least_ranks
+            code=code,
+            severity=severity,
+            title=title,
+            why=why,
+            judge=judge,
+            least_ranks=least_ranks,
+            residual=residual,
         )
         return judge
 
@@ -106,4 +122,26 @@ def judge(seen: Seen) -> tuple[list[Finding], list[str]]:
             )
             findings[finding] = None
     grave = ("error", "warning", "advice")
-    return sorted(findings, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
+    explained = any(
+        f.code < "SS4" and f.severity != "advice" for f in findings if not RULES[f.code].residual
+    )
+    kept = [f for f in findings if not (explained and RULES[f.code].residual)]
+    return sorted(kept, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
+
+
+_SILENCED = re.compile(r"#\s*samestep:\s*ignore\[([^\]]*)\]")
+
+
+def without_silenced(findings: Iterable[Finding], folder: Path) -> list[Finding]:
+    """Leave out what `# samestep: ignore[SS104]` silences: on the line, or alone on that above."""
+    kept = []
+    for finding in findings:
+        try:
+            lines = (folder / finding.file).read_text().splitlines()[: finding.line][-2:]
+        except (OSError, ValueError):
+            lines = []
+        above = [line for line in lines[:-1] if line.lstrip().startswith("#")]
+        comments = _SILENCED.findall("\n".join([*above, *lines[-1:]]))
+        if finding.code not in re.findall(r"\w+", " ".join(comments)):
+            kept.append(finding)
+    return kept

@@ -12,13 +12,13 @@ from samestep.checking.guard import guarding
 from samestep.checking.job import Job, read_job
 from samestep.checking.recorder import Recorder
 from samestep.checking.scratch import Scratch
-from samestep.checking.watch import data, files, life, model, step
+from samestep.checking.watch import data, files, life, model, parity, step
 from samestep.ranks.launch import detect_launch
 from samestep.script.hooks import Hooks
 from samestep.script.running import Done, ScriptFailed, run_script
 from samestep.training.phases import Phases
 
-_WATCHERS = (data, model, step, files, life)
+_WATCHERS = (data, model, step, files, life, parity)
 _watching = contextlib.ExitStack()
 """Never left: what the script does as Python exits is watched too."""
 
@@ -27,13 +27,16 @@ def main(job_path: str) -> int:
     """Run the script of a job on this rank and return its exit code."""
     job = read_job(Path(job_path))
     _die_with_parent()
-    recorder = watch(job, -os.getpid() if job.alone else detect_launch(os.environ).rank)
+    launch = detect_launch(os.environ)
+    recorder = watch(job, -os.getpid() if job.alone else launch.rank)
     code, text = 0, ""
     try:
         run_script(Path(job.script), job.arguments, module=job.module)
     except ScriptFailed as error:
         code, text = error.code, error.text
         sys.stderr.write(text)
+    for at_end in recorder.at_end:
+        at_end(launch.world_size)
     recorder.note("end", where="", code=code, text=text)
     return code
 

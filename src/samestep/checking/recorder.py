@@ -5,14 +5,17 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 import samestep
 from samestep.checking.events import Event, encode, events_path
@@ -20,6 +23,7 @@ from samestep.checking.scratch import Scratch
 from samestep.script.hooks import Hooks
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 _LIBRARIES = tuple(
     {
         *(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")),
@@ -27,6 +31,7 @@ _LIBRARIES = tuple(
         str(Path(torch.__file__).resolve().parent.parent) + os.sep,
     }
 )
+_VALUES_OF_A_ROW = 1024
 
 
 class Recorder:
@@ -39,13 +44,15 @@ class Recorder:
         self._open()
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
+        self.at_end: list[Callable[[int], None]] = []
+        """Called with the world size when the script has ended."""
 
     @property
     def evaluating(self) -> bool:
         """Whether the script is in an evaluation, as far as its calls show."""
         return self.hooks.evaluating
 
-    def note(self, kind: str, *, where: str | None = None, **facts: Any) -> None:
+    def note(self, kind: str, /, *, where: str | None = None, **facts: Any) -> None:
         """Append an event; without `where`, at the innermost line of the user's code."""
         if self.quiet:
             return
@@ -88,12 +95,43 @@ class Recorder:
         frame = self.frame()
         return "" if frame is None else f"{self._name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
+    def where_of(self, code: CodeType) -> str:
+        """Return the line at which a function of the user's code begins; empty for others'."""
+        name = code.co_filename
+        return f"{self._name(name)}:{code.co_firstlineno}" if _is_users(name) else ""
+
     def frame(self) -> FrameType | None:
         """Return the innermost frame of the user's code."""
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
         while frame is not None and not _is_users(frame.f_code.co_filename):
             frame = frame.f_back
         return frame
+
+    def called_by_user(self) -> bool:
+        """Whether the user's code itself calls PyTorch here, not another library."""
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
+        while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
+            frame = frame.f_back
+        return frame is not None and _is_users(frame.f_code.co_filename)
+
+    def is_direct(self, *packages: str) -> bool:
+        """Whether the user's code itself makes this call, perhaps through these packages."""
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
+        while frame is not None:
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            if not frame.f_code.co_filename.startswith(_OWN) and package not in packages:
+                return _is_users(frame.f_code.co_filename)
+            frame = frame.f_back
+        return False
+
+    def raised_at(self, error: BaseException) -> str:
+        """Return the innermost line of the user's code that an exception has passed."""
+        passed = traceback.walk_tb(error.__traceback__)
+        users = [(frame, line) for frame, line in passed if _is_users(frame.f_code.co_filename)]
+        if not users:
+            return ""
+        frame, line = users[-1]
+        return f"{self._name(frame.f_code.co_filename)}:{line}"
 
     def _name(self, path: str) -> str:
         return self._scratch.real(os.path.realpath(path)).removeprefix(self._scratch.home + os.sep)
@@ -106,17 +144,30 @@ def _is_users(path: str) -> bool:
 
 
 def checksum(tensor: Tensor) -> int | None:
-    """Return a number that tells a tensor's bits from others': the sum of its bytes as integers.
+    """Return a number that tells a tensor's bits from others'; of a sharded one, of its own part.
 
-    None for a tensor that has no plain memory: sparse, on the meta device.
+    None for a tensor that has no plain memory: sparse, on the meta device. A plain sum would not
+    do: updates that cancel, as of a bias of two classes, leave it as it was.
     """
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    lazy = is_lazy(tensor) or tensor.layout != torch.strided or tensor.device.type == "meta"
+    if lazy or not tensor.numel():
         return None
-    whole = tensor.detach().contiguous()
-    by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if whole.is_complex():
-        whole = torch.view_as_real(whole).contiguous()
-    kind = by_size[whole.element_size()]
-    flat = whole.reshape(-1)
-    bits = flat.to(torch.uint8) if flat.dtype == torch.bool else flat.view(kind)
-    return int(bits.sum(dtype=torch.int64))
+    return zlib.crc32(_bytes(tensor.detach()))
+
+
+def row_hashes(tensor: Tensor, most: int = 64) -> list[int]:
+    """Return a number for each of a batch's first rows, to tell samples apart by their content."""
+    if tensor.ndim == 0 or tensor.layout != torch.strided or not tensor.numel():
+        return []
+    rows = tensor.detach()[:most].flatten(1) if tensor.ndim > 1 else tensor.detach()[:most, None]
+    rows = rows[:, :: 1 + rows.shape[1] // _VALUES_OF_A_ROW]
+    whole = _bytes(rows)
+    size = len(whole) // len(rows)
+    return [zlib.crc32(whole[at : at + size]) for at in range(0, len(whole), size)]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, Target]] = {
     "track": ("track:TrackFlags", "run"),
     "profile": ("profile:ProfileFlags+", "recipe"),
     "verify": ("verify:VerifyFlags+NO_EFFECT", "recipe"),
+    "check": ("check:CheckFlags", "file"),
     "runs": ("runs:RunsFlags", "folder"),
     "compare": ("compare:CompareFlags", "runs"),
     "report": ("report:ReportFlags", "runs"),

@@ -1,8 +1,6 @@
 """`samestep profile`: where the time of a training goes, and what to change first."""
 
-import ast
 import contextlib
-import importlib.util
 import os
 import sys
 from dataclasses import dataclass, fields
@@ -20,8 +18,8 @@ from samestep.commands.help import (
     parse_flags,
     show_general_help,
 )
+from samestep.commands.script_target import ScriptTarget, script_target, target_first
 from samestep.errors import UserError
-from samestep.nearby import nearby
 from samestep.profiling.measured import Extent
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.nproc import check_workers, cores, start_nproc
@@ -34,7 +32,7 @@ from samestep.ranks.process import (
     run_as_rank,
 )
 from samestep.ranks.startup import PARENT
-from samestep.recipe_source import names_recipe
+from samestep.recipe_source import is_recipe_file
 from samestep.recipes import RECIPES
 from samestep.run.directory import is_run, new_run_path
 from samestep.settings import Settings
@@ -130,49 +128,17 @@ def main(arguments: list[str]) -> int:
 
 
 def _profile(arguments: list[str], log: RankLog) -> int:
-    arguments = _target_first(arguments)
-    target, *flags = arguments
-    if target == "-m":
-        if not flags or flags[0].startswith("-"):
-            raise UserError("Name the module after -m, as for python -m.")
-        return _script(arguments, log, module=True)
-    if target.startswith("-"):
-        raise UserError(f"Name what to profile before {target}: a recipe, a recipe file, a script.")
-    if target.endswith(".py") and not _is_recipe_file(Path(target)):
-        return _script(arguments, log, module=False)
-    if "--" in flags:
+    arguments = target_first(arguments, _SWITCHES)
+    target = script_target("profile", arguments, "a recipe, a recipe file, a script")
+    is_script = target.module or target.name.endswith(".py")
+    if is_script and (target.module or not is_recipe_file(Path(target.name))):
+        return _script(target, arguments, log)
+    if "--" in arguments:
         raise UserError(
-            f"{target} is a recipe, and only a script takes arguments after `--`. Leave `--` out."
+            f"{target.name} is a recipe, and only a script takes arguments after `--`. Leave `--` "
+            "out."
         )
     return _recipe(arguments, log)
-
-
-def _is_recipe_file(path: Path) -> bool:
-    """Whether a Python file defines `recipe`; any other is a script."""
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except OSError as error:
-        raise UserError(
-            f"There is no file {path} that can be read: {error.strerror}.{nearby(path, 'file')}"
-        ) from error
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        raise UserError(f"{path}:{line}: {getattr(error, 'msg', error)}.") from error
-    return names_recipe(tree)
-
-
-def _target_first(arguments: list[str]) -> list[str]:
-    """Move what to profile to the front if flags precede it."""
-    place = 0
-    while place < len(arguments) and arguments[place].startswith("--") and arguments[place] != "--":
-        name = arguments[place].removeprefix("--").replace("-", "_")
-        alone = "=" in name or name in _SWITCHES or name.startswith("no_")
-        place += 1 if alone else 2
-    if place >= len(arguments) or arguments[place] == "--":
-        return arguments
-    words = 2 if arguments[place] == "-m" else 1
-    target = arguments[place : place + words]
-    return [*target, *arguments[:place], *arguments[place + words :]]
 
 
 def _recipe(arguments: list[str], log: RankLog) -> int:
@@ -233,25 +199,20 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     return code or 0
 
 
-def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
-    name, *flags = arguments[1:] if module else arguments
-    script = Path(name)
-    cut = flags.index("--") if "--" in flags else len(flags)
+def _script(target: ScriptTarget, arguments: list[str], log: RankLog) -> int:
+    script = Path(target.name)
     for flag in ("--workers", "--batch-sizes", "--apply", "--config"):
-        if any(given.split("=")[0] == flag for given in flags[:cut]):
+        if any(given.split("=")[0] == flag for given in target.flags):
             raise UserError(
                 f"{flag} changes a recipe's settings, and {script} is a script. Pass its own "
                 "arguments after `--`, and profile it once per value."
             )
-    command = parse_flags(ScriptCommand, f"profile {script}", flags[:cut], *_EXAMPLES)
-    if module and not _importable(name):
-        raise UserError(
-            f"There is no module {name}, seen from {Path.cwd()}. Name it as for python -m, with "
-            "dots and without .py.",
-            on_all_ranks=True,
-        )
+    command = parse_flags(ScriptCommand, f"profile {script}", target.flags, *_EXAMPLES)
+    if target.module:
+        target.check_importable()
     place = os.environ.get(TASK)  # of the parent, for all ranks
-    out = Path(place or command.out or new_run_path(f"profile-{name if module else script.stem}"))
+    name = target.name if target.module else script.stem
+    out = Path(place or command.out or new_run_path(f"profile-{name}"))
     code = start_nproc(
         command.nproc, ["profile", *arguments], task=str(out), oversubscribe=command.oversubscribe
     )
@@ -275,12 +236,12 @@ def _script(arguments: list[str], log: RankLog, *, module: bool) -> int:
     try:
         found = profile_script(
             script,
-            flags[cut + 1 :],
+            target.words,
             ScriptRanks(launch),
             out,
             command,
             quiet=command.json,
-            module=module,
+            module=target.module,
         )
     except (ScriptFailed, UserError) as error:
         with contextlib.suppress(OSError):
@@ -302,16 +263,6 @@ def _without_logs(out: Path, code: int) -> int:
         if code:
             out.rmdir()
     return code
-
-
-def _importable(module: str) -> bool:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        del sys.path[0]
 
 
 def _failed(failure: "ScriptFailed", script: Path, *, as_json: bool) -> int:

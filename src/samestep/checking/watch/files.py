@@ -1,14 +1,280 @@
-"""Watch files."""
+"""Watch files: what a rank writes, saves, loads and downloads, and the trackers and bars it starts.
 
-from collections.abc import Iterator
+Notes `write` {path, mode}, mode one of `w` (emptied first), `a` (appended), `rename` (replaced);
+`save` {path, tensors, wrapped}; `load` {path, map_location, weights_only, names, own}; `download`
+{what, fetched}; `tracker` {name, asked}; `progress` {name, disabled, position}. Paths are real
+ones, relative to the script's folder where they lie in it. Each is noted once per line and path.
+
+PyTorch writes files in C++, unseen by Python's audit hook, and other packages in Rust: their
+functions are patched, of those that may not be installed once they are imported.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
+from samestep.script.patches import Patch, patched
+
+_DEPTH, _NAMES = 3, 5
+_PLAIN = (str, int, bool, os.PathLike)
+_TRACKERS = {
+    "wandb": ("init",),
+    "mlflow": ("start_run",),
+    "comet_ml": ("start", "Experiment.__init__", "OfflineExperiment.__init__"),
+    "neptune": ("init_run",),
+    "torch.utils.tensorboard.writer": ("SummaryWriter.__init__",),
+    "tensorboardX.writer": ("SummaryWriter.__init__",),
+}
 
 
 @contextmanager
 def watching(recorder: Recorder, job: Job) -> Iterator[None]:
     """Note while inside."""
-    del recorder, job
-    yield
+    files = _Files(recorder, job.scratch)
+    wanted: dict[str, Callable[[types.ModuleType], list[Patch]]] = {
+        "tqdm.std": lambda m: [(m.tqdm, "__init__", files.around_tqdm)],
+        "rich.progress": lambda m: [(m.Progress, "__init__", files.around_rich)],
+        "safetensors.torch": lambda m: [(m, "save_file", files.around_save)],
+        "requests.sessions": lambda m: [(m.Session, "request", files.around_request)],
+        "torchvision.datasets": files.data_sets,
+    }
+    wanted |= {name: functools.partial(files.trackers, of) for name, of in _TRACKERS.items()}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            patched(
+                (torch, "save", files.around_save),
+                (torch.jit, "save", files.around_save),
+                (torch, "load", files.around_load),
+                (torch.profiler.profile, "export_chrome_trace", files.around_export),
+            )
+        )
+        finder = _WhenImported(wanted, lambda patches: stack.enter_context(patched(*patches)))
+        finder.begin()
+        stack.callback(sys.meta_path.remove, finder)
+        sys.addaudithook(files.audit)  # cannot be removed: it ends with the process
+        files.is_on = True
+        stack.callback(setattr, files, "is_on", False)
+        yield
+
+
+class _Files:
+    def __init__(self, recorder: Recorder, scratch: str) -> None:
+        self._recorder = recorder
+        self._scratch = os.path.realpath(scratch) + os.sep
+        self._process = os.getpid()  # a forked worker of a loader is no rank
+        self._noted: set[tuple[Any, ...]] = set()
+        self.is_on = False
+
+    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Note what Python opens, renames and asks for: called very often, and never to raise."""
+        if event not in _AUDITED or not self.is_on or os.getpid() != self._process:
+            return
+        if event == "open":
+            path, mode, flags = arguments
+            how = _mode(mode, flags)
+            if how and isinstance(path, str | bytes | os.PathLike):
+                self._write(path, how)
+        elif event == "os.rename":
+            if self._recorder.is_direct("os", "pathlib", "shutil"):
+                self._write(arguments[1], "rename")
+        elif arguments[1] is None:  # an address without data to send
+            self._once("download", what=str(arguments[0]), fetched=True)
+
+    def around_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note what is saved, and whether its names are those of a wrapper."""
+        given = _given(original, args, kwargs)
+        kept, place = given[:2]
+        path = None
+        if isinstance(place, str | os.PathLike):
+            path = self._write(place, "w")
+        dicts = list(_state_dicts(kept))
+        wrapped = next((d for d in dicts if all(n.startswith(_WRAPPED) for n in d)), {})
+        self._once(
+            "save",
+            path=path,
+            tensors=sum(len(one) for one in dicts),
+            wrapped=list(wrapped)[:_NAMES],
+        )
+        return original(*args, **kwargs)
+
+    def around_export(self, original: Callable[..., Any], profiler: Any, path: Any) -> Any:
+        """Note a trace, which the profiler writes in C++."""
+        self._write(path, "w")
+        return original(profiler, path)
+
+    def around_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note how a file is loaded, before it may fail."""
+        own = self._recorder.is_direct()
+        loaded = original(*args, **kwargs)
+        place = args[0] if args else kwargs.get("f")
+        if isinstance(place, str | os.PathLike):
+            where = args[1] if len(args) > 1 else kwargs.get("map_location")
+            names = [name for found in _state_dicts(loaded) for name in found][:_NAMES]
+            self._once(
+                "load",
+                path=self._name(place),
+                map_location=None if where is None else str(where),
+                weights_only=kwargs.get("weights_only"),
+                names=names,
+                own=own,
+            )
+        return loaded
+
+    def around_request(
+        self, original: Callable[..., Any], session: Any, method: str, url: Any, **kwargs: Any
+    ) -> Any:
+        """Note what is fetched with requests by the user's own code."""
+        if method.upper() == "GET" and self._recorder.is_direct("requests"):
+            self._once("download", what=str(url), fetched=True)
+        return original(session, method, url, **kwargs)
+
+    def data_sets(self, module: types.ModuleType) -> list[Patch]:
+        """Return patches of the data sets that download themselves, if they are not there yet."""
+
+        def around(original: Callable[..., Any], data_set: Any, *args: Any, **kwargs: Any) -> Any:
+            what = f"{type(data_set).__name__}.download"
+            self._once("download", what=what, fetched=False)
+            return original(data_set, *args, **kwargs)
+
+        kinds = {kind for kind in vars(module).values() if isinstance(kind, type)}
+        return [(kind, "download", around) for kind in kinds if "download" in vars(kind)]
+
+    def trackers(self, names: tuple[str, ...], module: types.ModuleType) -> list[Patch]:
+        """Return patches of what starts a tracker."""
+        found: list[Patch] = []
+        for name in names:
+            owner, _, function = name.rpartition(".")
+            place = getattr(module, owner, None) if owner else module
+            if hasattr(place, function):
+                label = f"{module.__name__.removesuffix('.writer')}.{owner or function}"
+                found.append((place, function, functools.partial(self._around_tracker, label)))
+        return found
+
+    def _around_tracker(
+        self, label: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._recorder.is_direct(label.partition(".")[0]):
+            given = {str(n): v for n, v in enumerate(args) if isinstance(v, _PLAIN)} | kwargs
+            asked = {name: str(v) for name, v in given.items() if isinstance(v, _PLAIN)}
+            self._once("tracker", name=label, asked=asked)
+        return original(*args, **kwargs)
+
+    def around_tqdm(self, original: Callable[..., Any], bar: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note a bar of tqdm."""
+        original(bar, *args, **kwargs)
+        if self._recorder.is_direct("tqdm"):
+            disabled, position = bool(bar.disable), kwargs.get("position")
+            self._once("progress", name="tqdm", disabled=disabled, position=position)
+
+    def around_rich(self, original: Callable[..., Any], bar: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note bars of rich."""
+        original(bar, *args, **kwargs)
+        if self._recorder.is_direct("rich"):
+            self._once("progress", name="rich", disabled=bool(bar.disable), position=None)
+
+    def _write(self, path: Any, mode: str) -> str | None:
+        """Note a write; return the path's name, or None if it is a device, a cache or a lock."""
+        name = self._name(path)
+        hidden = any(p.startswith(".") or p == "__pycache__" for p in Path(name).parts)
+        if hidden or name.endswith(".lock") or name.startswith(("/dev/", "/proc/", "/sys/")):
+            return None
+        if mode != "a" or not self._is_logged():
+            self._once("write", path=name, mode=mode)
+        return name
+
+    def _is_logged(self) -> bool:
+        """Whether a handler of `logging` opens the file: it appends whole lines, one a record."""
+        frame = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each file
+        names = set()
+        while frame.f_back is not None:
+            names.add(frame.f_globals.get("__name__"))
+            frame = frame.f_back
+        return "logging" in names
+
+    def _name(self, path: Any) -> str:
+        return os.path.realpath(os.fsdecode(path)).removeprefix(self._scratch)
+
+    def _once(self, kind: str, **facts: Any) -> None:
+        where = self._recorder.where()
+        key = (kind, where, *map(str, facts.values()))
+        if where and key not in self._noted and os.getpid() == self._process:
+            self._noted.add(key)
+            self._recorder.note(kind, where=where, **facts)
+
+
+_AUDITED = frozenset({"open", "os.rename", "urllib.Request"})
+_WRAPPED = ("module.", "_orig_mod.")
+
+
+def _mode(mode: str | None, flags: int) -> str:
+    """Return `w` or `a` for a file that is opened to be emptied or appended to, else nothing."""
+    if mode is None:
+        emptied = flags & os.O_TRUNC and not flags & os.O_EXCL
+        return "w" if emptied else "a" if flags & os.O_APPEND else ""
+    # `x` lets one rank alone write; `r+` changes parts of a file, as a memory map of numpy's does.
+    return "w" if "w" in mode else "a" if "a" in mode else ""
+
+
+def _given(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Return the arguments of a call in the order of its parameters."""
+    return list(inspect.signature(function).bind(*args, **kwargs).arguments.values())
+
+
+def _state_dicts(kept: Any, depth: int = _DEPTH) -> Iterator[Mapping[str, Tensor]]:
+    """Yield the mappings from names to tensors in what is saved or was loaded."""
+    if not isinstance(kept, Mapping) or not all(isinstance(name, str) for name in kept):
+        return
+    tensors = {name: value for name, value in kept.items() if isinstance(value, Tensor)}
+    if tensors:
+        yield tensors
+    if depth:
+        for value in kept.values():
+            yield from _state_dicts(value, depth - 1)
+
+
+class _WhenImported:
+    """Patches modules as soon as they are imported; those that already are, at once."""
+
+    def __init__(
+        self,
+        wanted: dict[str, Callable[[types.ModuleType], list[Patch]]],
+        patch: Callable[[list[Patch]], object],
+    ) -> None:
+        self._wanted, self._patch = wanted, patch
+
+    def begin(self) -> None:
+        """Patch what is there, and look at every import from now on."""
+        for name in [name for name in self._wanted if name in sys.modules]:
+            self._patch(self._wanted.pop(name)(sys.modules[name]))
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        """Return a module's own spec, whose loader also patches it."""
+        patches = self._wanted.pop(name, None)  # the finders are asked again, then for the real one
+        spec = importlib.util.find_spec(name) if patches is not None else None
+        if patches is None or spec is None or spec.loader is None:
+            return None
+        original = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            original(module)
+            self._patch(patches(module))
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

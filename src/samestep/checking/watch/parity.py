@@ -1,0 +1,365 @@
+"""The parity experiment: is the gradient of the first step that of the joined batch?
+
+Each rank keeps its part of the first optimizer step: the weights before it, what the model and the
+loss were called with, and the gradients that the optimizer was given. When the script has ended,
+rank 0 computes the gradient of all parts at once, as one process would have, and compares.
+
+Notes "parity": {residual, scale, first, sizes, where, exact} or {not_seen}.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from samestep.checking.job import Job
+from samestep.checking.recorder import Recorder
+from samestep.script.patches import patched
+
+_LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+_MOST_BYTES = 400 << 20
+_SAME_LOSS, _ROUGH = 1e-4, 2e-2
+
+
+class _Unseen(Exception):  # noqa: N818 - a reason, not an error
+    """Why the experiment cannot be made."""
+
+
+@dataclass
+class _Part:
+    """What one rank did in its first step."""
+
+    model: nn.Module | None = None
+    calls: int = 0
+    arguments: Any = None
+    output: Any = None
+    state: dict[str, Tensor] = field(default_factory=dict)
+    loss_name: str = ""
+    loss_arguments: Any = None
+    from_output: Callable[[Any], Tensor] | None = None
+    loss: Tensor | None = None
+    """The last loss that the functions of PyTorch computed of the output."""
+    value: float = math.nan
+    scale: float = 1.0
+    rough: bool = False
+    clipped: bool = False
+    where: str = ""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    unseen: str = ""
+
+
+@contextmanager
+def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+    """Keep this rank's part of the first step while inside; `compare` follows at the end."""
+    part = _Part()
+    first = _FirstStep(recorder, Path(job.folder), part)
+    recorder.at_end.append(first.compare)
+    with first.installed():
+        yield
+
+
+class _FirstStep:
+    """Watches one rank until its first optimizer step."""
+
+    def __init__(self, recorder: Recorder, folder: Path, part: _Part) -> None:
+        self._recorder, self._folder, self._part = recorder, folder, part
+        self._depth = 0
+        self._open = True
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        hooks = nn.modules.module
+        handles = [
+            hooks.register_module_forward_pre_hook(self._before_module),
+            hooks.register_module_forward_hook(
+                self._after_module, with_kwargs=True, always_call=True
+            ),
+        ]
+        self._handles = [*handles, register_optimizer_step_pre_hook(self._before_step)]
+        losses = [(nn.functional, name, self._around_loss) for name in _LOSSES]
+        clips = [
+            (nn.utils, name, self._around_clip) for name in ("clip_grad_norm_", "clip_grad_value_")
+        ]
+        with patched(*losses, *clips, (torch.autograd, "backward", self._around_backward)):
+            yield
+
+    def _before_module(self, module: nn.Module, _arguments: Any) -> None:
+        if next(module.parameters(), None) is None:  # a loss or an activation
+            return
+        self._depth += 1
+        wanted = module.training and torch.is_grad_enabled() and not self._recorder.quiet
+        if self._depth > 1 or not wanted:
+            return
+        part = self._part
+        part.calls += 1
+        if part.model is not None:
+            return
+        part.model = _unwrapped(module)
+        self._random = torch.get_rng_state()
+        part.rough = torch.is_autocast_enabled("cpu")
+        size = sum(p.nbytes for p in part.model.state_dict().values() if isinstance(p, Tensor))
+        if size > _MOST_BYTES:
+            part.unseen = "the model is too large to be computed twice"
+            return
+        with self._recorder.unwatched():
+            part.state = {
+                name: value.detach().clone()
+                for name, value in part.model.state_dict().items()
+                if isinstance(value, Tensor)
+            }
+        norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        if any(isinstance(m, norms) and m.training for m in part.model.modules()):
+            part.unseen = "BatchNorm makes each sample's gradient depend on its batch"
+
+    def _after_module(
+        self, module: nn.Module, arguments: Any, named: dict[str, Any], output: Any
+    ) -> None:
+        if next(module.parameters(), None) is None:
+            return
+        self._depth = max(0, self._depth - 1)
+        part = self._part
+        if self._depth or part.model is not _unwrapped(module) or part.calls != 1:
+            return
+        part.output = output
+        part.arguments = _kept((arguments, named))
+        if not torch.equal(self._random, torch.get_rng_state()):
+            part.unseen = part.unseen or "the model draws random numbers (dropout?)"
+
+    def _around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loss = original(*args, **kwargs)
+        part = self._part
+        if self._open and part.output is not None and args and not self._depth:
+            found = _derivation(part.output, args[0])
+            if found is not None:
+                part.loss, part.from_output = loss, found
+                part.loss_name = original.__name__
+                part.loss_arguments = _kept((args[1:], kwargs))
+        return loss
+
+    def _around_clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._part.clipped = True
+        return original(*args, **kwargs)
+
+    def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        part = self._part
+        if self._open and part.output is not None and not self._depth:
+            given = args[0] if args else kwargs["tensors"]
+            total = given if isinstance(given, Tensor) else next(iter(given))
+            part.where = self._recorder.where()
+            if part.loss is None:  # it may be a part of the output
+                place = _scalar_of(part.output)
+                if place is not None:
+                    part.loss, part.from_output = place(part.output), place
+            if part.loss is not None and total.numel() == 1 and part.loss.numel() == 1:
+                part.value = float(part.loss.detach())
+                part.scale = float(total.detach()) / part.value if part.value else 1.0
+        return original(*args, **kwargs)
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self._open or self._part.model is None:
+            return
+        self._open = False
+        for handle in self._handles:
+            handle.remove()
+        part = self._part
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        with self._recorder.unwatched():
+            part.gradients = {
+                name: p.grad.detach().clone()
+                for name, p in part.model.named_parameters()  # type: ignore[union-attr]
+                if p.grad is not None and id(p) in held and p.grad.layout == torch.strided
+            }
+            part.unseen = part.unseen or _unseen(part)
+            part.output = part.loss = None
+            kept = {"unseen": part.unseen, "arguments": part.arguments, "loss": part.loss_arguments}
+            if part.unseen:
+                kept = {"unseen": part.unseen}
+            try:
+                torch.save(kept, self._folder / f"part-{self._recorder.rank}.pt.tmp")
+                _rename(self._folder / f"part-{self._recorder.rank}.pt")
+            except Exception as error:
+                torch.save({"unseen": str(error)}, self._folder / f"part-{self._recorder.rank}.pt")
+
+    def compare(self, world_size: int) -> None:
+        """On rank 0, when all is over: compute the joined gradient and note how it differs."""
+        part, recorder = self._part, self._recorder
+        if recorder.rank or world_size < 2 or self._open or part.model is None:
+            return
+        with recorder.unwatched():
+            try:
+                facts = _compared(part, self._folder, world_size)
+            except _Unseen as reason:
+                facts = {"not_seen": str(reason)}
+            except Exception as error:
+                facts = {"not_seen": f"the model could not be called again: {error}"}
+        recorder.note("parity", where=part.where, **facts)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    inner: Any = module
+    while "Parallel" in type(inner).__name__ and isinstance(inner.module, nn.Module):
+        inner = inner.module
+    return inner  # type: ignore[no-any-return]
+
+
+def _kept(tree: Any) -> Any:
+    """Return a tree with copies of its tensors."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
+
+
+def _derivation(output: Any, given: Any) -> Callable[[Any], Tensor] | None:
+    """Return how a loss's input came from the model's output, if it did in a way that is known."""
+    if not isinstance(given, Tensor) or not given.requires_grad:
+        return None
+    leaves, _ = pytree.tree_flatten(output)
+    tensors = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for place, leaf in tensors:
+        if leaf is given:
+            return lambda out, place=place: pytree.tree_flatten(out)[0][place]  # type: ignore[misc]
+    for place, leaf in tensors:
+        if leaf.numel() == given.numel() and torch.equal(
+            leaf.detach().reshape(-1), given.detach().reshape(-1)
+        ):
+            rest = tuple(given.shape[1:])
+            return lambda out, place=place, rest=rest: (  # type: ignore[misc]
+                pytree.tree_flatten(out)[0][place].reshape(-1, *rest)
+            )
+    return None
+
+
+def _scalar_of(output: Any) -> Callable[[Any], Tensor] | None:
+    """Return how to find the only number with a gradient in a model's output: its own loss."""
+    leaves, _ = pytree.tree_flatten(output)
+    places = [
+        n
+        for n, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1
+    ]
+    if len(places) != 1:
+        return None
+    return lambda out: pytree.tree_flatten(out)[0][places[0]]
+
+
+def _unseen(part: _Part) -> str:
+    if part.calls > 1:
+        return "the model is called several times in the first step"
+    if part.from_output is None or not math.isfinite(part.value):
+        return "how the loss came from the model's output is not known"
+    if not part.gradients:
+        return "the optimizer holds no gradients of the model"
+    return ""
+
+
+def _rename(path: Path) -> None:
+    path.with_name(path.name + ".tmp").rename(path)
+
+
+def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
+    parts = []
+    for rank in range(world_size):
+        path = folder / f"part-{rank}.pt"
+        if not path.exists():
+            raise _Unseen(f"rank {rank} took no step")
+        parts.append(torch.load(path, weights_only=False))  # this check's own file, of this run
+    for one in parts:
+        if one["unseen"]:
+            raise _Unseen(one["unseen"])
+    assert part.model is not None
+    model = part.model.train()
+    model.load_state_dict(part.state, strict=False)
+    again, _ = _gradients(part, model, parts[0]["arguments"], parts[0]["loss"])
+    if abs(again - part.value) > _SAME_LOSS * max(1.0, abs(part.value)):
+        raise _Unseen("the model does not give the same loss twice")
+    model.load_state_dict(part.state, strict=False)
+    arguments = _joined([one["arguments"] for one in parts])
+    loss_arguments = _joined([one["loss"] for one in parts])
+    _, wanted = _gradients(part, model, arguments, loss_arguments)
+    names = [name for name in wanted if name in part.gradients]
+    given = torch.cat([part.gradients[name].double().reshape(-1) for name in names])
+    ideal = torch.cat([wanted[name].double().reshape(-1) for name in names]) * part.scale
+    if not float(ideal.norm()) or not float(given.norm()):
+        raise _Unseen("a gradient is 0")
+    scale = float(given @ ideal) / float(ideal @ ideal)
+    exact = not part.clipped
+    reference = ideal if exact else ideal * scale
+    first = next(
+        (
+            n
+            for n in names
+            if _apart(part.gradients[n], wanted[n] * part.scale * (1 if exact else scale))
+        ),
+        "",
+    )
+    return {
+        "residual": float((given - reference).norm()) / float(reference.norm()),
+        "direction": float((given - ideal * scale).norm()) / float(given.norm()),
+        "scale": scale,
+        "first": first,
+        "sizes": [_rows(one["arguments"]) for one in parts],
+        "rough": part.rough,
+    }
+
+
+def _apart(given: Tensor, wanted: Tensor) -> bool:
+    return float((given - wanted).norm()) > _ROUGH * float(wanted.norm()) + 1e-12
+
+
+def _rows(tree: Any) -> int:
+    leaves = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim)
+    return next((len(leaf) for leaf in leaves), 0)
+
+
+def _joined(trees: list[Any]) -> Any:
+    """Return the trees of all ranks as one: tensors joined along the batch."""
+    flat = [pytree.tree_flatten(tree) for tree in trees]
+    if any(spec != flat[0][1] for _, spec in flat):
+        raise _Unseen("the ranks call the model with different arguments")
+    sizes = [_rows(tree) for tree in trees]
+    joined = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        if not isinstance(leaves[0], Tensor):
+            if any(leaf != leaves[0] for leaf in leaves):
+                raise _Unseen("the ranks call the model with different arguments")
+            joined.append(leaves[0])
+        elif all(
+            leaf.ndim and len(leaf) % size == 0 for leaf, size in zip(leaves, sizes, strict=True)
+        ):
+            joined.append(torch.cat(list(leaves)))
+        elif all(torch.equal(leaf, leaves[0]) for leaf in leaves):
+            joined.append(leaves[0])
+        else:
+            raise _Unseen("an argument of the model has no batch dimension")
+    return pytree.tree_unflatten(joined, flat[0][1])
+
+
+def _gradients(
+    part: _Part, model: nn.Module, arguments: Any, loss_arguments: Any
+) -> tuple[float, dict[str, Tensor]]:
+    assert part.from_output is not None
+    model.zero_grad(set_to_none=True)
+    with torch.enable_grad(), torch.autocast("cpu", enabled=part.rough):
+        positional, named = arguments
+        derived = part.from_output(model(*positional, **named))
+        loss = derived
+        if part.loss_name:
+            rest, options = loss_arguments
+            loss = getattr(nn.functional, part.loss_name)(derived, *rest, **options)
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {n: p.grad.detach() for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), found

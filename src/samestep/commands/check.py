@@ -1,0 +1,140 @@
+"""`samestep check`: what is wrong with anyone's distributed script, found while it runs."""
+
+import json
+import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rich.console import Console
+
+from samestep.commands.help import Switch, check_positive, parse_flags
+from samestep.commands.script_target import ScriptTarget, script_target, target_first
+from samestep.errors import AlreadyTold, UserError
+from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
+from samestep.ranks.process import run_as_rank
+from samestep.recipe_source import is_recipe_file
+from samestep.recipes import RECIPES
+from samestep.reporting.words import count
+
+_EXAMPLES = (
+    "check train.py -- --epochs 1",
+    "check -m mypackage.train --nproc 3 --json",
+    "check --list SS104",
+)
+_MOST_COLUMNS = 100
+_DEFAULT_RANKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckFlags:
+    """Run a script of yours on a few ranks of the CPU, and say what is wrong with it.
+
+    Nothing in the script has to change; it runs in a copy of its folder, for some steps of two
+    epochs. A module is named as for Python: samestep check -m MODULE. What follows `--` is the
+    script's own. Exit codes: 0 nothing but advice, 1 something is wrong, 2 it could not be checked.
+    """
+
+    nproc: int | None = None
+    """Ranks to start (default: 2)."""
+    steps: int = 10
+    """Batches of each of the first two epochs; then comes the last of the epoch."""
+    seconds: float = 40.0
+    """End the script so long after its first step; what it would have done counts as not seen."""
+    json: Switch = False
+    """Print one JSON object instead of the text."""
+    sarif: Path | None = None
+    """Write the findings to this file, too, for a code scanning service: SARIF 2.1.0."""
+    list: Switch = False
+    """Show all codes instead; with a code, as --list SS104, its page."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb: 0 nothing but advice, 1 something is wrong, 2 it could not be checked."""
+    return run_as_rank(lambda _log: _check(arguments))
+
+
+def _check(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        try:
+            parse_flags(CheckFlags, "check SCRIPT.py", ["--help"], *_EXAMPLES)
+        except AlreadyTold as told:
+            raise AlreadyTold(0 if arguments else 2) from told
+    if arguments[0] == "--list":
+        return _list(arguments[1:])
+    switches = {field.name for field in fields(CheckFlags) if field.type is Switch}
+    arguments = target_first(arguments, switches)
+    target = script_target("check", arguments, "a script, or -m and a module")
+    command = parse_flags(CheckFlags, f"check {target.name}", target.flags, *_EXAMPLES)
+    if command.list:
+        return _list([])
+    if not target.module and (target.name in RECIPES or is_recipe_file(Path(target.name))):
+        return _verify(target, command)
+    check_positive(steps=command.steps, seconds=command.seconds)
+    nproc = _DEFAULT_RANKS if command.nproc is None else command.nproc
+    check_ranks(nproc)
+    refuse_inside_launcher("samestep check", "Start it alone, in a shell or a job of one task.")
+    if command.sarif is not None and not command.sarif.absolute().parent.is_dir():
+        raise UserError(f"--sarif {command.sarif}: there is no folder {command.sarif.parent}.")
+    if target.module:
+        target.check_importable()
+    from samestep.checking.check_report import as_table, report_lines  # noqa: PLC0415
+    from samestep.checking.check_script import check_script  # noqa: PLC0415 - not for the help
+    from samestep.checking.sarif import write_sarif  # noqa: PLC0415
+
+    console = Console(stderr=True, highlight=False)
+    on = f"{target.name} runs on {count(nproc, 'rank')} …"
+    with console.status(on) if console.is_terminal else nullcontext():
+        report = check_script(
+            Path(target.name),
+            target.words,
+            nproc=nproc,
+            module=target.module,
+            steps=command.steps,
+            seconds=command.seconds,
+            asked=command.nproc is not None,
+        )
+    if command.sarif is not None:
+        write_sarif(report, command.sarif)
+    if command.json:
+        sys.stdout.write(json.dumps(as_table(report), indent=2) + "\n")
+    else:
+        width, colour = _screen()
+        lines = report_lines(report, width or _MOST_COLUMNS, colour=colour)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+    return report.exit_code
+
+
+def _screen() -> tuple[int | None, bool]:
+    """Return the width to write in, None for a pipe or a file, and whether to colour."""
+    if not sys.stdout.isatty():
+        return None, False
+    return min(_MOST_COLUMNS, shutil.get_terminal_size().columns), not Console().no_color
+
+
+def _list(codes: list[str]) -> int:
+    import samestep.checking.rules  # noqa: F401, PLC0415 - registers them
+    from samestep.checking.check_report import code_lines, page_of  # noqa: PLC0415
+
+    width, colour = _screen()
+    lines = [page_of(code.upper()) for code in codes]
+    lines = lines or [f"{line}\n" for line in code_lines(width, colour=colour)]
+    sys.stdout.writelines(lines)
+    return 0
+
+
+def _verify(target: ScriptTarget, command: CheckFlags) -> int:
+    """Run the verb that is for recipes, which run no loop of the user's."""
+    from samestep.commands import verify  # noqa: PLC0415 - only for a recipe
+
+    if command.sarif is not None or target.words:
+        what = "-- and what follows it" if target.words else "--sarif"
+        raise UserError(
+            f"{target.name} is a recipe, which `samestep verify` checks. Leave {what} out."
+        )
+    words = [target.name, *(["--json"] * command.json)]
+    if command.nproc is not None:
+        words += ["--world-sizes", f"1,{command.nproc}"]
+    sys.stderr.write(f"{target.name} is a recipe: samestep verify {' '.join(words)}\n")
+    return verify.main(words)

@@ -1,0 +1,46 @@
+"""`samestep.check`: the report of the verb, from Python."""
+
+import pytest
+
+import samestep
+from tests.checking.planted import BASE, forked, planted
+
+
+@pytest.fixture(autouse=True)
+def _forked_ranks(monkeypatch):
+    monkeypatch.setattr("samestep.checking.check_script.start_processes", forked)
+
+
+def test_a_script_is_checked_from_python_and_its_report_is_data(here):
+    source = planted(
+        ("range(3)", "range(int(sys.argv[1]))"), ("import os\n", "import os\nimport sys\n")
+    )
+    (here / "train.py").write_text(source)
+    report = samestep.check("train.py", args=[1], nproc=2)
+    assert isinstance(report, samestep.CheckReport)
+    assert (report.findings, report.exit_code, report.steps, report.ranks) == ([], 0, 4, 2)
+    assert "4 steps" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        ("nothing.py", {}),
+        (3, {}),
+        ("train.py", {"nproc": 0}),
+        ("train.py", {"steps": 0}),
+        ("no_such_module", {"module": True}),
+    ],
+)
+def test_what_cannot_be_checked_raises_one_error(here, script, more):
+    (here / "train.py").write_text(BASE)
+    with pytest.raises(samestep.UserError):
+        samestep.check(script, **more)
+
+
+def test_a_recipe_is_for_verify(here):
+    (here / "mine.py").write_text(
+        "from samestep import Recipe\nrecipe = Recipe(model=dict, data=list)\n"
+    )
+    with pytest.raises(samestep.UserError, match="verify"):
+        samestep.check("mine.py")

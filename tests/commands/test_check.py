@@ -1,0 +1,244 @@
+"""`samestep check`: what it says of a script, where it writes it, what it refuses."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import samestep.checking.rules  # noqa: F401 - registers them
+from samestep.checking import check_report
+from samestep.checking.check_report import CheckReport, as_table, report_lines
+from samestep.checking.findings import RULES, Finding, without_silenced
+from samestep.checking.sarif import as_sarif
+from tests.checking.planted import BASE, forked, line_of, planted
+from tests.command_line import call
+from tests.processes import free_port, launch_environment
+
+NOT_IN_STEP = planted(("loss.backward()", "(loss * (rank + 1)).backward()"))
+"""Each rank weights its loss by another number, which no rule but the parity experiment knows."""
+PAGES = Path(__file__).parents[2] / "docs" / "check"
+
+
+@pytest.fixture(autouse=True)
+def _forked_ranks(monkeypatch):
+    monkeypatch.setattr("samestep.checking.check_script.start_processes", forked)
+
+
+def report_of(folder: Path, *severities: str, source: str = BASE, **more) -> CheckReport:
+    """Return a report with a finding of each severity, one a line from line 30 on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.py").write_text(source)
+    findings = [
+        Finding(
+            code="SS309",
+            severity=severity,
+            file="train.py",
+            line=30 + number,
+            title="the step is not that of the joined batch",
+            evidence="the gradient of the first step is 2 times that of the joined batch of 8 + 8",
+            why="One process that trains on all samples would take another step " * 3,
+            remedy="- loss.backward()\n+ (loss / 2).backward()",
+        )
+        for number, severity in enumerate(severities)
+    ]
+    lists = {"not_seen": [], "notes": [], "output": [], "findings": findings}
+    facts = {"steps": 12, "seconds": 3.2, "ranks": 2, "script": "train.py", "folder": folder}
+    return CheckReport(**lists | facts | more)
+
+
+def test_what_is_found_is_printed_as_json_and_ends_with_exit_code_1(here, capfd):
+    (here / "code").mkdir()
+    (here / "code" / "train.py").write_text(NOT_IN_STEP)
+    assert call("check", "code/train.py", "--json", "--sarif", "found.sarif") == 1
+    found = json.loads(capfd.readouterr().out)
+    assert {"findings", "not_seen", "steps", "seconds"} <= found.keys()
+    (finding,) = [one for one in found["findings"] if one["code"] == "SS309"]
+    assert finding.keys() == {
+        *("code", "severity", "file", "line", "title", "evidence", "why", "remedy")
+    }
+    assert (finding["file"], finding["severity"]) == ("code/train.py", "error")
+    assert found["steps"] == 9
+    assert 0 < found["seconds"] < 60
+    (run,) = json.loads((here / "found.sarif").read_text())["runs"]
+    assert {one["ruleId"] for one in run["results"]} == {one["code"] for one in found["findings"]}
+    assert (here / "code" / "train.py").read_text() == NOT_IN_STEP
+    assert {path.name for path in here.rglob("*")} == {"code", "train.py", "found.sarif"}
+
+
+def test_a_script_without_a_mistake_ends_with_exit_code_0(here, capfd):
+    (here / "train.py").write_text(BASE)
+    assert call("check", "--nproc", "2", "train.py") == 0
+    assert "9 steps" in capfd.readouterr().out
+
+
+def test_a_module_is_checked_with_the_arguments_behind_the_dashes(here, capfd):
+    (here / "pkg").mkdir()
+    source = planted(
+        ("range(3)", "range(int(sys.argv[1]))"), ("import os\n", "import os\nimport sys\n")
+    )
+    (here / "pkg" / "train.py").write_text(source)
+    assert call("check", "-m", "pkg.train", "--json", "--", "1") == 0
+    assert json.loads(capfd.readouterr().out)["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("severities", "code"), [((), 0), (("advice",), 0), (("warning", "advice"), 1), (("error",), 1)]
+)
+def test_advice_alone_is_no_failure(tmp_path, severities, code):
+    assert report_of(tmp_path, *severities).exit_code == code
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("colour", [False, True])
+def test_the_text_fits_the_terminal_and_shows_the_users_line(tmp_path, width, colour):
+    long = "counts += " + " + ".join(f"number_{n}" for n in range(40))
+    source = BASE.replace("loss.backward()", long)
+    line = line_of(source, long)
+    report = report_of(
+        tmp_path,
+        *("error", "warning"),
+        source=source,
+        not_seen=[f"SS309 {RULES['SS309'].title}: no evaluation", "SS401 a shard: no evaluation"],
+        notes=["a note " * 20],
+        silenced=1,
+    )
+    report = replace(report, findings=[replace(one, line=line) for one in report.findings])
+    text = "\n".join(report_lines(report, width, colour=colour))
+    assert colour == ("\x1b[" in text)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    place = f"{tmp_path}/train.py:{line}"
+    assert max(len(one) for one in plain.splitlines() if place not in one) <= width
+    for word in ("SS309", place, "counts += ", "+ (loss / 2).backward()", "1 error, 1 warning"):
+        assert word in plain
+    assert plain.count("no evaluation") <= 2
+
+
+@pytest.mark.parametrize(
+    ("line", "above", "kept"),
+    [
+        ("step()", "", True),
+        ("step()  # samestep: ignore[SS309]", "", False),
+        ("step()  # samestep: ignore[SS104, SS309] as it should be", "", False),
+        ("step()  # samestep: ignore[SS104]", "", True),
+        ("step()", "    # samestep: ignore[SS309]", False),
+        ("step()", "other()  # samestep: ignore[SS309]", True),
+    ],
+)
+def test_a_comment_silences_the_codes_that_it_names_at_its_line(tmp_path, line, above, kept):
+    (finding,) = report_of(tmp_path, "error").findings
+    for number in (1, 2):
+        source = [above, line] if number == 2 else [line]
+        (tmp_path / "train.py").write_text("\n".join([*source, "more()"]))
+        found = without_silenced([replace(finding, line=number)], tmp_path)
+        assert bool(found) == (kept or (number == 1 and "ignore" in above))
+
+
+def test_what_a_comment_silences_is_counted_and_no_failure(here, capfd):
+    place = "(loss * (rank + 1)).backward()"
+    (here / "train.py").write_text(
+        NOT_IN_STEP.replace(
+            "optimizer.step()", "optimizer.step()  # samestep: ignore[SS309]"
+        ).replace(place, f"{place}  # samestep: ignore[SS309]")
+    )
+    assert call("check", "train.py", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["silenced"] == 1
+
+
+def test_sarif_has_what_its_schema_requires(here):
+    report = report_of(here / "code", "error", "warning", "advice")
+    found = as_sarif(report)
+    assert (found["version"], found["$schema"][:8]) == ("2.1.0", "https://")
+    (run,) = found["runs"]
+    assert run["tool"]["driver"]["name"]
+    rules = run["tool"]["driver"]["rules"]
+    for rule in rules:
+        assert re.fullmatch(r"SS\d{3}", rule["id"])
+        for text in ("shortDescription", "fullDescription", "help"):
+            assert rule[text]["text"]
+    assert [one["level"] for one in run["results"]] == ["error", "warning", "note"]
+    for number, result in enumerate(run["results"]):
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+        assert result["message"]["text"]
+        (place,) = result["locations"]
+        assert place["physicalLocation"]["artifactLocation"]["uri"] == "code/train.py"
+        assert place["physicalLocation"]["region"]["startLine"] == 30 + number
+
+
+def test_sarif_of_a_finding_without_a_line_points_at_the_script(here):
+    report = report_of(here, "error")
+    report = replace(report, findings=[replace(report.findings[0], file="", line=0)])
+    place = as_sarif(report)["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "train.py"
+    assert place["region"]["startLine"] == 1
+    assert as_table(report)["findings"][0]["file"] == ""
+
+
+def test_where_sarif_goes_is_checked_before_anything_runs(here, refused):
+    (here / "train.py").write_text("open('began', 'w')")
+    assert "nowhere" in refused("check", "train.py", "--sarif", "nowhere/found.sarif")
+
+
+def test_a_recipe_is_given_to_verify(here, capfd, monkeypatch, refused):
+    asked = []
+    monkeypatch.setattr("samestep.commands.verify.main", lambda words: asked.append(words) or 7)
+    (here / "mine.py").write_text(
+        "from samestep import Recipe\nrecipe = Recipe(model=dict, data=list)\n"
+    )
+    assert call("check", "mine.py", "--json", "--nproc", "3") == 7
+    assert call("check", "spiral") == 7
+    assert asked == [["mine.py", "--json", "--world-sizes", "1,3"], ["spiral"]]
+    assert "samestep verify spiral" in capfd.readouterr().err
+    assert "--sarif" in refused("check", "mine.py", "--sarif", "found.sarif")
+    assert "--" in refused("check", "mine.py", "--", "--epochs", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("nothing.py", "nothing.py"),
+        ("train.py --nproc 0", "--nproc"),
+        ("train.py --steps 0", "--steps"),
+        ("train.py --seconds -1", "--seconds"),
+        ("-m", "-m"),
+        ("-m no.such.module", "no.such.module"),
+        ("--json", "--json"),
+        ("--list SS999", "SS999"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_message(here, refused, words, told):
+    (here / "train.py").write_text("print(1)\n")
+    assert told in refused("check", *words.split())
+
+
+def test_inside_a_launcher_it_starts_no_ranks(here, refused, monkeypatch):
+    (here / "train.py").write_text("print(1)\n")
+    for name, value in launch_environment(0, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    assert "samestep check" in refused("check", "train.py")
+
+
+def test_the_list_has_every_code_and_a_page_for_each(capfd):
+    assert call("check", "--list") == 0
+    shown = capfd.readouterr().out
+    assert re.findall(r"^SS\d{3}", shown, re.MULTILINE) == sorted(RULES)
+    assert {path.stem for path in check_report._PAGES.glob("*.md")} == {*RULES}
+    code = min(RULES)
+    assert call("check", "--list", code) == 0
+    assert capfd.readouterr().out == (PAGES / f"{code}.md").read_text()
+
+
+@pytest.mark.parametrize("code", sorted(RULES))
+def test_a_page_begins_with_what_the_rule_says_and_shows_an_example(code):
+    text = (PAGES / f"{code}.md").read_text()
+    assert text.startswith(beginning(code))
+    assert len(text.splitlines()) <= 25
+    assert "```" in text
+
+
+def beginning(code: str) -> str:
+    """Return how the page of a code begins: its only source is the rule."""
+    rule = RULES[code]
+    title = rule.title[0].lower() + rule.title[1:]
+    return f"# {code}: {title}\n\n**{rule.severity}** · {rule.why}\n"

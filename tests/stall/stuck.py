@@ -1,0 +1,157 @@
+"""What ranks do in the tests of stalls: the user's script, as far as the verdict is concerned."""
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from samestep.stall.collectives import watch_collectives
+from samestep.stall.pulse import Pulse
+
+LONG_S = 600.0
+
+
+def line_of(mark: str) -> str:
+    """Return FILE:LINE of the line with this comment."""
+    lines = Path(__file__).read_text().splitlines()
+    return f"{__file__}:{lines.index(next(x for x in lines if x.endswith('# ' + mark))) + 1}"
+
+
+def run(folder: Path, how: str, culprit: int) -> None:
+    rank = int(os.environ["RANK"])
+    pulse = Pulse(folder, rank)
+    with watch_collectives(pulse):
+        dist.init_process_group("gloo")
+        globals()[how](pulse, is_culprit=rank == culprit)
+
+
+def loop(pulse, *, is_culprit, hang=lambda: None, num_batches=9):
+    for step in range(1, num_batches):
+        if step == 4 and is_culprit:
+            hang()
+        dist.all_reduce(torch.ones(4))  # meet
+        pulse.step(step)
+
+
+def sleeps(pulse, *, is_culprit):
+    def hang():
+        time.sleep(LONG_S)  # sleeps
+
+    loop(pulse, is_culprit=is_culprit, hang=hang)
+
+
+def spins(pulse, *, is_culprit):
+    def hang():
+        any(number for number in iter(int, 1))  # spins
+
+    loop(pulse, is_culprit=is_culprit, hang=hang)
+
+
+def spins_in_c(pulse, *, is_culprit):
+    def hang():
+        re.match(r"(a+)+$", "a" * 60 + "b")  # spins_in_c
+
+    loop(pulse, is_culprit=is_culprit, hang=hang)
+
+
+def stopped(pulse, *, is_culprit):
+    def hang():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    loop(pulse, is_culprit=is_culprit, hang=hang)
+
+
+def locked(pulse, *, is_culprit):
+    def hang():
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()  # locked
+
+    loop(pulse, is_culprit=is_culprit, hang=hang)
+
+
+def left(pulse, *, is_culprit):
+    loop(pulse, is_culprit=is_culprit, num_batches=4 if is_culprit else 9)
+    dist.barrier()  # left
+
+
+def ended(pulse, *, is_culprit):
+    loop(pulse, is_culprit=is_culprit, num_batches=4 if is_culprit else 9)
+    pulse.ended(0)
+    time.sleep(LONG_S)  # a process that has gone would end the others, too
+
+
+def different(pulse, *, is_culprit):
+    for step in range(1, 9):
+        if step == 4 and is_culprit:
+            dist.broadcast(torch.ones(4), src=0)  # different
+        else:
+            dist.all_reduce(torch.ones(4))  # alike
+        pulse.step(step)
+
+
+def shapes(pulse, *, is_culprit):
+    for step in range(1, 9):
+        rows = 7 if step == 4 and is_culprit else 4
+        outputs = [torch.ones(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(outputs, torch.ones(rows), async_op=True)
+        pulse.step(step)
+        if step == 4:
+            time.sleep(LONG_S)  # what Gloo does with it depends on its version
+
+
+def peers(pulse, *, is_culprit):
+    dist.recv(torch.ones(1), src=1 - dist.get_rank())  # peers
+
+
+def unseen(pulse, *, is_culprit):
+    if is_culprit:
+        time.sleep(LONG_S)  # late
+    all_reduce(torch.ones(1))  # unseen
+
+
+all_reduce = dist.all_reduce  # before it could be noted
+
+
+def waits_later(pulse, *, is_culprit):
+    work = dist.all_reduce(torch.ones(1), async_op=not is_culprit) if not is_culprit else None
+    if work is None:
+        time.sleep(LONG_S)  # never_began
+    else:
+        work.wait()  # waits_later
+
+
+def backward(pulse, *, is_culprit):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    for step in range(1, 9):
+        if step == 4 and is_culprit:
+            break
+        model(torch.ones(3, 2)).sum().backward()  # backward
+        pulse.step(step)
+    dist.all_reduce(torch.ones(1))  # after
+
+
+class Samples(Dataset):
+    def __init__(self, pulse, *, hang):
+        self.pulse, self.hang = pulse, hang
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if index == 9 and self.hang:
+            any(self.pulse.alive() or time.sleep(0.05) for _ in iter(int, 1))  # worker
+        return torch.ones(2)
+
+
+def worker(pulse, *, is_culprit):
+    for step, _ in enumerate(DataLoader(Samples(pulse, hang=is_culprit), num_workers=2)):
+        dist.all_reduce(torch.ones(1))  # fed
+        pulse.step(step)

@@ -1,0 +1,162 @@
+"""The verdict on ranks as they were seen, without processes."""
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from samestep.stall.judge import find_stall, judge, patience
+from samestep.stall.pulse import WORLD, RankPulse, Visit
+from samestep.stall.stacks import RankStand, StackFrame, Stand, _stack_of
+
+SCRIPT = """
+for epoch in range(2):
+    for batch in range(9):
+        loss.backward()
+        for tensor in tensors:
+            all_reduce(tensor)
+        slow()
+    barrier()
+save()
+"""
+
+
+@pytest.fixture
+def at(tmp_path):
+    """Return what gives the FILE:LINE of a word of the script."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    lines = SCRIPT.splitlines()
+    return lambda word: f"{path}:{lines.index(next(x for x in lines if word in x)) + 1}"
+
+
+def seen(rank, place, *calls, doing="sleeps", **more):
+    """Return a rank that stands at a place, after these calls; it is in the last, if that is so."""
+    file, _, line = place.rpartition(":")
+    frames = (StackFrame(file, int(line), "main"),) if place else ()
+    now = calls[-1] if calls and calls[-1].state == "inside" else None
+    pulse = RankPulse(rank=rank, calls=calls, now=now, **more)
+    return RankStand(pid=1, doing=doing, frames=frames, pulse=pulse)
+
+
+def call(kind, seq, where="", group=WORLD, detail="", state="left"):
+    return Visit(kind, detail, where, group, seq, float(seq), state)
+
+
+def inside(*args, **more):
+    return call(*args, state="inside", **more)
+
+
+def test_what_moves_is_no_stall_and_what_has_ended_is_none_either():
+    pulses = [RankPulse(rank=0, moved=10.0), RankPulse(rank=1, moved=40.0, code=0)]
+    assert find_stall(pulses, 30.0, now=69.0) is None
+    assert find_stall(pulses, 30.0, now=71.0) == 31.0
+    assert find_stall([pulses[1]], 30.0, now=1e9) is None
+    assert find_stall([], 30.0, now=1e9) is None
+
+
+@given(st.lists(st.floats(0, 1e3), max_size=9), st.floats(0, 1e3))
+def test_patience_is_twenty_steps_but_never_less_than_asked_for(times, least):
+    assert patience(times, least) >= least
+    assert patience([2.0, 2.0, 90.0], least) == max(40.0, least)
+    assert patience([], least) == least
+
+
+def test_of_three_ranks_the_one_that_is_missing_is_named_also_where_others_wait_elsewhere(at):
+    pair = "pair:1,2"
+    verdict = judge([
+        seen(0, at("all_reduce"), inside("all_reduce", 4, at("all_reduce"))),
+        seen(1, at("barrier"), inside("barrier", 7, at("barrier"), group=pair)),
+        seen(2, at("slow"), call("barrier", 6, at("barrier"), group=pair)),
+    ])  # fmt: skip
+    assert (verdict.cause, verdict.culprits) == ("absent", (2,))
+    assert verdict.places[2] == at("slow")
+
+
+def test_a_rank_that_is_in_no_group_is_not_waited_for(at):
+    verdict = judge([
+        seen(0, at("barrier"), inside("barrier", 1, at("barrier"), group="pair:0,1")),
+        seen(1, at("slow")),
+        seen(2, at("save")),
+    ])  # fmt: skip
+    assert verdict.culprits == (1,)
+
+
+def test_of_three_ranks_the_one_that_calls_another_collective_is_named(at):
+    same = inside("all_reduce", 4, at("all_reduce"))
+    other = inside("broadcast", 4, at("slow"))
+    verdict = judge([
+        seen(0, at("slow"), other),
+        *(seen(rank, at("all_reduce"), same) for rank in (1, 2)),
+    ])  # fmt: skip
+    assert (verdict.cause, verdict.culprits) == ("different", (0,))
+
+
+@pytest.mark.parametrize("state", ["inside", "left"])
+def test_tensors_that_differ_are_a_cause_where_the_ranks_have_not_gone_on(at, state):
+    def calls(shape):
+        first = call("all_gather", 3, at("all_reduce"), detail=shape, state=state)
+        return first, inside("barrier", 4, at("barrier"))
+
+    verdict = judge([seen(0, at("barrier"), *calls("[2]")), seen(1, at("barrier"), *calls("[3]"))])
+    assert verdict.cause == ("shapes" if state == "inside" else "unknown")
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"), [("slow", "absent"), ("barrier", "left"), ("save", "left")]
+)
+def test_a_rank_has_left_the_loop_of_the_steps_and_not_that_of_a_step_s_tensors(at, word, cause):
+    steps = [call("backward", n, at("backward"), group="backward") for n in (1, 2)]
+    reductions = [call("all_reduce", n, at("all_reduce")) for n in (1, 2)]
+    verdict = judge([
+        seen(0, at("all_reduce"), *steps, *reductions, inside("all_reduce", 3, at("all_reduce"))),
+        seen(1, at(word), *steps, *reductions, steps=2),
+    ])  # fmt: skip
+    assert (verdict.cause, verdict.culprits) == (cause, (1,))
+    assert ("after 2 steps" in verdict.sentence) == (cause == "left")
+
+
+def test_a_hook_that_hangs_within_a_backward_is_the_user_s_code(at):
+    backward = inside("backward", 2, at("backward"), group="backward")
+    verdict = judge([seen(0, at("backward"), backward), seen(1, at("slow"), backward)])
+    assert (verdict.culprits, verdict.places[1]) == ((1,), at("slow"))
+
+
+def test_a_rank_that_failed_as_another_ended_is_no_culprit(at):
+    failed = call("all_reduce", 4, at("all_reduce"), state="raised")
+    verdict = judge([
+        seen(0, "", failed, doing="gone", code=1),
+        seen(1, "", call("all_reduce", 3, at("all_reduce")), doing="gone", code=0, steps=3),
+    ])  # fmt: skip
+    assert (verdict.cause, verdict.culprits) == ("ended", (1,))
+
+
+def test_of_ranks_in_one_call_the_one_that_computes_is_named_and_else_none(at):
+    backward = inside("backward", 2, at("backward"), group="backward")
+    waits, spins = seen(0, at("backward"), backward), seen(1, at("backward"), backward)
+    assert judge([waits, spins]).cause == "unknown"
+    verdict = judge([waits, dataclasses.replace(spins, doing="computes")])
+    assert verdict.culprits == (1,)
+
+
+def test_a_stopped_loader_worker_is_told(at):
+    loader = StackFrame("/x/site-packages/torch/utils/data/dataloader.py", 9, "_get_data")
+    waits = seen(1, at("batch"))
+    waits = dataclasses.replace(
+        waits, frames=(loader, *waits.frames), workers=(Stand(pid=77, doing="stopped"),)
+    )
+    verdict = judge([seen(0, at("all_reduce"), inside("all_reduce", 1, at("all_reduce"))), waits])
+    assert (verdict.cause, verdict.culprits) == ("data", (1,))
+    assert "77" in verdict.does[1]
+    assert verdict.places[1] == at("batch")
+
+
+def test_the_main_thread_s_stack_is_read_with_any_letters_in_its_files():
+    dump = (
+        "Current thread 0x00007f0000000001 (most recent call first):\n"
+        '  File "/a.py", line 1 in other\n\n'
+        "Thread 0x00007f0000000002 (most recent call first):\n"
+        '  File "/caf\\xe9/\\u4e2d1.py", line 12 in main\n'
+    )
+    assert _stack_of(0x7F0000000002, dump) == (StackFrame("/café/中1.py", 12, "main"),)

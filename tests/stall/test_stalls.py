@@ -1,0 +1,70 @@
+"""Ranks that hang, in real processes: the verdict names who, and the line."""
+
+import os
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from samestep.stall.judge import find_stall, judge
+from samestep.stall.pulse import read_pulses
+from samestep.stall.stacks import look
+from tests.processes import TIMEOUT_S, start_ranks
+from tests.stall import stuck
+
+STALL_S = 0.7
+
+
+@contextmanager
+def hanging(folder, how, culprit, world_size=2):
+    """Yield the verdict on ranks that hang, and the seconds that it took beyond the stall time."""
+    folder.mkdir(parents=True)
+    ranks = start_ranks(stuck.run, world_size, folder / "output", folder, how, culprit)
+    try:
+        until = time.monotonic() + TIMEOUT_S / 4
+        while True:
+            assert time.monotonic() < until, ranks.output()
+            pulses = read_pulses(folder)
+            # The first steps of all: a process may start seconds after another.
+            begun = len(pulses) == world_size and all(pulse.calls for pulse in pulses)
+            if begun and (still := find_stall(pulses, STALL_S)):
+                break
+            time.sleep(0.02)
+        begin = time.monotonic()
+        verdict = judge(look(folder, pulses))
+        yield verdict, still - STALL_S + time.monotonic() - begin
+    finally:
+        for process in ranks.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)  # with its workers
+        ranks.wait()
+
+
+CASES = [
+    ("sleeps", 1, "absent", [1], {0: "meet", 1: "sleeps"}),
+    ("sleeps", 0, "absent", [0], {0: "sleeps", 1: "meet"}),
+    ("spins", 1, "absent", [1], {0: "meet", 1: "spins"}),
+    ("spins_in_c", 1, "absent", [1], {0: "meet", 1: "spins_in_c"}),
+    ("stopped", 1, "stopped", [1], {0: "meet"}),
+    ("locked", 1, "absent", [1], {0: "meet", 1: "locked"}),
+    ("left", 1, "left", [1], {0: "meet", 1: "left"}),
+    ("ended", 1, "ended", [1], {0: "meet"}),
+    ("different", 1, "different", [0, 1], {0: "alike", 1: "different"}),
+    ("shapes", 1, "shapes", [0, 1], {}),
+    ("peers", 1, "different", [0, 1], {0: "peers", 1: "peers"}),
+    ("unseen", 1, "absent", [1], {0: "unseen", 1: "late"}),
+    ("waits_later", 1, "absent", [1], {0: "waits_later", 1: "never_began"}),
+    ("backward", 1, "left", [1], {0: "backward", 1: "after"}),
+    ("worker", 1, "data", [1], {0: "fed", 1: "worker"}),
+]
+
+
+@pytest.mark.parametrize(("how", "culprit", "cause", "culprits", "places"), CASES)
+def test_a_stall_is_named_by_rank_and_line(tmp_path, how, culprit, cause, culprits, places):
+    with hanging(tmp_path / "stall", how, culprit) as (verdict, late_s):
+        print(verdict.sentence)
+        assert verdict.cause == cause, verdict
+        assert list(verdict.culprits) == culprits, verdict
+        for rank, mark in places.items():
+            assert verdict.places[rank] == stuck.line_of(mark), verdict
+        assert late_s < 10
