@@ -121,6 +121,8 @@ class _Runs:
                 for path in sorted(folder.glob("output-*.txt"))
             ]
             ranks = ranks_seen(folder, codes)
+            for event in (event for rank in ranks for event in rank.of("end")):
+                event.facts["text"] = scratch.shown(event["text"])
         notes = [event["text"] for rank in ranks for event in rank.of("note")]
         return (
             Seen(ranks=ranks, folder=home, asked=self.asked, notes=list(dict.fromkeys(notes))),

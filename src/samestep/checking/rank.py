@@ -12,6 +12,7 @@ from samestep.checking.guard import guarding
 from samestep.checking.job import Job, read_job
 from samestep.checking.recorder import Recorder
 from samestep.checking.scratch import Scratch
+from samestep.checking.substitute import substituting
 from samestep.checking.watch import data, files, life, model, parity, step
 from samestep.ranks.launch import detect_launch
 from samestep.script.hooks import Hooks
@@ -48,6 +49,7 @@ def watch(job: Job, rank: int) -> Recorder:
     recorder = Recorder(Path(job.folder), rank, hooks, scratch)
     signal.signal(signal.SIGTERM, _end)
     _watching.enter_context(guarding(scratch, job.began))
+    _watching.enter_context(substituting(recorder, job))
     _watching.enter_context(hooks.installed())
     for watcher in _WATCHERS:
         _watching.enter_context(watcher.watching(recorder, job))
