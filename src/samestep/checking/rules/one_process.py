@@ -11,11 +11,11 @@ _LEAST_STEPS = 2
 _SURE_STEPS = 3
 
 
-def _astray(rank: RankSeen) -> Iterator[tuple[Event, str, dict[str, list[int]], int]]:
+def _astray(rank: RankSeen) -> Iterator[tuple[Event, Event, dict[str, list[int]], int]]:
     """Yield the models with weights that get gradients, but that no optimizer holds or changes.
 
-    With the step, the class, the weights' shapes by name, and how many tensors of these shapes the
-    optimizer holds instead, without a gradient.
+    With the step, the weights' shapes by name, and how many tensors of these shapes the optimizer
+    holds instead, without a gradient.
     """
     steps = [event for event in rank.of("step") if event["grads"] or event.get("strangers")]
     models = {event["model_id"]: event for event in rank.of("model")}
@@ -28,13 +28,15 @@ def _astray(rank: RankSeen) -> Iterator[tuple[Event, str, dict[str, list[int]], 
         dead = Counter(tuple(shape) for shape, alive in found[0]["strangers"] if not alive)
         instead = (Counter(map(tuple, shapes.values())) & dead).total()
         if names:
-            yield found[0], model["model"], shapes, instead
+            yield found[0], model, shapes, instead
 
 
-def _changed(rank: RankSeen, model_id: int) -> set[str]:
-    """Return the weights that are not always the same."""
-    seen = [event["parameters"] for event in rank.of("weights") if event["model_id"] == model_id]
-    return {name for name in seen[0] if len({each.get(name) for each in seen}) > 1}
+def _changed(rank: RankSeen, model_id: int, kind: str = "weights") -> set[str]:
+    """Return the weights that are not always the same as before the first step."""
+    own = [e for e in rank.of("weights", kind) if e["model_id"] == model_id]
+    start = own[0]["parameters"]
+    later = [event["parameters"] for event in own[1:] if event.kind == kind]
+    return {name for name in start if any(one.get(name) != start[name] for one in later)}
 
 
 def _made(rank: RankSeen, step: Event) -> str:
@@ -47,12 +49,14 @@ def _listed(names: Any) -> str:
     return ", ".join([*names][:3]) + (" …" if len([*names]) > 3 else "")
 
 
-def _unheld(seen: Seen, *, instead: bool) -> Iterator[tuple[RankSeen, Event, str, dict[str, Any]]]:
+def _unheld(
+    seen: Seen, *, instead: bool
+) -> Iterator[tuple[RankSeen, Event, Event, dict[str, Any]]]:
     """Yield what is astray on the first rank that has such, with or without other tensors."""
     for rank in seen.ranks:
         found = [one for one in _astray(rank) if bool(one[3]) == instead]
-        for step, name, shapes, _ in found:
-            yield rank, step, name, shapes
+        for step, model, shapes, _ in found:
+            yield rank, step, model, shapes
         if found:
             return
 
@@ -66,16 +70,16 @@ def _unheld(seen: Seen, *, instead: bool) -> Iterator[tuple[RankSeen, Event, str
 )
 def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
     """Gradients other than zero, in no optimizer that was ever made, and never changed."""
-    for rank, step, name, shapes in _unheld(seen, instead=False):
-        of = next(e for e in rank.of("model") if e["model"] == name)
-        forwards = [e for e in rank.of("forward") if e["model"] == name and e["grad"]]
-        whole = len(shapes) == len(of["shapes"])
+    for rank, step, model, shapes in _unheld(seen, instead=False):
+        forwards = [e for e in rank.of("forward") if e["model_id"] == model["model_id"]]
+        whole = not any(model["model_id"] in event["models"] for event in rank.of("step"))
         if whole and not any(event["training"] for event in forwards):
             continue  # a frozen part of a loss, for instance
         yield Found(
             _made(rank, step),
-            f"{len(shapes)} of {len(of['shapes'])} parameters of {name} get gradients but no "
-            f"optimizer holds them: {_listed(shapes)}. They are unchanged after {rank.steps} steps.",
+            f"{len(shapes)} of {len(model['shapes'])} parameters of {model['model']} get gradients "
+            f"but no optimizer holds them: {_listed(shapes)}. They are the same after "
+            f"{rank.steps} steps.",
             "Give them to the optimizer, or freeze them with requires_grad_(False).",
             severity="warning" if whole else None,
         )
@@ -85,17 +89,17 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
     "SS306",
     "error",
     "the optimizer was made before the model was moved or wrapped",
-    "It updates the tensors that the model had then; those that the model has now stay as they are.",
+    "It updates the tensors that the model had then; those that it has now stay as they are.",
     least_ranks=1,
 )
 def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
     """The same parts of the same model have other tensors than when the optimizer was made."""
-    for rank, step, name, shapes in _unheld(seen, instead=True):
+    for rank, step, model, shapes in _unheld(seen, instead=True):
         if moved := step.get("tensors_replaced"):
             yield Found(
                 _made(rank, step),
                 f"{len(moved)} tensors that {step['optimizer']} holds are no longer those of "
-                f"{name}: since it was made, {_listed(moved)} became other tensors. "
+                f"{model['model']}: since it was made, {_listed(moved)} became other tensors. "
                 f"{len(shapes)} parameters are unchanged after {rank.steps} steps.",
                 "Make the optimizer after the model is moved, converted, loaded and wrapped.",
             )
@@ -110,13 +114,13 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
     """Tensors of the same shapes as the model's, which never get a gradient."""
-    for rank, step, name, shapes in _unheld(seen, instead=True):
+    for rank, step, model, shapes in _unheld(seen, instead=True):
         if not step.get("tensors_replaced"):
             yield Found(
                 _made(rank, step),
-                f"{step['optimizer']} holds {len(step['strangers'])} tensors that are in no model "
-                f"that is called; {len(shapes)} parameters of {name} ({_listed(shapes)}) of the "
-                f"same shapes get gradients and are unchanged after {rank.steps} steps.",
+                f"{step['optimizer']} holds {len(step['strangers'])} tensors of no model that is "
+                f"called; {len(shapes)} parameters of {model['model']} of the same shapes "
+                f"({_listed(shapes)}) get gradients and are unchanged after {rank.steps} steps.",
                 "Make the optimizer from the parameters of the model that is trained, once that "
                 "is complete.",
             )
@@ -135,14 +139,15 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
         found = False
         for model in rank.of("model"):
             steps = [e for e in rank.of("step") if model["model_id"] in e["models"] and e["grads"]]
-            changed = _changed(rank, model["model_id"])
+            kept = [e for e in rank.of("kept") if e["model_id"] == model["model_id"]]
+            changed = _changed(rank, model["model_id"], "kept")
             # Of a vector all values may be 1, to which a small update adds nothing yet.
             names = [
                 name
                 for name, shape in model["shapes"].items()
                 if len(shape) > 1
                 and name not in changed
-                and len(steps) >= _SURE_STEPS
+                and min(len(steps), len(kept) + 1) >= _SURE_STEPS
                 and all(e["grads"].get(name) and name not in e["still"] for e in steps)
             ]
             idle = [e for e in steps if len(e["still"]) == len(e["grads"])]
@@ -172,14 +177,18 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
     """A module that still has the weights of the beginning is saved, the trained one never."""
-    saved = seen.any("saved")
-    fresh = {event["model"] for event in saved if event["fresh"]}
-    wrong = [e for e in saved if e["stale"] and e["live"] and e["model"] not in fresh]
+    saved = [(rank.rank, event) for rank in seen.ranks for event in rank.of("saved")]
+    fresh = {(rank, event["model_id"]) for rank, event in saved if event["fresh"]}
+    wrong = [
+        event
+        for rank, event in saved
+        if event["stale"] and event["live"] and (rank, event["model_id"]) not in fresh
+    ]
     if wrong:
         yield Found(
             wrong[0].where,
-            f"After {wrong[0].step} steps {len(wrong)} saves have the weights with which "
-            f"{wrong[0]['model']} began, and none has those that it was trained to.",
+            f"After {wrong[0].step} steps {wrong[0]['model']} is saved as it began, and in "
+            f"{len(wrong)} saves never as it was trained.",
             "Save the state_dict of the model that the optimizer trains.",
         )
     elif not saved:
