@@ -1,46 +1,15 @@
-<<<<<<< HEAD
-"""Rules that one process can break too: gradients, losses and scalers."""
-
-from collections import Counter
-from collections.abc import Iterator
-=======
-"""Rules about one process: does what is trained reach the model, and the model the file?"""
+"""Rules that one process can break too: what is trained, by which gradients, and what is saved."""
 
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
->>>>>>> model
 
 from samestep.checking.events import Event, RankSeen, Seen
 from samestep.checking.findings import Found, NotSeen, rule
 
-<<<<<<< HEAD
+_LEAST_STEPS = 2
 _FEW = 3  # steps
 _SKIPS = 8  # in a row; a scaler's first guess may be wrong by some powers of 2
-
-
-@rule(
-    "SS704",
-    "error",
-    "Gradients add up from step to step",
-    "Every step is taken with the sum of all gradients so far: the weights run away.",
-    least_ranks=1,
-)
-def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for gradients of the last step that the next backward pass adds to."""
-    for optimizer, (rank, steps) in _by_optimizer(seen).items():
-        left = [event for event in steps if event["left"]]
-        if len(left) < _FEW or 3 * len(left) < 2 * (len(steps) - 1):
-            continue
-        backward = _backward_before(rank, left[0])
-        yield Found(
-            backward,
-            f"in {len(left)} of {len(steps)} steps of {optimizer} the gradients of the step before "
-            f"were still there when the backward pass began",
-            f"+ optimizer.zero_grad()\n  {seen.line(backward)}",
-=======
-_LEAST_STEPS = 2
-_SURE_STEPS = 3
 
 
 def _astray(rank: RankSeen) -> Iterator[tuple[Event, Event, dict[str, list[int]], int]]:
@@ -96,7 +65,7 @@ def _unheld(
 @rule(
     "SS701",
     "error",
-    "no optimizer holds parameters that get gradients",
+    "No optimizer holds parameters that get gradients",
     "They keep the values with which they were made, however long the training is.",
     least_ranks=1,
 )
@@ -114,12 +83,142 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
             f"{rank.steps} steps.",
             "Give them to the optimizer, or freeze them with requires_grad_(False).",
             severity="warning" if whole else None,
->>>>>>> model
         )
 
 
 @rule(
-<<<<<<< HEAD
+    "SS306",
+    "error",
+    "The optimizer was made before the model was moved or wrapped",
+    "It updates the tensors that the model had then; those that it has now stay as they are.",
+    least_ranks=1,
+)
+def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
+    """The same parts of the same model have other tensors than when the optimizer was made."""
+    for rank, step, model, shapes in _unheld(seen, instead=True):
+        if moved := step.get("tensors_replaced"):
+            yield Found(
+                _made(rank, step),
+                f"{len(moved)} tensors that {step['optimizer']} holds are no longer those of "
+                f"{model['model']}: since it was made, {_listed(moved)} became other tensors. "
+                f"{len(shapes)} parameters are unchanged after {rank.steps} steps.",
+                "Make the optimizer after the model is moved, converted, loaded and wrapped.",
+            )
+
+
+@rule(
+    "SS702",
+    "error",
+    "The optimizer holds the tensors of another model",
+    "It updates tensors that no forward pass uses, and the model stays as it is.",
+    least_ranks=1,
+)
+def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Tensors of the same shapes as the model's, which never get a gradient."""
+    for rank, step, model, shapes in _unheld(seen, instead=True):
+        if not step.get("tensors_replaced"):
+            yield Found(
+                _made(rank, step),
+                f"{step['optimizer']} holds {len(step['strangers'])} tensors of no model that is "
+                f"called; {len(shapes)} parameters of {model['model']} of the same shapes "
+                f"({_listed(shapes)}) get gradients and are unchanged after {rank.steps} steps.",
+                "Make the optimizer from the parameters of the model that is trained, once that "
+                "is complete.",
+            )
+
+
+@rule(
+    "SS703",
+    "warning",
+    "Parameters never change, although they have gradients and an optimizer",
+    "Something undoes the updates, or they are too small for the number format.",
+    least_ranks=1,
+)
+def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Weights with the same bits after several steps with gradients."""
+    for rank in seen.ranks:
+        found = False
+        for model in rank.of("model"):
+            steps = [e for e in rank.of("step") if model["model_id"] in e["models"] and e["grads"]]
+            kept = [e for e in rank.of("kept") if e["model_id"] == model["model_id"]]
+            changed = _changed(rank, model["model_id"], "kept")
+            # Of a vector all values may be 1, to which a small update adds nothing yet.
+            names = [
+                name
+                for name, shape in model["shapes"].items()
+                if len(shape) > 1
+                and name not in changed
+                and min(len(steps), len(kept) + 1) >= _FEW
+                and all(e["grads"].get(name) and name not in e["still"] for e in steps)
+            ]
+            idle = [e for e in steps if len(e["still"]) == len(e["grads"])]
+            if names or (len(idle) == len(steps) >= _FEW):
+                found = True
+                yield Found(
+                    steps[0].where,
+                    f"{len(names)} of {len(model['shapes'])} parameters of {model['model']} have "
+                    f"gradients in {len(steps)} steps and the same bits after step "
+                    f"{steps[-1].step}: {_listed(names)}."
+                    if names
+                    else f"The learning rate is 0 in all {len(steps)} steps looked at.",
+                    "Look for what writes weights back after the step."
+                    if names
+                    else "Let the schedule begin above 0, and step it once per optimizer step.",
+                )
+        if found:
+            return
+
+
+@rule(
+    "SS712",
+    "error",
+    "The saved weights are not those that were trained",
+    "The file has the weights of the beginning: the training is lost.",
+    least_ranks=1,
+)
+def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
+    """A module that still has the weights of the beginning is saved, the trained one never."""
+    saved = [(rank.rank, event) for rank in seen.ranks for event in rank.of("saved")]
+    fresh = {(rank, event["model_id"]) for rank, event in saved if event["fresh"]}
+    wrong = [
+        event
+        for rank, event in saved
+        if event["stale"] and event["live"] and (rank, event["model_id"]) not in fresh
+    ]
+    if wrong:
+        yield Found(
+            wrong[0].where,
+            f"After {wrong[0].step} steps {wrong[0]['model']} is saved as it began, and in "
+            f"{len(wrong)} saves never as it was trained.",
+            "Save the state_dict of the model that the optimizer trains.",
+        )
+    elif not saved:
+        yield NotSeen("no weights were saved")
+
+
+@rule(
+    "SS704",
+    "error",
+    "Gradients add up from step to step",
+    "Every step is taken with the sum of all gradients so far: the weights run away.",
+    least_ranks=1,
+)
+def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for gradients of the last step that the next backward pass adds to."""
+    for optimizer, (rank, steps) in _by_optimizer(seen).items():
+        left = [event for event in steps if event["left"]]
+        if len(left) < _FEW or 3 * len(left) < 2 * (len(steps) - 1):
+            continue
+        backward = _backward_before(rank, left[0])
+        yield Found(
+            backward,
+            f"in {len(left)} of {len(steps)} steps of {optimizer} the gradients of the step before "
+            f"were still there when the backward pass began",
+            f"+ optimizer.zero_grad()\n  {seen.line(backward)}",
+        )
+
+
+@rule(
     "SS705",
     "error",
     "Gradients are zeroed between backward and step",
@@ -137,29 +236,10 @@ def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
                 f"{len(lost)} of {len(steps)} steps of {optimizer} came after a zero_grad with no "
                 f"backward pass between",
                 f"Move `{seen.line(where)}` before the backward pass, or after the step.",
-=======
-    "SS306",
-    "error",
-    "the optimizer was made before the model was moved or wrapped",
-    "It updates the tensors that the model had then; those that it has now stay as they are.",
-    least_ranks=1,
-)
-def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
-    """The same parts of the same model have other tensors than when the optimizer was made."""
-    for rank, step, model, shapes in _unheld(seen, instead=True):
-        if moved := step.get("tensors_replaced"):
-            yield Found(
-                _made(rank, step),
-                f"{len(moved)} tensors that {step['optimizer']} holds are no longer those of "
-                f"{model['model']}: since it was made, {_listed(moved)} became other tensors. "
-                f"{len(shapes)} parameters are unchanged after {rank.steps} steps.",
-                "Make the optimizer after the model is moved, converted, loaded and wrapped.",
->>>>>>> model
             )
 
 
 @rule(
-<<<<<<< HEAD
     "SS708",
     "error",
     "The loss is detached from the model",
@@ -182,30 +262,10 @@ def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
                 f"none of them is a parameter",
                 "Call backward on the loss as the model's output gave it, without `detach`, "
                 "`item`, `numpy` or a new `torch.tensor` in between.",
-=======
-    "SS702",
-    "error",
-    "the optimizer holds the tensors of another model",
-    "It updates tensors that no forward pass uses, and the model stays as it is.",
-    least_ranks=1,
-)
-def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Tensors of the same shapes as the model's, which never get a gradient."""
-    for rank, step, model, shapes in _unheld(seen, instead=True):
-        if not step.get("tensors_replaced"):
-            yield Found(
-                _made(rank, step),
-                f"{step['optimizer']} holds {len(step['strangers'])} tensors of no model that is "
-                f"called; {len(shapes)} parameters of {model['model']} of the same shapes "
-                f"({_listed(shapes)}) get gradients and are unchanged after {rank.steps} steps.",
-                "Make the optimizer from the parameters of the model that is trained, once that "
-                "is complete.",
->>>>>>> model
             )
 
 
 @rule(
-<<<<<<< HEAD
     "SS710",
     "error",
     "The gradient scaler skips every step",
@@ -258,71 +318,3 @@ def _backward_before(rank: RankSeen, step: Event) -> str:
         elif event.kind == "backward":
             lines.append(event.where)
     return lines[0] if lines else step.where
-=======
-    "SS703",
-    "warning",
-    "parameters never change, although they have gradients and an optimizer",
-    "Something undoes the updates, or they are too small for the number format.",
-    least_ranks=1,
-)
-def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Weights with the same bits after several steps with gradients."""
-    for rank in seen.ranks:
-        found = False
-        for model in rank.of("model"):
-            steps = [e for e in rank.of("step") if model["model_id"] in e["models"] and e["grads"]]
-            kept = [e for e in rank.of("kept") if e["model_id"] == model["model_id"]]
-            changed = _changed(rank, model["model_id"], "kept")
-            # Of a vector all values may be 1, to which a small update adds nothing yet.
-            names = [
-                name
-                for name, shape in model["shapes"].items()
-                if len(shape) > 1
-                and name not in changed
-                and min(len(steps), len(kept) + 1) >= _SURE_STEPS
-                and all(e["grads"].get(name) and name not in e["still"] for e in steps)
-            ]
-            idle = [e for e in steps if len(e["still"]) == len(e["grads"])]
-            if names or (len(idle) == len(steps) >= _SURE_STEPS):
-                found = True
-                yield Found(
-                    steps[0].where,
-                    f"{len(names)} of {len(model['shapes'])} parameters of {model['model']} have "
-                    f"gradients in {len(steps)} steps and the same bits after step "
-                    f"{steps[-1].step}: {_listed(names)}."
-                    if names
-                    else f"The learning rate is 0 in all {len(steps)} steps looked at.",
-                    "Look for what writes weights back after the step."
-                    if names
-                    else "Let the schedule begin above 0, and step it once per optimizer step.",
-                )
-        if found:
-            return
-
-
-@rule(
-    "SS712",
-    "error",
-    "the saved weights are not those that were trained",
-    "The file has the weights of the beginning: the training is lost.",
-    least_ranks=1,
-)
-def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
-    """A module that still has the weights of the beginning is saved, the trained one never."""
-    saved = [(rank.rank, event) for rank in seen.ranks for event in rank.of("saved")]
-    fresh = {(rank, event["model_id"]) for rank, event in saved if event["fresh"]}
-    wrong = [
-        event
-        for rank, event in saved
-        if event["stale"] and event["live"] and (rank, event["model_id"]) not in fresh
-    ]
-    if wrong:
-        yield Found(
-            wrong[0].where,
-            f"After {wrong[0].step} steps {wrong[0]['model']} is saved as it began, and in "
-            f"{len(wrong)} saves never as it was trained.",
-            "Save the state_dict of the model that the optimizer trains.",
-        )
-    elif not saved:
-        yield NotSeen("no weights were saved")
->>>>>>> model
