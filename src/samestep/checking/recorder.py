@@ -23,7 +23,6 @@ from samestep.checking.scratch import Scratch
 from samestep.script.hooks import Hooks
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
 _LIBRARIES = tuple(
     {
         *(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")),
@@ -106,13 +105,6 @@ class Recorder:
         while frame is not None and not _is_users(frame.f_code.co_filename):
             frame = frame.f_back
         return frame
-
-    def called_by_user(self) -> bool:
-        """Whether the user's code itself calls PyTorch here, not another library."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
-        while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
-            frame = frame.f_back
-        return frame is not None and _is_users(frame.f_code.co_filename)
 
     def is_direct(self, *packages: str) -> bool:
         """Whether the user's code itself makes this call, perhaps through these packages."""
