@@ -22,8 +22,10 @@ WHOLE = (
 )
 UNEQUAL = (
     "val_loader = DataLoader(val_set, batch_size=8, sampler=val_sampler)",
-    "val_loader = DataLoader(torch.utils.data.Subset(val_set, range(0, 24) if rank else "
-    "range(24, 32)), batch_size=8)",
+    (
+        "val_loader = DataLoader(torch.utils.data.Subset(val_set, range(0, 24) if rank else "
+        "range(24, 32)), batch_size=8)"
+    ),
 )
 
 
@@ -59,8 +61,10 @@ def test_the_number_of_one_shard_shown_as_the_whole_is_found(tmp_path):
         (
             (
                 "        dist.all_reduce(counts)\n",
-                "        joined = [None, None]\n"
-                "        dist.all_gather_object(joined, counts)\n        counts = sum(joined)\n",
+                (
+                    "        joined = [None, None]\n"
+                    "        dist.all_gather_object(joined, counts)\n        counts = sum(joined)\n"
+                ),
             ),
         ),
         (UNEQUAL, NO_BEST),
@@ -157,8 +161,10 @@ def test_statistics_that_are_computed_anew_are_no_evaluation(tmp_path):
         (MODEL, "nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))"),
         (
             "    dist.destroy_process_group()\n",
-            "    torch.optim.swa_utils.update_bn(DataLoader(train_set, batch_size=8), model)\n"
-            "    dist.destroy_process_group()\n",
+            (
+                "    torch.optim.swa_utils.update_bn(DataLoader(train_set, batch_size=8), model)\n"
+                "    dist.destroy_process_group()\n"
+            ),
         ),
     )
     assert "SS707" not in codes(check(tmp_path, text))
