@@ -157,6 +157,13 @@ def test_of_ranks_in_one_call_the_one_that_computes_is_named_and_else_none(at):
     assert verdict.culprits == (1,)
 
 
+def test_ranks_that_are_all_stopped_as_on_a_suspended_laptop_are_told_from_a_stall(at):
+    same = inside("all_reduce", 4, at("all_reduce"))
+    verdict = judge([seen(rank, "", same, doing="stopped") for rank in (0, 1)])
+    assert (verdict.cause, verdict.culprits) == ("stopped", (0, 1))
+    assert verdict.places == dict.fromkeys((0, 1), at("all_reduce"))
+
+
 def test_a_stopped_loader_worker_is_told(at):
     loader = StackFrame("/x/site-packages/torch/utils/data/dataloader.py", 9, "_get_data")
     waits = seen(1, at("batch"))
