@@ -159,7 +159,7 @@ def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(
             _made(readings), f"{what} ({begins})", _with_sampler(seen.line(_made(readings)))
         )
-    if not together and not any(_readings(seen.ranks[0])):
+    if not any(reading.trains for rank in seen.ranks for reading in _readings(rank)):
         yield from _same_rows(seen)
 
 
