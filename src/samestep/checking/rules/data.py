@@ -153,8 +153,6 @@ def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
             continue
         n = len(set(first.order)) or len(set(first.rows))
         what = f"each of the {seen.world_size} ranks read the same {n} samples in one epoch"
-        if first.orders and first.loader["base_length"]:
-            what += f", of {first.loader['base_length']} in the data set"
         begins = "; ".join(f"rank {k} began with {_some(r.order)}" for k, r in enumerate(readings))
         yield Found(
             _made(readings), f"{what} ({begins})", _with_sampler(seen.line(_made(readings)))
@@ -354,7 +352,7 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
             continue
         counts = Counter(index for order in orders for index in order)
         twice = sorted(index for index, times in counts.items() if times > 1)
-        if not twice or len(twice) >= seen.world_size or len(counts) != first.loader["base_length"]:
+        if not twice or len(twice) >= seen.world_size or len(counts) != first.loader["length"]:
             continue
         how = _reduced_after(seen.ranks[0], first)
         if how != "all_reduce":
@@ -446,8 +444,8 @@ def shuffled_differently(seen: Seen) -> Iterator[Found | NotSeen]:
         counts = Counter(index for reading in readings for index in reading.order)
         twice = sum(times > 1 for times in counts.values())
         told = f"{seeds}: {twice} samples came on several ranks"
-        if readings[0].loader["base_length"] and not orders[0]["truncated"]:
-            told += f", {readings[0].loader['base_length'] - len(counts)} on none"
+        if readings[0].loader["length"] and not orders[0]["truncated"]:
+            told += f", {readings[0].loader['length'] - len(counts)} on none"
         same = len({order["seed"] for order in orders}) == 1
         what = "epoch by `set_epoch`" if same else "seed"
         where = readings[0].loader.where if same else readings[0].loader["sampler_made"]
