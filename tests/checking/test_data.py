@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.checking.planted import BASE, check, line_of, planted
+from tests.checking.planted import check, line_of, planted
 
 SAMPLER = "    sampler = DistributedSampler(train_set, shuffle=True, seed=0)\n"
 LOADER = "    train_loader = DataLoader(train_set, batch_size=8, sampler=sampler)\n"
@@ -93,11 +93,9 @@ PLANTED = {
         planted(
             (
                 f"        {LOOP}:\n",
-                "        for _ in range(4):\n"
-                "            inputs = torch.randn(8, 8)\n"
-                "            labels = (inputs.sum(1) > 0).long()\n",
+                "        for _ in range(4):\n            inputs, labels = torch.randn(8, 8), ones\n",
             ),
-            ("best = 0.0\n", "best = 0.0\n    torch.manual_seed(0)\n"),
+            ("best = 0.0\n", "best, ones = 0.0, torch.ones(8).long()\n    torch.manual_seed(0)\n"),
         ),
         "loss = loss_of",
         "same 8 samples",
