@@ -93,7 +93,7 @@ PLANTED = {
         planted(
             (
                 f"        {LOOP}:\n",
-                "        for _ in range(4):\n            inputs, labels = torch.randn(8, 8), ones\n",
+                "        for _ in range(4):\n            inputs, labels = x[:8].normal_(), ones\n",
             ),
             ("best = 0.0\n", "best, ones = 0.0, torch.ones(8).long()\n    torch.manual_seed(0)\n"),
         ),

@@ -213,26 +213,28 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
         if not twice or len(twice) >= seen.world_size or len(counts) != first.loader["length"]:
             continue
         told = f"{len(counts)} samples were evaluated {counts.total()} times: {some(twice)} twice"
-        how = _reduced_after(seen.ranks[0], first)
+        kinds = _met_after(seen.ranks[0], first)
         if not first.loader["direct"]:
             yield NotSeen(f"{told}, by a sampler that is not the script's own")
-        elif how != "all_reduce":
-            may = f"after {how} the script may leave them out" if how else "nothing was reduced"
-            yield NotSeen(f"{told}; {may}")
+        elif gathers := sorted(kind for kind in kinds if "gather" in kind):
+            yield NotSeen(f"{told}; after {gathers[0]} the script may leave them out")
+        elif not kinds & {"all_reduce", "reduce"}:
+            yield NotSeen(f"{told}; no collective put the ranks' results together")
         else:
             remedy = "Give rank r the samples `range(r, len(dataset), world_size)`, by `Subset`."
             yield Found(first.loader["sampler_made"] or first.made, told, remedy)
 
 
-def _reduced_after(rank: RankSeen, reading: Reading) -> str:
-    """Return the collective by which an evaluation's results meet; empty if none was seen."""
+def _met_after(rank: RankSeen, reading: Reading) -> set[str]:
+    """Return the kinds of collectives that follow batches of an evaluation."""
+    kinds: set[str] = set()
     ours = False
     for event in rank.of("batch", "collective"):
         if event.kind == "batch":
             ours = event["loader_id"] == reading.loader["loader_id"]
-        elif ours and event["kind"] not in ("barrier", "broadcast"):
-            return "all_reduce" if event["kind"] in ("all_reduce", "reduce") else event["kind"]
-    return ""
+        elif ours:
+            kinds.add(event["kind"])
+    return kinds
 
 
 @rule(
