@@ -21,6 +21,9 @@ _CALL = ("kind", "op", "root", "shapes", "dtype")
 )
 def other_collectives(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find the first collective of each group that is not the same call on its ranks."""
+    if seen.stall is not None and any(rank.exit_code for rank in seen.ranks):
+        yield Found(seen.stall.where, seen.stall.sentence)
+        return
     groups: dict[str, dict[int, list[Event]]] = defaultdict(dict)
     for rank in seen.ranks:
         for event in rank.of("collective"):
@@ -144,6 +147,20 @@ def swallowed(seen: Seen) -> Iterator[Found | NotSeen]:
             "Raise the exception again where it is caught (`raise`), or exit with another code "
             "than 0: `sys.exit(1)`.",
         )
+
+
+@rule(
+    "SS606",
+    "error",
+    "the script hangs",
+    "Ranks wait for one that does not come: on a cluster the job burns its allocation until a "
+    "time-out, which names no line.",
+    least_ranks=1,
+)
+def hangs(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Tell who is missing where, as the stacks and the last collectives of all ranks show it."""
+    if seen.stall is not None and not any(rank.exit_code for rank in seen.ranks):
+        yield Found(seen.stall.where, seen.stall.sentence)
 
 
 def _failures(seen: Seen) -> list[tuple[RankSeen, Event]]:
