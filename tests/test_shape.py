@@ -34,9 +34,12 @@ DISTRIBUTED = {
     "ranks.world": {"torch.distributed"},
     "ranks.start": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
     "stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
+    "checking.watch.evaluation": {"torch.distributed"},  # notes what is reduced
     "checking.watch.model": {"torch.nn.parallel"},
     "training.prepare": {"torch.nn.parallel"},
     "checking.watch.data": {"torch.distributed"},  # whether ranks may have batches left over
+    # CUDA and NCCL are answered by the CPU and Gloo.
+    "checking.substitute": {"torch.distributed", "torch.nn.parallel"},
     "checking.watch.life": {"torch.distributed"},  # notes what a script calls, and calls nothing
 }
 
