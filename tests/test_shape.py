@@ -34,6 +34,7 @@ DISTRIBUTED = {
     "ranks.world": {"torch.distributed"},
     "ranks.start": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
     "stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
+    "checking.watch.evaluation": {"torch.distributed"},  # notes what is reduced
     "checking.watch.model": {"torch.nn.parallel"},
     "training.prepare": {"torch.nn.parallel"},
     "checking.watch.data": {"torch.distributed"},  # whether ranks may have batches left over

@@ -20,6 +20,7 @@ def check(
     module: bool = False,
     steps: int = 10,
     seconds: float = 40.0,
+    stall_s: float | None = None,
 ) -> CheckReport:
     """Run a script on a few new ranks of the CPU, and return what is wrong with it.
 
@@ -35,6 +36,7 @@ def check(
         module: whether a module is named instead of a file.
         steps: batches of each of the first two epochs; then comes the last of the epoch.
         seconds: end the script so long after its first step.
+        stall_s: it hangs if no rank moves for so long; by default 20 median steps, at least 30 s.
 
     Raises:
         UserError: the script fails by itself, takes no step, or cannot be run here.
@@ -42,8 +44,8 @@ def check(
     check_may_start("check")
     refuse_inside_launcher("samestep.check()", "Call it from a single process.")
     check_ranks(2 if nproc is None else nproc)
-    for name, value in (("steps", steps), ("seconds", seconds)):
-        if value <= 0:
+    for name, value in (("steps", steps), ("seconds", seconds), ("stall_s", stall_s)):
+        if value is not None and value <= 0:
             raise UserError(f"{name}={value}: it must be greater than 0.")
     path = path_of(script, "script")
     if not module and is_recipe_file(path):
@@ -55,5 +57,6 @@ def check(
         module=module,
         steps=steps,
         seconds=seconds,
+        stall_s=stall_s,
         asked=nproc is not None,
     )

@@ -11,7 +11,7 @@ from msgspec import structs
 
 import samestep.checking.rules  # noqa: F401 - registers them
 from samestep.checking.check_report import CheckReport
-from samestep.checking.events import Seen
+from samestep.checking.events import Seen, Stall
 from samestep.checking.findings import judge, without_silenced
 from samestep.checking.job import Job, write_job
 from samestep.checking.ranks_of_script import (
@@ -26,6 +26,7 @@ from samestep.checking.ranks_of_script import (
 )
 from samestep.checking.scratch import Scratch
 from samestep.errors import UserError
+from samestep.stall.judge import StallVerdict
 
 _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
@@ -38,11 +39,13 @@ def check_script(
     module: bool = False,
     steps: int = 10,
     seconds: float = 40.0,
+    stall_s: float | None = None,
     asked: bool = True,
     start: Starter | None = None,
 ) -> CheckReport:
     """Run a script on new ranks under watch and return what is wrong with it.
 
+    `stall_s`: for how long no rank may move; by default 20 median steps, and at least 30 s.
     `seconds` are counted from the first optimizer step; then the ranks are ended, and what they
     would have done later counts as not seen.
 
@@ -54,7 +57,7 @@ def check_script(
     job = Job(
         script=str(script), arguments=list(arguments), module=module, steps=steps, nproc=nproc
     )
-    run = _Runs(script, seconds, asked, start or start_processes)
+    run = _Runs(script, seconds, stall_s, asked, start or start_processes)
     seen, output = run.watched(job)
     if _failed(seen) and _NEEDS_GPU.search("".join(output)):
         seen, output = run.watched(structs.replace(job, substitute=True))
@@ -82,6 +85,7 @@ class _Runs:
 
     script: Path
     seconds: float
+    stall_s: float | None
     asked: bool
     start: Starter
 
@@ -111,7 +115,7 @@ class _Runs:
                 write_job(job), [variables | own for own in each], Path(job.scratch)
             )
             try:
-                codes = wait(processes, folder, self.seconds)
+                codes, stall = wait(processes, folder, self.seconds, self.stall_s)
             finally:
                 end(processes)
             if (folder / SPAWNS).exists() and not job.alone:
@@ -122,10 +126,24 @@ class _Runs:
             ]
             ranks = ranks_seen(folder, codes)
         notes = [event["text"] for rank in ranks for event in rank.of("note")]
-        return (
-            Seen(ranks=ranks, folder=home, asked=self.asked, notes=list(dict.fromkeys(notes))),
-            output,
+        seen = Seen(
+            ranks=ranks,
+            folder=home,
+            asked=self.asked,
+            notes=list(dict.fromkeys(notes)),
+            stall=None if stall is None else _shown(stall, scratch),
         )
+        return seen, output
+
+
+def _shown(stall: StallVerdict, scratch: Scratch) -> Stall:
+    """Return a verdict on ranks that hang, with the user's own paths from the project's folder."""
+
+    def name(text: str) -> str:
+        return scratch.shown(text).replace(f"{scratch.home}/", "")
+
+    culprit = stall.culprits[0] if stall.culprits else min(stall.places)
+    return Stall(where=name(stall.places[culprit]), sentence=name(stall.sentence))
 
 
 def _in_scratch(argument: str, cwd: Path, scratch: Scratch) -> str:

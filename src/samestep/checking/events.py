@@ -66,6 +66,14 @@ class RankSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stall:
+    """Why the ranks hung, or failed in calls that did not meet; and the line that is to blame."""
+
+    where: str
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Seen:
     """What all ranks did: all that a rule may look at."""
 
@@ -75,6 +83,7 @@ class Seen:
     asked: bool = True
     """Whether the user asked for this number of ranks, rather than took the default."""
     notes: list[str] = field(default_factory=list)
+    stall: Stall | None = None
 
     @property
     def world_size(self) -> int:

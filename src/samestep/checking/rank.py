@@ -12,13 +12,14 @@ from samestep.checking.guard import guarding
 from samestep.checking.job import Job, read_job
 from samestep.checking.recorder import Recorder
 from samestep.checking.scratch import Scratch
-from samestep.checking.watch import data, files, life, model, parity, step
+from samestep.checking.watch import data, evaluation, files, life, model, parity, step
 from samestep.ranks.launch import detect_launch
 from samestep.script.hooks import Hooks
 from samestep.script.running import Done, ScriptFailed, run_script
+from samestep.stall.collectives import watch_collectives
 from samestep.training.phases import Phases
 
-_WATCHERS = (data, model, step, files, life, parity)
+_WATCHERS = (data, model, step, evaluation, files, life, parity)
 _watching = contextlib.ExitStack()
 """Never left: what the script does as Python exits is watched too."""
 
@@ -35,9 +36,10 @@ def main(job_path: str) -> int:
     except ScriptFailed as error:
         code, text = error.code, error.text
         sys.stderr.write(text)
-    for at_end in recorder.at_end:
+    for at_end in [] if code else recorder.at_end:
         at_end(launch.world_size)
     recorder.note("end", where="", code=code, text=text)
+    recorder.pulse.ended(code)
     return code
 
 
@@ -49,6 +51,8 @@ def watch(job: Job, rank: int) -> Recorder:
     signal.signal(signal.SIGTERM, _end)
     _watching.enter_context(guarding(scratch, job.began))
     _watching.enter_context(hooks.installed())
+    hooks.on_step = recorder.pulse.step
+    _watching.enter_context(watch_collectives(recorder.pulse))
     for watcher in _WATCHERS:
         _watching.enter_context(watcher.watching(recorder, job))
     return recorder

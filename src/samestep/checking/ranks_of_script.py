@@ -16,10 +16,14 @@ from typing import Protocol
 
 from samestep.checking.events import RankSeen, read_events
 from samestep.checking.scratch import Scratch
+from samestep.stall.judge import StallVerdict, find_stall, judge, patience
+from samestep.stall.pulse import RAISED, RankPulse, read_pulses
+from samestep.stall.stacks import look
 
 _LOOK_EVERY_S = 0.05
 _POLITE_S = 3.0
 _FIRST_STEP_WITHIN_S = 120.0
+_LOOK_FOR_STALLS_EVERY_S, _DOUBTFUL_S = 0.5, 3.0
 _STEP = re.compile(rb'"step":[1-9]')
 _LAUNCHERS = re.compile(
     "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|OMPI_|M?PI_|PMI|SLURM_"
@@ -116,9 +120,16 @@ def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -
     return started
 
 
-def wait(processes: Sequence[Process], folder: Path, seconds: float) -> list[int | None]:
-    """Wait until all ranks have ended, or long enough; return the exit codes of those that have."""
+def wait(
+    processes: Sequence[Process], folder: Path, seconds: float, stall_s: float | None
+) -> tuple[list[int | None], StallVerdict | None]:
+    """Wait until all ranks have ended or stalled, or long enough.
+
+    Returns the exit codes of those that have ended, and why the others have stalled.
+    """
     until = time.monotonic() + _FIRST_STEP_WITHIN_S
+    look_at = 0.0
+    stall = None
     stepped = failed = False
     while any(process.poll() is None for process in processes):
         time.sleep(_LOOK_EVERY_S)
@@ -127,9 +138,37 @@ def wait(processes: Sequence[Process], folder: Path, seconds: float) -> list[int
             stepped, until = True, now + seconds
         if not failed and any(process.poll() for process in processes):
             failed, until = True, min(until, now + _POLITE_S)  # others may wait for it in vain
-        if now > until or (folder / SPAWNS).exists():
+        if now > look_at and not failed:
+            look_at = now + _LOOK_FOR_STALLS_EVERY_S
+            pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
+            stall = _stalled(folder, pulses, stall_s)
+            if pulses and now - max(pulse.moved for pulse in pulses) > _DOUBTFUL_S:
+                until = max(until, look_at)  # is it a stall? That takes longer to tell.
+        if now > until or stall is not None or (folder / SPAWNS).exists():
             break
-    return [process.poll() for process in processes]
+    codes = [process.poll() for process in processes]
+    return codes, _failed_together(folder) if any(codes) else stall
+
+
+def _failed_together(folder: Path) -> StallVerdict | None:
+    """Return which ranks' calls did not meet, if a rank has failed in a call that waits for others.
+
+    Where one library waits for ever, another may find a message of a wrong size and fail.
+    """
+    pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
+    raised = any(pulse.calls and pulse.calls[-1].state == RAISED for pulse in pulses)
+    return judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+
+
+def _stalled(
+    folder: Path, pulses: Sequence[RankPulse], stall_s: float | None
+) -> StallVerdict | None:
+    times = [seconds for pulse in pulses for seconds in pulse.step_times]
+    if not pulses or find_stall(pulses, stall_s or patience(times)) is None:
+        return None
+    stands = look(folder, pulses)
+    # Ranks that all compute are slow, and none waits for another.
+    return None if all(stand.doing == "computes" for stand in stands) else judge(stands)
 
 
 def end(processes: Sequence[Process]) -> None:

@@ -21,9 +21,9 @@ import samestep
 from samestep.checking.events import Event, encode, events_path
 from samestep.checking.scratch import Scratch
 from samestep.script.hooks import Hooks
+from samestep.stall.pulse import Pulse
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
 _LIBRARIES = tuple(
     {
         *(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")),
@@ -42,6 +42,7 @@ class Recorder:
         self.hooks = hooks
         self._folder, self._scratch = folder, scratch
         self._open()
+        self.pulse = Pulse(folder, rank)
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
         self.at_end: list[Callable[[int], None]] = []
@@ -56,6 +57,7 @@ class Recorder:
         """Append an event; without `where`, at the innermost line of the user's code."""
         if self.quiet:
             return
+        self.pulse.alive()
         event = Event(
             kind=kind,
             where=self.where() if where is None else where,
@@ -93,12 +95,12 @@ class Recorder:
     def where(self) -> str:
         """Return the innermost line of the user's code, `file.py:41`."""
         frame = self.frame()
-        return "" if frame is None else f"{self._name(frame.f_code.co_filename)}:{frame.f_lineno}"
+        return "" if frame is None else f"{self.name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
     def where_of(self, code: CodeType) -> str:
         """Return the line at which a function of the user's code begins; empty for others'."""
         name = code.co_filename
-        return f"{self._name(name)}:{code.co_firstlineno}" if _is_users(name) else ""
+        return f"{self.name(name)}:{code.co_firstlineno}" if _is_users(name) else ""
 
     def frame(self) -> FrameType | None:
         """Return the innermost frame of the user's code."""
@@ -106,13 +108,6 @@ class Recorder:
         while frame is not None and not _is_users(frame.f_code.co_filename):
             frame = frame.f_back
         return frame
-
-    def called_by_user(self) -> bool:
-        """Whether the user's code itself calls PyTorch here, not another library."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
-        while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
-            frame = frame.f_back
-        return frame is not None and _is_users(frame.f_code.co_filename)
 
     def is_direct(self, *packages: str) -> bool:
         """Whether the user's code itself makes this call, perhaps through these packages."""
@@ -131,9 +126,10 @@ class Recorder:
         if not users:
             return ""
         frame, line = users[-1]
-        return f"{self._name(frame.f_code.co_filename)}:{line}"
+        return f"{self.name(frame.f_code.co_filename)}:{line}"
 
-    def _name(self, path: str) -> str:
+    def name(self, path: str) -> str:
+        """Return a file's path as its user knows it: in the project, relative to that."""
         return self._scratch.real(os.path.realpath(path)).removeprefix(self._scratch.home + os.sep)
 
 

@@ -42,6 +42,8 @@ class CheckFlags:
     """Batches of each of the first two epochs; then comes the last of the epoch."""
     seconds: float = 40.0
     """End the script so long after its first step; what it would have done counts as not seen."""
+    stall_s: float | None = None
+    """It hangs if no rank moves for so long (default: 20 median steps, and at least 30 s)."""
     json: Switch = False
     """Print one JSON object instead of the text."""
     sarif: Path | None = None
@@ -71,7 +73,7 @@ def _check(arguments: list[str]) -> int:
         return _list([])
     if not target.module and (target.name in RECIPES or is_recipe_file(Path(target.name))):
         return _verify(target, command)
-    check_positive(steps=command.steps, seconds=command.seconds)
+    check_positive(steps=command.steps, seconds=command.seconds, stall_s=command.stall_s)
     nproc = _DEFAULT_RANKS if command.nproc is None else command.nproc
     check_ranks(nproc)
     refuse_inside_launcher("samestep check", "Start it alone, in a shell or a job of one task.")
@@ -93,6 +95,7 @@ def _check(arguments: list[str]) -> int:
             module=target.module,
             steps=command.steps,
             seconds=command.seconds,
+            stall_s=command.stall_s,
             asked=command.nproc is not None,
         )
     if command.sarif is not None:

@@ -1,1 +1,413 @@
-"""Rules about evaluation."""
+"""Rules about evaluation: whose samples a number is of, who takes part, in which mode."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from samestep.checking.events import Event, RankSeen, Seen
+from samestep.checking.findings import Found, NotSeen, rule
+
+_JOINING = ("all_reduce", "reduce", "all_gather", "gather", "all_to_all", "reduce_scatter")
+_IN_A_ROW = 2
+_LEFT_ON = 3  # training steps
+_EXACT = 1e-5
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """What one rank did from its first forward pass without training to its next with it."""
+
+    step: int
+    forwards: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    """All that came from the first forward pass on."""
+
+    @property
+    def samples(self) -> int:
+        """Return how many samples were evaluated."""
+        return sum(event.get("n") or 0 for event in self.forwards)
+
+    def joined(self) -> bool:
+        """Whether anything was joined over the ranks."""
+        return any(_joins(event) for event in self.events)
+
+    def until_joined(self) -> Iterator[Event]:
+        """Yield the events before the first collective that could join numbers."""
+        for event in self.events:
+            if _joins(event):
+                return
+            yield event
+
+
+@rule(
+    "SS401",
+    "error",
+    "A metric of one rank's shard is shown as the whole",
+    "The number depends on which samples lie on the rank that reports it.",
+)
+def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a number that is told after an evaluation of shards that nothing joined."""
+    pairs = list(_pairs(seen))
+    if not pairs:
+        yield NotSeen("no evaluation was seen")
+    for parts in pairs:
+        if not _are_shards(seen, parts) or any(part.joined() for part in parts):
+            continue
+        read = [_last_read(part) for part in parts]
+        told = [
+            [e for e in part.events if e.kind == "report" and not e["labelled"]] for part in parts
+        ]
+        if not any(read):
+            continue
+        shown = next((events[-1] for events in told if events), None)
+        if shown is None and any(e.kind == "report" for part in parts for e in part.events):
+            continue  # each with its rank beside it
+        event = shown or next(event for event in read if event is not None)
+        counts = ", ".join(f"rank {n} evaluated {p.samples}" for n, p in enumerate(parts))
+        verb = "shown" if shown is not None else "read"
+        yield Found(
+            event.where,
+            f"after step {parts[0].step} {counts} other samples; no collective joined anything "
+            f"before a number was {verb} here"
+            + (f" ({', '.join(shown['numbers'])})" if shown is not None else ""),
+            "All-reduce the sum and the count on every rank, then divide once.",
+            None if shown is not None else "advice",
+        )
+        return
+
+
+@rule(
+    "SS402",
+    "warning",
+    "A mean of the ranks' means over unequal counts",
+    "Samples of the smaller shard count for more, so the number changes with the number of ranks.",
+)
+def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a reduced number that becomes the plain mean over ranks with unequal counts."""
+    for parts in _pairs(seen):
+        counts = [part.samples for part in parts]
+        if len(set(counts)) == 1:
+            continue
+        reduced = [[e for e in part.events if e.kind == "reduced"] for part in parts]
+        # A count that is reduced too is what the sum is then divided by.
+        known = {float(count) for count in counts}
+        if any(v in known for events in reduced for e in events for v in e["values"]):
+            continue
+        for events in zip(*reduced, strict=False):
+            values = [event["values"] for event in events]
+            if any(len(value) != 1 for value in values):
+                continue
+            mean = sum(value[0] for value in values) / len(values)
+            plain = all(value[0].is_integer() for value in values)  # counts of right answers
+            if plain or len({value[0] for value in values}) == 1:
+                continue
+            if events[0]["op"] == "AVG" or _is_told(mean, parts):
+                numbers = " and ".join(f"{v[0]:.4g}" for v in values)
+                samples = " and ".join(map(str, counts))
+                whole = sum(v[0] * n for v, n in zip(values, counts, strict=True)) / sum(counts)
+                yield Found(
+                    events[0].where,
+                    f"{numbers} of {samples} samples became {mean:.4g}, where all samples "
+                    f"together have {whole:.4g}",
+                    "Reduce the sum and the count on every rank, then divide once.",
+                )
+                return
+
+
+@rule(
+    "SS403",
+    "error",
+    "One rank evaluates alone inside the wrapped model",
+    "The wrapper's forward pass is a collective: it waits for ranks that never come, or meets "
+    "another call of theirs.",
+)
+def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for evaluation through a wrapper that communicates, on some of the ranks."""
+    inside: list[list[Event]] = []
+    for rank in seen.ranks:
+        parts = [event for part in _evaluations(seen, rank) for event in part.forwards]
+        inside.append([event for event in parts if event["wrapped"]])
+    alone = next((n for n, events in enumerate(inside) if events), None)
+    if alone is None:
+        return
+    event = inside[alone][0]
+    others = [
+        rank.rank
+        for rank, events in zip(seen.ranks, inside, strict=True)
+        if not events and _went_on(rank, event.step)
+    ]
+    wait = _waits_for(seen.ranks[alone], event)
+    if others and wait:
+        names = ", ".join(map(str, others))
+        yield Found(
+            event.where,
+            f"after step {event.step} rank {alone} calls the wrapped {event['model']}, which "
+            f"{wait}; rank {names} does not evaluate",
+            "Evaluate on every rank, or call `model.module(...)` under `torch.no_grad()` here.",
+        )
+
+
+@rule(
+    "SS404",
+    "error",
+    "The best checkpoint is chosen by one rank's number",
+    "Which weights are kept depends on the samples of one rank.",
+)
+def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a save, in some evaluations only or as the best, that nothing was joined before."""
+    saves: list[tuple[tuple[_Evaluation, ...], int, Event | None]] = []
+    for parts in _pairs(seen):
+        if not _are_shards(seen, parts):
+            continue
+        for number, part in enumerate(parts):
+            before = list(part.until_joined())
+            read = any(event.kind == "item" for event in before)
+            saved = next((e for e in before if e.kind == "save"), None) if read else None
+            saves.append((parts, number, saved))
+    for parts, number, event in saves:
+        if event is None:
+            continue
+        own = [one for _, rank, one in saves if rank == number]
+        if "best" not in str(event.get("path", "")).lower() and None not in own:
+            continue  # it saves after every evaluation, whatever the number
+        counts = ", ".join(f"rank {n} evaluated {p.samples}" for n, p in enumerate(parts))
+        yield Found(
+            event.where,
+            f"after step {parts[0].step} {counts} other samples; rank {number} saved with no "
+            f"collective since ({sum(one is not None for one in own)} of {len(own)} evaluations)",
+            "All-reduce the metric first, so that every rank decides by the same number.",
+        )
+        return
+
+
+@rule(
+    "SS706",
+    "error",
+    "Evaluation mode is left on in training",
+    "Dropout is off and batch statistics are frozen from the first evaluation on.",
+    least_ranks=1,
+)
+def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for training steps in evaluation mode of a model whose layers depend on it."""
+    for rank in seen.ranks:
+        for forwards in _training_forwards(rank).values():
+            off: list[Event] = []
+            for event in reversed(forwards):
+                if event["training"]:
+                    break
+                off.insert(0, event)
+            steps = {event.step for event in off}
+            on, layers = off[0]["modal"] if off else (0, 0)
+            if len(steps) < _LEFT_ON or on or not layers:
+                continue
+            never = len(off) == len(forwards)
+            yield Found(
+                off[0].where,
+                f"{len(steps)} training steps of {off[0]['model']} from step {off[0].step + 1} on "
+                f"ran in evaluation mode, with {layers} layers of dropout or batch norm"
+                + ("" if never else "; the steps before did not"),
+                "Call `model.train()` at the start of each epoch, after every evaluation.",
+                # Some fine-tune so on purpose.
+                "advice" if never else None,
+            )
+            return
+
+
+@rule(
+    "SS707",
+    "error",
+    "Training mode in evaluation",
+    "Dropout is on, and batch norm uses and learns the statistics of the evaluated batches.",
+    least_ranks=1,
+)
+def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for forward passes without gradients on other data, with layers in training mode."""
+    for rank in seen.ranks:
+        row: list[Event] = []
+        for event, foreign in _with_loader(seen, rank):
+            wrong = foreign and not event["grad"] and event["training"] and event["modal"][0]
+            row = [*row, event] if wrong else []
+            if len(row) >= _IN_A_ROW:
+                on, layers = row[0]["modal"]
+                yield Found(
+                    row[0].where,
+                    f"after step {row[0].step} {row[0]['model']} ran without gradients on another "
+                    f"loader's batches, with {on} of {layers} layers of dropout or batch norm in "
+                    f"training mode",
+                    "Call `model.eval()` before the evaluation and `model.train()` after it.",
+                )
+                return
+
+
+@rule(
+    "SS709",
+    "advice",
+    "Evaluation computes gradients",
+    "It keeps the activations of every batch, and takes memory and time for nothing.",
+    least_ranks=1,
+)
+def evaluates_with_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for forward passes in evaluation mode whose graph no backward pass uses."""
+    for rank in seen.ranks:
+        foreign = {id(event) for event, other in _with_loader(seen, rank) if other}
+        for part in _evaluations(seen, rank):
+            kept = [e for e in part.forwards if e["grad"] and id(e) in foreign]
+            if len(kept) >= _IN_A_ROW:
+                yield Found(
+                    kept[0].where,
+                    f"{len(kept)} forward passes of {kept[0]['model']} after step {part.step} "
+                    f"recorded a graph, and no backward pass followed",
+                    "Evaluate under `with torch.no_grad():`.",
+                )
+                return
+
+
+def _joins(event: Event) -> bool:
+    return event.kind == "collective" and str(event["kind"]).startswith(_JOINING)
+
+
+def _evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:
+    """Return a rank's evaluations."""
+    found: list[_Evaluation] = []
+    now: _Evaluation | None = None
+    others = {id(event) for event, foreign in _with_loader(seen, rank) if foreign}
+    for event in rank.events:
+        if event.kind == "forward":
+            aside = not event["grad"] and id(event) in others
+            if event["training"] and not aside:
+                now = None
+            else:
+                if now is None:
+                    now = _Evaluation(event.step)
+                    found.append(now)
+                now.forwards.append(event)
+        elif event.kind in ("backward", "step"):
+            # What came just before was no evaluation but a step in evaluation mode.
+            while now is not None and now.forwards and now.forwards[-1]["grad"]:
+                now.forwards.pop()
+            now = None
+        if now is not None:
+            now.events.append(event)
+    return [part for part in found if part.forwards]
+
+
+def _pairs(seen: Seen) -> Iterator[tuple[_Evaluation, ...]]:
+    """Yield the evaluations in which all ranks took part."""
+    each = [_evaluations(seen, rank) for rank in seen.ranks]
+    if len({len(parts) for parts in each}) == 1 or not seen.complete:
+        yield from zip(*each, strict=False)
+
+
+def _with_loader(seen: Seen, rank: RankSeen) -> Iterator[tuple[Event, bool]]:
+    """Yield each forward pass, and whether its batch is of samples that nobody trains on."""
+    trained: set[tuple[int, int]] = set()
+    for one in seen.ranks:
+        latest = None
+        for event in one.of("batch", "backward"):
+            if event.kind == "batch":
+                latest = event["loader_id"]
+            elif latest is not None:
+                trained.add((one.rank, latest))
+    samples: dict[int, set[int]] = {}  # that are trained on, by data set
+    for one in seen.ranks:
+        data = {event["loader_id"]: event["data"] for event in one.of("loader")}
+        for event in one.of("order"):
+            if (one.rank, event["loader_id"]) in trained:
+                samples.setdefault(data[event["loader_id"]], set()).update(event["indices"])
+    foreign = {
+        event["loader_id"]
+        for event in rank.of("order")
+        if (rank.rank, event["loader_id"]) not in trained
+        and samples.get(
+            next(e["data"] for e in rank.of("loader") if e["loader_id"] == event["loader_id"]),
+            set(),
+        ).isdisjoint(event["indices"])
+    }
+    latest = None
+    for event in rank.of("batch", "forward"):
+        if event.kind == "batch":
+            latest = event["loader_id"]
+        else:
+            yield event, latest in foreign
+
+
+def _are_shards(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
+    """Whether the ranks evaluated different samples, rather than each of them all."""
+    rows = [{row for event in part.forwards for row in event.get("rows", ())} for part in parts]
+    if not all(rows):
+        return False
+    fewest = min(map(len, rows))
+    overlap = max(len(one & other) for n, one in enumerate(rows) for other in rows[n + 1 :])
+    return 2 * overlap < fewest and not _reads_all(seen, parts)
+
+
+def _reads_all(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
+    """Whether each rank would read the same samples to the end, in an order of its own."""
+    orders = []
+    for rank, part in zip(seen.ranks, parts, strict=True):
+        loader = None
+        for event in rank.of("batch", "forward"):
+            if event is part.forwards[0]:
+                break
+            loader = event["loader_id"] if event.kind == "batch" else loader
+        read = [e for e in rank.of("order") if e["loader_id"] == loader and e.get("indices")]
+        orders.append({index for event in read[:1] for index in event["indices"]})
+    return all(orders) and all(order == orders[0] for order in orders)
+
+
+def _last_read(part: _Evaluation) -> Event | None:
+    return next((event for event in reversed(part.events) if event.kind == "item"), None)
+
+
+def _is_told(mean: float, parts: Sequence[_Evaluation]) -> bool:
+    """Whether a number was read or shown, as it is or in percent."""
+    for event in (event for part in parts for event in part.events):
+        if event.kind == "item" and abs(event["value"] - mean) <= _EXACT * abs(mean):
+            return True
+        for number in event["numbers"] if event.kind == "report" else ():
+            digits = len(number.partition(".")[2])
+            shown = (mean, 100 * mean)
+            if (
+                digits > 1
+                and "e" not in number
+                and f"{float(number):.{digits}f}" in (f"{one:.{digits}f}" for one in shown)
+            ):
+                return True
+    return False
+
+
+def _went_on(rank: RankSeen, step: int) -> bool:
+    """Whether a rank did something else once it had taken so many steps."""
+    return any(
+        (event.kind in ("collective", "destroy", "end") and event.step == step) or event.step > step
+        for event in rank.events
+    )
+
+
+def _waits_for(rank: RankSeen, event: Event) -> str:
+    """Return what a wrapper's forward pass sends to the other ranks; empty if nothing."""
+    wraps = [wrap for wrap in rank.of("wrap") if wrap["model_id"] == event["model_id"]]
+    if not wraps:
+        return ""
+    if wraps[-1]["wrapper"] == "fsdp":
+        return "gathers its parameters from all ranks"
+    weights = [one for one in rank.of("weights") if one["model_id"] == event["model_id"]]
+    buffers = len(weights[-1]["buffers"]) if weights else 0
+    sends = buffers and wraps[-1].get("broadcast_buffers")
+    return f"broadcasts its {buffers} buffers to all ranks" if sends else ""
+
+
+def _training_forwards(rank: RankSeen) -> dict[int, list[Event]]:
+    """Return, by model, the forward passes that a backward pass followed."""
+    found: dict[int, list[Event]] = {}
+    pending: list[Event] = []
+    for event in rank.of("forward", "backward"):
+        if event.kind == "forward":
+            pending = [*pending, event] if event["grad"] else []
+            continue
+        trains = any(one["training"] for one in pending)
+        for one in pending:
+            # Beside a model in training mode, one in evaluation mode is a teacher or a critic.
+            if one["training"] or not trains:
+                found.setdefault(one["model_id"], []).append(one)
+        pending = []
+    return found

@@ -118,9 +118,8 @@ def wrapped_names(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find saved state dicts in which all names begin with a wrapper's."""
     is_wrapped = seen.any("wrap")
     for where, ranks in by_line(seen, "save").items():
-        names: list[str] = next(
-            (e["wrapped"] for es in ranks.values() for e in es if e["wrapped"]), []
-        )
+        saves = (event["wrapped"] for events in ranks.values() for event in events)
+        names: list[str] = next(filter(None, saves), [])
         # An average of weights also calls its copy `module`: only DDP's own is meant.
         if names and (is_wrapped or names[0].startswith("_orig_mod.")):
             line = seen.line(where)
@@ -174,7 +173,7 @@ def no_map_location(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def arbitrary_pickle(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find files loaded with weights_only=False, of those that this run has not itself saved."""
-    saved = {event["path"] for event in seen.any("save")}
+    saved = {event["path"] for event in seen.any("save", "write")}
     for where, ranks in by_line(seen, "load", own=True, weights_only=False).items():
         paths = {event["path"] for events in ranks.values() for event in events} - saved
         if paths:

@@ -21,6 +21,9 @@ _CALL = ("kind", "op", "root", "shapes", "dtype")
 )
 def other_collectives(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find the first collective of each group that is not the same call on its ranks."""
+    if seen.stall is not None and any(rank.exit_code for rank in seen.ranks):
+        yield Found(seen.stall.where, seen.stall.sentence)
+        return
     groups: dict[str, dict[int, list[Event]]] = defaultdict(dict)
     for rank in seen.ranks:
         for event in rank.of("collective"):
@@ -65,9 +68,9 @@ def no_destroy(seen: Seen) -> Iterator[Found | NotSeen]:
     begun = [event for event in seen.any("init") if event["own"]]
     if not begun:
         return
-    if not seen.complete:
-        yield NotSeen("the script was ended before its own end")
-    elif not seen.any("destroy") and not any(rank.exit_code for rank in seen.ranks):
+    if not seen.complete or any(rank.exit_code for rank in seen.ranks):
+        yield NotSeen("the script did not come to its own end")
+    elif not seen.any("destroy") and not _failures(seen):
         yield Found(
             begun[0].where,
             f"init_process_group was called on {named(rank.rank for rank in seen.ranks)}, and "
@@ -85,21 +88,20 @@ def no_destroy(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def wrong_variables(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find groups whose ranks are not 0 to N-1, and scripts that read another launcher's."""
-    begun = [(rank.rank, event) for rank in seen.ranks if (event := rank.first("init"))]
-    numbers = [(event["rank"], event["world_size"]) for _, event in begun]
-    if begun and all(None not in pair for pair in numbers):
-        right = {(rank, seen.world_size) for rank in range(seen.world_size)}
-        # A rank that was ended before it began is no evidence; two that are the same one are.
-        if set(numbers) - right or len(set(numbers)) < len(numbers):
-            said = "; ".join(f"process {r}: rank {n} of {of}" for (r, _), (n, of) in _zip(begun))
-            yield Found(
-                _read_at(seen) or begun[0][1].where,
-                f"{seen.world_size} processes were started, and init_process_group got {said}"
-                f"{_read_text(seen)}",
-                "Read RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets, or under srun "
-                "SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID.",
-            )
-        return
+    begun = {rank.rank: event for rank in seen.ranks if (event := rank.first("init"))}
+    numbers = [(event["rank"], event["world_size"]) for event in begun.values()]
+    if any(None in pair for pair in numbers):
+        return  # given with the address, or by a store
+    right = {(rank, seen.world_size) for rank in range(seen.world_size)}
+    if set(numbers) - right or len(set(numbers)) < len(numbers):
+        said = [f"process {r}: rank {e['rank']} of {e['world_size']}" for r, e in begun.items()]
+        yield Found(
+            _read_at(seen) or next(iter(begun.values())).where,
+            f"{seen.world_size} processes were started, and init_process_group got "
+            f"{'; '.join(said)}{_read_text(seen)}",
+            "Read RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets, or under srun "
+            "SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID.",
+        )
     asked = {event["name"] for event in seen.any("environment") if event["value"] is not None}
     if not begun and not asked and (where := _read_at(seen)):
         yield Found(
@@ -108,11 +110,6 @@ def wrong_variables(seen: Seen) -> Iterator[Found | NotSeen]:
             f"{_read_text(seen)}; no process group was made",
             "Read RANK and WORLD_SIZE where another launcher than srun or mpirun may start it.",
         )
-
-
-def _zip(begun: list[tuple[int, Event]]) -> Iterator[tuple[tuple[int, Event], tuple[int, int]]]:
-    for one in begun:
-        yield one, (one[1]["rank"], one[1]["world_size"])
 
 
 def _missing(seen: Seen) -> list[Event]:
@@ -140,22 +137,46 @@ def _read_text(seen: Seen) -> str:
 )
 def swallowed(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find exceptions out of the training that a rank caught, before it ended with 0."""
-    most = max(rank.steps for rank in seen.ranks)
-    failed: dict[str, list[tuple[RankSeen, Event]]] = defaultdict(list)
-    for rank in seen.ranks:
-        error = next(reversed(rank.of("caught")), None)
-        # After one that it could do without, it trains on.
-        ended = error is not None and rank.exit_code == 0 and rank.steps == error.step
-        if error is not None and ended and (error["training"] or rank.steps < most):
-            failed[error["raised"]].append((rank, error))
-    if failed:
-        # The first to fail: what others raise is that this one is gone.
-        where, ranks = min(failed.items(), key=lambda one: min(r.steps for r, _ in one[1]))
-        rank, error = ranks[0]
+    if failures := _failures(seen):
+        first, error = min(failures, key=_first_to_fail)
+        alike = [rank.rank for rank, other in failures if other["raised"] == error["raised"]]
         yield Found(
-            where,
-            f"{named(r.rank for r, _ in ranks)} ended with exit code 0 after {error['error']} "
-            f"({error['text']}) in step {error.step + 1}",
+            error["raised"],
+            f"{named(alike)} ended with exit code 0 after {error['error']} ({error['text']}) in "
+            f"step {first.steps + 1}",
             "Raise the exception again where it is caught (`raise`), or exit with another code "
             "than 0: `sys.exit(1)`.",
         )
+
+
+@rule(
+    "SS606",
+    "error",
+    "the script hangs",
+    "Ranks wait for one that does not come: on a cluster the job burns its allocation until a "
+    "time-out, which names no line.",
+    least_ranks=1,
+)
+def hangs(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Tell who is missing where, as the stacks and the last collectives of all ranks show it."""
+    if seen.stall is not None and not any(rank.exit_code for rank in seen.ranks):
+        yield Found(seen.stall.where, seen.stall.sentence)
+
+
+def _failures(seen: Seen) -> list[tuple[RankSeen, Event]]:
+    """Return the ranks that ended with 0 after an exception, and it, if one was a failure."""
+    found = []
+    for rank in seen.ranks:
+        error = next(reversed(rank.of("caught")), None)
+        # After one that it could do without, it trains on.
+        if error is not None and rank.exit_code == 0 and rank.steps == error.step:
+            found.append((rank, error))
+    most = max(rank.steps for rank in seen.ranks)
+    is_failure = any(error["training"] or rank.steps < most for rank, error in found)
+    return found if is_failure else []
+
+
+def _first_to_fail(one: tuple[RankSeen, Event]) -> tuple[int, bool, float]:
+    """Sort by when ranks failed; those that only miss another come behind it."""
+    rank, error = one
+    return rank.steps, "connection" in error["text"].lower(), error.time

@@ -1,1 +1,319 @@
-"""Rules about one_process."""
+<<<<<<< HEAD
+"""Rules that one process can break too: gradients, losses and scalers."""
+
+from collections import Counter
+from collections.abc import Iterator
+=======
+"""Rules about one process: does what is trained reach the model, and the model the file?"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+>>>>>>> model
+
+from samestep.checking.events import Event, RankSeen, Seen
+from samestep.checking.findings import Found, NotSeen, rule
+
+<<<<<<< HEAD
+_FEW = 3  # steps
+_SKIPS = 8  # in a row; a scaler's first guess may be wrong by some powers of 2
+
+
+@rule(
+    "SS704",
+    "error",
+    "Gradients add up from step to step",
+    "Every step is taken with the sum of all gradients so far: the weights run away.",
+    least_ranks=1,
+)
+def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for gradients of the last step that the next backward pass adds to."""
+    for optimizer, (rank, steps) in _by_optimizer(seen).items():
+        left = [event for event in steps if event["left"]]
+        if len(left) < _FEW or 3 * len(left) < 2 * (len(steps) - 1):
+            continue
+        backward = _backward_before(rank, left[0])
+        yield Found(
+            backward,
+            f"in {len(left)} of {len(steps)} steps of {optimizer} the gradients of the step before "
+            f"were still there when the backward pass began",
+            f"+ optimizer.zero_grad()\n  {seen.line(backward)}",
+=======
+_LEAST_STEPS = 2
+_SURE_STEPS = 3
+
+
+def _astray(rank: RankSeen) -> Iterator[tuple[Event, str, dict[str, list[int]], int]]:
+    """Yield the models with weights that get gradients, but that no optimizer holds or changes.
+
+    With the step, the class, the weights' shapes by name, and how many tensors of these shapes the
+    optimizer holds instead, without a gradient.
+    """
+    steps = [event for event in rank.of("step") if event["grads"] or event.get("strangers")]
+    models = {event["model_id"]: event for event in rank.of("model")}
+    for number, model in models.items():
+        found = [e for e in steps if str(number) in e["unheld"]]
+        if len(found) < min(_LEAST_STEPS, rank.steps):
+            continue
+        names = [n for n in found[0]["unheld"][str(number)] if n not in _changed(rank, number)]
+        shapes = {n: found[0]["unheld"][str(number)][n] for n in names}
+        dead = Counter(tuple(shape) for shape, alive in found[0]["strangers"] if not alive)
+        instead = (Counter(map(tuple, shapes.values())) & dead).total()
+        if names:
+            yield found[0], model["model"], shapes, instead
+
+
+def _changed(rank: RankSeen, model_id: int) -> set[str]:
+    """Return the weights that are not always the same."""
+    seen = [event["parameters"] for event in rank.of("weights") if event["model_id"] == model_id]
+    return {name for name in seen[0] if len({each.get(name) for each in seen}) > 1}
+
+
+def _made(rank: RankSeen, step: Event) -> str:
+    """Return where the optimizer of a step was made."""
+    made = [e for e in rank.of("optimizer") if e["optimizer_id"] == step["optimizer_id"]]
+    return made[0].where if made else step.where
+
+
+def _listed(names: Any) -> str:
+    return ", ".join([*names][:3]) + (" …" if len([*names]) > 3 else "")
+
+
+def _unheld(seen: Seen, *, instead: bool) -> Iterator[tuple[RankSeen, Event, str, dict[str, Any]]]:
+    """Yield what is astray on the first rank that has such, with or without other tensors."""
+    for rank in seen.ranks:
+        found = [one for one in _astray(rank) if bool(one[3]) == instead]
+        for step, name, shapes, _ in found:
+            yield rank, step, name, shapes
+        if found:
+            return
+
+
+@rule(
+    "SS701",
+    "error",
+    "no optimizer holds parameters that get gradients",
+    "They keep the values with which they were made, however long the training is.",
+    least_ranks=1,
+)
+def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Gradients other than zero, in no optimizer that was ever made, and never changed."""
+    for rank, step, name, shapes in _unheld(seen, instead=False):
+        of = next(e for e in rank.of("model") if e["model"] == name)
+        forwards = [e for e in rank.of("forward") if e["model"] == name and e["grad"]]
+        whole = len(shapes) == len(of["shapes"])
+        if whole and not any(event["training"] for event in forwards):
+            continue  # a frozen part of a loss, for instance
+        yield Found(
+            _made(rank, step),
+            f"{len(shapes)} of {len(of['shapes'])} parameters of {name} get gradients but no "
+            f"optimizer holds them: {_listed(shapes)}. They are unchanged after {rank.steps} steps.",
+            "Give them to the optimizer, or freeze them with requires_grad_(False).",
+            severity="warning" if whole else None,
+>>>>>>> model
+        )
+
+
+@rule(
+<<<<<<< HEAD
+    "SS705",
+    "error",
+    "Gradients are zeroed between backward and step",
+    "The optimizer steps without any gradient: nothing is learnt.",
+    least_ranks=1,
+)
+def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for `zero_grad` as the last thing before a step."""
+    for optimizer, (_, steps) in _by_optimizer(seen).items():
+        lost = [event for event in steps if event["cleared"]]
+        if len(lost) >= _FEW and 2 * len(lost) > len(steps):
+            where = lost[0]["cleared"]
+            yield Found(
+                where,
+                f"{len(lost)} of {len(steps)} steps of {optimizer} came after a zero_grad with no "
+                f"backward pass between",
+                f"Move `{seen.line(where)}` before the backward pass, or after the step.",
+=======
+    "SS306",
+    "error",
+    "the optimizer was made before the model was moved or wrapped",
+    "It updates the tensors that the model had then; those that the model has now stay as they are.",
+    least_ranks=1,
+)
+def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
+    """The same parts of the same model have other tensors than when the optimizer was made."""
+    for rank, step, name, shapes in _unheld(seen, instead=True):
+        if moved := step.get("tensors_replaced"):
+            yield Found(
+                _made(rank, step),
+                f"{len(moved)} tensors that {step['optimizer']} holds are no longer those of "
+                f"{name}: since it was made, {_listed(moved)} became other tensors. "
+                f"{len(shapes)} parameters are unchanged after {rank.steps} steps.",
+                "Make the optimizer after the model is moved, converted, loaded and wrapped.",
+>>>>>>> model
+            )
+
+
+@rule(
+<<<<<<< HEAD
+    "SS708",
+    "error",
+    "The loss is detached from the model",
+    "The backward pass ends before it reaches the model's parameters: nothing is learnt.",
+    least_ranks=1,
+)
+def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for losses whose graph has no parameters, and steps without gradients."""
+    for optimizer, (rank, steps) in _by_optimizer(seen).items():
+        reach = rank.of("reach")
+        cut = [event for event in reach if not event["parameters"]]
+        empty = [event for event in steps if event["missing"] == event["tensors"]]
+        clears = any(event["cleared"] for event in steps)
+        forward = any(event["grad"] for event in rank.of("forward"))
+        if len(cut) == len(reach) >= _FEW <= len(empty) == len(steps) and forward and not clears:
+            yield Found(
+                reach[0].where,
+                f"none of the {steps[0]['tensors']} tensors of {optimizer} had a gradient in "
+                f"{len(steps)} steps: the graph of the loss holds {reach[0]['leaves']} leaves and "
+                f"none of them is a parameter",
+                "Call backward on the loss as the model's output gave it, without `detach`, "
+                "`item`, `numpy` or a new `torch.tensor` in between.",
+=======
+    "SS702",
+    "error",
+    "the optimizer holds the tensors of another model",
+    "It updates tensors that no forward pass uses, and the model stays as it is.",
+    least_ranks=1,
+)
+def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Tensors of the same shapes as the model's, which never get a gradient."""
+    for rank, step, name, shapes in _unheld(seen, instead=True):
+        if not step.get("tensors_replaced"):
+            yield Found(
+                _made(rank, step),
+                f"{step['optimizer']} holds {len(step['strangers'])} tensors that are in no model "
+                f"that is called; {len(shapes)} parameters of {name} ({_listed(shapes)}) of the "
+                f"same shapes get gradients and are unchanged after {rank.steps} steps.",
+                "Make the optimizer from the parameters of the model that is trained, once that "
+                "is complete.",
+>>>>>>> model
+            )
+
+
+@rule(
+<<<<<<< HEAD
+    "SS710",
+    "error",
+    "The gradient scaler skips every step",
+    "With infinite or NaN gradients the optimizer is never called: nothing is learnt.",
+    least_ranks=1,
+)
+def scaler_skips_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a scaler that skipped more steps in a row than finding its scale takes."""
+    for rank in seen.ranks:
+        calls = rank.of("scaler")
+        taken = [n for n, event in enumerate(calls) if not event["skipped"]]
+        row = calls[taken[-1] + 1 if taken else 0 :]
+        if len(row) >= _SKIPS:
+            yield Found(
+                row[0].where,
+                f"the last {len(row)} of {len(calls)} steps were skipped on rank {rank.rank}; the "
+                f"scale fell to {row[-1]['scale']:g}",
+                "Find where the loss or a gradient becomes infinite: "
+                "`torch.autograd.set_detect_anomaly(True)`.",
+            )
+            return
+
+
+def _by_optimizer(seen: Seen) -> dict[str, tuple[RankSeen, list[Event]]]:
+    """Return the steps of each optimizer on the first rank that took any."""
+    for rank in seen.ranks:
+        found: dict[int, list[Event]] = {}
+        for event in rank.of("gradients"):
+            found.setdefault(event["optimizer_id"], []).append(event)
+        if found:
+            names = Counter(steps[0]["optimizer"] for steps in found.values())
+            many = {name for name, count in names.items() if count > 1}
+            return {
+                f"{steps[0]['optimizer']} ({steps[0].where})"
+                if steps[0]["optimizer"] in many
+                else steps[0]["optimizer"]: (rank, steps)
+                for steps in found.values()
+            }
+    return {}
+
+
+def _backward_before(rank: RankSeen, step: Event) -> str:
+    """Return the line of the first backward pass that a step was taken with."""
+    lines: list[str] = []
+    for event in rank.events:
+        if event is step:
+            break
+        if event.kind == "gradients" and event["optimizer_id"] == step["optimizer_id"]:
+            lines = []
+        elif event.kind == "backward":
+            lines.append(event.where)
+    return lines[0] if lines else step.where
+=======
+    "SS703",
+    "warning",
+    "parameters never change, although they have gradients and an optimizer",
+    "Something undoes the updates, or they are too small for the number format.",
+    least_ranks=1,
+)
+def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Weights with the same bits after several steps with gradients."""
+    for rank in seen.ranks:
+        found = False
+        for model in rank.of("model"):
+            steps = [e for e in rank.of("step") if model["model_id"] in e["models"] and e["grads"]]
+            changed = _changed(rank, model["model_id"])
+            # Of a vector all values may be 1, to which a small update adds nothing yet.
+            names = [
+                name
+                for name, shape in model["shapes"].items()
+                if len(shape) > 1
+                and name not in changed
+                and len(steps) >= _SURE_STEPS
+                and all(e["grads"].get(name) and name not in e["still"] for e in steps)
+            ]
+            idle = [e for e in steps if len(e["still"]) == len(e["grads"])]
+            if names or (len(idle) == len(steps) >= _SURE_STEPS):
+                found = True
+                yield Found(
+                    steps[0].where,
+                    f"{len(names)} of {len(model['shapes'])} parameters of {model['model']} have "
+                    f"gradients in {len(steps)} steps and the same bits after step "
+                    f"{steps[-1].step}: {_listed(names)}."
+                    if names
+                    else f"The learning rate is 0 in all {len(steps)} steps looked at.",
+                    "Look for what writes weights back after the step."
+                    if names
+                    else "Let the schedule begin above 0, and step it once per optimizer step.",
+                )
+        if found:
+            return
+
+
+@rule(
+    "SS712",
+    "error",
+    "the saved weights are not those that were trained",
+    "The file has the weights of the beginning: the training is lost.",
+    least_ranks=1,
+)
+def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
+    """A module that still has the weights of the beginning is saved, the trained one never."""
+    saved = seen.any("saved")
+    fresh = {event["model"] for event in saved if event["fresh"]}
+    wrong = [e for e in saved if e["stale"] and e["live"] and e["model"] not in fresh]
+    if wrong:
+        yield Found(
+            wrong[0].where,
+            f"After {wrong[0].step} steps {len(wrong)} saves have the weights with which "
+            f"{wrong[0]['model']} began, and none has those that it was trained to.",
+            "Save the state_dict of the model that the optimizer trains.",
+        )
+    elif not saved:
+        yield NotSeen("no weights were saved")
+>>>>>>> model

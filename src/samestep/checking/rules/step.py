@@ -1,1 +1,298 @@
-"""Rules about step."""
+"""Rules about a step: accumulation, clipping, schedules, and what each sample counts for."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from samestep.checking.events import Event, RankSeen, Seen
+from samestep.checking.findings import Found, NotSeen, rule
+
+_FEW_STEPS = 3
+_UNLIKE = 1.01  # weights of samples are the same within this factor
+_UNLIKE_COUNTS = 1.1  # token counts of batches of one size differ by chance as well
+
+
+@rule(
+    "SS301",
+    "warning",
+    "Gradients are accumulated without no_sync",
+    "Every backward pass waits for an all-reduce of all gradients, where one per step is enough.",
+)
+def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Count the backward passes of one line that meet the other ranks in one step."""
+    rank = seen.ranks[0]
+    wrap = rank.first("wrap")
+    if wrap is None or wrap["wrapper"] != "ddp":  # FSDP may have no memory to put it off
+        return
+    counts: Counter[tuple[str, int]] = Counter()
+    here: Counter[str] = Counter()
+    for event in rank.of("backward", "step"):
+        if event.kind == "step":
+            counts.update(here.items())
+            here.clear()
+        elif event.get("sync"):
+            here[event.where] += 1
+    for where in {where for where, _ in counts}:
+        often = Counter(
+            {n: steps for (place, n), steps in counts.items() if place == where and n > 1}
+        )
+        if sum(often.values()) < 2:
+            continue
+        ((most, steps),) = often.most_common(1)
+        yield Found(
+            where,
+            f"{most} backward passes per optimizer step, each with an all-reduce of "
+            f"{wrap['parameters']:,} gradients ({steps} steps of rank 0)",
+            "Run all but the last micro-batch of a step, forward and backward, within "
+            "`with model.no_sync():`.",
+        )
+
+
+@rule(
+    "SS302",
+    "error",
+    "Gradients are clipped before they are unscaled",
+    "The limit applies to gradients that the scaler has multiplied, so that nearly every step is "
+    "cut to a tiny fraction of what was meant.",
+    least_ranks=1,
+)
+def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for clipping between `scale` and `unscale_`."""
+    for where, events in _by_line(e for e in seen.ranks[0].of("clip") if e["scaled"] > 1).items():
+        event = events[0]
+        norm = f"; their norm was {event['norm']:.4g}" if event["norm"] is not None else ""
+        line = seen.line(where)
+        yield Found(
+            where,
+            f"{event['name']} with a limit of {event['most']:g} on gradients that are still "
+            f"multiplied by {event['scaled']:g}{norm} ({len(events)} times)",
+            f"+ scaler.unscale_(optimizer)\n  {line}" if line else "",
+        )
+
+
+@rule(
+    "SS303",
+    "error",
+    "Gradients are clipped on each rank before they are averaged",
+    "Each rank scales its own part by another factor, so the average is no longer the gradient of "
+    "the joined batch, clipped or not.",
+)
+def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for clipping that the reduction of the same gradients follows within the step."""
+    found: dict[str, Found] = {}
+    before: Event | None = None
+    norms = [{id(e): n for n, e in enumerate(rank.of("clip"))} for rank in seen.ranks]
+    others = [rank.of("clip") for rank in seen.ranks]
+    for event in seen.ranks[0].of("clip", "collective", "backward", "step"):
+        if event.kind == "step":
+            before = None
+        elif event.kind == "clip":
+            before = event
+        elif before is not None and before.where not in found:
+            place = norms[0][id(before)]
+            alike = [clips[place]["norm"] for clips in others if len(clips) > place]
+            unlike = None not in alike and not _close(alike, 1 + 1e-4)
+            if event.kind == "backward":
+                later = bool(event.get("sync")) and unlike
+            else:
+                sizes = {math.prod(shape) for shape in event.get("shapes", [])}
+                known = {*before["sizes"], sum(before["sizes"])} - {1}
+                later = event["kind"] == "all_reduce" and bool(sizes & known)
+            if later:
+                numbers = ", ".join(f"{norm:.4g}" for norm in alike if norm is not None)
+                told = f"; the norms on the ranks were {numbers}" if unlike else ""
+                found[before.where] = Found(
+                    before.where,
+                    f"{before['name']} with a limit of {before['most']:g} comes before the "
+                    f"all-reduce at {event.where}{told}",
+                    "Clip once per step, after the gradients have been averaged.",
+                )
+    yield from found.values()
+
+
+@rule(
+    "SS304",
+    "warning",
+    "The scheduler's steps are off by the world size",
+    "The learning rate runs through its schedule at another speed than in one process.",
+)
+def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare how often a schedule is stepped with how long it was made for."""
+    rank, ranks = seen.ranks[0], seen.world_size
+    for made in rank.of("scheduler"):
+        stepped = [e for e in rank.of("schedule") if e["scheduler_id"] == made["scheduler_id"]]
+        if len({event.where for event in stepped}) != 1:
+            continue
+        ((times, _),) = Counter(Counter(e.step for e in stepped).values()).most_common(1)
+        by_epoch = len({event.step for event in stepped if event.epoch <= 1}) < _FEW_STEPS
+        lengths = [rank.epochs] if by_epoch else _lengths(rank)
+        total, name, where = made["total"], made["scheduler"], stepped[0].where
+        unit = "epoch" if by_epoch else "optimizer step"
+
+        within = 0 if by_epoch else rank.epochs  # each may end with less than a whole step
+        own, joined = (
+            seen.complete and any(abs((total or 0) - k * length) <= within for length in lengths)
+            for k in (1, ranks)
+        )
+        if times == ranks and by_epoch and stepped[0].step < _FEW_STEPS:
+            yield NotSeen(f"too few steps to tell whether {name} counts epochs")
+        elif times == ranks and not joined and (by_epoch or own):
+            yield Found(
+                where,
+                f"{name} is stepped {times} times per {unit} on {ranks} ranks"
+                + (f", and was made for {total} steps" if total else "")
+                + "; its learning rate was "
+                + ", ".join(f"{event['lr']:.3g}" for event in stepped[:6]),
+                f"Step it once per {unit}.",
+            )
+        elif times == 1 and not by_epoch and joined and not own:
+            yield Found(
+                made.where,
+                f"{name} was made for {total} steps, but each of the {ranks} ranks takes "
+                f"{max(lengths)}: it comes to {1 / ranks:.0%} of its schedule",
+                "Count one rank's batches, `len(loader)` with its sampler, times the epochs.",
+            )
+
+
+@rule(
+    "SS305",
+    "warning",
+    "A scheduler is never stepped",
+    "The learning rate stays what it was at the start.",
+    least_ranks=1,
+)
+def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a scheduler that was made and left alone."""
+    rank = seen.ranks[0]
+    made = [event for event in rank.of("scheduler") if event["scheduler"] != "SWALR"]
+    inner = {number for event in made for number in event["inner"]}
+    stepped = {event["scheduler_id"] for event in rank.of("schedule")}
+    for event in made:
+        if event["scheduler_id"] in inner | stepped:
+            continue
+        if not seen.complete or rank.epochs < 2 or rank.steps < _FEW_STEPS:
+            yield NotSeen(f"no whole training with {event['scheduler']} ({event.where})")
+            continue
+        whole = len(set(_lengths(rank))) == 1
+        yield Found(
+            event.where,
+            f"{event['scheduler']} was made, and not stepped once in {rank.steps} optimizer steps "
+            f"of {rank.epochs} epochs",
+            "Call its `step()` after each epoch, or after each optimizer step if it counts those.",
+            # It may be stepped every so many batches, of which too few were run.
+            None if whole else "advice",
+        )
+
+
+@rule(
+    "SS307",
+    "warning",
+    "The loss is averaged over unequal shares",
+    "DDP gives every rank's mean the same weight, so samples of the smaller share count for more, "
+    "and the step is not that of the joined batch.",
+)
+def averages_unequal_shares(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare the weight of a sample on each rank in steps whose batches differ in size."""
+    yield from _unlike_weights(seen, shares=True)
+
+
+@rule(
+    "SS308",
+    "warning",
+    "The loss is divided by each rank's own count",
+    "A token's weight in the step depends on the rank that it lies on: the mean over the ranks is "
+    "not the mean over all tokens.",
+)
+def divides_by_own_count(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare the weight of a token on each rank in steps whose batches have the same size."""
+    yield from _unlike_weights(seen, shares=False)
+
+
+def _unlike_weights(seen: Seen, *, shares: bool) -> Iterator[Found]:
+    """Yield the first step in which a summand of the loss does not count alike on all ranks."""
+    unlike: list[list[tuple[Event, int]]] = []
+    for losses in zip(*(_losses(rank) for rank in seen.ranks), strict=False):
+        averages = [event for event, _, _ in losses if event is not None]
+        if len(averages) < len(losses) or not all(synced for _, _, synced in losses):
+            continue
+        differ = len({n for _, n, _ in losses}) > 1
+        within = _UNLIKE if shares else _UNLIKE_COUNTS
+        if (
+            differ == shares
+            and _close([event["other"] for event in averages], _UNLIKE)
+            and not _close([event["weight"] for event in averages], within)
+        ):
+            counts = [n for _, n, _ in losses]
+            unlike.append(list(zip(averages, counts, strict=True)))
+    if not unlike or (not shares and len(unlike) < 2):
+        return
+    first = unlike[0]
+    event = first[0][0]
+    by = " and ".join(f"{one['by']:g}" for one, _ in first)
+    if shares:
+        samples = " and ".join(str(n) for _, n in first)
+        evidence = (
+            f"in step {event.step + 1} the ranks have {samples} samples, and each divides its loss "
+            f"by its own count ({by})"
+        )
+        remedy = "Give every rank the same number of samples, or multiply each rank's loss by its "
+        remedy += "count × world size / the sum of the counts (an all-reduce)."
+    else:
+        evidence = (
+            f"in step {event.step + 1} the ranks divide their losses by {by} for batches of "
+            f"{first[0][1]} samples each ({len(unlike)} such steps)"
+        )
+        remedy = "All-reduce the count, and divide the summed loss by count / world size."
+    yield Found(event.where, evidence, remedy)
+
+
+def _losses(rank: RankSeen) -> Iterator[tuple[Event | None, int, bool]]:
+    """Yield the mean that each backward pass began with, its samples, and if others meet it."""
+    samples, average = 0, None
+    for event in rank.of("forward", "average", "backward"):
+        if event.kind == "forward":
+            samples += (event.get("n") or 0) if event["grad"] else 0
+        elif event.kind == "average":
+            average = event
+        else:
+            yield average, samples, bool(event.get("sync"))
+            samples, average = 0, None
+
+
+def _by_line(events: Iterable[Event]) -> dict[str, list[Event]]:
+    lines: dict[str, list[Event]] = {}
+    for event in events:
+        lines.setdefault(event.where, []).append(event)
+    return lines
+
+
+def _close(numbers: Sequence[float], within: float) -> bool:
+    """Whether numbers are the same within a factor."""
+    least, most = min(map(abs, numbers)), max(map(abs, numbers))
+    return most <= within * least or most == 0
+
+
+def _lengths(rank: RankSeen) -> list[int]:
+    """Return how many optimizer steps the whole training has, and has as far as it is run."""
+    latest = None
+    for event in rank.of("batch", "backward"):
+        if event.kind == "backward":
+            break
+        latest = event["loader_id"]
+    whole = [event["batches"] for event in rank.of("order") if event["loader_id"] == latest]
+    run = sum(e["loader_id"] == latest and e["turn"] == 0 for e in rank.of("batch"))
+    found = {batches // _micro_steps(rank) for batches in (*whole[:1], run)}
+    return [batches * rank.epochs for batches in found if batches >= _FEW_STEPS]
+
+
+def _micro_steps(rank: RankSeen) -> int:
+    """Return the backward passes of most steps."""
+    counts: Counter[int] = Counter()
+    here = 0
+    for event in rank.of("backward", "step"):
+        if event.kind == "step":
+            counts[here] += 1
+            here = 0
+        else:
+            here += 1
+    return counts.most_common(1)[0][0] if counts else 1

@@ -13,6 +13,7 @@ conditions on the last batch hold.
 import contextlib
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class _Group:
     """Loaders that look alike, as one."""
 
     number: int
+    loader: weakref.ref[Any]
     turns: int = 0
     noted: int = 0
     ended: bool = False  # whether the script has asked for more than there was
@@ -80,6 +82,7 @@ class _Loaders:
     def __init__(self, recorder: Recorder, steps: int) -> None:
         self._recorder, self._steps = recorder, steps
         self._groups: dict[tuple[Any, ...], _Group] = {}
+        self._count = 0
         self._starting: list[_Turn] = []
         self._shuffled: dict[int, str] = {}  # where a loader was asked to shuffle a data set
 
@@ -114,9 +117,13 @@ class _Loaders:
         iterable = loader._dataset_kind == dataloader._DatasetKind.Iterable  # noqa: SLF001
         length = None if iterable else _length(loader.dataset)
         key = (type(loader.dataset), length, loader.batch_size, where, evaluating)
-        if (group := self._groups.get(key)) is None:
-            group = self._groups[key] = _Group(len(self._groups))
+        group = self._groups.get(key)
+        # An epoch may make its loader anew; two that live side by side are two.
+        if group is None or group.loader() not in (None, loader):
+            self._count += 1
+            group = self._groups[key] = _Group(self._count, weakref.ref(loader))
             self._note_loader(loader, group, length, iterable=iterable)
+        group.loader = weakref.ref(loader)
         later = group.turns >= _WHOLE_TURNS and group.ended
         limit = 1 if later else self._steps
         group.turns += 1

@@ -44,7 +44,7 @@ _TRACKERS = {
 @contextmanager
 def watching(recorder: Recorder, job: Job) -> Iterator[None]:
     """Note while inside."""
-    files = _Files(recorder, job.scratch)
+    files = _Files(recorder, job)
     wanted: dict[str, Callable[[types.ModuleType], list[Patch]]] = {
         "tqdm.std": lambda m: [(m.tqdm, "__init__", files.around_tqdm)],
         "rich.progress": lambda m: [(m.Progress, "__init__", files.around_rich)],
@@ -72,9 +72,11 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
 
 
 class _Files:
-    def __init__(self, recorder: Recorder, scratch: str) -> None:
+    def __init__(self, recorder: Recorder, job: Job) -> None:
         self._recorder = recorder
-        self._scratch = os.path.realpath(scratch) + os.sep
+        places = [os.path.realpath(place) for place in (job.folder, job.place) if place]
+        self._own = tuple(place + os.sep for place in places)
+        self._temporary = f"{job.place}/temporary/"
         self._process = os.getpid()  # a forked worker of a loader is no rank
         self._noted: set[tuple[Any, ...]] = set()
         self.is_on = False
@@ -86,10 +88,12 @@ class _Files:
         if event == "open":
             path, mode, flags = arguments
             how = _mode(mode, flags)
-            if how and isinstance(path, str | bytes | os.PathLike):
+            # With an opener, `tempfile` names the folder alone.
+            if how and isinstance(path, str | bytes | os.PathLike) and not os.path.isdir(path):  # noqa: PTH112 - bytes, too
                 self._write(path, how)
         elif event == "os.rename":
-            if self._recorder.is_direct("os", "pathlib", "shutil"):
+            source = self._recorder.name(os.fsdecode(arguments[0]))
+            if self._recorder.is_direct("os", "pathlib", "shutil") and not self._is_own(source):
                 self._write(arguments[1], "rename")
         elif arguments[1] is None:  # an address without data to send
             self._once("download", what=str(arguments[0]), fetched=True)
@@ -126,7 +130,7 @@ class _Files:
             names = [name for found in _state_dicts(loaded) for name in found][:_NAMES]
             self._once(
                 "load",
-                path=self._name(place),
+                path=self._recorder.name(os.fsdecode(place)),
                 map_location=None if where is None else str(where),
                 weights_only=kwargs.get("weights_only"),
                 names=names,
@@ -187,14 +191,19 @@ class _Files:
             self._once("progress", name="rich", disabled=bool(bar.disable), position=None)
 
     def _write(self, path: Any, mode: str) -> str | None:
-        """Note a write; return the path's name, or None if it is a device, a cache or a lock."""
-        name = self._name(path)
+        """Note a write; return the path's name, or None if it is a cache or a lock, or our own."""
+        name = self._recorder.name(os.fsdecode(path))
         hidden = any(p.startswith(".") or p == "__pycache__" for p in Path(name).parts)
-        if hidden or name.endswith(".lock") or name.startswith(("/dev/", "/proc/", "/sys/")):
+        no_file = name.endswith(".lock") or name.startswith(("/dev/", "/proc/", "/sys/"))
+        if hidden or no_file or self._is_own(name):
             return None
         if mode != "a" or not self._is_logged():
             self._once("write", path=name, mode=mode)
         return name
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a file is of the check itself; the script's temporary files lie beside them."""
+        return name.startswith(self._own) and not name.startswith(self._temporary)
 
     def _is_logged(self) -> bool:
         """Whether a handler of `logging` opens the file: it appends whole lines, one a record."""
@@ -204,9 +213,6 @@ class _Files:
             names.add(frame.f_globals.get("__name__"))
             frame = frame.f_back
         return "logging" in names
-
-    def _name(self, path: Any) -> str:
-        return os.path.realpath(os.fsdecode(path)).removeprefix(self._scratch)
 
     def _once(self, kind: str, **facts: Any) -> None:
         where = self._recorder.where()

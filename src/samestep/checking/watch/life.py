@@ -12,9 +12,9 @@ import logging
 import os
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,20 +26,15 @@ from torch.utils.data import dataloader
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
 from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN
-from samestep.script.patches import patched
+from samestep.script.patches import Patch, patched
+from samestep.stall.collectives import watch_collectives
+from samestep.stall.pulse import Pulse
 
 _VARIABLES = frozenset(
     {*TORCHRUN, *OPEN_MPI, *PMI, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID"}
 )
+_LONGEST = 100
 _COPIES = frozenset({"copy", "__or__", "__ror__", "__iter__"})
-_COLLECTIVES = (
-    *("all_reduce", "broadcast", "broadcast_object_list", "reduce", "barrier"),
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object"),
-    *("scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor"),
-    *("all_to_all", "all_to_all_single", "monitored_barrier"),
-)
-# The argument whose shape has to be the same on all ranks; lists are on the root alone.
-_ALIKE = ("tensor", "input_tensor", "output")
 # Calls in which an exception that is caught in the script may be told, or the exit code lost.
 _TELLING = (
     (builtins, "print"),
@@ -61,30 +56,27 @@ _TRAINING = tuple(
 @contextmanager
 def watching(recorder: Recorder, job: Job) -> Iterator[None]:
     """Note while inside."""
-    del job
-    life = _Life(recorder)
-    names = [name for name in _COLLECTIVES if hasattr(c10d, name)]
+    pulse = Pulse(Path(job.folder), recorder.rank)
+    life = _Life(recorder, pulse)
     iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - there is no public place
-    with patched(
+    patches: tuple[Patch, ...] = (
         (type(os.environ), "__getitem__", life.around_variable),
         (torch.cuda, "is_available", life.around_cuda),
         *((place, "init_process_group", life.around_init) for place in (dist, c10d)),
         *((place, "destroy_process_group", life.around_destroy) for place in (dist, c10d)),
-        *((p, name, life.collective(getattr(c10d, name))) for name in names for p in (dist, c10d)),
         *((place, name, life.around_telling) for place, name in _TELLING),
         (iterator, "__next__", life.around_training),
         (torch.autograd, "backward", life.around_training),
-    ):
+    )
+    with watch_collectives(pulse, life.on_collective), patched(*patches):
         yield
 
 
 class _Life:
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, pulse: Pulse) -> None:
+        self._recorder, self._pulse = recorder, pulse
         self._process = os.getpid()  # a forked worker of a loader is no rank
         self._read: set[tuple[str, str]] = set()
-        self._numbers: Counter[str] = Counter()
-        self._is_inside = False  # all_gather_object calls all_gather
         self._told: BaseException | None = None
 
     def around_variable(self, original: Callable[..., Any], environment: Any, name: str) -> Any:
@@ -94,7 +86,7 @@ class _Life:
             reader = sys._getframe(2).f_code.co_name  # noqa: SLF001 - below `patched`
             if (name, where) not in self._read and reader not in _COPIES:
                 self._read.add((name, where))
-                own = self._recorder.is_direct("os", "_collections_abc")
+                own = self._recorder.is_direct("os", "collections")
                 try:
                     value = original(environment, name)
                 except KeyError:
@@ -113,8 +105,6 @@ class _Life:
 
     def around_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note which rank of how many this process takes itself for, even if nobody answers."""
-        if self._is_inside:
-            return original(*args, **kwargs)
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
         by_environment = (given.get("init_method") or "env://").startswith("env://")
         numbers: dict[str, Any] = {}
@@ -125,7 +115,7 @@ class _Life:
             numbers[fact] = number if number >= 0 else None
         backend, own = given.get("backend"), self._recorder.is_direct()
         self._recorder.note("init", backend=str(backend or ""), own=own, **numbers)
-        return self._inside(original, *args, **kwargs)
+        return original(*args, **kwargs)
 
     def around_destroy(self, original: Callable[..., Any], group: Any = None) -> Any:
         """Note the end of the default group."""
@@ -133,46 +123,23 @@ class _Life:
             self._recorder.note("destroy")
         return original(group)
 
-    def collective(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what notes the calls of a collective."""
-        signature = inspect.signature(function)
-        kind = function.__name__
-
-        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self._is_inside or torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            given = signature.bind_partial(*args, **kwargs).arguments
-            group = given.get("group")
-            if group == dist.GroupMember.NON_GROUP_MEMBER:
-                return original(*args, **kwargs)
-            default = signature.parameters.get("op")
-            op = given.get("op", default.default if default else None)
-            tensor = next((given[name] for name in _ALIKE if name in given), None)
-            if not isinstance(tensor, Tensor) or kind.startswith("all_to_all"):
-                tensor = None
-            roots = (given.get(name) for name in ("src", "dst", "group_src", "group_dst"))
-            name = _name_of(group)
-            self._numbers[name] += 1
-            self._recorder.note(
-                "collective",
-                kind=kind,
-                op=None if op is None else getattr(op, "name", str(op)),
-                root=next((root for root in roots if root is not None), None),
-                shapes=[] if tensor is None else [list(tensor.shape)],
-                dtype=None if tensor is None else str(tensor.dtype).removeprefix("torch."),
-                group=name,
-                number=self._numbers[name],
-            )
-            return self._inside(original, *args, **kwargs)
-
-        return around
-
-    def _inside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._is_inside = True
-        try:
-            return self.around_training(original, *args, **kwargs)
-        finally:
-            self._is_inside = False
+    def on_collective(self, kind: str, tensors: list[Tensor], _where: str, group: str) -> None:
+        """Note a collective before it is called."""
+        visit = self._pulse.now
+        assert visit is not None
+        given = dict(part.split("=") for part in visit.detail.split() if "=" in part)
+        op = given.pop("op", None)
+        may_differ = kind.startswith("all_to_all")
+        self._recorder.note(
+            "collective",
+            kind=kind,
+            op=op,
+            root=next(iter(given.values()), None),
+            shapes=[] if may_differ else [list(tensor.shape) for tensor in tensors],
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else None,
+            group=group,
+            number=visit.seq,
+        )
 
     def around_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note an exception that comes out of a call."""
@@ -193,21 +160,19 @@ class _Life:
         if error is self._told or not isinstance(error, Exception) or isinstance(error, _TRIED):
             return
         self._told = error
-        text = (str(error).splitlines() or [""])[0][:200]
+        text = (str(error).splitlines() or [""])[0]
+        if text.startswith("["):  # where in Gloo's source
+            text = text.partition("] ")[2] or text
         self._recorder.note(
-            "caught", error=type(error).__name__, text=text, raised=raised, training=training
+            "caught",
+            error=type(error).__name__,
+            text=text[:_LONGEST],
+            raised=raised,
+            training=training,
         )
 
     def _is_rank(self) -> bool:
         return os.getpid() == self._process
-
-
-def _name_of(group: Any) -> str:
-    """Return "" for the group of all ranks, else a name that tells groups apart, and its ranks."""
-    if group is None or group is dist.group.WORLD:
-        return ""
-    ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-    return f"{group.group_name}:{ranks}"
 
 
 def _is_of_training(error: BaseException) -> bool:

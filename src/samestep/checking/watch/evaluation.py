@@ -1,0 +1,121 @@
+"""Watch how numbers leave tensors, are told to people, and are joined over the ranks.
+
+Notes "item" {value} for a tensor of one element that becomes a Python number; "report" {via,
+numbers: as they were printed, labelled: whether the text names this rank beside its number}; and
+"reduced" {op, values: of a small tensor before its all-reduce}.
+"""
+
+import builtins
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from samestep.checking.job import Job
+from samestep.checking.recorder import Recorder
+from samestep.script.patches import patched
+
+_SMALL = 8  # elements of a tensor that holds metrics rather than weights
+_MOST_PER_LINE = 5  # events of one line between two optimizer steps
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.]*\w)", re.IGNORECASE)
+_LABEL = r"(?:rank|gpu|device|process|worker|node|cuda|proc)\W{0,4}"
+
+
+@contextmanager
+def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+    """Note numbers that are read, told and reduced while inside."""
+    del job
+    watch = _Watch(recorder)
+    with patched(
+        *((Tensor, name, watch.around_item) for name in ("item", "__float__", "__int__")),
+        (builtins, "print", watch.around_print),
+        (logging.Logger, "handle", watch.around_log),
+        *((place, name, watch.around_reduce) for place in (dist, c10d) for name in _REDUCES),
+    ):
+        yield
+
+
+_REDUCES = ("all_reduce", "reduce")
+
+
+class _Watch:
+    """One rank's numbers."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._process = os.getpid()  # a worker of a loader is forked with all of this
+        rank = recorder.rank
+        self._label = re.compile(rf"{_LABEL}{rank}(?!\d)|[\[(<]{rank}[\])>]", re.IGNORECASE)
+        self._inside = False
+        self._noted: dict[tuple[str, str], int] = {}
+        self._step = -1
+
+    def _note(self, kind: str, **facts: Any) -> None:
+        if self._recorder.quiet or os.getpid() != self._process:
+            return
+        steps = self._recorder.hooks.steps
+        if steps != self._step:
+            self._step, self._noted = steps, {}
+        where = self._recorder.where()
+        count = self._noted[kind, where] = self._noted.get((kind, where), 0) + 1
+        if count <= _MOST_PER_LINE:
+            self._recorder.note(kind, where=where, **facts)
+
+    def around_item(self, original: Callable[..., Any], tensor: Tensor) -> Any:
+        """Note a number that is read from a tensor."""
+        value = original(tensor)
+        if not torch.compiler.is_compiling() and isinstance(value, int | float):
+            self._note("item", value=float(value))
+        return value
+
+    def around_print(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Note the numbers that are printed."""
+        original(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            # A tensor's text is that of the number in it; other objects may be large.
+            self._tell("print", " ".join(str(a) for a in args if not _is_large(a)))
+
+    def around_log(
+        self, original: Callable[..., Any], logger: Any, record: logging.LogRecord
+    ) -> None:
+        """Note the numbers that are logged."""
+        original(logger, record)
+        if logger.isEnabledFor(record.levelno):
+            self._tell("log", record.getMessage())
+
+    def _tell(self, via: str, text: str) -> None:
+        numbers = _NUMBER.findall(text[:2000])
+        if numbers:
+            labelled = self._label.search(text) is not None
+            self._note("report", via=via, numbers=numbers[:_SMALL], labelled=labelled)
+
+    def around_reduce(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note what goes into a reduction of a few numbers."""
+        tensor = kwargs.get("tensor", args[0] if args else None)
+        if self._inside or not isinstance(tensor, Tensor) or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        if not 0 < tensor.numel() <= _SMALL:
+            return original(*args, **kwargs)
+        place = 2 if original.__name__ == "reduce" else 1
+        op = kwargs.get("op", args[place] if len(args) > place else dist.ReduceOp.SUM)
+        with self._recorder.unwatched():
+            values = [float(v) for v in tensor.detach().reshape(-1).tolist()]
+        self._note("reduced", op=getattr(op, "name", str(op)), values=values)
+        self._inside = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._inside = False
+
+
+def _is_large(thing: Any) -> bool:
+    return not isinstance(thing, str | int | float | Tensor) or (
+        isinstance(thing, Tensor) and thing.numel() > _SMALL
+    )

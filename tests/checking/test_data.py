@@ -1,0 +1,276 @@
+"""What is wrong with the data that the ranks of a script read."""
+
+import re
+
+import pytest
+
+from tests.checking.planted import BASE, check, codes, line_of, planted
+
+SAMPLER = "    sampler = DistributedSampler(train_set, shuffle=True, seed=0)\n"
+LOADER = "    train_loader = DataLoader(train_set, batch_size=8, sampler=sampler)\n"
+SET_EPOCH = "        sampler.set_epoch(epoch)\n"
+TRAIN_SET = "    train_set = TensorDataset(x[:64], (x[:64].sum(1) > 0).long())\n"
+LOOP = "for inputs, labels in train_loader"
+
+DATA_SET = """
+
+class Images(torch.utils.data.Dataset):
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        noise = np.random.randn(8).astype("float32") * 0.01
+        return self.x[index] + torch.from_numpy(noise), (self.x[index].sum() > 0).long()
+
+
+def seed(worker):
+    np.random.seed(0)
+
+
+def main():
+"""
+STREAM = """
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, x):
+        self.x = x
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        step = dist.get_world_size() * (worker.num_workers if worker else 1)
+        first = dist.get_rank() + dist.get_world_size() * (worker.id if worker else 0)
+        for row in self.x[first::step]:
+            yield row, (row.sum() > 0).long()
+
+
+def main():
+"""
+MAIN = "\n\ndef main():\n"
+AUGMENTED = planted(
+    ("import torch\n", "import numpy as np\nimport torch\n"),
+    (MAIN, DATA_SET),
+    (TRAIN_SET, "    train_set = Images(x[:64])\n"),
+    ("    torch.manual_seed(0)\n", "    torch.manual_seed(0)\n    np.random.seed(rank)\n"),
+)
+STREAMED = planted(
+    (MAIN, STREAM),
+    (TRAIN_SET, "    train_set = Stream(x[:64])\n"),
+    (SAMPLER, ""),
+    (LOADER, "    train_loader = DataLoader(train_set, batch_size=8)\n"),
+    (SET_EPOCH, ""),
+)
+WORKERS = (
+    "train_set, batch_size=8, sampler=sampler",
+    "train_set, batch_size=8, sampler=sampler, num_workers=2",
+)
+
+
+def unsampled(loader: str, *more: tuple[str, str]) -> str:
+    return planted((SAMPLER, ""), (SET_EPOCH, ""), (LOADER, f"    {loader}\n"), *more)
+
+
+PLANTED = {
+    "one loader for all": (
+        "SS101",
+        unsampled("train_loader = DataLoader(train_set, batch_size=8, shuffle=True)"),
+        "train_loader = ",
+        "same 64 samples",
+    ),
+    "the same copy on each rank": (
+        "SS101",
+        unsampled(
+            "train_loader = DataLoader(train_set, batch_size=8, shuffle=True)",
+            (TRAIN_SET, TRAIN_SET + "    train_set.name = f'copy {rank}'\n"),
+        ),
+        "train_loader = ",
+        "same 64 samples",
+    ),
+    "no loader and one seed": (
+        "SS101",
+        planted(
+            (
+                f"        {LOOP}:\n",
+                "        for _ in range(4):\n"
+                "            inputs = torch.randn(8, 8)\n"
+                "            labels = (inputs.sum(1) > 0).long()\n",
+            ),
+            ("best = 0.0\n", "best = 0.0\n    torch.manual_seed(0)\n"),
+        ),
+        "loss = loss_of",
+        "same 8 samples",
+    ),
+    "shares by subset": (
+        "SS102",
+        unsampled(
+            "train_loader = DataLoader(train_set, batch_size=8, shuffle=True)",
+            (
+                TRAIN_SET,
+                TRAIN_SET + "    part = range(rank * 16, rank * 16 + 48)\n"
+                "    train_set = torch.utils.data.Subset(train_set, part)\n",
+            ),
+        ),
+        "train_loader = ",
+        "both read 32 of their 48",
+    ),
+    "shares by slice": (
+        "SS102",
+        unsampled(
+            "train_loader = DataLoader(train_set, batch_size=8, shuffle=True)",
+            (TRAIN_SET, "    x = x[rank * 16 :]\n" + TRAIN_SET.replace("64", "48")),
+        ),
+        "train_loader = ",
+        "both read 32 of their 48",
+    ),
+    "no set_epoch": ("SS103", planted((SET_EPOCH, "")), LOOP, "epoch was 0 and 0"),
+    "no shuffling": (
+        "SS104",
+        planted(("train_set, shuffle=True", "train_set, shuffle=False")),
+        "train_set, shuffle=False",
+        "0, 2, 4, 6",
+    ),
+    "a stream for all ranks": (
+        "SS105",
+        planted(("first = dist.get_rank()", "first = 0"), base=STREAMED),
+        "def __iter__",
+        "of the first",
+    ),
+    "a stream for all workers": (
+        "SS106",
+        planted(
+            ("* (worker.id if worker else 0)", "* 0"),
+            ("(train_set, batch_size=8)", "(train_set, batch_size=8, num_workers=2)"),
+            base=STREAMED,
+        ),
+        "def __iter__",
+        "all 2 workers",
+    ),
+    "a padded evaluation": (
+        "SS107",
+        planted(("TensorDataset(x[64:], (x[64:]", "TensorDataset(x[63:], (x[63:]")),
+        "val_sampler = ",
+        "33 samples were evaluated 34 times",
+    ),
+    "workers with one seed": (
+        "SS108",
+        planted((WORKERS[0], WORKERS[1] + ", worker_init_fn=seed"), base=AUGMENTED),
+        "train_loader = ",
+        "2 workers of rank 0",
+    ),
+    "ranks with one seed": (
+        "SS109",
+        planted(("np.random.seed(rank)", "np.random.seed(0)"), base=AUGMENTED),
+        "train_loader = ",
+        "same state of numpy",
+    ),
+    "a sampler seeded by rank": (
+        "SS110",
+        planted(("shuffle=True, seed=0", "shuffle=True, seed=rank")),
+        "seed=rank",
+        "rank 1 has seed 1",
+    ),
+    "uneven shares": (
+        "SS602",
+        unsampled(
+            "train_loader = DataLoader(train_set, batch_size=1, shuffle=True)",
+            (
+                TRAIN_SET,
+                TRAIN_SET + "    part = range(0, 33) if rank else range(33, 64)\n"
+                "    train_set = torch.utils.data.Subset(train_set, part)\n",
+            ),
+        ),
+        LOOP,
+        "after batch 31 rank 0 leaves",
+    ),
+    "one batch for ever": (
+        "SS711",
+        planted(
+            (
+                f"        {LOOP}:\n",
+                "        for _ in range(4):\n            inputs, labels = batch\n",
+            ),
+            ("    best = 0.0\n", "    best = 0.0\n    batch = next(iter(train_loader))\n"),
+        ),
+        "batch = next",
+        "forward passes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_mistake_with_the_data_is_found_at_its_line(tmp_path, name):
+    code, text, line, number = PLANTED[name]
+    report = check(tmp_path, text)
+    (found,) = (f for f in report.findings if f.code == code)
+    assert number in found.evidence
+    assert found.line == line_of(text, line)
+    assert codes(report) == {code}
+    assert report.exit_code == (found.severity != "advice")
+
+
+EPOCHS = """\
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+
+class Endless(torch.utils.data.Sampler):
+    def __iter__(self):
+        while True:
+            yield from range(100)
+
+
+class Count(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from range(100)
+
+
+data = torch.arange(100.0)
+batches = BatchSampler(SequentialSampler(data), 5, drop_last=False)
+loaders = {
+    "plain": DataLoader(data, batch_size=2),
+    "workers": DataLoader(data, batch_size=2, num_workers=2),
+    "persistent": DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True),
+    "batches": DataLoader(data, batch_sampler=batches),
+    "unbatched": DataLoader(data, batch_size=None),
+    "short": DataLoader(data, batch_size=25),
+    "stream": DataLoader(Count(), batch_size=2),
+    "two streams": DataLoader(Count(), batch_size=2, num_workers=2, persistent_workers=True),
+}
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+for name, loader in loaders.items():
+    for epoch in range(3):
+        firsts = []
+        for batch in loader:
+            firsts.append(int(batch.flatten()[0]))
+            optimizer.zero_grad()
+            model(batch.float().reshape(-1, 1)).mean().backward()
+            optimizer.step()
+        print(name, epoch, *firsts)
+counted = iter(loaders["plain"])
+for epoch in range(4):
+    iterator = iter(loaders["plain"])
+    print("counted", epoch, *(int(next(iterator)[0]) for _ in range(len(loaders["plain"]))))
+endless = iter(DataLoader(data, batch_size=2, sampler=Endless()))
+print("endless", 0, *(int(next(endless)[0]) for _ in range(60)))
+"""
+
+
+def test_an_epoch_is_its_first_batches_and_its_last_and_later_ones_are_one_batch(tmp_path):
+    report = check(tmp_path, EPOCHS, nproc=1)
+    read: dict[str, list[list[int]]] = {}
+    for line in report.output[0].splitlines():
+        name, numbers = re.fullmatch(r"(\D+) \d ([\d ]+)", line).groups()
+        read.setdefault(name, []).append([int(number) for number in numbers.split()])
+    plain = [*range(0, 20, 2), 98]
+    for name in ("plain", "workers", "persistent"):
+        assert read[name] == [plain, plain, [0]]
+    assert read["batches"] == [[*range(0, 50, 5), 95]] * 2 + [[0]]
+    assert read["unbatched"] == [[*range(10), 99]] * 2 + [[0]]
+    assert read["short"] == [[0, 25, 50, 75]] * 2 + [[0]]
+    assert read["stream"] == [plain[:-1]] * 2 + [[0]]
+    assert [len(epoch) for epoch in read["two streams"]] == [10, 10, 1]
+    assert read["counted"] == [plain] * 4  # who counts batches asks for no more than there are
+    assert read["endless"] == [[*range(0, 100, 2), *range(0, 20, 2)]]

@@ -1,0 +1,208 @@
+"""What several ranks do to files, and what a checkpoint is made of and loaded with."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.checking.planted import check, line_of, planted
+
+IMPORTS = ("import os\n", "import logging\nimport os\nimport shutil\nimport sys\n")
+# What the script does once it has trained; each line with a mistake names it.
+END = "    dist.destroy_process_group()\n"
+
+
+def found_at(report, text):
+    """Return the codes that were found at each line with a comment that names codes."""
+    named = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if "# SS" in line:
+            named[number] = set(line.rpartition("# ")[2].split())
+    found = {}
+    for finding in report.findings:
+        if finding.file == "train.py":
+            found.setdefault(finding.line, set()).add(finding.code)
+    return found, named
+
+
+def at_the_end(lines, *changes):
+    body = "".join(f"    {line}\n" for line in lines.strip("\n").splitlines())
+    return planted(IMPORTS, (END, body + END), *changes)
+
+
+def evidence(report, code):
+    return next(finding.evidence for finding in report.findings if finding.code == code)
+
+
+def test_files_that_several_ranks_write_and_checkpoints_of_the_wrong_rank_are_found(tmp_path):
+    text = at_the_end("""
+torch.save(model.module.state_dict(), "all.pt")  # SS501
+with open("all.txt", "w") as file:  # SS501
+    file.write("x")
+open("rows.csv", "a").close()  # SS501
+if rank == 1:
+    torch.save(model.module.state_dict(), "one.pt")  # SS502
+if rank == 0:
+    torch.save({"model": model.state_dict()}, "wrapped.pt")  # SS503
+""")
+    report = check(tmp_path, text)
+    found, named = found_at(report, text)
+    wrapped = line_of(text, "# SS503")
+    # The rule waits for a model that is seen to be wrapped.
+    assert {line: found.get(line) for line in named if line != wrapped} == {
+        line: codes for line, codes in named.items() if line != wrapped
+    }
+    assert report.exit_code == 1
+    first = next(finding for finding in report.findings if finding.code == "SS501")
+    assert "ranks 0 and 1" in first.evidence
+    assert "all.pt" in first.evidence
+    assert first.remedy.splitlines()[1] == "+ if dist.get_rank() == 0:"
+    assert "4 tensors" in evidence(report, "SS502")
+
+
+def test_checkpoints_that_go_back_to_one_gpu_or_may_run_code_are_found(tmp_path):
+    text = at_the_end(
+        """
+state = torch.load("best.pt")  # SS504
+other = torch.load("given.pt", weights_only=False, map_location="cpu")  # SS505
+again = torch.load("best.pt", map_location="cpu", weights_only=False)
+if rank == 0:
+    alone = torch.load("best.pt")
+""",
+        (
+            "    rank = dist.get_rank()\n",
+            "    rank = dist.get_rank()\n    torch.cuda.is_available()\n",
+        ),
+    )
+    (tmp_path / "project").mkdir()
+    import torch
+
+    torch.save({"layer.weight": torch.zeros(1)}, tmp_path / "project" / "given.pt")
+    report = check(tmp_path, text)
+    found, named = found_at(report, text)
+    assert found == named
+    remedies = {finding.code: finding.remedy for finding in report.findings}
+    assert '+ state = torch.load("best.pt", map_location="cpu")' in remedies["SS504"]
+    assert "weights_only=True" in remedies["SS505"]
+    assert {finding.severity for finding in report.findings} == {"warning"}
+
+
+@pytest.fixture
+def address():
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "1")
+            self.end_headers()
+            self.wfile.write(b"x")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/data"
+        server.shutdown()
+        thread.join()
+
+
+FAKES = {
+    "wandb.py": "def init(**settings): ...\n",
+    "torchvision/__init__.py": "",
+    "torchvision/datasets.py": (
+        "class MNIST:\n"
+        "    def __init__(self, root, download=False):\n"
+        "        if download:\n"
+        "            self.download()\n"
+        "    def download(self): ...\n"
+    ),
+}
+
+
+def with_fakes(folder):
+    for name, text in FAKES.items():
+        path = folder / "project" / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+
+
+def test_downloads_trackers_and_bars_of_every_rank_are_found(tmp_path, address):
+    with_fakes(tmp_path)
+    text = at_the_end(f"""
+import urllib.request
+import wandb
+from rich.progress import Progress
+from torch.utils.tensorboard import SummaryWriter
+from torchvision.datasets import MNIST
+from tqdm import tqdm
+urllib.request.urlopen("{address}").close()  # SS506
+MNIST("data", download=True)
+wandb.init(project="p")  # SS507
+SummaryWriter("runs").close()  # SS507
+for _ in tqdm(range(3)):  # SS508
+    pass
+Progress()  # SS508
+""")
+    report = check(tmp_path, text)
+    found, named = found_at(report, text)
+    assert found == named
+    by_line = {finding.line: finding for finding in report.findings}
+    assert "/data" in by_line[line_of(text, "urlopen(")].evidence
+    # The fake is the user's own code; what its data set would fetch is there already.
+    there = next(finding for finding in report.findings if finding.file != "train.py")
+    assert (there.code, there.severity) == ("SS506", "advice")
+    assert "MNIST.download" in there.evidence
+    bar = by_line[line_of(text, "in tqdm(")]
+    assert "+ for _ in tqdm(range(3), disable=dist.get_rank() != 0):" in bar.remedy
+
+
+def test_what_ranks_do_rightly_with_files_is_no_finding(tmp_path, address):
+    with_fakes(tmp_path)
+    text = at_the_end(f"""
+import tempfile
+import numpy as np
+import urllib.request
+import wandb
+from torch.utils.tensorboard import SummaryWriter
+from torchvision.datasets import MNIST
+from tqdm import tqdm
+torch.save(model.module.state_dict(), f"part-{{rank}}.pt")
+torch.save(model.module.state_dict(), f"new-{{rank}}.pt")
+if rank == 0:
+    os.replace("new-0.pt", "new.pt")
+    with open("log.txt", "w") as file:
+        file.write("x")
+    np.save("shared.npy", np.zeros(4))
+dist.barrier()
+part = np.load("shared.npy", mmap_mode="r+")
+part[rank] = 1
+for turn in range(2):
+    if turn == rank:
+        open("rows.csv", "a").close()
+    dist.barrier()
+logging.getLogger("own").addHandler(logging.FileHandler("own.log"))
+with tempfile.NamedTemporaryFile("w") as file:
+    file.write("x")
+open(os.devnull, "w").close()
+os.makedirs("out", exist_ok=True)
+if rank == 0:
+    urllib.request.urlopen("{address}").close()
+    MNIST("data", download=True)
+    wandb.init(project="p")
+dist.barrier()
+if rank != 0:
+    MNIST("data", download=True)
+wandb.init(project="p", group="ranks")
+SummaryWriter(f"runs/{{rank}}").close()
+for _ in tqdm(range(3), disable=rank != 0):
+    pass
+for _ in tqdm(range(3), position=rank):
+    pass
+torch.load("new.pt", map_location="cpu")
+torch.load("new.pt", map_location="cpu", weights_only=False)
+logging.shutdown()
+""")
+    report = check(tmp_path, text)
+    assert report.findings == []
+    assert report.exit_code == 0

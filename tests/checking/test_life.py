@@ -1,0 +1,196 @@
+"""How ranks live: their numbers, the order of their collectives, how they end."""
+
+from tests.checking.planted import BASE, check, codes, line_of, planted
+
+REDUCE = "        dist.all_reduce(counts)\n"
+INIT = '    dist.init_process_group("gloo")\n'
+MAIN = 'if __name__ == "__main__":\n    main()\n'
+DESTROY = "    dist.destroy_process_group()\n"
+
+
+def only(report, code):
+    (found,) = (finding for finding in report.findings if finding.code == code)
+    return found
+
+
+def test_a_collective_that_means_something_else_on_one_rank_is_found_with_both_lines(tmp_path):
+    text = planted(
+        (
+            REDUCE,
+            """\
+        if rank == 0:
+            dist.all_reduce(counts)  # rank 0's
+        else:
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+""",
+        )
+    )
+    report = check(tmp_path, text)
+    found = only(report, "SS601")
+    assert codes(report) == {"SS601"}
+    assert found.line == line_of(text, "ReduceOp.MAX")
+    assert f"train.py:{line_of(text, 'rank 0' + chr(39) + 's')}" in found.evidence
+    assert "all_reduce(float32[2], SUM)" in found.evidence
+    assert "all_reduce(float32[2], MAX)" in found.evidence
+    assert found.evidence.startswith("collective 1:")
+
+
+def test_collectives_in_another_order_are_found_although_the_script_hangs(tmp_path):
+    text = planted(
+        (
+            REDUCE,
+            """\
+        other = torch.zeros(3)
+        if rank == 0:
+            dist.all_reduce(counts)
+            dist.all_reduce(other)  # second
+        else:
+            dist.all_reduce(other)  # first
+            dist.all_reduce(counts)  # last
+""",
+        )
+    )
+    report = check(tmp_path, text, seconds=2)
+    found = only(report, "SS601")
+    assert found.line == line_of(text, "# first")
+    assert "float32[2]" in found.evidence
+    assert "float32[3]" in found.evidence
+
+
+def test_a_group_that_is_never_destroyed_is_advice(tmp_path):
+    text = planted((DESTROY, ""))
+    report = check(tmp_path, text)
+    assert codes(report) == {"SS603"}
+    assert only(report, "SS603").line == line_of(text, "init_process_group")
+    assert report.exit_code == 0
+
+
+def test_ranks_that_take_themselves_for_others_are_found(tmp_path):
+    text = planted(
+        (
+            INIT,
+            """\
+    rank = int(os.environ.get("SLURM_PROCID", 0))
+    world_size = int(os.environ.get("SLURM_NTASKS", 1))
+    place = f"file://{os.getcwd()}/{os.getpid()}"
+    dist.init_process_group("gloo", place, rank=rank, world_size=world_size)
+""",
+        )
+    )
+    report = check(tmp_path, text)
+    found = only(report, "SS604")
+    assert found.line == line_of(text, "SLURM_PROCID")
+    assert "process 1: rank 0 of 1" in found.evidence
+    assert "SLURM_PROCID" in found.evidence
+    assert found.severity == "error"
+
+
+def test_a_failure_that_is_printed_and_forgotten_is_found_by_its_exit_code(tmp_path):
+    text = planted(
+        (
+            "            optimizer.step()\n",
+            """\
+            optimizer.step()
+            if rank == 1 and epoch == 1:
+                raise ValueError("a bad sample")
+""",
+        ),
+        (
+            MAIN,
+            """\
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception as error:
+        print("failed:", error)
+""",
+        ),
+    )
+    report = check(tmp_path, text, seconds=10)
+    found = only(report, "SS605")
+    assert found.line == line_of(text, "raise ValueError")
+    assert found.evidence.startswith("rank 1 ended with exit code 0 after ValueError")
+    assert "(a bad sample) in step 6" in found.evidence
+
+
+def test_collectives_numbers_and_exceptions_that_are_right_are_no_finding(tmp_path):
+    text = planted(
+        (
+            INIT,
+            """\
+    variable = "SLURM_PROCID" if "SLURM_PROCID" in os.environ else "RANK"
+    rank = int(os.environ[variable])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+""",
+        ),
+        (
+            REDUCE,
+            """\
+        dist.all_reduce(counts)
+        for source in range(2):
+            if source == rank:
+                dist.broadcast(counts, source)
+            else:
+                dist.broadcast(torch.zeros(2), source)
+        gathered = [torch.zeros(2), torch.zeros(2)] if rank == 0 else None
+        dist.gather(counts, gathered)
+        dist.all_gather_object([None, None], 'x' * (rank * 99))
+        dist.all_reduce(torch.zeros(1 + rank), group=alone)
+        sent = torch.zeros(3)
+        parts = [1 + rank] * 2, [1, 2]
+        dist.all_to_all_single(torch.zeros(2 + 2 * rank), sent, *parts)
+        try:
+            if epoch == 1:
+                model(torch.zeros(1, 99))
+        except RuntimeError as error:
+            print("does without", error)
+""",
+        ),
+        (
+            DESTROY,
+            """\
+    dist.destroy_process_group()
+    try:
+        open('missing.txt')
+    except OSError as error:
+        print(error)
+    try:
+        {}['name']
+    except KeyError as error:
+        print(error)
+        exit(0)
+""",
+        ),
+    )
+    report = check(tmp_path, text)
+    assert report.findings == []
+
+
+def test_early_stopping_by_an_exception_is_no_failure(tmp_path):
+    text = planted(
+        (
+            "        scheduler.step()\n",
+            "        scheduler.step()\n        if epoch == 1:\n            raise Enough\n",
+        ),
+        (
+            MAIN,
+            """\
+class Enough(Exception):
+    pass
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Enough as error:
+        print(error)
+        dist.destroy_process_group()
+""",
+        ),
+    )
+    assert check(tmp_path, text).findings == []
+
+
+def test_the_script_without_a_mistake_is_silent_about_its_life(tmp_path):
+    assert not codes(check(tmp_path, BASE)) & {"SS601", "SS603", "SS604", "SS605"}
