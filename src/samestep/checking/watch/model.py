@@ -3,10 +3,11 @@
 | event | when | facts |
 |---|---|---|
 | wrap | DDP or FSDP wraps a model | wrapper, model, model_id, parameters, own, and DDP's settings |
-| forward | the outermost call of a module | model_id of what is inside all wrappers, n, rows |
+| forward | the outermost call of a module | model_id inside all wrappers, n, rows, modal |
 | criterion | the outermost call of a loss | name, n, reduction, value |
 | backward | before it | loss, sync, requires_grad, unused: what the loss leaves out, by model_id |
 
+`modal` is how many layers are in training mode, and how many do something else in it.
 What `weights.py` notes of optimizers and weights begins here, too. Keys that are ids are text once
 they are read from a file.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -149,6 +151,7 @@ class ModelWatch:
                 if tensor is not None and self._counts[number] <= _ROWS_OF
                 else []
             )
+        modal = [one.training for one in part.modules() if _depends_on_mode(one)]
         self._recorder.note(
             "forward",
             model=type(model).__name__,
