@@ -1,4 +1,4 @@
-"""Rules about one process: does what is trained reach the model, and the model the file?"""
+"""Rules that one process can break too: what is trained, by which gradients, and what is saved."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from samestep.checking.events import Event, RankSeen, Seen
 from samestep.checking.findings import Found, NotSeen, rule
 
 _LEAST_STEPS = 2
-_SURE_STEPS = 3
+_FEW = 3  # steps
 _SKIPS = 8  # in a row; a scaler's first guess may be wrong by some powers of 2
 
 
-def _astray(rank: RankSeen) -> Iterator[tuple[Event, str, dict[str, list[int]], int]]:
+def _astray(rank: RankSeen) -> Iterator[tuple[Event, Event, dict[str, list[int]], int]]:
     """Yield the models with weights that get gradients, but that no optimizer holds or changes.
 
-    With the step, the class, the weights' shapes by name, and how many tensors of these shapes the
-    optimizer holds instead, without a gradient.
+    With the step, the weights' shapes by name, and how many tensors of these shapes the optimizer
+    holds instead, without a gradient.
     """
     steps = [event for event in rank.of("step") if event["grads"] or event.get("strangers")]
     models = {event["model_id"]: event for event in rank.of("model")}
@@ -29,13 +29,15 @@ def _astray(rank: RankSeen) -> Iterator[tuple[Event, str, dict[str, list[int]], 
         dead = Counter(tuple(shape) for shape, alive in found[0]["strangers"] if not alive)
         instead = (Counter(map(tuple, shapes.values())) & dead).total()
         if names:
-            yield found[0], model["model"], shapes, instead
+            yield found[0], model, shapes, instead
 
 
-def _changed(rank: RankSeen, model_id: int) -> set[str]:
-    """Return the weights that are not always the same."""
-    seen = [event["parameters"] for event in rank.of("weights") if event["model_id"] == model_id]
-    return {name for name in seen[0] if len({each.get(name) for each in seen}) > 1}
+def _changed(rank: RankSeen, model_id: int, kind: str = "weights") -> set[str]:
+    """Return the weights that are not always the same as before the first step."""
+    own = [e for e in rank.of("weights", kind) if e["model_id"] == model_id]
+    start = own[0]["parameters"]
+    later = [event["parameters"] for event in own[1:] if event.kind == kind]
+    return {name for name in start if any(one.get(name) != start[name] for one in later)}
 
 
 def _made(rank: RankSeen, step: Event) -> str:
@@ -48,12 +50,14 @@ def _listed(names: Any) -> str:
     return ", ".join([*names][:3]) + (" …" if len([*names]) > 3 else "")
 
 
-def _unheld(seen: Seen, *, instead: bool) -> Iterator[tuple[RankSeen, Event, str, dict[str, Any]]]:
+def _unheld(
+    seen: Seen, *, instead: bool
+) -> Iterator[tuple[RankSeen, Event, Event, dict[str, Any]]]:
     """Yield what is astray on the first rank that has such, with or without other tensors."""
     for rank in seen.ranks:
         found = [one for one in _astray(rank) if bool(one[3]) == instead]
-        for step, name, shapes, _ in found:
-            yield rank, step, name, shapes
+        for step, model, shapes, _ in found:
+            yield rank, step, model, shapes
         if found:
             return
 
@@ -61,22 +65,22 @@ def _unheld(seen: Seen, *, instead: bool) -> Iterator[tuple[RankSeen, Event, str
 @rule(
     "SS701",
     "error",
-    "no optimizer holds parameters that get gradients",
+    "No optimizer holds parameters that get gradients",
     "They keep the values with which they were made, however long the training is.",
     least_ranks=1,
 )
 def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
     """Gradients other than zero, in no optimizer that was ever made, and never changed."""
-    for rank, step, name, shapes in _unheld(seen, instead=False):
-        of = next(e for e in rank.of("model") if e["model"] == name)
-        forwards = [e for e in rank.of("forward") if e["model"] == name and e["grad"]]
-        whole = len(shapes) == len(of["shapes"])
+    for rank, step, model, shapes in _unheld(seen, instead=False):
+        forwards = [e for e in rank.of("forward") if e["model_id"] == model["model_id"]]
+        whole = not any(model["model_id"] in event["models"] for event in rank.of("step"))
         if whole and not any(event["training"] for event in forwards):
             continue  # a frozen part of a loss, for instance
         yield Found(
             _made(rank, step),
-            f"{len(shapes)} of {len(of['shapes'])} parameters of {name} get gradients but no "
-            f"optimizer holds them: {_listed(shapes)}. They are unchanged after {rank.steps} steps.",
+            f"{len(shapes)} of {len(model['shapes'])} parameters of {model['model']} get gradients "
+            f"but no optimizer holds them: {_listed(shapes)}. They are the same after "
+            f"{rank.steps} steps.",
             "Give them to the optimizer, or freeze them with requires_grad_(False).",
             severity="warning" if whole else None,
         )
@@ -85,18 +89,18 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS306",
     "error",
-    "the optimizer was made before the model was moved or wrapped",
-    "It updates the tensors that the model had then; those that the model has now stay as they are.",
+    "The optimizer was made before the model was moved or wrapped",
+    "It updates the tensors that the model had then; those that it has now stay as they are.",
     least_ranks=1,
 )
 def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
     """The same parts of the same model have other tensors than when the optimizer was made."""
-    for rank, step, name, shapes in _unheld(seen, instead=True):
+    for rank, step, model, shapes in _unheld(seen, instead=True):
         if moved := step.get("tensors_replaced"):
             yield Found(
                 _made(rank, step),
                 f"{len(moved)} tensors that {step['optimizer']} holds are no longer those of "
-                f"{name}: since it was made, {_listed(moved)} became other tensors. "
+                f"{model['model']}: since it was made, {_listed(moved)} became other tensors. "
                 f"{len(shapes)} parameters are unchanged after {rank.steps} steps.",
                 "Make the optimizer after the model is moved, converted, loaded and wrapped.",
             )
@@ -105,19 +109,19 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS702",
     "error",
-    "the optimizer holds the tensors of another model",
+    "The optimizer holds the tensors of another model",
     "It updates tensors that no forward pass uses, and the model stays as it is.",
     least_ranks=1,
 )
 def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
     """Tensors of the same shapes as the model's, which never get a gradient."""
-    for rank, step, name, shapes in _unheld(seen, instead=True):
+    for rank, step, model, shapes in _unheld(seen, instead=True):
         if not step.get("tensors_replaced"):
             yield Found(
                 _made(rank, step),
-                f"{step['optimizer']} holds {len(step['strangers'])} tensors that are in no model "
-                f"that is called; {len(shapes)} parameters of {name} ({_listed(shapes)}) of the "
-                f"same shapes get gradients and are unchanged after {rank.steps} steps.",
+                f"{step['optimizer']} holds {len(step['strangers'])} tensors of no model that is "
+                f"called; {len(shapes)} parameters of {model['model']} of the same shapes "
+                f"({_listed(shapes)}) get gradients and are unchanged after {rank.steps} steps.",
                 "Make the optimizer from the parameters of the model that is trained, once that "
                 "is complete.",
             )
@@ -126,7 +130,7 @@ def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS703",
     "warning",
-    "parameters never change, although they have gradients and an optimizer",
+    "Parameters never change, although they have gradients and an optimizer",
     "Something undoes the updates, or they are too small for the number format.",
     least_ranks=1,
 )
@@ -136,18 +140,19 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
         found = False
         for model in rank.of("model"):
             steps = [e for e in rank.of("step") if model["model_id"] in e["models"] and e["grads"]]
-            changed = _changed(rank, model["model_id"])
+            kept = [e for e in rank.of("kept") if e["model_id"] == model["model_id"]]
+            changed = _changed(rank, model["model_id"], "kept")
             # Of a vector all values may be 1, to which a small update adds nothing yet.
             names = [
                 name
                 for name, shape in model["shapes"].items()
                 if len(shape) > 1
                 and name not in changed
-                and len(steps) >= _SURE_STEPS
+                and min(len(steps), len(kept) + 1) >= _FEW
                 and all(e["grads"].get(name) and name not in e["still"] for e in steps)
             ]
             idle = [e for e in steps if len(e["still"]) == len(e["grads"])]
-            if names or (len(idle) == len(steps) >= _SURE_STEPS):
+            if names or (len(idle) == len(steps) >= _FEW):
                 found = True
                 yield Found(
                     steps[0].where,
@@ -167,20 +172,24 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS712",
     "error",
-    "the saved weights are not those that were trained",
+    "The saved weights are not those that were trained",
     "The file has the weights of the beginning: the training is lost.",
     least_ranks=1,
 )
 def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
     """A module that still has the weights of the beginning is saved, the trained one never."""
-    saved = seen.any("saved")
-    fresh = {event["model"] for event in saved if event["fresh"]}
-    wrong = [e for e in saved if e["stale"] and e["live"] and e["model"] not in fresh]
+    saved = [(rank.rank, event) for rank in seen.ranks for event in rank.of("saved")]
+    fresh = {(rank, event["model_id"]) for rank, event in saved if event["fresh"]}
+    wrong = [
+        event
+        for rank, event in saved
+        if event["stale"] and event["live"] and (rank, event["model_id"]) not in fresh
+    ]
     if wrong:
         yield Found(
             wrong[0].where,
-            f"After {wrong[0].step} steps {len(wrong)} saves have the weights with which "
-            f"{wrong[0]['model']} began, and none has those that it was trained to.",
+            f"After {wrong[0].step} steps {wrong[0]['model']} is saved as it began, and in "
+            f"{len(wrong)} saves never as it was trained.",
             "Save the state_dict of the model that the optimizer trains.",
         )
     elif not saved:
@@ -198,7 +207,7 @@ def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for gradients of the last step that the next backward pass adds to."""
     for optimizer, (rank, steps) in _by_optimizer(seen).items():
         left = [event for event in steps if event["left"]]
-        if len(left) < _SURE_STEPS or 3 * len(left) < 2 * (len(steps) - 1):
+        if len(left) < _FEW or 3 * len(left) < 2 * (len(steps) - 1):
             continue
         backward = _backward_before(rank, left[0])
         yield Found(
@@ -220,7 +229,7 @@ def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for `zero_grad` as the last thing before a step."""
     for optimizer, (_, steps) in _by_optimizer(seen).items():
         lost = [event for event in steps if event["cleared"]]
-        if len(lost) >= _SURE_STEPS and 2 * len(lost) > len(steps):
+        if len(lost) >= _FEW and 2 * len(lost) > len(steps):
             where = lost[0]["cleared"]
             yield Found(
                 where,
@@ -245,11 +254,7 @@ def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
         empty = [event for event in steps if event["missing"] == event["tensors"]]
         clears = any(event["cleared"] for event in steps)
         forward = any(event["grad"] for event in rank.of("forward"))
-        if (
-            len(cut) == len(reach) >= _SURE_STEPS <= len(empty) == len(steps)
-            and forward
-            and not clears
-        ):
+        if len(cut) == len(reach) >= _FEW <= len(empty) == len(steps) and forward and not clears:
             yield Found(
                 reach[0].where,
                 f"none of the {steps[0]['tensors']} tensors of {optimizer} had a gradient in "

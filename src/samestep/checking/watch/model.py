@@ -159,6 +159,7 @@ class ModelWatch:
             wrapped=kind is not None,
             inner=kind is None and any(self._wrapper_of(one) for one in part.modules()),
             training=part.training,
+            modal=[sum(modal), len(modal)],
             grad=grad,
             n=_length(tensor),
             rows=rows,
@@ -263,6 +264,13 @@ def _peeled(module: nn.Module) -> tuple[nn.Module, str | None, nn.Module | None]
         if not isinstance(inside, nn.Module):
             return module, kind, wrapper
         module = inside
+
+
+def _depends_on_mode(part: nn.Module) -> bool:
+    """Whether a layer does something else in training than in evaluation."""
+    if isinstance(part, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - there is no public name
+        return part.p > 0
+    return isinstance(part, _NormBase) and part.track_running_stats
 
 
 def _first_tensor(tree: Any) -> Tensor | None:
