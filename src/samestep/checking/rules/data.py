@@ -141,7 +141,7 @@ def _made(readings: list[_Reading]) -> str:
 @rule(
     "SS101",
     "error",
-    "All ranks train the same samples",
+    "all ranks train the same samples",
     "Every sample counts once per rank: more ranks do the same work again instead of more of it.",
 )
 def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -202,7 +202,7 @@ def _with_sampler(line: str) -> str:
 @rule(
     "SS102",
     "error",
-    "The ranks' shares overlap",
+    "the ranks' shares overlap",
     "Samples that several ranks read count more than the others in every epoch.",
 )
 def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -264,7 +264,7 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS104",
     "warning",
-    "Nothing is shuffled",
+    "nothing is shuffled",
     "Neighbours in the data set, often of one class, always share a batch.",
     least_ranks=1,
 )
@@ -297,7 +297,7 @@ def nothing_is_shuffled(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS105",
     "error",
-    "A stream is not split over the ranks",
+    "a stream is not split over the ranks",
     "An IterableDataset has no sampler: each rank reads all of it unless it skips by itself.",
 )
 def stream_is_not_split_over_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -317,7 +317,7 @@ def stream_is_not_split_over_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS106",
     "error",
-    "A stream is not split over loader workers",
+    "a stream is not split over loader workers",
     "Each worker has a copy of the IterableDataset and reads all of it: every sample comes again.",
     least_ranks=1,
 )
@@ -340,7 +340,7 @@ def stream_is_not_split_over_workers(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS107",
     "warning",
-    "Padding duplicates are counted in evaluation",
+    "padding duplicates are counted in evaluation",
     "The sampler repeats samples to give all ranks equally many, and the metric counts them twice.",
 )
 def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -389,7 +389,7 @@ def _alike_in_workers(reading: _Reading) -> list[str]:
 @rule(
     "SS108",
     "warning",
-    "Loader workers draw the same random numbers",
+    "loader workers draw the same random numbers",
     "Samples that are read side by side are augmented in the same way, so that there is less of it.",
     least_ranks=1,
 )
@@ -407,7 +407,7 @@ def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS109",
     "warning",
-    "All ranks draw the same random numbers",
+    "all ranks draw the same random numbers",
     "The ranks' samples are augmented in the same way, so that there is less of it.",
 )
 def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -431,7 +431,7 @@ def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS110",
     "error",
-    "Ranks shuffle differently under a DistributedSampler",
+    "ranks shuffle differently under a DistributedSampler",
     "Each rank takes its share of another order: some samples come twice, others never.",
 )
 def shuffled_differently(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -457,7 +457,7 @@ def shuffled_differently(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS602",
     "error",
-    "The ranks have uneven numbers of batches",
+    "the ranks have uneven numbers of batches",
     "A rank that is through leaves the others waiting for it in a collective, for ever.",
 )
 def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -499,7 +499,7 @@ def _meets(rank: RankSeen) -> bool:
 @rule(
     "SS711",
     "error",
-    "The same batch at every step",
+    "the same batch at every step",
     "The model is trained on one batch of the data set and never sees the rest.",
     least_ranks=1,
 )
