@@ -160,7 +160,7 @@ class _Watch:
             held.cleared = self._recorder.where()
         return value
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held = self._held.get(optimizer)
         if held is None:
             whole = _tensors(optimizer)
@@ -168,8 +168,8 @@ class _Watch:
                 sorted((p for p in whole if p.requires_grad), key=Tensor.numel)[:_SAMPLE]
             )
             held.backwards = 1
-        if not held.backwards:  # its closure makes them, or there are none
-            return
+        if not held.backwards or callable(kwargs.get("closure", args[1:] and args[1])):
+            return  # a closure makes them, or there are none
         with self._recorder.unwatched():
             tensors = _tensors(optimizer)
             missing = sum(tensor.grad is None for tensor in tensors)
