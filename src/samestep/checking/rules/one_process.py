@@ -22,7 +22,7 @@ def _astray(rank: RankSeen) -> Iterator[tuple[Event, Event, dict[str, list[int]]
     models = {event["model_id"]: event for event in rank.of("model")}
     for number, model in models.items():
         found = [e for e in steps if str(number) in e["unheld"]]
-        if len(found) < min(_LEAST_STEPS, rank.steps):
+        if not found or len(found) < min(_LEAST_STEPS, rank.steps):
             continue
         names = [n for n in found[0]["unheld"][str(number)] if n not in _changed(rank, number)]
         shapes = {n: found[0]["unheld"][str(number)][n] for n in names}
