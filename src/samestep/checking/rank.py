@@ -12,11 +12,11 @@ from samestep.checking.guard import guarding
 from samestep.checking.job import Job, read_job
 from samestep.checking.recorder import Recorder
 from samestep.checking.scratch import Scratch
+from samestep.checking.substitute import substituting
 from samestep.checking.watch import data, evaluation, files, life, model, parity, step
 from samestep.ranks.launch import detect_launch
 from samestep.script.hooks import Hooks
 from samestep.script.running import Done, ScriptFailed, run_script
-from samestep.stall.collectives import watch_collectives
 from samestep.training.phases import Phases
 
 _WATCHERS = (data, model, step, evaluation, files, life, parity)
@@ -50,9 +50,9 @@ def watch(job: Job, rank: int) -> Recorder:
     recorder = Recorder(Path(job.folder), rank, hooks, scratch)
     signal.signal(signal.SIGTERM, _end)
     _watching.enter_context(guarding(scratch, job.began))
+    _watching.enter_context(substituting(recorder, job))
     _watching.enter_context(hooks.installed())
     hooks.on_step = recorder.pulse.step
-    _watching.enter_context(watch_collectives(recorder.pulse))
     for watcher in _WATCHERS:
         _watching.enter_context(watcher.watching(recorder, job))
     return recorder

@@ -26,7 +26,7 @@ _MUCH = 0.1  # of samples that are told apart by their content
     "SS101",
     "error",
     "all ranks train the same samples",
-    "Every sample counts once per rank: more ranks repeat the same work instead of sharing it.",
+    "Every sample counts once per rank: more ranks do the same work again instead of more of it.",
 )
 def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     """Judge by the first pass over each loader; without one, by what the model was given."""
@@ -198,7 +198,7 @@ def stream_is_not_split_over_workers(seen: Seen) -> Iterator[Found | NotSeen]:
     "SS107",
     "warning",
     "padding duplicates are counted in evaluation",
-    "The sampler repeats samples so that all ranks have equally many, and the metric counts them.",
+    "The sampler repeats samples to give all ranks equally many, and the metric counts them twice.",
 )
 def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find repeated indices in an evaluation whose sums are then reduced over the ranks."""
@@ -241,7 +241,7 @@ def _met_after(rank: RankSeen, reading: Reading) -> set[str]:
     "SS108",
     "warning",
     "loader workers draw the same random numbers",
-    "Samples that are read side by side are augmented in the same way: there is less variety.",
+    "Samples that are read side by side are augmented in the same way, so that there is less of it.",
     least_ranks=1,
 )
 def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -257,7 +257,7 @@ def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     "SS109",
     "warning",
     "all ranks draw the same random numbers",
-    "The ranks' samples are augmented in the same way: there is less variety.",
+    "The ranks' samples are augmented in the same way, so that there is less of it.",
 )
 def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the random states with which the ranks drew for their first samples."""

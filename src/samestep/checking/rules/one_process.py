@@ -22,7 +22,7 @@ def _astray(rank: RankSeen) -> Iterator[tuple[Event, Event, dict[str, list[int]]
     models = {event["model_id"]: event for event in rank.of("model")}
     for number, model in models.items():
         found = [e for e in steps if str(number) in e["unheld"]]
-        if len(found) < min(_LEAST_STEPS, rank.steps):
+        if not found or len(found) < min(_LEAST_STEPS, rank.steps):
             continue
         names = [n for n in found[0]["unheld"][str(number)] if n not in _changed(rank, number)]
         shapes = {n: found[0]["unheld"][str(number)][n] for n in names}
@@ -65,7 +65,7 @@ def _unheld(
 @rule(
     "SS701",
     "error",
-    "No optimizer holds parameters that get gradients",
+    "no optimizer holds parameters that get gradients",
     "They keep the values with which they were made, however long the training is.",
     least_ranks=1,
 )
@@ -79,8 +79,8 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(
             _made(rank, step),
             f"{len(shapes)} of {len(model['shapes'])} parameters of {model['model']} get gradients "
-            f"but no optimizer holds them: {_listed(shapes)}. They are the same after "
-            f"{rank.steps} steps.",
+            f"but no optimizer holds them: {_listed(shapes)}; they are the same after "
+            f"{rank.steps} steps",
             "Give them to the optimizer, or freeze them with requires_grad_(False).",
             severity="warning" if whole else None,
         )
@@ -89,7 +89,7 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS306",
     "error",
-    "The optimizer was made before the model was moved or wrapped",
+    "the optimizer was made before the model was moved or wrapped",
     "It updates the tensors that the model had then; those that it has now stay as they are.",
     least_ranks=1,
 )
@@ -100,8 +100,8 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(
                 _made(rank, step),
                 f"{len(moved)} tensors that {step['optimizer']} holds are no longer those of "
-                f"{model['model']}: since it was made, {_listed(moved)} became other tensors. "
-                f"{len(shapes)} parameters are unchanged after {rank.steps} steps.",
+                f"{model['model']}: since it was made, {_listed(moved)} became other tensors; "
+                f"{len(shapes)} parameters are unchanged after {rank.steps} steps",
                 "Make the optimizer after the model is moved, converted, loaded and wrapped.",
             )
 
@@ -109,7 +109,7 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS702",
     "error",
-    "The optimizer holds the tensors of another model",
+    "the optimizer holds the tensors of another model",
     "It updates tensors that no forward pass uses, and the model stays as it is.",
     least_ranks=1,
 )
@@ -121,7 +121,7 @@ def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
                 _made(rank, step),
                 f"{step['optimizer']} holds {len(step['strangers'])} tensors of no model that is "
                 f"called; {len(shapes)} parameters of {model['model']} of the same shapes "
-                f"({_listed(shapes)}) get gradients and are unchanged after {rank.steps} steps.",
+                f"({_listed(shapes)}) get gradients and are unchanged after {rank.steps} steps",
                 "Make the optimizer from the parameters of the model that is trained, once that "
                 "is complete.",
             )
@@ -130,7 +130,7 @@ def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS703",
     "warning",
-    "Parameters never change, although they have gradients and an optimizer",
+    "parameters never change, although they have gradients and an optimizer",
     "Something undoes the updates, or they are too small for the number format.",
     least_ranks=1,
 )
@@ -158,9 +158,9 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                     steps[0].where,
                     f"{len(names)} of {len(model['shapes'])} parameters of {model['model']} have "
                     f"gradients in {len(steps)} steps and the same bits after step "
-                    f"{steps[-1].step}: {_listed(names)}."
+                    f"{steps[-1].step}: {_listed(names)}"
                     if names
-                    else f"The learning rate is 0 in all {len(steps)} steps looked at.",
+                    else f"the learning rate is 0 in all {len(steps)} steps looked at",
                     "Look for what writes weights back after the step."
                     if names
                     else "Let the schedule begin above 0, and step it once per optimizer step.",
@@ -172,7 +172,7 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS712",
     "error",
-    "The saved weights are not those that were trained",
+    "the saved weights are not those that were trained",
     "The file has the weights of the beginning: the training is lost.",
     least_ranks=1,
 )
@@ -188,8 +188,8 @@ def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
     if wrong:
         yield Found(
             wrong[0].where,
-            f"After {wrong[0].step} steps {wrong[0]['model']} is saved as it began, and in "
-            f"{len(wrong)} saves never as it was trained.",
+            f"after {wrong[0].step} steps {wrong[0]['model']} is saved as it began, and in "
+            f"{len(wrong)} saves never as it was trained",
             "Save the state_dict of the model that the optimizer trains.",
         )
     elif not saved:
@@ -199,7 +199,7 @@ def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS704",
     "error",
-    "Gradients add up from step to step",
+    "gradients add up from step to step",
     "Every step is taken with the sum of all gradients so far: the weights run away.",
     least_ranks=1,
 )
@@ -221,7 +221,7 @@ def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS705",
     "error",
-    "Gradients are zeroed between backward and step",
+    "gradients are zeroed between backward and step",
     "The optimizer steps without any gradient: nothing is learnt.",
     least_ranks=1,
 )
@@ -242,7 +242,7 @@ def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS708",
     "error",
-    "The loss is detached from the model",
+    "the loss is detached from the model",
     "The backward pass ends before it reaches the model's parameters: nothing is learnt.",
     least_ranks=1,
 )
@@ -268,7 +268,7 @@ def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS710",
     "error",
-    "The gradient scaler skips every step",
+    "the gradient scaler skips every step",
     "With infinite or NaN gradients the optimizer is never called: nothing is learnt.",
     least_ranks=1,
 )

@@ -6,6 +6,7 @@
 | optimizer | one is made | optimizer_id, held: how many tensors |
 | step | after it | grads before it, held, strangers: held tensors of no model, unheld |
 | weights | before the first step, after some | checksums of parameters and buffers, sharded |
+| kept | before some steps | the same, with what the script did to the weights since the last step |
 | saved | torch.save gets weights | fresh: as trained, stale: as before, live: a module's own |
 
 Gradients and weights are looked at in the first three steps and rarely then; other steps have no
@@ -34,6 +35,7 @@ from samestep.script.patches import patched
 
 _Made = tuple[str, weakref.ref[nn.Module], weakref.ref[nn.Module], weakref.ref[Tensor]]
 """A parameter as an optimizer was made: its name, its model, the part that owns it, itself."""
+_KEPT = (3, 5, 10)
 
 
 class Numbers:
@@ -111,13 +113,13 @@ class WeightWatch:
         )
         self._at_start[number] = self._note_weights(model)
 
-    def _note_weights(self, model: nn.Module) -> dict[str, int | None]:
+    def _note_weights(self, model: nn.Module, kind: str = "weights") -> dict[str, int | None]:
         with self._recorder.unwatched():
             parameters = dict(model.named_parameters())
             sums = {n: checksum(p) for n, p in parameters.items()}
             buffers = {n: checksum(b) for n, b in model.named_buffers()}
         self._recorder.note(
-            "weights",
+            kind,
             model=type(model).__name__,
             model_id=self.models[model],
             parameters=sums,
@@ -153,6 +155,11 @@ class WeightWatch:
             self._held.add(tensor)
         return held
 
+    def _of(self, optimizer: Optimizer) -> list[nn.Module]:
+        """Return the models of which an optimizer holds weights."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [m for m in self.trained.alive() if any(id(p) in held for p in m.parameters())]
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Look at the gradients before the step, which may change them."""
         if self._recorder.quiet:
@@ -161,7 +168,11 @@ class WeightWatch:
             self._stepping.clear()
         self._stepping.append(id(optimizer))
         if len(self._stepping) == 1:
-            self._steps[self._optimizers[optimizer]] += 1
+            number = self._optimizers[optimizer]
+            self._steps[number] += 1
+            if self._steps[number] in _KEPT:
+                for model in self._of(optimizer):
+                    self._note_weights(model, "kept")
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             self._grads = {} if callable(closure) else self._look(optimizer)
 
@@ -170,16 +181,15 @@ class WeightWatch:
             return
         number = self._optimizers[optimizer]
         count = self._steps[number]
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         facts = self._grads or self._look(optimizer)
-        models = [m for m in self.trained.alive() if any(id(p) in held for p in m.parameters())]
+        models = self._of(optimizer)
         self._recorder.note(
             "step",
             optimizer=type(optimizer).__name__,
             optimizer_id=number,
             number=count,
             lr=float(optimizer.param_groups[0].get("lr", 0.0)),
-            held=len(held),
+            held=sum(len(group["params"]) for group in optimizer.param_groups),
             models=[self.models[model] for model in models],
             **facts,
         )

@@ -1,0 +1,190 @@
+"""Mistakes that one process can make: what is trained, what is held, what is saved."""
+
+import pytest
+
+from tests.checking.planted import BASE, check, codes, line_of, planted
+
+MODEL = "model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)))"
+NET = "net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))"
+OPTIMIZER = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
+EARLY = "optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)"
+STEP = "            optimizer.step()\n"
+
+
+def lines(*text: str) -> str:
+    """Return lines of the body of the planted script."""
+    return "\n    ".join(text)
+
+
+def early(*between: str) -> str:
+    """Return a script that makes its optimizer before something happens to its model."""
+    return planted((f"{MODEL}\n    {OPTIMIZER}", lines(NET, EARLY, *between, "model = DDP(net)")))
+
+
+LOADED = "net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)"
+REPLACED = "net[2] = nn.Linear(16, 2)"
+COPIED = "import copy; net = copy.deepcopy(net)"
+ONLY_FIRST = planted((OPTIMIZER, OPTIMIZER.replace("model.param", "model.module[0].param")))
+RESTORED = planted(
+    (OPTIMIZER, lines(OPTIMIZER, "first = model.module[0].weight.detach().clone()")),
+    (STEP, f"{STEP}            model.module[0].weight.data.copy_(first)\n"),
+)
+FROZEN = planted((STEP, f"            optimizer.param_groups[0]['lr'] = 0.0\n{STEP}"))
+UNTRAINED = planted(
+    (f"{MODEL}\n", lines(NET, "import copy; kept = copy.deepcopy(net)", "model = DDP(net)\n")),
+    ("torch.save(model.module.state_dict()", "torch.save(kept.state_dict()"),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "line", "number"),
+    [
+        (ONLY_FIRST, "SS701", "optimizer = torch.optim", "2 of 4 parameters"),
+        (early(LOADED), "SS306", "optimizer = torch.optim", "4 tensors"),
+        (early(REPLACED), "SS702", "optimizer = torch.optim", "2 tensors"),
+        (early(COPIED), "SS702", "optimizer = torch.optim", "4 tensors"),
+        (RESTORED, "SS703", "optimizer.step()", "1 of 4 parameters"),
+        (FROZEN, "SS703", "optimizer.step()", "all 6 steps"),
+        (UNTRAINED, "SS712", "torch.save(", "after 8 steps"),
+    ],
+    ids=["held in part", "loaded", "part replaced", "copied", "restored", "frozen", "untrained"],
+)
+def test_weights_that_are_not_trained_or_not_saved_are_found(tmp_path, text, code, line, number):
+    report = check(tmp_path, text, nproc=1)
+    assert codes(report) == {code}
+    (found,) = report.findings
+    assert found.line == line_of(text, line)
+    assert number in found.evidence
+    assert report.exit_code == 1
+
+
+RIGHT = """\
+import copy
+
+import torch
+from torch import nn
+
+
+def net(last):
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, last))
+
+
+def main():
+    torch.manual_seed(0)
+    judge = net(4).eval()  # of a loss; its gradients are of no use
+    maker, critic = net(8), net(1)
+    average = copy.deepcopy(maker)
+    best = copy.deepcopy(maker.state_dict())
+    latent = nn.Parameter(torch.zeros(8, 8))
+    groups = [{"params": maker[0].parameters(), "lr": 0.0}, {"params": maker[1:].parameters()}]
+    of_maker = torch.optim.Adam([*groups, {"params": [latent]}], lr=1e-3)
+    of_critic = torch.optim.LBFGS(critic.parameters(), max_iter=2)
+    for param in critic[0].parameters():
+        param.requires_grad_(False)
+    schedule = torch.optim.lr_scheduler.LambdaLR(of_maker, lambda step: step / 1000)
+    word = nn.Linear(8, 2)  # trained by hand
+    for step in range(8):
+        noise = torch.randn(8, 8)
+
+        def closure():
+            of_critic.zero_grad()
+            loss = (critic(noise) - critic(maker(noise).detach())).mean()
+            loss = loss + critic(noise).square().mean()
+            loss.backward()
+            return loss
+
+        of_critic.step(closure)
+        of_maker.zero_grad()
+        made = maker(noise + latent)
+        loss = critic(made).mean() + (judge(made) - judge(noise)).square().mean()
+        (loss + word(made).square().mean()).backward()
+        of_maker.step()
+        schedule.step()
+        with torch.no_grad():
+            for param in word.parameters():
+                param -= 0.1 * param.grad
+                param.grad = None
+            for mean, param in zip(average.parameters(), maker.parameters(), strict=True):
+                mean.lerp_(param, 0.1 if step > 5 else 0.0)
+        torch.save({"average": average.state_dict(), "maker": maker.state_dict()}, "last.pt")
+    torch.save(best, "best.pt")
+
+
+main()
+"""
+
+
+def test_two_optimizers_copies_frozen_parts_and_updates_by_hand_are_right(tmp_path):
+    report = check(tmp_path, RIGHT, nproc=1)
+    assert report.findings == []
+    assert report.steps == 8
+
+
+def test_what_was_not_saved_is_said(tmp_path):
+    report = check(
+        tmp_path,
+        planted(('torch.save(model.module.state_dict(), "best.pt")', "pass"), base=BASE),
+        nproc=1,
+    )
+    assert any(text.startswith("SS712") for text in report.not_seen)
+
+
+ALONE = planted(
+    (MODEL, NET.replace("net", "model", 1)), ("model.module.state_dict()", "model.state_dict()")
+)
+ZERO = "            optimizer.zero_grad()\n"
+LOSS = "loss_of(model(inputs), labels)"
+SCALED = """\
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+"""
+SCALER = ("    best = 0.0\n", "    best, scaler = 0.0, torch.amp.GradScaler('cpu')\n")
+PLAIN = "            loss.backward()\n            optimizer.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "line", "number"),
+    [
+        ([(ZERO, "")], "SS704", "loss.backward()", "16 of 17 steps"),
+        ([(ZERO, ""), (STEP, f"{ZERO}{STEP}")], "SS705", "optimizer.zero_grad()", "16 of 17 steps"),
+        (
+            [(LOSS, f"torch.tensor({LOSS}.item(), requires_grad=True)")],
+            "SS708",
+            "loss.backward()",
+            "17 steps",
+        ),
+        (
+            [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * float('inf')")],
+            "SS710",
+            "scaler.step(optimizer)",
+            "the last 17 of 17",
+        ),
+    ],
+    ids=["never zeroed", "zeroed too late", "detached", "infinite"],
+)
+def test_steps_that_learn_nothing_are_found(tmp_path, changes, code, line, number):
+    text = planted(*changes, base=ALONE)
+    (found,) = check(tmp_path, text, nproc=1).findings
+    assert found.code == code
+    assert found.line == line_of(text, line)
+    assert number in found.evidence
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        "            model.zero_grad(set_to_none=False)\n",
+        "            for p in model.parameters():\n                p.grad = None\n",
+        "            [p.grad.data.zero_() for p in model.parameters() if p.grad is not None]\n",
+    ],
+    ids=["of the model", "taken away", "in place"],
+)
+def test_gradients_may_be_zeroed_in_any_way(tmp_path, zero):
+    assert check(tmp_path, planted((ZERO, zero), base=ALONE), nproc=1).findings == []
+
+
+def test_a_scaler_that_finds_its_scale_is_right(tmp_path):
+    changes = [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * (1e36 if epoch == 0 else 1)")]
+    report = check(tmp_path, planted(*changes, base=ALONE), nproc=1)
+    assert "SS710" not in codes(report)
