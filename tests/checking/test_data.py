@@ -182,6 +182,12 @@ PLANTED = {
         LOOP,
         "after batch 31 rank 0 leaves",
     ),
+    "one batch per epoch": (
+        "SS711",
+        planted((LOOP, "for (inputs, labels) in (next(iter(train_loader)) for _ in range(4))")),
+        "next(iter",
+        "of 12 batches that rank 0 read, 3 differed",
+    ),
     "one batch for ever": (
         "SS711",
         planted(

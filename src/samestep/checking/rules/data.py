@@ -26,7 +26,7 @@ _MUCH = 0.1  # of samples that are told apart by their content
     "SS101",
     "error",
     "all ranks train the same samples",
-    "Every sample counts once per rank: more ranks do the same work again instead of more of it.",
+    "Every sample counts once per rank: more ranks repeat the same work instead of sharing it.",
 )
 def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     """Judge by the first pass over each loader; without one, by what the model was given."""
@@ -108,13 +108,14 @@ def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
 def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the first two passes of a sampler that knows epochs."""
     for first, *_ in together(seen):
-        if first.loader["set_epoch"] is None or not first.loader["shuffle"]:
+        shuffled = first.loader["shuffle"] and sorted(first.order) != first.order
+        if first.loader["set_epoch"] is None or not shuffled:
             continue
         if len(first.orders) < 2:
             yield NotSeen("only one epoch was read")
             continue
         one, two = first.orders[:2]
-        if one["indices"] != two["indices"] or sorted(first.order) == first.order:
+        if one["indices"] != two["indices"] or first.begins_only:
             continue
         line = seen.line(first.loader.where)
         told = f"epochs 1 and 2 read the same samples in the same order ({some(first.order)})"
@@ -198,7 +199,7 @@ def stream_is_not_split_over_workers(seen: Seen) -> Iterator[Found | NotSeen]:
     "SS107",
     "warning",
     "padding duplicates are counted in evaluation",
-    "The sampler repeats samples to give all ranks equally many, and the metric counts them twice.",
+    "The sampler repeats samples so that all ranks have equally many, and the metric counts them.",
 )
 def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find repeated indices in an evaluation whose sums are then reduced over the ranks."""
@@ -241,7 +242,7 @@ def _met_after(rank: RankSeen, reading: Reading) -> set[str]:
     "SS108",
     "warning",
     "loader workers draw the same random numbers",
-    "Samples that are read side by side are augmented in the same way, so that there is less of it.",
+    "Samples that are read side by side are augmented in the same way: there is less variety.",
     least_ranks=1,
 )
 def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -257,7 +258,7 @@ def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     "SS109",
     "warning",
     "all ranks draw the same random numbers",
-    "The ranks' samples are augmented in the same way, so that there is less of it.",
+    "The ranks' samples are augmented in the same way: there is less variety.",
 )
 def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the random states with which the ranks drew for their first samples."""
@@ -344,16 +345,16 @@ def same_batch_at_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the batches of a loader that has more than one, and what the model was given."""
     for first, *_ in together(seen):
         batches, rows = first.batches, {tuple(batch["rows"]) for batch in first.batches}
-        if not first.orders or first.length[0] < 2 or len(rows) > 1 or len(set(*rows)) < 2:
+        if not first.begins_only or not first.orders or len(set(batches[0]["rows"])) < 2:
             continue
         told = ""
-        passes = _passes(seen.ranks[0])
-        if len(batches) > 1 and len({batch.step for batch in batches}) >= 3:
-            told = f"{len(batches)} batches that rank 0 read had"
+        if len(batches) >= 3 * len(rows) and len({batch.step for batch in batches}) >= 3:
+            told = f"of {len(batches)} batches that rank 0 read, {len(rows)} differed"
         elif len(batches) == 1 and seen.complete and seen.ranks[0].steps >= 5:
+            passes = _passes(seen.ranks[0])
             same = len({tuple(forward["rows"]) for forward in passes}) == 1
-            told = f"{len(passes)} forward passes of rank 0 had" if same else ""
+            told = f"{len(passes)} forward passes of rank 0 had the same samples" if same else ""
         if told:
-            told += f" the same {batches[0]['n']} samples; the loader has {first.length[0]} batches"
+            told += f"; the loader has {first.length[0]} batches"
             remedy = "Read on in the loop: `for batch in loader:`, not `next(iter(loader))`."
             yield Found(batches[0].where, told, remedy)
