@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.checking.planted import BASE, check, codes, line_of, planted
+from tests.checking.planted import check, codes, line_of, planted
 
 SAMPLER = "    sampler = DistributedSampler(train_set, shuffle=True, seed=0)\n"
 LOADER = "    train_loader = DataLoader(train_set, batch_size=8, sampler=sampler)\n"

@@ -125,6 +125,8 @@ class _Runs:
                 for path in sorted(folder.glob("output-*.txt"))
             ]
             ranks = ranks_seen(folder, codes)
+            for event in (event for rank in ranks for event in rank.of("end")):
+                event.facts["text"] = scratch.shown(event["text"])
         notes = [event["text"] for rank in ranks for event in rank.of("note")]
         seen = Seen(
             ranks=ranks,

@@ -38,6 +38,8 @@ class Guard:
         self._began = began
         """Files that are newer were made by this run, and are the script's own."""
         self._inside = threading.local()
+        self._folders: dict[str, str] = {}
+        """The real paths of folders, until a link may lead elsewhere."""
 
     def patches(self) -> list[Patch]:
         """Return what has to be replaced."""
@@ -79,6 +81,7 @@ class Guard:
 
     def remove(self, path: Any) -> Any:
         """Return what is removed, or replaced."""
+        self._folders.clear()
         return path if (real := self._to_change(path)) is None else self._scratch.twin(real)
 
     def _to_change(self, path: Any) -> str | None:
@@ -103,8 +106,9 @@ class Guard:
         except TypeError:  # a file, or its number
             return None
         folder, name = os.path.split(os.path.abspath(text))
-        whole = os.path.join(os.path.realpath(folder), name)
-        real = self._scratch.real(whole)
+        if folder not in self._folders:
+            self._folders[folder] = self._scratch.real(os.path.realpath(folder))
+        real = os.path.join(self._folders[folder], name)
         own = real.startswith(self._scratch.place + os.sep)
         return None if own or _FREE.match(real) else real
 
@@ -146,20 +150,24 @@ class Guard:
         ) -> Any:
             src = self._replaced(replace_first, src, src_dir_fd)
             dst = self._replaced(self.remove, dst, kwargs.pop("dir_fd", dst_dir_fd))
+            self._folders.clear()
             return original(src, dst, *args, **kwargs)
 
         return around
 
-    def _rmdir(self, original: Callable[..., Any], path: Any, **kwargs: Any) -> None:
-        at = kwargs.pop("dir_fd", None)
-        link = self._replaced(self.remove, path, at)
-        folder = self._replaced(lambda path: self._scratch.unlinked(self.remove(path)), path, at)
-        if folder == link:
-            original(link)
-        elif os.listdir(folder):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-        else:
-            os.unlink(link)
+    def _rmdir(self, original: Callable[..., Any], path: Any, dir_fd: int | None = None) -> None:
+        def remove(path: Any) -> Any:
+            link = self.remove(path)
+            folder = self._scratch.unlinked(link)
+            if folder == link:
+                original(link)
+            elif os.listdir(folder):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+            else:
+                os.unlink(link)
+            return link
+
+        self._replaced(remove, path, dir_fd)
 
     def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self._replaced(self.read, f), *args, **kwargs)

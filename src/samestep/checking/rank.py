@@ -12,6 +12,7 @@ from samestep.checking.guard import guarding
 from samestep.checking.job import Job, read_job
 from samestep.checking.recorder import Recorder
 from samestep.checking.scratch import Scratch
+from samestep.checking.substitute import substituting
 from samestep.checking.watch import data, evaluation, files, life, model, parity, step
 from samestep.ranks.launch import detect_launch
 from samestep.script.hooks import Hooks
@@ -50,6 +51,7 @@ def watch(job: Job, rank: int) -> Recorder:
     recorder = Recorder(Path(job.folder), rank, hooks, scratch)
     signal.signal(signal.SIGTERM, _end)
     _watching.enter_context(guarding(scratch, job.began))
+    _watching.enter_context(substituting(recorder, job))
     _watching.enter_context(hooks.installed())
     hooks.on_step = recorder.pulse.step
     _watching.enter_context(watch_collectives(recorder.pulse))

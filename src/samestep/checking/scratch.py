@@ -35,6 +35,9 @@ class Scratch:
         self._made = f"{self.place}/made"
         """The folders of links that took the place of linked folders, by their real path."""
         self._lock = f"{self.place}/lock"
+        self._known: set[str] = set()
+        self._unmade: dict[str, int] = {}
+        """Of folders that were not made, how many were made by then."""
         self.temporary = f"{self.place}/temporary"
 
     def twin(self, real: str | Path) -> str:
@@ -58,6 +61,7 @@ class Scratch:
         """Copy the project, the folder `first` in it before the others."""
         for folder in (self.root, self._made, self.temporary):
             os.mkdir(folder)
+        Path(self._lock).touch()
         above = [*Path(self.home).parents]
         for outer, inside in zip(above[::-1], [*above[::-1][1:], Path(self.home)], strict=True):
             self._fill(str(outer), self.twin(outer).rstrip(os.sep), leave_out=inside.name)
@@ -81,21 +85,34 @@ class Scratch:
 
     def is_made(self, folder: str) -> bool:
         """Whether the twin of a real folder is a folder of the scratch copy, not a link out."""
+        made = self._number_made()
+        if folder in self._known or self._unmade.get(folder) == made:
+            return folder in self._known
         twin = os.path.realpath(self.twin(folder))
-        return twin.startswith(self.place + os.sep) and os.path.isdir(twin)
+        if twin.startswith(self.place + os.sep) and os.path.isdir(twin):
+            self._known.add(folder)
+            return True
+        if os.path.isdir(folder):  # else the script may still make it
+            self._unmade[folder] = made
+        return False
+
+    def _number_made(self) -> int:
+        """Return a number that grows with each folder that any rank makes."""
+        return os.stat(self._lock).st_size
 
     def make(self, folder: str) -> None:
         """Let a real folder have a twin that may be written to: one of links to what it holds."""
         if self.is_made(folder) or not os.path.isdir(folder):
             return
         self.make(os.path.dirname(folder))
-        with self.locked():
+        with self.locked() as lock:
             if self.is_made(folder):
                 return
             made = f"{self._made}{folder}{_LINKS}"
             os.makedirs(made, exist_ok=True)
             self._fill(folder, made)
             self._put_link(made, self.twin(folder))
+            os.write(lock, b".")
 
     def own(self, real: str) -> str:
         """Return the twin of a file, as a file that may be changed: a copy, if it was a link."""
@@ -119,11 +136,14 @@ class Scratch:
         return target if self.real(target) == self.real(text) else path
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[int]:
         """Let no other rank change what is linked."""
-        with open(self._lock, "w") as lock:
+        lock = os.open(self._lock, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            yield lock
+        finally:
+            os.close(lock)
 
     def _put_link(self, to: str, at: str) -> None:
         link = f"{self.place}/link-{os.getpid()}-{time.monotonic_ns()}"

@@ -18,6 +18,7 @@ from samestep.reporting.words import count
 
 _TIMEOUT_S = 120.0
 _ENDED = "ended after "
+_OWN = str(Path(__file__).parents[1]) + os.sep
 
 
 class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
@@ -148,7 +149,7 @@ def run_script(script: Path, arguments: list[str], *, module: bool) -> None:
 
 
 def _as_python_prints(error: Exception, script: Path) -> str:
-    """Return a traceback without the frames that called the script, or the module."""
+    """Return a traceback without our frames: those before the script, and those of our hooks."""
     trace = error.__traceback__
     own = str(script)
     while trace is not None and trace.tb_frame.f_code.co_filename != own:
@@ -157,7 +158,13 @@ def _as_python_prints(error: Exception, script: Path) -> str:
             break
         trace = trace.tb_next
     trace = None if isinstance(error, SyntaxError) else trace or error.__traceback__
-    return "".join(traceback.format_exception(error.with_traceback(trace)))
+    told = traceback.TracebackException.from_exception(error.with_traceback(trace))
+    chain: traceback.TracebackException | None = told
+    while chain is not None:
+        frames = [frame for frame in chain.stack if not frame.filename.startswith(_OWN)]
+        chain.stack = traceback.StackSummary.from_list(frames)
+        chain = chain.__cause__ or chain.__context__
+    return "".join(told.format())
 
 
 @contextmanager

@@ -79,8 +79,8 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(
             _made(rank, step),
             f"{len(shapes)} of {len(model['shapes'])} parameters of {model['model']} get gradients "
-            f"but no optimizer holds them: {_listed(shapes)}. They are the same after "
-            f"{rank.steps} steps.",
+            f"but no optimizer holds them: {_listed(shapes)}; they are the same after "
+            f"{rank.steps} steps",
             "Give them to the optimizer, or freeze them with requires_grad_(False).",
             severity="warning" if whole else None,
         )
@@ -100,8 +100,8 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(
                 _made(rank, step),
                 f"{len(moved)} tensors that {step['optimizer']} holds are no longer those of "
-                f"{model['model']}: since it was made, {_listed(moved)} became other tensors. "
-                f"{len(shapes)} parameters are unchanged after {rank.steps} steps.",
+                f"{model['model']}: since it was made, {_listed(moved)} became other tensors; "
+                f"{len(shapes)} parameters are unchanged after {rank.steps} steps",
                 "Make the optimizer after the model is moved, converted, loaded and wrapped.",
             )
 
@@ -121,7 +121,7 @@ def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
                 _made(rank, step),
                 f"{step['optimizer']} holds {len(step['strangers'])} tensors of no model that is "
                 f"called; {len(shapes)} parameters of {model['model']} of the same shapes "
-                f"({_listed(shapes)}) get gradients and are unchanged after {rank.steps} steps.",
+                f"({_listed(shapes)}) get gradients and are unchanged after {rank.steps} steps",
                 "Make the optimizer from the parameters of the model that is trained, once that "
                 "is complete.",
             )
@@ -158,9 +158,9 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                     steps[0].where,
                     f"{len(names)} of {len(model['shapes'])} parameters of {model['model']} have "
                     f"gradients in {len(steps)} steps and the same bits after step "
-                    f"{steps[-1].step}: {_listed(names)}."
+                    f"{steps[-1].step}: {_listed(names)}"
                     if names
-                    else f"The learning rate is 0 in all {len(steps)} steps looked at.",
+                    else f"the learning rate is 0 in all {len(steps)} steps looked at",
                     "Look for what writes weights back after the step."
                     if names
                     else "Let the schedule begin above 0, and step it once per optimizer step.",
@@ -188,8 +188,8 @@ def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
     if wrong:
         yield Found(
             wrong[0].where,
-            f"After {wrong[0].step} steps {wrong[0]['model']} is saved as it began, and in "
-            f"{len(wrong)} saves never as it was trained.",
+            f"after {wrong[0].step} steps {wrong[0]['model']} is saved as it began, and in "
+            f"{len(wrong)} saves never as it was trained",
             "Save the state_dict of the model that the optimizer trains.",
         )
     elif not saved:
