@@ -38,6 +38,8 @@ DISTRIBUTED = {
     "checking.watch.model": {"torch.nn.parallel"},
     "training.prepare": {"torch.nn.parallel"},
     "checking.watch.data": {"torch.distributed"},  # whether ranks may have batches left over
+    # CUDA and NCCL are answered by the CPU and Gloo.
+    "checking.substitute": {"torch.distributed", "torch.nn.parallel"},
     "checking.watch.life": {"torch.distributed"},  # notes what a script calls, and calls nothing
 }
 

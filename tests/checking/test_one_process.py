@@ -45,7 +45,7 @@ UNTRAINED = planted(
         (early(COPIED), "SS702", "optimizer = torch.optim", "4 tensors"),
         (RESTORED, "SS703", "optimizer.step()", "1 of 4 parameters"),
         (FROZEN, "SS703", "optimizer.step()", "all 6 steps"),
-        (UNTRAINED, "SS712", "torch.save(", "After 8 steps"),
+        (UNTRAINED, "SS712", "torch.save(", "after 8 steps"),
     ],
     ids=["held in part", "loaded", "part replaced", "copied", "restored", "frozen", "untrained"],
 )

@@ -17,7 +17,6 @@ from samestep.checking.watch import data, evaluation, files, life, model, parity
 from samestep.ranks.launch import detect_launch
 from samestep.script.hooks import Hooks
 from samestep.script.running import Done, ScriptFailed, run_script
-from samestep.stall.collectives import watch_collectives
 from samestep.training.phases import Phases
 
 _WATCHERS = (data, model, step, evaluation, files, life, parity)
@@ -54,7 +53,6 @@ def watch(job: Job, rank: int) -> Recorder:
     _watching.enter_context(substituting(recorder, job))
     _watching.enter_context(hooks.installed())
     hooks.on_step = recorder.pulse.step
-    _watching.enter_context(watch_collectives(recorder.pulse))
     for watcher in _WATCHERS:
         _watching.enter_context(watcher.watching(recorder, job))
     return recorder

@@ -26,7 +26,8 @@ _FIRST_STEP_WITHIN_S = 120.0
 _LOOK_FOR_STALLS_EVERY_S, _DOUBTFUL_S = 0.5, 3.0
 _STEP = re.compile(rb'"step":[1-9]')
 _LAUNCHERS = re.compile(
-    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|OMPI_|M?PI_|PMI|SLURM_"
+    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
+    "|TORCHELASTIC_|OMPI_|M?PI_|PMI|SLURM_"
 )
 """What a launcher around `check` itself left; the ranks have their own."""
 SPAWNS = "spawns"
@@ -52,16 +53,15 @@ Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[Process]]
 """Starts a process for each mapping of variables on the job at a path, in a folder."""
 
 
-def rank_variables(nproc: int) -> list[dict[str, str]]:
-    """Return the variables that torchrun gives to each rank of one node."""
+def rank_variables(nproc: int, *, one_per_node: bool = False) -> list[dict[str, str]]:
+    """Return the variables that torchrun gives to each rank, of one node or of one each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1" if one_per_node else str(nproc),
+        "GROUP_WORLD_SIZE": str(nproc) if one_per_node else "1",
         "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
@@ -71,8 +71,16 @@ def rank_variables(nproc: int) -> list[dict[str, str]]:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "ACCELERATE_USE_CPU": "true",
     }
+    places = [(0, rank) if one_per_node else (rank, 0) for rank in range(nproc)]
     return [
-        shared | {"RANK": str(r), "LOCAL_RANK": str(r), "ROLE_RANK": str(r)} for r in range(nproc)
+        {
+            **shared,
+            "RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(node),
+        }
+        for rank, (local_rank, node) in enumerate(places)
     ]
 
 

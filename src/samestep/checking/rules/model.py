@@ -97,7 +97,7 @@ def _differing(events: tuple[Event, ...], fact: str) -> list[str]:
 @rule(
     "SS201",
     "error",
-    "The model is not wrapped: each rank trains a model of its own",
+    "the model is not wrapped: each rank trains a model of its own",
     "Without an exchange of gradients every rank learns from its share of the data alone, and only "
     "the model of the rank that saves is kept.",
 )
@@ -120,7 +120,7 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(
             one.forwards[0].where if one.forwards else one.models[0].where,
             f"{one.name} is called without DistributedDataParallel, and in {seen.ranks[0].steps} "
-            f"steps of {seen.world_size} ranks no gradient is exchanged: {how}.",
+            f"steps of {seen.world_size} ranks no gradient is exchanged: {how}",
             "Wrap the model once it is built: model = DistributedDataParallel(model)",
             severity=None if joined else "advice",
         )
@@ -133,7 +133,7 @@ def _when(step: int) -> str:
 @rule(
     "SS202",
     "error",
-    "The ranks begin with different weights",
+    "the ranks begin with different weights",
     "Equal gradients keep unequal models unequal: the gradient is of no single model.",
 )
 def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -148,7 +148,7 @@ def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
                 one.models[0].where,
                 f"{len(names)} of {len(one.weights[0][0]['parameters'])} parameters of {one.name} "
                 f"differ between the {seen.world_size} ranks before the first step, "
-                f"{names[0]} first" + (", although DDP made them equal." if late else "."),
+                f"{names[0]} first" + (", although DDP made them equal" if late else ""),
                 "Change weights on all ranks, before DDP is made: it broadcasts those of rank 0."
                 if late
                 else "Broadcast the weights of rank 0 before the first step, as DDP does.",
@@ -158,7 +158,7 @@ def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS203",
     "error",
-    "The weights of the ranks drift apart",
+    "the weights of the ranks drift apart",
     "From that step on the ranks train different models, and each gradient is a mean over them.",
 )
 def drift(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -187,9 +187,9 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
             cause = "their gradients and learning rates are equal: something else changes weights"
         yield Found(
             weights[0].where,
-            f"After step {weights[0].step} {len(names)} of {len(weights[0]['parameters'])} "
+            f"after step {weights[0].step} {len(names)} of {len(weights[0]['parameters'])} "
             f"parameters of {one.name} differ between the {seen.world_size} ranks, {names[0]} "
-            f"first; {cause}.",
+            f"first; {cause}",
             "Let every rank change weights, gradients and learning rates in the same way.",
         )
 
@@ -197,7 +197,7 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS204",
     "error",
-    "The wrapped model is called past its wrapper",
+    "the wrapped model is called past its wrapper",
     "DDP prepares the all-reduce in its own forward; past it, gradients never meet.",
 )
 def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -209,8 +209,8 @@ def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
             without = line.replace(".module(", "(", 1)
             yield Found(
                 past[0].where,
-                f"In {len(past)} of {len(one.steps)} steps looked at, {one.name} is called without "
-                f"the DDP around it, and no gradient is all-reduced.",
+                f"in {len(past)} of {len(one.steps)} steps looked at, {one.name} is called without "
+                f"the DDP around it, and no gradient is all-reduced",
                 f"- {line}\n+ {without}"
                 if without != line
                 else "Call the DDP model itself; what else its parts have to do belongs into "
@@ -221,7 +221,7 @@ def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS205",
     "advice",
-    "Batch normalisation over few samples per rank",
+    "batch normalisation over few samples per rank",
     "Each rank normalises with the statistics of its own share, so that the model depends on the "
     "number of ranks.",
 )
@@ -234,7 +234,7 @@ def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(
                 one.wrap.where,
                 f"{len(norms)} BatchNorm layers of {one.name} ({norms[0]} first) are normalised "
-                f"over {max(counts)} samples on each rank.",
+                f"over {max(counts)} samples on each rank",
                 "Before DDP: model = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
             )
 
@@ -242,7 +242,7 @@ def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS206",
     "warning",
-    "Buffers differ between the ranks",
+    "buffers differ between the ranks",
     "Each rank goes on, evaluates and saves with state of its own, which no gradient makes equal.",
 )
 def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -262,9 +262,9 @@ def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
         some = own and len(changed) < seen.world_size
         yield Found(
             one.wrap.where if one.wrap is not None else one.models[0].where,
-            f"After step {one.weights[-1][0].step} {len(names)} buffers of {one.name} differ "
+            f"after step {one.weights[-1][0].step} {len(names)} buffers of {one.name} differ "
             f"between the ranks, {(own or names)[0]} first"
-            + (f"; only {_ranks(changed)} changed it." if some else "."),
+            + (f"; only {_ranks(changed)} changed it" if some else ""),
             "Change buffers on all ranks alike, or leave DDP's broadcast_buffers on.",
             severity=None if some else "advice",
         )
@@ -277,7 +277,7 @@ def _ranks(ranks: set[int]) -> str:
 @rule(
     "SS207",
     "error",
-    "Parameters get no gradient, which DDP was not told",
+    "parameters get no gradient, which DDP was not told",
     "DDP waits for the gradient of every parameter: those that share a bucket with an unused one "
     "are not all-reduced, and the next forward pass fails.",
 )
@@ -305,11 +305,11 @@ def unused_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
                     ranks.add(rank.rank)
         if unused:
             names, of = list(unused), len(one.models[0]["shapes"])
-            failed = " The next forward pass failed." if any(_UNUSED in t for t in ends) else ""
+            failed = "; the next forward pass failed" if any(_UNUSED in t for t in ends) else ""
             yield Found(
                 wrap.where,
-                f"The loss does not reach {len(names)} of {of} parameters "
-                f"of {one.name} on {_ranks(ranks)}: {', '.join(names[:3])}.{failed}",
+                f"the loss does not reach {len(names)} of {of} parameters "
+                f"of {one.name} on {_ranks(ranks)}: {', '.join(names[:3])}{failed}",
                 "Remove what is not used or freeze it with requires_grad_(False); if it is used in "
                 "other steps, DistributedDataParallel(…, find_unused_parameters=True).",
             )
@@ -340,7 +340,31 @@ def all_used(seen: Seen) -> Iterator[Found | NotSeen]:
             without = line.replace(", find_unused_parameters=True", "", 1)
             yield Found(
                 wrap.where,
-                f"All {len(looked)} backward passes of {seen.world_size} ranks reach all "
-                f"{len(one.models[0]['shapes'])} parameters of {one.name}.",
+                f"all {len(looked)} backward passes of {seen.world_size} ranks reach all "
+                f"{len(one.models[0]['shapes'])} parameters of {one.name}",
                 f"- {line}\n+ {without}" if without != line else "Leave it out.",
             )
+
+
+@rule(
+    "SS209",
+    "error",
+    "a GPU is chosen by the global rank",
+    "On every node but the first the global rank is the number of a GPU that is not there.",
+)
+def gpu_of_global_rank(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Where the ranks seem to have a node each, look at the device that a rank asks for."""
+    asked = seen.any("device")
+    apart = [event for event in asked if event["rank"] != event["local_rank"]]
+    if asked and not apart:
+        yield NotSeen("all ranks were on one node, where the global rank is the local one")
+    wrong = [e for e in apart if e["asked"] == e["rank"] and not e["alone"]]
+    for event in wrong[:1]:
+        others = dict.fromkeys(e.where for e in wrong if e.where != event.where)
+        yield Found(
+            event.where,
+            f"with one rank per node, rank {event['rank']} asked for cuda:{event['asked']}, and "
+            f"its LOCAL_RANK is {event['local_rank']}"
+            + (f" (also {', '.join(others)})" if others else ""),
+            'Choose devices by int(os.environ["LOCAL_RANK"]), and data and files by the rank.',
+        )
