@@ -32,10 +32,9 @@ from samestep.checking.watch import data, evaluation, files, life, model, parity
 from samestep.script.hooks import Hooks
 from samestep.script.patches import Patch, patched
 from samestep.script.running import Done
-from samestep.stall.collectives import watch_collectives
 from samestep.training.phases import Phases
 
-_WATCHERS = (data, model, evaluation, step, files, life, parity)
+_WATCHERS = (data, model, step, evaluation, files, life, parity)
 _watching = contextlib.ExitStack()
 """Never left: what the script does as Python exits is watched too."""
 
@@ -50,7 +49,6 @@ def watch(job: Job, rank: int) -> Recorder:
     _watching.enter_context(substituting(recorder, job))
     _watching.enter_context(hooks.installed())
     hooks.on_step = recorder.pulse.step
-    _watching.enter_context(watch_collectives(recorder.pulse))
     for watcher in _WATCHERS:
         _watching.enter_context(watcher.watching(recorder, job))
     own = _OwnRanks(recorder, job)

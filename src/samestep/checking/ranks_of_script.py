@@ -54,7 +54,7 @@ Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[RankProcess]]
 
 
 def rank_variables(nproc: int, *, one_per_node: bool = False) -> list[dict[str, str]]:
-    """Return the variables that torchrun gives to ranks of one node, or of a node each."""
+    """Return the variables that torchrun gives to each rank, of one node or of one each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -41,7 +41,7 @@ class _Evaluation:
 @rule(
     "SS401",
     "error",
-    "A metric of one rank's shard is shown as the whole",
+    "a metric of one rank's shard is shown as the whole",
     "The number depends on which samples lie on the rank that reports it.",
 )
 def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -78,7 +78,7 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS402",
     "warning",
-    "A mean of the ranks' means over unequal counts",
+    "a mean of the ranks' means over unequal counts",
     "Samples of the smaller shard count for more, so the number changes with the number of ranks.",
 )
 def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -116,7 +116,7 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS403",
     "error",
-    "One rank evaluates alone inside the wrapped model",
+    "one rank evaluates alone inside the wrapped model",
     "The wrapper's forward pass is a collective: it waits for ranks that never come, or meets "
     "another call of theirs.",
 )
@@ -149,7 +149,7 @@ def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS404",
     "error",
-    "The best checkpoint is chosen by one rank's number",
+    "the best checkpoint is chosen by one rank's number",
     "Which weights are kept depends on the samples of one rank.",
 )
 def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -182,7 +182,7 @@ def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS706",
     "error",
-    "Evaluation mode is left on in training",
+    "evaluation mode is left on in training",
     "Dropout is off and batch statistics are frozen from the first evaluation on.",
     least_ranks=1,
 )
@@ -215,7 +215,7 @@ def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS707",
     "error",
-    "Training mode in evaluation",
+    "training mode in evaluation",
     "Dropout is on, and batch norm uses and learns the statistics of the evaluated batches.",
     least_ranks=1,
 )
@@ -241,7 +241,7 @@ def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS709",
     "advice",
-    "Evaluation computes gradients",
+    "evaluation computes gradients",
     "It keeps the activations of every batch, and takes memory and time for nothing.",
     least_ranks=1,
 )

@@ -97,7 +97,7 @@ def _differing(events: tuple[Event, ...], fact: str) -> list[str]:
 @rule(
     "SS201",
     "error",
-    "The model is not wrapped: each rank trains a model of its own",
+    "the model is not wrapped: each rank trains a model of its own",
     "Without an exchange of gradients every rank learns from its share of the data alone, and only "
     "the model of the rank that saves is kept.",
 )
@@ -133,7 +133,7 @@ def _when(step: int) -> str:
 @rule(
     "SS202",
     "error",
-    "The ranks begin with different weights",
+    "the ranks begin with different weights",
     "Equal gradients keep unequal models unequal: the gradient is of no single model.",
 )
 def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -158,7 +158,7 @@ def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS203",
     "error",
-    "The weights of the ranks drift apart",
+    "the weights of the ranks drift apart",
     "From that step on the ranks train different models, and each gradient is a mean over them.",
 )
 def drift(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -197,7 +197,7 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS204",
     "error",
-    "The wrapped model is called past its wrapper",
+    "the wrapped model is called past its wrapper",
     "DDP prepares the all-reduce in its own forward; past it, gradients never meet.",
 )
 def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -221,7 +221,7 @@ def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS205",
     "advice",
-    "Batch normalisation over few samples per rank",
+    "batch normalisation over few samples per rank",
     "Each rank normalises with the statistics of its own share, so that the model depends on the "
     "number of ranks.",
 )
@@ -242,7 +242,7 @@ def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS206",
     "warning",
-    "Buffers differ between the ranks",
+    "buffers differ between the ranks",
     "Each rank goes on, evaluates and saves with state of its own, which no gradient makes equal.",
 )
 def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -277,7 +277,7 @@ def _ranks(ranks: set[int]) -> str:
 @rule(
     "SS207",
     "error",
-    "Parameters get no gradient, which DDP was not told",
+    "parameters get no gradient, which DDP was not told",
     "DDP waits for the gradient of every parameter: those that share a bucket with an unused one "
     "are not all-reduced, and the next forward pass fails.",
 )

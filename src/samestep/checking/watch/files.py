@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
@@ -77,13 +78,15 @@ class _Files:
         places = [os.path.realpath(place) for place in (job.folder, job.place) if place]
         self._own = tuple(place + os.sep for place in places)
         self._temporary = f"{job.place}/temporary/"
-        self._process = os.getpid()  # a forked worker of a loader is no rank
         self._noted: set[tuple[Any, ...]] = set()
         self.is_on = False
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note what Python opens, renames and asks for: called very often, and never to raise."""
-        if event not in _AUDITED or not self.is_on or os.getpid() != self._process:
+        """Note what Python opens, renames and asks for: called very often, and never to raise.
+
+        A loader's worker is no rank.
+        """
+        if event not in _AUDITED or not self.is_on or get_worker_info() is not None:
             return
         if event == "open":
             path, mode, flags = arguments
@@ -217,7 +220,7 @@ class _Files:
     def _once(self, kind: str, **facts: Any) -> None:
         where = self._recorder.where()
         key = (kind, where, *map(str, facts.values()))
-        if where and key not in self._noted and os.getpid() == self._process:
+        if where and key not in self._noted:
             self._noted.add(key)
             self._recorder.note(kind, where=where, **facts)
 
