@@ -381,6 +381,8 @@ def main():
         gathered = [torch.zeros(17) for _ in range(size)]
         dist.all_gather(gathered, torch.cat(right))
         print(torch.stack(gathered, 1).flatten()[:33].mean().item())
+    del model  # its reducer would hold the group
+    dist.barrier()
     dist.destroy_process_group()
 
 
