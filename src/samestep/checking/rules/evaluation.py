@@ -301,35 +301,42 @@ def _pairs(seen: Seen) -> Iterator[tuple[_Evaluation, ...]]:
 
 def _with_loader(seen: Seen, rank: RankSeen) -> Iterator[tuple[Event, bool]]:
     """Yield each forward pass, and whether its batch is of samples that nobody trains on."""
-    trained: set[tuple[int, int]] = set()
+    trained: dict[int, set[int]] = {}  # indices, by data set
+    own: set[int] = set()
     for one in seen.ranks:
-        latest = None
-        for event in one.of("batch", "backward"):
-            if event.kind == "batch":
-                latest = event["loader_id"]
-            elif latest is not None:
-                trained.add((one.rank, latest))
-    samples: dict[int, set[int]] = {}  # that are trained on, by data set
-    for one in seen.ranks:
-        data = {event["loader_id"]: event["data"] for event in one.of("loader")}
+        loaders = {loader for loader, _ in _with_latest(one, "backward") if loader is not None}
+        own = loaders if one is rank else own
+        data = _data_of(one)
         for event in one.of("order"):
-            if (one.rank, event["loader_id"]) in trained:
-                samples.setdefault(data[event["loader_id"]], set()).update(event["indices"])
+            if event["loader_id"] in loaders:
+                trained.setdefault(data[event["loader_id"]], set()).update(event["indices"])
+    data = _data_of(rank)
     foreign = {
         event["loader_id"]
         for event in rank.of("order")
-        if (rank.rank, event["loader_id"]) not in trained
-        and samples.get(
-            next(e["data"] for e in rank.of("loader") if e["loader_id"] == event["loader_id"]),
-            set(),
-        ).isdisjoint(event["indices"])
+        if event["loader_id"] not in own
+        and trained.get(data[event["loader_id"]], set()).isdisjoint(event["indices"])
     }
-    latest = None
-    for event in rank.of("batch", "forward"):
+    for loader, event in _with_latest(rank, "forward", "backward"):
+        if event.kind == "forward":
+            yield event, loader in foreign
+
+
+def _with_latest(rank: RankSeen, *kinds: str) -> Iterator[tuple[int | None, Event]]:
+    """Yield the events of these kinds, each with the loader of the latest batch before it."""
+    loader: int | None = None
+    for event in rank.of("batch", *kinds):
         if event.kind == "batch":
-            latest = event["loader_id"]
-        else:
-            yield event, latest in foreign
+            loader = event["loader_id"]
+            continue
+        yield loader, event
+        if event.kind == "backward":
+            loader = None  # not all batches of a long epoch are noted
+
+
+def _data_of(rank: RankSeen) -> dict[int, int]:
+    """Return what tells the data set of each loader from others."""
+    return {event["loader_id"]: event["data"] for event in rank.of("loader")}
 
 
 def _are_shards(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
@@ -376,12 +383,7 @@ def _alone_on_a_shard(seen: Seen) -> Found | None:
 
 def _loader_of(rank: RankSeen, forward: Event) -> int | None:
     """Return the loader of the batch that a forward pass was called with."""
-    loader = None
-    for event in rank.of("batch", "forward"):
-        if event is forward:
-            break
-        loader = event["loader_id"] if event.kind == "batch" else loader
-    return loader
+    return next(loader for loader, one in _with_latest(rank, "forward") if one is forward)
 
 
 def _last_read(part: _Evaluation) -> Event | None:
