@@ -4,6 +4,7 @@ import pytest
 
 from samestep.errors import UserError
 from tests.checking.planted import BASE, check, codes, line_of, planted
+from tests.processes import free_port
 
 ON_CUDA = planted(
     ('dist.init_process_group("gloo")', 'dist.init_process_group("nccl")'),
@@ -86,3 +87,51 @@ def test_what_it_writes_and_prints_is_kept_from_the_users_folder(tmp_path):
     report = check(tmp_path, BASE)
     assert [path.name for path in (tmp_path / "project").iterdir()] == ["train.py"]
     assert "epoch 2: accuracy" in report.output[0]
+
+
+OWN_RANKS = planted(
+    ("def main():\n", "def main(rank, world_size):\n"),
+    (
+        '    dist.init_process_group("gloo")\n    rank = dist.get_rank()\n',
+        """\
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = sys.argv[1]
+    init_process_group("gloo", rank=rank, world_size=world_size)
+""",
+    ),
+    ("import os\n", "import os\nimport sys\n"),
+    (
+        "from torch import nn\n",
+        """\
+from torch import multiprocessing as mp
+from torch import nn
+from torch.distributed import init_process_group
+""",
+    ),
+    ("        sampler.set_epoch(epoch)\n", ""),
+)
+FORKED = (
+    "    main()\n",
+    """\
+    ranks = [mp.get_context("fork").Process(target=main, args=(r, 2)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+""",
+)
+SPAWNED = (
+    "    main()\n",
+    """\
+    world_size = torch.cuda.device_count()
+    mp.spawn(main, args=(world_size,), nprocs=world_size)
+""",
+)
+
+
+@pytest.mark.parametrize("how", [FORKED, pytest.param(SPAWNED, marks=pytest.mark.slow)])
+def test_ranks_that_a_script_starts_itself_are_watched(how, tmp_path):
+    report = check(tmp_path, planted(how, base=OWN_RANKS), str(free_port()))
+    assert codes(report) == {"SS103"}
+    assert report.ranks == 2
+    assert report.steps > 0

@@ -78,7 +78,7 @@ def check_script(
         seconds=time.perf_counter() - began,
         notes=seen.notes,
         output=output,
-        ranks=nproc,
+        ranks=seen.world_size,
         script=str(script),
         folder=seen.folder,
         silenced=len(found) - len(findings),
@@ -173,7 +173,7 @@ def _refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:
     failed = next((rank for rank in seen.ranks if rank.exit_code), None)
     if failed is not None:
         end = failed.first("end")
-        told = (end["text"] if end is not None else "") or output[failed.rank]
+        told = (end["text"] if end is not None else "") or output[min(failed.rank, len(output) - 1)]
         raise UserError(
             f"{script} ended with exit code {failed.exit_code} on rank {failed.rank} after "
             f"{failed.steps} steps, so it could not be checked:\n{told.rstrip()}"

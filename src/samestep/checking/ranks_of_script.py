@@ -34,7 +34,7 @@ SPAWNS = "spawns"
 """A file that a rank makes when its script turns out to start ranks itself."""
 
 
-class Process(Protocol):
+class RankProcess(Protocol):
     """One rank's process, as of `subprocess`."""
 
     pid: int
@@ -49,7 +49,7 @@ class Process(Protocol):
         """Send SIGKILL."""
 
 
-Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[Process]]
+Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[RankProcess]]
 """Starts a process for each mapping of variables on the job at a path, in a folder."""
 
 
@@ -109,9 +109,9 @@ def script_variables(scratch: Scratch) -> dict[str, str]:
     }
 
 
-def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[Process]:
+def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[RankProcess]:
     """Start each rank as a Python of its own."""
-    started: list[Process] = []
+    started: list[RankProcess] = []
     inherited = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
     for rank, own in enumerate(variables):
         with (job.parent / f"output-{rank}.txt").open("wb") as output:
@@ -129,7 +129,7 @@ def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -
 
 
 def wait(
-    processes: Sequence[Process], folder: Path, seconds: float, stall_s: float | None
+    processes: Sequence[RankProcess], folder: Path, seconds: float, stall_s: float | None
 ) -> tuple[list[int | None], StallVerdict | None]:
     """Wait until all ranks have ended or stalled, or long enough.
 
@@ -165,7 +165,8 @@ def _failed_together(folder: Path) -> StallVerdict | None:
     """
     pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
     raised = any(pulse.calls and pulse.calls[-1].state == RAISED for pulse in pulses)
-    return judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+    verdict = judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+    return None if verdict is None or verdict.cause == "unknown" else verdict
 
 
 def _stalled(
@@ -179,7 +180,7 @@ def _stalled(
     return None if all(stand.doing == "computes" for stand in stands) else judge(stands)
 
 
-def end(processes: Sequence[Process]) -> None:
+def end(processes: Sequence[RankProcess]) -> None:
     """End the ranks that still run, and all that they started."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + _POLITE_S
