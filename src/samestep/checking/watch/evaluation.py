@@ -33,7 +33,7 @@ _LABEL = r"(?:rank|gpu|device|process|worker|node|cuda|proc)\W{0,4}"
 def watching(recorder: Recorder, job: Job) -> Iterator[None]:
     """Note numbers that are read, told and reduced while inside."""
     del job
-    watch = _Watch(recorder)
+    watch = _NumberWatch(recorder)
     with patched(
         *((Tensor, name, watch.around_item) for name in ("item", "__float__", "__int__")),
         (builtins, "print", watch.around_print),
@@ -46,7 +46,7 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
 _REDUCES = ("all_reduce", "reduce")
 
 
-class _Watch:
+class _NumberWatch:
     """One rank's numbers."""
 
     def __init__(self, recorder: Recorder) -> None:
