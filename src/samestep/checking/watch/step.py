@@ -64,11 +64,11 @@ class _Held:
 def watching(recorder: Recorder, job: Job) -> Iterator[None]:
     """Note gradients, clipping, scaling and schedules while inside."""
     del job
-    with _Watch(recorder).installed():
+    with _StepWatch(recorder).installed():
         yield
 
 
-class _Watch:
+class _StepWatch:
     """One rank's steps."""
 
     def __init__(self, recorder: Recorder) -> None:
