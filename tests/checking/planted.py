@@ -6,7 +6,7 @@ from pathlib import Path
 
 from samestep.checking.check_report import CheckReport
 from samestep.checking.check_script import check_script
-from samestep.checking.ranks_of_script import Process
+from samestep.checking.ranks_of_script import RankProcess
 from tests.processes import _context, _main
 
 BASE = """\
@@ -97,7 +97,7 @@ def _rank(job: str, cwd: str, variables: dict[str, str]) -> None:
     sys.exit(main(job))
 
 
-def forked(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[Process]:
+def forked(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[RankProcess]:
     """Start the ranks of a check from the fork server."""
     processes = []
     for rank, own in enumerate(variables):

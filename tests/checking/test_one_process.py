@@ -44,7 +44,7 @@ UNTRAINED = planted(
         (early(REPLACED), "SS702", "optimizer = torch.optim", "2 tensors"),
         (early(COPIED), "SS702", "optimizer = torch.optim", "4 tensors"),
         (RESTORED, "SS703", "optimizer.step()", "1 of 4 parameters"),
-        (FROZEN, "SS703", "optimizer.step()", "all 6 steps"),
+        (FROZEN, "SS703", "optimizer.step()", "all 4 steps"),
         (UNTRAINED, "SS712", "torch.save(", "after 8 steps"),
     ],
     ids=["held in part", "loaded", "part replaced", "copied", "restored", "frozen", "untrained"],
@@ -127,3 +127,64 @@ def test_what_was_not_saved_is_said(tmp_path):
         nproc=1,
     )
     assert any(text.startswith("SS712") for text in report.not_seen)
+
+
+ALONE = planted(
+    (MODEL, NET.replace("net", "model", 1)), ("model.module.state_dict()", "model.state_dict()")
+)
+ZERO = "            optimizer.zero_grad()\n"
+LOSS = "loss_of(model(inputs), labels)"
+SCALED = """\
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+"""
+SCALER = ("    best = 0.0\n", "    best, scaler = 0.0, torch.amp.GradScaler('cpu')\n")
+PLAIN = "            loss.backward()\n            optimizer.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "line", "number"),
+    [
+        ([(ZERO, "")], "SS704", "loss.backward()", "16 of 17 steps"),
+        ([(ZERO, ""), (STEP, f"{ZERO}{STEP}")], "SS705", "optimizer.zero_grad()", "16 of 17 steps"),
+        (
+            [(LOSS, f"torch.tensor({LOSS}.item(), requires_grad=True)")],
+            "SS708",
+            "loss.backward()",
+            "17 steps",
+        ),
+        (
+            [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * float('inf')")],
+            "SS710",
+            "scaler.step(optimizer)",
+            "the last 17 of 17",
+        ),
+    ],
+    ids=["never zeroed", "zeroed too late", "detached", "infinite"],
+)
+def test_steps_that_learn_nothing_are_found(tmp_path, changes, code, line, number):
+    text = planted(*changes, base=ALONE)
+    (found,) = check(tmp_path, text, nproc=1).findings
+    assert found.code == code
+    assert found.line == line_of(text, line)
+    assert number in found.evidence
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        "            model.zero_grad(set_to_none=False)\n",
+        "            for p in model.parameters():\n                p.grad = None\n",
+        "            [p.grad.data.zero_() for p in model.parameters() if p.grad is not None]\n",
+    ],
+    ids=["of the model", "taken away", "in place"],
+)
+def test_gradients_may_be_zeroed_in_any_way(tmp_path, zero):
+    assert check(tmp_path, planted((ZERO, zero), base=ALONE), nproc=1).findings == []
+
+
+def test_a_scaler_that_finds_its_scale_is_right(tmp_path):
+    changes = [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * (1e36 if epoch == 0 else 1)")]
+    report = check(tmp_path, planted(*changes, base=ALONE), nproc=1)
+    assert "SS710" not in codes(report)

@@ -117,6 +117,23 @@ def test_a_rank_has_left_the_loop_of_the_steps_and_not_that_of_a_step_s_tensors(
     assert ("after 2 steps" in verdict.sentence) == (cause == "left")
 
 
+def test_a_rank_that_calls_the_wrapped_model_by_itself_is_told_by_its_line(at):
+    def backward(seq, word, state="left"):
+        return call("backward", seq, at(word), group="backward", state=state)
+
+    verdict = judge([
+        seen(0, at("backward"), backward(1, "slow"), backward(2, "backward", "inside")),
+        seen(1, at("barrier"), backward(1, "backward"), inside("barrier", 1, at("barrier"))),
+    ])  # fmt: skip
+    assert verdict.cause == "left"
+    assert at("slow").rpartition("/")[2] in verdict.sentence
+
+
+def test_a_rank_that_does_not_end_is_named_where_another_has_ended(at):
+    verdict = judge([seen(0, "", doing="gone", code=0), seen(1, at("save"))])
+    assert (verdict.cause, verdict.culprits) == ("absent", (1,))
+
+
 def test_a_hook_that_hangs_within_a_backward_is_the_user_s_code(at):
     backward = inside("backward", 2, at("backward"), group="backward")
     verdict = judge([seen(0, at("backward"), backward), seen(1, at("slow"), backward)])
@@ -138,6 +155,13 @@ def test_of_ranks_in_one_call_the_one_that_computes_is_named_and_else_none(at):
     assert judge([waits, spins]).cause == "unknown"
     verdict = judge([waits, dataclasses.replace(spins, doing="computes")])
     assert verdict.culprits == (1,)
+
+
+def test_ranks_that_are_all_stopped_as_on_a_suspended_laptop_are_told_from_a_stall(at):
+    same = inside("all_reduce", 4, at("all_reduce"))
+    verdict = judge([seen(rank, "", same, doing="stopped") for rank in (0, 1)])
+    assert (verdict.cause, verdict.culprits) == ("stopped", (0, 1))
+    assert verdict.places == dict.fromkeys((0, 1), at("all_reduce"))
 
 
 def test_a_stopped_loader_worker_is_told(at):

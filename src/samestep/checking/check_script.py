@@ -59,8 +59,14 @@ def check_script(
     )
     run = _Runs(script, seconds, stall_s, asked, start or start_processes)
     seen, output = run.watched(job)
-    if _failed(seen) and _NEEDS_GPU.search("".join(output)):
-        seen, output = run.watched(structs.replace(job, substitute=True))
+    uses_gpu = bool(seen.any("cuda", "device"))
+    if _failed(seen) and (uses_gpu or _NEEDS_GPU.search("".join(output))):
+        job, uses_gpu = structs.replace(job, substitute=True), True
+        seen, output = run.watched(job)
+    if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
+        apart, _ = run.watched(structs.replace(job, substitute=True, one_per_node=True))
+        for rank, there in zip(seen.ranks, apart.ranks, strict=False):
+            rank.events.extend(there.of("device"))
     found, not_seen = judge(seen)
     if not any(finding.severity == "error" for finding in found):
         _refuse_failures(seen, output, script)
@@ -72,7 +78,7 @@ def check_script(
         seconds=time.perf_counter() - began,
         notes=seen.notes,
         output=output,
-        ranks=nproc,
+        ranks=seen.world_size,
         script=str(script),
         folder=seen.folder,
         silenced=len(found) - len(findings),
@@ -110,12 +116,14 @@ class _Runs:
                 began=time.time(),
             )
             variables = script_variables(scratch)
-            each: list[dict[str, str]] = [{}] if job.alone else rank_variables(job.nproc)
+            each = rank_variables(job.nproc, one_per_node=job.one_per_node)
+            each = [{}] if job.alone else each
             processes = self.start(
                 write_job(job), [variables | own for own in each], Path(job.scratch)
             )
             try:
-                codes, stall = wait(processes, folder, self.seconds, self.stall_s)
+                seconds = 0.0 if job.one_per_node else self.seconds  # until the first step
+                codes, stall = wait(processes, folder, seconds, self.stall_s)
             finally:
                 end(processes)
             if (folder / SPAWNS).exists() and not job.alone:
@@ -165,8 +173,13 @@ def _refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:
     failed = next((rank for rank in seen.ranks if rank.exit_code), None)
     if failed is not None:
         end = failed.first("end")
-        told = (end["text"] if end is not None else "") or output[failed.rank]
+        told = (end["text"] if end is not None else "") or output[min(failed.rank, len(output) - 1)]
         raise UserError(
             f"{script} ended with exit code {failed.exit_code} on rank {failed.rank} after "
             f"{failed.steps} steps, so it could not be checked:\n{told.rstrip()}"
+        )
+    if not any(rank.steps for rank in seen.ranks):
+        raise UserError(
+            f"{script} took no optimizer step, so there was nothing to check. Does it train with "
+            "these arguments (they follow `--`)?"
         )

@@ -26,14 +26,15 @@ _FIRST_STEP_WITHIN_S = 120.0
 _LOOK_FOR_STALLS_EVERY_S, _DOUBTFUL_S = 0.5, 3.0
 _STEP = re.compile(rb'"step":[1-9]')
 _LAUNCHERS = re.compile(
-    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|OMPI_|M?PI_|PMI|SLURM_"
+    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
+    "|TORCHELASTIC_|OMPI_|M?PI_|PMI|SLURM_"
 )
 """What a launcher around `check` itself left; the ranks have their own."""
 SPAWNS = "spawns"
 """A file that a rank makes when its script turns out to start ranks itself."""
 
 
-class Process(Protocol):
+class RankProcess(Protocol):
     """One rank's process, as of `subprocess`."""
 
     pid: int
@@ -48,20 +49,19 @@ class Process(Protocol):
         """Send SIGKILL."""
 
 
-Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[Process]]
+Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[RankProcess]]
 """Starts a process for each mapping of variables on the job at a path, in a folder."""
 
 
-def rank_variables(nproc: int) -> list[dict[str, str]]:
-    """Return the variables that torchrun gives to each rank of one node."""
+def rank_variables(nproc: int, *, one_per_node: bool = False) -> list[dict[str, str]]:
+    """Return the variables that torchrun gives to each rank, of one node or of one each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1" if one_per_node else str(nproc),
+        "GROUP_WORLD_SIZE": str(nproc) if one_per_node else "1",
         "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
@@ -71,8 +71,16 @@ def rank_variables(nproc: int) -> list[dict[str, str]]:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "ACCELERATE_USE_CPU": "true",
     }
+    places = [(0, rank) if one_per_node else (rank, 0) for rank in range(nproc)]
     return [
-        shared | {"RANK": str(r), "LOCAL_RANK": str(r), "ROLE_RANK": str(r)} for r in range(nproc)
+        {
+            **shared,
+            "RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(node),
+        }
+        for rank, (local_rank, node) in enumerate(places)
     ]
 
 
@@ -101,9 +109,9 @@ def script_variables(scratch: Scratch) -> dict[str, str]:
     }
 
 
-def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[Process]:
+def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[RankProcess]:
     """Start each rank as a Python of its own."""
-    started: list[Process] = []
+    started: list[RankProcess] = []
     inherited = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
     for rank, own in enumerate(variables):
         with (job.parent / f"output-{rank}.txt").open("wb") as output:
@@ -121,7 +129,7 @@ def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -
 
 
 def wait(
-    processes: Sequence[Process], folder: Path, seconds: float, stall_s: float | None
+    processes: Sequence[RankProcess], folder: Path, seconds: float, stall_s: float | None
 ) -> tuple[list[int | None], StallVerdict | None]:
     """Wait until all ranks have ended or stalled, or long enough.
 
@@ -157,7 +165,8 @@ def _failed_together(folder: Path) -> StallVerdict | None:
     """
     pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
     raised = any(pulse.calls and pulse.calls[-1].state == RAISED for pulse in pulses)
-    return judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+    verdict = judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+    return None if verdict is None or verdict.cause == "unknown" else verdict
 
 
 def _stalled(
@@ -171,7 +180,7 @@ def _stalled(
     return None if all(stand.doing == "computes" for stand in stands) else judge(stands)
 
 
-def end(processes: Sequence[Process]) -> None:
+def end(processes: Sequence[RankProcess]) -> None:
     """End the ranks that still run, and all that they started."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + _POLITE_S

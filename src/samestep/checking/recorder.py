@@ -32,13 +32,14 @@ _LIBRARIES = tuple(
     }
 )
 _VALUES_OF_A_ROW = 1024
+_real_path = functools.cache(os.path.realpath)
 
 
 class Recorder:
     """One rank's notes. The modules of `watch/` call `note`; the rules read the file afterwards."""
 
     def __init__(self, folder: Path, rank: int, hooks: Hooks, scratch: Scratch) -> None:
-        self.rank = rank
+        self.rank, self.world_size = rank, 1
         self.hooks = hooks
         self._folder, self._scratch = folder, scratch
         self._open()
@@ -69,14 +70,11 @@ class Recorder:
         )
         os.write(self._file, encode(event))
 
-    def become(self, rank: int, *, anew: bool = False) -> None:
-        """Note from here on as another rank: with what was noted, or in a file of its own."""
-        before = events_path(self._folder, self.rank)
-        self.rank = rank
-        if anew:
-            self._open()
-        else:
-            before.rename(events_path(self._folder, rank))
+    def become(self, rank: int, world_size: int) -> None:
+        """Note from here on as a rank, with what was noted before."""
+        events_path(self._folder, self.rank).rename(events_path(self._folder, rank))
+        self.pulse.become(self._folder, rank)
+        self.rank, self.world_size = rank, world_size
 
     def _open(self) -> None:
         path = events_path(self._folder, self.rank)
@@ -130,12 +128,12 @@ class Recorder:
 
     def name(self, path: str) -> str:
         """Return a file's path as its user knows it: in the project, relative to that."""
-        return self._scratch.real(os.path.realpath(path)).removeprefix(self._scratch.home + os.sep)
+        return self._scratch.real(_real_path(path)).removeprefix(self._scratch.home + os.sep)
 
 
 @functools.cache
 def _is_users(path: str) -> bool:
-    whole = os.path.realpath(path)
+    whole = _real_path(path)
     return not (path.startswith("<") or whole.startswith((_OWN, *_LIBRARIES)))
 
 

@@ -136,7 +136,7 @@ def substituting(recorder: Recorder, job: Job) -> Iterator[None]:
         for place, name, kind in classes:
             stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, kind)
-        stack.enter_context(patched(*_patches(devices, job.nproc)))
+        stack.enter_context(patched(*_patches(devices, 1 if job.one_per_node else job.nproc)))
         stack.enter_context(_OnCpu(devices))
         yield
 

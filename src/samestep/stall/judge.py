@@ -71,8 +71,10 @@ def judge(stands: Sequence[RankStand]) -> StallVerdict:
     if met := _first_mismatch(stands):
         return case.disagree(met, {rank: visit[:2] for rank, visit in met.items()})
     awaited = {other for rank, visit in waits.items() for other in _awaited(rank, visit, stands)}
-    if missing := [stand for stand in own if stand.rank in awaited] or own:
-        return case.keep_waiting(missing)
+    missing = [stand for stand in own if stand.rank in awaited]
+    if missing or own:
+        running = [stand for stand in own if not _has_ended(stand)]
+        return case.keep_waiting(missing or running or own)
     return case.disagree(waits, {rank: (v.kind, v.group, v.seq) for rank, v in waits.items()})
 
 
@@ -95,6 +97,7 @@ class _Case:
             who = "ranks" if len(others) > 1 else "rank"
             wait = f"{_wait(visit, len(others))} {_named(visit)} of {_shown(visit.where)}"
             said.append(f"{who} {listed([*map(str, others)])} {wait}")
+        said += self._parting() if cause == "left" else []
         return self._verdict(cause, ranks, "; ".join(said))
 
     def disagree(
@@ -119,7 +122,8 @@ class _Case:
             culprits = [rank for rank, party in parties.items() if tie or party != most]
             alike = len({visit.kind for visit in met.values()}) == 1 and len(most) == 2
             what = "the ranks bring different tensors" if alike else "the ranks' calls do not meet"
-            return self._verdict("shapes" if alike else "different", culprits, f"{what}: {told}")
+            said = "; ".join([f"{what}: {told}", *self._parting()])
+            return self._verdict("shapes" if alike else "different", culprits, said)
         busy = [stand for stand in self.stands.values() if stand.doing == "computes"]
         if busy and len(busy) < len(self.stands):
             return self.keep_waiting(busy)
@@ -133,6 +137,19 @@ class _Case:
                 key = (visit.kind, visit.group, visit.seq, visit.where)
                 found.setdefault(key, (visit, []))[1].append(rank)
         return [*found.values()]
+
+    def _parting(self) -> list[str]:
+        """Return where the ranks first met in one call from different lines, in a list, or none.
+
+        A rank that evaluates by itself in a wrapped model goes on one call ahead of the others.
+        """
+        stands = [*self.stands.values()]
+        for met in sorted(_meetings(stands), key=_begin):
+            if len({visit.where for visit in met.values()}) > 1:
+                first = next(iter(met.values()))
+                told = ", ".join(f"rank {r} from {_shown(v.where)}" for r, v in met.items())
+                return [f"{_named(first)} was called by {told}"]
+        return []
 
     def _does(self, stand: RankStand) -> str:
         visit = self.waits.get(stand.rank)
@@ -202,22 +219,31 @@ def _latest(pulse: RankPulse, group: str) -> int:
     return max((visit.seq for visit in pulse.calls if visit.group == group), default=0)
 
 
-def _first_mismatch(stands: Sequence[RankStand]) -> dict[int, Visit] | None:
-    """Return the first calls in which ranks met without calling the same, by rank."""
-    meetings: dict[tuple[str, int], dict[int, Visit]] = defaultdict(dict)
+def _meetings(stands: Sequence[RankStand]) -> list[dict[int, Visit]]:
+    """Return the calls by which ranks met, of which more than one is known, each by rank."""
+    found: dict[tuple[str, int], dict[int, Visit]] = defaultdict(dict)
     for stand in stands:
         for visit in stand.pulse.calls:
             if not visit.group.startswith(PEER):
-                meetings[visit.group, visit.seq][stand.rank] = visit
-    wrong = []
-    for (group, seq), met in meetings.items():
-        kinds, details = {v.kind for v in met.values()}, {v.detail for v in met.values()}
+                found[visit.group, visit.seq][stand.rank] = visit
+    return [met for met in found.values() if len(met) > 1]
+
+
+def _begin(met: Mapping[int, Visit]) -> float:
+    return min(visit.time for visit in met.values())
+
+
+def _first_mismatch(stands: Sequence[RankStand]) -> dict[int, Visit] | None:
+    """Return the first calls by which ranks met without calling the same."""
+    for met in sorted(_meetings(stands), key=_begin):
+        visits = [*met.values()]
+        group, seq = visits[0].group, visits[0].seq
         # Shapes that differ may be right where all have gone on.
-        ends = any(seq == _latest(stand.pulse, group) for stand in stands)
-        stays = ends or any(visit.state != "left" for visit in met.values())
-        if len(kinds) > 1 or (len(details) > 1 and stays):
-            wrong.append(met)
-    return min(wrong, key=lambda met: min(v.time for v in met.values()), default=None)
+        last = any(seq == _latest(stand.pulse, group) for stand in stands)
+        stays = last or any(visit.state != "left" for visit in visits)
+        if len({v.kind for v in visits}) > 1 or (stays and len({v.detail for v in visits}) > 1):
+            return met
+    return None
 
 
 def _has_left(one: RankStand, other: RankStand) -> bool:
@@ -276,16 +302,15 @@ def _own_doing(stand: RankStand) -> str:
         return f"ended with exit code {stand.pulse.code}{_progress(stand)}"
     seen = f"; last seen at {_shown(_place(stand))}" if _place(stand) else ""
     if stand.doing == "gone":
-        return f"was ended or killed{_progress(stand)}{seen}"
+        return f"was ended or killed{seen}"
     if stand.doing == "stopped":
         return f"is stopped by a signal{seen}"
     if not stand.frames:
         return f"does not say where it stands{seen}"
     if not stand.waits_for_data:
         return _at(stand)
-    told = "; ".join(f"its loader worker {worker.pid} {_at(worker)}" for worker in _busy(stand))
-    waits = f"waits for data at {_shown(stand.place)}"
-    return f"{waits}; {told}" if told else waits
+    told = [f"; its loader worker {worker.pid} {_at(worker)}" for worker in _busy(stand)]
+    return f"waits for data at {_shown(stand.place)}{listed(told, most=1)}"
 
 
 def _busy(stand: RankStand) -> list[Stand]:

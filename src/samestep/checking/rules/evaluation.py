@@ -41,15 +41,17 @@ class _Evaluation:
 @rule(
     "SS401",
     "error",
-    "A metric of one rank's shard is shown as the whole",
+    "a metric of one rank's shard is shown as the whole",
     "The number depends on which samples lie on the rank that reports it.",
 )
 def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a number that is told after an evaluation of shards that nothing joined."""
-    pairs = list(_pairs(seen))
-    if not pairs:
+    if (alone := _alone_on_a_shard(seen)) is not None:
+        yield alone
+        return
+    if not any(_evaluations(seen, rank) for rank in seen.ranks):
         yield NotSeen("no evaluation was seen")
-    for parts in pairs:
+    for parts in _pairs(seen):
         if not _are_shards(seen, parts) or any(part.joined() for part in parts):
             continue
         read = [_last_read(part) for part in parts]
@@ -78,7 +80,7 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS402",
     "warning",
-    "A mean of the ranks' means over unequal counts",
+    "a mean of the ranks' means over unequal counts",
     "Samples of the smaller shard count for more, so the number changes with the number of ranks.",
 )
 def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -116,7 +118,7 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS403",
     "error",
-    "One rank evaluates alone inside the wrapped model",
+    "one rank evaluates alone inside the wrapped model",
     "The wrapper's forward pass is a collective: it waits for ranks that never come, or meets "
     "another call of theirs.",
 )
@@ -149,7 +151,7 @@ def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS404",
     "error",
-    "The best checkpoint is chosen by one rank's number",
+    "the best checkpoint is chosen by one rank's number",
     "Which weights are kept depends on the samples of one rank.",
 )
 def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -182,7 +184,7 @@ def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS706",
     "error",
-    "Evaluation mode is left on in training",
+    "evaluation mode is left on in training",
     "Dropout is off and batch statistics are frozen from the first evaluation on.",
     least_ranks=1,
 )
@@ -215,7 +217,7 @@ def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS707",
     "error",
-    "Training mode in evaluation",
+    "training mode in evaluation",
     "Dropout is on, and batch norm uses and learns the statistics of the evaluated batches.",
     least_ranks=1,
 )
@@ -241,7 +243,7 @@ def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS709",
     "advice",
-    "Evaluation computes gradients",
+    "evaluation computes gradients",
     "It keeps the activations of every batch, and takes memory and time for nothing.",
     least_ranks=1,
 )
@@ -344,14 +346,42 @@ def _reads_all(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
     """Whether each rank would read the same samples to the end, in an order of its own."""
     orders = []
     for rank, part in zip(seen.ranks, parts, strict=True):
-        loader = None
-        for event in rank.of("batch", "forward"):
-            if event is part.forwards[0]:
-                break
-            loader = event["loader_id"] if event.kind == "batch" else loader
+        loader = _loader_of(rank, part.forwards[0])
         read = [e for e in rank.of("order") if e["loader_id"] == loader and e.get("indices")]
         orders.append({index for event in read[:1] for index in event["indices"]})
     return all(orders) and all(order == orders[0] for order in orders)
+
+
+def _alone_on_a_shard(seen: Seen) -> Found | None:
+    """Return what is wrong if one rank alone evaluates, with a sampler that leaves samples out."""
+    each = [(rank, parts) for rank in seen.ranks if (parts := _evaluations(seen, rank))]
+    if len(each) != 1 or not seen.complete:
+        return None
+    ((rank, parts),) = each
+    loader = _loader_of(rank, parts[0].forwards[0])
+    order = next((e for e in rank.of("order") if e["loader_id"] == loader), None)
+    made = next((e for e in rank.of("loader") if e["loader_id"] == loader), None)
+    shown = next((e for e in reversed(parts[0].events) if e.kind in ("report", "item")), None)
+    if order is None or made is None or shown is None or not order["distributed"]:
+        return None
+    if order["truncated"] or not made["length"] or order["count"] >= made["length"]:
+        return None
+    return Found(
+        shown.where,
+        f"rank {rank.rank} alone evaluates, and its sampler gives it {order['count']} of "
+        f"{made['length']} samples; nobody evaluates the others",
+        "Evaluate with a loader of the whole set there, or on every rank and join the counts.",
+    )
+
+
+def _loader_of(rank: RankSeen, forward: Event) -> int | None:
+    """Return the loader of the batch that a forward pass was called with."""
+    loader = None
+    for event in rank.of("batch", "forward"):
+        if event is forward:
+            break
+        loader = event["loader_id"] if event.kind == "batch" else loader
+    return loader
 
 
 def _last_read(part: _Evaluation) -> Event | None:

@@ -3,10 +3,11 @@
 | event | when | facts |
 |---|---|---|
 | wrap | DDP or FSDP wraps a model | wrapper, model, model_id, parameters, own, and DDP's settings |
-| forward | the outermost call of a module | model_id of what is inside all wrappers, n, rows |
+| forward | the outermost call of a module | model_id inside all wrappers, n, rows, modal |
 | criterion | the outermost call of a loss | name, n, reduction, value |
 | backward | before it | loss, sync, requires_grad, unused: what the loss leaves out, by model_id |
 
+`modal` is how many layers are in training mode, and how many do something else in it.
 What `weights.py` notes of optimizers and weights begins here, too. Keys that are ids are text once
 they are read from a file.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -149,6 +151,7 @@ class ModelWatch:
                 if tensor is not None and self._counts[number] <= _ROWS_OF
                 else []
             )
+        modal = [one.training for one in part.modules() if _depends_on_mode(one)]
         self._recorder.note(
             "forward",
             model=type(model).__name__,
@@ -156,6 +159,7 @@ class ModelWatch:
             wrapped=kind is not None,
             inner=kind is None and any(self._wrapper_of(one) for one in part.modules()),
             training=part.training,
+            modal=[sum(modal), len(modal)],
             grad=grad,
             n=_length(tensor),
             rows=rows,
@@ -260,6 +264,13 @@ def _peeled(module: nn.Module) -> tuple[nn.Module, str | None, nn.Module | None]
         if not isinstance(inside, nn.Module):
             return module, kind, wrapper
         module = inside
+
+
+def _depends_on_mode(part: nn.Module) -> bool:
+    """Whether a layer does something else in training than in evaluation."""
+    if isinstance(part, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - there is no public name
+        return part.p > 0
+    return isinstance(part, _NormBase) and part.track_running_stats
 
 
 def _first_tensor(tree: Any) -> Tensor | None:

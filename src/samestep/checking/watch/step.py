@@ -55,6 +55,7 @@ class _Held:
     """Checksums of the gradients that it stepped with, by place in the sample."""
     still_left: bool = False
     """Whether they were there at the beginning of every backward pass since then."""
+    steps: int = 0
     backwards: int = 0
     cleared: str = ""
 
@@ -168,8 +169,17 @@ class _Watch:
                 sorted((p for p in whole if p.requires_grad), key=Tensor.numel)[:_SAMPLE]
             )
             held.backwards = 1
-        if not held.backwards or callable(kwargs.get("closure", args[1:] and args[1])):
-            return  # a closure makes them, or there are none
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):  # which would make the gradients
+            self._note_gradients(optimizer, held)
+
+    def _note_gradients(self, optimizer: Optimizer, held: _Held) -> None:
+        if not held.backwards:
+            return
+        held.steps += 1
+        if held.steps > _MOST:
+            held.sample, held.left = [], {}  # enough is known
+            return
         with self._recorder.unwatched():
             tensors = _tensors(optimizer)
             missing = sum(tensor.grad is None for tensor in tensors)
@@ -184,11 +194,12 @@ class _Watch:
             missing=missing,
         )
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken += 1
-        held = self._held.get(optimizer)
-        if held is None:
-            return
+        held = self._held[optimizer]
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if callable(closure):
+            self._note_gradients(optimizer, held)
         with self._recorder.unwatched():
             sums = {
                 place: checksum(tensor.grad)

@@ -1,0 +1,137 @@
+"""How scripts are started: with CUDA that is not there, with ranks of their own, with errors."""
+
+import pytest
+
+from samestep.errors import UserError
+from tests.checking.planted import BASE, check, codes, line_of, planted
+from tests.processes import free_port
+
+ON_CUDA = planted(
+    ('dist.init_process_group("gloo")', 'dist.init_process_group("nccl")'),
+    (
+        "    torch.manual_seed(0)\n",
+        """\
+    torch.manual_seed(0)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank)
+""",
+    ),
+    ("model = DDP(nn.Sequential", "model = nn.Sequential"),
+    (
+        "nn.Linear(16, 2)))\n",
+        "nn.Linear(16, 2)).cuda()\n    model = DDP(model.to(device), device_ids=[local_rank])\n",
+    ),
+    (
+        "            optimizer.zero_grad()\n",
+        """\
+            inputs, labels = inputs.cuda(non_blocking=True), labels.to(local_rank)
+            optimizer.zero_grad()
+""",
+    ),
+    ("counts = torch.zeros(2)", "counts = torch.zeros(2, device='cuda')"),
+    ("sampler=val_sampler)", "sampler=val_sampler, pin_memory=True)"),
+    ("        dist.barrier()\n", "        torch.cuda.synchronize()\n        dist.barrier()\n"),
+)
+
+
+def test_a_script_for_cuda_is_checked_on_the_cpu_and_its_devices_are_right(tmp_path):
+    report = check(tmp_path, ON_CUDA)
+    assert codes(report) == set()
+    assert report.steps > 0
+    assert len(report.notes) == 1
+
+
+def test_a_gpu_that_is_chosen_by_the_global_rank_is_found(tmp_path):
+    text = ON_CUDA.replace('int(os.environ["LOCAL_RANK"])', "rank")
+    report = check(tmp_path, text)
+    assert codes(report) == {"SS209"}
+    (finding,) = report.findings
+    assert finding.line == line_of(text, "set_device")
+    assert "cuda:1" in finding.evidence
+    assert report.exit_code == 1
+
+
+def test_a_gpu_that_is_asked_for_only_where_there_is_one_is_found_too(tmp_path):
+    change = ("nn.Linear(16, 2)))\n", "nn.Linear(16, 2)).to(device))\n")
+    device = 'torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")'
+    text = planted(("    torch.manual_seed(0)\n", f"    device = {device}\n"), change)
+    report = check(tmp_path, text.replace("model(inputs)", "model(inputs.to(device))"))
+    assert codes(report) == {"SS209"}
+    assert report.findings[0].line == line_of(text, "cuda:{rank}")
+
+
+def test_an_error_of_the_script_is_shown_without_our_frames(tmp_path):
+    text = planted(("        scheduler.step()\n", "        loss_of(1)\n"))
+    with pytest.raises(UserError) as told:
+        check(tmp_path, text)
+    assert f'project/train.py", line {line_of(text, "loss_of(1)")}' in str(told.value)
+    assert "samestep/" not in str(told.value)
+    assert "samestep-check-" not in str(told.value)
+
+
+@pytest.mark.parametrize("text", ["import sys; sys.exit(3)", "print('no training')", "1 +"])
+def test_what_does_not_train_cannot_be_checked(tmp_path, text):
+    with pytest.raises(UserError):
+        check(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_cannot_be_checked(tmp_path):
+    from samestep.checking.check_script import check_script
+
+    with pytest.raises(UserError):
+        check_script(tmp_path / "missing.py")
+
+
+def test_what_it_writes_and_prints_is_kept_from_the_users_folder(tmp_path):
+    report = check(tmp_path, BASE)
+    assert [path.name for path in (tmp_path / "project").iterdir()] == ["train.py"]
+    assert "epoch 2: accuracy" in report.output[0]
+
+
+OWN_RANKS = planted(
+    ("def main():\n", "def main(rank, world_size):\n"),
+    (
+        '    dist.init_process_group("gloo")\n    rank = dist.get_rank()\n',
+        """\
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = sys.argv[1]
+    init_process_group("gloo", rank=rank, world_size=world_size)
+""",
+    ),
+    ("import os\n", "import os\nimport sys\n"),
+    (
+        "from torch import nn\n",
+        """\
+from torch import multiprocessing as mp
+from torch import nn
+from torch.distributed import init_process_group
+""",
+    ),
+    ("        sampler.set_epoch(epoch)\n", ""),
+)
+FORKED = (
+    "    main()\n",
+    """\
+    ranks = [mp.get_context("fork").Process(target=main, args=(r, 2)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+""",
+)
+SPAWNED = (
+    "    main()\n",
+    """\
+    world_size = torch.cuda.device_count()
+    mp.spawn(main, args=(world_size,), nprocs=world_size)
+""",
+)
+
+
+@pytest.mark.parametrize("how", [FORKED, pytest.param(SPAWNED, marks=pytest.mark.slow)])
+def test_ranks_that_a_script_starts_itself_are_watched(how, tmp_path):
+    report = check(tmp_path, planted(how, base=OWN_RANKS), str(free_port()))
+    assert codes(report) == {"SS103"}
+    assert report.ranks == 2
+    assert report.steps > 0
