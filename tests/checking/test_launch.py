@@ -135,3 +135,37 @@ def test_ranks_that_a_script_starts_itself_are_watched(how, tmp_path):
     assert codes(report) == {"SS103"}
     assert report.ranks == 2
     assert report.steps > 0
+
+
+LIGHTNING = """\
+import lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 2)
+
+    def training_step(self, batch, _):
+        return nn.functional.cross_entropy(self.linear(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+lightning.seed_everything(0)
+x = torch.randn(64, 8)
+loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, shuffle=True)
+lightning.Trainer(max_epochs=2, logger=False, enable_checkpointing=False).fit(Model(), loader)
+"""
+
+
+@pytest.mark.slow
+def test_lightnings_trainer_takes_the_ranks_that_there_are(tmp_path):
+    pytest.importorskip("lightning")
+    report = check(tmp_path, LIGHTNING)
+    assert codes(report) == set()
+    assert report.steps == 8

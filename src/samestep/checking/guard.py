@@ -21,12 +21,21 @@ import torch
 from samestep.checking.scratch import Scratch
 from samestep.script.patches import Patch, patched
 
-_READS = ("stat", "listdir", "scandir", "access", "chdir", "readlink", "listxattr", "getxattr")
+_READS = (
+    *("stat", "statvfs", "pathconf", "listdir", "scandir", "access", "chdir", "readlink"),
+    *("listxattr", "getxattr"),
+)
 _REMOVES = ("remove", "unlink")
 _CHANGES = ("truncate", "utime", "chmod", "chown", "mkdir", "setxattr")
 _MOVES = ("rename", "replace")
 _FREE = re.compile("/(proc|sys|dev(?!/shm))/")
-_TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir())
+_TEMPORARY = (
+    *("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir()),
+    # Caches, which libraries in C fill and read too.
+    os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
+    *(os.environ[name] for name in ("HF_HOME", "TORCH_HOME") if os.environ.get(name)),
+)
+"""Where files may be made, and those that were there are not changed."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
