@@ -1,10 +1,12 @@
 """How scripts are started: with CUDA that is not there, with ranks of their own, with errors."""
 
+import json
+
 import pytest
 
 from samestep.errors import UserError
 from tests.checking.planted import BASE, check, codes, line_of, planted
-from tests.processes import free_port
+from tests.processes import free_port, start_samestep
 
 ON_CUDA = planted(
     ('dist.init_process_group("gloo")', 'dist.init_process_group("nccl")'),
@@ -169,3 +171,16 @@ def test_lightnings_trainer_takes_the_ranks_that_there_are(tmp_path):
     report = check(tmp_path, LIGHTNING)
     assert codes(report) == set()
     assert report.steps == 8
+
+
+@pytest.mark.slow
+def test_inside_a_job_each_rank_runs_its_own_and_rank_zero_tells(tmp_path):
+    text = planted(("        sampler.set_epoch(epoch)\n", ""))
+    (tmp_path / "train.py").write_text(text)
+    arguments = ("check", str(tmp_path / "train.py"), "--here", "--json")
+    ranks = start_samestep(*arguments, world_size=2, folder=tmp_path / "ranks")
+    assert ranks.wait() == [1, 0]
+    said = json.loads(ranks.printed(0))
+    assert [finding["code"] for finding in said["findings"]] == ["SS103"]
+    assert said["steps"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks", "train.py"]
