@@ -93,7 +93,7 @@ PLANTED = {
         planted(
             (
                 f"        {LOOP}:\n",
-                "        for _ in range(4):\n            inputs, labels = torch.randn(8, 8), ones\n",
+                "        for _ in range(4):\n            inputs, labels = x[:8].normal_(), ones\n",
             ),
             ("best = 0.0\n", "best, ones = 0.0, torch.ones(8).long()\n    torch.manual_seed(0)\n"),
         ),
@@ -181,6 +181,12 @@ PLANTED = {
         ),
         LOOP,
         "after batch 31 rank 0 leaves",
+    ),
+    "one batch per epoch": (
+        "SS711",
+        planted((LOOP, "for (inputs, labels) in (next(iter(train_loader)) for _ in range(4))")),
+        "next(iter",
+        "of 12 batches that rank 0 read, 3 differed",
     ),
     "one batch for ever": (
         "SS711",

@@ -52,6 +52,26 @@ def test_gradients_that_are_averaged_by_hand_are_right(tmp_path):
     assert report.findings == []
 
 
+def test_weights_that_are_averaged_by_hand_now_and_then_are_right(tmp_path):
+    rarely = """\
+            with model.no_sync():
+                loss = loss_of(model(inputs), labels)
+                loss.backward()
+            optimizer.step()
+            steps += 1
+            for p in model.parameters() if steps % 4 == 0 else ():
+                dist.all_reduce(p.data, op=dist.ReduceOp.AVG)
+"""
+    step = "            loss = loss_of(model(inputs), labels)\n            loss.backward()\n"
+    text = planted(
+        (f"{step}            optimizer.step()\n", rarely),
+        ("    best = 0.0\n", "    best = steps = 0\n"),
+    )
+    report = check(tmp_path, text)
+    assert "SS203" not in codes(report)
+    assert any(told.startswith("SS203") for told in report.not_seen)
+
+
 def test_gradients_averaged_by_hand_over_unequal_weights_are_found(tmp_path):
     seeded = ("torch.manual_seed(0)", "torch.manual_seed(rank)")
     text = unwrapped((BACKWARD, BY_HAND), seeded)

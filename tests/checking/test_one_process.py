@@ -44,7 +44,7 @@ UNTRAINED = planted(
         (early(REPLACED), "SS702", "optimizer = torch.optim", "2 tensors"),
         (early(COPIED), "SS702", "optimizer = torch.optim", "4 tensors"),
         (RESTORED, "SS703", "optimizer.step()", "1 of 4 parameters"),
-        (FROZEN, "SS703", "optimizer.step()", "all 6 steps"),
+        (FROZEN, "SS703", "optimizer.step()", "all 4 steps"),
         (UNTRAINED, "SS712", "torch.save(", "after 8 steps"),
     ],
     ids=["held in part", "loaded", "part replaced", "copied", "restored", "frozen", "untrained"],

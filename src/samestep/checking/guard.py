@@ -22,20 +22,27 @@ from samestep.checking.scratch import Scratch
 from samestep.script.patches import Patch, patched
 
 _READS = (
-    *("stat", "statvfs", "pathconf", "listdir", "scandir", "access", "chdir", "readlink"),
-    *("listxattr", "getxattr"),
+    "stat",
+    "statvfs",
+    "listdir",
+    "scandir",
+    "access",
+    "chdir",
+    "readlink",
+    "listxattr",
+    "getxattr",
 )
 _REMOVES = ("remove", "unlink")
 _CHANGES = ("truncate", "utime", "chmod", "chown", "mkdir", "setxattr")
 _MOVES = ("rename", "replace")
 _FREE = re.compile("/(proc|sys|dev(?!/shm))/")
-_TEMPORARY = (
-    *("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir()),
-    # Caches, which libraries in C fill and read too.
-    os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
-    *(os.environ[name] for name in ("HF_HOME", "TORCH_HOME") if os.environ.get(name)),
+_TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir())
+_CACHES = tuple(
+    os.path.realpath(os.path.expanduser(place)) + os.sep
+    for place in ("~/.cache", *map(os.environ.get, ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME")))
+    if place
 )
-"""Where files may be made, and those that were there are not changed."""
+"""What libraries keep there can be made again, and some of them write it in C."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -119,7 +126,7 @@ class Guard:
             self._folders[folder] = self._scratch.real(os.path.realpath(folder))
         real = os.path.join(self._folders[folder], name)
         own = real.startswith(self._scratch.place + os.sep)
-        return None if own or _FREE.match(real) else real
+        return None if own or _FREE.match(real) or real.startswith(_CACHES) else real
 
     def _is_new(self, real: str) -> bool:
         try:

@@ -49,6 +49,11 @@ class Reading:
         return self.loader["made"] or self.loader.where
 
     @property
+    def begins_only(self) -> bool:
+        """Whether each pass is left after the first of several batches."""
+        return sum(not batch["turn"] for batch in self.batches) == 1 < self.length[0]
+
+    @property
     def length(self) -> tuple[int, bool]:
         """How many batches the first pass has, and whether it has no more."""
         if self.orders:

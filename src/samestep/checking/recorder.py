@@ -32,6 +32,7 @@ _LIBRARIES = tuple(
     }
 )
 _VALUES_OF_A_ROW = 1024
+_real_path = functools.cache(os.path.realpath)
 
 
 class Recorder:
@@ -127,12 +128,12 @@ class Recorder:
 
     def name(self, path: str) -> str:
         """Return a file's path as its user knows it: in the project, relative to that."""
-        return self._scratch.real(os.path.realpath(path)).removeprefix(self._scratch.home + os.sep)
+        return self._scratch.real(_real_path(path)).removeprefix(self._scratch.home + os.sep)
 
 
 @functools.cache
 def _is_users(path: str) -> bool:
-    whole = os.path.realpath(path)
+    whole = _real_path(path)
     return not (path.startswith("<") or whole.startswith((_OWN, *_LIBRARIES)))
 
 

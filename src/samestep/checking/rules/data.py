@@ -26,7 +26,7 @@ _MUCH = 0.1  # of samples that are told apart by their content
     "SS101",
     "error",
     "all ranks train the same samples",
-    "Every sample counts once per rank: more ranks do the same work again instead of more of it.",
+    "Every sample counts once per rank: more ranks repeat the same work instead of sharing it.",
 )
 def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     """Judge by the first pass over each loader; without one, by what the model was given."""
@@ -108,13 +108,14 @@ def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
 def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the first two passes of a sampler that knows epochs."""
     for first, *_ in together(seen):
-        if first.loader["set_epoch"] is None or not first.loader["shuffle"]:
+        shuffled = first.loader["shuffle"] and sorted(first.order) != first.order
+        if first.loader["set_epoch"] is None or not shuffled:
             continue
         if len(first.orders) < 2:
             yield NotSeen("only one epoch was read")
             continue
         one, two = first.orders[:2]
-        if one["indices"] != two["indices"] or sorted(first.order) == first.order:
+        if one["indices"] != two["indices"] or first.begins_only:
             continue
         line = seen.line(first.loader.where)
         told = f"epochs 1 and 2 read the same samples in the same order ({some(first.order)})"
@@ -198,7 +199,7 @@ def stream_is_not_split_over_workers(seen: Seen) -> Iterator[Found | NotSeen]:
     "SS107",
     "warning",
     "padding duplicates are counted in evaluation",
-    "The sampler repeats samples to give all ranks equally many, and the metric counts them twice.",
+    "The sampler repeats samples so that all ranks have equally many, and the metric counts them.",
 )
 def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find repeated indices in an evaluation whose sums are then reduced over the ranks."""
@@ -213,33 +214,35 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
         if not twice or len(twice) >= seen.world_size or len(counts) != first.loader["length"]:
             continue
         told = f"{len(counts)} samples were evaluated {counts.total()} times: {some(twice)} twice"
-        how = _reduced_after(seen.ranks[0], first)
+        kinds = _met_after(seen.ranks[0], first)
         if not first.loader["direct"]:
             yield NotSeen(f"{told}, by a sampler that is not the script's own")
-        elif how != "all_reduce":
-            may = f"after {how} the script may leave them out" if how else "nothing was reduced"
-            yield NotSeen(f"{told}; {may}")
+        elif gathers := sorted(kind for kind in kinds if "gather" in kind):
+            yield NotSeen(f"{told}; after {gathers[0]} the script may leave them out")
+        elif not kinds & {"all_reduce", "reduce"}:
+            yield NotSeen(f"{told}; no collective put the ranks' results together")
         else:
             remedy = "Give rank r the samples `range(r, len(dataset), world_size)`, by `Subset`."
             yield Found(first.loader["sampler_made"] or first.made, told, remedy)
 
 
-def _reduced_after(rank: RankSeen, reading: Reading) -> str:
-    """Return the collective by which an evaluation's results meet; empty if none was seen."""
+def _met_after(rank: RankSeen, reading: Reading) -> set[str]:
+    """Return the kinds of collectives that follow batches of an evaluation."""
+    kinds: set[str] = set()
     ours = False
     for event in rank.of("batch", "collective"):
         if event.kind == "batch":
             ours = event["loader_id"] == reading.loader["loader_id"]
-        elif ours and event["kind"] not in ("barrier", "broadcast"):
-            return "all_reduce" if event["kind"] in ("all_reduce", "reduce") else event["kind"]
-    return ""
+        elif ours:
+            kinds.add(event["kind"])
+    return kinds
 
 
 @rule(
     "SS108",
     "warning",
     "loader workers draw the same random numbers",
-    "Samples that are read side by side are augmented in the same way, so that there is less of it.",
+    "Samples that are read side by side are augmented in the same way: there is less variety.",
     least_ranks=1,
 )
 def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -255,7 +258,7 @@ def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     "SS109",
     "warning",
     "all ranks draw the same random numbers",
-    "The ranks' samples are augmented in the same way, so that there is less of it.",
+    "The ranks' samples are augmented in the same way: there is less variety.",
 )
 def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the random states with which the ranks drew for their first samples."""
@@ -342,16 +345,16 @@ def same_batch_at_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the batches of a loader that has more than one, and what the model was given."""
     for first, *_ in together(seen):
         batches, rows = first.batches, {tuple(batch["rows"]) for batch in first.batches}
-        if not first.orders or first.length[0] < 2 or len(rows) > 1 or len(set(*rows)) < 2:
+        if not first.begins_only or not first.orders or len(set(batches[0]["rows"])) < 2:
             continue
         told = ""
-        passes = _passes(seen.ranks[0])
-        if len(batches) > 1 and len({batch.step for batch in batches}) >= 3:
-            told = f"{len(batches)} batches that rank 0 read had"
+        if len(batches) >= 3 * len(rows) and len({batch.step for batch in batches}) >= 3:
+            told = f"of {len(batches)} batches that rank 0 read, {len(rows)} differed"
         elif len(batches) == 1 and seen.complete and seen.ranks[0].steps >= 5:
+            passes = _passes(seen.ranks[0])
             same = len({tuple(forward["rows"]) for forward in passes}) == 1
-            told = f"{len(passes)} forward passes of rank 0 had" if same else ""
+            told = f"{len(passes)} forward passes of rank 0 had the same samples" if same else ""
         if told:
-            told += f" the same {batches[0]['n']} samples; the loader has {first.length[0]} batches"
+            told += f"; the loader has {first.length[0]} batches"
             remedy = "Read on in the loop: `for batch in loader:`, not `next(iter(loader))`."
             yield Found(batches[0].where, told, remedy)

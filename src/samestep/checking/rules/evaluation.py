@@ -46,10 +46,12 @@ class _Evaluation:
 )
 def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a number that is told after an evaluation of shards that nothing joined."""
-    pairs = list(_pairs(seen))
-    if not pairs:
+    if (alone := _alone_on_a_shard(seen)) is not None:
+        yield alone
+        return
+    if not any(_evaluations(seen, rank) for rank in seen.ranks):
         yield NotSeen("no evaluation was seen")
-    for parts in pairs:
+    for parts in _pairs(seen):
         if not _are_shards(seen, parts) or any(part.joined() for part in parts):
             continue
         read = [_last_read(part) for part in parts]
@@ -344,14 +346,42 @@ def _reads_all(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
     """Whether each rank would read the same samples to the end, in an order of its own."""
     orders = []
     for rank, part in zip(seen.ranks, parts, strict=True):
-        loader = None
-        for event in rank.of("batch", "forward"):
-            if event is part.forwards[0]:
-                break
-            loader = event["loader_id"] if event.kind == "batch" else loader
+        loader = _loader_of(rank, part.forwards[0])
         read = [e for e in rank.of("order") if e["loader_id"] == loader and e.get("indices")]
         orders.append({index for event in read[:1] for index in event["indices"]})
     return all(orders) and all(order == orders[0] for order in orders)
+
+
+def _alone_on_a_shard(seen: Seen) -> Found | None:
+    """Return what is wrong if one rank alone evaluates, with a sampler that leaves samples out."""
+    each = [(rank, parts) for rank in seen.ranks if (parts := _evaluations(seen, rank))]
+    if len(each) != 1 or not seen.complete:
+        return None
+    ((rank, parts),) = each
+    loader = _loader_of(rank, parts[0].forwards[0])
+    order = next((e for e in rank.of("order") if e["loader_id"] == loader), None)
+    made = next((e for e in rank.of("loader") if e["loader_id"] == loader), None)
+    shown = next((e for e in reversed(parts[0].events) if e.kind in ("report", "item")), None)
+    if order is None or made is None or shown is None or not order["distributed"]:
+        return None
+    if order["truncated"] or not made["length"] or order["count"] >= made["length"]:
+        return None
+    return Found(
+        shown.where,
+        f"rank {rank.rank} alone evaluates, and its sampler gives it {order['count']} of "
+        f"{made['length']} samples; nobody evaluates the others",
+        "Evaluate with a loader of the whole set there, or on every rank and join the counts.",
+    )
+
+
+def _loader_of(rank: RankSeen, forward: Event) -> int | None:
+    """Return the loader of the batch that a forward pass was called with."""
+    loader = None
+    for event in rank.of("batch", "forward"):
+        if event is forward:
+            break
+        loader = event["loader_id"] if event.kind == "batch" else loader
+    return loader
 
 
 def _last_read(part: _Evaluation) -> Event | None:

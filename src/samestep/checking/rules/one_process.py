@@ -148,7 +148,8 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                 for name, shape in model["shapes"].items()
                 if len(shape) > 1
                 and name not in changed
-                and min(len(steps), len(kept) + 1) >= _FEW
+                and kept
+                and len(steps) >= _FEW
                 and all(e["grads"].get(name) and name not in e["still"] for e in steps)
             ]
             idle = [e for e in steps if len(e["still"]) == len(e["grads"])]

@@ -9,6 +9,7 @@ import builtins
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -72,7 +73,10 @@ class _Watch:
         """Note a number that is read from a tensor."""
         value = original(tensor)
         if not torch.compiler.is_compiling() and isinstance(value, int | float):
-            self._note("item", value=float(value))
+            caller = str(sys._getframe(2).f_globals.get("__name__"))  # noqa: SLF001 - of the method
+            # Not an optimizer's count of steps or a loader's seed; text is made in `_tensor`.
+            if not caller.startswith("torch.") or caller == "torch._tensor":
+                self._note("item", value=float(value))
         return value
 
     def around_print(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -85,9 +89,9 @@ class _Watch:
     def around_log(
         self, original: Callable[..., Any], logger: Any, record: logging.LogRecord
     ) -> None:
-        """Note the numbers that are logged."""
+        """Note the numbers that the script itself logs."""
         original(logger, record)
-        if logger.isEnabledFor(record.levelno):
+        if self._recorder.is_direct("logging"):
             self._tell("log", record.getMessage())
 
     def _tell(self, via: str, text: str) -> None:

@@ -55,6 +55,7 @@ class _Held:
     """Checksums of the gradients that it stepped with, by place in the sample."""
     still_left: bool = False
     """Whether they were there at the beginning of every backward pass since then."""
+    steps: int = 0
     backwards: int = 0
     cleared: str = ""
 
@@ -174,6 +175,10 @@ class _Watch:
 
     def _note_gradients(self, optimizer: Optimizer, held: _Held) -> None:
         if not held.backwards:
+            return
+        held.steps += 1
+        if held.steps > _MOST:
+            held.sample, held.left = [], {}  # enough is known
             return
         with self._recorder.unwatched():
             tensors = _tensors(optimizer)

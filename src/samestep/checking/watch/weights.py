@@ -35,7 +35,7 @@ from samestep.script.patches import patched
 
 _Made = tuple[str, weakref.ref[nn.Module], weakref.ref[nn.Module], weakref.ref[Tensor]]
 """A parameter as an optimizer was made: its name, its model, the part that owns it, itself."""
-_KEPT = (3, 5, 10)
+_KEPT, _VALUES = (3, 10), 256
 
 
 class Numbers:
@@ -307,7 +307,7 @@ class WeightWatch:
 
 def sampled(step: int) -> bool:
     """Whether gradients and weights are looked at in a step."""
-    return step <= 3 or (step % 5 == 0 and step <= 100) or step % 100 == 0
+    return step <= 3 or (step % 10 == 0 and step <= 100) or step % 100 == 0
 
 
 def _print_of(gradient: Tensor | None) -> int | None:
@@ -317,4 +317,5 @@ def _print_of(gradient: Tensor | None) -> int | None:
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     if local.layout != torch.strided:
         local = local.coalesce().values() if local.layout == torch.sparse_coo else local.to_dense()
-    return (checksum(local) or 0) if bool(local.any()) else 0
+    some = bool(local.flatten()[:_VALUES].any()) or bool(local.any())
+    return (checksum(local) or 0) if some else 0
