@@ -1,11 +1,13 @@
 """How scripts are started: with CUDA that is not there, with ranks of their own, with errors."""
 
 import json
+import tempfile
 
 import pytest
 
+from samestep.checking import check_script
 from samestep.errors import UserError
-from tests.checking.planted import BASE, check, codes, line_of, planted
+from tests.checking.planted import BASE, check, codes, forked, line_of, planted
 from tests.processes import free_port, start_samestep
 
 ON_CUDA = planted(
@@ -79,10 +81,8 @@ def test_what_does_not_train_cannot_be_checked(tmp_path, text):
 
 
 def test_a_file_that_is_not_there_cannot_be_checked(tmp_path):
-    from samestep.checking.check_script import check_script
-
     with pytest.raises(UserError):
-        check_script(tmp_path / "missing.py")
+        check_script.check_script(tmp_path / "missing.py")
 
 
 def test_what_it_writes_and_prints_is_kept_from_the_users_folder(tmp_path):
@@ -184,3 +184,23 @@ def test_inside_a_job_each_rank_runs_its_own_and_rank_zero_tells(tmp_path):
     assert [finding["code"] for finding in said["findings"]] == ["SS103"]
     assert said["steps"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks", "train.py"]
+
+
+def test_an_interrupt_ends_the_ranks_and_removes_the_scratch_copy(tmp_path, monkeypatch):
+    started = []
+
+    def start(*arguments):
+        started.extend(forked(*arguments))
+        return started
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    (tmp_path / "place").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "place"))
+    monkeypatch.setattr(check_script, "wait", interrupted)
+    (tmp_path / "train.py").write_text("import time; time.sleep(600)")
+    with pytest.raises(KeyboardInterrupt):
+        check_script.check_script(tmp_path / "train.py", start=start)
+    assert [process.poll() is None for process in started] == [False, False]
+    assert list((tmp_path / "place").iterdir()) == []
