@@ -21,7 +21,17 @@ import torch
 from samestep.checking.scratch import Scratch
 from samestep.script.patches import Patch, patched
 
-_READS = ("stat", "listdir", "scandir", "access", "chdir", "readlink", "listxattr", "getxattr")
+_READS = (
+    "stat",
+    "statvfs",
+    "listdir",
+    "scandir",
+    "access",
+    "chdir",
+    "readlink",
+    "listxattr",
+    "getxattr",
+)
 _REMOVES = ("remove", "unlink")
 _CHANGES = ("truncate", "utime", "chmod", "chown", "mkdir", "setxattr")
 _MOVES = ("rename", "replace")
