@@ -165,7 +165,8 @@ def _failed_together(folder: Path) -> StallVerdict | None:
     """
     pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
     raised = any(pulse.calls and pulse.calls[-1].state == RAISED for pulse in pulses)
-    return judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+    verdict = judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+    return None if verdict is None or verdict.cause == "unknown" else verdict
 
 
 def _stalled(
