@@ -28,6 +28,10 @@ from samestep.checking.scratch import Scratch
 from samestep.errors import UserError
 from samestep.stall.judge import StallVerdict
 
+_OF_ONE_PROCESS = (
+    "The script never asks for its rank, so it was judged as one process; started on several, each "
+    "would train a model of its own. With --nproc 2 it is judged as a script for 2 ranks."
+)
 _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
@@ -84,7 +88,7 @@ def report_on(seen: Seen, output: list[str], script: Path, began: float) -> Chec
         not_seen=not_seen,
         steps=max(rank.steps for rank in seen.ranks),
         seconds=time.perf_counter() - began,
-        notes=seen.notes,
+        notes=[*seen.notes, *([_OF_ONE_PROCESS] if seen.is_of_one_process else [])],
         output=output,
         ranks=seen.world_size,
         script=str(script),

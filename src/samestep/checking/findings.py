@@ -49,7 +49,7 @@ class Rule:
     """Why it matters, in one sentence."""
     judge: Judge
     least_ranks: int = 2
-    """On fewer ranks it cannot show."""
+    """On fewer ranks it cannot show, nor in a script that knows nothing of ranks."""
     residual: bool = False
     """Whether it speaks only where no other rule explains the step: codes SS1xx to SS3xx."""
 
@@ -105,7 +105,7 @@ def judge(seen: Seen) -> tuple[list[Finding], list[str]]:
     # A script for one process need not know of the ranks that nobody asked for.
     knows = seen.asked or seen.any("init") or any(e.get("own") for e in seen.any("environment"))
     for code, one in sorted(RULES.items()):
-        if seen.world_size < one.least_ranks:
+        if (1 if seen.is_of_one_process else seen.world_size) < one.least_ranks:
             continue
         for said in one.judge(seen):
             if isinstance(said, NotSeen):
