@@ -28,6 +28,10 @@ from samestep.checking.scratch import Scratch
 from samestep.errors import UserError
 from samestep.stall.judge import StallVerdict
 
+_OF_ONE_PROCESS = (
+    "The script never asks for its rank, so it was judged as one process; started on several, each "
+    "would train a model of its own. With --nproc 2 it is judged as a script for 2 ranks."
+)
 _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
@@ -67,6 +71,14 @@ def check_script(
         apart, _ = run.watched(structs.replace(job, substitute=True, one_per_node=True))
         for rank, there in zip(seen.ranks, apart.ranks, strict=False):
             rank.events.extend(there.of("device"))
+    return report_on(seen, output, script, began)
+
+
+def report_on(seen: Seen, output: list[str], script: Path, began: float) -> CheckReport:
+    """Return what is wrong with a script that was run.
+
+    Raises UserError if it could not be checked.
+    """
     found, not_seen = judge(seen)
     if not any(finding.severity == "error" for finding in found):
         _refuse_failures(seen, output, script)
@@ -76,7 +88,7 @@ def check_script(
         not_seen=not_seen,
         steps=max(rank.steps for rank in seen.ranks),
         seconds=time.perf_counter() - began,
-        notes=seen.notes,
+        notes=[*seen.notes, *([_OF_ONE_PROCESS] if seen.is_of_one_process else [])],
         output=output,
         ranks=seen.world_size,
         script=str(script),
@@ -97,24 +109,11 @@ class _Runs:
 
     def watched(self, asked: Job) -> tuple[Seen, list[str]]:
         """Run the script, and return what was seen and what each rank printed."""
-        cwd = Path.cwd().resolve()
-        first = cwd if asked.module else self.script.resolve().parent
-        home = cwd if first.is_relative_to(cwd) else first
         with tempfile.TemporaryDirectory(
             prefix="samestep-check-", ignore_cleanup_errors=True
         ) as place:
-            scratch, folder = Scratch(Path(place), home), Path(place) / "seen"
-            folder.mkdir()
-            scratch.create(first)
-            job = structs.replace(
-                asked,
-                script=asked.script if asked.module else scratch.twin(self.script.resolve()),
-                arguments=[_in_scratch(one, cwd, scratch) for one in asked.arguments],
-                scratch=scratch.twin(home),
-                place=scratch.place,
-                folder=str(folder),
-                began=time.time(),
-            )
+            scratch, job = prepare(asked, self.script, Path(place))
+            folder = Path(job.folder)
             variables = script_variables(scratch)
             each = rank_variables(job.nproc, one_per_node=job.one_per_node)
             each = [{}] if job.alone else each
@@ -128,22 +127,52 @@ class _Runs:
                 end(processes)
             if (folder / SPAWNS).exists() and not job.alone:
                 return self.watched(structs.replace(asked, alone=True))
-            output = [
-                scratch.shown(path.read_text(errors="replace"))
-                for path in sorted(folder.glob("output-*.txt"))
-            ]
-            ranks = ranks_seen(folder, codes)
-            for event in (event for rank in ranks for event in rank.of("end")):
-                event.facts["text"] = scratch.shown(event["text"])
-        notes = [event["text"] for rank in ranks for event in rank.of("note")]
-        seen = Seen(
-            ranks=ranks,
-            folder=home,
-            asked=self.asked,
-            notes=list(dict.fromkeys(notes)),
-            stall=None if stall is None else _shown(stall, scratch),
-        )
-        return seen, output
+            return what_was_seen(scratch, folder, codes, stall, asked=self.asked)
+
+
+def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:
+    """Make a scratch copy in an empty folder; return it, and the job that runs the script in it."""
+    cwd = Path.cwd().resolve()
+    first = cwd if asked.module else script.resolve().parent
+    home = cwd if first.is_relative_to(cwd) else first
+    scratch, folder = Scratch(place, home), place / "seen"
+    folder.mkdir()
+    scratch.create(first)
+    job = structs.replace(
+        asked,
+        script=asked.script if asked.module else scratch.twin(script.resolve()),
+        arguments=[_in_scratch(one, cwd, scratch) for one in asked.arguments],
+        scratch=scratch.twin(home),
+        place=scratch.place,
+        folder=str(folder),
+        began=time.time(),
+    )
+    return scratch, job
+
+
+def what_was_seen(
+    scratch: Scratch,
+    folder: Path,
+    codes: Sequence[int | None],
+    stall: StallVerdict | None,
+    *,
+    asked: bool,
+) -> tuple[Seen, list[str]]:
+    """Return what the ranks noted in a folder, and what each printed."""
+    outputs = sorted(folder.glob("output-*.txt"), key=lambda path: int(path.stem[7:]))
+    output = [scratch.shown(path.read_text(errors="replace")) for path in outputs]
+    ranks = ranks_seen(folder, codes)
+    for event in (event for rank in ranks for event in rank.of("end")):
+        event.facts["text"] = scratch.shown(event["text"])
+    notes = [event["text"] for rank in ranks for event in rank.of("note")]
+    seen = Seen(
+        ranks=ranks,
+        folder=Path(scratch.home),
+        asked=asked,
+        notes=list(dict.fromkeys(notes)),
+        stall=None if stall is None else _shown(stall, scratch),
+    )
+    return seen, output
 
 
 def _shown(stall: StallVerdict, scratch: Scratch) -> Stall:
