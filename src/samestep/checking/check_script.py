@@ -71,6 +71,11 @@ def check_script(
         apart, _ = run.watched(structs.replace(job, substitute=True, one_per_node=True))
         for rank, there in zip(seen.ranks, apart.ranks, strict=False):
             rank.events.extend(there.of("device"))
+    return report_of(seen, output, script, began)
+
+
+def report_of(seen: Seen, output: list[str], script: Path, began: float) -> CheckReport:
+    """Judge what was seen; raise UserError if the script failed and no mistake explains it."""
     found, not_seen = judge(seen)
     if not any(finding.severity == "error" for finding in found):
         _refuse_failures(seen, output, script)
@@ -101,24 +106,11 @@ class _Runs:
 
     def watched(self, asked: Job) -> tuple[Seen, list[str]]:
         """Run the script, and return what was seen and what each rank printed."""
-        cwd = Path.cwd().resolve()
-        first = cwd if asked.module else self.script.resolve().parent
-        home = cwd if first.is_relative_to(cwd) else first
         with tempfile.TemporaryDirectory(
             prefix="samestep-check-", ignore_cleanup_errors=True
         ) as place:
-            scratch, folder = Scratch(Path(place), home), Path(place) / "seen"
-            folder.mkdir()
-            scratch.create(first)
-            job = structs.replace(
-                asked,
-                script=asked.script if asked.module else scratch.twin(self.script.resolve()),
-                arguments=[_in_scratch(one, cwd, scratch) for one in asked.arguments],
-                scratch=scratch.twin(home),
-                place=scratch.place,
-                folder=str(folder),
-                began=time.time(),
-            )
+            scratch, job = prepared(Path(place), self.script, asked)
+            folder = Path(job.folder)
             variables = script_variables(scratch)
             each = rank_variables(job.nproc, one_per_node=job.one_per_node)
             each = [{}] if job.alone else each
@@ -132,22 +124,54 @@ class _Runs:
                 end(processes)
             if (folder / SPAWNS).exists() and not job.alone:
                 return self.watched(structs.replace(asked, alone=True))
-            output = [
-                scratch.shown(path.read_text(errors="replace"))
-                for path in sorted(folder.glob("output-*.txt"))
-            ]
-            ranks = ranks_seen(folder, codes)
-            for event in (event for rank in ranks for event in rank.of("end")):
-                event.facts["text"] = scratch.shown(event["text"])
-        notes = [event["text"] for rank in ranks for event in rank.of("note")]
-        seen = Seen(
-            ranks=ranks,
-            folder=home,
-            asked=self.asked,
-            notes=list(dict.fromkeys(notes)),
-            stall=None if stall is None else _shown(stall, scratch),
-        )
-        return seen, output
+            return seen_by(scratch, folder, codes, stall, asked=self.asked)
+
+
+def prepared(place: Path, script: Path, asked: Job) -> tuple[Scratch, Job]:
+    """Make a scratch copy in a folder; return it, and the job with its paths."""
+    cwd = Path.cwd().resolve()
+    first = cwd if asked.module else script.resolve().parent
+    home = cwd if first.is_relative_to(cwd) else first
+    scratch, folder = Scratch(place, home), place / "seen"
+    folder.mkdir()
+    scratch.create(first)
+    job = structs.replace(
+        asked,
+        script=asked.script if asked.module else scratch.twin(script.resolve()),
+        arguments=[_in_scratch(one, cwd, scratch) for one in asked.arguments],
+        scratch=scratch.twin(home),
+        place=scratch.place,
+        folder=str(folder),
+        began=time.time(),
+    )
+    return scratch, job
+
+
+def seen_by(
+    scratch: Scratch,
+    folder: Path,
+    codes: Sequence[int | None],
+    stall: StallVerdict | None,
+    *,
+    asked: bool,
+) -> tuple[Seen, list[str]]:
+    """Return what the ranks noted in a folder, and what each printed."""
+    output = [
+        scratch.shown(path.read_text(errors="replace"))
+        for path in sorted(folder.glob("output-*.txt"))
+    ]
+    ranks = ranks_seen(folder, codes)
+    for event in (event for rank in ranks for event in rank.of("end")):
+        event.facts["text"] = scratch.shown(event["text"])
+    notes = [event["text"] for rank in ranks for event in rank.of("note")]
+    seen = Seen(
+        ranks=ranks,
+        folder=Path(scratch.home),
+        asked=asked,
+        notes=list(dict.fromkeys(notes)),
+        stall=None if stall is None else _shown(stall, scratch),
+    )
+    return seen, output
 
 
 def _shown(stall: StallVerdict, scratch: Scratch) -> Stall:

@@ -91,6 +91,15 @@ class ScriptRanks:
             raise RankZeroEnded(int(said.removeprefix(_ENDED)))
         return int(said)
 
+    def tell(self, function: Callable[[], str]) -> str:
+        """Return a function's text on rank 0."""
+        if self.rank == 0:
+            text = function()
+            if self.world_size > 1:
+                self._put("told", text)
+            return text
+        return self._get("told", "for rank 0 to prepare")
+
     def end(self, steps: int) -> None:
         """Tell the other ranks, as the next answer, that rank 0 has ended after this many steps."""
         if self.world_size > 1 and self.rank == 0:
