@@ -57,6 +57,8 @@ SHORT_FILES = {
     "api.run_lists": "the public functions that need no torch",
     "data.augment": "public functions for recipes",
     "data.recipe_splits": "recipes import it, without the sources",
+    "checking.frameworks": "Lightning, so far",
+    "checking.job": "what a check tells its ranks, without torch",
     "checking.rank": "what `python -m` runs as a rank",
     "doctor.timeouts": "six modules share it",
 }

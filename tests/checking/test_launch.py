@@ -1,10 +1,14 @@
 """How scripts are started: with CUDA that is not there, with ranks of their own, with errors."""
 
+import json
+import tempfile
+
 import pytest
 
+from samestep.checking import check_script
 from samestep.errors import UserError
-from tests.checking.planted import BASE, check, codes, line_of, planted
-from tests.processes import free_port
+from tests.checking.planted import BASE, check, codes, forked, line_of, planted
+from tests.processes import free_port, start_samestep
 
 ON_CUDA = planted(
     ('dist.init_process_group("gloo")', 'dist.init_process_group("nccl")'),
@@ -77,10 +81,8 @@ def test_what_does_not_train_cannot_be_checked(tmp_path, text):
 
 
 def test_a_file_that_is_not_there_cannot_be_checked(tmp_path):
-    from samestep.checking.check_script import check_script
-
     with pytest.raises(UserError):
-        check_script(tmp_path / "missing.py")
+        check_script.check_script(tmp_path / "missing.py")
 
 
 def test_what_it_writes_and_prints_is_kept_from_the_users_folder(tmp_path):
@@ -135,3 +137,70 @@ def test_ranks_that_a_script_starts_itself_are_watched(how, tmp_path):
     assert codes(report) == {"SS103"}
     assert report.ranks == 2
     assert report.steps > 0
+
+
+LIGHTNING = """\
+import lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 2)
+
+    def training_step(self, batch, _):
+        return nn.functional.cross_entropy(self.linear(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+lightning.seed_everything(0)
+x = torch.randn(64, 8)
+loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, shuffle=True)
+lightning.Trainer(max_epochs=2, logger=False, enable_checkpointing=False).fit(Model(), loader)
+"""
+
+
+@pytest.mark.slow
+def test_lightnings_trainer_takes_the_ranks_that_there_are(tmp_path):
+    pytest.importorskip("lightning")
+    report = check(tmp_path, LIGHTNING)
+    assert codes(report) == set()
+    assert report.steps == 8
+
+
+@pytest.mark.slow
+def test_inside_a_job_each_rank_runs_its_own_and_rank_zero_tells(tmp_path):
+    text = planted(("        sampler.set_epoch(epoch)\n", ""))
+    (tmp_path / "train.py").write_text(text)
+    arguments = ("check", str(tmp_path / "train.py"), "--here", "--json")
+    ranks = start_samestep(*arguments, world_size=2, folder=tmp_path / "ranks")
+    assert ranks.wait() == [1, 0]
+    said = json.loads(ranks.printed(0))
+    assert [finding["code"] for finding in said["findings"]] == ["SS103"]
+    assert said["steps"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks", "train.py"]
+
+
+def test_an_interrupt_ends_the_ranks_and_removes_the_scratch_copy(tmp_path, monkeypatch):
+    started = []
+
+    def start(*arguments):
+        started.extend(forked(*arguments))
+        return started
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    (tmp_path / "place").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "place"))
+    monkeypatch.setattr(check_script, "wait", interrupted)
+    (tmp_path / "train.py").write_text("import time; time.sleep(600)")
+    with pytest.raises(KeyboardInterrupt):
+        check_script.check_script(tmp_path / "train.py", start=start)
+    assert [process.poll() is None for process in started] == [False, False]
+    assert list((tmp_path / "place").iterdir()) == []

@@ -147,27 +147,12 @@ def test_collectives_numbers_and_exceptions_that_are_right_are_no_finding(tmp_pa
             print("does without", error)
 """,
         ),
-        (
-            DESTROY,
-            """\
-    dist.destroy_process_group()
-    try:
-        open('missing.txt')
-    except OSError as error:
-        print(error)
-    try:
-        {}['name']
-    except KeyError as error:
-        print(error)
-        exit(0)
-""",
-        ),
     )
     report = check(tmp_path, text)
     assert report.findings == []
 
 
-def test_early_stopping_by_an_exception_is_no_failure(tmp_path):
+def test_exceptions_that_end_no_training_by_surprise_are_no_failure(tmp_path):
     text = planted(
         (
             "        scheduler.step()\n",
@@ -186,6 +171,11 @@ if __name__ == "__main__":
     except Enough as error:
         print(error)
         dist.destroy_process_group()
+    try:
+        open("missing.txt")
+    except OSError as error:
+        print(error)
+        exit(0)
 """,
         ),
     )

@@ -71,11 +71,14 @@ def check_script(
         apart, _ = run.watched(structs.replace(job, substitute=True, one_per_node=True))
         for rank, there in zip(seen.ranks, apart.ranks, strict=False):
             rank.events.extend(there.of("device"))
-    return report_of(seen, output, script, began)
+    return report_on(seen, output, script, began)
 
 
-def report_of(seen: Seen, output: list[str], script: Path, began: float) -> CheckReport:
-    """Judge what was seen; raise UserError if the script failed and no mistake explains it."""
+def report_on(seen: Seen, output: list[str], script: Path, began: float) -> CheckReport:
+    """Return what is wrong with a script that was run.
+
+    Raises UserError if it could not be checked.
+    """
     found, not_seen = judge(seen)
     if not any(finding.severity == "error" for finding in found):
         _refuse_failures(seen, output, script)
@@ -109,7 +112,7 @@ class _Runs:
         with tempfile.TemporaryDirectory(
             prefix="samestep-check-", ignore_cleanup_errors=True
         ) as place:
-            scratch, job = prepared(Path(place), self.script, asked)
+            scratch, job = prepare(asked, self.script, Path(place))
             folder = Path(job.folder)
             variables = script_variables(scratch)
             each = rank_variables(job.nproc, one_per_node=job.one_per_node)
@@ -124,11 +127,11 @@ class _Runs:
                 end(processes)
             if (folder / SPAWNS).exists() and not job.alone:
                 return self.watched(structs.replace(asked, alone=True))
-            return seen_by(scratch, folder, codes, stall, asked=self.asked)
+            return what_was_seen(scratch, folder, codes, stall, asked=self.asked)
 
 
-def prepared(place: Path, script: Path, asked: Job) -> tuple[Scratch, Job]:
-    """Make a scratch copy in a folder; return it, and the job with its paths."""
+def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:
+    """Make a scratch copy in an empty folder; return it, and the job that runs the script in it."""
     cwd = Path.cwd().resolve()
     first = cwd if asked.module else script.resolve().parent
     home = cwd if first.is_relative_to(cwd) else first
@@ -147,7 +150,7 @@ def prepared(place: Path, script: Path, asked: Job) -> tuple[Scratch, Job]:
     return scratch, job
 
 
-def seen_by(
+def what_was_seen(
     scratch: Scratch,
     folder: Path,
     codes: Sequence[int | None],
@@ -156,10 +159,8 @@ def seen_by(
     asked: bool,
 ) -> tuple[Seen, list[str]]:
     """Return what the ranks noted in a folder, and what each printed."""
-    output = [
-        scratch.shown(path.read_text(errors="replace"))
-        for path in sorted(folder.glob("output-*.txt"))
-    ]
+    outputs = sorted(folder.glob("output-*.txt"), key=lambda path: int(path.stem[7:]))
+    output = [scratch.shown(path.read_text(errors="replace")) for path in outputs]
     ranks = ranks_seen(folder, codes)
     for event in (event for rank in ranks for event in rank.of("end")):
         event.facts["text"] = scratch.shown(event["text"])

@@ -1,79 +1,108 @@
-"""Check a script inside a launched job: on its ranks, its nodes and its devices.
+"""Check a script inside a launched job, on its own ranks and devices: `check --here`.
 
-Each process of the launcher starts one rank of the script. They share a scratch copy in the
-current folder, which all nodes of a job see, and rank 0 reads there what all have noted.
+Every process of the job starts its rank of the script, as a process of its own, under watch. The
+ranks meet in a folder that rank 0 names: beside the script if there are several nodes.
 """
 
+import json
 import os
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from samestep.checking.check_report import CheckReport
-from samestep.checking.check_script import prepared, report_of, seen_by
+from samestep.checking.check_script import prepare, report_on, what_was_seen
 from samestep.checking.job import Job, read_job, write_job
-from samestep.checking.ranks_of_script import end, script_variables, wait
+from samestep.checking.ranks_of_script import end, script_variables, start_rank, wait
 from samestep.checking.scratch import Scratch
-from samestep.ranks.launch import Launch
-from samestep.ranks.world import agent_serves
+from samestep.errors import UserError
+from samestep.ranks.launch import Launch, detect_launch
+from samestep.run.files import write_text
 from samestep.script.running import ScriptRanks
+from samestep.stall.judge import StallVerdict
 
-_PATIENCE_S = 300.0
+_OTHERS_WITHIN_S, _LOOK_EVERY_S = 60.0, 0.05
+_OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def check_here(
     script: Path,
-    arguments: Sequence[str],
-    launch: Launch,
+    arguments: Sequence[str] = (),
     *,
-    module: bool,
-    steps: int,
-    seconds: float,
-    stall_s: float | None,
+    module: bool = False,
+    steps: int = 10,
+    seconds: float = 40.0,
+    stall_s: float | None = None,
 ) -> CheckReport | None:
-    """Run a script on this rank under watch; return the report on rank 0, and None elsewhere."""
+    """Run this process's rank of a script under watch; on rank 0, return what is wrong with it.
+
+    Raises UserError if the script cannot be checked.
+    """
     began = time.perf_counter()
-    # Without an agent the script's own rank 0 serves at the master's port.
-    ours = launch if agent_serves() else replace(launch, master_port=launch.master_port + 1)
-    ranks = ScriptRanks(ours, _PATIENCE_S + seconds)
+    if not module and not script.is_file():
+        raise UserError(f"There is no file {script} to check.", on_all_ranks=True)
+    launch = detect_launch(os.environ)
+    ranks = ScriptRanks(launch)
     ranks.join()
-    asked = Job(script=str(script), arguments=list(arguments), module=module, steps=steps)
+    job = Job(
+        script=str(script),
+        arguments=list(arguments),
+        module=module,
+        steps=steps,
+        nproc=launch.world_size,
+    )
+    if launch.rank:
+        place = Path(ranks.share(""))
+        ranks.leave()
+        _run_rank(launch, place, seconds, stall_s)
+        return None
+    beside = None if _one_node(launch) else Path.cwd()
+    with tempfile.TemporaryDirectory(
+        prefix=".samestep-check-", dir=beside, ignore_cleanup_errors=True
+    ) as name:
+        place = Path(name).resolve()
+        scratch, job = prepare(job, script, place)
+        write_job(job)
+        ranks.share(str(place))
+        ranks.leave()
+        stall = _run_rank(launch, place, seconds, stall_s)
+        codes = [_code_of(place, rank) for rank in range(launch.world_size)]
+        seen, output = what_was_seen(scratch, place / "seen", codes, stall, asked=True)
+    return report_on(seen, output, script, began)
 
-    def prepare() -> str:
-        place = Path(tempfile.mkdtemp(prefix=".samestep-check-", dir=Path.cwd()))
-        return str(write_job(prepared(place, script, asked)[1]))
 
-    path = Path(ranks.tell(prepare))
-    job, folder = read_job(path), path.parent
+def _run_rank(
+    launch: Launch, place: Path, seconds: float, stall_s: float | None
+) -> StallVerdict | None:
+    """Run this process's rank to its end, and leave its exit code in a file."""
+    path = place / "seen" / "job.json"
+    given = script_variables(Scratch(place, Path("/")))
+    variables = {name: value for name, value in given.items() if name not in _OF_ONE_MACHINE}
+    cwd = Path(read_job(path).scratch)
+    process = start_rank(path, launch.rank, os.environ | variables, cwd)
     try:
-        scratch = Scratch(Path(job.place), Path(job.scratch.removeprefix(f"{job.place}/root")))
-        variables = script_variables(scratch)
-        del variables["CUDA_VISIBLE_DEVICES"]
-        with (folder / f"output-{launch.rank:05}.txt").open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "samestep.checking.rank", str(path)],
-                cwd=job.scratch,
-                env=os.environ | variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            codes, stall = wait([process], folder, seconds, stall_s)
-        finally:
-            end([process])
-        told = ranks.gather("" if codes[0] is None else str(codes[0]))
-        if launch.rank:
-            return None
-        all_codes = [int(code) if code else None for code in told]
-        seen, texts = seen_by(scratch, folder, all_codes, stall, asked=True)
-        return report_of(seen, texts, script, began)
+        looks = _one_node(launch)
+        codes, stall = wait([process], path.parent, seconds, stall_s, looks=looks)
     finally:
-        if launch.rank == 0:
-            shutil.rmtree(job.place, ignore_errors=True)
+        end([process])
+    write_text(_code_file(place, launch.rank), json.dumps(codes[0]))
+    return stall
+
+
+def _code_of(place: Path, rank: int) -> int | None:
+    """Wait for the exit code that a rank leaves."""
+    path = _code_file(place, rank)
+    until = time.monotonic() + _OTHERS_WITHIN_S
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(_LOOK_EVERY_S)
+    code: int | None = json.loads(path.read_text()) if path.exists() else None
+    return code
+
+
+def _code_file(place: Path, rank: int) -> Path:
+    return place / "seen" / f"code-{rank}.json"
+
+
+def _one_node(launch: Launch) -> bool:
+    return launch.local_world_size == launch.world_size

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data._utils.worker import _worker_loop
 
+from samestep.checking.frameworks import frameworks_adapted
 from samestep.checking.guard import guarding
 from samestep.checking.job import Job, read_job
 from samestep.checking.ranks_of_script import SPAWNS
@@ -47,6 +48,7 @@ def watch(job: Job, rank: int) -> Recorder:
     signal.signal(signal.SIGTERM, _end)
     _watching.enter_context(guarding(scratch, job.began))
     _watching.enter_context(substituting(recorder, job))
+    _watching.enter_context(frameworks_adapted(job))
     _watching.enter_context(hooks.installed())
     hooks.on_step = recorder.pulse.step
     for watcher in _WATCHERS:

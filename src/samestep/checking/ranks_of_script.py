@@ -111,29 +111,36 @@ def script_variables(scratch: Scratch) -> dict[str, str]:
 
 def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[RankProcess]:
     """Start each rank as a Python of its own."""
-    started: list[RankProcess] = []
     inherited = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
-    for rank, own in enumerate(variables):
-        with (job.parent / f"output-{rank}.txt").open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "samestep.checking.rank", str(job)],
-                cwd=cwd,
-                env=inherited | own,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        started.append(process)
-    return started
+    return [start_rank(job, rank, inherited | own, cwd) for rank, own in enumerate(variables)]
+
+
+def start_rank(job: Path, rank: int, variables: dict[str, str], cwd: Path) -> RankProcess:
+    """Start one rank with these variables alone."""
+    with (job.parent / f"output-{rank}.txt").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "samestep.checking.rank", str(job)],
+            cwd=cwd,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def wait(
-    processes: Sequence[RankProcess], folder: Path, seconds: float, stall_s: float | None
+    processes: Sequence[RankProcess],
+    folder: Path,
+    seconds: float,
+    stall_s: float | None,
+    *,
+    looks: bool = True,
 ) -> tuple[list[int | None], StallVerdict | None]:
     """Wait until all ranks have ended or stalled, or long enough.
 
-    Returns the exit codes of those that have ended, and why the others have stalled.
+    Returns the exit codes of those that have ended, and why the others have stalled. Without
+    `looks` nothing is asked of the processes of other ranks, which may be on other nodes.
     """
     until = time.monotonic() + _FIRST_STEP_WITHIN_S
     look_at = 0.0
@@ -146,7 +153,7 @@ def wait(
             stepped, until = True, now + seconds
         if not failed and any(process.poll() for process in processes):
             failed, until = True, min(until, now + _POLITE_S)  # others may wait for it in vain
-        if now > look_at and not failed:
+        if looks and now > look_at and not failed:
             look_at = now + _LOOK_FOR_STALLS_EVERY_S
             pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
             stall = _stalled(folder, pulses, stall_s)
@@ -155,7 +162,7 @@ def wait(
         if now > until or stall is not None or (folder / SPAWNS).exists():
             break
     codes = [process.poll() for process in processes]
-    return codes, _failed_together(folder) if any(codes) else stall
+    return codes, _failed_together(folder) if looks and any(codes) else stall
 
 
 def _failed_together(folder: Path) -> StallVerdict | None:
@@ -196,7 +203,7 @@ def ranks_seen(folder: Path, codes: Sequence[int | None]) -> list[RankSeen]:
     own = list(range(len(codes)))
     if len(codes) == 1:
         numbers = [int(path.stem.removeprefix("events-")) for path in folder.glob("events-*")]
-        own = sorted(number for number in numbers if number >= 0) or numbers
+        own = sorted(number for number in numbers if number >= 0) or numbers or [0]
     found = []
     for place, rank in enumerate(own):
         events = read_events(folder, rank)

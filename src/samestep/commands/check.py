@@ -1,7 +1,6 @@
 """`samestep check`: what is wrong with anyone's distributed script, found while it runs."""
 
 import json
-import os
 import shutil
 import sys
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ from rich.console import Console
 from samestep.commands.help import Switch, check_positive, parse_flags
 from samestep.commands.script_target import ScriptTarget, script_target, target_first
 from samestep.errors import AlreadyTold, UserError
-from samestep.ranks.launch import detect_launch
 from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.ranks.process import run_as_rank
 from samestep.recipe_source import is_recipe_file
@@ -51,7 +49,7 @@ class CheckFlags:
     stall_s: float | None = None
     """It hangs if no rank moves for so long (default: 20 median steps, and at least 30 s)."""
     here: Switch = False
-    """Inside a job that is launched already, as by srun or torchrun: on its ranks and devices."""
+    """Inside a job that srun or torchrun started: check on its ranks and its devices."""
     json: Switch = False
     """Print one JSON object instead of the text."""
     sarif: Path | None = None
@@ -81,25 +79,31 @@ def _check(arguments: list[str]) -> int:
         return _list([])
     if not target.module and (target.name in RECIPES or is_recipe_file(Path(target.name))):
         return _verify(target, command)
-    return _run(target, command)
+    _check_flags(command)
+    if target.module:
+        target.check_importable()
+    report = _report_here(target, command) if command.here else _report(target, command)
+    return 0 if report is None else _tell(report, command)  # rank 0 tells it
 
 
-def _run(target: ScriptTarget, command: CheckFlags) -> int:
+def _check_flags(command: CheckFlags) -> None:
     check_positive(steps=command.steps, seconds=command.seconds, stall_s=command.stall_s)
-    if command.here and command.nproc is not None:
-        raise UserError("--here takes the ranks of the job. Leave --nproc out.")
-    nproc = _DEFAULT_RANKS if command.nproc is None else command.nproc
-    if not command.here:
-        check_ranks(nproc)
-        alone = "Check on the ranks of the job with --here, or start it alone."
+    if command.here:
+        if command.nproc is not None:
+            raise UserError("--here takes the ranks of the job. Leave --nproc out.")
+    else:
+        check_ranks(_ranks(command))
+        alone = "Start it alone, in a shell or a job of one task; or give --here."
         refuse_inside_launcher("samestep check", alone)
     if command.sarif is not None and not command.sarif.absolute().parent.is_dir():
         raise UserError(f"--sarif {command.sarif}: there is no folder {command.sarif.parent}.")
-    if target.module:
-        target.check_importable()
-    report = _checked_here(target, command) if command.here else _checked(target, command, nproc)
-    if report is None:  # rank 0 says it
-        return 0
+
+
+def _ranks(command: CheckFlags) -> int:
+    return _DEFAULT_RANKS if command.nproc is None else command.nproc
+
+
+def _tell(report: "CheckReport", command: CheckFlags) -> int:
     from samestep.checking.check_report import as_table, report_lines  # noqa: PLC0415
     from samestep.checking.sarif import write_sarif  # noqa: PLC0415
 
@@ -114,9 +118,10 @@ def _run(target: ScriptTarget, command: CheckFlags) -> int:
     return report.exit_code
 
 
-def _checked(target: ScriptTarget, command: CheckFlags, nproc: int) -> "CheckReport":
+def _report(target: ScriptTarget, command: CheckFlags) -> "CheckReport":
     from samestep.checking.check_script import check_script  # noqa: PLC0415 - not for the help
 
+    nproc = _ranks(command)
     console = Console(stderr=True, highlight=False)
     on = f"{target.name} runs on {count(nproc, 'rank')} …"
     with console.status(on) if console.is_terminal else nullcontext():
@@ -132,13 +137,12 @@ def _checked(target: ScriptTarget, command: CheckFlags, nproc: int) -> "CheckRep
         )
 
 
-def _checked_here(target: ScriptTarget, command: CheckFlags) -> "CheckReport | None":
-    from samestep.checking.here import check_here  # noqa: PLC0415 - imports torch
+def _report_here(target: ScriptTarget, command: CheckFlags) -> "CheckReport | None":
+    from samestep.checking.here import check_here  # noqa: PLC0415 - it needs torch
 
     return check_here(
         Path(target.name),
         target.words,
-        detect_launch(os.environ),
         module=target.module,
         steps=command.steps,
         seconds=command.seconds,

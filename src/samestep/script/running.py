@@ -91,15 +91,6 @@ class ScriptRanks:
             raise RankZeroEnded(int(said.removeprefix(_ENDED)))
         return int(said)
 
-    def tell(self, function: Callable[[], str]) -> str:
-        """Return a function's text on rank 0."""
-        if self.rank == 0:
-            text = function()
-            if self.world_size > 1:
-                self._put("told", text)
-            return text
-        return self._get("told", "for rank 0 to prepare")
-
     def end(self, steps: int) -> None:
         """Tell the other ranks, as the next answer, that rank 0 has ended after this many steps."""
         if self.world_size > 1 and self.rank == 0:
@@ -112,6 +103,19 @@ class ScriptRanks:
             return []
         others = range(1, self.world_size)
         return [found, *(self._get(f"found-{r}", f"for the profile of rank {r}") for r in others)]
+
+    def share(self, text: str) -> str:
+        """Return rank 0's text on every rank."""
+        if self.world_size == 1:
+            return text
+        if self.rank == 0:
+            self._put("shared", text)
+        return self._get("shared", "for rank 0 to prepare") if self.rank else text
+
+    def leave(self) -> None:
+        """Leave the store once all ranks are here, so that the script can listen at its address."""
+        self.gather("")
+        self._store = None
 
     def _put(self, key: str, value: str) -> None:
         assert self._store is not None

@@ -63,7 +63,7 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
                 (torch.profiler.profile, "export_chrome_trace", files.around_export),
             )
         )
-        finder = _WhenImported(wanted, lambda patches: stack.enter_context(patched(*patches)))
+        finder = WhenImported(wanted, lambda patches: stack.enter_context(patched(*patches)))
         finder.begin()
         stack.callback(sys.meta_path.remove, finder)
         sys.addaudithook(files.audit)  # cannot be removed: it ends with the process
@@ -257,7 +257,7 @@ def _state_dicts(kept: Any, depth: int = _DEPTH) -> Iterator[Mapping[str, Tensor
             yield from _state_dicts(value, depth - 1)
 
 
-class _WhenImported:
+class WhenImported:
     """Patches modules as soon as they are imported; those that already are, at once."""
 
     def __init__(
