@@ -44,7 +44,7 @@ WRONG = {
     "if rank == 0 in front of evaluate": (
         "SS601",
         [(EVALUATE, EVALUATE.replace("        loss,", "        if rank == 0:\n            loss,"))],
-        "dist.all_reduce(sums)",
+        "dist.barrier()  # no rank continues, or ends, before the checkpoint is there",
     ),
     "each rank trains on all of the data": (
         "SS101",
