@@ -2,10 +2,10 @@
 
     python benchmarks/check.py FOLDER [NAME ...] [--python PYTHON] [--cost]
 
-FOLDER/NAME/ holds `train.py`, a copy of somebody's script, and `cmd.txt`: its arguments in the
-first line, `launch: torchrun` or `launch: python` in the second. FOLDER/LIST.md may have a line
-`NAME | where it is from | what was adapted`. Each is checked as a user would check it; with --cost
-it is also run to its end on the same ranks, once by itself and once under watch, with no epoch cut
+FOLDER/NAME/ holds a copy of somebody's script and `cmd.txt`: its arguments in the first line,
+`launch: torchrun` or `launch: python` in the second, its name in the third if that is not train.py.
+FOLDER/origins.json says where each is from. Each is checked as a user would check it. With --cost
+it is also run to its end on the same ranks, by itself and then under watch, with no epoch cut
 short, and the two times are compared. Writes `results/check.md`.
 """
 
@@ -74,7 +74,7 @@ def checked(place: Path, python: str) -> dict[str, Any]:
 
 def cost(place: Path, python: str) -> dict[str, Any]:
     """Return the seconds of a script to its end, alone and under watch, and their ratio."""
-    words, launch = _command(place)
+    script, words, launch = _command(place)
     start = [python]
     if launch == "torchrun":
         start += ["-m", "torch.distributed.run", f"--nproc_per_node={RANKS}"]
@@ -82,7 +82,7 @@ def cost(place: Path, python: str) -> dict[str, Any]:
     times = []
     began = time.perf_counter()
     subprocess.run(
-        [*start, "train.py", *words],
+        [*start, script, *words],
         cwd=place,
         env=_environment(),
         capture_output=True,
@@ -99,13 +99,9 @@ def cost(place: Path, python: str) -> dict[str, Any]:
 
 
 def origin(folder: Path, name: str) -> str:
-    """Return where a script is from, as the list in its folder says."""
-    path = folder / "LIST.md"
-    for line in path.read_text().splitlines() if path.exists() else ():
-        cells = [cell.strip(" `*") for cell in line.strip(" |-").split("|")]
-        if cells[0] == name and len(cells) > 1:
-            return cells[1]
-    return ""
+    """Return where a script is from."""
+    path = folder / "origins.json"
+    return str(json.loads(path.read_text()).get(name, "")) if path.exists() else ""
 
 
 def page(found: dict[str, Any]) -> str:
@@ -135,16 +131,16 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _command(place: Path) -> tuple[list[str], str]:
-    words, *more = (place / "cmd.txt").read_text().splitlines()
-    launch = next((line.split(":")[1].strip() for line in more if line.startswith("launch")), "")
-    return shlex.split(words), launch
+def _command(place: Path) -> tuple[str, list[str], str]:
+    """Return a script's name, its arguments and how it is launched."""
+    words, launch, *more = (place / "cmd.txt").read_text().splitlines()
+    return (more or ["train.py"])[0], shlex.split(words), launch.removeprefix("launch: ")
 
 
 def _samestep_check(place: Path, python: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    words, _ = _command(place)
+    script, words, _ = _command(place)
     return subprocess.run(
-        [python, "-m", "samestep", "check", "train.py", "--json", *flags, "--", *words],
+        [python, "-m", "samestep", "check", script, "--json", *flags, "--", *words],
         cwd=place,
         env=_environment(),
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A training on several ranks with six mistakes in it: what does `samestep check` find?
+"""A training on several ranks with seven mistakes in it: what does `samestep check` find?
 
 samestep check examples/check_me.py
 torchrun --nproc_per_node=2 examples/check_me.py    # it trains all the same

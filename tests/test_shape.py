@@ -38,6 +38,10 @@ DISTRIBUTED = {
     "checking.watch.model": {"torch.nn.parallel"},
     "training.prepare": {"torch.nn.parallel"},
     "checking.watch.data": {"torch.distributed"},  # whether ranks may have batches left over
+    # A script may start its ranks itself.
+    "checking.processes": {"torch.distributed", "torch.multiprocessing"},
+    # CUDA and NCCL are answered by the CPU and Gloo.
+    "checking.substitute": {"torch.distributed", "torch.nn.parallel"},
     "checking.watch.life": {"torch.distributed"},  # notes what a script calls, and calls nothing
 }
 
@@ -53,6 +57,9 @@ SHORT_FILES = {
     "api.run_lists": "the public functions that need no torch",
     "data.augment": "public functions for recipes",
     "data.recipe_splits": "recipes import it, without the sources",
+    "checking.frameworks": "Lightning, so far",
+    "checking.job": "what a check tells its ranks, without torch",
+    "checking.rank": "what `python -m` runs as a rank",
     "doctor.timeouts": "six modules share it",
 }
 MOST_REPEATED_FILE_NAMES = 5

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from samestep.checking.check_report import CheckReport
 from samestep.checking.check_script import check_script
-from samestep.checking.ranks_of_script import Process
+from samestep.checking.ranks_of_script import RankProcess
 from tests.processes import _context, _main
 
 BASE = """\
+import gc
 import os
 
 import torch
@@ -60,6 +61,8 @@ def main():
             if rank == 0:
                 torch.save(model.module.state_dict(), "best.pt")
         dist.barrier()
+    del model, optimizer, scheduler
+    gc.collect()  # the process group may hang as it is destroyed while DDP lives
     dist.destroy_process_group()
 
 
@@ -97,7 +100,7 @@ def _rank(job: str, cwd: str, variables: dict[str, str]) -> None:
     sys.exit(main(job))
 
 
-def forked(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[Process]:
+def forked(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[RankProcess]:
     """Start the ranks of a check from the fork server."""
     processes = []
     for rank, own in enumerate(variables):

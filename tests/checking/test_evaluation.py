@@ -52,7 +52,7 @@ def test_the_number_of_one_shard_shown_as_the_whole_is_found(tmp_path):
         (UNREDUCED, (WHOLE[0], WHOLE[1].replace("=8)", "=8, shuffle=True)"))),
         (
             UNREDUCED,
-            NO_BEST,
+            ('"best.pt"', '"last.pt"'),  # whatever the number
             (
                 '        if rank == 0:\n            print(f"epoch',
                 '        if True:\n            print(f"rank {rank} epoch',
@@ -116,6 +116,14 @@ def test_evaluation_on_one_rank_inside_the_wrapper_is_found(tmp_path):
 def test_evaluation_on_one_rank_beside_the_wrapper_is_right(tmp_path):
     report = check(tmp_path, alone("model.module"))
     assert [f for f in report.findings if f.severity != "advice"] == []
+
+
+def test_a_shard_that_one_rank_evaluates_alone_is_found(tmp_path):
+    text = alone("model.module").replace("batch_size=8)\n", "batch_size=8, sampler=val_sampler)\n")
+    found = next(f for f in check(tmp_path, text).findings if f.severity != "advice")
+    assert found.code == "SS401"
+    assert found.line == line_of(text, "print(")
+    assert "16 of 32 samples" in found.evidence
 
 
 def test_the_best_by_the_number_of_one_shard_is_found(tmp_path):

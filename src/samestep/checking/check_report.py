@@ -113,9 +113,10 @@ def _source(report: CheckReport, finding: Finding) -> str:
 def _remedy(remedy: str, labelled: Any, paint: Any) -> Iterator[str]:
     """Yield what to change; the lines of a diff stay whole, to be copied."""
     label = "change"
+    styles = {"- ": "red", "+ ": "green", "  ": ""}
     for line in remedy.splitlines():
-        if line[:2] in ("- ", "+ "):
-            yield f"{label:<{_LABEL}}" + paint(line, "red" if line[0] == "-" else "green")
+        if line[:2] in styles:
+            yield f"{label:<{_LABEL}}" + paint(line, styles[line[:2]])
         else:
             yield from labelled(label, line)
         label = ""

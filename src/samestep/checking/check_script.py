@@ -28,6 +28,10 @@ from samestep.checking.scratch import Scratch
 from samestep.errors import UserError
 from samestep.stall.judge import StallVerdict
 
+_OF_ONE_PROCESS = (
+    "The script never asks for its rank, so it was judged as one process; started on several, each "
+    "would train a model of its own. With --nproc 2 it is judged as a script for 2 ranks."
+)
 _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
@@ -59,8 +63,23 @@ def check_script(
     )
     run = _Runs(script, seconds, stall_s, asked, start or start_processes)
     seen, output = run.watched(job)
-    if _failed(seen) and _NEEDS_GPU.search("".join(output)):
-        seen, output = run.watched(structs.replace(job, substitute=True))
+    uses_gpu = bool(seen.any("cuda", "device"))
+    came_to_nothing = not any(rank.steps for rank in seen.ranks)
+    if came_to_nothing and (uses_gpu or _NEEDS_GPU.search("".join(output))):
+        job, uses_gpu = structs.replace(job, substitute=True), True
+        seen, output = run.watched(job)
+    if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
+        apart, _ = run.watched(structs.replace(job, substitute=True, one_per_node=True))
+        for rank, there in zip(seen.ranks, apart.ranks, strict=False):
+            rank.events.extend(there.of("device"))
+    return report_on(seen, output, script, began)
+
+
+def report_on(seen: Seen, output: list[str], script: Path, began: float) -> CheckReport:
+    """Return what is wrong with a script that was run.
+
+    Raises UserError if it could not be checked.
+    """
     found, not_seen = judge(seen)
     if not any(finding.severity == "error" for finding in found):
         _refuse_failures(seen, output, script)
@@ -70,9 +89,9 @@ def check_script(
         not_seen=not_seen,
         steps=max(rank.steps for rank in seen.ranks),
         seconds=time.perf_counter() - began,
-        notes=seen.notes,
+        notes=[*seen.notes, *([_OF_ONE_PROCESS] if seen.is_of_one_process else [])],
         output=output,
-        ranks=nproc,
+        ranks=seen.world_size,
         script=str(script),
         folder=seen.folder,
         silenced=len(found) - len(findings),
@@ -91,51 +110,70 @@ class _Runs:
 
     def watched(self, asked: Job) -> tuple[Seen, list[str]]:
         """Run the script, and return what was seen and what each rank printed."""
-        cwd = Path.cwd().resolve()
-        first = cwd if asked.module else self.script.resolve().parent
-        home = cwd if first.is_relative_to(cwd) else first
         with tempfile.TemporaryDirectory(
             prefix="samestep-check-", ignore_cleanup_errors=True
         ) as place:
-            scratch, folder = Scratch(Path(place), home), Path(place) / "seen"
-            folder.mkdir()
-            scratch.create(first)
-            job = structs.replace(
-                asked,
-                script=asked.script if asked.module else scratch.twin(self.script.resolve()),
-                arguments=[_in_scratch(one, cwd, scratch) for one in asked.arguments],
-                scratch=scratch.twin(home),
-                place=scratch.place,
-                folder=str(folder),
-                began=time.time(),
-            )
+            scratch, job = prepare(asked, self.script, Path(place))
+            folder = Path(job.folder)
             variables = script_variables(scratch)
-            each: list[dict[str, str]] = [{}] if job.alone else rank_variables(job.nproc)
+            each = rank_variables(job.nproc, one_per_node=job.one_per_node)
+            each = [{}] if job.alone else each
             processes = self.start(
                 write_job(job), [variables | own for own in each], Path(job.scratch)
             )
             try:
-                codes, stall = wait(processes, folder, self.seconds, self.stall_s)
+                seconds = 0.0 if job.one_per_node else self.seconds  # until the first step
+                codes, stall = wait(processes, folder, seconds, self.stall_s)
             finally:
                 end(processes)
             if (folder / SPAWNS).exists() and not job.alone:
                 return self.watched(structs.replace(asked, alone=True))
-            output = [
-                scratch.shown(path.read_text(errors="replace"))
-                for path in sorted(folder.glob("output-*.txt"))
-            ]
-            ranks = ranks_seen(folder, codes)
-            for event in (event for rank in ranks for event in rank.of("end")):
-                event.facts["text"] = scratch.shown(event["text"])
-        notes = [event["text"] for rank in ranks for event in rank.of("note")]
-        seen = Seen(
-            ranks=ranks,
-            folder=home,
-            asked=self.asked,
-            notes=list(dict.fromkeys(notes)),
-            stall=None if stall is None else _shown(stall, scratch),
-        )
-        return seen, output
+            return what_was_seen(scratch, folder, codes, stall, asked=self.asked)
+
+
+def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:
+    """Make a scratch copy in an empty folder; return it, and the job that runs the script in it."""
+    cwd = Path.cwd().resolve()
+    first = cwd if asked.module else script.resolve().parent
+    home = cwd if first.is_relative_to(cwd) else first
+    scratch, folder = Scratch(place, home), place / "seen"
+    folder.mkdir()
+    scratch.create(first)
+    job = structs.replace(
+        asked,
+        script=asked.script if asked.module else scratch.twin(script.resolve()),
+        arguments=[_in_scratch(one, cwd, scratch) for one in asked.arguments],
+        scratch=scratch.twin(home),
+        place=scratch.place,
+        folder=str(folder),
+        began=time.time(),
+    )
+    return scratch, job
+
+
+def what_was_seen(
+    scratch: Scratch,
+    folder: Path,
+    codes: Sequence[int | None],
+    stall: StallVerdict | None,
+    *,
+    asked: bool,
+) -> tuple[Seen, list[str]]:
+    """Return what the ranks noted in a folder, and what each printed."""
+    outputs = sorted(folder.glob("output-*.txt"), key=lambda path: int(path.stem[7:]))
+    output = [scratch.shown(path.read_text(errors="replace")) for path in outputs]
+    ranks = ranks_seen(folder, codes)
+    for event in (event for rank in ranks for event in rank.of("end")):
+        event.facts["text"] = scratch.shown(event["text"])
+    notes = [event["text"] for rank in ranks for event in rank.of("note")]
+    seen = Seen(
+        ranks=ranks,
+        folder=Path(scratch.home),
+        asked=asked,
+        notes=list(dict.fromkeys(notes)),
+        stall=None if stall is None else _shown(stall, scratch),
+    )
+    return seen, output
 
 
 def _shown(stall: StallVerdict, scratch: Scratch) -> Stall:
@@ -155,18 +193,18 @@ def _in_scratch(argument: str, cwd: Path, scratch: Scratch) -> str:
     return argument.replace(f"{scratch.home}/", f"{scratch.twin(scratch.home)}/")
 
 
-def _failed(seen: Seen) -> bool:
-    """Whether a script came to nothing: a rank failed, or none took a step."""
-    return any(rank.exit_code for rank in seen.ranks) or not any(r.steps for r in seen.ranks)
-
-
 def _refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:
     """Raise UserError for a script that fails by itself."""
     failed = next((rank for rank in seen.ranks if rank.exit_code), None)
     if failed is not None:
         end = failed.first("end")
-        told = (end["text"] if end is not None else "") or output[failed.rank]
+        told = (end["text"] if end is not None else "") or output[min(failed.rank, len(output) - 1)]
         raise UserError(
             f"{script} ended with exit code {failed.exit_code} on rank {failed.rank} after "
             f"{failed.steps} steps, so it could not be checked:\n{told.rstrip()}"
+        )
+    if not any(rank.steps for rank in seen.ranks):
+        raise UserError(
+            f"{script} took no optimizer step, so there was nothing to check. Does it train with "
+            "these arguments (they follow `--`)?"
         )

@@ -21,12 +21,28 @@ import torch
 from samestep.checking.scratch import Scratch
 from samestep.script.patches import Patch, patched
 
-_READS = ("stat", "listdir", "scandir", "access", "chdir", "readlink", "listxattr", "getxattr")
+_READS = (
+    "stat",
+    "statvfs",
+    "listdir",
+    "scandir",
+    "access",
+    "chdir",
+    "readlink",
+    "listxattr",
+    "getxattr",
+)
 _REMOVES = ("remove", "unlink")
 _CHANGES = ("truncate", "utime", "chmod", "chown", "mkdir", "setxattr")
 _MOVES = ("rename", "replace")
 _FREE = re.compile("/(proc|sys|dev(?!/shm))/")
 _TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir())
+_CACHES = tuple(
+    os.path.realpath(os.path.expanduser(place)) + os.sep
+    for place in ("~/.cache", *map(os.environ.get, ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME")))
+    if place
+)
+"""What libraries keep there can be made again, and some of them write it in C."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -110,7 +126,7 @@ class Guard:
             self._folders[folder] = self._scratch.real(os.path.realpath(folder))
         real = os.path.join(self._folders[folder], name)
         own = real.startswith(self._scratch.place + os.sep)
-        return None if own or _FREE.match(real) else real
+        return None if own or _FREE.match(real) or real.startswith(_CACHES) else real
 
     def _is_new(self, real: str) -> bool:
         try:

@@ -26,6 +26,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """How many devices there seem to be, with `substitute` or `alone`."""
     substitute: bool = False
     """Whether calls for CUDA are answered by the CPU."""
+    one_per_node: bool = False
+    """Whether each rank seems to have a node, and a GPU, of its own."""
     alone: bool = False
     """Whether the script starts its ranks itself."""
 

@@ -26,14 +26,15 @@ _FIRST_STEP_WITHIN_S = 120.0
 _LOOK_FOR_STALLS_EVERY_S, _DOUBTFUL_S = 0.5, 3.0
 _STEP = re.compile(rb'"step":[1-9]')
 _LAUNCHERS = re.compile(
-    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|OMPI_|M?PI_|PMI|SLURM_"
+    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
+    "|TORCHELASTIC_|OMPI_|M?PI_|PMI|SLURM_"
 )
 """What a launcher around `check` itself left; the ranks have their own."""
 SPAWNS = "spawns"
 """A file that a rank makes when its script turns out to start ranks itself."""
 
 
-class Process(Protocol):
+class RankProcess(Protocol):
     """One rank's process, as of `subprocess`."""
 
     pid: int
@@ -48,20 +49,19 @@ class Process(Protocol):
         """Send SIGKILL."""
 
 
-Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[Process]]
+Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[RankProcess]]
 """Starts a process for each mapping of variables on the job at a path, in a folder."""
 
 
-def rank_variables(nproc: int) -> list[dict[str, str]]:
-    """Return the variables that torchrun gives to each rank of one node."""
+def rank_variables(nproc: int, *, one_per_node: bool = False) -> list[dict[str, str]]:
+    """Return the variables that torchrun gives to each rank, of one node or of one each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1" if one_per_node else str(nproc),
+        "GROUP_WORLD_SIZE": str(nproc) if one_per_node else "1",
         "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
@@ -71,8 +71,16 @@ def rank_variables(nproc: int) -> list[dict[str, str]]:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "ACCELERATE_USE_CPU": "true",
     }
+    places = [(0, rank) if one_per_node else (rank, 0) for rank in range(nproc)]
     return [
-        shared | {"RANK": str(r), "LOCAL_RANK": str(r), "ROLE_RANK": str(r)} for r in range(nproc)
+        {
+            **shared,
+            "RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(node),
+        }
+        for rank, (local_rank, node) in enumerate(places)
     ]
 
 
@@ -101,31 +109,38 @@ def script_variables(scratch: Scratch) -> dict[str, str]:
     }
 
 
-def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[Process]:
+def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[RankProcess]:
     """Start each rank as a Python of its own."""
-    started: list[Process] = []
     inherited = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
-    for rank, own in enumerate(variables):
-        with (job.parent / f"output-{rank}.txt").open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "samestep.checking.rank", str(job)],
-                cwd=cwd,
-                env=inherited | own,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        started.append(process)
-    return started
+    return [start_rank(job, rank, inherited | own, cwd) for rank, own in enumerate(variables)]
+
+
+def start_rank(job: Path, rank: int, variables: dict[str, str], cwd: Path) -> RankProcess:
+    """Start one rank with these variables alone."""
+    with (job.parent / f"output-{rank}.txt").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "samestep.checking.rank", str(job)],
+            cwd=cwd,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def wait(
-    processes: Sequence[Process], folder: Path, seconds: float, stall_s: float | None
+    processes: Sequence[RankProcess],
+    folder: Path,
+    seconds: float,
+    stall_s: float | None,
+    *,
+    looks: bool = True,
 ) -> tuple[list[int | None], StallVerdict | None]:
     """Wait until all ranks have ended or stalled, or long enough.
 
-    Returns the exit codes of those that have ended, and why the others have stalled.
+    Returns the exit codes of those that have ended, and why the others have stalled. Without
+    `looks` nothing is asked of the processes of other ranks, which may be on other nodes.
     """
     until = time.monotonic() + _FIRST_STEP_WITHIN_S
     look_at = 0.0
@@ -138,7 +153,7 @@ def wait(
             stepped, until = True, now + seconds
         if not failed and any(process.poll() for process in processes):
             failed, until = True, min(until, now + _POLITE_S)  # others may wait for it in vain
-        if now > look_at and not failed:
+        if looks and now > look_at and not failed:
             look_at = now + _LOOK_FOR_STALLS_EVERY_S
             pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
             stall = _stalled(folder, pulses, stall_s)
@@ -147,7 +162,7 @@ def wait(
         if now > until or stall is not None or (folder / SPAWNS).exists():
             break
     codes = [process.poll() for process in processes]
-    return codes, _failed_together(folder) if any(codes) else stall
+    return codes, _failed_together(folder) if looks and any(codes) else stall
 
 
 def _failed_together(folder: Path) -> StallVerdict | None:
@@ -157,7 +172,8 @@ def _failed_together(folder: Path) -> StallVerdict | None:
     """
     pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
     raised = any(pulse.calls and pulse.calls[-1].state == RAISED for pulse in pulses)
-    return judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+    verdict = judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+    return None if verdict is None or verdict.cause == "unknown" else verdict
 
 
 def _stalled(
@@ -171,7 +187,7 @@ def _stalled(
     return None if all(stand.doing == "computes" for stand in stands) else judge(stands)
 
 
-def end(processes: Sequence[Process]) -> None:
+def end(processes: Sequence[RankProcess]) -> None:
     """End the ranks that still run, and all that they started."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + _POLITE_S
@@ -187,7 +203,7 @@ def ranks_seen(folder: Path, codes: Sequence[int | None]) -> list[RankSeen]:
     own = list(range(len(codes)))
     if len(codes) == 1:
         numbers = [int(path.stem.removeprefix("events-")) for path in folder.glob("events-*")]
-        own = sorted(number for number in numbers if number >= 0) or numbers
+        own = sorted(number for number in numbers if number >= 0) or numbers or [0]
     found = []
     for place, rank in enumerate(own):
         events = read_events(folder, rank)

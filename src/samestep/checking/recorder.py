@@ -39,7 +39,7 @@ class Recorder:
     """One rank's notes. The modules of `watch/` call `note`; the rules read the file afterwards."""
 
     def __init__(self, folder: Path, rank: int, hooks: Hooks, scratch: Scratch) -> None:
-        self.rank = rank
+        self.rank, self.world_size = rank, 1
         self.hooks = hooks
         self._folder, self._scratch = folder, scratch
         self._open()
@@ -70,14 +70,11 @@ class Recorder:
         )
         os.write(self._file, encode(event))
 
-    def become(self, rank: int, *, anew: bool = False) -> None:
-        """Note from here on as another rank: with what was noted, or in a file of its own."""
-        before = events_path(self._folder, self.rank)
-        self.rank = rank
-        if anew:
-            self._open()
-        else:
-            before.rename(events_path(self._folder, rank))
+    def become(self, rank: int, world_size: int) -> None:
+        """Note from here on as a rank, with what was noted before."""
+        events_path(self._folder, self.rank).rename(events_path(self._folder, rank))
+        self.pulse.become(self._folder, rank)
+        self.rank, self.world_size = rank, world_size
 
     def _open(self) -> None:
         path = events_path(self._folder, self.rank)

@@ -4,54 +4,30 @@ import pickle
 import random
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-MOST_ROWS = 64
-_MOST_VALUES = 4096  # of one row
-_MOST_ITEMS = 256  # of a list or a mapping
+from samestep.checking.recorder import row_hashes
+from samestep.data.trees import tree_leaves
+
 _MOST_BYTES = 1 << 22  # of an array
-_DEPTH = 4
+_MOST_ITEMS = 256  # of a list or a mapping
+_MOST_PARTS, _DEPTH = 10_000, 4  # of a data set
 
 
 def rows_of(batch: Any) -> tuple[int, list[int]]:
     """Return how many samples a batch holds and a number for each of the first, by its tensors."""
-    tensors = [t for t in _tensors(batch, _DEPTH) if t.layout == torch.strided and t.dim()]
-    if not tensors:
-        return 0, []
-    n = len(tensors[0])
-    found = [0] * min(n, MOST_ROWS)
-    for tensor in tensors:
-        if len(tensor) == n and tensor.numel() and tensor.device.type != "meta":
-            some = tensor.detach()[:MOST_ROWS].reshape(len(found), -1)
-            some = some[:, :: -(-some.shape[1] // _MOST_VALUES)].contiguous().cpu()
-            for place, row in enumerate(some.view(torch.uint8).numpy()):
-                found[place] = zlib.crc32(row, found[place])
-    return n, found
-
-
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and not isinstance(value, str | bytes | int | float):
-        for part in list(_parts(value))[:_MOST_ITEMS]:
-            yield from _tensors(part, depth - 1)
-
-
-def _parts(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    n = len(tensors[0]) if tensors else 0
+    columns = [row_hashes(tensor) for tensor in tensors if len(tensor) == n]
+    return n, [zlib.crc32(repr(row).encode()) for row in zip(*columns, strict=False)]
 
 
 def number_of(index: Any) -> int:
     """Return an index of a data set as a number."""
-    if isinstance(index, Tensor) and index.numel() == 1:
-        index = index.item()
     try:
         return int(index)
     except (TypeError, ValueError):
@@ -69,34 +45,40 @@ def base_of(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
 def fingerprint(dataset: Any) -> int | None:
     """Return a number that is equal where the data are; None if nothing tells what they are.
 
-    A range of numbers tells nothing: what is read by them lies elsewhere.
+    What loads its parts as they are asked for is not looked into.
     """
-    if isinstance(dataset, range):
-        return None
-    seen = [0, 0]  # the number; how much data it is of
-    _add(dataset, _DEPTH, seen)
-    return seen[0] if seen[1] > 1 else None
+    found, told, parts = 0, 0, 0
 
-
-def _add(value: Any, depth: int, seen: list[int]) -> None:
-    text = b""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().contiguous().view(torch.uint8).numpy()
-    if hasattr(value, "__array_interface__"):
-        try:
-            text = memoryview(value).cast("B")[:_MOST_BYTES].tobytes()
-        except (TypeError, ValueError):  # of objects, or not in one piece
+    def add(value: Any, depth: int) -> None:
+        nonlocal found, told, parts
+        parts += 1
+        text = b""
+        if (
+            isinstance(value, Tensor)
+            and value.layout == torch.strided
+            and value.device.type != "meta"
+        ):
+            flat = value.detach().reshape(-1)[:_MOST_BYTES].cpu().contiguous()
+            value = flat.view(torch.uint8).numpy()
+        if hasattr(value, "__array_interface__"):
+            try:
+                text = memoryview(value).cast("B")[:_MOST_BYTES].tobytes()
+            except (TypeError, ValueError):  # of objects, or not in one piece
+                text = repr(value).encode()
+            told += len(text)
+        elif isinstance(value, str | bytes | int | float | range):
             text = repr(value).encode()
-        seen[1] += len(text)
-    elif isinstance(value, str | bytes | int | float):
-        text = repr(value).encode()
-        seen[1] += len(text) * isinstance(value, str | bytes)
-    elif depth:
-        parts = list(_parts(value)) if not isinstance(value, range) else [repr(value)]
-        for part in (*parts[:_MOST_ITEMS], *parts[_MOST_ITEMS:][-2:]):
-            _add(part, depth - 1, seen)
-        text = f"{type(value).__qualname__} {len(parts)}".encode()
-    seen[0] = zlib.crc32(text, seen[0])
+            told += isinstance(value, str | bytes)
+        elif depth and parts < _MOST_PARTS:
+            inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            some = value if isinstance(value, list | tuple) else list(inside.values())
+            for part in (*some[:_MOST_ITEMS], *some[_MOST_ITEMS:][-2:]):
+                add(part, depth - 1)
+            text = f"{type(value).__qualname__} {len(some)}".encode()
+        found = zlib.crc32(text, found)
+
+    add(dataset, _DEPTH)
+    return found if told else None
 
 
 def random_states(dataset: Any) -> dict[str, tuple[int, int]]:
@@ -105,9 +87,11 @@ def random_states(dataset: Any) -> dict[str, tuple[int, int]]:
     A generator that the data set holds itself is named by its attribute.
     """
     twister = random.getstate()[1]
-    found = {"random": (hash(twister), hash(twister[:-1]))}
     bits = torch.get_rng_state().numpy().tobytes()
-    found["torch"] = (zlib.crc32(bits), zlib.crc32(bits[24 : 24 + 624 * 8]))
+    found = {
+        "random": (hash(twister), hash(twister[:-1])),
+        "torch": (zlib.crc32(bits), zlib.crc32(bits[24 : 24 + 624 * 8])),
+    }
     np: Any = sys.modules.get("numpy")
     if np is None:
         return found

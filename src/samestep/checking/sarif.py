@@ -46,7 +46,7 @@ def _rule(code: str) -> dict[str, Any]:
 
 
 def _result(report: CheckReport, finding: Finding, codes: list[str]) -> dict[str, Any]:
-    text = f"{finding.title}: {finding.evidence} {finding.remedy}".strip()
+    text = f"{finding.title}: {finding.evidence.rstrip('.')}. {finding.remedy}".strip()
     result: dict[str, Any] = {
         "ruleId": finding.code,
         "ruleIndex": codes.index(finding.code),

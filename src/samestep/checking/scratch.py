@@ -62,26 +62,39 @@ class Scratch:
         for folder in (self.root, self._made, self.temporary):
             os.mkdir(folder)
         Path(self._lock).touch()
-        above = [*Path(self.home).parents]
-        for outer, inside in zip(above[::-1], [*above[::-1][1:], Path(self.home)], strict=True):
-            self._fill(str(outer), self.twin(outer).rstrip(os.sep), leave_out=inside.name)
-            os.mkdir(self.twin(inside))
+        self._link_above()
         left, files = _MOST_BYTES, 0
-        waiting = deque([os.path.realpath(first), self.home])
+        always = (os.path.realpath(first), self.home)
+        waiting = deque(always)
         seen: set[str] = set()
         while waiting:
             folder_path = waiting.popleft()
             if folder_path in seen:
                 continue
             seen.add(folder_path)
+            try:
+                entries = [*os.scandir(folder_path)]
+            except PermissionError:
+                entries = []
+            files += len(entries)
+            if files > _MOST_FILES and folder_path not in always:
+                files -= len(entries)
+                if not os.path.lexists(self.twin(folder_path)):
+                    os.symlink(folder_path, self.twin(folder_path))
+                continue
             os.makedirs(self.twin(folder_path), exist_ok=True)
-            with contextlib.suppress(PermissionError), os.scandir(folder_path) as entries:
-                for entry in entries:
-                    files += 1
-                    if _belongs(entry) and files <= _MOST_FILES:
-                        waiting.append(entry.path)
-                    elif not os.path.lexists(self.twin(entry.path)):
-                        left -= _copy_or_link(entry, self.twin(entry.path), left, files)
+            for entry in entries:
+                if _belongs(entry):
+                    waiting.append(entry.path)
+                elif not os.path.lexists(self.twin(entry.path)):
+                    left -= _copy_or_link(entry, self.twin(entry.path), left)
+
+    def _link_above(self) -> None:
+        """Link what is beside the project and the folders that it is in."""
+        above = [*Path(self.home).parents]
+        for outer, inside in zip(above[::-1], [*above[::-1][1:], Path(self.home)], strict=True):
+            self._fill(str(outer), self.twin(outer).rstrip(os.sep), leave_out=inside.name)
+            os.mkdir(self.twin(inside))
 
     def is_made(self, folder: str) -> bool:
         """Whether the twin of a real folder is a folder of the scratch copy, not a link out."""
@@ -165,9 +178,9 @@ def _belongs(entry: "os.DirEntry[str]") -> bool:
     return entry.is_dir(follow_symlinks=False) and not hidden
 
 
-def _copy_or_link(entry: "os.DirEntry[str]", target: str, left: int, files: int) -> int:
+def _copy_or_link(entry: "os.DirEntry[str]", target: str, left: int) -> int:
     """Copy a small file, link anything else; return the bytes copied."""
-    if entry.is_file(follow_symlinks=False) and files <= _MOST_FILES:
+    if entry.is_file(follow_symlinks=False):
         size = entry.stat().st_size
         if size <= min(_MOST_COPIED, left):
             with contextlib.suppress(PermissionError):

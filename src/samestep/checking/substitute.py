@@ -136,7 +136,7 @@ def substituting(recorder: Recorder, job: Job) -> Iterator[None]:
         for place, name, kind in classes:
             stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, kind)
-        stack.enter_context(patched(*_patches(devices, job.nproc)))
+        stack.enter_context(patched(*_patches(devices, 1 if job.one_per_node else job.nproc)))
         stack.enter_context(_OnCpu(devices))
         yield
 
@@ -177,6 +177,7 @@ def _patches(devices: _Devices, count: int) -> list[Patch]:
         (torch.accelerator, "current_accelerator", _answer(_Device("cuda"))),
         (torch.accelerator, "current_device_index", lambda _original: devices.current),
         (torch.accelerator, "synchronize", _answer(None)),
+        (torch.accelerator, "current_stream", lambda _original, *_: _Stream()),
     ]
     cuda += [
         (torch.accelerator, name, lambda _original, device: devices.choose(device))

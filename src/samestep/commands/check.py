@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,6 +18,9 @@ from samestep.ranks.process import run_as_rank
 from samestep.recipe_source import is_recipe_file
 from samestep.recipes import RECIPES
 from samestep.reporting.words import count
+
+if TYPE_CHECKING:
+    from samestep.checking.check_report import CheckReport
 
 _EXAMPLES = (
     "check train.py -- --epochs 1",
@@ -44,6 +48,8 @@ class CheckFlags:
     """End the script so long after its first step; what it would have done counts as not seen."""
     stall_s: float | None = None
     """It hangs if no rank moves for so long (default: 20 median steps, and at least 30 s)."""
+    here: Switch = False
+    """Inside a job that srun or torchrun started: check on its ranks and its devices."""
     json: Switch = False
     """Print one JSON object instead of the text."""
     sarif: Path | None = None
@@ -73,31 +79,34 @@ def _check(arguments: list[str]) -> int:
         return _list([])
     if not target.module and (target.name in RECIPES or is_recipe_file(Path(target.name))):
         return _verify(target, command)
-    check_positive(steps=command.steps, seconds=command.seconds, stall_s=command.stall_s)
-    nproc = _DEFAULT_RANKS if command.nproc is None else command.nproc
-    check_ranks(nproc)
-    refuse_inside_launcher("samestep check", "Start it alone, in a shell or a job of one task.")
-    if command.sarif is not None and not command.sarif.absolute().parent.is_dir():
-        raise UserError(f"--sarif {command.sarif}: there is no folder {command.sarif.parent}.")
+    _check_flags(command)
     if target.module:
         target.check_importable()
+    report = _report_here(target, command) if command.here else _report(target, command)
+    return 0 if report is None else _tell(report, command)  # rank 0 tells it
+
+
+def _check_flags(command: CheckFlags) -> None:
+    check_positive(steps=command.steps, seconds=command.seconds, stall_s=command.stall_s)
+    if command.here:
+        if command.nproc is not None:
+            raise UserError("--here takes the ranks of the job. Leave --nproc out.")
+    else:
+        check_ranks(_ranks(command))
+        alone = "Start it alone, in a shell or a job of one task; or give --here."
+        refuse_inside_launcher("samestep check", alone)
+    if command.sarif is not None and not command.sarif.absolute().parent.is_dir():
+        raise UserError(f"--sarif {command.sarif}: there is no folder {command.sarif.parent}.")
+
+
+def _ranks(command: CheckFlags) -> int:
+    return _DEFAULT_RANKS if command.nproc is None else command.nproc
+
+
+def _tell(report: "CheckReport", command: CheckFlags) -> int:
     from samestep.checking.check_report import as_table, report_lines  # noqa: PLC0415
-    from samestep.checking.check_script import check_script  # noqa: PLC0415 - not for the help
     from samestep.checking.sarif import write_sarif  # noqa: PLC0415
 
-    console = Console(stderr=True, highlight=False)
-    on = f"{target.name} runs on {count(nproc, 'rank')} …"
-    with console.status(on) if console.is_terminal else nullcontext():
-        report = check_script(
-            Path(target.name),
-            target.words,
-            nproc=nproc,
-            module=target.module,
-            steps=command.steps,
-            seconds=command.seconds,
-            stall_s=command.stall_s,
-            asked=command.nproc is not None,
-        )
     if command.sarif is not None:
         write_sarif(report, command.sarif)
     if command.json:
@@ -107,6 +116,38 @@ def _check(arguments: list[str]) -> int:
         lines = report_lines(report, width or _MOST_COLUMNS, colour=colour)
         sys.stdout.writelines(f"{line}\n" for line in lines)
     return report.exit_code
+
+
+def _report(target: ScriptTarget, command: CheckFlags) -> "CheckReport":
+    from samestep.checking.check_script import check_script  # noqa: PLC0415 - not for the help
+
+    nproc = _ranks(command)
+    console = Console(stderr=True, highlight=False)
+    on = f"{target.name} runs on {count(nproc, 'rank')} …"
+    with console.status(on) if console.is_terminal else nullcontext():
+        return check_script(
+            Path(target.name),
+            target.words,
+            nproc=nproc,
+            module=target.module,
+            steps=command.steps,
+            seconds=command.seconds,
+            stall_s=command.stall_s,
+            asked=command.nproc is not None,
+        )
+
+
+def _report_here(target: ScriptTarget, command: CheckFlags) -> "CheckReport | None":
+    from samestep.checking.here import check_here  # noqa: PLC0415 - it needs torch
+
+    return check_here(
+        Path(target.name),
+        target.words,
+        module=target.module,
+        steps=command.steps,
+        seconds=command.seconds,
+        stall_s=command.stall_s,
+    )
 
 
 def _screen() -> tuple[int | None, bool]:

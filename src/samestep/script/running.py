@@ -104,6 +104,19 @@ class ScriptRanks:
         others = range(1, self.world_size)
         return [found, *(self._get(f"found-{r}", f"for the profile of rank {r}") for r in others)]
 
+    def share(self, text: str) -> str:
+        """Return rank 0's text on every rank."""
+        if self.world_size == 1:
+            return text
+        if self.rank == 0:
+            self._put("shared", text)
+        return self._get("shared", "for rank 0 to prepare") if self.rank else text
+
+    def leave(self) -> None:
+        """Leave the store once all ranks are here, so that the script can listen at its address."""
+        self.gather("")
+        self._store = None
+
     def _put(self, key: str, value: str) -> None:
         assert self._store is not None
         self._store.set(f"profile/{key}", value)

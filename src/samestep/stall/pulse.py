@@ -95,7 +95,17 @@ class Pulse:
         faulthandler.register(DUMP_SIGNAL, self._stacks, all_threads=True, chain=False)
         os.register_at_fork(after_in_child=functools.partial(_let_go, weakref.ref(self)))
         self.alive()
+        self._be(rank)
+
+    def _be(self, rank: int) -> None:
+        self.rank = rank
         _HEAD.pack_into(self._map, 0, _MAGIC, rank, 0, os.getpid(), threading.get_ident())
+
+    def become(self, folder: Path, rank: int) -> None:
+        """Go on as a rank that only now has its number."""
+        for name in (PULSE, STACKS):
+            (folder / name.format(rank=self.rank)).rename(folder / name.format(rank=rank))
+        self._be(rank)
 
     def close(self) -> None:
         """Stop; the file stays."""

@@ -26,31 +26,33 @@ class _Evaluation:
         """Return how many samples were evaluated."""
         return sum(event.get("n") or 0 for event in self.forwards)
 
-    def joined(self) -> bool:
-        """Whether anything was joined over the ranks."""
-        return any(_joins(event) for event in self.events)
-
-    def until_joined(self) -> Iterator[Event]:
-        """Yield the events before the first collective that could join numbers."""
-        for event in self.events:
-            if _joins(event):
-                return
-            yield event
+    def until_joined(self) -> list[Event]:
+        """Return the events before the first collective that could join numbers."""
+        for number, event in enumerate(self.events):
+            if event.kind == "collective" and str(event["kind"]).startswith(_JOINING):
+                # What a library counts, to end an epoch on all ranks, is noted right after it.
+                reduced = next(iter(self.events[number + 1 : number + 2]), None)
+                if reduced is None or reduced.kind != "reduced" or reduced["metric"]:
+                    return self.events[:number]
+        return self.events
 
 
 @rule(
     "SS401",
     "error",
-    "A metric of one rank's shard is shown as the whole",
+    "a metric of one rank's shard is shown as the whole",
     "The number depends on which samples lie on the rank that reports it.",
 )
 def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a number that is told after an evaluation of shards that nothing joined."""
-    pairs = list(_pairs(seen))
-    if not pairs:
+    if (alone := _alone_on_a_shard(seen)) is not None:
+        yield alone
+        return
+    if not any(_evaluations(seen, rank) for rank in seen.ranks):
         yield NotSeen("no evaluation was seen")
-    for parts in pairs:
-        if not _are_shards(seen, parts) or any(part.joined() for part in parts):
+    for parts in _pairs(seen):
+        joined = any(part.until_joined() is not part.events for part in parts)
+        if joined or not _are_shards(seen, parts):
             continue
         read = [_last_read(part) for part in parts]
         told = [
@@ -62,12 +64,11 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
         if shown is None and any(e.kind == "report" for part in parts for e in part.events):
             continue  # each with its rank beside it
         event = shown or next(event for event in read if event is not None)
-        counts = ", ".join(f"rank {n} evaluated {p.samples}" for n, p in enumerate(parts))
         verb = "shown" if shown is not None else "read"
         yield Found(
             event.where,
-            f"after step {parts[0].step} {counts} other samples; no collective joined anything "
-            f"before a number was {verb} here"
+            f"after step {parts[0].step} {_counted(parts)}; no collective joined anything before "
+            f"a number was {verb} here"
             + (f" ({', '.join(shown['numbers'])})" if shown is not None else ""),
             "All-reduce the sum and the count on every rank, then divide once.",
             None if shown is not None else "advice",
@@ -78,7 +79,7 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS402",
     "warning",
-    "A mean of the ranks' means over unequal counts",
+    "a mean of the ranks' means over unequal counts",
     "Samples of the smaller shard count for more, so the number changes with the number of ranks.",
 )
 def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -92,18 +93,20 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
         known = {float(count) for count in counts}
         if any(v in known for events in reduced for e in events for v in e["values"]):
             continue
-        for events in zip(*reduced, strict=False):
-            values = [event["values"] for event in events]
-            if any(len(value) != 1 for value in values):
-                continue
-            mean = sum(value[0] for value in values) / len(values)
-            plain = all(value[0].is_integer() for value in values)  # counts of right answers
-            if plain or len({value[0] for value in values}) == 1:
+        columns = (
+            (events, column)
+            for events in zip(*reduced, strict=False)
+            for column in zip(*(event["values"] for event in events), strict=False)
+        )
+        for events, values in columns:
+            mean = sum(values) / len(values)
+            plain = all(value.is_integer() for value in values)  # counts of right answers
+            if plain or len(set(values)) == 1:
                 continue
             if events[0]["op"] == "AVG" or _is_told(mean, parts):
-                numbers = " and ".join(f"{v[0]:.4g}" for v in values)
+                numbers = " and ".join(f"{value:.4g}" for value in values)
                 samples = " and ".join(map(str, counts))
-                whole = sum(v[0] * n for v, n in zip(values, counts, strict=True)) / sum(counts)
+                whole = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
                 yield Found(
                     events[0].where,
                     f"{numbers} of {samples} samples became {mean:.4g}, where all samples "
@@ -116,7 +119,7 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS403",
     "error",
-    "One rank evaluates alone inside the wrapped model",
+    "one rank evaluates alone inside the wrapped model",
     "The wrapper's forward pass is a collective: it waits for ranks that never come, or meets "
     "another call of theirs.",
 )
@@ -149,40 +152,33 @@ def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS404",
     "error",
-    "The best checkpoint is chosen by one rank's number",
+    "the best checkpoint is chosen by one rank's number",
     "Which weights are kept depends on the samples of one rank.",
 )
 def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for a save, in some evaluations only or as the best, that nothing was joined before."""
-    saves: list[tuple[tuple[_Evaluation, ...], int, Event | None]] = []
+    """Look for a save as the best, by its name, that nothing was joined before."""
     for parts in _pairs(seen):
         if not _are_shards(seen, parts):
             continue
         for number, part in enumerate(parts):
-            before = list(part.until_joined())
-            read = any(event.kind == "item" for event in before)
-            saved = next((e for e in before if e.kind == "save"), None) if read else None
-            saves.append((parts, number, saved))
-    for parts, number, event in saves:
-        if event is None:
-            continue
-        own = [one for _, rank, one in saves if rank == number]
-        if "best" not in str(event.get("path", "")).lower() and None not in own:
-            continue  # it saves after every evaluation, whatever the number
-        counts = ", ".join(f"rank {n} evaluated {p.samples}" for n, p in enumerate(parts))
-        yield Found(
-            event.where,
-            f"after step {parts[0].step} {counts} other samples; rank {number} saved with no "
-            f"collective since ({sum(one is not None for one in own)} of {len(own)} evaluations)",
-            "All-reduce the metric first, so that every rank decides by the same number.",
-        )
-        return
+            before = part.until_joined()
+            saves = (e for e in before if e.kind == "save" and "best" in str(e["path"]).lower())
+            saved = next(saves, None)
+            if saved is None or not any(event.kind == "item" for event in before):
+                continue
+            yield Found(
+                saved.where,
+                f"after step {part.step} {_counted(parts)}; rank {number} saved {saved['path']} "
+                f"with no collective since",
+                "All-reduce the metric first, so that every rank decides by the same number.",
+            )
+            return
 
 
 @rule(
     "SS706",
     "error",
-    "Evaluation mode is left on in training",
+    "evaluation mode is left on in training",
     "Dropout is off and batch statistics are frozen from the first evaluation on.",
     least_ranks=1,
 )
@@ -215,7 +211,7 @@ def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS707",
     "error",
-    "Training mode in evaluation",
+    "training mode in evaluation",
     "Dropout is on, and batch norm uses and learns the statistics of the evaluated batches.",
     least_ranks=1,
 )
@@ -241,7 +237,7 @@ def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS709",
     "advice",
-    "Evaluation computes gradients",
+    "evaluation computes gradients",
     "It keeps the activations of every batch, and takes memory and time for nothing.",
     least_ranks=1,
 )
@@ -259,10 +255,6 @@ def evaluates_with_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
                     "Evaluate under `with torch.no_grad():`.",
                 )
                 return
-
-
-def _joins(event: Event) -> bool:
-    return event.kind == "collective" and str(event["kind"]).startswith(_JOINING)
 
 
 def _evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:
@@ -299,35 +291,42 @@ def _pairs(seen: Seen) -> Iterator[tuple[_Evaluation, ...]]:
 
 def _with_loader(seen: Seen, rank: RankSeen) -> Iterator[tuple[Event, bool]]:
     """Yield each forward pass, and whether its batch is of samples that nobody trains on."""
-    trained: set[tuple[int, int]] = set()
+    trained: dict[int, set[int]] = {}  # indices, by data set
+    own: set[int] = set()
     for one in seen.ranks:
-        latest = None
-        for event in one.of("batch", "backward"):
-            if event.kind == "batch":
-                latest = event["loader_id"]
-            elif latest is not None:
-                trained.add((one.rank, latest))
-    samples: dict[int, set[int]] = {}  # that are trained on, by data set
-    for one in seen.ranks:
-        data = {event["loader_id"]: event["data"] for event in one.of("loader")}
+        loaders = {loader for loader, _ in _with_latest(one, "backward") if loader is not None}
+        own = loaders if one is rank else own
+        data = _data_of(one)
         for event in one.of("order"):
-            if (one.rank, event["loader_id"]) in trained:
-                samples.setdefault(data[event["loader_id"]], set()).update(event["indices"])
+            if event["loader_id"] in loaders:
+                trained.setdefault(data[event["loader_id"]], set()).update(event["indices"])
+    data = _data_of(rank)
     foreign = {
         event["loader_id"]
         for event in rank.of("order")
-        if (rank.rank, event["loader_id"]) not in trained
-        and samples.get(
-            next(e["data"] for e in rank.of("loader") if e["loader_id"] == event["loader_id"]),
-            set(),
-        ).isdisjoint(event["indices"])
+        if event["loader_id"] not in own
+        and trained.get(data[event["loader_id"]], set()).isdisjoint(event["indices"])
     }
-    latest = None
-    for event in rank.of("batch", "forward"):
+    for loader, event in _with_latest(rank, "forward", "backward"):
+        if event.kind == "forward":
+            yield event, loader in foreign
+
+
+def _with_latest(rank: RankSeen, *kinds: str) -> Iterator[tuple[int | None, Event]]:
+    """Yield the events of these kinds, each with the loader of the latest batch before it."""
+    loader: int | None = None
+    for event in rank.of("batch", *kinds):
         if event.kind == "batch":
-            latest = event["loader_id"]
-        else:
-            yield event, latest in foreign
+            loader = event["loader_id"]
+            continue
+        yield loader, event
+        if event.kind == "backward":
+            loader = None  # not all batches of a long epoch are noted
+
+
+def _data_of(rank: RankSeen) -> dict[int, int]:
+    """Return what tells the data set of each loader from others."""
+    return {event["loader_id"]: event["data"] for event in rank.of("loader")}
 
 
 def _are_shards(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
@@ -344,14 +343,42 @@ def _reads_all(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
     """Whether each rank would read the same samples to the end, in an order of its own."""
     orders = []
     for rank, part in zip(seen.ranks, parts, strict=True):
-        loader = None
-        for event in rank.of("batch", "forward"):
-            if event is part.forwards[0]:
-                break
-            loader = event["loader_id"] if event.kind == "batch" else loader
+        loader = _loader_of(rank, part.forwards[0])
         read = [e for e in rank.of("order") if e["loader_id"] == loader and e.get("indices")]
         orders.append({index for event in read[:1] for index in event["indices"]})
     return all(orders) and all(order == orders[0] for order in orders)
+
+
+def _alone_on_a_shard(seen: Seen) -> Found | None:
+    """Return what is wrong if one rank alone evaluates, with a sampler that leaves samples out."""
+    each = [(rank, parts) for rank in seen.ranks if (parts := _evaluations(seen, rank))]
+    if len(each) != 1 or not seen.complete:
+        return None
+    ((rank, parts),) = each
+    loader = _loader_of(rank, parts[0].forwards[0])
+    order = next((e for e in rank.of("order") if e["loader_id"] == loader), None)
+    made = next((e for e in rank.of("loader") if e["loader_id"] == loader), None)
+    shown = next((e for e in reversed(parts[0].events) if e.kind in ("report", "item")), None)
+    if order is None or made is None or shown is None or not order["distributed"]:
+        return None
+    if order["truncated"] or not made["length"] or order["count"] >= made["length"]:
+        return None
+    return Found(
+        shown.where,
+        f"rank {rank.rank} alone evaluates, and its sampler gives it {order['count']} of "
+        f"{made['length']} samples; nobody evaluates the others",
+        "Evaluate with a loader of the whole set there, or on every rank and join the counts.",
+    )
+
+
+def _loader_of(rank: RankSeen, forward: Event) -> int | None:
+    """Return the loader of the batch that a forward pass was called with."""
+    return next(loader for loader, one in _with_latest(rank, "forward") if one is forward)
+
+
+def _counted(parts: Sequence[_Evaluation]) -> str:
+    counts = ", ".join(f"rank {number} evaluated {p.samples}" for number, p in enumerate(parts))
+    return f"{counts} other samples"
 
 
 def _last_read(part: _Evaluation) -> Event | None:

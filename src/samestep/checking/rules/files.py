@@ -194,27 +194,27 @@ def arbitrary_pickle(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def all_download(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find addresses that several ranks ask for, none after the others."""
-    for where, ranks in by_line(seen, "download").items():
-        asking: dict[str, dict[int, Event]] = defaultdict(dict)
-        for rank, events in ranks.items():
-            for event in events:
-                asking[event["what"]].setdefault(rank, event)
-        for what, firsts in asking.items():
-            turns = {rank: turn(seen, rank, event) for rank, event in firsts.items()}
-            first = min(turns.values())
-            at_once = [rank for rank, number in turns.items() if number == first]
-            if len(at_once) > 1:
-                fetched = next(iter(firsts.values()))["fetched"]
-                does = "ask for" if fetched else "call"
-                there = "" if fetched else ", which found its files here and would not elsewhere"
-                yield Found(
-                    where,
-                    f"{named(at_once)} {does} {what} with no collective in between{there}",
-                    "Let rank 0 download first: `if dist.get_rank() == 0: …`, then "
-                    "`dist.barrier()`, and then the others.",
-                    None if fetched else "advice",
-                )
-                break
+    asking: dict[str, dict[int, Event]] = defaultdict(dict)
+    for rank in seen.ranks:
+        for event in rank.of("download"):
+            asking[event["what"]].setdefault(rank.rank, event)
+    told: set[str] = set()
+    for what, firsts in asking.items():
+        turns = {rank: turn(seen, rank, event) for rank, event in firsts.items()}
+        at_once = [rank for rank, number in turns.items() if number == min(turns.values())]
+        event = firsts[at_once[0]]
+        if len(at_once) > 1 and event.where not in told:
+            told.add(event.where)
+            fetched = event["fetched"]
+            does = "ask for" if fetched else "call"
+            there = "" if fetched else ", which found its files here and would not elsewhere"
+            yield Found(
+                event.where,
+                f"{named(at_once)} {does} {what} with no collective in between{there}",
+                "Let rank 0 download first: `if dist.get_rank() == 0: …`, then "
+                "`dist.barrier()`, and then the others.",
+                None if fetched else "advice",
+            )
 
 
 @rule(

@@ -89,6 +89,9 @@ def no_destroy(seen: Seen) -> Iterator[Found | NotSeen]:
 def wrong_variables(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find groups whose ranks are not 0 to N-1, and scripts that read another launcher's."""
     begun = {rank.rank: event for rank in seen.ranks if (event := rank.first("init"))}
+    if any(len({event["rank"] for event in rank.of("init")}) > 1 for rank in seen.ranks):
+        yield NotSeen("the script starts its ranks itself")
+        return
     numbers = [(event["rank"], event["world_size"]) for event in begun.values()]
     if any(None in pair for pair in numbers):
         return  # given with the address, or by a store

@@ -97,13 +97,12 @@ def _differing(events: tuple[Event, ...], fact: str) -> list[str]:
 @rule(
     "SS201",
     "error",
-    "The model is not wrapped: each rank trains a model of its own",
+    "the model is not wrapped: each rank trains a model of its own",
     "Without an exchange of gradients every rank learns from its share of the data alone, and only "
     "the model of the rank that saves is kept.",
 )
 def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
     """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
-    joined = seen.asked or seen.any("init") or any(e["own"] for e in seen.any("environment"))
     for one in _trained(seen):
         if one.wrap is not None or one.is_wrapped or one.is_exchanged or not one.steps:
             continue
@@ -122,7 +121,6 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
             f"{one.name} is called without DistributedDataParallel, and in {seen.ranks[0].steps} "
             f"steps of {seen.world_size} ranks no gradient is exchanged: {how}",
             "Wrap the model once it is built: model = DistributedDataParallel(model)",
-            severity=None if joined else "advice",
         )
 
 
@@ -133,7 +131,7 @@ def _when(step: int) -> str:
 @rule(
     "SS202",
     "error",
-    "The ranks begin with different weights",
+    "the ranks begin with different weights",
     "Equal gradients keep unequal models unequal: the gradient is of no single model.",
 )
 def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -158,7 +156,7 @@ def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS203",
     "error",
-    "The weights of the ranks drift apart",
+    "the weights of the ranks drift apart",
     "From that step on the ranks train different models, and each gradient is a mean over them.",
 )
 def drift(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -200,7 +198,7 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS204",
     "error",
-    "The wrapped model is called past its wrapper",
+    "the wrapped model is called past its wrapper",
     "DDP prepares the all-reduce in its own forward; past it, gradients never meet.",
 )
 def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -224,7 +222,7 @@ def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS205",
     "advice",
-    "Batch normalisation over few samples per rank",
+    "batch normalisation over few samples per rank",
     "Each rank normalises with the statistics of its own share, so that the model depends on the "
     "number of ranks.",
 )
@@ -245,7 +243,7 @@ def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS206",
     "warning",
-    "Buffers differ between the ranks",
+    "buffers differ between the ranks",
     "Each rank goes on, evaluates and saves with state of its own, which no gradient makes equal.",
 )
 def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -280,7 +278,7 @@ def _ranks(ranks: set[int]) -> str:
 @rule(
     "SS207",
     "error",
-    "Parameters get no gradient, which DDP was not told",
+    "parameters get no gradient, which DDP was not told",
     "DDP waits for the gradient of every parameter: those that share a bucket with an unused one "
     "are not all-reduced, and the next forward pass fails.",
 )
@@ -347,3 +345,27 @@ def all_used(seen: Seen) -> Iterator[Found | NotSeen]:
                 f"{len(one.models[0]['shapes'])} parameters of {one.name}",
                 f"- {line}\n+ {without}" if without != line else "Leave it out.",
             )
+
+
+@rule(
+    "SS209",
+    "error",
+    "a GPU is chosen by the global rank",
+    "On every node but the first the global rank is the number of a GPU that is not there.",
+)
+def gpu_of_global_rank(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Where the ranks seem to have a node each, look at the device that a rank asks for."""
+    asked = seen.any("device")
+    apart = [event for event in asked if event["rank"] != event["local_rank"]]
+    if asked and not apart:
+        yield NotSeen("all ranks were on one node, where the global rank is the local one")
+    wrong = [e for e in apart if e["asked"] == e["rank"] and not e["alone"]]
+    for event in wrong[:1]:
+        others = dict.fromkeys(e.where for e in wrong if e.where != event.where)
+        yield Found(
+            event.where,
+            f"with one rank per node, rank {event['rank']} asked for cuda:{event['asked']}, and "
+            f"its LOCAL_RANK is {event['local_rank']}"
+            + (f" (also {', '.join(others)})" if others else ""),
+            'Choose devices by int(os.environ["LOCAL_RANK"]), and data and files by the rank.',
+        )

@@ -65,7 +65,7 @@ def _unheld(
 @rule(
     "SS701",
     "error",
-    "No optimizer holds parameters that get gradients",
+    "no optimizer holds parameters that get gradients",
     "They keep the values with which they were made, however long the training is.",
     least_ranks=1,
 )
@@ -89,7 +89,7 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS306",
     "error",
-    "The optimizer was made before the model was moved or wrapped",
+    "the optimizer was made before the model was moved or wrapped",
     "It updates the tensors that the model had then; those that it has now stay as they are.",
     least_ranks=1,
 )
@@ -109,7 +109,7 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS702",
     "error",
-    "The optimizer holds the tensors of another model",
+    "the optimizer holds the tensors of another model",
     "It updates tensors that no forward pass uses, and the model stays as it is.",
     least_ranks=1,
 )
@@ -130,7 +130,7 @@ def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS703",
     "warning",
-    "Parameters never change, although they have gradients and an optimizer",
+    "parameters never change, although they have gradients and an optimizer",
     "Something undoes the updates, or they are too small for the number format.",
     least_ranks=1,
 )
@@ -173,7 +173,7 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS712",
     "error",
-    "The saved weights are not those that were trained",
+    "the saved weights are not those that were trained",
     "The file has the weights of the beginning: the training is lost.",
     least_ranks=1,
 )
@@ -200,7 +200,7 @@ def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS704",
     "error",
-    "Gradients add up from step to step",
+    "gradients add up from step to step",
     "Every step is taken with the sum of all gradients so far: the weights run away.",
     least_ranks=1,
 )
@@ -222,7 +222,7 @@ def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS705",
     "error",
-    "Gradients are zeroed between backward and step",
+    "gradients are zeroed between backward and step",
     "The optimizer steps without any gradient: nothing is learnt.",
     least_ranks=1,
 )
@@ -243,7 +243,7 @@ def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS708",
     "error",
-    "The loss is detached from the model",
+    "the loss is detached from the model",
     "The backward pass ends before it reaches the model's parameters: nothing is learnt.",
     least_ranks=1,
 )
@@ -269,7 +269,7 @@ def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS710",
     "error",
-    "The gradient scaler skips every step",
+    "the gradient scaler skips every step",
     "With infinite or NaN gradients the optimizer is never called: nothing is learnt.",
     least_ranks=1,
 )

@@ -15,7 +15,7 @@ _UNLIKE_COUNTS = 1.1  # token counts of batches of one size differ by chance as 
 @rule(
     "SS301",
     "warning",
-    "Gradients are accumulated without no_sync",
+    "gradients are accumulated without no_sync",
     "Every backward pass waits for an all-reduce of all gradients, where one per step is enough.",
 )
 def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -51,7 +51,7 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS302",
     "error",
-    "Gradients are clipped before they are unscaled",
+    "gradients are clipped before they are unscaled",
     "The limit applies to gradients that the scaler has multiplied, so that nearly every step is "
     "cut to a tiny fraction of what was meant.",
     least_ranks=1,
@@ -73,7 +73,7 @@ def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS303",
     "error",
-    "Gradients are clipped on each rank before they are averaged",
+    "gradients are clipped on each rank before they are averaged",
     "Each rank scales its own part by another factor, so the average is no longer the gradient of "
     "the joined batch, clipped or not.",
 )
@@ -113,7 +113,7 @@ def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS304",
     "warning",
-    "The scheduler's steps are off by the world size",
+    "the scheduler's steps are off by the world size",
     "The learning rate runs through its schedule at another speed than in one process.",
 )
 def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -157,7 +157,7 @@ def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS305",
     "warning",
-    "A scheduler is never stepped",
+    "a scheduler is never stepped",
     "The learning rate stays what it was at the start.",
     least_ranks=1,
 )
@@ -187,7 +187,7 @@ def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS307",
     "warning",
-    "The loss is averaged over unequal shares",
+    "the loss is averaged over unequal shares",
     "DDP gives every rank's mean the same weight, so samples of the smaller share count for more, "
     "and the step is not that of the joined batch.",
 )
@@ -199,7 +199,7 @@ def averages_unequal_shares(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS308",
     "warning",
-    "The loss is divided by each rank's own count",
+    "the loss is divided by each rank's own count",
     "A token's weight in the step depends on the rank that it lies on: the mean over the ranks is "
     "not the mean over all tokens.",
 )

@@ -88,10 +88,10 @@ class _Loaders:
 
     def made(self, original: Callable[..., Any], made: Any, *args: Any, **kwargs: Any) -> None:
         """Remember where a loader or a sampler was made."""
-        vars(made).setdefault(_MADE, self._recorder.where())
+        vars(made).setdefault(_MADE, (self._recorder.where(), self._recorder.is_direct("torch")))
         original(made, *args, **kwargs)
         if isinstance(made, DataLoader) and (kwargs.get("shuffle") or (len(args) > 2 and args[2])):
-            self._shuffled[id(made.dataset)] = getattr(made, _MADE)
+            self._shuffled[id(made.dataset)] = getattr(made, _MADE)[0]
 
     def begin(self, original: Callable[..., Any], loader: Any) -> Any:
         """Begin a pass over a loader."""
@@ -104,6 +104,8 @@ class _Loaders:
         finally:
             self._starting.pop()
         iterator._samestep_turn = turn  # noqa: SLF001 - our own mark
+        if (fetcher := getattr(iterator, "_dataset_fetcher", None)) is not None:
+            fetcher._samestep_turn = turn  # noqa: SLF001 - our own mark
         return iterator
 
     def length(self, original: Callable[..., Any], loader: Any) -> int:
@@ -145,7 +147,7 @@ class _Loaders:
             workers=loader.num_workers,
             iterable=iterable,
             reads=self._recorder.where_of(code) if iterable and code is not None else "",
-            made=getattr(loader, _MADE, ""),
+            made=getattr(loader, _MADE, ("",))[0],
             **_sampler(loader),
             asked=self._shuffled.get(id(loader.dataset)),
         )
@@ -243,17 +245,20 @@ class _Loaders:
         turn.batches += 1
         turn.group.noted += 1
         if turn.group.noted <= _MOST_NOTED:
-            with self._recorder.unwatched():
+            number, n, rows = turn.group.number, 0, list[int]()
+            with self._recorder.unwatched(), contextlib.suppress(Exception):
                 n, rows = rows_of(batch)
-            number = turn.group.number
             self._recorder.note("batch", loader_id=number, turn=turn.number, n=n, rows=rows)
         return batch
 
     def fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
         """Note what random numbers the data set draws for its first samples in a process."""
-        if hasattr(fetcher, "_samestep_noted"):
+        # A worker was forked while its loader was starting.
+        starting = self._starting[-1] if self._starting else None
+        turn: _Turn | None = getattr(fetcher, "_samestep_turn", starting)
+        if turn is None or turn.number:
             return original(fetcher, index)
-        fetcher._samestep_noted = True  # noqa: SLF001 - our own mark
+        fetcher._samestep_turn = None  # noqa: SLF001 - our own mark
         base, _ = base_of(fetcher.dataset, [])
         before, after = random_states(base), []
         collate = fetcher.collate_fn
@@ -274,7 +279,8 @@ class _Loaders:
                 if name in then and then[name][0] != state[0]
             }
             worker = get_worker_info()
-            self._recorder.note("random", worker=-1 if worker is None else worker.id, drew=drew)
+            number = -1 if worker is None else worker.id
+            self._recorder.note("random", loader_id=turn.group.number, worker=number, drew=drew)
 
     def join(self, original: Callable[..., Any], context: Any) -> Any:
         """Note that ranks may have batches left over."""
@@ -295,9 +301,11 @@ def _sampler(loader: Any) -> dict[str, Any]:
     while len(chain) < 4 and (inner := _inner(chain[-1])) is not None:
         chain.append(inner)
     own = next((s for s in chain if hasattr(s, "set_epoch")), chain[-1])
+    where, direct = getattr(own, _MADE, ("", False))
     return {
         "sampler": type(own).__name__,
-        "sampler_made": getattr(own, _MADE, ""),
+        "sampler_made": where,
+        "direct": direct,
         "distributed": isinstance(own, DistributedSampler) or hasattr(own, "num_replicas"),
         "set_epoch": getattr(own, "epoch", None) if hasattr(own, "set_epoch") else None,
         "seed": getattr(own, "seed", None),

@@ -2,13 +2,14 @@
 
 Notes "item" {value} for a tensor of one element that becomes a Python number; "report" {via,
 numbers: as they were printed, labelled: whether the text names this rank beside its number}; and
-"reduced" {op, values: of a small tensor before its all-reduce}.
+"reduced" {op, values: of a small tensor before its all-reduce, metric: no count of a library's}.
 """
 
 import builtins
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +33,7 @@ _LABEL = r"(?:rank|gpu|device|process|worker|node|cuda|proc)\W{0,4}"
 def watching(recorder: Recorder, job: Job) -> Iterator[None]:
     """Note numbers that are read, told and reduced while inside."""
     del job
-    watch = _Watch(recorder)
+    watch = _NumberWatch(recorder)
     with patched(
         *((Tensor, name, watch.around_item) for name in ("item", "__float__", "__int__")),
         (builtins, "print", watch.around_print),
@@ -45,7 +46,7 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
 _REDUCES = ("all_reduce", "reduce")
 
 
-class _Watch:
+class _NumberWatch:
     """One rank's numbers."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -72,7 +73,10 @@ class _Watch:
         """Note a number that is read from a tensor."""
         value = original(tensor)
         if not torch.compiler.is_compiling() and isinstance(value, int | float):
-            self._note("item", value=float(value))
+            caller = str(sys._getframe(2).f_globals.get("__name__"))  # noqa: SLF001 - of the method
+            # Not an optimizer's count of steps or a loader's seed; text is made in `_tensor`.
+            if not caller.startswith("torch.") or caller == "torch._tensor":
+                self._note("item", value=float(value))
         return value
 
     def around_print(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -85,9 +89,9 @@ class _Watch:
     def around_log(
         self, original: Callable[..., Any], logger: Any, record: logging.LogRecord
     ) -> None:
-        """Note the numbers that are logged."""
+        """Note the numbers that the script itself logs."""
         original(logger, record)
-        if logger.isEnabledFor(record.levelno):
+        if self._recorder.is_direct("logging"):
             self._tell("log", record.getMessage())
 
     def _tell(self, via: str, text: str) -> None:
@@ -107,7 +111,8 @@ class _Watch:
         op = kwargs.get("op", args[place] if len(args) > place else dist.ReduceOp.SUM)
         with self._recorder.unwatched():
             values = [float(v) for v in tensor.detach().reshape(-1).tolist()]
-        self._note("reduced", op=getattr(op, "name", str(op)), values=values)
+        own = self._recorder.is_direct("torch") or tensor.is_floating_point()
+        self._note("reduced", op=getattr(op, "name", str(op)), values=values, metric=own)
         self._inside = True
         try:
             return original(*args, **kwargs)

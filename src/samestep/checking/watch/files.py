@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
@@ -62,7 +63,7 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
                 (torch.profiler.profile, "export_chrome_trace", files.around_export),
             )
         )
-        finder = _WhenImported(wanted, lambda patches: stack.enter_context(patched(*patches)))
+        finder = WhenImported(wanted, lambda patches: stack.enter_context(patched(*patches)))
         finder.begin()
         stack.callback(sys.meta_path.remove, finder)
         sys.addaudithook(files.audit)  # cannot be removed: it ends with the process
@@ -77,13 +78,15 @@ class _Files:
         places = [os.path.realpath(place) for place in (job.folder, job.place) if place]
         self._own = tuple(place + os.sep for place in places)
         self._temporary = f"{job.place}/temporary/"
-        self._process = os.getpid()  # a forked worker of a loader is no rank
         self._noted: set[tuple[Any, ...]] = set()
         self.is_on = False
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note what Python opens, renames and asks for: called very often, and never to raise."""
-        if event not in _AUDITED or not self.is_on or os.getpid() != self._process:
+        """Note what Python opens, renames and asks for: called very often, and never to raise.
+
+        A loader's worker is no rank.
+        """
+        if event not in _AUDITED or not self.is_on or get_worker_info() is not None:
             return
         if event == "open":
             path, mode, flags = arguments
@@ -92,7 +95,7 @@ class _Files:
             if how and isinstance(path, str | bytes | os.PathLike) and not os.path.isdir(path):  # noqa: PTH112 - bytes, too
                 self._write(path, how)
         elif event == "os.rename":
-            source = self._recorder.name(os.fsdecode(arguments[0]))
+            source = self._name(arguments[0])
             if self._recorder.is_direct("os", "pathlib", "shutil") and not self._is_own(source):
                 self._write(arguments[1], "rename")
         elif arguments[1] is None:  # an address without data to send
@@ -130,7 +133,7 @@ class _Files:
             names = [name for found in _state_dicts(loaded) for name in found][:_NAMES]
             self._once(
                 "load",
-                path=self._recorder.name(os.fsdecode(place)),
+                path=self._name(place),
                 map_location=None if where is None else str(where),
                 weights_only=kwargs.get("weights_only"),
                 names=names,
@@ -192,7 +195,7 @@ class _Files:
 
     def _write(self, path: Any, mode: str) -> str | None:
         """Note a write; return the path's name, or None if it is a cache or a lock, or our own."""
-        name = self._recorder.name(os.fsdecode(path))
+        name = self._name(path)
         hidden = any(p.startswith(".") or p == "__pycache__" for p in Path(name).parts)
         no_file = name.endswith(".lock") or name.startswith(("/dev/", "/proc/", "/sys/"))
         if hidden or no_file or self._is_own(name):
@@ -200,6 +203,10 @@ class _Files:
         if mode != "a" or not self._is_logged():
             self._once("write", path=name, mode=mode)
         return name
+
+    def _name(self, path: Any) -> str:
+        # A relative path is another file in another folder: names are remembered by their path.
+        return self._recorder.name(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 - bytes, too
 
     def _is_own(self, name: str) -> bool:
         """Whether a file is of the check itself; the script's temporary files lie beside them."""
@@ -217,7 +224,7 @@ class _Files:
     def _once(self, kind: str, **facts: Any) -> None:
         where = self._recorder.where()
         key = (kind, where, *map(str, facts.values()))
-        if where and key not in self._noted and os.getpid() == self._process:
+        if where and key not in self._noted:
             self._noted.add(key)
             self._recorder.note(kind, where=where, **facts)
 
@@ -254,7 +261,7 @@ def _state_dicts(kept: Any, depth: int = _DEPTH) -> Iterator[Mapping[str, Tensor
             yield from _state_dicts(value, depth - 1)
 
 
-class _WhenImported:
+class WhenImported:
     """Patches modules as soon as they are imported; those that already are, at once."""
 
     def __init__(

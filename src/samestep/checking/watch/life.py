@@ -14,21 +14,19 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.utils.data import dataloader
+from torch.utils.data import dataloader, get_worker_info
 
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
 from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN
 from samestep.script.patches import Patch, patched
 from samestep.stall.collectives import watch_collectives
-from samestep.stall.pulse import Pulse
 
 _VARIABLES = frozenset(
     {*TORCHRUN, *OPEN_MPI, *PMI, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID"}
@@ -45,8 +43,6 @@ _TELLING = (
     (sys, "exit"),
     (os, "_exit"),
 )
-# What a script tries and does without: no failure of its training.
-_TRIED = (OSError, ImportError, StopIteration)
 _TRAINING = tuple(
     os.path.join(os.path.dirname(torch.__file__), *part)  # noqa: PTH118, PTH120 - many frames
     for part in (("nn", ""), ("_tensor.py",), ("autograd", ""), ("optim", ""), ("utils", "data"))
@@ -56,8 +52,8 @@ _TRAINING = tuple(
 @contextmanager
 def watching(recorder: Recorder, job: Job) -> Iterator[None]:
     """Note while inside."""
-    pulse = Pulse(Path(job.folder), recorder.rank)
-    life = _Life(recorder, pulse)
+    del job
+    life = _Life(recorder)
     iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - there is no public place
     patches: tuple[Patch, ...] = (
         (type(os.environ), "__getitem__", life.around_variable),
@@ -68,20 +64,19 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
         (iterator, "__next__", life.around_training),
         (torch.autograd, "backward", life.around_training),
     )
-    with watch_collectives(pulse, life.on_collective), patched(*patches):
+    with watch_collectives(recorder.pulse, life.on_collective), patched(*patches):
         yield
 
 
 class _Life:
-    def __init__(self, recorder: Recorder, pulse: Pulse) -> None:
-        self._recorder, self._pulse = recorder, pulse
-        self._process = os.getpid()  # a forked worker of a loader is no rank
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._read: set[tuple[str, str]] = set()
         self._told: BaseException | None = None
 
     def around_variable(self, original: Callable[..., Any], environment: Any, name: str) -> Any:
         """Note who reads a launcher's variable; a copy of all variables reads none."""
-        if name in _VARIABLES and self._is_rank():
+        if name in _VARIABLES:
             where = self._recorder.where()
             reader = sys._getframe(2).f_code.co_name  # noqa: SLF001 - below `patched`
             if (name, where) not in self._read and reader not in _COPIES:
@@ -108,10 +103,11 @@ class _Life:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
         by_environment = (given.get("init_method") or "env://").startswith("env://")
         numbers: dict[str, Any] = {}
+        variables = os.environ.copy()  # which is no reader
         for fact, variable in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
             number = given.get(fact, -1)
-            if number < 0 and by_environment and os.environ.get(variable, "").isdecimal():
-                number = int(os.environ[variable])
+            if number < 0 and by_environment and variables.get(variable, "").isdecimal():
+                number = int(variables[variable])
             numbers[fact] = number if number >= 0 else None
         backend, own = given.get("backend"), self._recorder.is_direct()
         self._recorder.note("init", backend=str(backend or ""), own=own, **numbers)
@@ -125,7 +121,7 @@ class _Life:
 
     def on_collective(self, kind: str, tensors: list[Tensor], _where: str, group: str) -> None:
         """Note a collective before it is called."""
-        visit = self._pulse.now
+        visit = self._recorder.pulse.now
         assert visit is not None
         given = dict(part.split("=") for part in visit.detail.split() if "=" in part)
         op = given.pop("op", None)
@@ -152,12 +148,18 @@ class _Life:
     def around_telling(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note an exception that the script has in hand as it prints, logs or exits."""
         error = sys.exc_info()[1]
-        if error is not None and self._is_rank():
+        # Python's own code tells it, too, as it ends a process by it.
+        own = error is not None and self._recorder.is_direct("traceback", "logging")
+        if error is not None and own and get_worker_info() is None:
             self._caught(error, self._recorder.raised_at(error), training=_is_of_training(error))
         return original(*args, **kwargs)
 
     def _caught(self, error: BaseException, raised: str, *, training: bool) -> None:
-        if error is self._told or not isinstance(error, Exception) or isinstance(error, _TRIED):
+        if (
+            error is self._told
+            or not isinstance(error, Exception)
+            or isinstance(error, StopIteration)
+        ):
             return
         self._told = error
         text = (str(error).splitlines() or [""])[0]
@@ -170,9 +172,6 @@ class _Life:
             raised=raised,
             training=training,
         )
-
-    def _is_rank(self) -> bool:
-        return os.getpid() == self._process
 
 
 def _is_of_training(error: BaseException) -> bool:

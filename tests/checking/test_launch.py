@@ -1,0 +1,206 @@
+"""How scripts are started: with CUDA that is not there, with ranks of their own, with errors."""
+
+import json
+import tempfile
+
+import pytest
+
+from samestep.checking import check_script
+from samestep.errors import UserError
+from tests.checking.planted import BASE, check, codes, forked, line_of, planted
+from tests.processes import free_port, start_samestep
+
+ON_CUDA = planted(
+    ('dist.init_process_group("gloo")', 'dist.init_process_group("nccl")'),
+    (
+        "    torch.manual_seed(0)\n",
+        """\
+    torch.manual_seed(0)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank)
+""",
+    ),
+    ("model = DDP(nn.Sequential", "model = nn.Sequential"),
+    (
+        "nn.Linear(16, 2)))\n",
+        "nn.Linear(16, 2)).cuda()\n    model = DDP(model.to(device), device_ids=[local_rank])\n",
+    ),
+    (
+        "            optimizer.zero_grad()\n",
+        """\
+            inputs, labels = inputs.cuda(non_blocking=True), labels.to(local_rank)
+            optimizer.zero_grad()
+""",
+    ),
+    ("counts = torch.zeros(2)", "counts = torch.zeros(2, device='cuda')"),
+    ("sampler=val_sampler)", "sampler=val_sampler, pin_memory=True)"),
+    ("        dist.barrier()\n", "        torch.cuda.synchronize()\n        dist.barrier()\n"),
+)
+
+
+def test_a_script_for_cuda_is_checked_on_the_cpu_and_its_devices_are_right(tmp_path):
+    report = check(tmp_path, ON_CUDA)
+    assert codes(report) == set()
+    assert report.steps > 0
+    assert len(report.notes) == 1
+
+
+def test_a_gpu_that_is_chosen_by_the_global_rank_is_found(tmp_path):
+    text = ON_CUDA.replace('int(os.environ["LOCAL_RANK"])', "rank")
+    report = check(tmp_path, text)
+    assert codes(report) == {"SS209"}
+    (finding,) = report.findings
+    assert finding.line == line_of(text, "set_device")
+    assert "cuda:1" in finding.evidence
+    assert report.exit_code == 1
+
+
+def test_a_gpu_that_is_asked_for_only_where_there_is_one_is_found_too(tmp_path):
+    change = ("nn.Linear(16, 2)))\n", "nn.Linear(16, 2)).to(device))\n")
+    device = 'torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")'
+    text = planted(("    torch.manual_seed(0)\n", f"    device = {device}\n"), change)
+    report = check(tmp_path, text.replace("model(inputs)", "model(inputs.to(device))"))
+    assert codes(report) == {"SS209"}
+    assert report.findings[0].line == line_of(text, "cuda:{rank}")
+
+
+def test_an_error_of_the_script_is_shown_without_our_frames(tmp_path):
+    text = planted(("        scheduler.step()\n", "        loss_of(1)\n"))
+    with pytest.raises(UserError) as told:
+        check(tmp_path, text)
+    assert f'project/train.py", line {line_of(text, "loss_of(1)")}' in str(told.value)
+    assert "samestep/" not in str(told.value)
+    assert "samestep-check-" not in str(told.value)
+
+
+@pytest.mark.parametrize("text", ["import sys; sys.exit(3)", "print('no training')", "1 +"])
+def test_what_does_not_train_cannot_be_checked(tmp_path, text):
+    with pytest.raises(UserError):
+        check(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_cannot_be_checked(tmp_path):
+    with pytest.raises(UserError):
+        check_script.check_script(tmp_path / "missing.py")
+
+
+def test_what_it_writes_and_prints_is_kept_from_the_users_folder(tmp_path):
+    report = check(tmp_path, BASE)
+    assert [path.name for path in (tmp_path / "project").iterdir()] == ["train.py"]
+    assert "epoch 2: accuracy" in report.output[0]
+
+
+OWN_RANKS = planted(
+    ("def main():\n", "def main(rank, world_size):\n"),
+    (
+        '    dist.init_process_group("gloo")\n    rank = dist.get_rank()\n',
+        """\
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = sys.argv[1]
+    init_process_group("gloo", rank=rank, world_size=world_size)
+""",
+    ),
+    ("import os\n", "import os\nimport sys\n"),
+    (
+        "from torch import nn\n",
+        """\
+from torch import multiprocessing as mp
+from torch import nn
+from torch.distributed import init_process_group
+""",
+    ),
+    ("        sampler.set_epoch(epoch)\n", ""),
+)
+FORKED = (
+    "    main()\n",
+    """\
+    ranks = [mp.get_context("fork").Process(target=main, args=(r, 2)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+""",
+)
+SPAWNED = (
+    "    main()\n",
+    """\
+    world_size = torch.cuda.device_count()
+    mp.spawn(main, args=(world_size,), nprocs=world_size)
+""",
+)
+
+
+@pytest.mark.parametrize("how", [FORKED, pytest.param(SPAWNED, marks=pytest.mark.slow)])
+def test_ranks_that_a_script_starts_itself_are_watched(how, tmp_path):
+    report = check(tmp_path, planted(how, base=OWN_RANKS), str(free_port()))
+    assert codes(report) == {"SS103"}
+    assert report.ranks == 2
+    assert report.steps > 0
+
+
+LIGHTNING = """\
+import lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 2)
+
+    def training_step(self, batch, _):
+        return nn.functional.cross_entropy(self.linear(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+lightning.seed_everything(0)
+x = torch.randn(64, 8)
+loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, shuffle=True)
+lightning.Trainer(max_epochs=2, logger=False, enable_checkpointing=False).fit(Model(), loader)
+"""
+
+
+@pytest.mark.slow
+def test_lightnings_trainer_takes_the_ranks_that_there_are(tmp_path):
+    pytest.importorskip("lightning")
+    report = check(tmp_path, LIGHTNING)
+    assert codes(report) == set()
+    assert report.steps == 8
+
+
+@pytest.mark.slow
+def test_inside_a_job_each_rank_runs_its_own_and_rank_zero_tells(tmp_path):
+    text = planted(("        sampler.set_epoch(epoch)\n", ""))
+    (tmp_path / "train.py").write_text(text)
+    arguments = ("check", str(tmp_path / "train.py"), "--here", "--json")
+    ranks = start_samestep(*arguments, world_size=2, folder=tmp_path / "ranks")
+    assert ranks.wait() == [1, 0]
+    said = json.loads(ranks.printed(0))
+    assert [finding["code"] for finding in said["findings"]] == ["SS103"]
+    assert said["steps"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks", "train.py"]
+
+
+def test_an_interrupt_ends_the_ranks_and_removes_the_scratch_copy(tmp_path, monkeypatch):
+    started = []
+
+    def start(*arguments):
+        started.extend(forked(*arguments))
+        return started
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    (tmp_path / "place").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "place"))
+    monkeypatch.setattr(check_script, "wait", interrupted)
+    (tmp_path / "train.py").write_text("import time; time.sleep(600)")
+    with pytest.raises(KeyboardInterrupt):
+        check_script.check_script(tmp_path / "train.py", start=start)
+    assert [process.poll() is None for process in started] == [False, False]
+    assert list((tmp_path / "place").iterdir()) == []
