@@ -13,7 +13,7 @@ from samestep.checking.check_report import CheckReport, as_table, report_lines
 from samestep.checking.findings import RULES, Finding, without_silenced
 from samestep.checking.sarif import as_sarif
 from tests.checking.planted import BASE, forked, line_of, planted
-from tests.command_line import call, start
+from tests.command_line import call
 from tests.processes import free_port, launch_environment
 from tools.check_pages import outdated
 
@@ -240,18 +240,6 @@ def test_inside_a_launcher_it_starts_no_ranks(here, refused, monkeypatch):
     for name, value in launch_environment(0, 2, free_port()).items():
         monkeypatch.setenv(name, value)
     assert "samestep check" in refused("check", "train.py")
-
-
-@pytest.mark.slow
-def test_inside_a_job_its_ranks_are_checked_and_rank_0_says_what_they_did(here):
-    (here / "train.py").write_text(NO_SET_EPOCH)
-    words = ("check", "--here", "train.py", "--json")
-    ranks = start(*words, world_size=2, folder=here.parent / "outputs")
-    assert ranks.wait() == [1, 0], ranks.output()
-    found = json.loads(ranks.printed(0))
-    assert [one["code"] for one in found["findings"]] == ["SS103"]
-    assert found["steps"] == 9
-    assert [path.name for path in here.iterdir()] == ["train.py"]
 
 
 def test_the_list_has_every_code_and_a_page_for_each(capfd):
