@@ -80,7 +80,9 @@ def test_nothing_is_wrong_with_the_script_of_the_lesson(folder):
 def test_the_mistake_of_the_lesson_is_found_in_its_line(case, folder):
     code, changes, line = WRONG[case]
     text = planted(*changes, base=MNIST)
-    report = check(folder, text, *ON_FEW, stall_s=3)
+    # Of 10 images that are held out two ranks evaluate equally many, and three do not.
+    nproc = 3 if code == "SS402" else 2
+    report = check(folder, text, *ON_FEW, nproc=nproc, stall_s=3)
     found = [finding for finding in report.findings if finding.code == code]
     assert found, report.findings
     assert line is None or found[0].line == line_of(text, line)
