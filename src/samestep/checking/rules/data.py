@@ -47,7 +47,9 @@ def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     if len(rows[0]) == 3 and all(own == rows[0] for own in rows) and len(distinct) > 1:
         n, where = passes[0][0]["n"], passes[0][0].where
         told = f"all ranks were given the same {n} samples in each of the first 3 forward passes"
-        yield Found(where, told, "Seed what draws the batches by the rank, or share out the data.")
+        demo = all(f.get("drawn") for f in passes[0])  # noise in place of data
+        remedy = "Seed what draws the batches by the rank, or share out the data."
+        yield Found(where, told, remedy, "advice" if demo else None)
 
 
 def _passes(rank: RankSeen) -> list[Event]:

@@ -3,7 +3,7 @@
 | event | when | facts |
 |---|---|---|
 | wrap | DDP or FSDP wraps a model | wrapper, model, model_id, parameters, own, and DDP's settings |
-| forward | the outermost call of a module | model_id inside all wrappers, n, rows, modal |
+| forward | the outermost call of a module | model_id inside all wrappers, n, rows, drawn, modal |
 | criterion | the outermost call of a loss | name, n, reduction, value |
 | backward | before it | loss, sync, requires_grad, unused: what the loss leaves out, by model_id |
 
@@ -16,7 +16,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +43,8 @@ _INSIDE = {
     "_FabricModule": "_forward_module",
 }
 """Classes that hand their inputs to another module, and where they keep it."""
+_RANDOM = ("rand", "randn", "randint")
+_FEW_DRAWN = 8
 _LOSSES = tuple(name for name in dir(F) if name.endswith(("_loss", "entropy", "_with_logits")))
 _ROWS_OF, _NOTED, _GRAPHS = 200, 20_000, 50
 
@@ -60,6 +62,7 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
                 (DistributedDataParallel, "__init__", watch.around_wrap),
                 (torch.autograd, "backward", watch.around_backward),
                 *((F, name, watch.around_loss) for name in _LOSSES),
+                *((torch, name, watch.around_random) for name in _RANDOM),
             )
         )
         call = nn.Module.__call__
@@ -81,6 +84,7 @@ class ModelWatch:
         """Each part of a wrapped model, with the model."""
         self._pending: set[int] = set()  # DDP models whose next backward meets the other ranks'
         self._counts: Counter[Any] = Counter()
+        self._drawn: deque[weakref.ref[Tensor]] = deque(maxlen=_FEW_DRAWN)
 
     def around_wrap(self, original: Callable[..., Any], ddp: Any, *args: Any, **kwargs: Any) -> Any:
         """Note that DDP wraps a model."""
@@ -163,6 +167,7 @@ class ModelWatch:
             grad=grad,
             n=_length(tensor),
             rows=rows,
+            drawn=any(drawn() is tensor for drawn in self._drawn),
             sync=sync,
         )
 
@@ -170,6 +175,13 @@ class ModelWatch:
         """Return the model that was wrapped and has this part, or None."""
         ref, model = self._wrapped.get(id(part), (None, None))
         return model() if ref is not None and model is not None and ref() is part else None
+
+    def around_random(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keep in mind what is random numbers: as the input of a model, they stand for data."""
+        tensor = original(*args, **kwargs)
+        if not torch.compiler.is_compiling() and not self._depth and isinstance(tensor, Tensor):
+            self._drawn.append(weakref.ref(tensor))
+        return tensor
 
     def around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note a loss of `torch.nn.functional`."""
