@@ -27,7 +27,8 @@ def test_a_collective_that_means_something_else_on_one_rank_is_found_with_both_l
     )
     report = check(tmp_path, text)
     found = only(report, "SS601")
-    assert codes(report) == {"SS601"}
+    # The ranks now have different numbers, of which other rules may tell.
+    assert {code for code in codes(report) if code.startswith("SS6")} == {"SS601"}
     assert found.line == line_of(text, "ReduceOp.MAX")
     assert f"train.py:{line_of(text, 'rank 0' + chr(39) + 's')}" in found.evidence
     assert "all_reduce(float32[2], SUM)" in found.evidence

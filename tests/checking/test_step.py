@@ -166,7 +166,10 @@ def test_a_scheduler_that_is_never_stepped_is_found(tmp_path):
 
 SHARES = (
     ("sampler = DistributedSampler(train_set, shuffle=True, seed=0)", "mine = SHARE"),
-    ("DataLoader(train_set, batch_size=8, sampler=sampler)", "DataLoader(mine, batch_size=8)"),
+    (
+        "DataLoader(train_set, batch_size=8, sampler=sampler)",
+        "DataLoader(mine, batch_size=8, shuffle=True)",
+    ),
     ("        sampler.set_epoch(epoch)\n", ""),
 )
 
@@ -187,7 +190,7 @@ def test_unequal_shares_that_count_for_their_size_are_right(tmp_path):
             loss = loss_of(model(inputs), labels) * len(labels) * 2 / count
 """
     text = planted(*SHARES, ("            loss = loss_of(model(inputs), labels)\n", weighted))
-    assert codes(check(tmp_path, text.replace("SHARE", share))) <= {"SS104"}
+    assert check(tmp_path, text.replace("SHARE", share)).findings == []
 
 
 SUM = "nn.functional.cross_entropy(model(inputs), labels, reduction='sum')"

@@ -64,7 +64,8 @@ def check_script(
     run = _Runs(script, seconds, stall_s, asked, start or start_processes)
     seen, output = run.watched(job)
     uses_gpu = bool(seen.any("cuda", "device"))
-    if _failed(seen) and (uses_gpu or _NEEDS_GPU.search("".join(output))):
+    came_to_nothing = not any(rank.steps for rank in seen.ranks)
+    if came_to_nothing and (uses_gpu or _NEEDS_GPU.search("".join(output))):
         job, uses_gpu = structs.replace(job, substitute=True), True
         seen, output = run.watched(job)
     if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
@@ -190,11 +191,6 @@ def _in_scratch(argument: str, cwd: Path, scratch: Scratch) -> str:
     if scratch.home != str(cwd) and not argument.startswith("-") and (cwd / argument).exists():
         argument = str(cwd / argument)  # the ranks' own working directory is the project
     return argument.replace(f"{scratch.home}/", f"{scratch.twin(scratch.home)}/")
-
-
-def _failed(seen: Seen) -> bool:
-    """Whether a script came to nothing: a rank failed, or none took a step."""
-    return any(rank.exit_code for rank in seen.ranks) or not any(r.steps for r in seen.ranks)
 
 
 def _refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:

@@ -259,7 +259,7 @@ def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
 
 @rule(
     "SS109",
-    "warning",
+    "advice",
     "all ranks draw the same random numbers",
     "The ranks' samples are augmented in the same way: there is less variety.",
 )

@@ -93,18 +93,20 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
         known = {float(count) for count in counts}
         if any(v in known for events in reduced for e in events for v in e["values"]):
             continue
-        for events in zip(*reduced, strict=False):
-            values = [event["values"] for event in events]
-            if any(len(value) != 1 for value in values):
-                continue
-            mean = sum(value[0] for value in values) / len(values)
-            plain = all(value[0].is_integer() for value in values)  # counts of right answers
-            if plain or len({value[0] for value in values}) == 1:
+        columns = (
+            (events, column)
+            for events in zip(*reduced, strict=False)
+            for column in zip(*(event["values"] for event in events), strict=False)
+        )
+        for events, values in columns:
+            mean = sum(values) / len(values)
+            plain = all(value.is_integer() for value in values)  # counts of right answers
+            if plain or len(set(values)) == 1:
                 continue
             if events[0]["op"] == "AVG" or _is_told(mean, parts):
-                numbers = " and ".join(f"{v[0]:.4g}" for v in values)
+                numbers = " and ".join(f"{value:.4g}" for value in values)
                 samples = " and ".join(map(str, counts))
-                whole = sum(v[0] * n for v, n in zip(values, counts, strict=True)) / sum(counts)
+                whole = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
                 yield Found(
                     events[0].where,
                     f"{numbers} of {samples} samples became {mean:.4g}, where all samples "
