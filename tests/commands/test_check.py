@@ -10,7 +10,7 @@ import pytest
 import samestep.checking.rules  # noqa: F401 - registers them
 from samestep.checking import check_report
 from samestep.checking.check_report import CheckReport, as_table, report_lines
-from samestep.checking.findings import RULES, Finding, without_silenced
+from samestep.checking.findings import RULES, Mistake, without_silenced
 from samestep.checking.sarif import as_sarif
 from tests.checking.planted import BASE, forked, line_of, planted
 from tests.command_line import call
@@ -32,7 +32,7 @@ def report_of(folder: Path, *severities: str, source: str = BASE, **more) -> Che
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train.py").write_text(source)
     findings = [
-        Finding(
+        Mistake(
             code="SS309",
             severity=severity,
             file="train.py",

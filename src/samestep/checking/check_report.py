@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.checking.findings import RULES, Finding
+from samestep.checking.findings import RULES, Mistake
 from samestep.errors import UserError, did_you_mean
 from samestep.reporting.table import Styled, Table, coloured, text_lines
 from samestep.reporting.words import count, duration, wrapped
@@ -20,7 +20,7 @@ _PAGES = Path(__file__).parent / "pages"
 class CheckReport:
     """What `check` says of a script."""
 
-    findings: list[Finding]
+    findings: list[Mistake]
     not_seen: list[str]
     steps: int
     seconds: float
@@ -57,7 +57,7 @@ def as_table(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def shown_file(report: CheckReport, finding: Finding) -> str:
+def shown_file(report: CheckReport, finding: Mistake) -> str:
     """Return the file of a finding as a user would type it here; empty if it has none."""
     if not finding.file:
         return ""
@@ -101,7 +101,7 @@ def report_lines(report: CheckReport, width: int, *, colour: bool) -> Iterator[s
     yield from (paint(line, style) for line in wrapped(_sentence(report), "", width))
 
 
-def _source(report: CheckReport, finding: Finding) -> str:
+def _source(report: CheckReport, finding: Mistake) -> str:
     """Return the user's line of code, without its indent."""
     try:
         lines = (report.folder / finding.file).read_text().splitlines()

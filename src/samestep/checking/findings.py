@@ -85,7 +85,7 @@ def rule(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Mistake:
     """A mistake in a script, as it is reported."""
 
     code: str
@@ -98,9 +98,9 @@ class Finding:
     remedy: str
 
 
-def judge(seen: Seen) -> tuple[list[Finding], list[str]]:
+def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
     """Return what all rules find, the gravest first, and what could not be seen."""
-    findings: dict[Finding, None] = {}
+    findings: dict[Mistake, None] = {}
     not_seen: dict[str, None] = {}
     # A script for one process need not know of the ranks that nobody asked for.
     knows = seen.asked or seen.any("init") or any(e.get("own") for e in seen.any("environment"))
@@ -112,7 +112,7 @@ def judge(seen: Seen) -> tuple[list[Finding], list[str]]:
                 not_seen[f"{code} {one.title}: {said.why}"] = None
                 continue
             file, _, line = said.where.rpartition(":")
-            finding = Finding(
+            finding = Mistake(
                 code=code,
                 severity=(said.severity or one.severity)
                 if knows or one.least_ranks == 1
@@ -136,7 +136,7 @@ def judge(seen: Seen) -> tuple[list[Finding], list[str]]:
 _SILENCED = re.compile(r"#\s*samestep:\s*ignore\[([^\]]*)\]")
 
 
-def without_silenced(findings: Iterable[Finding], folder: Path) -> list[Finding]:
+def without_silenced(findings: Iterable[Mistake], folder: Path) -> list[Mistake]:
     """Leave out what `# samestep: ignore[SS104]` silences: on the line, or alone on that above."""
     kept = []
     for finding in findings:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checking.check_report import CheckReport, page_of, shown_file
-from samestep.checking.findings import RULES, Finding
+from samestep.checking.findings import RULES, Mistake
 from samestep.run.files import write_text
 from samestep.version import __version__
 
@@ -45,7 +45,7 @@ def _rule(code: str) -> dict[str, Any]:
     }
 
 
-def _result(report: CheckReport, finding: Finding, codes: list[str]) -> dict[str, Any]:
+def _result(report: CheckReport, finding: Mistake, codes: list[str]) -> dict[str, Any]:
     text = f"{finding.title}: {finding.evidence.rstrip('.')}. {finding.remedy}".strip()
     result: dict[str, Any] = {
         "ruleId": finding.code,

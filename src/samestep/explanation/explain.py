@@ -16,7 +16,7 @@ from samestep.ranks.world import ImaginedWorld, World
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
 from samestep.run.records import read_records
-from samestep.session.build import Built, Found, build, go_on, newest_whole, planned
+from samestep.session.build import Built, Loaded, build, go_on, newest_whole, planned
 from samestep.session.request import Request
 from samestep.session.training_run import choose_path, completed, notes_of
 from samestep.settings import Settings, as_table
@@ -212,7 +212,7 @@ def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, 
         return build(plain, world, splits=splits, tries=False), str(error)
 
 
-def _goes_on(built: Built, path: Path, resumed: Found | None) -> ResumePoint:
+def _goes_on(built: Built, path: Path, resumed: Loaded | None) -> ResumePoint:
     starts = [r["world_size"] for r in read_records(path) if r["event"] == "start"]
     return ResumePoint(
         checkpoint=resumed.entry.path if resumed else "",

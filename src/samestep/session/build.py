@@ -327,7 +327,7 @@ def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> 
     return Watch(metric=metric, mode=mode)
 
 
-class Found(NamedTuple):
+class Loaded(NamedTuple):
     """A checkpoint that a run goes on from."""
 
     entry: Entry
@@ -338,7 +338,7 @@ class Found(NamedTuple):
     """What --allow-change has let differ from what it was made with."""
 
 
-def go_on(request: Request, work: Work, state: State, path: Path, found: Found) -> Found:
+def go_on(request: Request, work: Work, state: State, path: Path, found: Loaded) -> Loaded:
     """Restore a training from a checkpoint of a run; refuse what would make it another training."""
     made_with, changes = found.content.get("made_with"), list[str]()
     if made_with:  # checkpoints of earlier versions do not say
@@ -348,7 +348,7 @@ def go_on(request: Request, work: Work, state: State, path: Path, found: Found) 
     return found._replace(changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)])
 
 
-def load_newest(path: Path, world: World) -> Found | None:
+def load_newest(path: Path, world: World) -> Loaded | None:
     """Return a run's newest whole checkpoint on every rank.
 
     Files that a killed process wrote and did not announce are deleted.
@@ -375,14 +375,14 @@ def load_newest(path: Path, world: World) -> Found | None:
     entry, problems = chosen
     saved = world.on_every(lambda: content or checkpoints.load(path / "checkpoints", entry))
     world.on_main(clean)
-    return Found(entry, saved, problems)
+    return Loaded(entry, saved, problems)
 
 
-def newest_whole(path: Path) -> Found | None:
+def newest_whole(path: Path) -> Loaded | None:
     """Return a run's newest whole checkpoint, on one rank; leave the directory as it is."""
     found = checkpoints.load_newest(path / "checkpoints")
     if found is not None:
-        return Found(*found)
+        return Loaded(*found)
     if any(r["event"] == "checkpoint" for r in read_records(path)):
         raise UserError(
             f"{path / 'checkpoints' / 'index.json'} names no checkpoint, though the run announced "

@@ -16,7 +16,7 @@ from samestep.ranks.world import World, gpu_uuid
 from samestep.run.directory import Run, check_free, git_commit, is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.records import Record, read_records
-from samestep.session.build import Built, Found, build, go_on, load_newest
+from samestep.session.build import Built, Loaded, build, go_on, load_newest
 from samestep.session.outcome import Outcome, finish_run, record_failure
 from samestep.session.recipe_changes import FROM_PYTHON, keep_recipe, recipe_changes
 from samestep.session.request import Request, to_toml
@@ -203,7 +203,7 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
 
 
 def _start_record(
-    request: Request, built: Built, path: Path, named: Path, resumed: Found | None
+    request: Request, built: Built, path: Path, named: Path, resumed: Loaded | None
 ) -> Record:
     work, splits, settings = built.work, built.splits, built.work.settings
     notes = notes_of(request, built, path, resumed=resumed is not None)
