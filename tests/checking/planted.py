@@ -10,6 +10,7 @@ from samestep.checking.ranks_of_script import RankProcess
 from tests.processes import _context, _main
 
 BASE = """\
+import gc
 import os
 
 import torch
@@ -60,6 +61,8 @@ def main():
             if rank == 0:
                 torch.save(model.module.state_dict(), "best.pt")
         dist.barrier()
+    del model, optimizer, scheduler
+    gc.collect()  # the process group may hang as it is destroyed while DDP lives
     dist.destroy_process_group()
 
 

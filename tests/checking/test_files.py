@@ -47,11 +47,7 @@ if rank == 0:
 """)
     report = check(tmp_path, text)
     found, named = found_at(report, text)
-    wrapped = line_of(text, "# SS503")
-    # The rule waits for a model that is seen to be wrapped.
-    assert {line: found.get(line) for line in named if line != wrapped} == {
-        line: codes for line, codes in named.items() if line != wrapped
-    }
+    assert found == named
     assert report.exit_code == 1
     first = next(finding for finding in report.findings if finding.code == "SS501")
     assert "ranks 0 and 1" in first.evidence
@@ -206,3 +202,21 @@ logging.shutdown()
     report = check(tmp_path, text)
     assert report.findings == []
     assert report.exit_code == 0
+
+
+def test_what_ranks_nobody_asked_for_do_to_a_file_is_advice(tmp_path):
+    text = """\
+import torch
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+torch.save(model.state_dict(), "model.pt")
+"""
+    report = check(tmp_path, text, asked=False)
+    (found,) = (finding for finding in report.findings if finding.code == "SS501")
+    assert (found.line, found.severity) == (7, "advice")
+    assert report.exit_code == 0
+    report = check(tmp_path, text)
+    assert ("SS501", "error") in {(finding.code, finding.severity) for finding in report.findings}

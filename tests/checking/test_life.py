@@ -27,7 +27,8 @@ def test_a_collective_that_means_something_else_on_one_rank_is_found_with_both_l
     )
     report = check(tmp_path, text)
     found = only(report, "SS601")
-    assert codes(report) == {"SS601"}
+    # The ranks now have different numbers, of which other rules may tell.
+    assert {code for code in codes(report) if code.startswith("SS6")} == {"SS601"}
     assert found.line == line_of(text, "ReduceOp.MAX")
     assert f"train.py:{line_of(text, 'rank 0' + chr(39) + 's')}" in found.evidence
     assert "all_reduce(float32[2], SUM)" in found.evidence
@@ -147,27 +148,12 @@ def test_collectives_numbers_and_exceptions_that_are_right_are_no_finding(tmp_pa
             print("does without", error)
 """,
         ),
-        (
-            DESTROY,
-            """\
-    dist.destroy_process_group()
-    try:
-        open('missing.txt')
-    except OSError as error:
-        print(error)
-    try:
-        {}['name']
-    except KeyError as error:
-        print(error)
-        exit(0)
-""",
-        ),
     )
     report = check(tmp_path, text)
     assert report.findings == []
 
 
-def test_early_stopping_by_an_exception_is_no_failure(tmp_path):
+def test_exceptions_that_end_no_training_by_surprise_are_no_failure(tmp_path):
     text = planted(
         (
             "        scheduler.step()\n",
@@ -186,6 +172,11 @@ if __name__ == "__main__":
     except Enough as error:
         print(error)
         dist.destroy_process_group()
+    try:
+        open("missing.txt")
+    except OSError as error:
+        print(error)
+        exit(0)
 """,
         ),
     )

@@ -1,7 +1,12 @@
 """Scripts whose step is not what one process would have taken."""
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
 
+from samestep.checking.watch.step import _average
 from tests.checking.planted import BASE, check, codes, line_of, planted
 
 DEEP = ("nn.ReLU(), nn.Linear(16, 2)", "nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2)")
@@ -161,7 +166,10 @@ def test_a_scheduler_that_is_never_stepped_is_found(tmp_path):
 
 SHARES = (
     ("sampler = DistributedSampler(train_set, shuffle=True, seed=0)", "mine = SHARE"),
-    ("DataLoader(train_set, batch_size=8, sampler=sampler)", "DataLoader(mine, batch_size=8)"),
+    (
+        "DataLoader(train_set, batch_size=8, sampler=sampler)",
+        "DataLoader(mine, batch_size=8, shuffle=True)",
+    ),
     ("        sampler.set_epoch(epoch)\n", ""),
 )
 
@@ -182,7 +190,7 @@ def test_unequal_shares_that_count_for_their_size_are_right(tmp_path):
             loss = loss_of(model(inputs), labels) * len(labels) * 2 / count
 """
     text = planted(*SHARES, ("            loss = loss_of(model(inputs), labels)\n", weighted))
-    assert codes(check(tmp_path, text.replace("SHARE", share))) <= {"SS104"}
+    assert check(tmp_path, text.replace("SHARE", share)).findings == []
 
 
 SUM = "nn.functional.cross_entropy(model(inputs), labels, reduction='sum')"
@@ -210,3 +218,46 @@ def test_a_loss_over_each_ranks_own_tokens_is_found(loss, expected, tmp_path):
 
 def test_the_clean_script_has_no_finding_of_its_steps(tmp_path):
     assert check(tmp_path, BASE).findings == []
+
+
+LOSSES = {
+    "mean": lambda x: x.mean(),
+    "sum": lambda x: x.sum(),
+    "masked": lambda x: x[::2].sum() / torch.tensor(len(x[::2])),
+    "mse": lambda x: functional.mse_loss(x, torch.zeros_like(x)),
+    "bce": lambda x: functional.binary_cross_entropy_with_logits(x, torch.ones_like(x)),
+    "summed": lambda x: functional.smooth_l1_loss(x, torch.zeros_like(x), reduction="sum"),
+}
+SUMMANDS = {
+    "mse": lambda x: x.square(),
+    "bce": lambda x: functional.softplus(-x),
+    "summed": lambda x: functional.smooth_l1_loss(x, torch.zeros_like(x), reduction="none"),
+}
+
+
+@given(
+    name=st.sampled_from(sorted(LOSSES)),
+    n=st.integers(2, 9),
+    factors=st.lists(st.sampled_from([0.25, 2, 3.0]), max_size=3),
+    divisors=st.lists(st.sampled_from([2, 4, 0.5]), max_size=2),
+)
+def test_the_weight_of_a_summand_is_read_from_the_graph(name, n, factors, divisors):
+    """The loss of the first value changes by that weight times the change of its summand."""
+    x = torch.linspace(0.5, 2.0, n, dtype=torch.float64, requires_grad=True)
+    loss = LOSSES[name](x)
+    for factor in factors:
+        loss = loss * factor
+    for divisor in divisors:
+        loss = loss / torch.tensor(divisor, dtype=torch.float64)
+    summand = SUMMANDS.get(name, lambda x: x)(x).sum()
+    (whole,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (own,) = torch.autograd.grad(summand, x)
+    assert _average(loss)["weight"] == pytest.approx(float(whole[0] / own[0]))
+
+
+def test_a_loss_of_several_parts_has_no_weight():
+    x = torch.ones(3, requires_grad=True)
+    assert _average(x.mean() + x.sum()) is None
+    assert (
+        _average(functional.cross_entropy(x[None], torch.tensor([0]), weight=torch.rand(3))) is None
+    )

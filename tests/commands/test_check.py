@@ -223,6 +223,7 @@ def test_a_recipe_is_given_to_verify(here, capfd, monkeypatch, refused):
         ("train.py --nproc 0", "--nproc"),
         ("train.py --steps 0", "--steps"),
         ("train.py --seconds -1", "--seconds"),
+        ("train.py --here --nproc 2", "--nproc"),
         ("-m", "-m"),
         ("-m no.such.module", "no.such.module"),
         ("--json", "--json"),

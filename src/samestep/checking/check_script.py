@@ -28,6 +28,10 @@ from samestep.checking.scratch import Scratch
 from samestep.errors import UserError
 from samestep.stall.judge import StallVerdict
 
+_OF_ONE_PROCESS = (
+    "The script never asks for its rank, so it was judged as one process; started on several, each "
+    "would train a model of its own. With --nproc 2 it is judged as a script for 2 ranks."
+)
 _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
@@ -60,7 +64,8 @@ def check_script(
     run = _Runs(script, seconds, stall_s, asked, start or start_processes)
     seen, output = run.watched(job)
     uses_gpu = bool(seen.any("cuda", "device"))
-    if _failed(seen) and (uses_gpu or _NEEDS_GPU.search("".join(output))):
+    came_to_nothing = not any(rank.steps for rank in seen.ranks)
+    if came_to_nothing and (uses_gpu or _NEEDS_GPU.search("".join(output))):
         job, uses_gpu = structs.replace(job, substitute=True), True
         seen, output = run.watched(job)
     if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
@@ -84,7 +89,7 @@ def report_on(seen: Seen, output: list[str], script: Path, began: float) -> Chec
         not_seen=not_seen,
         steps=max(rank.steps for rank in seen.ranks),
         seconds=time.perf_counter() - began,
-        notes=seen.notes,
+        notes=[*seen.notes, *([_OF_ONE_PROCESS] if seen.is_of_one_process else [])],
         output=output,
         ranks=seen.world_size,
         script=str(script),
@@ -187,11 +192,6 @@ def _in_scratch(argument: str, cwd: Path, scratch: Scratch) -> str:
     if scratch.home != str(cwd) and not argument.startswith("-") and (cwd / argument).exists():
         argument = str(cwd / argument)  # the ranks' own working directory is the project
     return argument.replace(f"{scratch.home}/", f"{scratch.twin(scratch.home)}/")
-
-
-def _failed(seen: Seen) -> bool:
-    """Whether a script came to nothing: a rank failed, or none took a step."""
-    return any(rank.exit_code for rank in seen.ranks) or not any(r.steps for r in seen.ranks)
 
 
 def _refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:

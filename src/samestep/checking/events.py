@@ -91,6 +91,12 @@ class Seen:
         return len(self.ranks)
 
     @property
+    def is_of_one_process(self) -> bool:
+        """Whether the script knows nothing of ranks, and nobody said that it should."""
+        knows = self.any("init", "collective") or any(e["own"] for e in self.any("environment"))
+        return self.world_size > 1 and not (self.asked or knows)
+
+    @property
     def complete(self) -> bool:
         """Whether every rank came to its own good end, so that what did not come never would."""
         return all(rank.exit_code == 0 for rank in self.ranks)

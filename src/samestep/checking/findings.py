@@ -49,7 +49,7 @@ class Rule:
     """Why it matters, in one sentence."""
     judge: Judge
     least_ranks: int = 2
-    """On fewer ranks it cannot show."""
+    """On fewer ranks it cannot show, nor in a script that knows nothing of ranks."""
     residual: bool = False
     """Whether it speaks only where no other rule explains the step: codes SS1xx to SS3xx."""
 
@@ -102,8 +102,10 @@ def judge(seen: Seen) -> tuple[list[Finding], list[str]]:
     """Return what all rules find, the gravest first, and what could not be seen."""
     findings: dict[Finding, None] = {}
     not_seen: dict[str, None] = {}
+    # A script for one process need not know of the ranks that nobody asked for.
+    knows = seen.asked or seen.any("init") or any(e.get("own") for e in seen.any("environment"))
     for code, one in sorted(RULES.items()):
-        if seen.world_size < one.least_ranks:
+        if (1 if seen.is_of_one_process else seen.world_size) < one.least_ranks:
             continue
         for said in one.judge(seen):
             if isinstance(said, NotSeen):
@@ -112,7 +114,9 @@ def judge(seen: Seen) -> tuple[list[Finding], list[str]]:
             file, _, line = said.where.rpartition(":")
             finding = Finding(
                 code=code,
-                severity=said.severity or one.severity,
+                severity=(said.severity or one.severity)
+                if knows or one.least_ranks == 1
+                else "advice",
                 file=file,
                 line=int(line) if line.isdecimal() else 0,
                 title=one.title,

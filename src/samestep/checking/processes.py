@@ -40,15 +40,19 @@ _watching = contextlib.ExitStack()
 """Never left: what the script does as Python exits is watched too."""
 
 
-def watch(job: Job, rank: int) -> Recorder:
-    """Note from here on what this process does."""
+def watch(job: Job, rank: int, forked_from: Recorder | None = None) -> Recorder:
+    """Note from here on what this process does; a fork of a watched one is guarded already."""
     hooks = Hooks(Phases(), several=False)
-    scratch = Scratch(Path(job.place), Path(job.scratch.removeprefix(f"{job.place}/root")))
+    if forked_from is None:
+        scratch = Scratch(Path(job.place), Path(job.scratch.removeprefix(f"{job.place}/root")))
+    else:
+        scratch = forked_from.scratch
     recorder = Recorder(Path(job.folder), rank, hooks, scratch)
     signal.signal(signal.SIGTERM, _end)
-    _watching.enter_context(guarding(scratch, job.began))
-    _watching.enter_context(substituting(recorder, job))
-    _watching.enter_context(frameworks_adapted(job))
+    if forked_from is None:
+        _watching.enter_context(guarding(scratch, job.began))
+        _watching.enter_context(substituting(recorder, job))
+        _watching.enter_context(frameworks_adapted(job))
     _watching.enter_context(hooks.installed())
     hooks.on_step = recorder.pulse.step
     for watcher in _WATCHERS:
@@ -122,7 +126,10 @@ class _OwnRanks:
         if os.getpid() != self._process:  # a fork: it has all that the parent is watched by
             self.recorder.quiet += 1
             self.recorder.hooks.on_step = lambda _step: None
-            self.recorder, self._process = watch(self._job, -os.getpid()), os.getpid()
+            self.recorder, self._process = (
+                watch(self._job, -os.getpid(), self.recorder),
+                os.getpid(),
+            )
         code, text = 0, ""
         try:
             original(process)

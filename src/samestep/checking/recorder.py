@@ -41,7 +41,7 @@ class Recorder:
     def __init__(self, folder: Path, rank: int, hooks: Hooks, scratch: Scratch) -> None:
         self.rank, self.world_size = rank, 1
         self.hooks = hooks
-        self._folder, self._scratch = folder, scratch
+        self._folder, self.scratch = folder, scratch
         self._open()
         self.pulse = Pulse(folder, rank)
         self._began = time.perf_counter()
@@ -128,7 +128,7 @@ class Recorder:
 
     def name(self, path: str) -> str:
         """Return a file's path as its user knows it: in the project, relative to that."""
-        return self._scratch.real(_real_path(path)).removeprefix(self._scratch.home + os.sep)
+        return self.scratch.real(_real_path(path)).removeprefix(self.scratch.home + os.sep)
 
 
 @functools.cache

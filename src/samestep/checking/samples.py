@@ -4,7 +4,6 @@ import pickle
 import random
 import sys
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,15 +43,23 @@ def base_of(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
 
 
 def fingerprint(dataset: Any) -> int | None:
-    """Return a number that is equal where the data are; None if nothing tells what they are."""
+    """Return a number that is equal where the data are; None if nothing tells what they are.
+
+    What loads its parts as they are asked for is not looked into.
+    """
     found, told, parts = 0, 0, 0
 
     def add(value: Any, depth: int) -> None:
         nonlocal found, told, parts
         parts += 1
         text = b""
-        if isinstance(value, Tensor):
-            value = value.detach().cpu().contiguous().view(torch.uint8).numpy()
+        if (
+            isinstance(value, Tensor)
+            and value.layout == torch.strided
+            and value.device.type != "meta"
+        ):
+            flat = value.detach().reshape(-1)[:_MOST_BYTES].cpu().contiguous()
+            value = flat.view(torch.uint8).numpy()
         if hasattr(value, "__array_interface__"):
             try:
                 text = memoryview(value).cast("B")[:_MOST_BYTES].tobytes()
@@ -63,9 +70,8 @@ def fingerprint(dataset: Any) -> int | None:
             text = repr(value).encode()
             told += isinstance(value, str | bytes)
         elif depth and parts < _MOST_PARTS:
-            is_list = isinstance(value, list | tuple)
-            inside = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-            some = value if is_list else list(inside.values())
+            inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            some = value if isinstance(value, list | tuple) else list(inside.values())
             for part in (*some[:_MOST_ITEMS], *some[_MOST_ITEMS:][-2:]):
                 add(part, depth - 1)
             text = f"{type(value).__qualname__} {len(some)}".encode()

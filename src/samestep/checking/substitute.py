@@ -177,6 +177,7 @@ def _patches(devices: _Devices, count: int) -> list[Patch]:
         (torch.accelerator, "current_accelerator", _answer(_Device("cuda"))),
         (torch.accelerator, "current_device_index", lambda _original: devices.current),
         (torch.accelerator, "synchronize", _answer(None)),
+        (torch.accelerator, "current_stream", lambda _original, *_: _Stream()),
     ]
     cuda += [
         (torch.accelerator, name, lambda _original, device: devices.choose(device))

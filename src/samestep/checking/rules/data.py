@@ -1,6 +1,7 @@
 """Rules about data: which samples each rank reads, in what order, how many, drawn at random how."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
@@ -120,7 +121,9 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
         line = seen.line(first.loader.where)
         told = f"epochs 1 and 2 read the same samples in the same order ({some(first.order)})"
         told += f"; the sampler's epoch was {one['set_epoch']} and {two['set_epoch']}"
-        loop = f"- {line}\n+ loader.sampler.set_epoch(epoch)\n+ {line}"
+        read = re.search(r" in (?:enumerate\(|tqdm\()?([\w.]+)", line)
+        name = read[1] if read else "loader"
+        loop = f"+ {name}.sampler.set_epoch(epoch)\n  {line}"
         otherwise = "Call `sampler.set_epoch(epoch)` at the start of each epoch."
         yield Found(first.loader.where, told, loop if line.startswith("for ") else otherwise)
 
@@ -256,7 +259,7 @@ def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
 
 @rule(
     "SS109",
-    "warning",
+    "advice",
     "all ranks draw the same random numbers",
     "The ranks' samples are augmented in the same way: there is less variety.",
 )

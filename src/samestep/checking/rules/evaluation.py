@@ -26,16 +26,15 @@ class _Evaluation:
         """Return how many samples were evaluated."""
         return sum(event.get("n") or 0 for event in self.forwards)
 
-    def joined(self) -> bool:
-        """Whether anything was joined over the ranks."""
-        return any(_joins(event) for event in self.events)
-
-    def until_joined(self) -> Iterator[Event]:
-        """Yield the events before the first collective that could join numbers."""
-        for event in self.events:
-            if _joins(event):
-                return
-            yield event
+    def until_joined(self) -> list[Event]:
+        """Return the events before the first collective that could join numbers."""
+        for number, event in enumerate(self.events):
+            if event.kind == "collective" and str(event["kind"]).startswith(_JOINING):
+                # What a library counts, to end an epoch on all ranks, is noted right after it.
+                reduced = next(iter(self.events[number + 1 : number + 2]), None)
+                if reduced is None or reduced.kind != "reduced" or reduced["metric"]:
+                    return self.events[:number]
+        return self.events
 
 
 @rule(
@@ -52,7 +51,8 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
     if not any(_evaluations(seen, rank) for rank in seen.ranks):
         yield NotSeen("no evaluation was seen")
     for parts in _pairs(seen):
-        if not _are_shards(seen, parts) or any(part.joined() for part in parts):
+        joined = any(part.until_joined() is not part.events for part in parts)
+        if joined or not _are_shards(seen, parts):
             continue
         read = [_last_read(part) for part in parts]
         told = [
@@ -64,12 +64,11 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
         if shown is None and any(e.kind == "report" for part in parts for e in part.events):
             continue  # each with its rank beside it
         event = shown or next(event for event in read if event is not None)
-        counts = ", ".join(f"rank {n} evaluated {p.samples}" for n, p in enumerate(parts))
         verb = "shown" if shown is not None else "read"
         yield Found(
             event.where,
-            f"after step {parts[0].step} {counts} other samples; no collective joined anything "
-            f"before a number was {verb} here"
+            f"after step {parts[0].step} {_counted(parts)}; no collective joined anything before "
+            f"a number was {verb} here"
             + (f" ({', '.join(shown['numbers'])})" if shown is not None else ""),
             "All-reduce the sum and the count on every rank, then divide once.",
             None if shown is not None else "advice",
@@ -94,18 +93,20 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
         known = {float(count) for count in counts}
         if any(v in known for events in reduced for e in events for v in e["values"]):
             continue
-        for events in zip(*reduced, strict=False):
-            values = [event["values"] for event in events]
-            if any(len(value) != 1 for value in values):
-                continue
-            mean = sum(value[0] for value in values) / len(values)
-            plain = all(value[0].is_integer() for value in values)  # counts of right answers
-            if plain or len({value[0] for value in values}) == 1:
+        columns = (
+            (events, column)
+            for events in zip(*reduced, strict=False)
+            for column in zip(*(event["values"] for event in events), strict=False)
+        )
+        for events, values in columns:
+            mean = sum(values) / len(values)
+            plain = all(value.is_integer() for value in values)  # counts of right answers
+            if plain or len(set(values)) == 1:
                 continue
             if events[0]["op"] == "AVG" or _is_told(mean, parts):
-                numbers = " and ".join(f"{v[0]:.4g}" for v in values)
+                numbers = " and ".join(f"{value:.4g}" for value in values)
                 samples = " and ".join(map(str, counts))
-                whole = sum(v[0] * n for v, n in zip(values, counts, strict=True)) / sum(counts)
+                whole = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
                 yield Found(
                     events[0].where,
                     f"{numbers} of {samples} samples became {mean:.4g}, where all samples "
@@ -155,30 +156,23 @@ def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
     "Which weights are kept depends on the samples of one rank.",
 )
 def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for a save, in some evaluations only or as the best, that nothing was joined before."""
-    saves: list[tuple[tuple[_Evaluation, ...], int, Event | None]] = []
+    """Look for a save as the best, by its name, that nothing was joined before."""
     for parts in _pairs(seen):
         if not _are_shards(seen, parts):
             continue
         for number, part in enumerate(parts):
-            before = list(part.until_joined())
-            read = any(event.kind == "item" for event in before)
-            saved = next((e for e in before if e.kind == "save"), None) if read else None
-            saves.append((parts, number, saved))
-    for parts, number, event in saves:
-        if event is None:
-            continue
-        own = [one for _, rank, one in saves if rank == number]
-        if "best" not in str(event.get("path", "")).lower() and None not in own:
-            continue  # it saves after every evaluation, whatever the number
-        counts = ", ".join(f"rank {n} evaluated {p.samples}" for n, p in enumerate(parts))
-        yield Found(
-            event.where,
-            f"after step {parts[0].step} {counts} other samples; rank {number} saved with no "
-            f"collective since ({sum(one is not None for one in own)} of {len(own)} evaluations)",
-            "All-reduce the metric first, so that every rank decides by the same number.",
-        )
-        return
+            before = part.until_joined()
+            saves = (e for e in before if e.kind == "save" and "best" in str(e["path"]).lower())
+            saved = next(saves, None)
+            if saved is None or not any(event.kind == "item" for event in before):
+                continue
+            yield Found(
+                saved.where,
+                f"after step {part.step} {_counted(parts)}; rank {number} saved {saved['path']} "
+                f"with no collective since",
+                "All-reduce the metric first, so that every rank decides by the same number.",
+            )
+            return
 
 
 @rule(
@@ -263,10 +257,6 @@ def evaluates_with_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
                 return
 
 
-def _joins(event: Event) -> bool:
-    return event.kind == "collective" and str(event["kind"]).startswith(_JOINING)
-
-
 def _evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:
     """Return a rank's evaluations."""
     found: list[_Evaluation] = []
@@ -301,35 +291,42 @@ def _pairs(seen: Seen) -> Iterator[tuple[_Evaluation, ...]]:
 
 def _with_loader(seen: Seen, rank: RankSeen) -> Iterator[tuple[Event, bool]]:
     """Yield each forward pass, and whether its batch is of samples that nobody trains on."""
-    trained: set[tuple[int, int]] = set()
+    trained: dict[int, set[int]] = {}  # indices, by data set
+    own: set[int] = set()
     for one in seen.ranks:
-        latest = None
-        for event in one.of("batch", "backward"):
-            if event.kind == "batch":
-                latest = event["loader_id"]
-            elif latest is not None:
-                trained.add((one.rank, latest))
-    samples: dict[int, set[int]] = {}  # that are trained on, by data set
-    for one in seen.ranks:
-        data = {event["loader_id"]: event["data"] for event in one.of("loader")}
+        loaders = {loader for loader, _ in _with_latest(one, "backward") if loader is not None}
+        own = loaders if one is rank else own
+        data = _data_of(one)
         for event in one.of("order"):
-            if (one.rank, event["loader_id"]) in trained:
-                samples.setdefault(data[event["loader_id"]], set()).update(event["indices"])
+            if event["loader_id"] in loaders:
+                trained.setdefault(data[event["loader_id"]], set()).update(event["indices"])
+    data = _data_of(rank)
     foreign = {
         event["loader_id"]
         for event in rank.of("order")
-        if (rank.rank, event["loader_id"]) not in trained
-        and samples.get(
-            next(e["data"] for e in rank.of("loader") if e["loader_id"] == event["loader_id"]),
-            set(),
-        ).isdisjoint(event["indices"])
+        if event["loader_id"] not in own
+        and trained.get(data[event["loader_id"]], set()).isdisjoint(event["indices"])
     }
-    latest = None
-    for event in rank.of("batch", "forward"):
+    for loader, event in _with_latest(rank, "forward", "backward"):
+        if event.kind == "forward":
+            yield event, loader in foreign
+
+
+def _with_latest(rank: RankSeen, *kinds: str) -> Iterator[tuple[int | None, Event]]:
+    """Yield the events of these kinds, each with the loader of the latest batch before it."""
+    loader: int | None = None
+    for event in rank.of("batch", *kinds):
         if event.kind == "batch":
-            latest = event["loader_id"]
-        else:
-            yield event, latest in foreign
+            loader = event["loader_id"]
+            continue
+        yield loader, event
+        if event.kind == "backward":
+            loader = None  # not all batches of a long epoch are noted
+
+
+def _data_of(rank: RankSeen) -> dict[int, int]:
+    """Return what tells the data set of each loader from others."""
+    return {event["loader_id"]: event["data"] for event in rank.of("loader")}
 
 
 def _are_shards(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
@@ -376,12 +373,12 @@ def _alone_on_a_shard(seen: Seen) -> Found | None:
 
 def _loader_of(rank: RankSeen, forward: Event) -> int | None:
     """Return the loader of the batch that a forward pass was called with."""
-    loader = None
-    for event in rank.of("batch", "forward"):
-        if event is forward:
-            break
-        loader = event["loader_id"] if event.kind == "batch" else loader
-    return loader
+    return next(loader for loader, one in _with_latest(rank, "forward") if one is forward)
+
+
+def _counted(parts: Sequence[_Evaluation]) -> str:
+    counts = ", ".join(f"rank {number} evaluated {p.samples}" for number, p in enumerate(parts))
+    return f"{counts} other samples"
 
 
 def _last_read(part: _Evaluation) -> Event | None:

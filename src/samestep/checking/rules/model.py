@@ -103,7 +103,6 @@ def _differing(events: tuple[Event, ...], fact: str) -> list[str]:
 )
 def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
     """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
-    joined = seen.asked or seen.any("init") or any(e["own"] for e in seen.any("environment"))
     for one in _trained(seen):
         if one.wrap is not None or one.is_wrapped or one.is_exchanged or not one.steps:
             continue
@@ -122,7 +121,6 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
             f"{one.name} is called without DistributedDataParallel, and in {seen.ranks[0].steps} "
             f"steps of {seen.world_size} ranks no gradient is exchanged: {how}",
             "Wrap the model once it is built: model = DistributedDataParallel(model)",
-            severity=None if joined else "advice",
         )
 
 

@@ -245,9 +245,9 @@ class _Loaders:
         turn.batches += 1
         turn.group.noted += 1
         if turn.group.noted <= _MOST_NOTED:
-            with self._recorder.unwatched():
+            number, n, rows = turn.group.number, 0, list[int]()
+            with self._recorder.unwatched(), contextlib.suppress(Exception):
                 n, rows = rows_of(batch)
-            number = turn.group.number
             self._recorder.note("batch", loader_id=number, turn=turn.number, n=n, rows=rows)
         return batch
 

@@ -2,7 +2,7 @@
 
 Notes "item" {value} for a tensor of one element that becomes a Python number; "report" {via,
 numbers: as they were printed, labelled: whether the text names this rank beside its number}; and
-"reduced" {op, values: of a small tensor before its all-reduce}.
+"reduced" {op, values: of a small tensor before its all-reduce, metric: no count of a library's}.
 """
 
 import builtins
@@ -33,7 +33,7 @@ _LABEL = r"(?:rank|gpu|device|process|worker|node|cuda|proc)\W{0,4}"
 def watching(recorder: Recorder, job: Job) -> Iterator[None]:
     """Note numbers that are read, told and reduced while inside."""
     del job
-    watch = _Watch(recorder)
+    watch = _NumberWatch(recorder)
     with patched(
         *((Tensor, name, watch.around_item) for name in ("item", "__float__", "__int__")),
         (builtins, "print", watch.around_print),
@@ -46,7 +46,7 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
 _REDUCES = ("all_reduce", "reduce")
 
 
-class _Watch:
+class _NumberWatch:
     """One rank's numbers."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -111,7 +111,8 @@ class _Watch:
         op = kwargs.get("op", args[place] if len(args) > place else dist.ReduceOp.SUM)
         with self._recorder.unwatched():
             values = [float(v) for v in tensor.detach().reshape(-1).tolist()]
-        self._note("reduced", op=getattr(op, "name", str(op)), values=values)
+        own = self._recorder.is_direct("torch") or tensor.is_floating_point()
+        self._note("reduced", op=getattr(op, "name", str(op)), values=values, metric=own)
         self._inside = True
         try:
             return original(*args, **kwargs)

@@ -43,8 +43,6 @@ _TELLING = (
     (sys, "exit"),
     (os, "_exit"),
 )
-# What a script tries and does without: no failure of its training.
-_TRIED = (OSError, ImportError, StopIteration)
 _TRAINING = tuple(
     os.path.join(os.path.dirname(torch.__file__), *part)  # noqa: PTH118, PTH120 - many frames
     for part in (("nn", ""), ("_tensor.py",), ("autograd", ""), ("optim", ""), ("utils", "data"))
@@ -150,12 +148,18 @@ class _Life:
     def around_telling(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note an exception that the script has in hand as it prints, logs or exits."""
         error = sys.exc_info()[1]
-        if error is not None and get_worker_info() is None:
+        # Python's own code tells it, too, as it ends a process by it.
+        own = error is not None and self._recorder.is_direct("traceback", "logging")
+        if error is not None and own and get_worker_info() is None:
             self._caught(error, self._recorder.raised_at(error), training=_is_of_training(error))
         return original(*args, **kwargs)
 
     def _caught(self, error: BaseException, raised: str, *, training: bool) -> None:
-        if error is self._told or not isinstance(error, Exception) or isinstance(error, _TRIED):
+        if (
+            error is self._told
+            or not isinstance(error, Exception)
+            or isinstance(error, StopIteration)
+        ):
             return
         self._told = error
         text = (str(error).splitlines() or [""])[0]

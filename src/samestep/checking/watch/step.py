@@ -9,6 +9,7 @@ other: the product of its factors that are no counts}; "clip" {name, most, norm,
 is made, and "schedule" {scheduler_id, lr} as it is stepped.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,11 +65,11 @@ class _Held:
 def watching(recorder: Recorder, job: Job) -> Iterator[None]:
     """Note gradients, clipping, scaling and schedules while inside."""
     del job
-    with _Watch(recorder).installed():
+    with _StepWatch(recorder).installed():
         yield
 
 
-class _Watch:
+class _StepWatch:
     """One rank's steps."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -212,10 +213,11 @@ class _Watch:
     # Clipping
 
     def _around_clip(
-        self, original: Callable[..., Any], parameters: Any, most: Any, *args: Any, **kwargs: Any
+        self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any
     ) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        norm = original(parameters, most, *args, **kwargs)
+        norm = original(parameters, *args, **kwargs)
+        most = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value", math.nan))
         if not self._recorder.quiet and self._first_times("clip"):
             clipped = [p for p in parameters if p.grad is not None]
             scaled = any(id(p) not in self._unscaled for p in clipped)

@@ -15,7 +15,7 @@ Gradients and weights are looked at in the first three steps and rarely then; ot
 
 import contextlib
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -76,6 +76,7 @@ class WeightWatch:
         self._steps: Counter[int] = Counter()
         self._stepping: list[int] = []  # one optimizer may be within another
         self._grads: dict[str, Any] = {}
+        self._asked: deque[weakref.ref[nn.Module]] = deque(maxlen=16)
         self._made_for: dict[int, list[_Made]] = {}
         self._at_start: dict[int, dict[str, int | None]] = {}
         self._live: dict[int, weakref.ref[Any]] = {}  # state dicts that a module has given
@@ -89,6 +90,7 @@ class WeightWatch:
             stack.enter_context(
                 patched(
                     (Optimizer, "__init__", self._around_optimizer),
+                    (nn.Module, "named_parameters", self._around_named),
                     (nn.Module, "state_dict", self._around_state),
                     (torch, "save", self._around_save),
                 )
@@ -134,13 +136,10 @@ class WeightWatch:
         original(optimizer, *args, **kwargs)
         held = self._hold(optimizer)
         number = self._optimizers[optimizer]
-        frame = self._recorder.frame()
-        local = frame.f_locals if frame is not None else {}
-        near = [*local.values(), *getattr(local.get("self"), "__dict__", {}).values()]
+        asked = {id(one): one for ref in self._asked if (one := ref()) is not None}
         self._made_for[number] = [
             (f"{name}.{one}", weakref.ref(model), weakref.ref(part), weakref.ref(tensor))
-            for model in near
-            if isinstance(model, nn.Module)
+            for model in asked.values()
             for name, part in model.named_modules()
             for one, tensor in part._parameters.items()  # noqa: SLF001 - by owner
             if tensor is not None and id(tensor) in held
@@ -148,6 +147,14 @@ class WeightWatch:
         self._recorder.note(
             "optimizer", optimizer=type(optimizer).__name__, optimizer_id=number, held=len(held)
         )
+
+    def _around_named(
+        self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Remember who was asked for parameters: they may be for an optimizer."""
+        if not torch.compiler.is_compiling() and not self._recorder.quiet:
+            self._asked.append(weakref.ref(module))
+        return original(module, *args, **kwargs)
 
     def _hold(self, optimizer: Optimizer) -> dict[int, Tensor]:
         held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
