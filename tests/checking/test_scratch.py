@@ -183,3 +183,14 @@ def test_a_folder_of_many_files_is_ready_at_once(project, tmp_path):
         (many / "19" / "999").write_text("new")
         assert (many / "19" / "999").read_text() == "new"
     assert not (many / "19" / "999").read_text()
+
+
+def test_a_second_guard_of_the_same_files_changes_nothing(project, scratch, monkeypatch):
+    twin = Path(scratch.twin(project))
+    with guarding(scratch, time.time()), guarding(Scratch(scratch.place, project), time.time()):
+        monkeypatch.chdir(twin)
+        overwrite(project / "large.bin")
+        assert Path("large.bin").resolve() == twin / "large.bin"
+        assert scratch.real(str((twin / "train.py").resolve())) == str(project / "train.py")
+        assert Path("../runs/old/kept.txt").read_text() == "kept"
+    assert (project / "large.bin").stat().st_size == 2 << 20

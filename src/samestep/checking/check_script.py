@@ -136,6 +136,7 @@ def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:
     cwd = Path.cwd().resolve()
     first = cwd if asked.module else script.resolve().parent
     home = cwd if first.is_relative_to(cwd) else first
+    place = place.resolve()
     scratch, folder = Scratch(place, home), place / "seen"
     folder.mkdir()
     scratch.create(first)

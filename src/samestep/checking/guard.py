@@ -45,6 +45,9 @@ _CACHES = tuple(
 """What libraries keep there can be made again, and some of them write it in C."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
+_inside = threading.local()
+"""Whether this thread asks for paths of its own: of all guards, as a forked rank has two."""
+
 
 class Guard:
     """Which path a script's own one stands for."""
@@ -53,7 +56,6 @@ class Guard:
         self._scratch = scratch
         self._began = began
         """Files that are newer were made by this run, and are the script's own."""
-        self._inside = threading.local()
         self._folders: dict[str, str] = {}
         """The real paths of folders, until a link may lead elsewhere."""
 
@@ -136,16 +138,16 @@ class Guard:
 
     def _replaced(self, replace: Callable[[Any], Any], path: Any, folder: int | None = None) -> Any:
         """Return the path to use instead; a relative one may be of an open folder."""
-        if getattr(self._inside, "busy", False):
+        if getattr(_inside, "busy", False):
             return path
-        self._inside.busy = True
+        _inside.busy = True
         try:
             if folder is not None and not os.path.isabs(path):
                 path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
             replaced = replace(path)
             return os.fsencode(replaced) if isinstance(path, bytes) else replaced
         finally:
-            self._inside.busy = False
+            _inside.busy = False
 
     def _one(self, replace: Callable[[Any], Any]) -> Callable[..., Any]:
         def around(original: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:

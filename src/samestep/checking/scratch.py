@@ -26,11 +26,11 @@ _LINKS = "/.samestep-links"
 
 
 class Scratch:
-    """The scratch copy in a folder of its own, as the parent and each rank see it."""
+    """The scratch copy in a folder of its own, as the parent and each rank see it; real paths."""
 
     def __init__(self, place: Path, home: Path) -> None:
-        self.place = os.path.realpath(place)
-        self.home = os.path.realpath(home)
+        self.place = str(place)
+        self.home = str(home)
         self.root = f"{self.place}/root"
         self._made = f"{self.place}/made"
         """The folders of links that took the place of linked folders, by their real path."""
