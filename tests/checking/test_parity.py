@@ -44,3 +44,14 @@ def test_dropout_is_not_compared(tmp_path):
     report = check(tmp_path, planted(("nn.ReLU(), ", "nn.ReLU(), nn.Dropout(0.5), ")))
     assert "SS309" not in codes(report)
     assert any("SS309" in line and "random" in line for line in report.not_seen)
+
+
+def test_a_scaled_loss_is_compared_with_gradients_that_are_scaled_back(tmp_path):
+    text = planted(
+        ("loss.backward()", "scaler.scale(loss).backward()"),
+        ("optimizer.step()", "scaler.step(optimizer); scaler.update()"),
+        ("    best = 0.0\n", "    best = 0.0\n    scaler = torch.amp.GradScaler('cpu')\n"),
+    )
+    report = check(tmp_path, text)
+    assert report.findings == []
+    assert not [line for line in report.not_seen if line.startswith("SS309")]

@@ -140,7 +140,6 @@ class _Loaders:
             "loader",
             loader_id=group.number,
             data=None if iterable else fingerprint(base),
-            dataset=type(base).__name__,
             length=length,
             base_length=None if iterable else _length(base),
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),

@@ -73,6 +73,9 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
 
 
 class _Files:
+    # Not of the module: as Python exits, its names are gone before the hook is.
+    _audited = frozenset({"open", "os.rename", "urllib.Request"})
+
     def __init__(self, recorder: Recorder, job: Job) -> None:
         self._recorder = recorder
         places = [os.path.realpath(place) for place in (job.folder, job.place) if place]
@@ -86,7 +89,7 @@ class _Files:
 
         A loader's worker is no rank.
         """
-        if event not in _AUDITED or not self.is_on or get_worker_info() is not None:
+        if event not in self._audited or not self.is_on or get_worker_info() is not None:
             return
         if event == "open":
             path, mode, flags = arguments
@@ -229,7 +232,6 @@ class _Files:
             self._recorder.note(kind, where=where, **facts)
 
 
-_AUDITED = frozenset({"open", "os.rename", "urllib.Request"})
 _WRAPPED = ("module.", "_orig_mod.")
 
 

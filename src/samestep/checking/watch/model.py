@@ -4,8 +4,7 @@
 |---|---|---|
 | wrap | DDP or FSDP wraps a model | wrapper, model, model_id, parameters, own, and DDP's settings |
 | forward | the outermost call of a module | model_id inside all wrappers, n, rows, drawn, modal |
-| criterion | the outermost call of a loss | name, n, reduction, value |
-| backward | before it | loss, sync, requires_grad, unused: what the loss leaves out, by model_id |
+| backward | before it | sync, unused: what the loss leaves out, by model_id |
 
 `modal` is how many layers are in training mode, and how many do something else in it.
 What `weights.py` notes of optimizers and weights begins here, too. Keys that are ids are text once
@@ -22,7 +21,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +43,6 @@ _INSIDE = {
 """Classes that hand their inputs to another module, and where they keep it."""
 _RANDOM = ("rand", "randn", "randint")
 _FEW_DRAWN = 8
-_LOSSES = tuple(name for name in dir(F) if name.endswith(("_loss", "entropy", "_with_logits")))
 _ROWS_OF, _NOTED, _GRAPHS = 200, 20_000, 50
 
 
@@ -61,7 +58,6 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
             patched(
                 (DistributedDataParallel, "__init__", watch.around_wrap),
                 (torch.autograd, "backward", watch.around_backward),
-                *((F, name, watch.around_loss) for name in _LOSSES),
                 *((torch, name, watch.around_random) for name in _RANDOM),
             )
         )
@@ -79,7 +75,7 @@ class ModelWatch:
         self._weights = weights
         self._pid = os.getpid()  # workers of a loader are forked with all of this
         self._depth = 0  # of calls of modules with parameters
-        self._in_loss = self._in_backward = False
+        self._in_backward = False
         self._wrapped: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = {}
         """Each part of a wrapped model, with the model."""
         self._pending: set[int] = set()  # DDP models whose next backward meets the other ranks'
@@ -115,7 +111,7 @@ class ModelWatch:
             if torch.compiler.is_compiling() or self._depth or self._passive():
                 return original(module, *args, **kwargs)
             if next(module.parameters(), None) is None:
-                return self._call_loss(original, module, args, kwargs)
+                return original(module, *args, **kwargs)  # a loss or an activation
             if _peeled(module)[1] is None and any(
                 _kind_of(type(part).__mro__) for part in module.modules()
             ):
@@ -183,38 +179,6 @@ class ModelWatch:
             self._drawn.append(weakref.ref(tensor))
         return tensor
 
-    def around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Note a loss of `torch.nn.functional`."""
-        if torch.compiler.is_compiling() or self._in_loss or self._passive():
-            return original(*args, **kwargs)
-        return self._call_loss(original, None, args, kwargs)
-
-    def _call_loss(self, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
-        before, self._in_loss = self._in_loss, True
-        try:
-            value = original(*(() if module is None else (module,)), *args, **kwargs)
-        finally:
-            self._in_loss = before
-        # Not an activation, a transform of a data set, or a metric.
-        loss = module is None or isinstance(module, nn.modules.loss._Loss)  # noqa: SLF001
-        metric = type(module).__module__.startswith("torchmetrics")
-        if before or metric or not isinstance(value, Tensor) or not (loss or value.numel() == 1):
-            return value
-        self._counts["loss"] += 1
-        if self._counts["loss"] <= _NOTED:
-            with self._recorder.unwatched():
-                tensor = _first_tensor((args, kwargs))
-                one = value.numel() == 1 and value.device.type == "cpu"
-                number = float(value) if one else None
-            self._recorder.note(
-                "criterion",
-                name=original.__name__ if module is None else type(module).__name__,
-                n=_length(tensor),
-                reduction=getattr(module, "reduction", None) or kwargs.get("reduction", "mean"),
-                value=number,
-            )
-        return value
-
     def around_backward(
         self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -235,14 +199,7 @@ class ModelWatch:
                 for model in self._weights.trained.alive()
                 if self._weights.models[model] in self._pending and looked
             }
-            value = float(loss) if loss.numel() == 1 else None
-        self._recorder.note(
-            "backward",
-            loss=value,
-            sync=bool(self._pending),
-            requires_grad=loss.requires_grad,
-            unused=unused,
-        )
+        self._recorder.note("backward", sync=bool(self._pending), unused=unused)
         self._pending.clear()
         self._in_backward = True
         try:

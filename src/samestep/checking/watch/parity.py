@@ -96,7 +96,8 @@ class _FirstStep:
         clips = [
             (nn.utils, name, self._around_clip) for name in ("clip_grad_norm_", "clip_grad_value_")
         ]
-        with patched(*losses, *clips, (torch.autograd, "backward", self._around_backward)):
+        scaler = (torch.amp.GradScaler, "unscale_", self._around_unscale)
+        with patched(*losses, *clips, scaler, (torch.autograd, "backward", self._around_backward)):
             yield
 
     def _before_module(self, module: nn.Module, _arguments: Any) -> None:
@@ -155,6 +156,11 @@ class _FirstStep:
     def _around_clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._part.clipped = True
         return original(*args, **kwargs)
+
+    def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
+        original(scaler, optimizer)
+        if self._open:
+            self._part.scale /= scaler.get_scale()
 
     def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         part = self._part

@@ -144,9 +144,7 @@ class WeightWatch:
             for one, tensor in part._parameters.items()  # noqa: SLF001 - by owner
             if tensor is not None and id(tensor) in held
         ]
-        self._recorder.note(
-            "optimizer", optimizer=type(optimizer).__name__, optimizer_id=number, held=len(held)
-        )
+        self._recorder.note("optimizer", optimizer=type(optimizer).__name__, optimizer_id=number)
 
     def _around_named(
         self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
@@ -194,9 +192,7 @@ class WeightWatch:
             "step",
             optimizer=type(optimizer).__name__,
             optimizer_id=number,
-            number=count,
             lr=float(optimizer.param_groups[0].get("lr", 0.0)),
-            held=sum(len(group["params"]) for group in optimizer.param_groups),
             models=[self.models[model] for model in models],
             **facts,
         )
