@@ -27,6 +27,8 @@ class Trained:
     """Before the first step and after those, rank by rank."""
     is_exchanged: bool
     """Whether the script itself sends tensors as large as a weight from rank to rank."""
+    is_fed_alike: bool
+    """Whether all ranks are known to be given the same samples."""
 
     @property
     def name(self) -> str:
@@ -64,12 +66,14 @@ def _trained(seen: Seen) -> Iterator[Trained]:
         if not alike or any(event["sharded"] for event in weights[0]):
             continue
         steps = [[e for e in events if e["grads"]] for events in _of(seen, models, "step")]
-        forwards = _of(seen, models, "forward")[0]
+        passes = _of(seen, models, "forward")
+        rows = [[event["rows"] for event in events] for events in passes]
         largest = max((prod(shape) for shape in models[0]["shapes"].values()), default=0)
         yield Trained(
             models=models,
             wrap=next(iter(_of(seen, models, "wrap")[0]), None),
-            forwards=[e for e in forwards if e["grad"] and e["training"]],
+            is_fed_alike=any(rows[0]) and all(own == rows[0] for own in rows),
+            forwards=[e for e in passes[0] if e["grad"] and e["training"]],
             steps=list(zip(*steps, strict=False)),
             weights=weights,
             is_exchanged=any(
@@ -110,6 +114,8 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
         if any(names for _, names in apart) and not apart[-1][1]:
             continue  # the ranks average their models from time to time
         step, names = next((pair for pair in apart if pair[1]), (0, []))
+        if not names and not one.is_fed_alike:
+            continue  # equal weights from other samples: they exchange gradients in some way
         of = len(one.weights[0][0]["parameters"])
         how = (
             f"{len(names)} of its {of} parameters differ {_when(step)}, {names[0]} first"
