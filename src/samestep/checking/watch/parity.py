@@ -298,26 +298,21 @@ def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
     _, wanted = _gradients(part, model, arguments, loss_arguments)
     names = [name for name in wanted if name in part.gradients]
     given = torch.cat([part.gradients[name].double().reshape(-1) for name in names])
-    ideal = torch.cat([wanted[name].double().reshape(-1) for name in names]) * part.scale
-    if not float(ideal.norm()) or not float(given.norm()):
+    joint = torch.cat([wanted[name].double().reshape(-1) for name in names])
+    if not float(joint.norm()) or not float(given.norm()):
         raise _Unseen("a gradient is 0")
-    scale = float(given @ ideal) / float(ideal @ ideal)
+    along = float(given @ joint) / float(joint @ joint)
     # What a sum is divided by, for a batch of this size, cannot be told from one step.
-    exact = not part.clipped and (parts[0]["loss"] or [{}])[-1].get("reduction") != "sum"
-    reference = ideal if exact else ideal * scale
-    first = next(
-        (
-            n
-            for n in names
-            if _apart(part.gradients[n], wanted[n] * part.scale * (1 if exact else scale))
-        ),
-        "",
-    )
+    if part.clipped or (parts[0]["loss"] or [{}])[-1].get("reduction") == "sum":
+        factor = along
+    else:  # that of the loss, unless it was this rank's share of the batch: shares are added up
+        factor = min(part.scale, 1.0, key=lambda one: abs(along - one))
+    apart = (n for n in names if _apart(part.gradients[n], wanted[n] * factor))
     return {
-        "residual": float((given - reference).norm()) / float(reference.norm()),
-        "direction": float((given - ideal * scale).norm()) / float(given.norm()),
-        "scale": scale,
-        "first": first,
+        "residual": float((given - joint * factor).norm()) / float((joint * factor).norm()),
+        "direction": float((given - joint * along).norm()) / float(given.norm()),
+        "scale": along / factor,
+        "first": next(apart, ""),
         "sizes": [_rows(one["arguments"]) for one in parts],
         "rough": part.rough,
     }
