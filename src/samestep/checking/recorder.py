@@ -3,9 +3,7 @@
 import functools
 import os
 import sys
-import sysconfig
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,17 +18,11 @@ from torch.nn.parameter import is_lazy
 import samestep
 from samestep.checking.events import Event, encode, events_path
 from samestep.checking.scratch import Scratch
+from samestep.errors import is_users, raised_at, users_frame
 from samestep.script.hooks import Hooks
 from samestep.stall.pulse import Pulse
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
-_LIBRARIES = tuple(
-    {
-        *(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")),
-        *(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib")),
-        str(Path(torch.__file__).resolve().parent.parent) + os.sep,
-    }
-)
 _VALUES_OF_A_ROW = 1024
 _real_path = functools.cache(os.path.realpath)
 
@@ -92,20 +84,13 @@ class Recorder:
 
     def where(self) -> str:
         """Return the innermost line of the user's code, `file.py:41`."""
-        frame = self.frame()
+        frame = users_frame(sys._getframe(1))  # noqa: SLF001 - a stack inspected at each call
         return "" if frame is None else f"{self.name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
     def where_of(self, code: CodeType) -> str:
         """Return the line at which a function of the user's code begins; empty for others'."""
         name = code.co_filename
-        return f"{self.name(name)}:{code.co_firstlineno}" if _is_users(name) else ""
-
-    def frame(self) -> FrameType | None:
-        """Return the innermost frame of the user's code."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
-        while frame is not None and not _is_users(frame.f_code.co_filename):
-            frame = frame.f_back
-        return frame
+        return f"{self.name(name)}:{code.co_firstlineno}" if is_users(name) else ""
 
     def is_direct(self, *packages: str) -> bool:
         """Whether the user's code itself makes this call, perhaps through these packages."""
@@ -113,28 +98,18 @@ class Recorder:
         while frame is not None:
             package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
             if not frame.f_code.co_filename.startswith(_OWN) and package not in packages:
-                return _is_users(frame.f_code.co_filename)
+                return is_users(frame.f_code.co_filename)
             frame = frame.f_back
         return False
 
     def raised_at(self, error: BaseException) -> str:
         """Return the innermost line of the user's code that an exception has passed."""
-        passed = traceback.walk_tb(error.__traceback__)
-        users = [(frame, line) for frame, line in passed if _is_users(frame.f_code.co_filename)]
-        if not users:
-            return ""
-        frame, line = users[-1]
-        return f"{self.name(frame.f_code.co_filename)}:{line}"
+        file, _, line = raised_at(error).removeprefix(" at ").rpartition(":")
+        return f"{self.name(file)}:{line}" if file else ""
 
     def name(self, path: str) -> str:
         """Return a file's path as its user knows it: in the project, relative to that."""
         return self.scratch.real(_real_path(path)).removeprefix(self.scratch.home + os.sep)
-
-
-@functools.cache
-def _is_users(path: str) -> bool:
-    whole = _real_path(path)
-    return not (path.startswith("<") or whole.startswith((_OWN, *_LIBRARIES)))
 
 
 def checksum(tensor: Tensor) -> int | None:
