@@ -58,11 +58,9 @@ SHORT_FILES = {
     "checking.rules.parity": "the one rule of an experiment of its own",
     "data.augment": "public functions for recipes",
     "data.recipe_splits": "recipes import it, without the sources",
-    "checking.frameworks": "Lightning, so far",
     "checking.job": "what a check tells its ranks, without torch",
     "checking.rank": "what `python -m` runs as a rank",
     "doctor.timeouts": "six modules share it",
-    "script.patches": "a dozen modules share it",
 }
 MOST_REPEATED_FILE_NAMES = 7
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from samestep.checking.scratch import Scratch
-from samestep.script.patches import Patch, patched
+from samestep.patches import Patch, patched
 
 _READS = (
     "stat",

@@ -22,16 +22,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data._utils.worker import _worker_loop
 
-from samestep.checking.frameworks import frameworks_adapted
 from samestep.checking.guard import guarding
 from samestep.checking.job import Job, read_job
 from samestep.checking.ranks_of_script import SPAWNS
 from samestep.checking.recorder import Recorder
 from samestep.checking.scratch import Scratch
-from samestep.checking.substitute import substituting
+from samestep.checking.substitute import frameworks_adapted, substituting
 from samestep.checking.watch import data, evaluation, files, life, model, parity, step
+from samestep.patches import Patch, patched
 from samestep.script.hooks import Hooks
-from samestep.script.patches import Patch, patched
 from samestep.script.running import Done
 from samestep.training.phases import Phases
 

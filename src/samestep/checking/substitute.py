@@ -7,6 +7,7 @@ asks for; `note` {text}: what was answered otherwise than asked.
 import contextlib
 import importlib
 import os
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
-from samestep.script.patches import Patch, patched
+from samestep.patches import Patch, patched, patched_when_imported
 
 _Device = torch.device
 _CPU = _Device("cpu")
@@ -103,6 +104,37 @@ class _StandIn(type):
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls.real)
+
+
+_CONNECTORS = {
+    "lightning.pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "lightning.fabric.connector": "_Connector",
+    "lightning_fabric.connector": "_Connector",
+}
+
+
+@contextmanager
+def frameworks_adapted(job: Job) -> Iterator[None]:
+    """Give Lightning's Trainer and Fabric the ranks that there are.
+
+    They take one device of a CPU, and as many ranks as torchrun started only if they are asked for
+    as many devices: on the CPU, every rank would train on its own.
+    """
+
+    def around(original: Callable[..., Any], connector: Any, *args: Any, **given: Any) -> None:
+        if given.get("devices") not in (1, "1", [0]) and not job.alone:
+            given["devices"] = 1 if job.one_per_node else job.nproc
+            given["num_nodes"] = job.nproc if job.one_per_node else 1
+        if job.substitute and given.get("accelerator") in ("auto", "gpu", "cuda"):
+            given["accelerator"] = "cpu"
+        original(connector, *args, **given)
+
+    def patch_of(name: str) -> Callable[[types.ModuleType], list[Patch]]:
+        return lambda module: [(getattr(module, name), "__init__", around)]
+
+    with patched_when_imported({module: patch_of(name) for module, name in _CONNECTORS.items()}):
+        yield
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, dataloader
 
-from samestep.script.patches import patched
+from samestep.patches import patched
 from samestep.training.phases import Phases, make_phases
 from samestep.training.prepare import tell_end_of_autograd
 from samestep.training.side_effects import leaves_of

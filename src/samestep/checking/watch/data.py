@@ -26,7 +26,7 @@ from torch.utils.data._utils import fetch
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
 from samestep.checking.samples import base_of, fingerprint, number_of, random_states, rows_of
-from samestep.script.patches import patched
+from samestep.patches import patched
 
 _WHOLE_TURNS = 2  # of each loader; what is read later is like that
 _MOST_INDICES = 20_000

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
-from samestep.script.patches import patched
+from samestep.patches import patched
 
 _SMALL = 8  # elements of a tensor that holds metrics rather than weights
 _MOST_PER_LINE = 5  # events of one line between two optimizer steps

@@ -9,16 +9,13 @@ PyTorch writes files in C++, unseen by Python's audit hook, and other packages i
 functions are patched, of those that may not be installed once they are imported.
 """
 
-import contextlib
 import functools
-import importlib.util
 import inspect
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from torch.utils.data import get_worker_info
 
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
-from samestep.script.patches import Patch, patched
+from samestep.patches import Patch, patched, patched_when_imported
 
 _DEPTH, _NAMES = 3, 5
 _PLAIN = (str, int, bool, os.PathLike)
@@ -54,22 +51,19 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
         "torchvision.datasets": files.data_sets,
     }
     wanted |= {name: functools.partial(files.trackers, of) for name, of in _TRACKERS.items()}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            patched(
-                (torch, "save", files.around_save),
-                (torch.jit, "save", files.around_save),
-                (torch, "load", files.around_load),
-                (torch.profiler.profile, "export_chrome_trace", files.around_export),
-            )
-        )
-        finder = WhenImported(wanted, lambda patches: stack.enter_context(patched(*patches)))
-        finder.begin()
-        stack.callback(sys.meta_path.remove, finder)
+    patches: list[Patch] = [
+        (torch, "save", files.around_save),
+        (torch.jit, "save", files.around_save),
+        (torch, "load", files.around_load),
+        (torch.profiler.profile, "export_chrome_trace", files.around_export),
+    ]
+    with patched(*patches), patched_when_imported(wanted):
         sys.addaudithook(files.audit)  # cannot be removed: it ends with the process
         files.is_on = True
-        stack.callback(setattr, files, "is_on", False)
-        yield
+        try:
+            yield
+        finally:
+            files.is_on = False
 
 
 class _Files:
@@ -261,35 +255,3 @@ def _state_dicts(kept: Any, depth: int = _DEPTH) -> Iterator[Mapping[str, Tensor
     if depth:
         for value in kept.values():
             yield from _state_dicts(value, depth - 1)
-
-
-class WhenImported:
-    """Patches modules as soon as they are imported; those that already are, at once."""
-
-    def __init__(
-        self,
-        wanted: dict[str, Callable[[types.ModuleType], list[Patch]]],
-        patch: Callable[[list[Patch]], object],
-    ) -> None:
-        self._wanted, self._patch = wanted, patch
-
-    def begin(self) -> None:
-        """Patch what is there, and look at every import from now on."""
-        for name in [name for name in self._wanted if name in sys.modules]:
-            self._patch(self._wanted.pop(name)(sys.modules[name]))
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """Return a module's own spec, whose loader also patches it."""
-        patches = self._wanted.pop(name, None)  # the finders are asked again, then for the real one
-        spec = importlib.util.find_spec(name) if patches is not None else None
-        if patches is None or spec is None or spec.loader is None:
-            return None
-        original = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            original(module)
-            self._patch(patches(module))
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

@@ -24,8 +24,8 @@ from torch.utils.data import dataloader, get_worker_info
 
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
+from samestep.patches import Patch, patched
 from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN
-from samestep.script.patches import Patch, patched
 from samestep.stall.collectives import watch_collectives
 
 _VARIABLES = frozenset(

@@ -30,7 +30,7 @@ from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder, row_hashes
 from samestep.checking.watch.weights import WeightWatch
 from samestep.data.trees import tree_leaves
-from samestep.script.patches import patched
+from samestep.patches import patched
 from samestep.training.side_effects import leaves_of
 
 _INSIDE = {

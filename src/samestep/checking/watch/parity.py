@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
-from samestep.script.patches import patched
+from samestep.patches import patched
 
 _LOSSES = (
     "cross_entropy",

@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 
 from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder, checksum
-from samestep.script.patches import Patch, patched
+from samestep.patches import Patch, patched
 from samestep.training.side_effects import leaves_of
 
 _SAMPLE = 4  # tensors of an optimizer whose gradients are looked at, the smallest first

@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
 )
 
 from samestep.checking.recorder import Recorder, checksum
-from samestep.script.patches import patched
+from samestep.patches import patched
 
 _Made = tuple[str, weakref.ref[nn.Module], weakref.ref[nn.Module], weakref.ref[Tensor]]
 """A parameter as an optimizer was made: its name, its model, the part that owns it, itself."""
