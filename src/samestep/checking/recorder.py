@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 import samestep
 from samestep.checking.events import Event, encode, events_path
+from samestep.checking.job import Job
 from samestep.checking.scratch import Scratch
 from samestep.errors import is_users, raised_at, users_frame
 from samestep.script.hooks import Hooks
@@ -30,21 +31,18 @@ _real_path = functools.cache(os.path.realpath)
 class Recorder:
     """One rank's notes. The modules of `watch/` call `note`; the rules read the file afterwards."""
 
-    def __init__(self, folder: Path, rank: int, hooks: Hooks, scratch: Scratch) -> None:
+    def __init__(self, job: Job, rank: int, hooks: Hooks, scratch: Scratch) -> None:
+        self.job, self.hooks, self._scratch = job, hooks, scratch
         self.rank, self.world_size = rank, 1
-        self.hooks = hooks
-        self._folder, self.scratch = folder, scratch
-        self._open()
-        self.pulse = Pulse(folder, rank)
+        self._folder = Path(job.folder)
+        path = events_path(self._folder, rank)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.pulse = Pulse(self._folder, rank)
+        self._noted: set[tuple[str, ...]] = set()
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
         self.at_end: list[Callable[[int], None]] = []
         """Called with the world size when the script has ended."""
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether the script is in an evaluation, as far as its calls show."""
-        return self.hooks.evaluating
 
     def note(self, kind: str, /, *, where: str | None = None, **facts: Any) -> None:
         """Append an event; without `where`, at the innermost line of the user's code."""
@@ -56,21 +54,25 @@ class Recorder:
             where=self.where() if where is None else where,
             step=self.hooks.steps,
             epoch=self.hooks.epochs,
-            evaluating=self.evaluating,
+            evaluating=self.hooks.evaluating,
             time=time.perf_counter() - self._began,
             facts=facts,
         )
         os.write(self._file, encode(event))
+
+    def once(self, kind: str, /, **facts: Any) -> None:
+        """Append an event of a line of the user's, if it is new."""
+        where = self.where()
+        key = (kind, where, *map(str, facts.values()))
+        if where and key not in self._noted:
+            self._noted.add(key)
+            self.note(kind, where=where, **facts)
 
     def become(self, rank: int, world_size: int) -> None:
         """Note from here on as a rank, with what was noted before."""
         events_path(self._folder, self.rank).rename(events_path(self._folder, rank))
         self.pulse.become(self._folder, rank)
         self.rank, self.world_size = rank, world_size
-
-    def _open(self) -> None:
-        path = events_path(self._folder, self.rank)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -109,7 +111,7 @@ class Recorder:
 
     def name(self, path: str) -> str:
         """Return a file's path as its user knows it: in the project, relative to that."""
-        return self.scratch.real(_real_path(path)).removeprefix(self.scratch.home + os.sep)
+        return self._scratch.real(_real_path(path)).removeprefix(self._scratch.home + os.sep)
 
 
 def checksum(tensor: Tensor) -> int | None:

@@ -36,25 +36,21 @@ _ON_CPU = (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream)
 class _Devices:
     """The devices that one rank asks for."""
 
-    def __init__(self, recorder: Recorder, job: Job) -> None:
-        self._recorder, self._alone = recorder, job.alone
-        self._noted: set[tuple[int, str]] = set()
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self.current = 0
 
     def note(self, index: object) -> None:
         """Note an index that is asked for, once for each line."""
-        where = self._recorder.where()
-        if not isinstance(index, int) or not where or (index, where) in self._noted:
+        if not isinstance(index, int):
             return
-        self._noted.add((index, where))
         variables = os.environ.copy()  # a copy counts as no reader of a launcher's variables
-        self._recorder.note(
+        self._recorder.once(
             "device",
-            where=where,
             asked=index,
             rank=self._recorder.rank,
             local_rank=int(variables.get("LOCAL_RANK", "0")),
-            alone=self._alone or variables.get("MASTER_ADDR") in _ALONE,
+            alone=self._recorder.job.alone or variables.get("MASTER_ADDR") in _ALONE,
         )
 
     def choose(self, device: Any) -> None:
@@ -138,9 +134,9 @@ def frameworks_adapted(job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def substituting(recorder: Recorder, job: Job) -> Iterator[None]:
+def substituting(recorder: Recorder) -> Iterator[None]:
     """Note the devices while inside; with `job.substitute`, let the CPU answer for them."""
-    devices = _Devices(recorder, job)
+    devices, job = _Devices(recorder), recorder.job
     if not job.substitute:
         with patched((torch.cuda, "set_device", _after(devices.choose))):
             yield

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
 from samestep.patches import Patch, patched, patched_when_imported
 
@@ -40,9 +39,9 @@ _TRACKERS = {
 
 
 @contextmanager
-def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Note while inside."""
-    files = _Files(recorder, job)
+    files = _Files(recorder)
     wanted: dict[str, Callable[[types.ModuleType], list[Patch]]] = {
         "tqdm.std": lambda m: [(m.tqdm, "__init__", files.around_tqdm)],
         "rich.progress": lambda m: [(m.Progress, "__init__", files.around_rich)],
@@ -70,12 +69,11 @@ class _Files:
     # Not of the module: as Python exits, its names are gone before the hook is.
     _audited = frozenset({"open", "os.rename", "urllib.Request"})
 
-    def __init__(self, recorder: Recorder, job: Job) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, job = recorder, recorder.job
         places = [os.path.realpath(place) for place in (job.folder, job.place) if place]
         self._own = tuple(place + os.sep for place in places)
         self._temporary = f"{job.place}/temporary/"
-        self._noted: set[tuple[Any, ...]] = set()
         self.is_on = False
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -96,7 +94,7 @@ class _Files:
             if self._recorder.is_direct("os", "pathlib", "shutil") and not self._is_own(source):
                 self._write(arguments[1], "rename")
         elif arguments[1] is None:  # an address without data to send
-            self._once("download", what=str(arguments[0]), fetched=True)
+            self._recorder.once("download", what=str(arguments[0]), fetched=True)
 
     def around_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note what is saved, and whether its names are those of a wrapper."""
@@ -107,7 +105,7 @@ class _Files:
             path = self._write(place, "w")
         dicts = list(_state_dicts(kept))
         wrapped = next((d for d in dicts if all(n.startswith(_WRAPPED) for n in d)), {})
-        self._once(
+        self._recorder.once(
             "save",
             path=path,
             tensors=sum(len(one) for one in dicts),
@@ -128,7 +126,7 @@ class _Files:
         if isinstance(place, str | os.PathLike):
             where = args[1] if len(args) > 1 else kwargs.get("map_location")
             names = [name for found in _state_dicts(loaded) for name in found][:_NAMES]
-            self._once(
+            self._recorder.once(
                 "load",
                 path=self._name(place),
                 map_location=None if where is None else str(where),
@@ -143,7 +141,7 @@ class _Files:
     ) -> Any:
         """Note what is fetched with requests by the user's own code."""
         if method.upper() == "GET" and self._recorder.is_direct("requests"):
-            self._once("download", what=str(url), fetched=True)
+            self._recorder.once("download", what=str(url), fetched=True)
         return original(session, method, url, **kwargs)
 
     def data_sets(self, module: types.ModuleType) -> list[Patch]:
@@ -151,7 +149,7 @@ class _Files:
 
         def around(original: Callable[..., Any], data_set: Any, *args: Any, **kwargs: Any) -> Any:
             what = f"{type(data_set).__name__}.download"
-            self._once("download", what=what, fetched=False)
+            self._recorder.once("download", what=what, fetched=False)
             return original(data_set, *args, **kwargs)
 
         kinds = {kind for kind in vars(module).values() if isinstance(kind, type)}
@@ -174,7 +172,7 @@ class _Files:
         if self._recorder.is_direct(label.partition(".")[0]):
             given = {str(n): v for n, v in enumerate(args) if isinstance(v, _PLAIN)} | kwargs
             asked = {name: str(v) for name, v in given.items() if isinstance(v, _PLAIN)}
-            self._once("tracker", name=label, asked=asked)
+            self._recorder.once("tracker", name=label, asked=asked)
         return original(*args, **kwargs)
 
     def around_tqdm(self, original: Callable[..., Any], bar: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,13 +180,13 @@ class _Files:
         original(bar, *args, **kwargs)
         if self._recorder.is_direct("tqdm"):
             disabled, position = bool(bar.disable), kwargs.get("position")
-            self._once("progress", name="tqdm", disabled=disabled, position=position)
+            self._recorder.once("progress", name="tqdm", disabled=disabled, position=position)
 
     def around_rich(self, original: Callable[..., Any], bar: Any, *args: Any, **kwargs: Any) -> Any:
         """Note bars of rich."""
         original(bar, *args, **kwargs)
         if self._recorder.is_direct("rich"):
-            self._once("progress", name="rich", disabled=bool(bar.disable), position=None)
+            self._recorder.once("progress", name="rich", disabled=bool(bar.disable), position=None)
 
     def _write(self, path: Any, mode: str) -> str | None:
         """Note a write; return the path's name, or None if it is a cache or a lock, or our own."""
@@ -198,7 +196,7 @@ class _Files:
         if hidden or no_file or self._is_own(name):
             return None
         if mode != "a" or not self._is_logged():
-            self._once("write", path=name, mode=mode)
+            self._recorder.once("write", path=name, mode=mode)
         return name
 
     def _name(self, path: Any) -> str:
@@ -217,13 +215,6 @@ class _Files:
             names.add(frame.f_globals.get("__name__"))
             frame = frame.f_back
         return "logging" in names
-
-    def _once(self, kind: str, **facts: Any) -> None:
-        where = self._recorder.where()
-        key = (kind, where, *map(str, facts.values()))
-        if where and key not in self._noted:
-            self._noted.add(key)
-            self._recorder.note(kind, where=where, **facts)
 
 
 _WRAPPED = ("module.", "_orig_mod.")

@@ -26,7 +26,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder, row_hashes
 from samestep.checking.watch.weights import WeightWatch
 from samestep.data.trees import tree_leaves
@@ -47,9 +46,8 @@ _ROWS_OF, _NOTED, _GRAPHS = 200, 20_000, 50
 
 
 @contextmanager
-def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Note while inside."""
-    del job
     weights = WeightWatch(recorder)
     watch = ModelWatch(recorder, weights)
     with contextlib.ExitStack() as stack:
@@ -92,7 +90,7 @@ class ModelWatch:
         model, *_ = _peeled(wrapper)
         for part in model.modules():
             self._wrapped[id(part)] = weakref.ref(part), weakref.ref(model)
-        settings = ("find_unused_parameters", "device_ids", "broadcast_buffers", "static_graph")
+        settings = ("find_unused_parameters", "broadcast_buffers", "static_graph")
         self._recorder.note(
             "wrap",
             wrapper=kind,
@@ -138,7 +136,7 @@ class ModelWatch:
         if wrapper is not None and kind == "fsdp" and self._wrapper_of(model) is None:
             self._note_wrap(wrapper, "fsdp")
         if grad:
-            self._weights.begin(model, kind)
+            self._weights.begin(model)
             if sync or kind == "fsdp":
                 self._pending.add(number)
         self._counts[number] += 1
@@ -164,7 +162,6 @@ class ModelWatch:
             n=_length(tensor),
             rows=rows,
             drawn=any(drawn() is tensor for drawn in self._drawn),
-            sync=sync,
         )
 
     def _wrapper_of(self, part: nn.Module) -> nn.Module | None:

@@ -5,7 +5,7 @@ before were still there when the backward pass began, cleared: line of a `zero_g
 backward pass, tensors, missing: tensors without a gradient}; "reach" {leaves, parameters} of the
 first losses; "average" {weight: of each summand in the loss, by: the count it is divided by,
 other: the product of its factors that are no counts}; "clip" {name, most, norm, scaled, sizes};
-"scaler" {scale, skipped, optimizer_id}; "scheduler" {scheduler, scheduler_id, total, inner} as one
+"scaler" {scale, skipped}; "scheduler" {scheduler, scheduler_id, total, inner} as one
 is made, and "schedule" {scheduler_id, lr} as it is stepped.
 """
 
@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder, checksum
 from samestep.patches import Patch, patched
 from samestep.training.side_effects import leaves_of
@@ -62,9 +61,8 @@ class _Held:
 
 
 @contextmanager
-def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Note gradients, clipping, scaling and schedules while inside."""
-    del job
     with _StepWatch(recorder).installed():
         yield
 
@@ -259,12 +257,7 @@ class _StepWatch:
         before = self._taken
         value = original(scaler, optimizer, *args, **kwargs)
         if scaler.is_enabled():
-            self._recorder.note(
-                "scaler",
-                scale=scaler.get_scale(),
-                skipped=self._taken == before,
-                optimizer_id=id(optimizer),
-            )
+            self._recorder.note("scaler", scale=scaler.get_scale(), skipped=self._taken == before)
         return value
 
     def _around_update(
@@ -291,7 +284,6 @@ class _StepWatch:
             "scheduler",
             scheduler=type(scheduler).__name__,
             scheduler_id=id(scheduler),
-            optimizer_id=id(getattr(scheduler, "optimizer", None)),
             total=_total(scheduler),
             inner=[id(one) for one in inner],
         )

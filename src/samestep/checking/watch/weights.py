@@ -2,8 +2,8 @@
 
 | event | when | facts |
 |---|---|---|
-| model | its first forward pass with gradients | model_id, wrapper, batch_norms, shapes |
-| optimizer | one is made | optimizer_id, held: how many tensors |
+| model | its first forward pass with gradients | model_id, batch_norms, shapes |
+| optimizer | one is made | optimizer_id |
 | step | after it | grads before it, held, strangers: held tensors of no model, unheld |
 | weights | before the first step, after some | checksums of parameters and buffers, sharded |
 | kept | before some steps | the same, with what the script did to the weights since the last step |
@@ -97,7 +97,7 @@ class WeightWatch:
             )
             yield
 
-    def begin(self, model: nn.Module, wrapper: str | None) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Note a model that is called with gradients for the first time."""
         number = self.models[model]
         self._recent.add(number)
@@ -109,7 +109,6 @@ class WeightWatch:
             "model",
             model=type(model).__name__,
             model_id=number,
-            wrapper=wrapper,
             batch_norms=[n for n, m in named if m.training and not isinstance(m, SyncBatchNorm)],
             shapes={n: list(p.shape) for n, p in model.named_parameters() if not is_lazy(p)},
         )
@@ -144,7 +143,7 @@ class WeightWatch:
             for one, tensor in part._parameters.items()  # noqa: SLF001 - by owner
             if tensor is not None and id(tensor) in held
         ]
-        self._recorder.note("optimizer", optimizer=type(optimizer).__name__, optimizer_id=number)
+        self._recorder.note("optimizer", optimizer_id=number)
 
     def _around_named(
         self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
@@ -231,29 +230,26 @@ class WeightWatch:
                 for model in models
                 if self.models[model] in self._recent
             }
-        replaced = self._replaced(optimizer) if strangers else {}
         return {
             "grads": grads,
             "still": still,
             "strangers": strangers,
             "unheld": {number: names for number, names in unheld.items() if names},
-            **replaced,
+            "tensors_replaced": self._replaced(optimizer) if strangers else [],
         }
 
-    def _replaced(self, optimizer: Optimizer) -> dict[str, list[str]]:
+    def _replaced(self, optimizer: Optimizer) -> list[str]:
         """Return the names that mean other tensors than when the optimizer was made."""
-        tensors, parts = [], []
+        found = []
         for name, model, owner, tensor in self._made_for.get(self._optimizers[optimizer], ()):
             whole = model()
             if whole is None:
                 continue
             path, _, own = name.rpartition(".")
-            now = dict(whole.named_modules()).get(path)
-            if now is None or now is not owner():
-                parts.append(name)
-            elif getattr(now, own, None) is not tensor():
-                tensors.append(name)
-        return {"tensors_replaced": tensors, "parts_replaced": parts}
+            part = dict(whole.named_modules()).get(path)
+            if part is not None and part is owner() and getattr(part, own, None) is not tensor():
+                found.append(name)
+        return found
 
     def _around_state(
         self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
