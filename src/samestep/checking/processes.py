@@ -1,8 +1,8 @@
 """Begin to watch a process: a rank that `check` started, or one that the script starts itself.
 
-A script that starts ranks itself, by `torch.multiprocessing` or `multiprocessing`, would start
-ranks of ranks. That is noticed, and `check` starts it again alone. Then each process notes under
-its process id until it joins as a rank.
+In a rank, a script that starts ranks itself (by `torch.multiprocessing` or `multiprocessing`) would
+start ranks of ranks. Once that is noticed, `check` starts the script again as a single process, and
+each process notes its events under its process id until it joins a group and has a rank.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data._utils.worker import _worker_loop
 
+from samestep.checking.events import Job, read_job
 from samestep.checking.guard import guarding
-from samestep.checking.job import Job, read_job
 from samestep.checking.ranks_of_script import SPAWNS
 from samestep.checking.recorder import Recorder
 from samestep.checking.scratch import Scratch

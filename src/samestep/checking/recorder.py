@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import samestep
-from samestep.checking.events import Event, encode, events_path
-from samestep.checking.job import Job
+from samestep.checking.events import Event, Job, encode, events_path
 from samestep.checking.scratch import Scratch
 from samestep.errors import is_users, raised_at, users_frame
 from samestep.script.hooks import Hooks

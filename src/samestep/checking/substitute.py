@@ -1,7 +1,7 @@
-"""Answer a script's calls for CUDA by the CPU, and note for which device each rank asks.
+"""Let the CPU answer a script's calls to CUDA, and note which device each rank asks for.
 
 Notes `device` {asked, rank, local_rank, alone}: the index of a CUDA device that the user's code
-asks for; `note` {text}: what was answered otherwise than asked.
+asks for; `note` {text}: that something else answered than was asked.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from samestep.checking.job import Job
+from samestep.checking.events import Job
 from samestep.checking.recorder import Recorder
 from samestep.patches import Patch, patched, patched_when_imported
 

@@ -5,9 +5,8 @@ pass over it, as its sampler gives it), `batch`, `left` (a pass that came to its
 (the random numbers that a data set drew for its first samples, in this process or in a worker),
 and `join` (a context that lets ranks have batches left over).
 
-An epoch is cut short: after `job.steps` batches comes the last one; what lies between is counted,
-not read. `len(loader)` tells the length of the short epoch, so that loops by number and
-conditions on the last batch hold.
+Epochs are cut short: `job.steps` batches, then the last one; what lies between is only counted.
+`len(loader)` is the length of the short epoch, so that loops and conditions that rely on it hold.
 """
 
 import contextlib

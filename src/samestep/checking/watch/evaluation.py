@@ -1,4 +1,4 @@
-"""Watch how numbers leave tensors, are told to people, and are joined over the ranks.
+"""Watch how a rank reads numbers from tensors, reports them, and reduces them over the ranks.
 
 Notes "item" {value} for a tensor of one element that becomes a Python number; "report"
 {numbers: as they were printed, labelled: whether the text names this rank beside its number}; and
@@ -31,12 +31,12 @@ _LABEL = r"(?:rank|gpu|device|process|worker|node|cuda|proc)\W{0,4}"
 @contextmanager
 def watching(recorder: Recorder) -> Iterator[None]:
     """Note numbers that are read, told and reduced while inside."""
-    watch = _NumberWatch(recorder)
+    reports = _Reports(recorder)
     with patched(
-        *((Tensor, name, watch.around_item) for name in ("item", "__float__", "__int__")),
-        (builtins, "print", watch.around_print),
-        (logging.Logger, "handle", watch.around_log),
-        *((place, name, watch.around_reduce) for place in (dist, c10d) for name in _REDUCES),
+        *((Tensor, name, reports.around_item) for name in ("item", "__float__", "__int__")),
+        (builtins, "print", reports.around_print),
+        (logging.Logger, "handle", reports.around_log),
+        *((place, name, reports.around_reduce) for place in (dist, c10d) for name in _REDUCES),
     ):
         yield
 
@@ -44,8 +44,8 @@ def watching(recorder: Recorder) -> Iterator[None]:
 _REDUCES = ("all_reduce", "reduce")
 
 
-class _NumberWatch:
-    """One rank's numbers."""
+class _Reports:
+    """The numbers that one rank reads, tells and reduces."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -5,8 +5,8 @@ Notes `write` {path, mode}, mode one of `w` (emptied first), `a` (appended), `re
 {what, fetched}; `tracker` {name, asked}; `progress` {name, disabled, position}. Paths are real
 ones, relative to the script's folder where they lie in it. Each is noted once per line and path.
 
-PyTorch writes files in C++, unseen by Python's audit hook, and other packages in Rust: their
-functions are patched, of those that may not be installed once they are imported.
+Python's audit hook does not see what PyTorch writes in C++, and others in Rust. Their functions are
+patched instead; those of packages that may not be installed, once they are imported.
 """
 
 import functools

@@ -1,10 +1,10 @@
-"""The parity experiment: is the gradient of the first step that of the joined batch?
+"""The parity experiment: would one process with the joined batch get the same gradient?
 
 Each rank keeps its part of the first optimizer step: the weights before it, what the model and the
 loss were called with, and the gradients that the optimizer was given. When the script has ended,
 rank 0 computes the gradient of all parts at once, as one process would have, and compares.
 
-Notes "parity": {residual, scale, first, sizes, where, exact} or {not_seen}.
+Notes "parity" {residual, direction, scale, first, sizes, rough} or {not_seen}.
 """
 
 import math
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from samestep.checking.recorder import Recorder
 from samestep.patches import patched
+from samestep.script.hooks import tensors_of
 
 _LOSSES = (
     "cross_entropy",
@@ -184,7 +185,7 @@ class _FirstStep:
         for handle in self._handles:
             handle.remove()
         part = self._part
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p) for p in tensors_of(optimizer)}
         with self._recorder.unwatched():
             part.gradients = {
                 name: p.grad.detach().clone()

@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 
 from samestep.checking.recorder import Recorder, checksum
 from samestep.patches import Patch, patched
+from samestep.script.hooks import step_closure, tensors_of
 from samestep.training.side_effects import leaves_of
 
 _SAMPLE = 4  # tensors of an optimizer whose gradients are looked at, the smallest first
@@ -63,11 +64,11 @@ class _Held:
 @contextmanager
 def watching(recorder: Recorder) -> Iterator[None]:
     """Note gradients, clipping, scaling and schedules while inside."""
-    with _StepWatch(recorder).installed():
+    with _Steps(recorder).installed():
         yield
 
 
-class _StepWatch:
+class _Steps:
     """One rank's steps."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -163,13 +164,12 @@ class _StepWatch:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held = self._held.get(optimizer)
         if held is None:
-            whole = _tensors(optimizer)
+            whole = tensors_of(optimizer)
             held = self._held[optimizer] = _Held(
                 sorted((p for p in whole if p.requires_grad), key=Tensor.numel)[:_SAMPLE]
             )
             held.backwards = 1
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):  # which would make the gradients
+        if step_closure(args, kwargs) is None:  # which would make the gradients
             self._note_gradients(optimizer, held)
 
     def _note_gradients(self, optimizer: Optimizer, held: _Held) -> None:
@@ -180,7 +180,7 @@ class _StepWatch:
             held.sample, held.left = [], {}  # enough is known
             return
         with self._recorder.unwatched():
-            tensors = _tensors(optimizer)
+            tensors = tensors_of(optimizer)
             missing = sum(tensor.grad is None for tensor in tensors)
             full = _any(held.sample)
         self._recorder.note(
@@ -196,8 +196,7 @@ class _StepWatch:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken += 1
         held = self._held[optimizer]
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if callable(closure):
+        if step_closure(args, kwargs) is not None:
             self._note_gradients(optimizer, held)
         with self._recorder.unwatched():
             sums = {
@@ -249,7 +248,7 @@ class _StepWatch:
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         original(scaler, optimizer)
-        self._unscaled |= {id(p) for p in _tensors(optimizer)}
+        self._unscaled |= {id(p) for p in tensors_of(optimizer)}
 
     def _around_scaler_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
@@ -299,10 +298,6 @@ class _StepWatch:
         if not self._schedules:
             lr = scheduler.optimizer.param_groups[0]["lr"]
             self._recorder.note("schedule", scheduler_id=id(scheduler), lr=float(lr))
-
-
-def _tensors(optimizer: Optimizer) -> list[Tensor]:
-    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def _any(sample: Sequence[Tensor]) -> bool:

@@ -4,9 +4,9 @@
 |---|---|---|
 | model | its first forward pass with gradients | model_id, batch_norms, shapes |
 | optimizer | one is made | optimizer_id |
-| step | after it | grads before it, held, strangers: held tensors of no model, unheld |
+| step | after it | grads before it, strangers: held tensors of no model, unheld |
 | weights | before the first step, after some | checksums of parameters and buffers, sharded |
-| kept | before some steps | the same, with what the script did to the weights since the last step |
+| kept | before some steps | the same: what the script itself did to the weights is in it |
 | saved | torch.save gets weights | fresh: as trained, stale: as before, live: a module's own |
 
 Gradients and weights are looked at in the first three steps and rarely then; other steps have no
@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 
 from samestep.checking.recorder import Recorder, checksum
 from samestep.patches import patched
+from samestep.script.hooks import step_closure, tensors_of
 
 _Made = tuple[str, weakref.ref[nn.Module], weakref.ref[nn.Module], weakref.ref[Tensor]]
 """A parameter as an optimizer was made: its name, its model, the part that owns it, itself."""
@@ -65,8 +66,8 @@ class Numbers:
         return [one for ref, _ in self._seen.values() if (one := ref()) is not None]
 
 
-class WeightWatch:
-    """What is known of a rank's optimizers, and of the weights that they train."""
+class Weights:
+    """One rank's optimizers, and the weights that they train."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -154,14 +155,14 @@ class WeightWatch:
         return original(module, *args, **kwargs)
 
     def _hold(self, optimizer: Optimizer) -> dict[int, Tensor]:
-        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p): p for p in tensors_of(optimizer)}
         for tensor in held.values():
             self._held.add(tensor)
         return held
 
     def _of(self, optimizer: Optimizer) -> list[nn.Module]:
         """Return the models of which an optimizer holds weights."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p) for p in tensors_of(optimizer)}
         return [m for m in self.trained.alive() if any(id(p) in held for p in m.parameters())]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -177,8 +178,7 @@ class WeightWatch:
             if self._steps[number] in _KEPT:
                 for model in self._of(optimizer):
                     self._note_weights(model, "kept")
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            self._grads = {} if callable(closure) else self._look(optimizer)
+            self._grads = {} if step_closure(args, kwargs) else self._look(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._stepping or self._stepping.pop() != id(optimizer) or self._stepping:
