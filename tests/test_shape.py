@@ -55,14 +55,10 @@ SHORT_FILES = {
     "version": "the build reads it",
     "api.arguments": "what the public functions share, without torch",
     "api.run_lists": "the public functions that need no torch",
-    "checking.rules.parity": "the one rule of an experiment of its own",
     "data.augment": "public functions for recipes",
     "data.recipe_splits": "recipes import it, without the sources",
-    "checking.frameworks": "Lightning, so far",
-    "checking.job": "what a check tells its ranks, without torch",
     "checking.rank": "what `python -m` runs as a rank",
     "doctor.timeouts": "six modules share it",
-    "script.patches": "a dozen modules share it",
 }
 MOST_REPEATED_FILE_NAMES = 7
 

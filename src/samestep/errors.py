@@ -1,10 +1,12 @@
 """The error for a user's mistake (exit code 2), and how an error in the user's code is reported."""
 
+import functools
 import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 # Errors of a rank whose peer has gone: an effect, never the cause.
@@ -297,8 +299,16 @@ def defined_at(*makers: object) -> str:
 _LIBRARIES = (*(os.path.dirname(file) + os.sep for file in (__file__, os.__file__)), "<")  # noqa: PTH120
 
 
+@functools.cache  # stacks are searched at every call of PyTorch that is watched
 def is_users(file: str) -> bool:
     """Whether a file in a traceback is the user's: not samestep's, Python's or installed."""
     installed = "site-packages" in file or "dist-packages" in file
     command = file.endswith(f"{os.sep}bin{os.sep}samestep")  # as pip installs it
     return not installed and not command and not file.startswith(_LIBRARIES)
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's code, from a frame outwards."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame

@@ -1,1 +1,1 @@
-"""What is wrong with anyone's distributed script, found while it runs."""
+"""Find what is wrong with any distributed training script while it runs."""

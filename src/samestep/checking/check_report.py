@@ -1,4 +1,4 @@
-"""What `check` says of a script: as data, as people read it, as JSON; the page of each code."""
+"""The report of `check`: as data, as text, as JSON; and the handbook page of each code."""
 
 import os
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.checking.events import source_line
 from samestep.checking.findings import RULES, Mistake
 from samestep.errors import UserError, did_you_mean
 from samestep.reporting.table import Styled, Table, coloured, text_lines
@@ -89,7 +90,7 @@ def report_lines(report: CheckReport, width: int, *, colour: bool) -> Iterator[s
         yield from more
         if one.file:
             yield f"{'':<{_LABEL}}{shown_file(report, one)}:{one.line}"
-            if code := _source(report, one):
+            if code := source_line(report.folder, one.file, one.line):
                 most = width - _LABEL - 2
                 yield f"{'':<{_LABEL}}  {code if len(code) <= most else code[: most - 1] + '…'}"
         yield from labelled("seen", one.evidence)
@@ -99,15 +100,6 @@ def report_lines(report: CheckReport, width: int, *, colour: bool) -> Iterator[s
     yield ""
     style = "red" if report.exit_code else "green"
     yield from (paint(line, style) for line in wrapped(_sentence(report), "", width))
-
-
-def _source(report: CheckReport, finding: Mistake) -> str:
-    """Return the user's line of code, without its indent."""
-    try:
-        lines = (report.folder / finding.file).read_text().splitlines()
-        return lines[finding.line - 1].strip()
-    except (OSError, ValueError, IndexError):
-        return ""
 
 
 def _remedy(remedy: str, labelled: Any, paint: Any) -> Iterator[str]:

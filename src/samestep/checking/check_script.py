@@ -1,19 +1,18 @@
 """Check a script: run it in a scratch copy on a few ranks under watch, and judge what was seen."""
 
+import functools
 import re
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
 
 import samestep.checking.rules  # noqa: F401 - registers them
 from samestep.checking.check_report import CheckReport
-from samestep.checking.events import Seen, Stall
+from samestep.checking.events import Job, Seen, Stall, write_job
 from samestep.checking.findings import judge, without_silenced
-from samestep.checking.job import Job, write_job
 from samestep.checking.ranks_of_script import (
     SPAWNS,
     Starter,
@@ -56,23 +55,30 @@ def check_script(
     Raises UserError if the script cannot be checked: it fails by itself, or takes no step.
     """
     began = time.perf_counter()
-    if not module and not script.is_file():
-        raise UserError(f"There is no file {script} to check.")
-    job = Job(
-        script=str(script), arguments=list(arguments), module=module, steps=steps, nproc=nproc
+    job = job_of(script, arguments, module=module, steps=steps, nproc=nproc)
+    run = functools.partial(
+        _run, script, seconds=seconds, stall_s=stall_s, asked=asked, start=start or start_processes
     )
-    run = _Runs(script, seconds, stall_s, asked, start or start_processes)
-    seen, output = run.watched(job)
+    seen, output = run(job)
     uses_gpu = bool(seen.any("cuda", "device"))
     came_to_nothing = not any(rank.steps for rank in seen.ranks)
     if came_to_nothing and (uses_gpu or _NEEDS_GPU.search("".join(output))):
         job, uses_gpu = structs.replace(job, substitute=True), True
-        seen, output = run.watched(job)
+        seen, output = run(job)
     if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
-        apart, _ = run.watched(structs.replace(job, substitute=True, one_per_node=True))
+        apart, _ = run(structs.replace(job, substitute=True, one_per_node=True))
         for rank, there in zip(seen.ranks, apart.ranks, strict=False):
             rank.events.extend(there.of("device"))
     return report_on(seen, output, script, began)
+
+
+def job_of(script: Path, arguments: Sequence[str], *, module: bool, steps: int, nproc: int) -> Job:
+    """Return the job of running a script or module; UserError if there is none."""
+    if not module and not script.is_file():
+        raise UserError(f"There is no file {script} to check.", on_all_ranks=True)
+    return Job(
+        script=str(script), arguments=list(arguments), module=module, steps=steps, nproc=nproc
+    )
 
 
 def report_on(seen: Seen, output: list[str], script: Path, began: float) -> CheckReport:
@@ -98,37 +104,31 @@ def report_on(seen: Seen, output: list[str], script: Path, began: float) -> Chec
     )
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """The runs of a script, each in a scratch copy of its own."""
-
-    script: Path
-    seconds: float
-    stall_s: float | None
-    asked: bool
-    start: Starter
-
-    def watched(self, asked: Job) -> tuple[Seen, list[str]]:
-        """Run the script, and return what was seen and what each rank printed."""
-        with tempfile.TemporaryDirectory(
-            prefix="samestep-check-", ignore_cleanup_errors=True
-        ) as place:
-            scratch, job = prepare(asked, self.script, Path(place))
-            folder = Path(job.folder)
-            variables = script_variables(scratch)
-            each = rank_variables(job.nproc, one_per_node=job.one_per_node)
-            each = [{}] if job.alone else each
-            processes = self.start(
-                write_job(job), [variables | own for own in each], Path(job.scratch)
-            )
-            try:
-                seconds = 0.0 if job.one_per_node else self.seconds  # until the first step
-                codes, stall = wait(processes, folder, seconds, self.stall_s)
-            finally:
-                end(processes)
-            if (folder / SPAWNS).exists() and not job.alone:
-                return self.watched(structs.replace(asked, alone=True))
-            return what_was_seen(scratch, folder, codes, stall, asked=self.asked)
+def _run(
+    script: Path,
+    asked_for: Job,
+    *,
+    seconds: float,
+    stall_s: float | None,
+    asked: bool,
+    start: Starter,
+) -> tuple[Seen, list[str]]:
+    """Run the script in a scratch copy; return what was seen and what each rank printed."""
+    with tempfile.TemporaryDirectory(prefix="samestep-check-", ignore_cleanup_errors=True) as place:
+        scratch, job = prepare(asked_for, script, Path(place))
+        folder = Path(job.folder)
+        each = rank_variables(job.nproc, one_per_node=job.one_per_node)
+        own = [script_variables(scratch) | one for one in ([{}] if job.alone else each)]
+        processes = start(write_job(job), own, Path(job.scratch))
+        try:
+            most_s = 0.0 if job.one_per_node else seconds  # until the first step
+            codes, stall = wait(processes, folder, most_s, stall_s)
+        finally:
+            end(processes)
+        if not (folder / SPAWNS).exists() or job.alone:
+            return what_was_seen(scratch, folder, codes, stall, asked=asked)
+    alone = structs.replace(asked_for, alone=True)
+    return _run(script, alone, seconds=seconds, stall_s=stall_s, asked=asked, start=start)
 
 
 def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:

@@ -1,7 +1,7 @@
-"""What the ranks of a script were seen to do: one file of events per rank, and its reader.
+"""What `check` and the ranks tell each other: the job that they run, and the events that they note.
 
-A rank that is watched appends events (`recorder.py`); once all have ended, the rules read them
-(`rules/`). Between the two there are only these files, so that a rank may die at any time.
+A watched rank appends events to a file of its own (`recorder.py`); once all have ended, the rules
+read them (`rules/`). There is nothing between the two but these files, so a rank may die any time.
 """
 
 import json
@@ -11,6 +11,45 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a script under watch."""
+
+    script: str
+    """A file in the scratch copy, or with `module` the name of a module."""
+    arguments: list[str] = []
+    module: bool = False
+    scratch: str = ""
+    """The copy of the user's folder in which the script runs."""
+    place: str = ""
+    """Where the scratch copy of all that it may reach begins; empty if nothing is guarded."""
+    began: float = 0.0
+    """When the ranks were started, in seconds since 1970: newer files are the script's own."""
+    folder: str = ""
+    """Where the ranks write what was seen."""
+    steps: int = 10
+    """Batches of each of the first two epochs; then comes the last one of the epoch."""
+    nproc: int = 1
+    """How many devices there seem to be, with `substitute` or `alone`."""
+    substitute: bool = False
+    """Whether calls for CUDA are answered by the CPU."""
+    one_per_node: bool = False
+    """Whether each rank seems to have a node, and a GPU, of its own."""
+    alone: bool = False
+    """Whether the script starts its ranks itself."""
+
+
+def write_job(job: Job) -> Path:
+    """Write a job into its folder."""
+    path = Path(job.folder) / "job.json"
+    path.write_bytes(msgspec.json.encode(job))
+    return path
+
+
+def read_job(path: Path) -> Job:
+    """Return a job that was written."""
+    return msgspec.json.decode(path.read_bytes(), type=Job)
 
 
 class Event(msgspec.Struct, omit_defaults=True):
@@ -116,10 +155,15 @@ class Seen:
     def line(self, where: str) -> str:
         """Return the user's line of code at `file.py:41`, without its indent; empty if unread."""
         name, _, number = where.rpartition(":")
-        try:
-            return (self.folder / name).read_text().splitlines()[int(number) - 1].strip()
-        except (OSError, ValueError, IndexError):
-            return ""
+        return source_line(self.folder, name, int(number)) if name else ""
+
+
+def source_line(folder: Path, name: str, number: int) -> str:
+    """Return a line of a file, without its indent; empty if it cannot be read."""
+    try:
+        return (folder / name).read_text().splitlines()[number - 1].strip()
+    except (OSError, ValueError, IndexError):
+        return ""
 
 
 def events_path(folder: Path, rank: int) -> Path:

@@ -38,7 +38,7 @@ class NotSeen:
 Judge = Callable[[Seen], Iterator[Found | NotSeen]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
     """A kind of mistake."""
 
@@ -70,15 +70,7 @@ def rule(
     """Register a rule."""
 
     def register(judge: Judge) -> Judge:
-        RULES[code] = Rule(
-            code=code,
-            severity=severity,
-            title=title,
-            why=why,
-            judge=judge,
-            least_ranks=least_ranks,
-            residual=residual,
-        )
+        RULES[code] = Rule(code, severity, title, why, judge, least_ranks, residual)
         return judge
 
     return register
@@ -102,8 +94,6 @@ def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
     """Return what all rules find, the gravest first, and what could not be seen."""
     findings: dict[Mistake, None] = {}
     not_seen: dict[str, None] = {}
-    # A script for one process need not know of the ranks that nobody asked for.
-    knows = seen.asked or seen.any("init") or any(e.get("own") for e in seen.any("environment"))
     for code, one in sorted(RULES.items()):
         if (1 if seen.is_of_one_process else seen.world_size) < one.least_ranks:
             continue
@@ -114,9 +104,7 @@ def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
             file, _, line = said.where.rpartition(":")
             finding = Mistake(
                 code=code,
-                severity=(said.severity or one.severity)
-                if knows or one.least_ranks == 1
-                else "advice",
+                severity=said.severity or one.severity,
                 file=file,
                 line=int(line) if line.isdecimal() else 0,
                 title=one.title,

@@ -1,7 +1,7 @@
-"""Keep a script from changing files that were there before: what it writes goes into the scratch.
+"""Keep a script from changing existing files: what it writes goes into the scratch copy.
 
-Paths given to Python's own functions, `torch.save` and `torch.load` are replaced by those of the
-twins. A library in C that opens an absolute path outside the project by itself is not seen.
+Paths that are given to Python's own functions, `torch.save` or `torch.load` are replaced by those
+in the copy. A C library that opens an absolute path outside the project is not caught.
 """
 
 import builtins
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from samestep.checking.scratch import Scratch
-from samestep.script.patches import Patch, patched
+from samestep.patches import Patch, patched
 
 _READS = (
     "stat",

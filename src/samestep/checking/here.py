@@ -1,7 +1,7 @@
 """Check a script inside a launched job, on its own ranks and devices: `check --here`.
 
-Every process of the job starts its rank of the script, as a process of its own, under watch. The
-ranks meet in a folder that rank 0 names: beside the script if there are several nodes.
+Each process of the job starts its rank of the script as a watched process. The ranks share a folder
+that rank 0 makes: in the working directory if there are several nodes.
 """
 
 import json
@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep.checking.check_report import CheckReport
-from samestep.checking.check_script import prepare, report_on, what_was_seen
-from samestep.checking.job import Job, read_job, write_job
+from samestep.checking.check_script import job_of, prepare, report_on, what_was_seen
+from samestep.checking.events import read_job, write_job
 from samestep.checking.ranks_of_script import end, script_variables, start_rank, wait
 from samestep.checking.scratch import Scratch
-from samestep.errors import UserError
 from samestep.ranks.launch import Launch, detect_launch
 from samestep.run.files import write_text
 from samestep.script.running import ScriptRanks
@@ -40,18 +39,10 @@ def check_here(
     Raises UserError if the script cannot be checked.
     """
     began = time.perf_counter()
-    if not module and not script.is_file():
-        raise UserError(f"There is no file {script} to check.", on_all_ranks=True)
     launch = detect_launch(os.environ)
+    job = job_of(script, arguments, module=module, steps=steps, nproc=launch.world_size)
     ranks = ScriptRanks(launch)
     ranks.join()
-    job = Job(
-        script=str(script),
-        arguments=list(arguments),
-        module=module,
-        steps=steps,
-        nproc=launch.world_size,
-    )
     if launch.rank:
         place = Path(ranks.share(""))
         ranks.leave()

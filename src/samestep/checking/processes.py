@@ -1,8 +1,8 @@
 """Begin to watch a process: a rank that `check` started, or one that the script starts itself.
 
-A script that starts ranks itself, by `torch.multiprocessing` or `multiprocessing`, would start
-ranks of ranks. That is noticed, and `check` starts it again alone. Then each process notes under
-its process id until it joins as a rank.
+In a rank, a script that starts ranks itself (by `torch.multiprocessing` or `multiprocessing`) would
+start ranks of ranks. Once that is noticed, `check` starts the script again as a single process, and
+each process notes its events under its process id until it joins a group and has a rank.
 """
 
 import contextlib
@@ -22,16 +22,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data._utils.worker import _worker_loop
 
-from samestep.checking.frameworks import frameworks_adapted
+from samestep.checking.events import Job, read_job
 from samestep.checking.guard import guarding
-from samestep.checking.job import Job, read_job
 from samestep.checking.ranks_of_script import SPAWNS
 from samestep.checking.recorder import Recorder
 from samestep.checking.scratch import Scratch
-from samestep.checking.substitute import substituting
+from samestep.checking.substitute import frameworks_adapted, substituting
 from samestep.checking.watch import data, evaluation, files, life, model, parity, step
+from samestep.patches import Patch, patched
 from samestep.script.hooks import Hooks
-from samestep.script.patches import Patch, patched
 from samestep.script.running import Done
 from samestep.training.phases import Phases
 
@@ -40,24 +39,20 @@ _watching = contextlib.ExitStack()
 """Never left: what the script does as Python exits is watched too."""
 
 
-def watch(job: Job, rank: int, forked_from: Recorder | None = None) -> Recorder:
-    """Note from here on what this process does; a fork of a watched one is guarded already."""
+def watch(job: Job, rank: int) -> Recorder:
+    """Note from here on what this process does."""
     hooks = Hooks(Phases(), several=False)
-    if forked_from is None:
-        scratch = Scratch(Path(job.place), Path(job.scratch.removeprefix(f"{job.place}/root")))
-    else:
-        scratch = forked_from.scratch
-    recorder = Recorder(Path(job.folder), rank, hooks, scratch)
+    scratch = Scratch(Path(job.place), Path(job.scratch.removeprefix(f"{job.place}/root")))
+    recorder = Recorder(job, rank, hooks, scratch)
     signal.signal(signal.SIGTERM, _end)
-    if forked_from is None:
-        _watching.enter_context(guarding(scratch, job.began))
-        _watching.enter_context(substituting(recorder, job))
-        _watching.enter_context(frameworks_adapted(job))
+    _watching.enter_context(guarding(scratch, job.began))
+    _watching.enter_context(substituting(recorder))
+    _watching.enter_context(frameworks_adapted(job))
     _watching.enter_context(hooks.installed())
     hooks.on_step = recorder.pulse.step
     for watcher in _WATCHERS:
-        _watching.enter_context(watcher.watching(recorder, job))
-    own = _OwnRanks(recorder, job)
+        _watching.enter_context(watcher.watching(recorder))
+    own = _OwnRanks(recorder)
     started = sys.modules["torch.multiprocessing.spawn"]  # its own name is that of a function
     patches: list[Patch] = [
         *((place, "init_process_group", own.around_init) for place in (dist, distributed_c10d)),
@@ -87,8 +82,8 @@ def _end(_signum: int, _frame: FrameType | None) -> None:
 class _OwnRanks:
     """What one process knows of the ranks that its script starts, and whether it is one."""
 
-    def __init__(self, recorder: Recorder, job: Job) -> None:
-        self.recorder, self._job = recorder, job
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self._job = recorder, recorder.job
         self._process = os.getpid()
         self._starts_worker = False
 
@@ -126,10 +121,7 @@ class _OwnRanks:
         if os.getpid() != self._process:  # a fork: it has all that the parent is watched by
             self.recorder.quiet += 1
             self.recorder.hooks.on_step = lambda _step: None
-            self.recorder, self._process = (
-                watch(self._job, -os.getpid(), self.recorder),
-                os.getpid(),
-            )
+            self.recorder, self._process = watch(self._job, -os.getpid()), os.getpid()
         code, text = 0, ""
         try:
             original(process)

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from samestep.checking.job import read_job
+from samestep.checking.events import read_job
 from samestep.checking.processes import note_end, watch
 from samestep.ranks.launch import detect_launch
 from samestep.script.running import ScriptFailed, run_script

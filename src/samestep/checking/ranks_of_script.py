@@ -42,12 +42,6 @@ class RankProcess(Protocol):
     def poll(self) -> int | None:
         """Return the exit code, or None while it runs."""
 
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-
 
 Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[RankProcess]]
 """Starts a process for each mapping of variables on the job at a path, in a folder."""

@@ -1,7 +1,6 @@
-"""What each rank read from each loader: the events of `watch/data.py`, put together for the rules.
+"""What each rank read from each loader, put together from the events of `watch/data.py`.
 
-Indices tell which samples they are where the ranks' data sets are the same; else the samples
-themselves do, by a number for each.
+Where all ranks have the same data set, an index identifies a sample; elsewhere its content does.
 """
 
 from collections import Counter, defaultdict

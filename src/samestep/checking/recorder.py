@@ -3,9 +3,7 @@
 import functools
 import os
 import sys
-import sysconfig
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,19 +16,13 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import samestep
-from samestep.checking.events import Event, encode, events_path
+from samestep.checking.events import Event, Job, encode, events_path
 from samestep.checking.scratch import Scratch
+from samestep.errors import is_users, raised_at, users_frame
 from samestep.script.hooks import Hooks
 from samestep.stall.pulse import Pulse
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
-_LIBRARIES = tuple(
-    {
-        *(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")),
-        *(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib")),
-        str(Path(torch.__file__).resolve().parent.parent) + os.sep,
-    }
-)
 _VALUES_OF_A_ROW = 1024
 _real_path = functools.cache(os.path.realpath)
 
@@ -38,21 +30,18 @@ _real_path = functools.cache(os.path.realpath)
 class Recorder:
     """One rank's notes. The modules of `watch/` call `note`; the rules read the file afterwards."""
 
-    def __init__(self, folder: Path, rank: int, hooks: Hooks, scratch: Scratch) -> None:
+    def __init__(self, job: Job, rank: int, hooks: Hooks, scratch: Scratch) -> None:
+        self.job, self.hooks, self._scratch = job, hooks, scratch
         self.rank, self.world_size = rank, 1
-        self.hooks = hooks
-        self._folder, self.scratch = folder, scratch
-        self._open()
-        self.pulse = Pulse(folder, rank)
+        self._folder = Path(job.folder)
+        path = events_path(self._folder, rank)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.pulse = Pulse(self._folder, rank)
+        self._noted: set[tuple[str, ...]] = set()
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
         self.at_end: list[Callable[[int], None]] = []
         """Called with the world size when the script has ended."""
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether the script is in an evaluation, as far as its calls show."""
-        return self.hooks.evaluating
 
     def note(self, kind: str, /, *, where: str | None = None, **facts: Any) -> None:
         """Append an event; without `where`, at the innermost line of the user's code."""
@@ -64,21 +53,25 @@ class Recorder:
             where=self.where() if where is None else where,
             step=self.hooks.steps,
             epoch=self.hooks.epochs,
-            evaluating=self.evaluating,
+            evaluating=self.hooks.evaluating,
             time=time.perf_counter() - self._began,
             facts=facts,
         )
         os.write(self._file, encode(event))
+
+    def once(self, kind: str, /, **facts: Any) -> None:
+        """Append an event of a line of the user's, if it is new."""
+        where = self.where()
+        key = (kind, where, *map(str, facts.values()))
+        if where and key not in self._noted:
+            self._noted.add(key)
+            self.note(kind, where=where, **facts)
 
     def become(self, rank: int, world_size: int) -> None:
         """Note from here on as a rank, with what was noted before."""
         events_path(self._folder, self.rank).rename(events_path(self._folder, rank))
         self.pulse.become(self._folder, rank)
         self.rank, self.world_size = rank, world_size
-
-    def _open(self) -> None:
-        path = events_path(self._folder, self.rank)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -92,20 +85,13 @@ class Recorder:
 
     def where(self) -> str:
         """Return the innermost line of the user's code, `file.py:41`."""
-        frame = self.frame()
+        frame = users_frame(sys._getframe(1))  # noqa: SLF001 - a stack inspected at each call
         return "" if frame is None else f"{self.name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
     def where_of(self, code: CodeType) -> str:
         """Return the line at which a function of the user's code begins; empty for others'."""
         name = code.co_filename
-        return f"{self.name(name)}:{code.co_firstlineno}" if _is_users(name) else ""
-
-    def frame(self) -> FrameType | None:
-        """Return the innermost frame of the user's code."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
-        while frame is not None and not _is_users(frame.f_code.co_filename):
-            frame = frame.f_back
-        return frame
+        return f"{self.name(name)}:{code.co_firstlineno}" if is_users(name) else ""
 
     def is_direct(self, *packages: str) -> bool:
         """Whether the user's code itself makes this call, perhaps through these packages."""
@@ -113,28 +99,18 @@ class Recorder:
         while frame is not None:
             package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
             if not frame.f_code.co_filename.startswith(_OWN) and package not in packages:
-                return _is_users(frame.f_code.co_filename)
+                return is_users(frame.f_code.co_filename)
             frame = frame.f_back
         return False
 
     def raised_at(self, error: BaseException) -> str:
         """Return the innermost line of the user's code that an exception has passed."""
-        passed = traceback.walk_tb(error.__traceback__)
-        users = [(frame, line) for frame, line in passed if _is_users(frame.f_code.co_filename)]
-        if not users:
-            return ""
-        frame, line = users[-1]
-        return f"{self.name(frame.f_code.co_filename)}:{line}"
+        file, _, line = raised_at(error).removeprefix(" at ").rpartition(":")
+        return f"{self.name(file)}:{line}" if file else ""
 
     def name(self, path: str) -> str:
         """Return a file's path as its user knows it: in the project, relative to that."""
-        return self.scratch.real(_real_path(path)).removeprefix(self.scratch.home + os.sep)
-
-
-@functools.cache
-def _is_users(path: str) -> bool:
-    whole = _real_path(path)
-    return not (path.startswith("<") or whole.startswith((_OWN, *_LIBRARIES)))
+        return self._scratch.real(_real_path(path)).removeprefix(self._scratch.home + os.sep)
 
 
 def checksum(tensor: Tensor) -> int | None:

@@ -1,4 +1,4 @@
-"""Tell samples, data sets and random states apart by a few numbers, equal in all processes."""
+"""Numbers that identify samples, data sets and random states, the same in every process."""
 
 import pickle
 import random

@@ -1,12 +1,13 @@
-"""Answer a script's calls for CUDA by the CPU, and note for which device each rank asks.
+"""Let the CPU answer a script's calls to CUDA, and note which device each rank asks for.
 
 Notes `device` {asked, rank, local_rank, alone}: the index of a CUDA device that the user's code
-asks for; `note` {text}: what was answered otherwise than asked.
+asks for; `note` {text}: that something else answered than was asked.
 """
 
 import contextlib
 import importlib
 import os
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from samestep.checking.job import Job
+from samestep.checking.events import Job
 from samestep.checking.recorder import Recorder
-from samestep.script.patches import Patch, patched
+from samestep.patches import Patch, patched, patched_when_imported
 
 _Device = torch.device
 _CPU = _Device("cpu")
@@ -35,25 +36,21 @@ _ON_CPU = (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream)
 class _Devices:
     """The devices that one rank asks for."""
 
-    def __init__(self, recorder: Recorder, job: Job) -> None:
-        self._recorder, self._alone = recorder, job.alone
-        self._noted: set[tuple[int, str]] = set()
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self.current = 0
 
     def note(self, index: object) -> None:
         """Note an index that is asked for, once for each line."""
-        where = self._recorder.where()
-        if not isinstance(index, int) or not where or (index, where) in self._noted:
+        if not isinstance(index, int):
             return
-        self._noted.add((index, where))
         variables = os.environ.copy()  # a copy counts as no reader of a launcher's variables
-        self._recorder.note(
+        self._recorder.once(
             "device",
-            where=where,
             asked=index,
             rank=self._recorder.rank,
             local_rank=int(variables.get("LOCAL_RANK", "0")),
-            alone=self._alone or variables.get("MASTER_ADDR") in _ALONE,
+            alone=self._recorder.job.alone or variables.get("MASTER_ADDR") in _ALONE,
         )
 
     def choose(self, device: Any) -> None:
@@ -105,10 +102,41 @@ class _StandIn(type):
         return isinstance(instance, cls.real)
 
 
+_CONNECTORS = {
+    "lightning.pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "lightning.fabric.connector": "_Connector",
+    "lightning_fabric.connector": "_Connector",
+}
+
+
 @contextmanager
-def substituting(recorder: Recorder, job: Job) -> Iterator[None]:
+def frameworks_adapted(job: Job) -> Iterator[None]:
+    """Give Lightning's Trainer and Fabric the ranks that there are.
+
+    They take one device of a CPU, and as many ranks as torchrun started only if they are asked for
+    as many devices: on the CPU, every rank would train on its own.
+    """
+
+    def around(original: Callable[..., Any], connector: Any, *args: Any, **given: Any) -> None:
+        if given.get("devices") not in (1, "1", [0]) and not job.alone:
+            given["devices"] = 1 if job.one_per_node else job.nproc
+            given["num_nodes"] = job.nproc if job.one_per_node else 1
+        if job.substitute and given.get("accelerator") in ("auto", "gpu", "cuda"):
+            given["accelerator"] = "cpu"
+        original(connector, *args, **given)
+
+    def patch_of(name: str) -> Callable[[types.ModuleType], list[Patch]]:
+        return lambda module: [(getattr(module, name), "__init__", around)]
+
+    with patched_when_imported({module: patch_of(name) for module, name in _CONNECTORS.items()}):
+        yield
+
+
+@contextmanager
+def substituting(recorder: Recorder) -> Iterator[None]:
     """Note the devices while inside; with `job.substitute`, let the CPU answer for them."""
-    devices = _Devices(recorder, job)
+    devices, job = _Devices(recorder), recorder.job
     if not job.substitute:
         with patched((torch.cuda, "set_device", _after(devices.choose))):
             yield

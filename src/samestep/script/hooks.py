@@ -6,7 +6,6 @@ loader's `__iter__` and `__next__`, the call of a model, `backward`, `Optimizer.
 """
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, dataloader
 
-from samestep.script.patches import patched
+from samestep.patches import patched
 from samestep.training.phases import Phases, make_phases
 from samestep.training.prepare import tell_end_of_autograd
 from samestep.training.side_effects import leaves_of
@@ -82,29 +81,22 @@ class Hooks:
                     (torch.autograd, "backward", self._around_backward),
                     (torch, "save", self._around_save),
                     (nn.Module, "train", self._around_train),
+                    (nn.Module, "__call__", self._around_call),
                     (Optimizer, "zero_grad", self._around_zero_grad),
                     (torch.autograd.profiler.profile, "_start_trace", self._around_profiler),
                 )
             )
-            call = nn.Module.__call__
-            stack.callback(setattr, nn.Module, "__call__", call)
-            nn.Module.__call__ = self._noted_call(call)  # type: ignore[method-assign]
             yield
 
-    def _noted_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Module.__call__` that also ends the time between two steps."""
-
-        @functools.wraps(original)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            # This must not become part of a compiled graph.
-            if torch.compiler.is_compiling():
-                return original(module, *args, **kwargs)
-            if self._between and torch.is_grad_enabled() and not self._eval_mode:
-                self._lap_or_evaluation()
-                self._between = self._evaluating = False
-            return original(module, *args, **kwargs)
-
-        return call
+    def _around_call(
+        self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """End the time between two steps; this must not become part of a compiled graph."""
+        begins = not torch.compiler.is_compiling() and self._between
+        if begins and torch.is_grad_enabled() and not self._eval_mode:
+            self._lap_or_evaluation()
+            self._between = self._evaluating = False
+        return original(module, *args, **kwargs)
 
     def _lap_or_evaluation(self, phase: str = "other") -> None:
         self.phases.lap("evaluation" if self._evaluating else phase)
@@ -121,8 +113,7 @@ class Hooks:
             self.phases.lap("optimizer")
         else:
             self._lap_or_evaluation()
-        given = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(given):
+        if (given := step_closure(args, kwargs)) is None:
             return None
 
         def closure() -> Any:
@@ -141,7 +132,7 @@ class Hooks:
         self._between, self._has_gradients = True, False
         if self.optimizer is None:
             self.optimizer = optimizer
-            self._begin([p for group in optimizer.param_groups for p in group["params"]])
+            self._begin(tensors_of(optimizer))
         if optimizer is self.optimizer:
             self.steps += 1
             self.on_step(self.steps)
@@ -267,6 +258,17 @@ class Hooks:
             self._lap_or_evaluation()
             self._evaluating = self._eval_mode = not mode
         return original(model, mode)
+
+
+def tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return all that an optimizer holds."""
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
+
+
+def step_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return what a hook's optimizer calls within its step to make the gradients, if anything."""
+    given = args[1] if len(args) > 1 else kwargs.get("closure")
+    return given if callable(given) else None
 
 
 def _alike(one: Any, other: Any) -> bool:

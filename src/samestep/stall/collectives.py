@@ -4,7 +4,6 @@ The script is not changed. While it runs, functions of `torch.distributed` also 
 called from which line. A function that a script has imported by name before is not seen.
 """
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.patches import Patch, patched
 from samestep.stall.pulse import PEER, UNKNOWN, WORLD, Pulse, Visit, users_place
 
 OnCollective: TypeAlias = Callable[[str, list[Tensor], str, str], object]
@@ -49,26 +49,21 @@ _ROOTS = ("op", "src", "dst", "group_src", "group_dst")
 def watch_collectives(pulse: Pulse, on_collective: OnCollective | None = None) -> Iterator[None]:
     """Note the script's collectives and backward passes in a pulse while inside."""
     notes = _Notes(pulse, on_collective)
-    with contextlib.ExitStack() as stack:
-
-        def replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
-            original = owner.__dict__[name]
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, _replacement(original, around))
-
-        for name in (*_COLLECTIVES, *_BETWEEN_TWO, *_LIFE):
-            if (original := getattr(c10d, name, None)) is None:
-                continue  # this version of PyTorch has none
-            around = notes.around(name, original)
-            for module in (c10d, dist):
-                if name in vars(module):
-                    replace(module, name, around)
-        replace(dist.Work, "wait", notes.around_wait)
-        replace(torch.autograd, "backward", functools.partial(notes.around_inner, "backward"))
-        ddp = DistributedDataParallel
-        replace(ddp, "__init__", functools.partial(notes.around_inner, ddp.__name__))
-        if "_sync_buffers" in vars(ddp):  # a forward sends rank 0's buffers
-            replace(ddp, "_sync_buffers", functools.partial(notes.around_inner, "forward"))
+    ddp = DistributedDataParallel
+    inner = [(torch.autograd, "backward", "backward"), (ddp, "__init__", ddp.__name__)]
+    inner += [(ddp, "_sync_buffers", "forward")]  # a forward sends rank 0's buffers
+    patches: list[Patch] = [
+        (module, name, notes.around(name, vars(module)[name]))
+        for name in (*_COLLECTIVES, *_BETWEEN_TWO, *_LIFE)
+        for module in (c10d, dist)
+        if name in vars(module)  # not every version of PyTorch has all of them
+    ]
+    patches += [
+        (place, name, functools.partial(notes.around_inner, kind))
+        for place, name, kind in inner
+        if name in vars(place)
+    ]
+    with patched(*patches, (dist.Work, "wait", notes.around_wait)):
         yield
 
 
@@ -111,8 +106,10 @@ class _Notes:
         arguments = _Arguments(kind, function)
 
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._is_nested():
+                return original(*args, **kwargs)
             group = arguments.get("group", args, kwargs)
-            if self._is_nested() or group == dist.GroupMember.NON_GROUP_MEMBER:
+            if group == dist.GroupMember.NON_GROUP_MEMBER:
                 return original(*args, **kwargs)
             tensors, detail = arguments.described(args, kwargs)
             label = self._label(group) if kind in _COLLECTIVES else "life"
@@ -150,7 +147,8 @@ class _Notes:
             return original(*args, **kwargs)
 
     def _is_nested(self) -> bool:
-        return getattr(self._nested, "is_inside", False)
+        # Nor must this become part of a compiled graph.
+        return torch.compiler.is_compiling() or getattr(self._nested, "is_inside", False)
 
     @contextmanager
     def _once(self) -> Iterator[None]:
@@ -178,13 +176,3 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, ""
         frame = frame.f_back
-
-
-def _replacement(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # this must not become part of a graph
-            return original(*args, **kwargs)
-        return around(original, *args, **kwargs)
-
-    return replacement

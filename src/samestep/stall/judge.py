@@ -1,4 +1,4 @@
-"""Whether the ranks have stalled, and the verdict: who is missing where, and what the others do."""
+"""Decide whether the ranks have stalled, who is missing where, and what the others wait for."""
 
 import ast
 import functools

@@ -251,9 +251,6 @@ def _read_visit(data: bytes, place: int) -> Visit | None:
     return Visit(kind, detail, where, group, seq, when, _STATES[state])
 
 
-_known: dict[str, bool] = {}
-
-
 def users_place(frames: Iterable[tuple[str, int, Any]]) -> str:
     """Return FILE:LINE of the user's innermost of (file, line, …), the innermost first.
 
@@ -261,10 +258,7 @@ def users_place(frames: Iterable[tuple[str, int, Any]]) -> str:
     """
     other = ""
     for file, line, _ in frames:
-        mine = _known.get(file)
-        if mine is None:
-            mine = _known[file] = is_users(file)
-        if mine:
+        if is_users(file):
             return f"{file}:{line}"
         if not other and f"{os.sep}samestep{os.sep}" in file and _OWN not in file:
             other = f"{file}:{line}"

@@ -1,7 +1,7 @@
 """Where the threads of a rank and of its loader workers stand, as seen from another process.
 
-/proc says whether a process is stopped, sleeps or computes, and a signal makes it write its stack,
-also while it holds the GIL. Where there is no /proc, only the pulse is known.
+/proc says whether a process is stopped, sleeping or computing; a signal makes it write its stack,
+even while C code holds the GIL. Without /proc, only the pulse is known.
 """
 
 import itertools

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.data.trees import tree_leaves
-from samestep.errors import is_not_deterministic, is_users
+from samestep.errors import is_not_deterministic, is_users, users_frame
 
 Prints = dict[str, str]
 """Place of an attribute, such as "the model's encoder.cache" → a hash of what is there."""
@@ -219,11 +219,8 @@ class RandomDraws:
 
 def users_line(frame: FrameType | None) -> str:
     """Return the innermost line that is neither samestep's nor a library's: `model.py:31`."""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return place_of(frame)
-        frame = frame.f_back
-    return ""
+    own = users_frame(frame)
+    return "" if own is None else place_of(own)
 
 
 def place_of(frame: FrameType) -> str:

@@ -1,4 +1,4 @@
-"""Rules about data: which samples each rank reads, in what order, how many, drawn at random how."""
+"""Rules about data: which samples each rank reads, how many, in what order, and what is random."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Rules about how ranks live: their numbers, the order of their collectives, their end."""
+"""Rules about the life of a rank: its number, the order of its collectives, how it ends."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -6,6 +6,7 @@ from math import prod
 
 from samestep.checking.events import Event, Seen
 from samestep.checking.findings import Found, NotSeen, rule
+from samestep.checking.rules.files import named
 
 _FEW_SAMPLES = 16
 _NORMS = ("running_mean", "running_var", "num_batches_tracked")
@@ -271,14 +272,10 @@ def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
             one.wrap.where if one.wrap is not None else one.models[0].where,
             f"after step {one.weights[-1][0].step} {len(names)} buffers of {one.name} differ "
             f"between the ranks, {(own or names)[0]} first"
-            + (f"; only {_ranks(changed)} changed it" if some else ""),
+            + (f"; only {named(changed)} changed it" if some else ""),
             "Change buffers on all ranks alike, or leave DDP's broadcast_buffers on.",
             severity=None if some else "advice",
         )
-
-
-def _ranks(ranks: set[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 @rule(
@@ -316,7 +313,7 @@ def unused_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(
                 wrap.where,
                 f"the loss does not reach {len(names)} of {of} parameters "
-                f"of {one.name} on {_ranks(ranks)}: {', '.join(names[:3])}{failed}",
+                f"of {one.name} on {named(ranks)}: {', '.join(names[:3])}{failed}",
                 "Remove what is not used or freeze it with requires_grad_(False); if it is used in "
                 "other steps, DistributedDataParallel(…, find_unused_parameters=True).",
             )

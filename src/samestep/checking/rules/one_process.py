@@ -6,6 +6,7 @@ from typing import Any
 
 from samestep.checking.events import Event, RankSeen, Seen
 from samestep.checking.findings import Found, NotSeen, rule
+from samestep.errors import listed
 
 _LEAST_STEPS = 2
 _FEW = 3  # steps
@@ -46,10 +47,6 @@ def _made(rank: RankSeen, step: Event) -> str:
     return made[0].where if made else step.where
 
 
-def _listed(names: Any) -> str:
-    return ", ".join([*names][:3]) + (" …" if len([*names]) > 3 else "")
-
-
 def _unheld(
     seen: Seen, *, instead: bool
 ) -> Iterator[tuple[RankSeen, Event, Event, dict[str, Any]]]:
@@ -79,7 +76,7 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(
             _made(rank, step),
             f"{len(shapes)} of {len(model['shapes'])} parameters of {model['model']} get gradients "
-            f"but no optimizer holds them: {_listed(shapes)}; they are the same after "
+            f"but no optimizer holds them: {listed([*shapes])}; they are the same after "
             f"{rank.steps} steps",
             "Give them to the optimizer, or freeze them with requires_grad_(False).",
             severity="warning" if whole else None,
@@ -100,7 +97,7 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(
                 _made(rank, step),
                 f"{len(moved)} tensors that {step['optimizer']} holds are no longer those of "
-                f"{model['model']}: since it was made, {_listed(moved)} became other tensors; "
+                f"{model['model']}: since it was made, {listed(moved)} became other tensors; "
                 f"{len(shapes)} parameters are unchanged after {rank.steps} steps",
                 "Make the optimizer after the model is moved, converted, loaded and wrapped.",
             )
@@ -121,7 +118,7 @@ def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
                 _made(rank, step),
                 f"{step['optimizer']} holds {len(step['strangers'])} tensors of no model that is "
                 f"called; {len(shapes)} parameters of {model['model']} of the same shapes "
-                f"({_listed(shapes)}) get gradients and are unchanged after {rank.steps} steps",
+                f"({listed([*shapes])}) get gradients and are unchanged after {rank.steps} steps",
                 "Make the optimizer from the parameters of the model that is trained, once that "
                 "is complete.",
             )
@@ -159,7 +156,7 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                     steps[0].where,
                     f"{len(names)} of {len(model['shapes'])} parameters of {model['model']} have "
                     f"gradients in {len(steps)} steps and the same bits after step "
-                    f"{steps[-1].step}: {_listed(names)}"
+                    f"{steps[-1].step}: {listed(names)}"
                     if names
                     else f"the learning rate is 0 in all {len(steps)} steps looked at",
                     "Look for what writes weights back after the step."

@@ -1,4 +1,4 @@
-"""Rules about a step: accumulation, clipping, schedules, and what each sample counts for."""
+"""Rules about a step: accumulation, clipping, schedules, and the weight of each sample."""
 
 import math
 from collections import Counter
@@ -10,6 +10,7 @@ from samestep.checking.findings import Found, NotSeen, rule
 _FEW_STEPS = 3
 _UNLIKE = 1.01  # weights of samples are the same within this factor
 _UNLIKE_COUNTS = 1.1  # token counts of batches of one size differ by chance as well
+_EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
 
 
 @rule(
@@ -257,6 +258,43 @@ def _losses(rank: RankSeen) -> Iterator[tuple[Event | None, int, bool]]:
         else:
             yield average, samples, bool(event.get("sync"))
             samples, average = 0, None
+
+
+@rule(
+    "SS309",
+    "error",
+    "the step is not that of the joined batch",
+    "One process that trains on all the ranks' samples would take another step, so the training "
+    "changes with the number of ranks.",
+    residual=True,
+)
+def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare what the optimizer was given with the gradient of all parts in one process."""
+    event = seen.ranks[0].first("parity")
+    if event is None or event.get("not_seen"):
+        yield NotSeen(event["not_seen"] if event is not None else "no first step was kept whole")
+        return
+    most = _ROUGH_STEP if event["rough"] else _EXACT_STEP
+    sizes = " + ".join(map(str, event["sizes"]))
+    if event["residual"] <= most:
+        return
+    if event["direction"] <= most:
+        times = event["scale"]
+        yield Found(
+            event.where,
+            f"the gradient of the first step is {times:.4g} times that of the joined batch of "
+            f"{sizes} samples",
+            "Average gradients over the ranks, rather than add them up: divide by the world size."
+            if abs(times - seen.world_size) < most * seen.world_size
+            else "Weight each rank's loss by its share of the batch.",
+        )
+        return
+    first = f", first in {event['first']}" if event["first"] else ""
+    yield Found(
+        event.where,
+        f"the gradient of the first step differs by {event['residual']:.1%} from that of the "
+        f"joined batch of {sizes} samples, computed in one process{first}",
+    )
 
 
 def _by_line(events: Iterable[Event]) -> dict[str, list[Event]]:

@@ -1,1 +1,1 @@
-"""What is watched in a rank, by subject: each module has `watching(recorder, job)`."""
+"""What is watched in a rank, by subject: each module has `watching(recorder)`."""

@@ -5,9 +5,8 @@ pass over it, as its sampler gives it), `batch`, `left` (a pass that came to its
 (the random numbers that a data set drew for its first samples, in this process or in a worker),
 and `join` (a context that lets ranks have batches left over).
 
-An epoch is cut short: after `job.steps` batches comes the last one; what lies between is counted,
-not read. `len(loader)` tells the length of the short epoch, so that loops by number and
-conditions on the last batch hold.
+Epochs are cut short: `job.steps` batches, then the last one; what lies between is only counted.
+`len(loader)` is the length of the short epoch, so that loops and conditions that rely on it hold.
 """
 
 import contextlib
@@ -23,10 +22,9 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, DistributedSampler, dataloader, get_worker_info
 from torch.utils.data._utils import fetch
 
-from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
 from samestep.checking.samples import base_of, fingerprint, number_of, random_states, rows_of
-from samestep.script.patches import patched
+from samestep.patches import patched
 
 _WHOLE_TURNS = 2  # of each loader; what is read later is like that
 _MOST_INDICES = 20_000
@@ -36,9 +34,9 @@ _MADE = "_samestep_made"  # where the user's code made a loader or a sampler
 
 
 @contextmanager
-def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Note what the script's loaders do while inside, and cut their epochs short."""
-    loaders = _Loaders(recorder, job.steps)
+    loaders = _Loaders(recorder)
     iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - there is no public place
     with patched(
         (DataLoader, "__init__", loaders.made),
@@ -79,8 +77,8 @@ class _Turn:
 
 
 class _Loaders:
-    def __init__(self, recorder: Recorder, steps: int) -> None:
-        self._recorder, self._steps = recorder, steps
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._steps = recorder, recorder.job.steps
         self._groups: dict[tuple[Any, ...], _Group] = {}
         self._count = 0
         self._starting: list[_Turn] = []
@@ -115,7 +113,7 @@ class _Loaders:
         return min(whole, self._steps + (not iterable))
 
     def _turn(self, loader: Any) -> _Turn:
-        where, evaluating = self._recorder.where(), self._recorder.evaluating
+        where, evaluating = self._recorder.where(), self._recorder.hooks.evaluating
         iterable = loader._dataset_kind == dataloader._DatasetKind.Iterable  # noqa: SLF001
         length = None if iterable else _length(loader.dataset)
         key = (type(loader.dataset), length, loader.batch_size, where, evaluating)
@@ -203,7 +201,6 @@ class _Loaders:
     def _note_order(
         self, found: list[Any], turn: _Turn, loader: Any, *, count: int, single: bool, ended: bool
     ) -> None:
-        sizes = [1 if single else len(batch) for batch in found]
         flat = found if single else itertools.chain.from_iterable(found)
         indices = [number_of(index) for index in itertools.islice(flat, _MOST_INDICES)]
         with contextlib.suppress(Exception):  # indices that are no numbers
@@ -215,7 +212,6 @@ class _Loaders:
             indices=indices,
             batches=len(found),
             count=count,
-            sizes=[sizes[0], sizes[-1]] if sizes else [],
             ended=ended,
             truncated=not ended or count > len(indices),
             **_sampler(loader),
@@ -235,10 +231,8 @@ class _Loaders:
             batch = original(iterator)
         except StopIteration:
             if not turn.group.ended or turn.number < _WHOLE_TURNS:
-                number, batches = turn.group.number, turn.batches
-                self._recorder.note(
-                    "left", loader_id=number, turn=turn.number, batches=batches, cut=turn.cut
-                )
+                number = turn.group.number
+                self._recorder.note("left", loader_id=number, turn=turn.number, cut=turn.cut)
             turn.group.ended = True
             raise
         turn.batches += 1
@@ -309,7 +303,6 @@ def _sampler(loader: Any) -> dict[str, Any]:
         "set_epoch": getattr(own, "epoch", None) if hasattr(own, "set_epoch") else None,
         "seed": getattr(own, "seed", None),
         "shuffle": getattr(own, "shuffle", None) or type(own).__name__ == "RandomSampler",
-        "drop_last": getattr(own, "drop_last", None),
     }
 
 

@@ -1,7 +1,7 @@
-"""Watch how numbers leave tensors, are told to people, and are joined over the ranks.
+"""Watch how a rank reads numbers from tensors, reports them, and reduces them over the ranks.
 
-Notes "item" {value} for a tensor of one element that becomes a Python number; "report" {via,
-numbers: as they were printed, labelled: whether the text names this rank beside its number}; and
+Notes "item" {value} for a tensor of one element that becomes a Python number; "report"
+{numbers: as they were printed, labelled: whether the text names this rank beside its number}; and
 "reduced" {op, values: of a small tensor before its all-reduce, metric: no count of a library's}.
 """
 
@@ -19,9 +19,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
-from samestep.script.patches import patched
+from samestep.patches import patched
 
 _SMALL = 8  # elements of a tensor that holds metrics rather than weights
 _MOST_PER_LINE = 5  # events of one line between two optimizer steps
@@ -30,15 +29,14 @@ _LABEL = r"(?:rank|gpu|device|process|worker|node|cuda|proc)\W{0,4}"
 
 
 @contextmanager
-def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Note numbers that are read, told and reduced while inside."""
-    del job
-    watch = _NumberWatch(recorder)
+    reports = _Reports(recorder)
     with patched(
-        *((Tensor, name, watch.around_item) for name in ("item", "__float__", "__int__")),
-        (builtins, "print", watch.around_print),
-        (logging.Logger, "handle", watch.around_log),
-        *((place, name, watch.around_reduce) for place in (dist, c10d) for name in _REDUCES),
+        *((Tensor, name, reports.around_item) for name in ("item", "__float__", "__int__")),
+        (builtins, "print", reports.around_print),
+        (logging.Logger, "handle", reports.around_log),
+        *((place, name, reports.around_reduce) for place in (dist, c10d) for name in _REDUCES),
     ):
         yield
 
@@ -46,8 +44,8 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
 _REDUCES = ("all_reduce", "reduce")
 
 
-class _NumberWatch:
-    """One rank's numbers."""
+class _Reports:
+    """The numbers that one rank reads, tells and reduces."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -84,7 +82,7 @@ class _NumberWatch:
         original(*args, **kwargs)
         if not torch.compiler.is_compiling():
             # A tensor's text is that of the number in it; other objects may be large.
-            self._tell("print", " ".join(str(a) for a in args if not _is_large(a)))
+            self._tell(" ".join(str(a) for a in args if not _is_large(a)))
 
     def around_log(
         self, original: Callable[..., Any], logger: Any, record: logging.LogRecord
@@ -92,13 +90,13 @@ class _NumberWatch:
         """Note the numbers that the script itself logs."""
         original(logger, record)
         if self._recorder.is_direct("logging"):
-            self._tell("log", record.getMessage())
+            self._tell(record.getMessage())
 
-    def _tell(self, via: str, text: str) -> None:
+    def _tell(self, text: str) -> None:
         numbers = _NUMBER.findall(text[:2000])
         if numbers:
             labelled = self._label.search(text) is not None
-            self._note("report", via=via, numbers=numbers[:_SMALL], labelled=labelled)
+            self._note("report", numbers=numbers[:_SMALL], labelled=labelled)
 
     def around_reduce(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note what goes into a reduction of a few numbers."""

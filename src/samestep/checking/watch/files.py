@@ -5,20 +5,17 @@ Notes `write` {path, mode}, mode one of `w` (emptied first), `a` (appended), `re
 {what, fetched}; `tracker` {name, asked}; `progress` {name, disabled, position}. Paths are real
 ones, relative to the script's folder where they lie in it. Each is noted once per line and path.
 
-PyTorch writes files in C++, unseen by Python's audit hook, and other packages in Rust: their
-functions are patched, of those that may not be installed once they are imported.
+Python's audit hook does not see what PyTorch writes in C++, and others in Rust. Their functions are
+patched instead; those of packages that may not be installed, once they are imported.
 """
 
-import contextlib
 import functools
-import importlib.util
 import inspect
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
-from samestep.script.patches import Patch, patched
+from samestep.patches import Patch, patched, patched_when_imported
 
 _DEPTH, _NAMES = 3, 5
 _PLAIN = (str, int, bool, os.PathLike)
@@ -43,9 +39,9 @@ _TRACKERS = {
 
 
 @contextmanager
-def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Note while inside."""
-    files = _Files(recorder, job)
+    files = _Files(recorder)
     wanted: dict[str, Callable[[types.ModuleType], list[Patch]]] = {
         "tqdm.std": lambda m: [(m.tqdm, "__init__", files.around_tqdm)],
         "rich.progress": lambda m: [(m.Progress, "__init__", files.around_rich)],
@@ -54,34 +50,30 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
         "torchvision.datasets": files.data_sets,
     }
     wanted |= {name: functools.partial(files.trackers, of) for name, of in _TRACKERS.items()}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            patched(
-                (torch, "save", files.around_save),
-                (torch.jit, "save", files.around_save),
-                (torch, "load", files.around_load),
-                (torch.profiler.profile, "export_chrome_trace", files.around_export),
-            )
-        )
-        finder = WhenImported(wanted, lambda patches: stack.enter_context(patched(*patches)))
-        finder.begin()
-        stack.callback(sys.meta_path.remove, finder)
+    patches: list[Patch] = [
+        (torch, "save", files.around_save),
+        (torch.jit, "save", files.around_save),
+        (torch, "load", files.around_load),
+        (torch.profiler.profile, "export_chrome_trace", files.around_export),
+    ]
+    with patched(*patches), patched_when_imported(wanted):
         sys.addaudithook(files.audit)  # cannot be removed: it ends with the process
         files.is_on = True
-        stack.callback(setattr, files, "is_on", False)
-        yield
+        try:
+            yield
+        finally:
+            files.is_on = False
 
 
 class _Files:
     # Not of the module: as Python exits, its names are gone before the hook is.
     _audited = frozenset({"open", "os.rename", "urllib.Request"})
 
-    def __init__(self, recorder: Recorder, job: Job) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, job = recorder, recorder.job
         places = [os.path.realpath(place) for place in (job.folder, job.place) if place]
         self._own = tuple(place + os.sep for place in places)
         self._temporary = f"{job.place}/temporary/"
-        self._noted: set[tuple[Any, ...]] = set()
         self.is_on = False
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -102,7 +94,7 @@ class _Files:
             if self._recorder.is_direct("os", "pathlib", "shutil") and not self._is_own(source):
                 self._write(arguments[1], "rename")
         elif arguments[1] is None:  # an address without data to send
-            self._once("download", what=str(arguments[0]), fetched=True)
+            self._recorder.once("download", what=str(arguments[0]), fetched=True)
 
     def around_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note what is saved, and whether its names are those of a wrapper."""
@@ -113,7 +105,7 @@ class _Files:
             path = self._write(place, "w")
         dicts = list(_state_dicts(kept))
         wrapped = next((d for d in dicts if all(n.startswith(_WRAPPED) for n in d)), {})
-        self._once(
+        self._recorder.once(
             "save",
             path=path,
             tensors=sum(len(one) for one in dicts),
@@ -134,7 +126,7 @@ class _Files:
         if isinstance(place, str | os.PathLike):
             where = args[1] if len(args) > 1 else kwargs.get("map_location")
             names = [name for found in _state_dicts(loaded) for name in found][:_NAMES]
-            self._once(
+            self._recorder.once(
                 "load",
                 path=self._name(place),
                 map_location=None if where is None else str(where),
@@ -149,7 +141,7 @@ class _Files:
     ) -> Any:
         """Note what is fetched with requests by the user's own code."""
         if method.upper() == "GET" and self._recorder.is_direct("requests"):
-            self._once("download", what=str(url), fetched=True)
+            self._recorder.once("download", what=str(url), fetched=True)
         return original(session, method, url, **kwargs)
 
     def data_sets(self, module: types.ModuleType) -> list[Patch]:
@@ -157,7 +149,7 @@ class _Files:
 
         def around(original: Callable[..., Any], data_set: Any, *args: Any, **kwargs: Any) -> Any:
             what = f"{type(data_set).__name__}.download"
-            self._once("download", what=what, fetched=False)
+            self._recorder.once("download", what=what, fetched=False)
             return original(data_set, *args, **kwargs)
 
         kinds = {kind for kind in vars(module).values() if isinstance(kind, type)}
@@ -180,7 +172,7 @@ class _Files:
         if self._recorder.is_direct(label.partition(".")[0]):
             given = {str(n): v for n, v in enumerate(args) if isinstance(v, _PLAIN)} | kwargs
             asked = {name: str(v) for name, v in given.items() if isinstance(v, _PLAIN)}
-            self._once("tracker", name=label, asked=asked)
+            self._recorder.once("tracker", name=label, asked=asked)
         return original(*args, **kwargs)
 
     def around_tqdm(self, original: Callable[..., Any], bar: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,13 +180,13 @@ class _Files:
         original(bar, *args, **kwargs)
         if self._recorder.is_direct("tqdm"):
             disabled, position = bool(bar.disable), kwargs.get("position")
-            self._once("progress", name="tqdm", disabled=disabled, position=position)
+            self._recorder.once("progress", name="tqdm", disabled=disabled, position=position)
 
     def around_rich(self, original: Callable[..., Any], bar: Any, *args: Any, **kwargs: Any) -> Any:
         """Note bars of rich."""
         original(bar, *args, **kwargs)
         if self._recorder.is_direct("rich"):
-            self._once("progress", name="rich", disabled=bool(bar.disable), position=None)
+            self._recorder.once("progress", name="rich", disabled=bool(bar.disable), position=None)
 
     def _write(self, path: Any, mode: str) -> str | None:
         """Note a write; return the path's name, or None if it is a cache or a lock, or our own."""
@@ -204,7 +196,7 @@ class _Files:
         if hidden or no_file or self._is_own(name):
             return None
         if mode != "a" or not self._is_logged():
-            self._once("write", path=name, mode=mode)
+            self._recorder.once("write", path=name, mode=mode)
         return name
 
     def _name(self, path: Any) -> str:
@@ -223,13 +215,6 @@ class _Files:
             names.add(frame.f_globals.get("__name__"))
             frame = frame.f_back
         return "logging" in names
-
-    def _once(self, kind: str, **facts: Any) -> None:
-        where = self._recorder.where()
-        key = (kind, where, *map(str, facts.values()))
-        if where and key not in self._noted:
-            self._noted.add(key)
-            self._recorder.note(kind, where=where, **facts)
 
 
 _WRAPPED = ("module.", "_orig_mod.")
@@ -261,35 +246,3 @@ def _state_dicts(kept: Any, depth: int = _DEPTH) -> Iterator[Mapping[str, Tensor
     if depth:
         for value in kept.values():
             yield from _state_dicts(value, depth - 1)
-
-
-class WhenImported:
-    """Patches modules as soon as they are imported; those that already are, at once."""
-
-    def __init__(
-        self,
-        wanted: dict[str, Callable[[types.ModuleType], list[Patch]]],
-        patch: Callable[[list[Patch]], object],
-    ) -> None:
-        self._wanted, self._patch = wanted, patch
-
-    def begin(self) -> None:
-        """Patch what is there, and look at every import from now on."""
-        for name in [name for name in self._wanted if name in sys.modules]:
-            self._patch(self._wanted.pop(name)(sys.modules[name]))
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """Return a module's own spec, whose loader also patches it."""
-        patches = self._wanted.pop(name, None)  # the finders are asked again, then for the real one
-        spec = importlib.util.find_spec(name) if patches is not None else None
-        if patches is None or spec is None or spec.loader is None:
-            return None
-        original = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            original(module)
-            self._patch(patches(module))
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

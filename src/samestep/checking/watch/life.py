@@ -1,8 +1,8 @@
 """Watch how a rank lives: which variables it reads, the collectives it calls, how it ends.
 
 Notes `environment` {name, value, own}: a launcher's variable was read, by the user's own code or by
-a library; `init` {backend, rank, world_size, own}; `destroy`; `collective` {kind, op, root, shapes,
-dtype, group, number}, before it is called; `cuda`: the user's code asked whether there is a GPU;
+a library; `init` {rank, world_size, own}; `destroy`; `collective` {kind, op, root, shapes, dtype,
+group}, before it is called; `cuda`: the user's code asked whether there is a GPU;
 `caught` {error, text, raised, training}: an exception that the script may be about to swallow.
 """
 
@@ -22,10 +22,9 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data import dataloader, get_worker_info
 
-from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
+from samestep.patches import Patch, patched
 from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN
-from samestep.script.patches import Patch, patched
 from samestep.stall.collectives import watch_collectives
 
 _VARIABLES = frozenset(
@@ -50,9 +49,8 @@ _TRAINING = tuple(
 
 
 @contextmanager
-def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Note while inside."""
-    del job
     life = _Life(recorder)
     iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - there is no public place
     patches: tuple[Patch, ...] = (
@@ -71,31 +69,22 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
 class _Life:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._read: set[tuple[str, str]] = set()
         self._told: BaseException | None = None
 
     def around_variable(self, original: Callable[..., Any], environment: Any, name: str) -> Any:
         """Note who reads a launcher's variable; a copy of all variables reads none."""
         if name in _VARIABLES:
-            where = self._recorder.where()
             reader = sys._getframe(2).f_code.co_name  # noqa: SLF001 - below `patched`
-            if (name, where) not in self._read and reader not in _COPIES:
-                self._read.add((name, where))
+            if reader not in _COPIES:
                 own = self._recorder.is_direct("os", "collections")
-                try:
-                    value = original(environment, name)
-                except KeyError:
-                    value = None
-                self._recorder.note("environment", where=where, name=name, value=value, own=own)
+                value = os.environ.copy().get(name)
+                self._recorder.once("environment", name=name, value=value, own=own)
         return original(environment, name)
 
     def around_cuda(self, original: Callable[..., Any]) -> Any:
         """Note that the user's code would use a GPU."""
         if not torch.compiler.is_compiling() and self._recorder.is_direct():
-            where = self._recorder.where()
-            if ("cuda", where) not in self._read:
-                self._read.add(("cuda", where))
-                self._recorder.note("cuda", where=where)
+            self._recorder.once("cuda")
         return original()
 
     def around_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -109,8 +98,7 @@ class _Life:
             if number < 0 and by_environment and variables.get(variable, "").isdecimal():
                 number = int(variables[variable])
             numbers[fact] = number if number >= 0 else None
-        backend, own = given.get("backend"), self._recorder.is_direct()
-        self._recorder.note("init", backend=str(backend or ""), own=own, **numbers)
+        self._recorder.note("init", own=self._recorder.is_direct(), **numbers)
         return original(*args, **kwargs)
 
     def around_destroy(self, original: Callable[..., Any], group: Any = None) -> Any:
@@ -134,7 +122,6 @@ class _Life:
             shapes=[] if may_differ else [list(tensor.shape) for tensor in tensors],
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else None,
             group=group,
-            number=visit.seq,
         )
 
     def around_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

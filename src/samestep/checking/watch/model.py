@@ -6,12 +6,11 @@
 | forward | the outermost call of a module | model_id inside all wrappers, n, rows, drawn, modal |
 | backward | before it | sync, unused: what the loss leaves out, by model_id |
 
-`modal` is how many layers are in training mode, and how many do something else in it.
-What `weights.py` notes of optimizers and weights begins here, too. Keys that are ids are text once
-they are read from a file.
+`modal` counts the layers that behave differently in training, such as dropout: those in training
+mode, and all. A model's first forward pass also starts `weights.py`. Ids that are keys of a mapping
+are text once they have been read from the file.
 """
 
-import contextlib
 import functools
 import os
 import weakref
@@ -26,11 +25,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder, row_hashes
-from samestep.checking.watch.weights import WeightWatch
+from samestep.checking.watch.weights import Weights
 from samestep.data.trees import tree_leaves
-from samestep.script.patches import patched
+from samestep.patches import Patch, patched
 from samestep.training.side_effects import leaves_of
 
 _INSIDE = {
@@ -47,30 +45,24 @@ _ROWS_OF, _NOTED, _GRAPHS = 200, 20_000, 50
 
 
 @contextmanager
-def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Note while inside."""
-    del job
-    weights = WeightWatch(recorder)
-    watch = ModelWatch(recorder, weights)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(weights.installed())
-        stack.enter_context(
-            patched(
-                (DistributedDataParallel, "__init__", watch.around_wrap),
-                (torch.autograd, "backward", watch.around_backward),
-                *((torch, name, watch.around_random) for name in _RANDOM),
-            )
-        )
-        call = nn.Module.__call__
-        stack.callback(setattr, nn.Module, "__call__", call)
-        nn.Module.__call__ = watch.noted_call(call)  # type: ignore[method-assign]
+    weights = Weights(recorder)
+    models = _Models(recorder, weights)
+    patches: list[Patch] = [
+        (DistributedDataParallel, "__init__", models.around_wrap),
+        (torch.autograd, "backward", models.around_backward),
+        (nn.Module, "__call__", models.around_call),
+        *((torch, name, models.around_random) for name in _RANDOM),
+    ]
+    with weights.installed(), patched(*patches):
         yield
 
 
-class ModelWatch:
-    """What is known of how a rank's models are called."""
+class _Models:
+    """How one rank's models are wrapped and called."""
 
-    def __init__(self, recorder: Recorder, weights: WeightWatch) -> None:
+    def __init__(self, recorder: Recorder, weights: Weights) -> None:
         self._recorder = recorder
         self._weights = weights
         self._pid = os.getpid()  # workers of a loader are forked with all of this
@@ -92,7 +84,7 @@ class ModelWatch:
         model, *_ = _peeled(wrapper)
         for part in model.modules():
             self._wrapped[id(part)] = weakref.ref(part), weakref.ref(model)
-        settings = ("find_unused_parameters", "device_ids", "broadcast_buffers", "static_graph")
+        settings = ("find_unused_parameters", "broadcast_buffers", "static_graph")
         self._recorder.note(
             "wrap",
             wrapper=kind,
@@ -103,27 +95,24 @@ class ModelWatch:
             **{name: getattr(wrapper, name, None) for name in settings},
         )
 
-    def noted_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Module.__call__` that notes its outermost calls."""
-
-        @functools.wraps(original)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._depth or self._passive():
-                return original(module, *args, **kwargs)
-            if next(module.parameters(), None) is None:
-                return original(module, *args, **kwargs)  # a loss or an activation
-            if _peeled(module)[1] is None and any(
-                _kind_of(type(part).__mro__) for part in module.modules()
-            ):
-                return original(module, *args, **kwargs)  # its parts are called in wrappers
-            self._note_forward(module, args, kwargs)
-            self._depth += 1
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                self._depth -= 1
-
-        return call
+    def around_call(
+        self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Note the outermost call of a module."""
+        if torch.compiler.is_compiling() or self._depth or self._passive():
+            return original(module, *args, **kwargs)
+        if next(module.parameters(), None) is None:
+            return original(module, *args, **kwargs)  # a loss or an activation
+        if _peeled(module)[1] is None and any(
+            _kind_of(type(part).__mro__) for part in module.modules()
+        ):
+            return original(module, *args, **kwargs)  # its parts are called in wrappers
+        self._note_forward(module, args, kwargs)
+        self._depth += 1
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
 
     def _passive(self) -> bool:
         """Whether this is a worker, a recomputation within backward or a call of a watcher."""
@@ -138,14 +127,15 @@ class ModelWatch:
         if wrapper is not None and kind == "fsdp" and self._wrapper_of(model) is None:
             self._note_wrap(wrapper, "fsdp")
         if grad:
-            self._weights.begin(model, kind)
+            self._weights.begin(model)
             if sync or kind == "fsdp":
                 self._pending.add(number)
         self._counts[number] += 1
         if self._counts[number] > _NOTED:
             return
         with self._recorder.unwatched():
-            tensor = _first_tensor((args, kwargs))
+            leaves = tree_leaves((args, kwargs))
+            tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
             rows = (
                 row_hashes(tensor)
                 if tensor is not None and self._counts[number] <= _ROWS_OF
@@ -164,7 +154,6 @@ class ModelWatch:
             n=_length(tensor),
             rows=rows,
             drawn=any(drawn() is tensor for drawn in self._drawn),
-            sync=sync,
         )
 
     def _wrapper_of(self, part: nn.Module) -> nn.Module | None:
@@ -240,10 +229,6 @@ def _depends_on_mode(part: nn.Module) -> bool:
     if isinstance(part, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - there is no public name
         return part.p > 0
     return isinstance(part, _NormBase) and part.track_running_stats
-
-
-def _first_tensor(tree: Any) -> Tensor | None:
-    return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)), None)
 
 
 def _length(tensor: Tensor | None) -> int | None:

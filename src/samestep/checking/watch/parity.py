@@ -1,10 +1,10 @@
-"""The parity experiment: is the gradient of the first step that of the joined batch?
+"""The parity experiment: would one process with the joined batch get the same gradient?
 
 Each rank keeps its part of the first optimizer step: the weights before it, what the model and the
 loss were called with, and the gradients that the optimizer was given. When the script has ended,
 rank 0 computes the gradient of all parts at once, as one process would have, and compares.
 
-Notes "parity": {residual, scale, first, sizes, where, exact} or {not_seen}.
+Notes "parity" {residual, direction, scale, first, sizes, rough} or {not_seen}.
 """
 
 import math
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder
-from samestep.script.patches import patched
+from samestep.patches import patched
+from samestep.script.hooks import tensors_of
 
 _LOSSES = (
     "cross_entropy",
@@ -65,10 +65,10 @@ class _Part:
 
 
 @contextmanager
-def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Keep this rank's part of the first step while inside; `compare` follows at the end."""
     part = _Part()
-    first = _FirstStep(recorder, Path(job.folder), part)
+    first = _FirstStep(recorder, part)
     recorder.at_end.append(first.compare)
     with first.installed():
         yield
@@ -77,8 +77,9 @@ def watching(recorder: Recorder, job: Job) -> Iterator[None]:
 class _FirstStep:
     """Watches one rank until its first optimizer step."""
 
-    def __init__(self, recorder: Recorder, folder: Path, part: _Part) -> None:
-        self._recorder, self._folder, self._part = recorder, folder, part
+    def __init__(self, recorder: Recorder, part: _Part) -> None:
+        self._recorder, self._part = recorder, part
+        self._folder = Path(recorder.job.folder)
         self._depth = 0
         self._open = True
 
@@ -184,7 +185,7 @@ class _FirstStep:
         for handle in self._handles:
             handle.remove()
         part = self._part
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p) for p in tensors_of(optimizer)}
         with self._recorder.unwatched():
             part.gradients = {
                 name: p.grad.detach().clone()
@@ -193,14 +194,14 @@ class _FirstStep:
             }
             part.unseen = part.unseen or _unseen(part)
             part.output = part.loss = None
-            kept = {"unseen": part.unseen, "arguments": part.arguments, "loss": part.loss_arguments}
-            if part.unseen:
-                kept = {"unseen": part.unseen}
+            kept = {"arguments": part.arguments, "loss": part.loss_arguments}
+            path = self._folder / f"part-{self._recorder.rank}.pt"
+            whole = path.with_suffix(".whole")
             try:
-                torch.save(kept, self._folder / f"part-{self._recorder.rank}.pt.tmp")
-                _rename(self._folder / f"part-{self._recorder.rank}.pt")
+                torch.save({"unseen": part.unseen} | ({} if part.unseen else kept), whole)
             except Exception as error:
-                torch.save({"unseen": str(error)}, self._folder / f"part-{self._recorder.rank}.pt")
+                torch.save({"unseen": str(error)}, whole)
+            whole.rename(path)
 
     def compare(self, world_size: int) -> None:
         """On rank 0, when all is over: compute the joined gradient and note how it differs."""
@@ -270,10 +271,6 @@ def _unseen(part: _Part) -> str:
     if not part.gradients:
         return "the optimizer holds no gradients of the model"
     return ""
-
-
-def _rename(path: Path) -> None:
-    path.with_name(path.name + ".tmp").rename(path)
 
 
 def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ before were still there when the backward pass began, cleared: line of a `zero_g
 backward pass, tensors, missing: tensors without a gradient}; "reach" {leaves, parameters} of the
 first losses; "average" {weight: of each summand in the loss, by: the count it is divided by,
 other: the product of its factors that are no counts}; "clip" {name, most, norm, scaled, sizes};
-"scaler" {scale, skipped, optimizer_id}; "scheduler" {scheduler, scheduler_id, total, inner} as one
+"scaler" {scale, skipped}; "scheduler" {scheduler, scheduler_id, total, inner} as one
 is made, and "schedule" {scheduler_id, lr} as it is stepped.
 """
 
@@ -27,9 +27,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from samestep.checking.job import Job
 from samestep.checking.recorder import Recorder, checksum
-from samestep.script.patches import Patch, patched
+from samestep.patches import Patch, patched
+from samestep.script.hooks import step_closure, tensors_of
 from samestep.training.side_effects import leaves_of
 
 _SAMPLE = 4  # tensors of an optimizer whose gradients are looked at, the smallest first
@@ -62,14 +62,13 @@ class _Held:
 
 
 @contextmanager
-def watching(recorder: Recorder, job: Job) -> Iterator[None]:
+def watching(recorder: Recorder) -> Iterator[None]:
     """Note gradients, clipping, scaling and schedules while inside."""
-    del job
-    with _StepWatch(recorder).installed():
+    with _Steps(recorder).installed():
         yield
 
 
-class _StepWatch:
+class _Steps:
     """One rank's steps."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -165,13 +164,12 @@ class _StepWatch:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held = self._held.get(optimizer)
         if held is None:
-            whole = _tensors(optimizer)
+            whole = tensors_of(optimizer)
             held = self._held[optimizer] = _Held(
                 sorted((p for p in whole if p.requires_grad), key=Tensor.numel)[:_SAMPLE]
             )
             held.backwards = 1
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):  # which would make the gradients
+        if step_closure(args, kwargs) is None:  # which would make the gradients
             self._note_gradients(optimizer, held)
 
     def _note_gradients(self, optimizer: Optimizer, held: _Held) -> None:
@@ -182,7 +180,7 @@ class _StepWatch:
             held.sample, held.left = [], {}  # enough is known
             return
         with self._recorder.unwatched():
-            tensors = _tensors(optimizer)
+            tensors = tensors_of(optimizer)
             missing = sum(tensor.grad is None for tensor in tensors)
             full = _any(held.sample)
         self._recorder.note(
@@ -198,8 +196,7 @@ class _StepWatch:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken += 1
         held = self._held[optimizer]
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if callable(closure):
+        if step_closure(args, kwargs) is not None:
             self._note_gradients(optimizer, held)
         with self._recorder.unwatched():
             sums = {
@@ -251,7 +248,7 @@ class _StepWatch:
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         original(scaler, optimizer)
-        self._unscaled |= {id(p) for p in _tensors(optimizer)}
+        self._unscaled |= {id(p) for p in tensors_of(optimizer)}
 
     def _around_scaler_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
@@ -259,12 +256,7 @@ class _StepWatch:
         before = self._taken
         value = original(scaler, optimizer, *args, **kwargs)
         if scaler.is_enabled():
-            self._recorder.note(
-                "scaler",
-                scale=scaler.get_scale(),
-                skipped=self._taken == before,
-                optimizer_id=id(optimizer),
-            )
+            self._recorder.note("scaler", scale=scaler.get_scale(), skipped=self._taken == before)
         return value
 
     def _around_update(
@@ -291,7 +283,6 @@ class _StepWatch:
             "scheduler",
             scheduler=type(scheduler).__name__,
             scheduler_id=id(scheduler),
-            optimizer_id=id(getattr(scheduler, "optimizer", None)),
             total=_total(scheduler),
             inner=[id(one) for one in inner],
         )
@@ -307,10 +298,6 @@ class _StepWatch:
         if not self._schedules:
             lr = scheduler.optimizer.param_groups[0]["lr"]
             self._recorder.note("schedule", scheduler_id=id(scheduler), lr=float(lr))
-
-
-def _tensors(optimizer: Optimizer) -> list[Tensor]:
-    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def _any(sample: Sequence[Tensor]) -> bool:

@@ -2,11 +2,11 @@
 
 | event | when | facts |
 |---|---|---|
-| model | its first forward pass with gradients | model_id, wrapper, batch_norms, shapes |
-| optimizer | one is made | optimizer_id, held: how many tensors |
-| step | after it | grads before it, held, strangers: held tensors of no model, unheld |
+| model | its first forward pass with gradients | model_id, batch_norms, shapes |
+| optimizer | one is made | optimizer_id |
+| step | after it | grads before it, strangers: held tensors of no model, unheld |
 | weights | before the first step, after some | checksums of parameters and buffers, sharded |
-| kept | before some steps | the same, with what the script did to the weights since the last step |
+| kept | before some steps | the same: what the script itself did to the weights is in it |
 | saved | torch.save gets weights | fresh: as trained, stale: as before, live: a module's own |
 
 Gradients and weights are looked at in the first three steps and rarely then; other steps have no
@@ -31,7 +31,8 @@ from torch.optim.optimizer import (
 )
 
 from samestep.checking.recorder import Recorder, checksum
-from samestep.script.patches import patched
+from samestep.patches import patched
+from samestep.script.hooks import step_closure, tensors_of
 
 _Made = tuple[str, weakref.ref[nn.Module], weakref.ref[nn.Module], weakref.ref[Tensor]]
 """A parameter as an optimizer was made: its name, its model, the part that owns it, itself."""
@@ -65,8 +66,8 @@ class Numbers:
         return [one for ref, _ in self._seen.values() if (one := ref()) is not None]
 
 
-class WeightWatch:
-    """What is known of a rank's optimizers, and of the weights that they train."""
+class Weights:
+    """One rank's optimizers, and the weights that they train."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -97,7 +98,7 @@ class WeightWatch:
             )
             yield
 
-    def begin(self, model: nn.Module, wrapper: str | None) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Note a model that is called with gradients for the first time."""
         number = self.models[model]
         self._recent.add(number)
@@ -109,7 +110,6 @@ class WeightWatch:
             "model",
             model=type(model).__name__,
             model_id=number,
-            wrapper=wrapper,
             batch_norms=[n for n, m in named if m.training and not isinstance(m, SyncBatchNorm)],
             shapes={n: list(p.shape) for n, p in model.named_parameters() if not is_lazy(p)},
         )
@@ -144,7 +144,7 @@ class WeightWatch:
             for one, tensor in part._parameters.items()  # noqa: SLF001 - by owner
             if tensor is not None and id(tensor) in held
         ]
-        self._recorder.note("optimizer", optimizer=type(optimizer).__name__, optimizer_id=number)
+        self._recorder.note("optimizer", optimizer_id=number)
 
     def _around_named(
         self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
@@ -155,14 +155,14 @@ class WeightWatch:
         return original(module, *args, **kwargs)
 
     def _hold(self, optimizer: Optimizer) -> dict[int, Tensor]:
-        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p): p for p in tensors_of(optimizer)}
         for tensor in held.values():
             self._held.add(tensor)
         return held
 
     def _of(self, optimizer: Optimizer) -> list[nn.Module]:
         """Return the models of which an optimizer holds weights."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p) for p in tensors_of(optimizer)}
         return [m for m in self.trained.alive() if any(id(p) in held for p in m.parameters())]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -178,8 +178,7 @@ class WeightWatch:
             if self._steps[number] in _KEPT:
                 for model in self._of(optimizer):
                     self._note_weights(model, "kept")
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            self._grads = {} if callable(closure) else self._look(optimizer)
+            self._grads = {} if step_closure(args, kwargs) else self._look(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._stepping or self._stepping.pop() != id(optimizer) or self._stepping:
@@ -231,29 +230,26 @@ class WeightWatch:
                 for model in models
                 if self.models[model] in self._recent
             }
-        replaced = self._replaced(optimizer) if strangers else {}
         return {
             "grads": grads,
             "still": still,
             "strangers": strangers,
             "unheld": {number: names for number, names in unheld.items() if names},
-            **replaced,
+            "tensors_replaced": self._replaced(optimizer) if strangers else [],
         }
 
-    def _replaced(self, optimizer: Optimizer) -> dict[str, list[str]]:
+    def _replaced(self, optimizer: Optimizer) -> list[str]:
         """Return the names that mean other tensors than when the optimizer was made."""
-        tensors, parts = [], []
+        found = []
         for name, model, owner, tensor in self._made_for.get(self._optimizers[optimizer], ()):
             whole = model()
             if whole is None:
                 continue
             path, _, own = name.rpartition(".")
-            now = dict(whole.named_modules()).get(path)
-            if now is None or now is not owner():
-                parts.append(name)
-            elif getattr(now, own, None) is not tensor():
-                tensors.append(name)
-        return {"tensors_replaced": tensors, "parts_replaced": parts}
+            part = dict(whole.named_modules()).get(path)
+            if part is not None and part is owner() and getattr(part, own, None) is not tensor():
+                found.append(name)
+        return found
 
     def _around_state(
         self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
