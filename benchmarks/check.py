@@ -49,9 +49,9 @@ def main() -> None:
                 one |= cost(place, given.python)
             one["origin"] = origin(given.folder, place.name)
             print(place.name, one["verdict"], f"{one['seconds']:.1f} s", one.get("cost", ""))
-    found["machine"] = machine()
-    KEPT.write_text(json.dumps(found, indent=1) + "\n")
-    KEPT.with_suffix(".md").write_text(page(found))
+            found["machine"] = machine()
+            KEPT.write_text(json.dumps(found, indent=1) + "\n")
+            KEPT.with_suffix(".md").write_text(page(found))
 
 
 class _Raw(argparse.RawDescriptionHelpFormatter):
@@ -133,8 +133,9 @@ def page(found: dict[str, Any]) -> str:
 
 def _command(place: Path) -> tuple[str, list[str], str]:
     """Return a script's name, its arguments and how it is launched."""
-    words, launch, *more = (place / "cmd.txt").read_text().splitlines()
-    return (more or ["train.py"])[0], shlex.split(words), launch.removeprefix("launch: ")
+    lines = [*(place / "cmd.txt").read_text().splitlines(), "", ""]
+    words, launch, script = lines[:3]
+    return script or "train.py", shlex.split(words), launch.removeprefix("launch: ") or "torchrun"
 
 
 def _samestep_check(place: Path, python: str, *flags: str) -> subprocess.CompletedProcess[str]:
