@@ -212,6 +212,9 @@ def _has_stepped(folder: Path) -> bool:
 
 
 def _tail(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        return file.read()
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            return file.read()
+    except FileNotFoundError:  # renamed: the process has just learnt which rank it is
+        return b""

@@ -270,7 +270,7 @@ def _losses(rank: RankSeen) -> Iterator[tuple[Event | None, int, bool]]:
 )
 def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare what the optimizer was given with the gradient of all parts in one process."""
-    event = seen.ranks[0].first("parity")
+    event = seen.ranks[0].first("parity") if seen.ranks[0].steps > 1 else None
     if event is None or event.get("not_seen"):
         yield NotSeen(event["not_seen"] if event is not None else "no first step was kept whole")
         return
