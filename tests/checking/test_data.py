@@ -214,6 +214,12 @@ def test_a_mistake_with_the_data_is_found_at_its_line(tmp_path, name):
     assert report.exit_code == (found.severity != "advice")
 
 
+def test_the_remedy_names_the_loader_that_the_loop_wraps(tmp_path):
+    loop = "for _, (inputs, labels) in enumerate(iter(train_loader)):"
+    (found,) = check(tmp_path, planted((SET_EPOCH, ""), (LOOP + ":", loop))).findings
+    assert found.remedy.splitlines() == ["+ train_loader.sampler.set_epoch(epoch)", f"  {loop}"]
+
+
 EPOCHS = """\
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler

@@ -86,6 +86,12 @@ def test_ranks_that_take_themselves_for_others_are_found(tmp_path):
     assert found.severity == "error"
 
 
+def test_a_rank_that_cannot_begin_beside_another_rank_0_fails_for_that_reason_alone(tmp_path):
+    own = 'dist.init_process_group("gloo", rank=int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)), '
+    text = planted((INIT, f"    {own}world_size=1)\n    rank = dist.get_rank()\n"))
+    assert codes(check(tmp_path, text)) == {"SS604"}
+
+
 def test_a_failure_that_is_printed_and_forgotten_is_found_by_its_exit_code(tmp_path):
     text = planted(
         (

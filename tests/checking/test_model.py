@@ -160,7 +160,8 @@ def test_a_buffer_that_one_rank_changes_is_found_where_ddp_does_not_broadcast(tm
 def test_parameters_that_no_loss_reaches_are_found_although_the_script_fails(tmp_path):
     text = own_net((WRAPPED, "DDP(Net())"))
     report = check(tmp_path, text)
-    (found,) = (f for f in report.findings if f.code == "SS207")
+    assert codes(report) == {"SS207"}
+    (found,) = report.findings
     assert found.line == line_of(text, "model = DDP(")
     assert "2 of 4 parameters" in found.evidence
     assert "spare.weight" in found.evidence

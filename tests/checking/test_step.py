@@ -102,11 +102,28 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
             ("        scheduler.step()\n", ""),
             ("optimizer.step()\n", "optimizer.step()\n            scheduler.step()\n"),
         ),
+        (
+            SCALER,
+            (
+                STEP,
+                SCALED.replace("            scaler.unscale_(optimizer)\n", "").replace(
+                    "1.0)", "float('inf'))"
+                ),
+            ),
+        ),
     ],
-    ids=["accumulation", "a scaler", "a scheduler of steps"],
+    ids=["accumulation", "a scaler", "a scheduler of steps", "a norm that is only read"],
 )
 def test_what_looks_alike_and_is_right_stays_silent(changes, tmp_path):
     assert check(tmp_path, planted(*changes)).findings == []
+
+
+def test_losses_and_metrics_that_are_not_finite_are_judged_too(tmp_path):
+    text = planted(
+        ("loss_of(model(inputs), labels)", "loss_of(model(inputs), labels) * float('inf')"),
+        ("torch.zeros(2)", "torch.full((2,), float('nan'))"),
+    )
+    assert not codes(check(tmp_path, text)) & {"SS307", "SS308", "SS402"}
 
 
 def test_clipping_before_an_all_reduce_by_hand_is_found(tmp_path):

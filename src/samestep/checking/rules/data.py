@@ -123,7 +123,7 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
         line = seen.line(first.loader.where)
         told = f"epochs 1 and 2 read the same samples in the same order ({some(first.order)})"
         told += f"; the sampler's epoch was {one['set_epoch']} and {two['set_epoch']}"
-        read = re.search(r" in (?:enumerate\(|tqdm\()?([\w.]+)", line)
+        read = re.search(r" in (?:[\w.]+\()*([\w.]+)", line)
         name = read[1] if read else "loader"
         loop = f"+ {name}.sampler.set_epoch(epoch)\n  {line}"
         otherwise = "Call `sampler.set_epoch(epoch)` at the start of each epoch."

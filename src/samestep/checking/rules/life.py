@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 from samestep.checking.events import Event, RankSeen, Seen
 from samestep.checking.findings import Found, NotSeen, rule
+from samestep.checking.rules.data import uneven_batches
+from samestep.checking.rules.evaluation import evaluates_alone
 from samestep.checking.rules.files import named
 
 # Those that Slurm, Open MPI and MPICH give, and torchrun does not.
@@ -22,6 +24,9 @@ _CALL = ("kind", "op", "root", "shapes", "dtype")
 def other_collectives(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find the first collective of each group that is not the same call on its ranks."""
     if seen.stall is not None and any(rank.exit_code for rank in seen.ranks):
+        causes = (uneven_batches, evaluates_alone, wrong_variables)
+        if any(isinstance(said, Found) for cause in causes for said in cause(seen)):
+            return  # they say why
         yield Found(seen.stall.where, seen.stall.sentence)
         return
     groups: dict[str, dict[int, list[Event]]] = defaultdict(dict)

@@ -168,6 +168,8 @@ def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def drift(seen: Seen) -> Iterator[Found | NotSeen]:
     """The ranks begin with the same weights and end with different ones."""
+    if any(unused_parameters(seen)):
+        return  # what shares a bucket with those is not all-reduced
     for one in _trained(seen):
         apart = [(weights, _differing(weights, "parameters")) for weights in one.weights]
         if not one.is_one or apart[0][1] or not apart[-1][1]:

@@ -7,6 +7,7 @@ Notes "item" {value} for a tensor of one element that becomes a Python number; "
 
 import builtins
 import logging
+import math
 import os
 import re
 import sys
@@ -110,7 +111,8 @@ class _Reports:
         with self._recorder.unwatched():
             values = [float(v) for v in tensor.detach().reshape(-1).tolist()]
         own = self._recorder.is_direct("torch") or tensor.is_floating_point()
-        self._note("reduced", op=getattr(op, "name", str(op)), values=values, metric=own)
+        if all(map(math.isfinite, values)):  # NaN and infinity are not JSON
+            self._note("reduced", op=getattr(op, "name", str(op)), values=values, metric=own)
         self._inside = True
         try:
             return original(*args, **kwargs)

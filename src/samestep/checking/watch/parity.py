@@ -296,8 +296,8 @@ def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
     names = [name for name in wanted if name in part.gradients]
     given = torch.cat([part.gradients[name].double().reshape(-1) for name in names])
     joint = torch.cat([wanted[name].double().reshape(-1) for name in names])
-    if not float(joint.norm()) or not float(given.norm()):
-        raise _Unseen("a gradient is 0")
+    if not all(0 < float(gradient.norm()) < math.inf for gradient in (joint, given)):
+        raise _Unseen("a gradient is 0 or not finite")
     along = float(given @ joint) / float(joint @ joint)
     # What a sum is divided by, for a batch of this size, cannot be told from one step.
     if part.clipped or (parts[0]["loss"] or [{}])[-1].get("reduction") == "sum":

@@ -215,7 +215,8 @@ class _Steps:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = original(parameters, *args, **kwargs)
         most = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value", math.nan))
-        if not self._recorder.quiet and self._first_times("clip"):
+        # An infinite limit clips nothing: the norm is only read.
+        if math.isfinite(most) and not self._recorder.quiet and self._first_times("clip"):
             clipped = [p for p in parameters if p.grad is not None]
             scaled = any(id(p) not in self._unscaled for p in clipped)
             with self._recorder.unwatched():
@@ -322,7 +323,7 @@ def _average(loss: Tensor) -> dict[str, float] | None:
             if not isinstance(factor, Tensor) or factor.numel() != 1:
                 return None
             number = float(factor)
-            if not number:
+            if not number or not math.isfinite(number):
                 return None
             weight = weight / number if name == "DivBackward0" else weight * number
             if not number.is_integer():
