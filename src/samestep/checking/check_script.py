@@ -14,6 +14,7 @@ from samestep.checking.check_report import CheckReport
 from samestep.checking.events import Job, Seen, Stall, write_job
 from samestep.checking.findings import judge, without_silenced
 from samestep.checking.ranks_of_script import (
+    FIRST_STEP_WITHIN_S,
     SPAWNS,
     Starter,
     end,
@@ -86,6 +87,9 @@ def report_on(seen: Seen, output: list[str], script: Path, began: float) -> Chec
 
     Raises UserError if it could not be checked.
     """
+    if not seen.ranks:
+        told = "\n".join(output).rstrip()
+        raise UserError(f"{script} started no rank, so it could not be checked:\n{told}")
     found, not_seen = judge(seen)
     if not any(finding.severity == "error" for finding in found):
         _refuse_failures(seen, output, script)
@@ -205,7 +209,8 @@ def _refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:
             f"{failed.steps} steps, so it could not be checked:\n{told.rstrip()}"
         )
     if not any(rank.steps for rank in seen.ranks):
+        within = f" within {FIRST_STEP_WITHIN_S:.0f} s" if not seen.complete else ""
         raise UserError(
-            f"{script} took no optimizer step, so there was nothing to check. Does it train with "
-            "these arguments (they follow `--`)?"
+            f"{script} took no optimizer step{within}, so there was nothing to check. Does it "
+            "train with these arguments (they follow `--`)?"
         )

@@ -22,7 +22,7 @@ from samestep.stall.stacks import look
 
 _LOOK_EVERY_S = 0.05
 _POLITE_S = 3.0
-_FIRST_STEP_WITHIN_S = 120.0
+FIRST_STEP_WITHIN_S = 120.0
 _LOOK_FOR_STALLS_EVERY_S, _DOUBTFUL_S = 0.5, 3.0
 _STEP = re.compile(rb'"step":[1-9]')
 _LAUNCHERS = re.compile(
@@ -136,7 +136,7 @@ def wait(
     Returns the exit codes of those that have ended, and why the others have stalled. Without
     `looks` nothing is asked of the processes of other ranks, which may be on other nodes.
     """
-    until = time.monotonic() + _FIRST_STEP_WITHIN_S
+    until = time.monotonic() + FIRST_STEP_WITHIN_S
     look_at = 0.0
     stall = None
     stepped = failed = False

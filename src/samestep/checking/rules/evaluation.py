@@ -119,7 +119,7 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS403",
     "error",
-    "one rank evaluates alone inside the wrapped model",
+    "one rank evaluates alone through the wrapped model",
     "The wrapper's forward pass is a collective: it waits for ranks that never come, or meets "
     "another call of theirs.",
 )

@@ -270,9 +270,10 @@ def _losses(rank: RankSeen) -> Iterator[tuple[Event | None, int, bool]]:
 )
 def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare what the optimizer was given with the gradient of all parts in one process."""
-    event = seen.ranks[0].first("parity") if seen.ranks[0].steps > 1 else None
-    if event is None or event.get("not_seen"):
-        yield NotSeen(event["not_seen"] if event is not None else "no first step was kept whole")
+    event = seen.ranks[0].first("parity")
+    if event is None or event.get("not_seen") or seen.ranks[0].steps < 2:
+        why = "fewer than two optimizer steps were taken, or the script failed"
+        yield NotSeen(event.get("not_seen", why) if event is not None else why)
         return
     most = _ROUGH_STEP if event["rough"] else _EXACT_STEP
     sizes = " + ".join(map(str, event["sizes"]))

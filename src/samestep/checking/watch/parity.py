@@ -279,7 +279,7 @@ def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
         path = folder / f"part-{rank}.pt"
         if not path.exists():
             raise _Unseen(f"rank {rank} took no step")
-        parts.append(torch.load(path, weights_only=False))  # this check's own file, of this run
+        parts.append(torch.load(path, weights_only=True))
     for one in parts:
         if one["unseen"]:
             raise _Unseen(one["unseen"])

@@ -269,14 +269,20 @@ class _Steps:
 
     # Schedules
 
+    @contextmanager
+    def _scheduling(self) -> Iterator[None]:
+        """Count how deep it is inside: a scheduler may be made of others, and step once as made."""
+        self._schedules += 1
+        try:
+            yield
+        finally:
+            self._schedules -= 1
+
     def _around_new_scheduler(
         self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
     ) -> None:
-        self._schedules += 1
-        try:
+        with self._scheduling():
             original(scheduler, *args, **kwargs)
-        finally:
-            self._schedules -= 1
         if self._schedules:
             return
         inner = getattr(scheduler, "_schedulers", ())
@@ -291,11 +297,8 @@ class _Steps:
     def _around_schedule(
         self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
     ) -> None:
-        self._schedules += 1
-        try:
+        with self._scheduling():
             original(scheduler, *args, **kwargs)
-        finally:
-            self._schedules -= 1
         if not self._schedules:
             lr = scheduler.optimizer.param_groups[0]["lr"]
             self._recorder.note("schedule", scheduler_id=id(scheduler), lr=float(lr))
