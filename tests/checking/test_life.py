@@ -1,5 +1,7 @@
 """How ranks live: their numbers, the order of their collectives, how they end."""
 
+import pytest
+
 from tests.checking.planted import BASE, check, codes, line_of, planted
 
 REDUCE = "        dist.all_reduce(counts)\n"
@@ -86,9 +88,22 @@ def test_ranks_that_take_themselves_for_others_are_found(tmp_path):
     assert found.severity == "error"
 
 
-def test_a_rank_that_cannot_begin_beside_another_rank_0_fails_for_that_reason_alone(tmp_path):
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_cannot_begin_beside_another_rank_0_fails_for_that_reason_alone(
+    first, tmp_path
+):
+    """Whichever has the port first trains, and saves as its rank 0."""
+    wait = f"""\
+    import socket
+    import time
+    while int(os.environ["RANK"]) != {first}:
+        with socket.socket() as other:
+            if not other.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
+                break
+        time.sleep(0.01)  # a port that somebody listens on can only be asked for
+"""
     own = 'dist.init_process_group("gloo", rank=int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)), '
-    text = planted((INIT, f"    {own}world_size=1)\n    rank = dist.get_rank()\n"))
+    text = planted((INIT, f"{wait}    {own}world_size=1)\n    rank = dist.get_rank()\n"))
     assert codes(check(tmp_path, text)) == {"SS604"}
 
 

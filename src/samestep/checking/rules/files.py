@@ -93,6 +93,9 @@ def other_rank_saves(seen: Seen) -> Iterator[Found | NotSeen]:
     lines = by_line(seen, "save")
     if not lines:
         yield NotSeen("nothing was saved with torch.save")
+    if seen.ranks[0].steps < max(rank.steps for rank in seen.ranks):
+        yield NotSeen("rank 0 came to its end before it could save")
+        return
     for where, ranks in lines.items():
         tensors = max(event["tensors"] for events in ranks.values() for event in events)
         paths = [event["path"] for events in ranks.values() for event in events if event["path"]]
