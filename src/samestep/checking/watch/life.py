@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from samestep.stall.collectives import watch_collectives
 _VARIABLES = frozenset(
     {*TORCHRUN, *OPEN_MPI, *PMI, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID"}
 )
+_GLOO_DROPS_S = 0.02
 _LONGEST = 100
 _COPIES = frozenset({"copy", "__or__", "__ror__", "__iter__"})
 # Calls in which an exception that is caught in the script may be told, or the exit code lost.
@@ -69,7 +71,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
 class _Life:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._told: BaseException | None = None
+        self._told: tuple[int, str] | None = None
 
     def around_variable(self, original: Callable[..., Any], environment: Any, name: str) -> Any:
         """Note who reads a launcher's variable; a copy of all variables reads none."""
@@ -105,6 +107,9 @@ class _Life:
         """Note the end of the default group."""
         if group is None or group is dist.group.WORLD:
             self._recorder.note("destroy")
+        # Gloo's thread drops a backward pass's last all-reduce under the GIL. If that is still due
+        # when the group goes, both wait for each other: PyTorch's race, and none of the script.
+        time.sleep(_GLOO_DROPS_S)
         return original(group)
 
     def on_collective(self, kind: str, tensors: list[Tensor], _where: str, group: str) -> None:
@@ -143,12 +148,13 @@ class _Life:
 
     def _caught(self, error: BaseException, raised: str, *, training: bool) -> None:
         if (
-            error is self._told
+            (id(error), str(error)) == self._told
             or not isinstance(error, Exception)
             or isinstance(error, StopIteration)
         ):
             return
-        self._told = error
+        # Not the exception itself: its frames would keep the model beyond the process group.
+        self._told = id(error), str(error)
         text = (str(error).splitlines() or [""])[0]
         if text.startswith("["):  # where in Gloo's source
             text = text.partition("] ")[2] or text
