@@ -31,3 +31,17 @@ def test_a_rank_that_leaves_the_loop_and_meets_the_others_in_another_collective_
     assert (found.code, found.line) == ("SS601", line_of(text, "dist.all_reduce(counts)"))
     assert found.evidence.startswith("Rank 1 left the loop after 5 ")
     assert f"train.py:{line_of(text, 'loss.backward()')}" in found.evidence
+
+
+def test_a_rank_that_aborts_in_a_call_is_told_with_the_line_that_each_rank_waits_in(tmp_path):
+    """As Gloo's own thread may, on a message of a wrong size: no exception is raised."""
+    leave = (
+        "            if rank == 1 and epoch:\n"
+        "                threading.Timer(0.5, os.abort).start()\n"
+        "                dist.recv(torch.zeros(1), src=0)\n"
+    )
+    text = planted((STEP, STEP + leave), ("import os\n", "import os\nimport threading\n"))
+    (found,) = check(tmp_path, text).findings
+    assert found.code == "SS601"
+    for call in ("dist.recv", "loss.backward()"):
+        assert f"train.py:{line_of(text, call)}" in found.evidence

@@ -156,15 +156,21 @@ def wait(
         if now > until or stall is not None or (folder / SPAWNS).exists():
             break
     codes = [process.poll() for process in processes]
-    return codes, _failed_together(folder) if looks and any(codes) else stall
+    return codes, _failed_together(folder, codes) if looks and any(codes) else stall
 
 
-def _failed_together(folder: Path) -> StallVerdict | None:
+def _failed_together(folder: Path, codes: Sequence[int | None]) -> StallVerdict | None:
     """Return which ranks' calls did not meet, if a rank has failed in a call that waits for others.
 
-    Where one library waits for ever, another may find a message of a wrong size and fail.
+    Where one library waits for ever, another may find a message of a wrong size, and raise or
+    abort.
     """
-    pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
+    aborted = [rank for rank, code in enumerate(codes) if code == -signal.SIGABRT]
+    pulses = [
+        pulse.raised() if pulse.rank in aborted else pulse
+        for pulse in read_pulses(folder)
+        if pulse.rank >= 0
+    ]
     raised = any(pulse.calls and pulse.calls[-1].state == RAISED for pulse in pulses)
     verdict = judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
     return None if verdict is None or verdict.cause == "unknown" else verdict

@@ -19,7 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,6 +208,12 @@ class RankPulse:
     def phase(self) -> str:
         """`ended`, the kind of call that the rank is in, or `training`."""
         return "ended" if self.code is not None else self.now.kind if self.now else "training"
+
+    def raised(self) -> "RankPulse":
+        """Return this pulse with the call that the rank died in as one that raised."""
+        *before, last = self.calls or (Visit(UNKNOWN),)
+        died = last._replace(state=RAISED) if last.state == "inside" else last
+        return replace(self, calls=(*before, died))
 
 
 def read_pulse(path: Path) -> RankPulse | None:
