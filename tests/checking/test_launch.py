@@ -131,12 +131,24 @@ SPAWNED = (
 )
 
 
+@pytest.mark.parametrize("says", ["", "  # RANK is not read here"])
 @pytest.mark.parametrize("how", [FORKED, pytest.param(SPAWNED, marks=pytest.mark.slow)])
-def test_ranks_that_a_script_starts_itself_are_watched(how, tmp_path):
+def test_ranks_that_a_script_starts_itself_are_watched(how, says, tmp_path):
+    how = (how[0], how[1].rstrip() + f"{says}\n")
     report = check(tmp_path, planted(how, base=OWN_RANKS), str(free_port()))
     assert codes(report) == {"SS103"}
     assert report.ranks == 2
     assert report.steps > 0
+
+
+def test_a_script_that_starts_other_processes_than_ranks_runs_on_those_of_check(tmp_path):
+    imported = (
+        "from torch import nn\n",
+        "from torch import multiprocessing as mp\nfrom torch import nn\n",
+    )
+    other = "    mp.get_context('fork').Process(target=print).start()\n"
+    report = check(tmp_path, planted(("def main():\n", f"def main():\n{other}"), imported))
+    assert (codes(report), report.ranks) == (set(), 2)
 
 
 LIGHTNING = """\

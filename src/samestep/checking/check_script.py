@@ -32,6 +32,8 @@ _OF_ONE_PROCESS = (
     "The script never asks for its rank, so it was judged as one process; started on several, each "
     "would train a model of its own. With --nproc 2 it is judged as a script for 2 ranks."
 )
+# A guess at who starts the ranks: a wrong one costs a start.
+_STARTS, _IS_STARTED = re.compile(r"\b(spawn|start_processes|Process)\("), re.compile(r"RANK\b")
 _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
@@ -60,14 +62,16 @@ def check_script(
     run = functools.partial(
         _run, script, seconds=seconds, stall_s=stall_s, asked=asked, start=start or start_processes
     )
-    seen, output = run(job)
+    text = "" if module else script.read_text(errors="replace")
+    starts_ranks = bool(_STARTS.search(text)) and not _IS_STARTED.search(text)
+    job, seen, output = run(structs.replace(job, alone=starts_ranks))
     uses_gpu = bool(seen.any("cuda", "device"))
     came_to_nothing = not any(rank.steps for rank in seen.ranks)
     if came_to_nothing and (uses_gpu or _NEEDS_GPU.search("".join(output))):
         job, uses_gpu = structs.replace(job, substitute=True), True
-        seen, output = run(job)
+        job, seen, output = run(job)
     if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
-        apart, _ = run(structs.replace(job, substitute=True, one_per_node=True))
+        _, apart, _ = run(structs.replace(job, substitute=True, one_per_node=True))
         for rank, there in zip(seen.ranks, apart.ranks, strict=False):
             rank.events.extend(there.of("device"))
     return report_on(seen, output, script, began)
@@ -116,23 +120,32 @@ def _run(
     stall_s: float | None,
     asked: bool,
     start: Starter,
-) -> tuple[Seen, list[str]]:
-    """Run the script in a scratch copy; return what was seen and what each rank printed."""
+    again: bool = False,
+) -> tuple[Job, Seen, list[str]]:
+    """Run the script in a scratch copy.
+
+    Returns the job with whether the script starts its ranks itself, what was seen, and what each
+    rank printed.
+    """
     with tempfile.TemporaryDirectory(prefix="samestep-check-", ignore_cleanup_errors=True) as place:
         scratch, job = prepare(asked_for, script, Path(place))
         folder = Path(job.folder)
         each = rank_variables(job.nproc, one_per_node=job.one_per_node)
         own = [script_variables(scratch) | one for one in ([{}] if job.alone else each)]
-        processes = start(write_job(job), own, Path(job.scratch))
+        processes, otherwise = start(write_job(job), own, Path(job.scratch)), False
         try:
             most_s = 0.0 if job.one_per_node else seconds  # until the first step
             codes, stall = wait(processes, folder, most_s, stall_s)
+            joined, spawns = any(folder.glob("events-[0-9]*")), (folder / SPAWNS).exists()
+            otherwise = not again and (not joined if job.alone else spawns)
         finally:
-            end(processes)
-        if not (folder / SPAWNS).exists() or job.alone:
-            return what_was_seen(scratch, folder, codes, stall, asked=asked)
-    alone = structs.replace(asked_for, alone=True)
-    return _run(script, alone, seconds=seconds, stall_s=stall_s, asked=asked, start=start)
+            end(processes, politely=not (otherwise or job.one_per_node))
+        if not otherwise:
+            return asked_for, *what_was_seen(scratch, folder, codes, stall, asked=asked)
+    other = structs.replace(asked_for, alone=not asked_for.alone)
+    return _run(
+        script, other, seconds=seconds, stall_s=stall_s, asked=asked, start=start, again=True
+    )
 
 
 def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:

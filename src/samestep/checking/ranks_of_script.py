@@ -187,9 +187,9 @@ def _stalled(
     return None if all(stand.doing == "computes" for stand in stands) else judge(stands)
 
 
-def end(processes: Sequence[RankProcess]) -> None:
+def end(processes: Sequence[RankProcess], *, politely: bool = True) -> None:
     """End the ranks that still run, and all that they started."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
+    for signum in (signal.SIGTERM, signal.SIGKILL) if politely else (signal.SIGKILL,):
         until = time.monotonic() + _POLITE_S
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
