@@ -87,7 +87,9 @@ def test_clipping_on_each_rank_before_the_last_micro_batch_is_found(tmp_path):
 def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
     right = planted(SCALER, (STEP, SCALED.replace("cpu", device)))
     text = planted(("            scaler.unscale_(optimizer)\n", ""), base=right)
+    text = text.replace("optimizer", "opt")
     found = only(check(tmp_path, text), "SS302")
+    assert "scaler.unscale_(opt)\n" in found.remedy
     assert found.line == line_of(text, "clip_grad_norm_")
     assert "65536" in found.evidence
 

@@ -5,6 +5,7 @@ read them (`rules/`). There is nothing between the two but these files, so a ran
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,9 @@ class Stall:
     sentence: str
 
 
+_STEPPED = re.compile(r"\bstep\(([\w.]+)\)|([\w.]+)\.step\(\)")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     """What all ranks did: all that a rule may look at."""
@@ -156,6 +160,11 @@ class Seen:
         """Return the user's line of code at `file.py:41`, without its indent; empty if unread."""
         name, _, number = where.rpartition(":")
         return source_line(self.folder, name, int(number)) if name else ""
+
+    def optimizer_at(self, step: str) -> str:
+        """Return what the user's code calls the optimizer that it steps at `file.py:41`."""
+        found = _STEPPED.search(self.line(step))
+        return found[1] or found[2] if found else "optimizer"
 
 
 def source_line(folder: Path, name: str, number: int) -> str:

@@ -212,7 +212,7 @@ def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
             backward,
             f"in {len(left)} of {len(steps)} steps of {optimizer} the gradients of the step before "
             f"were still there when the backward pass began",
-            f"+ optimizer.zero_grad()\n  {seen.line(backward)}",
+            f"+ {seen.optimizer_at(left[0].where)}.zero_grad()\n  {seen.line(backward)}",
         )
 
 

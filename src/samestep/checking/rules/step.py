@@ -63,11 +63,13 @@ def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
         event = events[0]
         norm = f"; their norm was {event['norm']:.4g}" if event["norm"] is not None else ""
         line = seen.line(where)
+        step = seen.ranks[0].first("step")
+        optimizer = seen.optimizer_at(step.where if step else "")
         yield Found(
             where,
             f"{event['name']} with a limit of {event['most']:g} on gradients that are still "
             f"multiplied by {event['scaled']:g}{norm} ({len(events)} times)",
-            f"+ scaler.unscale_(optimizer)\n  {line}" if line else "",
+            f"+ scaler.unscale_({optimizer})\n  {line}" if line else "",
         )
 
 
