@@ -1,6 +1,6 @@
 """What a checkpoint of a GPU holds is copied to the host; here the CPU stands in for a GPU."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -64,3 +64,8 @@ def test_layouts_and_weights_that_are_shared_stay_so(copied):
     assert found["part"].data_ptr() != found["a"].data_ptr()
     assert torch.equal(found["part"], last[:1])
     assert found["list"][1:] == [1, "x"]
+
+
+def test_counts_stay_what_they_are(copied):
+    """MultiStepLR keeps its milestones in a Counter."""
+    assert on_host({"milestones": Counter({3: 1})}) == {"milestones": Counter({3: 1})}

@@ -183,7 +183,7 @@ def _walk(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
             return changed
         # A module's state_dict carries its version in an attribute, which torch.save keeps.
         same = copy.copy(value)
-        same.update(changed)
+        dict.update(same, changed)  # a Counter's own update adds up
         return same
     if type(value) in (list, tuple):
         return type(value)(_walk(item, copies) for item in value)
