@@ -48,6 +48,7 @@ def test_a_recipe_that_is_edited_while_its_job_waits_or_is_requeued_trains_as_su
     assert [loss for _, loss in job.losses()] == pytest.approx([one for _, one in local], rel=1e-5)
     assert any(record["event"] == "resume" for record in job.all_records())
     more = submit(sandbox, tmp_path, str(job.run), "--", "--epochs", "3")
+    sandbox.run("scontrol", "release", more.job)  # it asks for what the job before asked for
     more.wait("COMPLETED")
     assert more.losses()[-1][0] == 90
 

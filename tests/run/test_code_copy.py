@@ -88,10 +88,12 @@ def test_tracked_and_new_files_are_copied_and_ignored_data_and_secrets_linked(re
 def test_a_folder_without_git_is_copied_but_for_runs_environments_and_caches(tmp_path, run):
     write(tmp_path / "f", **{"a.py": "", "lib/b.py": "", "__pycache__/a.pyc": "", "x.pem": ""})
     write(tmp_path / "f", **{"runs/1/code/a.py": "", "env/pyvenv.cfg": "", "env/c.py": ""})
-    write(tmp_path / "f", **{"out/job.sbatch": "", "out/job.json": "", ".cache/big": ""})
+    write(tmp_path / "f", **{"out/job.sbatch": "", "out/job.json": "", ".data/big": ""})
+    write(tmp_path / "f", **{".venv/d.py": "", "o/job.json": "", "o/code.json": "", "o/code/e": ""})
+    write(tmp_path / "f", **{"tokens.py": "", "token.txt": ""})
     code = find_code(tmp_path / "f" / "a.py")
-    assert {*code.files} == {"a.py", "lib/b.py"}
-    assert {*code.linked} == {"runs/", "env/", "out/", "x.pem"}
+    assert {*code.files} == {"a.py", "lib/b.py", "tokens.py"}
+    assert {*code.linked} == {"runs/", "env/", "out/", "o/", ".data/", "x.pem", "token.txt"}
     assert code.commit == ""
     copy_code(code, run)
     assert not (run / DIFF).exists()
@@ -136,8 +138,10 @@ def test_links_lead_into_the_copy_or_out_of_it_but_never_to_the_original(tmp_pat
     (folder / "lib" / "up").symlink_to("../lib")
     (folder / "out").symlink_to("../outside")
     (folder / "dead").symlink_to("nothing")
+    (folder / "whole").symlink_to(folder / "lib" / "b.py")
     copy_code(find_code(folder / "a.py"), run)
     copy = run / CODE
+    assert (copy / "whole").resolve() == copy / "lib" / "b.py"
     assert (copy / "inside").resolve() == copy / "lib" / "b.py"
     assert (copy / "lib" / "up").resolve() == copy / "lib"
     assert (copy / "out").read_text() == "o"

@@ -32,11 +32,15 @@ MB = 10**6
 MOST_OF_A_FILE, MOST, MOST_FILES = 10 * MB, 200 * MB, 20_000
 
 _GIT_WITHIN_S = 60
-_RUN_MARKS = (("settings.toml", "environment.json"), ("job.sbatch", "job.json"))
-_CACHES = re.compile(r"(^|/)(__pycache__|\.[^/]+)/|\.pyc$")
+_RUN_MARKS = (
+    ("settings.toml", "environment.json"),
+    ("job.json", "job.sbatch"),
+    ("job.json", FACTS),
+)
+_CACHES = re.compile(r"(^|/)(__pycache__|\.(\w+_cache|git|venv|ipynb_checkpoints))/|\.pyc$")
 _SECRET = re.compile(
     r"\.env(\..*)?|\.netrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519)|.*\.(pem|key|p12|pfx)"
-    r"|\.?(credentials?|secrets?|tokens?)(\.\w+)?",
+    r"|\.?(credentials?|secrets?|tokens?)(\.(?!py$)\w+)?",
     re.IGNORECASE,
 )
 
@@ -73,7 +77,8 @@ def find_code(file: Path) -> Code:
     file = file.resolve()
     root, names, kept = file.parent, list[str](), {file.name}
     linked = dict[str, str]()
-    if top := _git(file.parent, "rev-parse", "--show-toplevel").rstrip("\n"):
+    top = _git(file.parent, "rev-parse", "--show-toplevel").rstrip("\n")
+    if top and file.is_relative_to(top):
         root = Path(top)
         names, kept, linked = _known_to_git(root)
     relative = file.relative_to(root).as_posix()
@@ -183,7 +188,10 @@ def _in_folder(root: Path) -> tuple[list[str], dict[str, str]]:
                 linked[f"{start}{folder}/"] = "runs"
             elif (path / "pyvenv.cfg").is_file():
                 linked[f"{start}{folder}/"] = "a virtual environment"
-            elif not _CACHES.search(f"{folder}/"):
+            elif folder.startswith("."):
+                if not _CACHES.search(f"{folder}/"):
+                    linked[f"{start}{folder}/"] = "hidden"
+            elif folder != "__pycache__":
                 continue
             folders.remove(folder)
         names += [start + name for name in sorted(files) if not _CACHES.search(name)]
@@ -291,9 +299,9 @@ def copy_code(code: Code, run: Path, folders: tuple[str, ...] = ()) -> None:
 
 def _link(original: Path, root: Path) -> Path:
     """Return where a copied link leads: into the copy, or out of the root to where it led."""
-    text = original.readlink()
-    leads = Path(os.path.normpath(original.parent / text))
-    return text if leads.is_relative_to(root) and not text.is_absolute() else leads
+    leads = Path(os.path.normpath(original.parent / original.readlink()))
+    inside = leads.is_relative_to(root)
+    return Path(os.path.relpath(leads, original.parent)) if inside else leads
 
 
 def remove_code(run: Path) -> None:

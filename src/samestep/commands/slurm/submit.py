@@ -135,7 +135,8 @@ def _keep(job: JobScript, command: _Submit) -> int:
     write_text(command.script, text)
     if command.dry_run:
         sys.stdout.write(text)
-    sys.stderr.write(f"Submit it with: sbatch {command.script}\n")
+    code = f"The code is copied: {job.code.text}\n" if job.code else ""
+    sys.stderr.write(f"{code}Submit it with: sbatch {command.script}\n")
     return 0
 
 
