@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -142,6 +143,16 @@ def test_a_run_without_a_copy_goes_on_if_nothing_is_edited_or_the_edit_is_allowe
     assert allowed.command[-2:] == ("--allow-change", "recipe")
     submit(allowed)
     submit(job_of("runs/one", snapshot=False))  # as it was accepted
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_shellcheck_finds_nothing_in_a_script_with_a_copy_or_a_check(here, snapshot):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed: apt install shellcheck")
+    (here / "it's.py").write_text(RECIPE)
+    text = script_text(job_of("it's.py", snapshot=snapshot)).encode()
+    done = subprocess.run(("shellcheck", "-"), input=text, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b"")
 
 
 def test_an_edit_is_allowed_for_one_job_and_only_where_there_is_no_copy(tmp_path):
