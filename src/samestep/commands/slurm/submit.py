@@ -12,6 +12,7 @@ from samestep.commands.help import Switch, example_text, examples, show_general_
 from samestep.errors import UserError, did_you_mean
 from samestep.recipes import RECIPES
 from samestep.reporting.words import wrapped
+from samestep.run.code_copy import CODE, kept_code
 from samestep.run.files import write_text
 from samestep.slurm.checks import advice, check_ranks
 from samestep.slurm.options import (
@@ -94,6 +95,8 @@ def main(arguments: list[str]) -> int:
     asks = options.size + (f", --time {options.time}" if options.time else "")
     asks += ", as its job before" * (before is not None and vars(options) == vars(before))
     code = f"code    {job.code.text}\n" if job.code else ""
+    if not code and kept_code(found.run):  # the user's files may be others by now
+        code = f"code    the run's own copy: {_shown(found.run / CODE)}\n"
     sys.stdout.write(
         f"job     {number}\n"
         f"run     {_shown(found.run)}\n"
