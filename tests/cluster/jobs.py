@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from samestep import Recipe, Splits
 
-PACE = Path(__file__).with_name("pace")
+PACE = Path("pace").absolute()  # the job's code is a copy, and its working directory is not
 
 def data():
     generator = torch.Generator().manual_seed(7)

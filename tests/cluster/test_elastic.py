@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from samestep import Recipe, Splits
 
-PACE = Path(__file__).with_name("pace")
+PACE = Path("pace").absolute()
 
 def data():
     generator = torch.Generator().manual_seed(7)

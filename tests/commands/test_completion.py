@@ -85,7 +85,8 @@ def test_the_flags_of_the_verb_and_of_the_recipe_are_completed(complete):
     assert complete("samestep train mnist --hid") == []
     assert complete("samestep train my_recipe.py --lr 0.1 --lr-s") == ["--lr-scaling"]
     assert complete("samestep evaluate runs/ID --sp") == ["--split"]
-    assert complete("samestep slurm submit spiral --no") == ["--no-requeue", "--nodes"]
+    assert complete("samestep slurm submit spiral --nod") == ["--nodes"]
+    assert complete("samestep slurm submit spiral --no-re") == ["--no-requeue"]
     assert complete("samestep slurm submit spiral --nodes 2 -- --hid") == ["--hidden-dims"]
 
 

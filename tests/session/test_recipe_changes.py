@@ -6,6 +6,7 @@ import json
 import shutil
 import textwrap
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,12 @@ from torch import nn
 import samestep
 from samestep import UserError
 from samestep.commands.train import parse
+from samestep.run.code_copy import copy_code, find_code
 from samestep.session.recipe_changes import keep_recipe, recipe_changes
+from samestep.slurm.options import JobOptions, keep_options
+from tests import tiny
 from tests.api.recipes import made
+from tests.command_line import train_here
 from tests.tiny import all_records
 
 RECIPE = '''
@@ -393,3 +398,16 @@ def test_of_a_dict_the_keys_that_the_functions_name_are_compared(tmp_path):
     assert differing(tmp_path, recipe(width=8)) == ["values['width'] (was 4, is 8)"]
     keep(tmp_path / "whole", recipe(whole=True))
     assert differing(tmp_path / "whole", recipe(whole=True, epochs=2)) == ["values"]
+
+
+def test_the_run_of_a_job_goes_on_by_hand_with_its_copy_and_tells_the_commit_of_that(tmp_path):
+    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
+    run.mkdir()
+    keep_options(run, JobOptions())
+    copy_code(replace(find_code(recipe), commit="a" * 40), run)
+    copied = str(run / "code" / recipe.name)
+    train_here(copied, "--run-dir", str(run), "--resume", "--max-steps", "1")
+    recipe.write_text("recipe = None\n")
+    train_here(str(run), "--resume", "--max-steps", "2")
+    assert json.loads((run / "environment.json").read_text())["git_commit"] == "a" * 40
+    assert [r["step"] for r in all_records(run) if r["event"] == "stop"][-1] == 2

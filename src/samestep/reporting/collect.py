@@ -98,6 +98,9 @@ class Beside:
         recipes = num_recipes(found.runs)
         self.runs = comparison_text.overview(found)
         self.settings = comparison_text.settings(found, shared=True)
+        self.code = comparison_text.code(found)
+        self.diffs = [*comparison_text.diffs(found)]
+        """A run's name and its code's difference from the first's."""
         tables = [comparison_text.throughput(found), comparison_text.phases(found)]
         if recipes == 1:
             tables.append(comparison_text.time_to_target(found))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.errors import UserError
+from samestep.reporting.code_changes import code_changes
 from samestep.reporting.curves import (
     Goal,
     Throughput,
@@ -78,6 +79,8 @@ class Comparison:
         """An entry a setting, or fact."""
         self.alike = [compare_losses(runs[0], run) for run in runs[1:]]
         """Each run but the first, held against the first."""
+        self.code = [code_changes(runs[0].path, run.path) for run in runs[1:]]
+        """Which files of each differ from the first run's; None where one keeps no code."""
         self.throughput = [throughput(run) for run in runs]
         self.phases = [phases(run) for run in runs]
         """Milliseconds of a step on rank 0."""

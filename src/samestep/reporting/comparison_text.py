@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from samestep.reporting.comparison import UNSET, Comparison, SameTraining
+from samestep.reporting.comparison import UNKNOWN, UNSET, Comparison, SameTraining
 from samestep.reporting.curves import Aligned, Point, has_epochs
 from samestep.reporting.plot import picture
 from samestep.reporting.run_data import TRAIN_LOSS
@@ -15,6 +15,8 @@ from samestep.reporting.words import count, short, wrapped
 
 _WIDTH = 80
 _LABEL, _LEAST_VALUE = 24, 12
+_MOST_DIFF = 60
+"""Lines of differing code that a terminal shows."""
 T = TypeVar("T")
 
 
@@ -32,6 +34,7 @@ def lines(found: Comparison) -> Iterator[str]:
             rows = [(m + str(row[0]), *row[1:]) for m, row in zip(marks, differ.rows, strict=True)]
             note = differ.note.replace("Marked rows make", "* makes")
             yield from _table_lines(replace(differ, rows=rows, note=note), width)
+        yield from _code_lines(found, width)
         yield from ("", "The same training?")
         for text in same_training_lines(found):
             yield from wrapped(f"  {text}", "  ")
@@ -113,6 +116,44 @@ def settings(found: Comparison, longest: int = 60, *, shared: bool = False) -> T
         notes.append(f"{left} more are not of all recipes.")
     rows = tuple((one.name, *map(cut, one.values)) for one in differ)
     return _beside(found, "Settings that differ", rows, marked=marked, note=" ".join(notes))
+
+
+def code(found: Comparison) -> Table | None:
+    """Return the files of the runs' code that differ, with lines added and removed."""
+    changes = [{one.file: one.short for one in run or ()} for run in found.code]
+    names = sorted({name for run in changes for name in run})
+    if not names:
+        return None
+
+    def cells(name: str) -> Iterator[str]:
+        yield UNSET
+        for run, known in zip(changes, found.code, strict=True):
+            yield UNKNOWN if known is None else run.get(name, UNSET)
+
+    rows = [(name, *cells(name)) for name in names]
+    title = f"Code that differs from {found.names[0]}, in lines"
+    return _beside(found, title, rows)
+
+
+def diffs(found: Comparison) -> Iterator[tuple[str, str]]:
+    """Yield a run's name and how its code differs from the first's, as a unified diff."""
+    for name, changes in zip(found.names[1:], found.code, strict=True):
+        if text := "\n".join(one.diff for one in changes or () if one.diff):
+            yield name, text
+
+
+def _code_lines(found: Comparison, width: int) -> Iterator[str]:
+    """Yield the files of the code that differ, and the diffs if they are short enough to read."""
+    edited, texts = code(found), [*diffs(found)]
+    if edited is None:
+        return
+    yield ""
+    yield from _table_lines(edited, width)
+    if sum(text.count("\n") for _, text in texts) > _MOST_DIFF:
+        yield "The changed lines: compare --json, or samestep report"
+        return
+    for name, text in texts:
+        yield from ("", f"{name} against {found.names[0]}", *text.split("\n"))
 
 
 def _beside(found: Comparison, title: str, rows: Sequence[Sequence[str]], **more: Any) -> Table:
@@ -298,6 +339,14 @@ def as_table(found: Comparison) -> dict[str, Any]:
         "same_training": [
             {"run": name, "against": found.names[0], **asdict(result)}
             for name, result in zip(found.names[1:], found.alike, strict=True)
+        ],
+        "code": [
+            {
+                "run": name,
+                "against": found.names[0],
+                "files": None if changes is None else [asdict(one) for one in changes],
+            }
+            for name, changes in zip(found.names[1:], found.code, strict=True)
         ],
         "throughput": [speed and asdict(speed) for speed in found.throughput],
         "phases_ms_per_step": found.phases,

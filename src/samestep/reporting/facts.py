@@ -10,6 +10,7 @@ from samestep.reporting.curves import throughput
 from samestep.reporting.run_data import RunData
 from samestep.reporting.table import Table, number
 from samestep.reporting.words import count, duration, short, size
+from samestep.run.code_copy import kept_code
 from samestep.run.records import metric_values
 from samestep.settings import Settings, flag_name
 
@@ -112,12 +113,14 @@ def _where(run: RunData) -> str:
 def _code(run: RunData) -> str:
     """Return which code it was: a copy of a recipe's or a script's file is in the run directory."""
     told = []
-    if kept := run.facts.get("recipe.py"):
+    if copy := kept_code(run.path):
+        told.append(f"code/ in the run directory ({copy.get('files', '?')} files)")
+    elif kept := run.facts.get("recipe.py"):
         told.append(f"recipe.py in the run directory, {kept}")
     elif (run.path / "script.py").is_file():
         told.append("script.py in the run directory")
     if commit := run.environment.get("git_commit"):
-        told.append(f"git commit {str(commit)[:10]}")
+        told.append(f"git commit {str(commit)[:10]}{' and changes' * copy.get('changed', False)}")
     return ", ".join(told)
 
 

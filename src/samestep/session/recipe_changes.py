@@ -78,7 +78,7 @@ def accepted_changes(
         is_file = source.endswith(".py")
         kept = "go on with the run's own copy: --recipe-of-run; " if is_file else ""
         raise UserError(
-            f"{source if is_file else 'The recipe'} has changed since {run} began: "
+            f"{recipe.file if is_file else 'The recipe'} is not the recipe that {run} began with: "
             f"{listed(changes, 5)}. When the run goes on this would make it another training: "
             f"{kept}start a new run without --resume; or insist with --allow-change recipe."
         )

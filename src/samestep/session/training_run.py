@@ -13,6 +13,7 @@ from samestep.data.memory_source import MemorySource
 from samestep.data.stream_source import StreamSource
 from samestep.errors import listed, no_exit
 from samestep.ranks.world import World, gpu_uuid
+from samestep.run.code_copy import kept_code
 from samestep.run.directory import Run, check_free, git_commit, is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.records import Record, read_records
@@ -191,7 +192,10 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
     changed = bool(request.recipe_changes)
     keep_recipe(run.path, request.source, request.recipe, request.pieces, changed=changed)
     is_file = request.source.endswith(".py")
-    commit = git_commit(Path(request.source).resolve().parent if is_file else Path.cwd())
+    # A job's copy of the code is of the commit at the submit.
+    commit = kept_code(run.path).get("commit") or git_commit(
+        Path(request.source).resolve().parent if is_file else Path.cwd()
+    )
     run.write_environment(
         environment(
             world,

@@ -102,6 +102,10 @@ class JobOptions:
     """What starts the ranks: srun each one, or one torchrun per node."""
     max_restarts: int = 1
     """Restarts of all ranks within one start of the job, with --launcher torchrun."""
+    snapshot: bool = True
+    """Run a copy of the code, made now in the run directory."""
+    allow_edit: bool = False
+    """With --no-snapshot, start also when a file has changed since the submit."""
     sbatch: Words = ()
     """One more option for sbatch as it stands, such as --sbatch=--constraint=a100. Repeatable."""
 
@@ -139,6 +143,11 @@ class JobOptions:
         self._check_words()
 
     def _check_words(self) -> None:
+        if self.allow_edit and self.snapshot:
+            raise UserError(
+                "--allow-edit has no effect with a copy of the code, which nobody edits: leave it "
+                "out, or run the files themselves with --no-snapshot."
+            )
         for after in self.after:
             dependency(after)
         for text in self.env:
@@ -298,14 +307,14 @@ def keep_options(run: Path, options: JobOptions) -> None:
 
 
 def kept_options(run: Path) -> UncheckedOptions | None:
-    """Return the options of a run's last job, except `after`; None if they are unknown."""
+    """Return the options of a run's last job, but those for one job; None if they are unknown."""
     types = typing.get_type_hints(JobOptions)
     kept = read_object(run / OPTIONS)
     try:
         values = {k: _convert(k, v, types[k]) for k, v in kept.items() if k in types}
     except msgspec.ValidationError:
         return None
-    return UncheckedOptions(**(values | {"after": ()})) if values else None
+    return UncheckedOptions(**(values | {"after": (), "allow_edit": False})) if values else None
 
 
 def apply_flags(

@@ -3,8 +3,10 @@
 import re
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from samestep.run.code_copy import HASHES, Code
 from samestep.slurm.options import JobOptions, assignment, dependency, interface_names
 from samestep.slurm.rank_ends import STDERR
 from samestep.slurm.restarts import BEGUN
@@ -35,7 +37,13 @@ class JobScript:
     python: str = "python"  # the interpreter, unless the ranks enter an environment with its own
     venv: str | None = None
     mounts: tuple[str, ...] = ()
-    """Folders to mount in a container: of the run, of the command, of the data."""
+    """Folders to mount in a container: of the run, of the command, of the code and the data."""
+    code: Code | None = None
+    """What is copied into the run directory before the job is submitted."""
+    import_from: tuple[str, ...] = ()
+    """Folders of the run's copy of the code, in place of those that they were copied from."""
+    uncopied: Path | None = None
+    """Without a copy, the file that runs: each start checks that it is that of the submit."""
 
     @property
     def enters_environment(self) -> bool:
@@ -171,7 +179,20 @@ def _environment(job: JobScript) -> list[str]:
         # A lost peer ends the job with a message instead of a hang.
         lines.append("export TORCH_NCCL_ASYNC_ERROR_HANDLING=1")
     variables = map(assignment, options.env)
-    return lines + [f"export {name}={shlex.quote(value)}" for name, value in variables]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in variables]
+    if job.import_from:
+        folders = shlex.quote(":".join(job.import_from))
+        lines.append(f"export PYTHONPATH={folders}${{PYTHONPATH:+:$PYTHONPATH}}  # of the copy")
+    if job.uncopied is not None and not options.allow_edit:
+        text = "the code is not that of the submit. Undo the edit, or submit with --allow-edit."
+        lines += [
+            "# The code was not copied: edited, it would be another training.",
+            f'sha256sum --quiet --check "$run/{HASHES}" >&2 || {{',
+            f'  echo "samestep: failed: {text}" >&2',
+            "  exit 2",
+            "}",
+        ]
+    return lines
 
 
 def _master_address(job: JobScript) -> list[str]:
@@ -236,6 +257,8 @@ def _rank(job: JobScript) -> tuple[list[str], list[str]]:
     python = "python" if job.enters_environment else job.python
     program = [shlex.quote(word) for word in (python, *job.command)]
     if job.kind == "recipe":
+        if job.import_from:  # not from the working directory, which -m would put before the copy
+            program.insert(1, "-P")
         return ["# One task for each rank."], program
     # tee is not a child of the rank, since the rank may wait for all its children.
     words = f'tee "$SAMESTEP_RUN_DIR/{STDERR.format(rank="$RANK")}" >&2'

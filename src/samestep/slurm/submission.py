@@ -1,19 +1,30 @@
 """Submit a job: find what it runs, write its script into the run directory, call sbatch."""
 
 import ast
-import dataclasses
 import itertools
 import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from samestep.errors import UserError
+from samestep.errors import UserError, listed
 from samestep.nearby import nearby
 from samestep.recipe_source import names_recipe
+from samestep.run.code_copy import (
+    CODE,
+    copy_code,
+    edited_since,
+    find_code,
+    hashed_file,
+    import_folders,
+    keep_hashes,
+    kept_code,
+    remove_code,
+)
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import cannot_write, write_text
 from samestep.slurm.checks import check_after, check_partitions, check_place
@@ -52,6 +63,7 @@ class Workload:
     kind: Literal["recipe", "script"]
     run: Path
     command: tuple[str, ...]  # words for the Python interpreter
+    file: Path | None = None  # the user's, in the command; None for a recipe's name or a run
 
 
 def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Workload:
@@ -76,7 +88,9 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
     if is_file and not _is_recipe_file(path):
         run = new_run_path(path.stem).absolute()
         command = (str(path.absolute()), *arguments)
-        return Workload(name=path.stem, kind="script", run=run, command=command)
+        return Workload(
+            name=path.stem, kind="script", run=run, command=command, file=path.absolute()
+        )
     if any(word.split("=")[0] == "--nproc" for word in arguments):
         raise UserError("--nproc is for one machine; a job takes --nodes and --ntasks-per-node.")
     what = str(path.absolute()) if is_file or goes_on else text
@@ -91,7 +105,8 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
     rest = [word for word in arguments if word not in ("--resume", "--recipe-of-run")]
     own = () if text in recipes else ("--recipe-of-run",)  # its file may be edited meanwhile
     command = ("-m", "samestep", "train", what, *rest, *run_dir, "--resume", *own)
-    return Workload(name=name, kind="recipe", run=run, command=command)
+    file = path.absolute() if is_file else None
+    return Workload(name=name, kind="recipe", run=run, command=command, file=file)
 
 
 def is_script(run: Path) -> bool:
@@ -150,7 +165,7 @@ def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScr
     if not any(getattr(options, name) for name in ENVIRONMENTS) and sys.prefix != sys.base_prefix:
         venv = sys.prefix
     in_container = options.container or options.container_image
-    return JobScript(
+    job = JobScript(
         options=options,
         name=options.job_name or workload.name,
         title=f"{workload.name}, {workload.kind}: {options.size}.",
@@ -162,6 +177,47 @@ def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScr
         venv=venv and str(Path(venv).absolute()),
         mounts=_mounts(workload, folder) if in_container else (),
     )
+    return _with_code(job, workload, folder)
+
+
+def _with_code(job: JobScript, workload: Workload, folder: Path) -> JobScript:
+    """Return a job that runs a copy of the user's code, or checks that it is not edited."""
+    run, file, goes_on = workload.run, workload.file, is_run(workload.run)
+    if goes_on and (facts := kept_code(run)):  # with its own
+        root, entry, there = Path(facts["root"]), str(facts["file"]), None
+        job = replace(job, import_from=tuple(facts["import_from"]))
+    elif file is not None and job.options.snapshot and not goes_on:
+        code = find_code(file)
+        root, entry, there = code.root, code.file, {*code.files}
+        more = [folder] * (job.kind == "recipe")  # its ranks import from there, too
+        job = replace(job, code=code, import_from=import_folders(code, run, *more))
+        if job.mounts:  # what is linked lies there
+            job = replace(job, mounts=_outer_folders([*map(Path, job.mounts), root]))
+    else:
+        uncopied = hashed_file(run) if goes_on else file
+        if uncopied is None:
+            return job
+        command = job.command
+        if job.options.allow_edit and "--allow-change" not in command:
+            own = {"--recipe-of-run": ("--allow-change", "recipe")}
+            command = tuple(new for word in command for new in own.get(word, (word,)))
+        return replace(job, uncopied=uncopied, command=command)
+
+    def copied(before: str, word: str) -> str:
+        """Return a word of the command; the file, and one of settings, are those of the copy."""
+        if word == str(file):
+            return str(run / CODE / entry)
+        flag, _, value = word.rpartition("=")
+        path = (folder / value).resolve()
+        is_config = job.kind == "recipe" and "--config" in (flag, before)
+        if not is_config or not path.is_relative_to(root):
+            return word
+        name = path.relative_to(root).as_posix()
+        is_copied = (run / CODE / name).is_file() if there is None else name in there
+        return f"{flag}{'=' * bool(flag)}{run / CODE / name}" if is_copied else word
+
+    words = [word for word in job.command if word != "--recipe-of-run"]
+    return replace(job, command=tuple(map(copied, ["", *words], words)))
 
 
 def _mounts(workload: Workload, folder: Path) -> tuple[str, ...]:
@@ -173,7 +229,11 @@ def _mounts(workload: Workload, folder: Path) -> tuple[str, ...]:
         if flag.replace("_", "-") == "--data-dir" and (folder / value).is_dir()
     ]
     files = [Path(word).parent for word in words if Path(word).is_absolute() and word[-3:] == ".py"]
-    wanted = {path.absolute() for path in (folder, workload.run, *files, *data)}
+    return _outer_folders([folder, workload.run, *files, *data])
+
+
+def _outer_folders(folders: Iterable[Path]) -> tuple[str, ...]:
+    wanted = {path.absolute() for path in folders}
     return tuple(sorted(str(path) for path in wanted if not wanted & set(path.parents)))
 
 
@@ -185,13 +245,12 @@ def submit(job: JobScript) -> tuple[int, Path]:
     partitions.append(os.environ.get("SBATCH_PARTITION"))
     check_partitions(job.options, next(filter(None, partitions), None))
     check_after(job.options)
-    run = Path(job.run)
+    run, goes_on = Path(job.run), False
     if known := run.exists():
-        _refuse_second_job(run, job.options)
+        goes_on = _refuse_second_job(run, job.options)
     script = run / "job.sbatch"
-    make_folder(run)
+    fill_run(job, goes_on=goes_on)
     write_text(script, text)
-    keep_options(run, job.options)
     # The shell's SBATCH_* override the script, and typed options override both: this job's
     # options have to win.
     options = sbatch_options(job).items()
@@ -203,17 +262,21 @@ def submit(job: JobScript) -> tuple[int, Path]:
         if not known:
             for name in (script.name, OPTIONS):
                 (run / name).unlink()
+            remove_code(run)
             run.rmdir()
         raise _refused(error, text) from error
     return int(answer.strip().split(";")[0]), script
 
 
-def _refuse_second_job(run: Path, options: JobOptions) -> None:
-    """Refuse a second job of a run, unless it comes after those that have not ended."""
+def _refuse_second_job(run: Path, options: JobOptions) -> bool:
+    """Refuse a second job of a run, unless it comes after those that have not ended.
+
+    Return whether there are such jobs.
+    """
     after = {int(re.split("[:_]", text)[0]) for text in options.after}
     going = [job for job in my_jobs(run) if not job.ended]
     if {job.job for job in going} <= after:
-        return
+        return bool(going)
     first = min(going, key=lambda job: job.job in after)
     wait = " ".join(f"--after {job.job}:any" for job in going)
     raise UserError(
@@ -223,12 +286,27 @@ def _refuse_second_job(run: Path, options: JobOptions) -> None:
     )
 
 
-def make_folder(run: Path) -> None:
-    """Make the run directory: Slurm opens the job's log in it."""
+def fill_run(job: JobScript, *, goes_on: bool = False) -> None:
+    """Make the run directory, where Slurm opens the job's log, with the code and the options.
+
+    Code that an earlier job of the run will still run is left as it is, if the run `goes_on`.
+    """
+    run = Path(job.run)
+    if not job.options.allow_edit and (edited := edited_since(run)) and is_run(run):
+        raise UserError(
+            f"{listed(edited, 3)} changed since {run} was submitted without a copy of its code: "
+            "it would become another training. Undo the edit, or accept it with --allow-edit."
+        )
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(run, error) from error
+    if job.code is not None and not (goes_on and kept_code(run)):
+        copy_code(job.code, run, job.import_from)
+    if job.uncopied is not None and not goes_on:
+        remove_code(run)
+        keep_hashes(job.uncopied, run)
+    keep_options(run, job.options)
 
 
 def _refused(error: ProgramError, script: str) -> UserError:
@@ -249,4 +327,4 @@ def with_home_expanded(options: JobOptions) -> JobOptions:
     paths = {name: getattr(options, name) for name in ("venv", "container", "output")}
     # They are strings, perhaps with %j.
     changes = {name: path and os.path.expanduser(path) for name, path in paths.items()}  # noqa: PTH111
-    return dataclasses.replace(options, **changes)
+    return replace(options, **changes)

@@ -12,6 +12,7 @@ from samestep.commands.help import Switch, example_text, examples, show_general_
 from samestep.errors import UserError, did_you_mean
 from samestep.recipes import RECIPES
 from samestep.reporting.words import wrapped
+from samestep.run.code_copy import CODE, kept_code
 from samestep.run.files import write_text
 from samestep.slurm.checks import advice, check_ranks
 from samestep.slurm.options import (
@@ -19,14 +20,13 @@ from samestep.slurm.options import (
     UncheckedOptions,
     apply_flags,
     defaults_files,
-    keep_options,
     kept_options,
     read_defaults,
 )
 from samestep.slurm.script import JobScript, script_text
 from samestep.slurm.submission import (
+    fill_run,
     find_workload,
-    make_folder,
     make_script,
     submit,
     with_home_expanded,
@@ -94,10 +94,13 @@ def main(arguments: list[str]) -> int:
     number, script = submit(job)
     asks = options.size + (f", --time {options.time}" if options.time else "")
     asks += ", as its job before" * (before is not None and vars(options) == vars(before))
+    code = f"code    {job.code.text}\n" if job.code else ""
+    if not code and kept_code(found.run):  # the user's files may be others by now
+        code = f"code    the run's own copy: {_shown(found.run / CODE)}\n"
     sys.stdout.write(
         f"job     {number}\n"
         f"run     {_shown(found.run)}\n"
-        f"script  {_shown(script)}\n"
+        f"script  {_shown(script)}\n{code}"
         f"asks    {asks}\n\n"
         f"Watch it with: samestep slurm status {number}\n"
     )
@@ -105,7 +108,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_flags(target: str, flags: list[str]) -> None:
-    known = {"help", "no-requeue", *(field.name.replace("_", "-") for field in fields(_Submit))}
+    known = {
+        "help",
+        "no-requeue",
+        "no-snapshot",
+        *(field.name.replace("_", "-") for field in fields(_Submit)),
+    }
     for word in flags:
         name = word.removeprefix("--").partition("=")[0].replace("_", "-")
         if word.startswith("--") and name not in known:
@@ -122,16 +130,16 @@ def _keep(job: JobScript, command: _Submit) -> int:
         sys.stdout.write(text)
         if not Path(job.run).is_dir():
             sys.stderr.write(
-                f"Slurm opens the log in {job.run}, so make that folder before sbatch; "
-                "`-o FILE` makes it.\n"
+                f"Slurm opens the log in {job.run}, and what runs is copied there; "
+                "`-o FILE` writes the script and does both.\n"
             )
         return 0
-    make_folder(Path(job.run))
-    keep_options(Path(job.run), job.options)
+    fill_run(job)
     write_text(command.script, text)
     if command.dry_run:
         sys.stdout.write(text)
-    sys.stderr.write(f"Submit it with: sbatch {command.script}\n")
+    code = f"The code is copied: {job.code.text}\n" if job.code else ""
+    sys.stderr.write(f"{code}Submit it with: sbatch {command.script}\n")
     return 0
 
 

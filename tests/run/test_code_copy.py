@@ -1,0 +1,251 @@
+"""What is copied of a user's code, what is only linked, and what is too much."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.errors import UserError
+from samestep.run import code_copy
+from samestep.run.code_copy import (
+    CODE,
+    DIFF,
+    FACTS,
+    copy_code,
+    edited_since,
+    find_code,
+    hashed_file,
+    import_folders,
+    keep_hashes,
+    kept_code,
+)
+
+WHO = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+
+
+def git(folder: Path, *words: str) -> str:
+    command = ("git", "-C", str(folder), *WHO, *words)
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """Give a repository with a commit, an edit since, new files, data, secrets and caches."""
+    root = tmp_path / "project"
+    files = {"train.py": "old", "src/mine.py": "", "gone.py": "", ".gitignore": "data/\n*.pyc\n"}
+    write(root, **files)
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "first")
+    write(root, **{"train.py": "new", "src/new.py": "", "data/a.bin": "", "src/mine.pyc": ""})
+    write(root, **{".env": "KEY=1", "src/.env": "KEY=1", "__pycache__/x.py": ""})
+    (root / ".gitignore").write_text("data/\n*.pyc\n__pycache__/\n")
+    (root / "gone.py").unlink()
+    return root
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def tree(folder: Path) -> set[str]:
+    """Return the files and the links of a folder."""
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def test_tracked_and_new_files_are_copied_and_ignored_data_and_secrets_linked(repository, run):
+    code = find_code(repository / "src" / "mine.py")
+    copy_code(code, run)
+    copied = {"train.py", "src/mine.py", "src/new.py", ".gitignore"}
+    assert {*code.files} == copied
+    assert {*code.linked} == {"data/", ".env", "src/.env"}
+    assert tree(run / CODE) == copied | {"data", ".env", "src/.env"}
+    assert (run / CODE / "data").readlink() == repository / "data"
+    facts = kept_code(run)
+    commit = git(repository, "rev-parse", "HEAD").strip()
+    assert (facts["file"], facts["commit"], facts["changed"]) == ("src/mine.py", commit, True)
+    assert "-old\n" in (run / DIFF).read_text()
+    (repository / "train.py").write_text("newer")
+    assert (run / CODE / "train.py").read_text() == "new"
+
+
+def test_a_folder_without_git_is_copied_but_for_runs_environments_and_caches(tmp_path, run):
+    write(tmp_path / "f", **{"a.py": "", "lib/b.py": "", "__pycache__/a.pyc": "", "x.pem": ""})
+    write(tmp_path / "f", **{"runs/1/code/a.py": "", "env/pyvenv.cfg": "", "env/c.py": ""})
+    write(tmp_path / "f", **{"out/job.sbatch": "", "out/job.json": "", ".data/big": ""})
+    write(tmp_path / "f", **{".venv/d.py": "", "o/job.json": "", "o/code.json": "", "o/code/e": ""})
+    write(tmp_path / "f", **{"tokens.py": "", "token.txt": ""})
+    code = find_code(tmp_path / "f" / "a.py")
+    assert {*code.files} == {"a.py", "lib/b.py", "tokens.py"}
+    assert {*code.linked} == {"runs/", "env/", "out/", "o/", ".data/", "x.pem", "token.txt"}
+    assert code.commit == ""
+    copy_code(code, run)
+    assert not (run / DIFF).exists()
+
+
+def test_a_file_that_git_ignores_is_copied_with_its_folder(repository):
+    write(repository, **{"data/try.py": "", "data/helper.py": ""})
+    code = find_code(repository / "data" / "try.py")
+    assert (code.root, {*code.files}) == (repository / "data", {"try.py", "helper.py", "a.bin"})
+
+
+def test_a_submodule_and_a_repository_inside_are_copied_with_their_files(repository, tmp_path):
+    write(tmp_path / "other", **{"lib.py": "", ".gitignore": "x\n"})
+    git(tmp_path / "other", "init", "-q")
+    git(tmp_path / "other", "add", ".")
+    git(tmp_path / "other", "commit", "-qm", "first")
+    add = ("-c", "protocol.file.allow=always", "submodule", "add", "-q")
+    git(repository, *add, str(tmp_path / "other"), "sub")
+    git(repository, "clone", "-q", str(tmp_path / "other"), "clone")
+    write(repository, **{"sub/x": ""})
+    code = find_code(repository / "train.py")
+    assert {"sub/lib.py", "clone/lib.py"} <= {*code.files}
+    assert "sub/x" in code.linked
+    git(repository, "submodule", "deinit", "-f", "sub")  # its folder is empty
+    assert "clone/lib.py" in find_code(repository / "train.py").files
+
+
+def test_untracked_files_of_runs_are_linked_with_the_run(repository):
+    write(repository, **{"out/1/settings.toml": "", "out/1/environment.json": "", "out/1/a/b": ""})
+    write(repository, **{"settings.toml": ""})  # it makes no run of the project
+    code = find_code(repository / "train.py")
+    assert code.linked["out/1/"] == "a run"
+    assert "settings.toml" in code.files
+    assert not [name for name in code.files if name.startswith("out/")]
+
+
+def test_links_lead_into_the_copy_or_out_of_it_but_never_to_the_original(tmp_path, run):
+    folder = tmp_path / "f"
+    write(folder, **{"a.py": "a", "lib/b.py": "b"})
+    write(tmp_path, outside="o")
+    (folder / "inside").symlink_to("lib/b.py")
+    (folder / "lib" / "up").symlink_to("../lib")
+    (folder / "out").symlink_to("../outside")
+    (folder / "dead").symlink_to("nothing")
+    (folder / "whole").symlink_to(folder / "lib" / "b.py")
+    copy_code(find_code(folder / "a.py"), run)
+    copy = run / CODE
+    assert (copy / "whole").resolve() == copy / "lib" / "b.py"
+    assert (copy / "inside").resolve() == copy / "lib" / "b.py"
+    assert (copy / "lib" / "up").resolve() == copy / "lib"
+    assert (copy / "out").read_text() == "o"
+    assert (copy / "dead").is_symlink()
+    (tmp_path / "link.py").symlink_to(folder / "a.py")
+    code = find_code(tmp_path / "link.py")
+    assert (code.root, code.file) == (folder, "a.py")
+
+
+def test_a_file_over_its_limit_is_linked_and_too_much_in_all_is_refused_with_names(
+    tmp_path, run, monkeypatch
+):
+    monkeypatch.setattr(code_copy, "MOST_OF_A_FILE", 100)
+    monkeypatch.setattr(code_copy, "MOST", 250)
+    write(tmp_path / "f", **{"a.py": "", "one": "x" * 99, "two": "x" * 98, "big": "x" * 101})
+    code = find_code(tmp_path / "f" / "a.py")
+    assert ({*code.files}, {*code.linked}) == ({"a.py", "one", "two"}, {"big"})
+    assert code.size == 197
+    copy_code(code, run)
+    assert (run / CODE / "big").readlink() == tmp_path / "f" / "big"
+    write(tmp_path / "f", three="x" * 97)
+    with pytest.raises(UserError, match=r"one .*two .*three .*--no-snapshot") as error:
+        find_code(tmp_path / "f" / "a.py")
+    assert "big" not in str(error.value)
+
+
+def test_too_many_files_are_refused_with_their_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(code_copy, "MOST_FILES", 3)
+    write(tmp_path / "f", **{"a.py": "", **{f"images/{n}": "" for n in range(3)}})
+    with pytest.raises(UserError, match=r"images/ \(3\).*--no-snapshot"):
+        find_code(tmp_path / "f" / "a.py")
+
+
+def test_a_copy_replaces_the_one_before_with_all_its_facts(repository, run):
+    copy_code(find_code(repository / "train.py"), run)
+    git(repository, "add", "-A", ".")
+    git(repository, "commit", "-qm", "second")
+    (repository / "src" / "new.py").unlink()
+    git(repository, "commit", "-qam", "third")
+    copy_code(find_code(repository / "train.py"), run)
+    assert not (run / DIFF).exists()
+    assert not (run / CODE / "src" / "new.py").exists()
+    assert json.loads((run / FACTS).read_text())["changed"] is False
+
+
+def test_a_copy_that_cannot_be_made_leaves_nothing(tmp_path, run, monkeypatch):
+    write(tmp_path / "f", **{"a.py": ""})
+    code = find_code(tmp_path / "f" / "a.py")
+    (tmp_path / "f" / "a.py").unlink()
+    with pytest.raises(UserError, match=r"a\.py"):
+        copy_code(code, run)
+    assert [*run.iterdir()] == []
+
+
+def test_without_git_a_folder_is_what_there_is(repository, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    code = find_code(repository / "train.py")
+    assert {"train.py", "src/new.py", "data/a.bin"} <= {*code.files}
+
+
+def test_git_is_asked_about_the_file_and_not_about_the_shells_repository(repository, monkeypatch):
+    monkeypatch.setenv("GIT_DIR", str(repository.parent / "elsewhere"))
+    assert find_code(repository / "train.py").commit
+
+
+def test_imports_come_from_the_copy_where_the_folder_is_copied(repository, run, monkeypatch):
+    away = [str(repository / "data"), str(repository / "env"), "/usr/lib"]
+    monkeypatch.setattr(sys, "path", ["", str(repository / "src"), *away])
+    code = find_code(repository / "train.py")
+    found = import_folders(code, run, repository, run)
+    assert found == (str(run / CODE / "src"), str(run / CODE))
+
+
+def test_an_edit_of_the_file_or_of_one_beside_it_is_seen_without_a_copy(tmp_path, run):
+    names = ["b.py", "a.py", "odd name.py"]
+    write(tmp_path / "f", **dict.fromkeys(names, "x"), data="x")
+    assert (edited_since(run), hashed_file(run)) == ([], None)
+    keep_hashes(tmp_path / "f" / "b.py", run)
+    assert (edited_since(run), hashed_file(run)) == ([], tmp_path / "f" / "b.py")
+    command = ("sha256sum", "--quiet", "--check", str(run / code_copy.HASHES))
+    assert subprocess.run(command, check=True, capture_output=True).stdout == b""
+    write(tmp_path / "f", data="y")
+    assert edited_since(run) == []
+    write(tmp_path / "f", **{"odd name.py": "y"})
+    (tmp_path / "f" / "b.py").unlink()
+    assert edited_since(run) == [str(tmp_path / "f" / name) for name in ("b.py", "odd name.py")]
+
+
+_NAME = st.text("ab.é ", min_size=1, max_size=4).filter(lambda name: name.strip(".") == name)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.dictionaries(st.lists(_NAME, min_size=1, max_size=3).map(tuple), st.binary(max_size=9)))
+def test_whatever_a_folder_holds_its_copy_holds_the_same_and_the_original_is_as_it_was(
+    tmp_path_factory, files
+):
+    folder, run = tmp_path_factory.mktemp("f"), tmp_path_factory.mktemp("run")
+    for parts, content in {**files, ("z.py",): b"z"}.items():
+        path = folder.joinpath(*parts)
+        if not any(above.is_file() for above in path.parents) and not path.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    before = {name: (folder / name).read_bytes() for name in tree(folder)}
+    copy_code(find_code(folder / "z.py"), run)
+    assert {name: (run / CODE / name).read_bytes() for name in tree(run / CODE)} == before
+    assert {name: (folder / name).read_bytes() for name in tree(folder)} == before
+    assert {path.name for path in run.iterdir()} == {CODE, FACTS}

@@ -1,0 +1,189 @@
+"""What a job runs: the copy that the submit made, the run's own copy, or files that are checked."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import UserError
+from samestep.slurm.options import JobOptions, keep_options, kept_options
+from samestep.slurm.script import script_text
+from samestep.slurm.submission import find_workload, make_script, submit
+from tests import tiny
+from tests.command_line import call
+from tests.slurm.fake_slurm import install
+
+RECIPE = "from samestep import Recipe\nrecipe = Recipe()\n"
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fake = install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
+    return fake
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """Be in a folder with a recipe, a script and settings, in a folder of their own."""
+    (tmp_path / "work" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    for name, text in {"tiny.py": RECIPE, "plain.py": "", "how.toml": ""}.items():
+        Path("mine", name).write_text(text)
+    return tmp_path / "work"
+
+
+def job_of(target: str, *words: str, **options):
+    found = find_workload(target, list(words), [])
+    return make_script(found, JobOptions(**options), Path.cwd())
+
+
+def begin(run: Path) -> None:
+    """Let the training of a run have begun."""
+    (run / "settings.toml").touch()
+
+
+def test_a_script_and_a_recipe_run_the_copy_in_the_folder_of_the_command(slurm, here):
+    job = job_of("mine/plain.py", "mine/plain.py", "--data-dir", "data")
+    run = Path(job.run)
+    assert not run.exists()
+    submit(job)
+    assert job.command == (str(run / "code/plain.py"), "mine/plain.py", "--data-dir", "data")
+    assert f"#SBATCH --chdir={here}\n" in (run / "job.sbatch").read_text()
+    assert (run / "code" / "tiny.py").read_text() == RECIPE
+    job = job_of("mine/tiny.py", "--config", "mine/how.toml", "--epochs", "3")
+    words = ("train", f"{job.run}/code/tiny.py", "--config", f"{job.run}/code/how.toml")
+    assert job.command[2:6] == words
+    assert "--recipe-of-run" not in job.command
+    assert job_of("mine/tiny.py", "--config=mine/how.toml").command[4].endswith("/code/how.toml")
+    Path("away.toml").touch()
+    assert job_of("mine/tiny.py", "--config", "away.toml").command[5] == "away.toml"
+
+
+def test_a_recipe_imports_from_the_copy_of_the_folder_of_the_command(here):
+    (here / "tiny.py").write_text(RECIPE)
+    job = job_of("tiny.py")
+    assert job.import_from == (f"{job.run}/code",)
+    text = script_text(job)
+    assert f"export PYTHONPATH={job.run}/code${{PYTHONPATH:+:$PYTHONPATH}}" in text
+    assert re.search(r"python\S* -P -m samestep train", text)
+    assert "PYTHONPATH" not in script_text(job_of("mine/plain.py"))
+
+
+def test_a_run_goes_on_with_its_own_copy_and_its_imports(slurm, here):
+    (here / "tiny.py").write_text(RECIPE)
+    job = job_of("tiny.py", "--run-dir", "runs/one")
+    submit(job)
+    begin(here / "runs" / "one")
+    (here / "tiny.py").write_text(f"{RECIPE}# edited\n")
+    for again in (job_of("runs/one"), job_of("tiny.py", "--run-dir", "runs/one")):
+        assert again.code is None
+        assert again.import_from == job.import_from
+        assert str(here / "tiny.py") not in again.command
+        submit(again)
+    assert Path("runs/one/code/tiny.py").read_text() == RECIPE
+
+
+def test_a_run_that_has_not_begun_gets_a_new_copy_unless_a_job_still_waits_for_the_old(slurm, here):
+    run = here / "runs" / "one"
+    submit(job_of("mine/tiny.py", "--run-dir", "runs/one"))
+    Path("mine/tiny.py").write_text(f"{RECIPE}# edited\n")
+    slurm.add(5, run, "PENDING")
+    submit(job_of("mine/tiny.py", "--run-dir", "runs/one", after=("5:any",)))
+    assert (run / "code" / "tiny.py").read_text() == RECIPE
+    slurm.add(5, run, "FAILED")
+    submit(job_of("mine/tiny.py", "--run-dir", "runs/one"))
+    assert "# edited" in (run / "code" / "tiny.py").read_text()
+
+
+def test_a_run_of_before_there_were_copies_goes_on_with_its_recipe(here):
+    run = here / "runs" / "one"
+    run.mkdir(parents=True)
+    begin(run)
+    for target in (("runs/one",), ("mine/tiny.py", "--run-dir", "runs/one")):
+        job = job_of(*target)
+        assert (job.code, job.uncopied) == (None, None)
+        assert job.command[-1] == "--recipe-of-run"
+
+
+def test_a_job_that_sbatch_refuses_leaves_no_copy(slurm, here):
+    (slurm.folder / "sbatch").write_text("#!/bin/sh\necho no >&2; exit 1\n")
+    with pytest.raises(UserError, match="no"):
+        submit(job_of("mine/plain.py", nodes="1"))
+    assert [*Path("runs").iterdir()] == []
+
+
+def test_without_a_copy_the_script_checks_the_files_at_each_start(slurm, here):
+    job = job_of("mine/plain.py", snapshot=False)
+    submit(job)
+    run = Path(job.run)
+    assert job.command == (str(here / "mine" / "plain.py"),)
+    assert not (run / "code").exists()
+    lines = (run / "job.sbatch").read_text()
+    check = lines[lines.index("sha256sum") : lines.index("# The addresses")]
+    check = f"run={shlex.quote(str(run))}\n{check}"
+    assert subprocess.run(("bash", "-c", check), check=False).returncode == 0
+    Path("mine/tiny.py").write_text("edited")  # beside it
+    done = subprocess.run(("bash", "-c", check), check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert str(here / "mine" / "tiny.py") in done.stderr
+    assert "sha256sum" not in script_text(job_of("mine/plain.py", snapshot=False, allow_edit=True))
+
+
+def test_a_run_without_a_copy_goes_on_if_nothing_is_edited_or_the_edit_is_allowed(slurm, here):
+    submit(job_of("mine/tiny.py", "--run-dir", "runs/one", snapshot=False))
+    run = here / "runs" / "one"
+    begin(run)
+    submit(job_of("runs/one", snapshot=False))
+    Path("mine/tiny.py").write_text(f"{RECIPE}# edited\n")
+    with pytest.raises(UserError, match=r"mine/tiny\.py .*--allow-edit"):
+        submit(job_of("runs/one", snapshot=False))
+    allowed = job_of("runs/one", snapshot=False, allow_edit=True)
+    assert allowed.command[-2:] == ("--allow-change", "recipe")
+    submit(allowed)
+    submit(job_of("runs/one", snapshot=False))  # as it was accepted
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_shellcheck_finds_nothing_in_a_script_with_a_copy_or_a_check(here, snapshot):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed: apt install shellcheck")
+    (here / "it's.py").write_text(RECIPE)
+    text = script_text(job_of("it's.py", snapshot=snapshot)).encode()
+    done = subprocess.run(("shellcheck", "-"), input=text, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_an_edit_is_allowed_for_one_job_and_only_where_there_is_no_copy(tmp_path):
+    with pytest.raises(UserError, match=r"--allow-edit.*--no-snapshot"):
+        JobOptions(allow_edit=True)
+    keep_options(tmp_path, JobOptions(snapshot=False, allow_edit=True))
+    kept = kept_options(tmp_path)
+    assert (kept.snapshot, kept.allow_edit) == (False, False)
+
+
+def test_what_is_linked_is_mounted_in_a_container(here):
+    subprocess.run(("git", "init", "-q", str(here)), check=True)
+    (here / "image.sif").touch()
+    found = find_workload("mine/tiny.py", ["--run-dir", str(here.parent / "run")], [])
+    job = make_script(found, JobOptions(container=str(here / "image.sif")), here / "mine")
+    assert job.mounts == (str(here.parent / "run"), str(here))
+
+
+def test_submit_says_what_is_copied_and_linked_and_that_a_run_goes_on_with_its_own(
+    slurm, here, capfd
+):
+    (here / "tiny.py").write_text(tiny.RECIPE)
+    (here / "key.pem").touch()
+    words = ("slurm", "submit", "tiny.py", "--", "--run-dir", "runs/one")
+    told = []
+    for _ in range(2):
+        assert call(*words) == 0
+        out = capfd.readouterr().out
+        told.append(next(line for line in out.splitlines() if line.startswith("code ")))
+        (here / "runs" / "one" / "settings.toml").write_text('recipe = "tiny.py"\n')
+    assert re.search(r"\b4 files, .*key\.pem", told[0])
+    assert told[1].endswith(" runs/one/code")
