@@ -164,9 +164,15 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         ended = unheeded_signal() == signal.SIGTERM
         if ended and not os.environ.get(PARENT):
             return code
-        time.sleep(GRACE_S)
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
-        if "timed out" in message.lower():
+        timed_out = "timed out" in message.lower()
+        if timed_out:
+            from samestep.ranks import watched  # noqa: PLC0415 - only after a failure
+
+            watched.wait_for_verdict(error, GRACE_S)
+        else:
+            time.sleep(GRACE_S)
+        if timed_out:
             message += ". If a rank was only slow, as with a large checkpoint: --timeout-s"
     of_rank = f"[rank {rank}] " if rank else ""
     if os.environ.get(PARENT):

@@ -139,6 +139,18 @@ def _stack_of(thread: int, dump: str) -> tuple[StackFrame, ...]:
     return tuple(found)
 
 
+def state_of(pid: int) -> str:
+    """Return the letter by which the system names a process's state; "" once it has ended."""
+    stat = _stat(pid) if _PROC.is_dir() else None
+    if stat is not None:
+        return "" if stat[0] in "ZX" else stat[0]
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return ""
+    return "" if _PROC.is_dir() else "R"
+
+
 def _doing(pids: Sequence[int]) -> dict[int, Doing]:
     """Return what processes do, by the time that their main threads compute in a moment."""
     before = {pid: _stat(pid) for pid in pids}

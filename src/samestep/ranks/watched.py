@@ -1,0 +1,160 @@
+"""What a rank does so that a hang of it is seen: its pulse, and the process that watches the node.
+
+A process has one pulse, as it has one handler for a signal. Where nothing watches, each call costs
+a comparison.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import samestep
+from samestep.errors import UserError
+from samestep.ranks.launch import STEP_ID, Launch, detect_launch
+from samestep.ranks.process import JOB_RUN
+from samestep.stall.pulse import PEER, TIMED_OUT, Pulse, users_place
+
+STALLED = 75
+"""The exit code of ranks that hung: a failure that may not come again (EX_TEMPFAIL)."""
+
+FOLDER = "SAMESTEP_PULSES"
+"""Set, to the folder of the pulses, in ranks that `samestep --nproc` starts."""
+
+RUN = "run"
+"""In that folder: the run directory, once there is one."""
+
+START, FIRST_STEP, EVALUATION, CHECKPOINT, COMPILING, END = (
+    *("start", "first step", "evaluation", "checkpoint", "compiling", "end"),
+)
+_TIMES = {START: 30.0, FIRST_STEP: 30.0, COMPILING: 30.0, END: 30.0} | dict.fromkeys(
+    (EVALUATION, CHECKPOINT), 10.0
+)
+"""How many times as long as a step each may take."""
+
+_own: Pulse | None = None
+_folder = Path()
+
+
+def begin(*, alone: bool = False) -> Pulse | None:
+    """Begin this rank's pulse, where it is one of several or in a job; or else only if `alone`."""
+    global _own, _folder  # noqa: PLW0603 - one per process
+    if _own is not None:
+        return _own
+    try:
+        launch = detect_launch(os.environ)
+    except UserError:  # which is told where the ranks meet
+        return None
+    if launch.world_size == 1 and not alone and JOB_RUN not in os.environ:
+        return None
+    with contextlib.suppress(OSError):  # a full disk, or no folder for temporary files
+        _folder = _pulses(launch)
+        _folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _own = Pulse(_folder, launch.rank)
+        turn_to(START)
+    return _own
+
+
+def _pulses(launch: Launch) -> Path:
+    """Return the folder of this node's pulses: alike for its ranks, another for each start."""
+    if given := os.environ.get(FOLDER):
+        return Path(given)
+    names = ("SLURM_JOB_ID", *STEP_ID, "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
+    told = [os.environ.get(name, "") for name in (*names, "TORCHELASTIC_RESTART_COUNT")]
+    alone = [str(os.getpid())] if launch.world_size == 1 else []
+    parts = [str(os.getuid()), launch.master_addr, str(launch.master_port), *told, *alone]
+    name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))
+    return Path(tempfile.gettempdir(), f"samestep-pulses-{name}-node{launch.node}")
+
+
+def start_watcher(launch: Launch, stall_s: float | None, terminal: int = 2) -> None:
+    """Let a process of its own watch this node's ranks; the first that calls it starts one."""
+    if stall_s == 0:
+        end()
+    if (begin(alone=stall_s is not None) if stall_s != 0 else None) is None:
+        return
+    try:
+        (_folder / "watched").open("x").close()
+    except OSError:  # another rank was first
+        return
+    words = [_folder, launch.node, launch.num_nodes, launch.local_world_size, launch.world_size]
+    variables = dict(os.environ)
+    place = str(Path(samestep.__file__).parents[1])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
+    with contextlib.suppress(OSError):
+        subprocess.Popen(  # it ends when the ranks have
+            [sys.executable, "-P", "-m", "samestep.ranks.watcher", *map(str, words), repr(stall_s)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=terminal,
+            env=variables,
+            start_new_session=True,
+        )
+
+
+def in_run(run: Path) -> None:
+    """Tell the watcher where the run is; all ranks of a node tell the same."""
+    if _own is not None:
+        file = _folder / f"{RUN}-{_own.rank}"
+        with contextlib.suppress(OSError):
+            file.write_text(str(run.absolute()))
+            file.rename(_folder / RUN)
+
+
+def step(number: int) -> None:
+    """Note that a step has ended."""
+    if _own is not None:
+        _own.step(number)
+
+
+def alive() -> None:
+    """Note that something went on."""
+    if _own is not None:
+        _own.alive()
+
+
+def turn_to(phase: str) -> None:
+    """Note what the rank does from now on, until the next step."""
+    if _own is not None:
+        _own.turn_to(phase, _TIMES.get(phase, 1.0))
+
+
+@contextlib.contextmanager
+def within(phase: str) -> Iterator[None]:
+    """Note what the rank does inside."""
+    if _own is None:
+        yield
+        return
+    before = _own.phase
+    turn_to(phase)
+    try:
+        yield
+    finally:
+        _own.turn_to(*before)
+
+
+def end() -> None:
+    """End the pulse: what follows is not watched."""
+    global _own  # noqa: PLW0603
+    if _own is not None:
+        _own.ended(0)
+        _own.close()
+        _own = None
+
+
+def wait_for_verdict(error: BaseException, seconds: float) -> None:
+    """Wait as a rank that another has kept waiting in vain, so that the watcher finds out which."""
+    if _own is None:
+        time.sleep(seconds)
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    place = users_place((frame.filename, frame.lineno or 0, "") for frame in reversed(frames))
+    with _own.inside("a collective", "", place, PEER):
+        turn_to(TIMED_OUT)
+        time.sleep(seconds)

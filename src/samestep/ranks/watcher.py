@@ -1,0 +1,233 @@
+"""Watch the ranks of one node, in a process of its own without PyTorch, and end them if they hang.
+
+python -m samestep.ranks.watcher FOLDER NODE NUM_NODES LOCAL_WORLD_SIZE WORLD_SIZE STALL_S
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.ranks.process import FAILURE, JOB_RUN, print_error
+from samestep.ranks.startup import PARENT
+from samestep.ranks.watched import RUN, STALLED
+from samestep.run.files import read_object
+from samestep.stall.pulse import PULSE, TIMED_OUT, RankPulse, read_pulses
+from samestep.stall.stacks import state_of
+
+if TYPE_CHECKING:
+    from samestep.stall.told import Stalled
+
+LEAST_S = 60.0
+"""The least time without a step after which ranks count as hung, unless the user names another."""
+
+HEARTBEAT = ".pulse-{node}.json"
+"""In the run directory: what the ranks of a node do, every few seconds."""
+
+VERDICT = "verdict.json"
+"""In the folder of the pulses: the verdict, for the process that started the ranks."""
+
+_LOOK_EVERY_S, _LIVING_EVERY_S, _TELL_EVERY_S = 1.0, 0.25, 5.0
+_LATE_S = 5.0  # a look that comes this much later: this machine or this process was suspended
+_OTHERS_S, _VERDICT_S = 5.0, 15.0
+_SLOW_TIMES = 10  # ranks that all compute may just have a long step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """Which ranks are watched, and how patiently."""
+
+    folder: Path
+    node: int
+    num_nodes: int
+    local_world_size: int
+    world_size: int
+    stall_s: float | None
+
+    def limit_s(self, pulse: RankPulse) -> float:
+        """Return how long a rank may be still in what it does."""
+        from samestep.stall.judge import patience  # noqa: PLC0415 - seldom, and late
+
+        steps = self.stall_s or patience(pulse.step_times, LEAST_S)
+        return max(steps, pulse.times * (self.stall_s or LEAST_S))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Watch until the ranks have ended, or end them."""
+    folder, *numbers, stall_s = arguments
+    node, num_nodes, local_world_size, world_size = map(int, numbers)
+    watched = Node(
+        folder=Path(folder),
+        node=node,
+        num_nodes=num_nodes,
+        local_world_size=local_world_size,
+        world_size=world_size,
+        stall_s=None if stall_s == "None" else float(stall_s),
+    )
+    _Watcher(watched).watch()
+
+
+class _Watcher:
+    def __init__(self, node: Node) -> None:
+        self._node, self._began = node, time.time()
+        job = os.environ.get(JOB_RUN)
+        self._run = Path(job) if job else None
+        for pulse in read_pulses(node.folder):  # of an earlier start at the same address
+            if not state_of(pulse.pid):
+                (node.folder / PULSE.format(rank=pulse.rank)).unlink(missing_ok=True)
+
+    def watch(self) -> None:
+        try:
+            self._watch()
+        finally:
+            if self._run is not None:
+                (self._run / HEARTBEAT.format(node=self._node.node)).unlink(missing_ok=True)
+            if PARENT not in os.environ:  # else it is the parent's, which reads the verdict
+                shutil.rmtree(self._node.folder, ignore_errors=True)
+
+    def _watch(self) -> None:
+        since = looked = told = look_again = time.monotonic()
+        while pulses := self._living():
+            time.sleep(_LIVING_EVERY_S)
+            now = time.monotonic()
+            if now - looked < _LOOK_EVERY_S:
+                continue
+            if now - looked > _LATE_S or all(state_of(pulse.pid) in "Tt" for pulse in pulses):
+                since = now
+            looked = now
+            with contextlib.suppress(OSError):
+                self._run = Path((self._node.folder / RUN).read_text())
+            still_s = now - max(since, *(pulse.moved for pulse in pulses))
+            limit_s = max(self._node.limit_s(pulse) for pulse in pulses)
+            if now - told > _TELL_EVERY_S:
+                told = now
+                self._tell(pulses, still_s, limit_s)
+            in_vain = any(pulse.doing == TIMED_OUT for pulse in pulses)
+            is_still = still_s >= limit_s and now >= look_again and self._others_are_still()
+            if in_vain or is_still:
+                slow = not in_vain and still_s < _SLOW_TIMES * limit_s
+                if self._has_ended_stall(may_be_slow=slow):
+                    return
+                look_again = time.monotonic() + limit_s
+
+    def _living(self) -> list[RankPulse]:
+        """Return the pulses of the ranks whose processes are there."""
+        return [pulse for pulse in read_pulses(self._node.folder) if state_of(pulse.pid)]
+
+    def _tell(self, pulses: Sequence[RankPulse], still_s: float, limit_s: float) -> None:
+        """Write the heartbeat, which `samestep slurm status` and the other nodes read."""
+        if self._run is None:
+            return
+        now = time.monotonic()
+        ranks = [
+            {
+                "rank": pulse.rank,
+                "step": pulse.steps,
+                "phase": pulse.phase,
+                "age_s": round(now - pulse.moved, 1),
+                "call": _last_call(pulse),
+            }
+            for pulse in pulses
+        ]
+        said = {"time": time.time(), "host": socket.gethostname(), "ranks": ranks}
+        said |= {"still_s": still_s, "limit_s": limit_s}
+        with contextlib.suppress(OSError):  # a full disk
+            _write(self._run / HEARTBEAT.format(node=self._node.node), said)
+
+    def _others_are_still(self) -> bool:
+        """Whether the ranks of all other nodes stand still, too, as far as these have told."""
+        run, others = self._run, {*range(self._node.num_nodes)} - {self._node.node}
+        found = [read_object(run / HEARTBEAT.format(node=n)) for n in others] if run else []
+        # A file system may show an old one: what it tells goes on.
+        return all(
+            told["still_s"] + time.time() - told["time"] >= told["limit_s"]
+            for told in found
+            if told.get("time", 0) > self._began - _LATE_S
+        )
+
+    def _has_ended_stall(self, *, may_be_slow: bool) -> bool:
+        """Find out who hangs, tell it and end this node's ranks; False if none hangs."""
+        from samestep.stall.stacks import look  # noqa: PLC0415 - seldom
+        from samestep.stall.told import STAND, read_told, tell, verdict_on  # noqa: PLC0415
+
+        node, place = self._node, self._run or self._node.folder
+        stands = look(node.folder, read_pulses(node.folder))
+        if all(stand.doing in ("stopped", "gone") for stand in stands):
+            return False
+        for stand in stands:
+            tell(stand, node.folder, place)
+        expected = node.world_size if self._run else node.local_world_size
+        until = time.monotonic() + _OTHERS_S
+        while len(told := read_told(place, self._began)) < expected and time.monotonic() < until:
+            time.sleep(_LIVING_EVERY_S)
+        # One of the nodes judges for all.
+        claim = place / f".stall-{re.sub('-node[0-9]+$', '', node.folder.name)}"
+        try:
+            claim.open("x").close()
+        except OSError:
+            until = time.monotonic() + _VERDICT_S
+            while time.monotonic() < until and claim.exists() and not claim.stat().st_size:
+                time.sleep(_LIVING_EVERY_S)
+            ended = claim.exists()
+        else:
+            verdict = verdict_on(told, expected, may_be_slow=may_be_slow)
+            ended = verdict is not None
+            if verdict is None:
+                claim.unlink()
+            else:
+                self._announce(verdict, max(one.stand.pulse.steps for one in told))
+                for rank in range(node.world_size):
+                    (place / STAND.format(rank=rank)).unlink(missing_ok=True)
+                if node.num_nodes > 1:
+                    _write(claim, verdict.stall)  # and the other nodes end theirs
+                else:
+                    claim.unlink()
+        for pulse in self._living() if ended else ():
+            with contextlib.suppress(OSError):
+                os.kill(pulse.pid, signal.SIGKILL)
+        return ended
+
+    def _announce(self, verdict: "Stalled", steps: int) -> None:
+        """Leave the verdict wherever someone looks for it."""
+        reason: dict[str, Any] = {"status": "failed", "reason": f"failed: {verdict.message}"}
+        reason |= {"exit_code": STALLED, "steps": steps, "stall": verdict.stall}
+        if self._run is not None:
+            with contextlib.suppress(OSError):
+                _write(self._run / "result.json", read_object(self._run / "result.json") | reason)
+        failure = {"rank": verdict.rank, "code": STALLED, "message": verdict.message}
+        failure |= {"time": time.time(), "lost_peer": False, "raised": False, "stalled": True}
+        if job := os.environ.get(JOB_RUN):
+            with contextlib.suppress(OSError):
+                _write(Path(job, FAILURE.format(rank=verdict.rank)), failure)
+        elif PARENT in os.environ:
+            _write(self._node.folder / VERDICT, failure | {"run": str(self._run or "")})
+        else:
+            print_error(verdict.message)
+
+
+def _last_call(pulse: RankPulse) -> str:
+    """Return the last call in which ranks meet, and whether the rank is still in it."""
+    if pulse.now is None and not pulse.calls:
+        return ""
+    last = pulse.now or pulse.calls[-1]
+    number = f" #{last.seq}" if last.seq else ""
+    return f"{'in' if pulse.now else 'after'} {last.kind}{number} of {last.where}"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
