@@ -30,8 +30,9 @@ from samestep.errors import (
     no_exit,
     said,
 )
+from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
-from samestep.ranks.startup import PARENT, unheeded_signal
+from samestep.ranks.startup import JOB_RUN, PARENT, unheeded_signal
 
 
 class RankLog:
@@ -90,11 +91,8 @@ def _flush() -> None:
 TASK = "SAMESTEP_TASK"
 """Set in ranks that a verb starts, where its arguments do not say all that they are to do."""
 
-JOB_RUN = "SAMESTEP_RUN_DIR"
-"""Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
-
 FAILURE = ".failure-rank-{rank}.json"
-"""In that directory: what a rank says of its failure, as launchers hide its exit code."""
+"""In the run directory of a job: what a rank says of its failure, as launchers hide its exit code."""
 
 STARTED_AT = "SAMESTEP_STARTED_AT"
 """When the user's command began, in seconds since the epoch."""
@@ -167,8 +165,6 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
         timed_out = "timed out" in message.lower()
         if timed_out:
-            from samestep.ranks import watched  # noqa: PLC0415 - only after a failure
-
             watched.wait_for_verdict(error, GRACE_S)
         else:
             time.sleep(GRACE_S)

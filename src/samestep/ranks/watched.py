@@ -18,7 +18,7 @@ from pathlib import Path
 import samestep
 from samestep.errors import UserError
 from samestep.ranks.launch import STEP_ID, Launch, detect_launch
-from samestep.ranks.process import JOB_RUN
+from samestep.ranks.startup import JOB_RUN
 from samestep.stall.pulse import PEER, TIMED_OUT, Pulse, users_place
 
 STALLED = 75

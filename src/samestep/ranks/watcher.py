@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.ranks.process import FAILURE, JOB_RUN, print_error
-from samestep.ranks.startup import PARENT
+from samestep.ranks.process import FAILURE, print_error
+from samestep.ranks.startup import JOB_RUN, PARENT
 from samestep.ranks.watched import RUN, STALLED
 from samestep.run.files import read_object
 from samestep.stall.pulse import PULSE, TIMED_OUT, RankPulse, read_pulses
 from samestep.stall.stacks import state_of
 
 if TYPE_CHECKING:
-    from samestep.stall.told import Stalled
+    from samestep.stall.told import Stalled, Told
 
 LEAST_S = 60.0
 """The least time without a step after which ranks count as hung, unless the user names another."""
@@ -157,7 +157,7 @@ class _Watcher:
     def _has_ended_stall(self, *, may_be_slow: bool) -> bool:
         """Find out who hangs, tell it and end this node's ranks; False if none hangs."""
         from samestep.stall.stacks import look  # noqa: PLC0415 - seldom
-        from samestep.stall.told import STAND, read_told, tell, verdict_on  # noqa: PLC0415
+        from samestep.stall.told import read_told, tell  # noqa: PLC0415
 
         node, place = self._node, self._run or self._node.folder
         stands = look(node.folder, read_pulses(node.folder))
@@ -169,7 +169,20 @@ class _Watcher:
         until = time.monotonic() + _OTHERS_S
         while len(told := read_told(place, self._began)) < expected and time.monotonic() < until:
             time.sleep(_LIVING_EVERY_S)
-        # One of the nodes judges for all.
+        if not self._agreed(place, told, expected, may_be_slow=may_be_slow):
+            return False
+        for pulse in self._living():
+            with contextlib.suppress(OSError):
+                os.kill(pulse.pid, signal.SIGKILL)
+        return True
+
+    def _agreed(
+        self, place: Path, told: "Sequence[Told]", expected: int, *, may_be_slow: bool
+    ) -> bool:
+        """Whether the ranks hang: one of the nodes judges for all."""
+        from samestep.stall.told import STAND, verdict_on  # noqa: PLC0415 - seldom
+
+        node = self._node
         claim = place / f".stall-{re.sub('-node[0-9]+$', '', node.folder.name)}"
         try:
             claim.open("x").close()
@@ -177,24 +190,17 @@ class _Watcher:
             until = time.monotonic() + _VERDICT_S
             while time.monotonic() < until and claim.exists() and not claim.stat().st_size:
                 time.sleep(_LIVING_EVERY_S)
-            ended = claim.exists()
+            return claim.exists()
+        verdict = verdict_on(told, expected, may_be_slow=may_be_slow)
+        if verdict is not None:
+            self._announce(verdict, max(one.stand.pulse.steps for one in told))
+            for rank in range(node.world_size):
+                (place / STAND.format(rank=rank)).unlink(missing_ok=True)
+        if verdict is None or node.num_nodes == 1:
+            claim.unlink()
         else:
-            verdict = verdict_on(told, expected, may_be_slow=may_be_slow)
-            ended = verdict is not None
-            if verdict is None:
-                claim.unlink()
-            else:
-                self._announce(verdict, max(one.stand.pulse.steps for one in told))
-                for rank in range(node.world_size):
-                    (place / STAND.format(rank=rank)).unlink(missing_ok=True)
-                if node.num_nodes > 1:
-                    _write(claim, verdict.stall)  # and the other nodes end theirs
-                else:
-                    claim.unlink()
-        for pulse in self._living() if ended else ():
-            with contextlib.suppress(OSError):
-                os.kill(pulse.pid, signal.SIGKILL)
-        return ended
+            _write(claim, verdict.stall)  # and the other nodes end theirs
+        return verdict is not None
 
     def _announce(self, verdict: "Stalled", steps: int) -> None:
         """Leave the verdict wherever someone looks for it."""

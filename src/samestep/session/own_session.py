@@ -20,7 +20,8 @@ from samestep import dist
 from samestep.errors import UserError, listed
 from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
-from samestep.ranks.process import JOB_RUN, RankLog
+from samestep.ranks.process import RankLog
+from samestep.ranks.startup import JOB_RUN
 from samestep.run import checkpoints
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import write_text

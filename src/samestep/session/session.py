@@ -17,7 +17,7 @@ from torch import Tensor
 
 from samestep.errors import AlreadyTold, UserError
 from samestep.ranks import watched
-from samestep.ranks.process import JOB_RUN
+from samestep.ranks.startup import JOB_RUN
 from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.directory import Heartbeat, Run, is_run, versions
