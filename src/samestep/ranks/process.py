@@ -92,7 +92,7 @@ TASK = "SAMESTEP_TASK"
 """Set in ranks that a verb starts, where its arguments do not say all that they are to do."""
 
 FAILURE = ".failure-rank-{rank}.json"
-"""In the run directory of a job: what a rank says of its failure, as launchers hide its exit code."""
+"""In a job's run directory: what a rank says of its failure, as launchers hide its exit code."""
 
 STARTED_AT = "SAMESTEP_STARTED_AT"
 """When the user's command began, in seconds since the epoch."""

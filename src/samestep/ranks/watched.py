@@ -40,11 +40,12 @@ _TIMES = {START: 30.0, FIRST_STEP: 30.0, COMPILING: 30.0, END: 30.0} | dict.from
 
 _own: Pulse | None = None
 _folder = Path()
+_begun = 0
 
 
 def begin(*, alone: bool = False) -> Pulse | None:
     """Begin this rank's pulse, where it is one of several or in a job; or else only if `alone`."""
-    global _own, _folder  # noqa: PLW0603 - one per process
+    global _own, _folder, _begun  # noqa: PLW0603 - one per process
     if _own is not None:
         return _own
     try:
@@ -54,6 +55,7 @@ def begin(*, alone: bool = False) -> Pulse | None:
     if launch.world_size == 1 and not alone and JOB_RUN not in os.environ:
         return None
     with contextlib.suppress(OSError):  # a full disk, or no folder for temporary files
+        _begun += 1  # the folder of the last one is removed meanwhile
         _folder = _pulses(launch)
         _folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _own = Pulse(_folder, launch.rank)
@@ -67,8 +69,8 @@ def _pulses(launch: Launch) -> Path:
         return Path(given)
     names = ("SLURM_JOB_ID", *STEP_ID, "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
     told = [os.environ.get(name, "") for name in (*names, "TORCHELASTIC_RESTART_COUNT")]
-    alone = [str(os.getpid())] if launch.world_size == 1 else []
-    parts = [str(os.getuid()), launch.master_addr, str(launch.master_port), *told, *alone]
+    own = [os.getpid()] if launch.world_size == 1 else [launch.master_addr, launch.master_port]
+    parts = [*map(str, [os.getuid(), *own, _begun]), *told]
     name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))
     return Path(tempfile.gettempdir(), f"samestep-pulses-{name}-node{launch.node}")
 
@@ -88,7 +90,7 @@ def start_watcher(launch: Launch, stall_s: float | None, terminal: int = 2) -> N
     place = str(Path(samestep.__file__).parents[1])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
     with contextlib.suppress(OSError):
-        subprocess.Popen(  # it ends when the ranks have
+        watcher = subprocess.Popen(
             [sys.executable, "-P", "-m", "samestep.ranks.watcher", *map(str, words), repr(stall_s)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -96,6 +98,7 @@ def start_watcher(launch: Launch, stall_s: float | None, terminal: int = 2) -> N
             env=variables,
             start_new_session=True,
         )
+        watcher.returncode = 0  # nobody waits for it: it ends when the ranks have
 
 
 def in_run(run: Path) -> None:

@@ -120,8 +120,9 @@ class _Watcher:
                 look_again = time.monotonic() + limit_s
 
     def _living(self) -> list[RankPulse]:
-        """Return the pulses of the ranks whose processes are there."""
-        return [pulse for pulse in read_pulses(self._node.folder) if state_of(pulse.pid)]
+        """Return the pulses of the ranks that go on, or should."""
+        pulses = read_pulses(self._node.folder)
+        return [pulse for pulse in pulses if pulse.code is None and state_of(pulse.pid)]
 
     def _tell(self, pulses: Sequence[RankPulse], still_s: float, limit_s: float) -> None:
         """Write the heartbeat, which `samestep slurm status` and the other nodes read."""
