@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from samestep.ranks.startup import JOB_RUN, PARENT
 from samestep.ranks.watched import RUN, STALLED
 from samestep.run.files import read_object
 from samestep.stall.pulse import PULSE, TIMED_OUT, RankPulse, read_pulses
-from samestep.stall.stacks import state_of
+from samestep.stall.stacks import host_name, state_of
 
 if TYPE_CHECKING:
     from samestep.stall.told import Stalled, Told
@@ -139,7 +138,7 @@ class _Watcher:
             }
             for pulse in pulses
         ]
-        said = {"time": time.time(), "host": socket.gethostname(), "ranks": ranks}
+        said = {"time": time.time(), "host": host_name(), "ranks": ranks}
         said |= {"still_s": still_s, "limit_s": limit_s}
         with contextlib.suppress(OSError):  # a full disk
             _write(self._run / HEARTBEAT.format(node=self._node.node), said)

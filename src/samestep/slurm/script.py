@@ -5,6 +5,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
+from samestep.ranks.watched import STALLED
 from samestep.slurm.options import JobOptions, assignment, dependency, interface_names
 from samestep.slurm.rank_ends import STDERR
 from samestep.slurm.restarts import BEGUN
@@ -313,6 +314,7 @@ def _end(job: JobScript) -> list[str]:
         f"  --kind {job.kind} --restarts {job.options.restarts}{again})",
         "case $verdict in",
         "  completed) code=0 ;;",
+        f"  hung) code={STALLED} ;;",
     ]
     if job.options.requeue:
         lines += [

@@ -7,6 +7,7 @@ even while C code holds the GIL. Without /proc, only the pulse is known.
 import itertools
 import os
 import re
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -137,6 +138,11 @@ def _stack_of(thread: int, dump: str) -> tuple[StackFrame, ...]:
             file = _ESCAPED.sub(lambda e: chr(int(e[1] or e[2] or e[3], 16)), match[1])
             found.append(StackFrame(file, int(match[2]), match[3]))
     return tuple(found)
+
+
+def host_name() -> str:
+    """Return this node's name, in a job of Slurm that which Slurm knows."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def state_of(pid: int) -> str:

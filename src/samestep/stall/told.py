@@ -1,7 +1,6 @@
 """What the ranks of a node that hang leave in files, and the one verdict that is made of all."""
 
 import linecache
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ import msgspec
 
 from samestep.stall.judge import StallVerdict, judge
 from samestep.stall.pulse import STACKS, RankPulse, Visit
-from samestep.stall.stacks import RankStand, Stand
+from samestep.stall.stacks import RankStand, Stand, host_name
 
 TEXT, STAND = "rank-{rank}.stall", ".stall-rank-{rank}.json"
 """In the run directory: where a rank stands, for people and for the verdict."""
@@ -23,7 +22,7 @@ class Told:
     """Where a rank stands, as another node reads it; its times are by `time.time()`."""
 
     stand: RankStand
-    host: str = field(default_factory=socket.gethostname)
+    host: str = field(default_factory=host_name)
     at: float = field(default_factory=time.time)
 
     @property
