@@ -5,6 +5,7 @@ a comparison.
 """
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 import samestep
 from samestep.errors import UserError
 from samestep.ranks.launch import STEP_ID, Launch, detect_launch
-from samestep.ranks.startup import JOB_RUN
+from samestep.ranks.startup import JOB_RUN, PARENT
 from samestep.stall.pulse import PEER, TIMED_OUT, Pulse, users_place
 
 STALLED = 75
@@ -26,6 +27,9 @@ STALLED = 75
 
 FOLDER = "SAMESTEP_PULSES"
 """Set, to the folder of the pulses, in ranks that `samestep --nproc` starts."""
+
+PULSES = "samestep-pulses-{own}"
+"""That folder of other ranks; what is their own begins with the user's number."""
 
 RUN = "run"
 """In that folder: the run directory, once there is one."""
@@ -37,6 +41,8 @@ _TIMES = {START: 30.0, FIRST_STEP: 30.0, COMPILING: 30.0, END: 30.0} | dict.from
     (EVALUATION, CHECKPOINT), 10.0
 )
 """How many times as long as a step each may take."""
+
+_VERDICT_S = 10.0  # the watchers of all nodes look, one after the other
 
 _own: Pulse | None = None
 _folder = Path()
@@ -72,11 +78,14 @@ def _pulses(launch: Launch) -> Path:
     own = [os.getpid()] if launch.world_size == 1 else [launch.master_addr, launch.master_port]
     parts = [*map(str, [os.getuid(), *own, _begun]), *told]
     name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))
-    return Path(tempfile.gettempdir(), f"samestep-pulses-{name}-node{launch.node}")
+    return Path(tempfile.gettempdir(), PULSES.format(own=f"{name}-node{launch.node}"))
 
 
-def start_watcher(launch: Launch, stall_s: float | None, terminal: int = 2) -> None:
-    """Let a process of its own watch this node's ranks; the first that calls it starts one."""
+def start_watcher(launch: Launch, stall_s: float | None, least_s: float = 60.0) -> None:
+    """Let a process of its own watch this node's ranks; the first that calls it starts one.
+
+    `stall_s` is the user's word; without it `least_s` is the shortest stall.
+    """
     if stall_s == 0:
         end()
     if (begin(alone=stall_s is not None) if stall_s != 0 else None) is None:
@@ -85,16 +94,20 @@ def start_watcher(launch: Launch, stall_s: float | None, terminal: int = 2) -> N
         (_folder / "watched").open("x").close()
     except OSError:  # another rank was first
         return
-    words = [_folder, launch.node, launch.num_nodes, launch.local_world_size, launch.world_size]
+    names = ("node", "num_nodes", "local_world_size", "world_size")
+    told = {"folder": str(_folder), **{name: getattr(launch, name) for name in names}}
+    told |= {"least_s": stall_s or least_s, "exact": stall_s is not None}
+    # Elsewhere a parent or the job's script reports, and a pipe must not stay open for the watcher.
+    needs_terminal = not {PARENT, JOB_RUN} & {*os.environ}
     variables = dict(os.environ)
     place = str(Path(samestep.__file__).parents[1])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
     with contextlib.suppress(OSError):
         watcher = subprocess.Popen(
-            [sys.executable, "-P", "-m", "samestep.ranks.watcher", *map(str, words), repr(stall_s)],
+            [sys.executable, "-P", "-m", "samestep.ranks.watcher", json.dumps(told)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=terminal,
+            stderr=None if needs_terminal else subprocess.DEVNULL,
             env=variables,
             start_new_session=True,
         )
@@ -160,4 +173,4 @@ def wait_for_verdict(error: BaseException, seconds: float) -> None:
     place = users_place((frame.filename, frame.lineno or 0, "") for frame in reversed(frames))
     with _own.inside("a collective", "", place, PEER):
         turn_to(TIMED_OUT)
-        time.sleep(seconds)
+        time.sleep(seconds + _VERDICT_S)

@@ -1,6 +1,6 @@
 """Watch the ranks of one node, in a process of its own without PyTorch, and end them if they hang.
 
-python -m samestep.ranks.watcher FOLDER NODE NUM_NODES LOCAL_WORLD_SIZE WORLD_SIZE STALL_S
+`python -m samestep.ranks.watcher '{"folder": …}'`, with the fields of `Node`.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,17 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.ranks.process import FAILURE, print_error
-from samestep.ranks.startup import JOB_RUN, PARENT
-from samestep.ranks.watched import RUN, STALLED
+from samestep.ranks.startup import JOB_RUN, PARENT, stop_signals
+from samestep.ranks.watched import PULSES, RUN, STALLED
 from samestep.run.files import read_object
 from samestep.stall.pulse import PULSE, TIMED_OUT, RankPulse, read_pulses
 from samestep.stall.stacks import host_name, state_of
 
 if TYPE_CHECKING:
-    from samestep.stall.told import Stalled, Told
-
-LEAST_S = 60.0
-"""The least time without a step after which ranks count as hung, unless the user names another."""
+    from samestep.stall.told import Stalled
 
 HEARTBEAT = ".pulse-{node}.json"
 """In the run directory: what the ranks of a node do, every few seconds."""
@@ -35,8 +33,9 @@ HEARTBEAT = ".pulse-{node}.json"
 VERDICT = "verdict.json"
 """In the folder of the pulses: the verdict, for the process that started the ranks."""
 
-_LOOK_EVERY_S, _LIVING_EVERY_S, _TELL_EVERY_S = 1.0, 0.25, 5.0
+_LOOK_EVERY_S, _TELL_EVERY_S = 0.5, 5.0
 _LATE_S = 5.0  # a look that comes this much later: this machine or this process was suspended
+_OLD_S = 600.0
 _OTHERS_S, _VERDICT_S = 5.0, 15.0
 _SLOW_TIMES = 10  # ranks that all compute may just have a long step
 
@@ -50,29 +49,25 @@ class Node:
     num_nodes: int
     local_world_size: int
     world_size: int
-    stall_s: float | None
+    least_s: float
+    """The least time without a step after which ranks count as hung."""
+    exact: bool
+    """Whether that is the user's word, and slow steps do not make it longer."""
 
     def limit_s(self, pulse: RankPulse) -> float:
         """Return how long a rank may be still in what it does."""
         from samestep.stall.judge import patience  # noqa: PLC0415 - seldom, and late
 
-        steps = self.stall_s or patience(pulse.step_times, LEAST_S)
-        return max(steps, pulse.times * (self.stall_s or LEAST_S))
+        steps = self.least_s if self.exact else patience(pulse.step_times, self.least_s)
+        return max(steps, pulse.times * self.least_s)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Watch until the ranks have ended, or end them."""
-    folder, *numbers, stall_s = arguments
-    node, num_nodes, local_world_size, world_size = map(int, numbers)
-    watched = Node(
-        folder=Path(folder),
-        node=node,
-        num_nodes=num_nodes,
-        local_world_size=local_world_size,
-        world_size=world_size,
-        stall_s=None if stall_s == "None" else float(stall_s),
-    )
-    _Watcher(watched).watch()
+    for number in stop_signals():  # they are the ranks' business
+        signal.signal(number, signal.SIG_IGN)
+    told = json.loads(arguments[0])
+    _Watcher(Node(**told | {"folder": Path(told["folder"])})).watch()
 
 
 class _Watcher:
@@ -83,6 +78,12 @@ class _Watcher:
         for pulse in read_pulses(node.folder):  # of an earlier start at the same address
             if not state_of(pulse.pid):
                 (node.folder / PULSE.format(rank=pulse.rank)).unlink(missing_ok=True)
+        # Slurm may kill a watcher together with its ranks.
+        for other in Path(tempfile.gettempdir()).glob(PULSES.format(own=f"{os.getuid()}-*")):
+            with contextlib.suppress(OSError):
+                is_old = time.time() - other.stat().st_mtime > _OLD_S
+                if is_old and not any(state_of(pulse.pid) for pulse in read_pulses(other)):
+                    shutil.rmtree(other)
 
     def watch(self) -> None:
         try:
@@ -96,10 +97,8 @@ class _Watcher:
     def _watch(self) -> None:
         since = looked = told = look_again = time.monotonic()
         while pulses := self._living():
-            time.sleep(_LIVING_EVERY_S)
+            time.sleep(_LOOK_EVERY_S)
             now = time.monotonic()
-            if now - looked < _LOOK_EVERY_S:
-                continue
             if now - looked > _LATE_S or all(state_of(pulse.pid) in "Tt" for pulse in pulses):
                 since = now
             looked = now
@@ -110,13 +109,26 @@ class _Watcher:
             if now - told > _TELL_EVERY_S:
                 told = now
                 self._tell(pulses, still_s, limit_s)
-            in_vain = any(pulse.doing == TIMED_OUT for pulse in pulses)
-            is_still = still_s >= limit_s and now >= look_again and self._others_are_still()
-            if in_vain or is_still:
-                slow = not in_vain and still_s < _SLOW_TIMES * limit_s
+            sure = any(pulse.doing == TIMED_OUT for pulse in pulses) or self._is_asked()
+            if sure or (still_s >= limit_s and now >= look_again and self._others_are_still()):
+                slow = not sure and still_s < _SLOW_TIMES * limit_s
                 if self._has_ended_stall(may_be_slow=slow):
                     return
                 look_again = time.monotonic() + limit_s
+
+    @property
+    def _claim(self) -> Path:
+        """The file by which one node asks the others where their ranks stand, and judges."""
+        name = re.sub("-node[0-9]+$", "", self._node.folder.name)
+        return (self._run or self._node.folder) / f".stall-{name}"
+
+    def _is_asked(self) -> bool:
+        if self._node.num_nodes == 1:
+            return False
+        try:
+            return self._claim.stat().st_mtime > self._began - _LATE_S  # else of an earlier start
+        except OSError:
+            return False
 
     def _living(self) -> list[RankPulse]:
         """Return the pulses of the ranks that go on, or should."""
@@ -157,49 +169,50 @@ class _Watcher:
     def _has_ended_stall(self, *, may_be_slow: bool) -> bool:
         """Find out who hangs, tell it and end this node's ranks; False if none hangs."""
         from samestep.stall.stacks import look  # noqa: PLC0415 - seldom
-        from samestep.stall.told import read_told, tell  # noqa: PLC0415
+        from samestep.stall.told import tell  # noqa: PLC0415
 
         node, place = self._node, self._run or self._node.folder
+        judges = not self._is_asked()
+        if judges:
+            self._claim.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._claim.touch(exist_ok=False)
         stands = look(node.folder, read_pulses(node.folder))
         if all(stand.doing in ("stopped", "gone") for stand in stands):
-            return False
-        for stand in stands:
-            tell(stand, node.folder, place)
-        expected = node.world_size if self._run else node.local_world_size
-        until = time.monotonic() + _OTHERS_S
-        while len(told := read_told(place, self._began)) < expected and time.monotonic() < until:
-            time.sleep(_LIVING_EVERY_S)
-        if not self._agreed(place, told, expected, may_be_slow=may_be_slow):
+            hang = False
+        else:
+            for stand in stands:
+                tell(stand, node.folder, place)
+            hang = not judges or self._judge(place, may_be_slow=may_be_slow)
+        if judges and (not hang or node.num_nodes == 1):
+            self._claim.unlink(missing_ok=True)
+        until = time.monotonic() + _VERDICT_S
+        while not judges and self._is_asked() and time.monotonic() < until:
+            if self._claim.stat().st_size:
+                break
+            time.sleep(_LOOK_EVERY_S)
+        if not hang or not (judges or self._is_asked()):
             return False
         for pulse in self._living():
             with contextlib.suppress(OSError):
                 os.kill(pulse.pid, signal.SIGKILL)
         return True
 
-    def _agreed(
-        self, place: Path, told: "Sequence[Told]", expected: int, *, may_be_slow: bool
-    ) -> bool:
-        """Whether the ranks hang: one of the nodes judges for all."""
-        from samestep.stall.told import STAND, verdict_on  # noqa: PLC0415 - seldom
+    def _judge(self, place: Path, *, may_be_slow: bool) -> bool:
+        """Wait for what the other nodes tell, and announce who hangs; False if none does."""
+        from samestep.stall.told import STAND, read_told, verdict_on  # noqa: PLC0415 - seldom
 
         node = self._node
-        claim = place / f".stall-{re.sub('-node[0-9]+$', '', node.folder.name)}"
-        try:
-            claim.open("x").close()
-        except OSError:
-            until = time.monotonic() + _VERDICT_S
-            while time.monotonic() < until and claim.exists() and not claim.stat().st_size:
-                time.sleep(_LIVING_EVERY_S)
-            return claim.exists()
+        expected = node.world_size if self._run else node.local_world_size
+        until = time.monotonic() + _OTHERS_S
+        while len(told := read_told(place, self._began)) < expected and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_S)
         verdict = verdict_on(told, expected, may_be_slow=may_be_slow)
         if verdict is not None:
             self._announce(verdict, max(one.stand.pulse.steps for one in told))
             for rank in range(node.world_size):
                 (place / STAND.format(rank=rank)).unlink(missing_ok=True)
-        if verdict is None or node.num_nodes == 1:
-            claim.unlink()
-        else:
-            _write(claim, verdict.stall)  # and the other nodes end theirs
+            _write(self._claim, verdict.stall)
         return verdict is not None
 
     def _announce(self, verdict: "Stalled", steps: int) -> None:

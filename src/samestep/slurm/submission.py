@@ -25,7 +25,7 @@ from samestep.slurm.options import (
     refuse_secret_flags,
 )
 from samestep.slurm.queue import ProgramError, call, my_jobs
-from samestep.slurm.script import JobScript, sbatch_options, script_text
+from samestep.slurm.script import START, STARTER, JobScript, sbatch_options, script_text
 
 # Directive → the words by which sbatch's refusals mean it.
 _MEANS = {
@@ -191,6 +191,8 @@ def submit(job: JobScript) -> tuple[int, Path]:
     script = run / "job.sbatch"
     make_folder(run)
     write_text(script, text)
+    if job.kind == "script":
+        write_text(run / STARTER, START)
     keep_options(run, job.options)
     # The shell's SBATCH_* override the script, and typed options override both: this job's
     # options have to win.
@@ -201,8 +203,8 @@ def submit(job: JobScript) -> tuple[int, Path]:
         answer = call("sbatch", "--parsable", *words, str(script), without=_NOT_FOR_A_RUN)
     except ProgramError as error:
         if not known:
-            for name in (script.name, OPTIONS):
-                (run / name).unlink()
+            for name in (script.name, OPTIONS, STARTER):
+                (run / name).unlink(missing_ok=True)
             run.rmdir()
         raise _refused(error, text) from error
     return int(answer.strip().split(";")[0]), script

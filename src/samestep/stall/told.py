@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from samestep.errors import listed
 from samestep.stall.judge import StallVerdict, judge
 from samestep.stall.pulse import STACKS, RankPulse, Visit
 from samestep.stall.stacks import RankStand, Stand, host_name
@@ -141,7 +142,7 @@ def _message(
     still = f"for {max(told.still_s for told in seen):.0f} s"
     if told is None:
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        return f"no rank went on {still}, and nothing is known of {who}; {sentence}"
+        return f"{who} did not say where it stands; {listed(verdict.lines, between='; ')}"
     who = f"rank {rank} on {told.host}"
     if len(verdict.culprits) != 1 or verdict.cause in ("different", "shapes", "left", "unknown"):
         return f"no rank went on {still}: {sentence}"

@@ -1,0 +1,105 @@
+"""Run a script as Python would, as a rank of a job, so that a hang of it is seen.
+
+The script's own order of imports stays: PyTorch is watched from when the script imports it.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.ranks import watched
+from samestep.ranks.launch import detect_launch
+from samestep.stall.pulse import Pulse
+
+STALL_S = "SAMESTEP_STALL_S"
+"""Seconds without a sign of life after which a script's ranks count as hung; 0: never."""
+
+_LEAST_S = 480.0  # a rank may evaluate alone for minutes; below the 10 minutes of NCCL
+_OURS = (__file__, *(f"{os.sep}samestep{os.sep}{part}" for part in ("stall", "patches.py")))
+_for_good = ExitStack()
+
+
+def main() -> None:
+    """Run the script that the command line names, in place of this one."""
+    del sys.argv[0]
+    script = sys.argv[0]
+    sys.path[0] = str(Path(script).resolve().parent)
+    _be_watched()
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=script, __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(Path(script).read_bytes(), script, "exec"), module.__dict__)  # noqa: S102
+    except Exception as error:
+        trace = None if isinstance(error, SyntaxError) else _without_ours(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+def _be_watched() -> None:
+    try:
+        launch, wished = detect_launch(os.environ), os.environ.get(STALL_S)
+        stall_s = float(wished) if wished else None
+    except (UserError, ValueError):
+        return
+    if stall_s != 0 and (pulse := watched.begin()) is not None:
+        watched.start_watcher(launch, stall_s, _LEAST_S)
+        sys.meta_path.insert(0, _AfterTorch(lambda: _watch(pulse)))
+
+
+class _AfterTorch(MetaPathFinder):
+    """Calls a function once PyTorch has been imported."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """Find PyTorch as usual, to be loaded with what follows."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = spec.loader if spec else None
+        if loader is not None:
+            load = loader.exec_module
+
+            def load_and_go_on(module: ModuleType) -> None:
+                load(module)
+                self._then()
+
+            loader.exec_module = load_and_go_on
+        return spec
+
+
+def _watch(pulse: Pulse) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415
+
+    from samestep.stall.collectives import watch_collectives  # noqa: PLC0415 - it imports torch
+
+    _for_good.enter_context(watch_collectives(pulse))
+    steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        pulse.step(steps)
+
+    register_optimizer_step_post_hook(count)
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this module and of what notes collectives."""
+    if trace is None:
+        return None
+    rest = _without_ours(trace.tb_next)
+    if any(part in trace.tb_frame.f_code.co_filename for part in _OURS):
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
