@@ -61,7 +61,7 @@ class Model(nn.Module):
         self.steps += self.training
         where = HOW not in ("", "worker", "start", "end", "evaluation")
         due = self.training and self.steps == AT_STEP and where
-        if RANK == CULPRIT and (due or (HOW == "evaluation" and not self.training)):
+        if RANK == CULPRIT and (due or (HOW == "evaluation" and not self.training and self.steps)):
             hang()
         return self.linear(x)
 

@@ -170,10 +170,13 @@ def _hung(file: Path) -> Ended | None:
     verdict = read_object(file)
     if not verdict:
         return None
-    run = shown_path(Path(verdict["run"])) if verdict["run"] else "RUN"
-    message = str(verdict["message"])
-    way = f"Every announced checkpoint is whole: go on with samestep train {run} --resume."
-    return Ended(STALLED, f"{message}. {way}")
+    message = f"{verdict['message']}."
+    if verdict["run"]:
+        run = shown_path(Path(verdict["run"]))
+        message += (
+            f" Every announced checkpoint is whole: go on with samestep train {run} --resume."
+        )
+    return Ended(STALLED, message)
 
 
 def _first_failure(error: ChildFailedError) -> Ended:

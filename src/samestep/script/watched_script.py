@@ -34,10 +34,11 @@ def main() -> None:
     sys.path[0] = str(Path(script).resolve().parent)
     _be_watched()
     module = ModuleType("__main__")
-    module.__dict__.update(__file__=script, __builtins__=__builtins__)
+    file = os.path.abspath(script)  # noqa: PTH100 - as Python does
+    module.__dict__.update(__file__=file, __builtins__=__builtins__)
     sys.modules["__main__"] = module
     try:
-        exec(compile(Path(script).read_bytes(), script, "exec"), module.__dict__)  # noqa: S102
+        exec(compile(Path(script).read_bytes(), file, "exec"), module.__dict__)  # noqa: S102
     except Exception as error:
         trace = None if isinstance(error, SyntaxError) else _without_ours(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -84,7 +85,11 @@ def _watch(pulse: Pulse) -> None:
 
     from samestep.stall.collectives import watch_collectives  # noqa: PLC0415 - it imports torch
 
-    _for_good.enter_context(watch_collectives(pulse))
+    def has_begun(*_: object) -> None:
+        if pulse.phase[0]:
+            pulse.turn_to("")
+
+    _for_good.enter_context(watch_collectives(pulse, has_begun))
     steps = 0
 
     def count(*_: object) -> None:
