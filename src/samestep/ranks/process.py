@@ -52,6 +52,7 @@ class RankLog:
         if rank != 0:
             self._usual = [os.dup(1), os.dup(2)]
             self.terminal = self._usual[1]
+            watched.speak_at(self.terminal)
             self._early = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the rank
             self._redirect(self._early.fileno(), self._early.fileno())
 
@@ -76,6 +77,7 @@ class RankLog:
             for usual in self._usual:
                 os.close(usual)
             self._usual, self.terminal = [], 2
+            watched.speak_at(2)
 
     def _redirect(self, output: int, errors: int) -> None:
         _flush()

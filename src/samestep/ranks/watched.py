@@ -47,6 +47,7 @@ _VERDICT_S = 10.0  # the watchers of all nodes look, one after the other
 _own: Pulse | None = None
 _folder = Path()
 _begun = 0
+_terminal = 2
 
 
 def begin(*, alone: bool = False) -> Pulse | None:
@@ -107,11 +108,17 @@ def start_watcher(launch: Launch, stall_s: float | None, least_s: float = 60.0) 
             [sys.executable, "-P", "-m", "samestep.ranks.watcher", json.dumps(told)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=None if needs_terminal else subprocess.DEVNULL,
+            stderr=_terminal if needs_terminal else subprocess.DEVNULL,
             env=variables,
             start_new_session=True,
         )
         watcher.returncode = 0  # nobody waits for it: it ends when the ranks have
+
+
+def speak_at(descriptor: int) -> None:
+    """Let a watcher write to this descriptor, where standard error is not what the user sees."""
+    global _terminal  # noqa: PLW0603
+    _terminal = descriptor
 
 
 def in_run(run: Path) -> None:
