@@ -66,7 +66,8 @@ def begin(*, alone: bool = False) -> Pulse | None:
         _folder = _pulses(launch)
         _folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _own = Pulse(_folder, launch.rank)
-        turn_to(START)
+        # Alone it may load data as long as it likes; others would wait for it.
+        _own.turn_to(START, _TIMES[START] if launch.world_size > 1 else 1e4)
     return _own
 
 

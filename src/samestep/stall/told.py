@@ -1,6 +1,7 @@
 """What the ranks of a node that hang leave in files, and the one verdict that is made of all."""
 
 import linecache
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -96,6 +97,14 @@ def _stack(name: str, stand: Stand) -> list[str]:
     return lines if stand.frames else [*lines, "  unknown: it did not answer"]
 
 
+# A model that is compiled runs within `_dynamo`, too.
+_COMPILER = re.compile(r"[/\\]torch[/\\](_inductor|_dynamo[/\\](convert_frame|symbolic_convert))")
+
+
+def _files(stands: Sequence[RankStand]) -> list[str]:
+    return [frame.file for stand in stands for frame in stand.frames]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stalled:
     """The verdict as the user reads it, and as result.json has it."""
@@ -107,9 +116,13 @@ class Stalled:
 
 
 def verdict_on(all_told: Sequence[Told], world_size: int, *, may_be_slow: bool) -> Stalled | None:
-    """Return the verdict on a job's ranks; None if they all compute and may be slow."""
+    """Return the verdict on a job's ranks; None if they may be slow.
+
+    They may if all compute, or one compiles. `world_size` ranks should have told where they stand.
+    """
     stands = [told.stand for told in all_told]
-    if may_be_slow and all(stand.doing == "computes" for stand in stands):
+    computes = all(stand.doing == "computes" for stand in stands)
+    if may_be_slow and (computes or any(_COMPILER.search(file) for file in _files(stands))):
         return None
     verdict = judge(stands)
     by_rank = {told.stand.rank: told for told in all_told}
