@@ -6,6 +6,7 @@ a comparison.
 
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from samestep.errors import UserError
 from samestep.ranks.launch import STEP_ID, Launch, detect_launch
 from samestep.ranks.startup import JOB_RUN, PARENT
 from samestep.stall.pulse import PEER, TIMED_OUT, Pulse, users_place
+from samestep.stall.stacks import state_of
 
 STALLED = 75
 """The exit code of ranks that hung: a failure that may not come again (EX_TEMPFAIL)."""
@@ -30,6 +32,11 @@ FOLDER = "SAMESTEP_PULSES"
 
 PULSES = "samestep-pulses-{own}"
 """That folder of other ranks; what is their own begins with the user's number."""
+
+STALL_S = "SAMESTEP_STALL_S"
+"""A user's word for scripts: seconds without a sign of life that count as a stall; 0: never."""
+
+_SCRIPT_LEAST_S = 480.0  # a rank may evaluate alone for minutes; below the 10 minutes of NCCL
 
 RUN = "run"
 """In that folder: the run directory, once there is one."""
@@ -92,8 +99,13 @@ def start_watcher(launch: Launch, stall_s: float | None, least_s: float = 60.0) 
         end()
     if (begin(alone=stall_s is not None) if stall_s != 0 else None) is None:
         return
+    mark = _folder / "watched"
+    with contextlib.suppress(OSError, ValueError):
+        if not state_of(int(mark.read_text())):  # of an earlier start that was killed
+            mark.unlink()
     try:
-        (_folder / "watched").open("x").close()
+        with mark.open("x") as file:
+            file.write(str(os.getpid()))
     except OSError:  # another rank was first
         return
     names = ("node", "num_nodes", "local_world_size", "world_size")
@@ -114,6 +126,16 @@ def start_watcher(launch: Launch, stall_s: float | None, least_s: float = 60.0) 
             start_new_session=True,
         )
         watcher.returncode = 0  # nobody waits for it: it ends when the ranks have
+
+
+def watch_script(launch: Launch) -> Pulse | None:
+    """Let this rank of a user's script be watched; return its pulse."""
+    try:
+        stall_s = float(os.environ.get(STALL_S, "nan"))
+    except ValueError:
+        stall_s = math.nan
+    start_watcher(launch, stall_s if stall_s >= 0 else None, _SCRIPT_LEAST_S)
+    return _own
 
 
 def speak_at(descriptor: int) -> None:

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -19,10 +19,6 @@ from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
 from samestep.stall.pulse import Pulse
 
-STALL_S = "SAMESTEP_STALL_S"
-"""Seconds without a sign of life after which a script's ranks count as hung; 0: never."""
-
-_LEAST_S = 480.0  # a rank may evaluate alone for minutes; below the 10 minutes of NCCL
 _OURS = (__file__, *(f"{os.sep}samestep{os.sep}{part}" for part in ("stall", "patches.py")))
 _for_good = ExitStack()
 
@@ -46,14 +42,10 @@ def main() -> None:
 
 
 def _be_watched() -> None:
-    try:
-        launch, wished = detect_launch(os.environ), os.environ.get(STALL_S)
-        stall_s = float(wished) if wished else None
-    except (UserError, ValueError):
-        return
-    if stall_s != 0 and (pulse := watched.begin()) is not None:
-        watched.start_watcher(launch, stall_s, _LEAST_S)
-        sys.meta_path.insert(0, _AfterTorch(lambda: _watch(pulse)))
+    with suppress(UserError):  # of the launcher's variables, which the script may not need
+        pulse = watched.watch_script(detect_launch(os.environ))
+        if pulse is not None:
+            sys.meta_path.insert(0, _AfterTorch(lambda: _watch(pulse)))
 
 
 class _AfterTorch(MetaPathFinder):
