@@ -19,7 +19,9 @@ def train(weight, optimizer, steps):
         if step == 30 and HOW == "different" and dist.get_rank() == CULPRIT:
             dist.broadcast(weight.grad, src=0)  # different
         elif step == 30 and HOW == "shapes" and dist.get_rank() == CULPRIT:
-            dist.all_reduce(torch.ones(5000))  # shapes
+            dist.all_gather([torch.ones(7), torch.ones(7)], torch.ones(7))  # shapes
+        elif step == 30 and HOW == "shapes":
+            dist.all_gather([torch.ones(4), torch.ones(4)], torch.ones(4))
         elif step == 30 and HOW == "sleeps" and dist.get_rank() == CULPRIT:
             time.sleep(3600)  # script_sleeps
         else:

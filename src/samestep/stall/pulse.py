@@ -66,6 +66,7 @@ _MAGIC = b"samestep"
 _HEAD = struct.Struct("<8siiqQ")  # magic, rank, -, process, thread that runs the script
 _LIFE = struct.Struct("<dqqi")  # last sign of life, steps, calls, exit code
 _PHASE = struct.Struct("<d48s")  # how many times as long as a step it may take, name
+_TIME = struct.Struct("<d")
 _STEPS = struct.Struct("<64d")  # when each of the last steps ended
 _VISIT = struct.Struct("<dqB495s")
 _AT_LIFE = _HEAD.size
@@ -134,9 +135,9 @@ class Pulse:
         self._steps = number
         if self.phase[0]:
             self.turn_to("")
-        place = _AT_STEPS + 8 * (number % _NUM_STEPS)
-        struct.pack_into("<d", self._map, place, time.monotonic())
-        self.alive()
+        now = time.monotonic()
+        _TIME.pack_into(self._map, _AT_STEPS + 8 * (number % _NUM_STEPS), now)
+        _LIFE.pack_into(self._map, _AT_LIFE, now, number, self._calls, self._code)
 
     def ended(self, code: int) -> None:
         """Note that the script has ended with this exit code."""
