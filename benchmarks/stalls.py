@@ -189,9 +189,9 @@ def page(found: dict[str, Any]) -> str:
         more = f"{times['more']:.2f} µs ({times['more'] / off:.2%})"
         on = f"{times['watched']:.1f} µs of the processor watched, {off:.1f} µs not"
         cost = (
-            f"\nA step of spiral on one rank takes {on}, in turn every {BLOCK} steps of one training; "
+            f"\nA step of spiral on one rank takes {on}, in turn every {BLOCK} steps; "
             f"the median difference is {more}. The watcher takes {times['watcher']:.2%} of a core, "
-            "its start included.\n"
+            "its start included. A step on two ranks takes about twice as long, and costs the same.\n"
         )
     head = ["| one rank … | named | stall time | late | verdict |", "|---|---|---|---|---|"]
     where = ", ".join(found["machine"][name] for name in ("date", "cpu", "system", "torch"))
