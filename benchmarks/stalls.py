@@ -36,7 +36,8 @@ BLOCK, STEPS = 20, 100_000
 NOTES = """\
 Stall time: after how long without a sign of life the ranks count as hung, by `--stall-s` 3, or 1
 where what the ranks do may take 30 times as long. Late: seconds from the hang to the verdict, less
-the stall time; a case passes if it is named and no later than 10 s. Where ranks bring different
+the stall time; a case passes if it is named and no later than 10 s. A stopped process cannot say
+where it stands: there only the rank counts. Where ranks bring different
 shapes, Gloo may raise or abort instead of waiting: then it is that error that ends the job.
 """
 
@@ -191,7 +192,7 @@ def page(found: dict[str, Any]) -> str:
         cost = (
             f"\nA step of spiral on one rank takes {on}, in turn every {BLOCK} steps; "
             f"the median difference is {more}. The watcher takes {times['watcher']:.2%} of a core, "
-            "its start included. A step on two ranks takes about twice as long, and costs the same.\n"
+            "its start included.\n"
         )
     head = ["| one rank … | named | stall time | late | verdict |", "|---|---|---|---|---|"]
     where = ", ".join(found["machine"][name] for name in ("date", "cpu", "system", "torch"))
