@@ -170,6 +170,9 @@ class Settings:
     """Communication between the ranks; auto chooses by platform and device."""
     timeout_s: float = field(default=600.0, metadata=_FREE)
     """Seconds that ranks wait for the slowest one before they give up."""
+    stall_s: float | None = field(default=None, metadata=_FREE)
+    """Seconds without a step after which the ranks count as hung, and the one that hangs is named;
+    by default 20 times the median step, at least 60; 0: never."""
     bucket_cap_mb: int | None = field(default=None, metadata=_FREE)
     """MiB of gradients per all-reduce; by default PyTorch's 25."""
     compile: Literal["off", "on"] = field(default="off", metadata=_COMMON | _BITS_ALONE)
@@ -344,7 +347,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"),
-    "shuffle_buffer",
+    *("shuffle_buffer", "stall_s"),
 )
 
 

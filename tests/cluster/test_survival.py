@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep.ranks.watched import STALLED
 from tests.cluster.jobs import Submitted, samestep, set_pace, submit, write_recipe
 from tests.cluster.nodes import kill_node, start_node
 from tests.cluster.sandbox import wait_for
@@ -222,6 +223,24 @@ def test_a_rank_that_hangs_does_not_hold_the_nodes_after_a_cancel(sandbox, recip
     assert "they are killed" in job.log
     assert re.search(r"newest checkpoint is from step [24]\.", job.log)
     wait_for(lambda: not ranks_of(job))
+
+
+def test_a_rank_that_hangs_ends_the_job_and_is_named_by_node_and_line(sandbox, recipe, tmp_path):
+    hangs = "    if os.environ['SLURM_PROCID'] == '1' and STEPS == 9: time.sleep(3600)"
+    text = recipe.read_text().replace("def loss(", "STEPS = 0\n\ndef loss(")
+    counts = "    global STEPS\n    STEPS += outputs.requires_grad"
+    text = text.replace("    if PACE", f"{counts}\n{hangs}\n    if PACE")
+    recipe.write_text(text)
+    # The ranks' own patience with each other is shorter than the watcher's: it still judges first.
+    how = (*TWO, "--no-requeue", "--", "--timeout-s", "8")
+    job = submit(sandbox, tmp_path, "tiny.py", *how)
+    job.wait("FAILED")
+    stall = job.result()["stall"]
+    line = text.splitlines().index(hangs) + 1
+    assert (stall["rank"], stall["host"], stall["line"]) == (1, "node2", line)
+    assert "rank 1 on node2 took no part in step 9 for" in job.log.splitlines()[-1]
+    shown = sandbox.run("scontrol", "show", "job", job.job)
+    assert f"ExitCode={STALLED}:0" in shown
 
 
 def test_a_job_that_is_cancelled_at_once_ends_at_once(sandbox, recipe, tmp_path):

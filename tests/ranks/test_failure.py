@@ -9,8 +9,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from samestep.errors import UserError
 from samestep.ranks import process, startup
-from samestep.ranks.process import FAILURE, JOB_RUN, RankLog, report
+from samestep.ranks.process import FAILURE, RankLog, report
 from samestep.ranks.start import _first_failure
+from samestep.ranks.startup import JOB_RUN
 from samestep.training.stopping import catch_signals
 
 CODE = """

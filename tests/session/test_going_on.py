@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.ranks.process import JOB_RUN
+from samestep.ranks.startup import JOB_RUN
 from samestep.run.directory import STEPPED
 from tests.session.test_loops import Training
 from tests.tiny import all_records, read_index

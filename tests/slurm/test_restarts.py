@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.ranks.process import FAILURE
+from samestep.ranks.watched import STALLED
 from samestep.run.directory import STEPPED
 from samestep.slurm.rank_ends import STDERR
 from samestep.slurm.restarts import (
@@ -117,6 +118,24 @@ def test_a_mistake_that_a_rank_left_counts_whatever_the_launcher_made_of_it(run)
     decision = decide(read(run, 143), Restarts(), 2)
     assert decision.word == "failed"
     assert "[rank 1] There is no data.csv." in decision.text
+
+
+@pytest.mark.parametrize(("stepped", "word"), [(True, "again"), (False, "failed")])
+def test_a_hang_is_what_the_watcher_said_and_starts_again_where_steps_were_taken(
+    run, stepped, word
+):
+    said = "rank 1 on node2 took no part in step 30 for 15 s; it stands in slow.py:12"
+    left = {"rank": 1, "code": STALLED, "message": said, "stalled": True, "time": 2.0}
+    write(run, FAILURE.format(rank=1), left)
+    lost = {"rank": 0, "code": 1, "message": "lost", "lost_peer": True, "time": 1.0}
+    write(run, FAILURE.format(rank=0), lost)
+    if stepped:
+        (run / STEPPED).touch()
+    log = run / "log"
+    log.write_text("samestep: job 1, start 1\nsrun: error: node1: task 0: Killed\n")
+    end = read(run, 137, log)
+    assert (end.code, end.why) == (STALLED, said)
+    assert decide(end, Restarts(), 2).word == word
 
 
 def test_what_a_users_code_raised_after_some_steps_is_tried_again(run):

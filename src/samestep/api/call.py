@@ -74,6 +74,7 @@ class SettingsArguments(TypedDict, total=False):
     device: Device
     backend: Backend
     timeout_s: float
+    stall_s: float | None
     bucket_cap_mb: int | None
     compile: Literal["off", "on"]
     channels_last: bool

@@ -26,6 +26,7 @@ from samestep.api.call import (
 from samestep.api.sending import RECORDS, ScreenFile, receive, send
 from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
+from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
 from samestep.ranks.process import STARTED_AT, RankLog, rank_of
@@ -179,6 +180,7 @@ def _here(request: Request, screen: AnyScreen, log: RankLog) -> TrainedRun:
         raise UserError(_interrupted_twice(path))
 
     outcome = train_as_rank(request, screen, begin, again=again)
+    watched.end()
     return _stopped(outcome.path, outcome.signum)
 
 
@@ -255,6 +257,7 @@ def train_as_rank(
 
         engine = LIGHTNING
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
+    watched.start_watcher(world, settings.stall_s)
     join(world, settings.timeout_s)
     world.on_main(lambda: check_installed(chosen(settings.track)))
     with (

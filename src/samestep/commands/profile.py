@@ -21,6 +21,7 @@ from samestep.commands.help import (
 from samestep.commands.script_target import ScriptTarget, script_target, target_first
 from samestep.errors import UserError
 from samestep.profiling.measured import Extent
+from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.nproc import check_workers, cores, start_nproc
 from samestep.ranks.process import (
@@ -233,6 +234,7 @@ def _script(target: ScriptTarget, arguments: list[str], log: RankLog) -> int:
     except OSError as error:
         raise unwritable(out, error) from error
     log.move_to(out)
+    watched.watch_script(launch)
     try:
         found = profile_script(
             script,

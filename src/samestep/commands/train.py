@@ -11,6 +11,7 @@ import tyro
 from samestep.commands.help import Nproc, Switch
 from samestep.commands.target import parse_target
 from samestep.errors import UserError
+from samestep.ranks import watched
 from samestep.ranks.nproc import start_nproc
 from samestep.ranks.process import TASK, RankLog, run_as_rank
 from samestep.reporting.progress import Screen
@@ -68,6 +69,7 @@ def _train(arguments: list[str], log: RankLog) -> int:
         from samestep.api.training import train_received  # noqa: PLC0415 - it imports torch
 
         return train_received(Path(task), log)
+    watched.begin()  # a recipe may hang already where it is imported
     command, request = parse(arguments)
     from samestep.api.training import train_as_rank  # noqa: PLC0415 - the help needs no torch
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from samestep.errors import UserError
 from samestep.lightning.datamodule import LitData, MicroBatch
 from samestep.lightning.module import LitRecipe, check_recipe
+from samestep.ranks import watched
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.run import checkpoints
@@ -136,6 +137,7 @@ class _Records(Callback):
         taken = StepsTaken(first, batch.size, lrs, logged, result)
         self.metric = None
         position.step += 1
+        watched.step(position.step)
         position.step_in_epoch += 1
         position.samples += batch.size
         for record in self._meter.count(taken):

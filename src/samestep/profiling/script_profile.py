@@ -19,6 +19,7 @@ from samestep.profiling.bottleneck import judge
 from samestep.profiling.measured import Extent, MeasuredRank, MeasuredSteps
 from samestep.profiling.profile_report import Profile
 from samestep.profiling.stages import Stages, TimeAccount
+from samestep.ranks import watched
 from samestep.reporting.words import count
 from samestep.script.hooks import Hooks
 from samestep.script.running import (
@@ -65,6 +66,7 @@ def profile_script(
         wants_epochs=lambda: hooks.loader is not None,
         stop=lambda: bool(received),
     )
+
     hooks.on_step = lambda step: _stop_if(stages.at(step))
     hooks.on_epoch = lambda number: _stop_if(stages.epoch_begins(number))
     hooks.on_profiler = stages.script_profiles
@@ -91,6 +93,7 @@ def profile_script(
         ) from ended
     except ScriptFailed as error:
         failure = error
+    watched.turn_to(watched.END)
     if not stages.done:  # else it was ended, as the other ranks were
         stages.end()
         if failure is None:

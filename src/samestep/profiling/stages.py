@@ -23,6 +23,7 @@ from torch import autograd
 
 from samestep.profiling.measured import Extent, MeasuredRank
 from samestep.profiling.tracing import Tracer
+from samestep.ranks import watched
 from samestep.training.phases import Phases
 
 _FIRST_DECISION, _GROWTH = 4, 1.25
@@ -195,6 +196,7 @@ class Stages:
 
     def at(self, step: int) -> bool:
         """Note the number of steps taken; return whether the profile is done."""
+        watched.step(step)
         taken, self._step = step - self._step, step
         self._resume()
         if step and not self._account.readings:

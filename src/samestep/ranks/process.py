@@ -30,8 +30,9 @@ from samestep.errors import (
     no_exit,
     said,
 )
+from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
-from samestep.ranks.startup import PARENT, unheeded_signal
+from samestep.ranks.startup import JOB_RUN, PARENT, unheeded_signal
 
 
 class RankLog:
@@ -51,6 +52,7 @@ class RankLog:
         if rank != 0:
             self._usual = [os.dup(1), os.dup(2)]
             self.terminal = self._usual[1]
+            watched.speak_at(self.terminal)
             self._early = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the rank
             self._redirect(self._early.fileno(), self._early.fileno())
 
@@ -75,6 +77,7 @@ class RankLog:
             for usual in self._usual:
                 os.close(usual)
             self._usual, self.terminal = [], 2
+            watched.speak_at(2)
 
     def _redirect(self, output: int, errors: int) -> None:
         _flush()
@@ -90,11 +93,8 @@ def _flush() -> None:
 TASK = "SAMESTEP_TASK"
 """Set in ranks that a verb starts, where its arguments do not say all that they are to do."""
 
-JOB_RUN = "SAMESTEP_RUN_DIR"
-"""Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
-
 FAILURE = ".failure-rank-{rank}.json"
-"""In that directory: what a rank says of its failure, as launchers hide its exit code."""
+"""In a job's run directory: what a rank says of its failure, as launchers hide its exit code."""
 
 STARTED_AT = "SAMESTEP_STARTED_AT"
 """When the user's command began, in seconds since the epoch."""
@@ -164,9 +164,13 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         ended = unheeded_signal() == signal.SIGTERM
         if ended and not os.environ.get(PARENT):
             return code
-        time.sleep(GRACE_S)
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
-        if "timed out" in message.lower():
+        timed_out = "timed out" in message.lower()
+        if timed_out:
+            watched.wait_for_verdict(error, GRACE_S)
+        else:
+            time.sleep(GRACE_S)
+        if timed_out:
             message += ". If a rank was only slow, as with a large checkpoint: --timeout-s"
     of_rank = f"[rank {rank}] " if rank else ""
     if os.environ.get(PARENT):

@@ -29,6 +29,9 @@ from samestep.ranks.startup import (
     stop_signals,
     unheeded_signal,
 )
+from samestep.ranks.watched import FOLDER, STALLED
+from samestep.ranks.watcher import VERDICT
+from samestep.run.files import read_object, shown_path
 
 _AGAIN_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 1.0}
 """A second signal of the same kind kills the ranks if it comes this long after the first."""
@@ -152,13 +155,28 @@ def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
             local_addr="127.0.0.1",
             signals_to_handle="",  # they are handled already
         )
+        os.environ[FOLDER] = folder
         try:
             elastic_launch(config, sys.executable)("-m", "samestep", *arguments)
         except ChildFailedError as error:
-            return _first_failure(error)
+            return _hung(Path(folder, VERDICT)) or _first_failure(error)
         except SignalException as error:
             return Ended(128 + int(error.sigval))
     return Ended(0)
+
+
+def _hung(file: Path) -> Ended | None:
+    """Return the verdict of the ranks' watcher, if it has ended them."""
+    verdict = read_object(file)
+    if not verdict:
+        return None
+    message = f"{verdict['message']}."
+    if verdict["run"]:
+        run = shown_path(Path(verdict["run"]))
+        message += (
+            f" Every announced checkpoint is whole: go on with samestep train {run} --resume."
+        )
+    return Ended(STALLED, message)
 
 
 def _first_failure(error: ChildFailedError) -> Ended:

@@ -18,6 +18,9 @@ from collections.abc import Iterator, Mapping
 PARENT = "SAMESTEP_PARENT"
 """Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
 
+JOB_RUN = "SAMESTEP_RUN_DIR"
+"""Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
+
 _IS_RANK = "SAMESTEP_RANK_PROCESS"
 _held: list[int] = []
 _usual = gc.get_threshold()

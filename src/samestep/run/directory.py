@@ -119,7 +119,7 @@ def is_run(path: Path) -> bool:
         return False
 
 
-_OTHERS = frozenset({".log", ".out", ".err", ".sh", ".sbatch", ".toml"})
+_OTHERS = frozenset({".log", ".out", ".err", ".sh", ".sbatch", ".stall", ".toml"})
 """Suffixes of a job's files, which may be in the directory before the run begins."""
 
 

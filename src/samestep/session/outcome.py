@@ -13,6 +13,7 @@ import torch
 
 from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
+from samestep.ranks import watched
 from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.index import Entry, read_index
@@ -70,6 +71,7 @@ def finish_run(
 
     A run that is stopped within that evaluation repeats it when it goes on.
     """
+    watched.turn_to(watched.END)
     work, state, run, test = built.work, built.state, session.run, None
     # The weights where the training ended; the test below loads the best ones.
     weights = weights_sha256(work.learner.model) if run is not None else ""

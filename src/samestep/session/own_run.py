@@ -17,6 +17,7 @@ from samestep import dist
 from samestep.data.keyed_random import mix
 from samestep.data.order import steps_per_epoch
 from samestep.errors import AlreadyTold, UserError, did_you_mean, raised_at
+from samestep.ranks import watched
 from samestep.ranks.process import RankLog, rank_of, report
 from samestep.ranks.world import World, abandon
 from samestep.recipe import Collate, PerSample
@@ -156,6 +157,7 @@ class OwnRun:
             )
             error.__cause__ = given
         try:
+            watched.turn_to(watched.END)
             if error is None:
                 self._leave()
                 own.world.barrier()  # another rank may have failed after its last step
@@ -176,6 +178,7 @@ class OwnRun:
             except RuntimeError as late:  # another rank is gone
                 error = late
             else:
+                watched.end()
                 return
         end_failed(error, self._log, connected=own.world.connected)
         if error is not given:
@@ -485,6 +488,7 @@ class OwnRun:
                 self._passes.end(batch.step)
                 self._count(batch)
                 self._after_step(is_last=position.step_in_epoch == num_steps)
+        watched.turn_to(watched.EVALUATION)  # or whatever the script does after the batches
         self._end_epoch()
         self._place = AFTER_BATCHES
 
@@ -556,12 +560,14 @@ class OwnRun:
             share_buffers(module, own.world)  # else each rank evaluates a model of its own
         means = self._log_into = Means(own.world)
         self._place = f"in the {split}"
+        watched.turn_to(watched.EVALUATION)
         step, epoch = own.position.step, own.position.epoch
         if before == IN_BATCHES and self._backwards:
             step += 1  # the weights have made it
         try:
             for batch in opened.once(batch_size, epoch):
                 batch.step, self._batch = step, batch
+                watched.alive()
                 torch.clear_autocast_cache()
                 yield batch
         finally:
@@ -756,6 +762,7 @@ class OwnRun:
         own = self._opened
         position, means = own.position, own.means
         own.session.beat()
+        watched.step(position.step)
         if is_recorded(position.step, self._log_every):
             own.record(means.of_step())
         means.next_step()
@@ -826,6 +833,7 @@ def open_run(
     device: Device = "auto",
     backend: Backend = "auto",
     timeout_s: float = 600.0,
+    stall_s: float | None = None,
     keep_checkpoints: int | None = None,
 ) -> OwnRun:
     """Return a run for a training loop of your own, alone or as one of the ranks of a launcher.
@@ -849,6 +857,7 @@ def open_run(
         device: where to train; "auto" takes the best device here.
         backend: what connects the ranks; "auto" chooses by platform and device.
         timeout_s: seconds that ranks wait for the slowest of them.
+        stall_s: seconds without a step after which ranks count as hung, as `--stall-s`; 0: never.
         keep_checkpoints: the old name of `keep_newest`.
 
     Raises:

@@ -18,7 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from samestep import dist
 from samestep.errors import UserError, listed
-from samestep.ranks.process import JOB_RUN, RankLog
+from samestep.ranks import watched
+from samestep.ranks.launch import detect_launch
+from samestep.ranks.process import RankLog
+from samestep.ranks.startup import JOB_RUN
 from samestep.run import checkpoints
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import write_text
@@ -69,6 +72,7 @@ class Options:
     device: Device
     backend: Backend
     timeout_s: float
+    stall_s: float | None
 
     def check(self) -> None:
         """Refuse numbers that are out of range, and a text in place of a list."""
@@ -93,6 +97,7 @@ class OwnSession:
             raise UserError(
                 "open_run joins the ranks by itself.", remedy="Leave setup_distributed() out."
             )
+        watched.start_watcher(detect_launch(os.environ), options.stall_s)
         dist.setup_distributed(options.device, options.backend, options.timeout_s)
         self.options, self.world = options, dist.current_world()
         self.session = Session(self.world.on_main(self._choose_path), self.world, log.move_to)
@@ -332,6 +337,7 @@ class OwnSession:
         started, position, keep = time.perf_counter(), self.position, self.options.keep_newest
         if not self.session.begun or self._saved_at == (position.epoch, position.step):
             return
+        watched.turn_to(watched.CHECKPOINT)  # until the next step
         self.means.read()  # values that wait on the device belong to the sums
         self.check_weights()
         sums = self.world.gather(self.means.sums)

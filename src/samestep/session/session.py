@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from samestep.errors import AlreadyTold, UserError
-from samestep.ranks.process import JOB_RUN
+from samestep.ranks import watched
+from samestep.ranks.startup import JOB_RUN
 from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.directory import Heartbeat, Run, is_run, versions
@@ -51,6 +52,7 @@ class Session:
         self._spared: list[str] = []
         world.on_main(self._open)
         world.on_every(lambda: _tell(on_open, path))
+        watched.in_run(path)
         job = os.environ.get(JOB_RUN) if world.is_main else None
         self._heartbeat = Heartbeat(Path(job).absolute()) if job else None
 
@@ -70,6 +72,7 @@ class Session:
             unrated = tuple(replace(entry, metric=None) for entry in entries)
             self._index = replace(self._index, checkpoints=unrated)
         self.begun = True
+        watched.turn_to(watched.FIRST_STEP)
         for record in (start, resume, *self._early):
             if record is not None:
                 self.emit(record)

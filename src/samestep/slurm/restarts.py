@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from samestep.ranks.watched import STALLED
 from samestep.run.directory import STEPPED, is_run
 from samestep.run.files import read_object, write_text
 from samestep.slurm.rank_ends import (
@@ -133,6 +134,8 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
     if wrong := next((left for left in failures if left.get("code") == 2), None):
         prefix = f"[rank {wrong['rank']}] " if wrong["rank"] else ""
         mistake = f"{prefix}{wrong.get('message', '')}"
+    # The watcher killed its ranks: how they ended tells nothing.
+    hung = next((str(left.get("message")) for left in failures if left.get("stalled")), "")
     lines = latest_start(log) if log else []
     # srun drops the ranks' last lines when it ends the others; their own files have them.
     own_files = run.glob(STDERR.format(rank="*")) if code else ()
@@ -141,6 +144,8 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
     cause = None if first is None or first.is_effect else first
     result = read_object(run / _RESULT) if _is_of_this_start(run, _RESULT) else {}
     why = str(result.get("reason", "")) if result.get("status") == "failed" else ""
+    if hung:
+        code, cause = STALLED, None
     why = cause.sentence if cause and (cause.said or cause.signal) else why.removeprefix("failed: ")
     stepped = step != 0 or (run / STEPPED).exists()
     # Exit code 2 is a mistake of the user's. What their code raised after some steps may not happen
@@ -156,7 +161,7 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
         stepped=stepped,
         mistake=again and not raised,
         stopped=result.get("status") == "stopped",
-        why=mistake or why or next(said, "") or _meaning(code, cause),
+        why=mistake or hung or why or next(said, "") or _meaning(code, cause),
         frames=cause.frames if cause and not mistake else (),
     )
 

@@ -6,12 +6,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from samestep.ranks.watched import STALLED
 from samestep.run.code_copy import HASHES, Code
 from samestep.slurm.options import JobOptions, assignment, dependency, interface_names
 from samestep.slurm.rank_ends import STDERR
 from samestep.slurm.restarts import BEGUN
 
 MARK = "samestep:"  # a job's comment begins with it; the run directory follows
+
+STARTER = ".start.py"
+"""In the run directory: what starts a script, so that a hang of it is seen."""
+
+START = """\
+# It starts a script as Python does, and lets samestep see where it hangs.
+import os
+import sys
+
+try:
+    from samestep.script.watched_script import main
+except ImportError:
+    if os.environ.get("RANK") == "0":
+        why = "samestep is not installed where the ranks run: if they hang, it cannot say where."
+        print(f"samestep: {why}", file=sys.stderr, flush=True)
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+main()
+"""
 
 _PLAIN = re.compile(r"[\w./:@%+,=-]+")
 
@@ -252,10 +271,14 @@ def _apptainer(job: JobScript, *flags: str) -> list[str]:
     return ["apptainer", "exec", *flags, *binds, shlex.quote(job.options.container)]
 
 
+def _command(job: JobScript) -> tuple[str, ...]:
+    return (f"{job.run}/{STARTER}", *job.command) if job.kind == "script" else job.command
+
+
 def _rank(job: JobScript) -> tuple[list[str], list[str]]:
     """Return comments, and words that are already quoted or meant for the shell."""
     python = "python" if job.enters_environment else job.python
-    program = [shlex.quote(word) for word in (python, *job.command)]
+    program = [shlex.quote(word) for word in (python, *_command(job))]
     if job.kind == "recipe":
         if job.import_from:  # not from the working directory, which -m would put before the copy
             program.insert(1, "-P")
@@ -309,7 +332,7 @@ def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
     start = f"address=($addresses); exec {launcher[0]}"
     inner = " \\\n    ".join([start, *launcher[1:], '"$@"'])
     words = ["bash", "-c", shlex.quote(inner), "torchrun"]
-    return comments, [*words, *map(shlex.quote, job.command)]
+    return comments, [*words, *map(shlex.quote, _command(job))]
 
 
 def _wrap(words: list[str], width: int = 96) -> list[str]:
@@ -336,6 +359,7 @@ def _end(job: JobScript) -> list[str]:
         f"  --kind {job.kind} --restarts {job.options.restarts}{again})",
         "case $verdict in",
         "  completed) code=0 ;;",
+        f"  hung) code={STALLED} ;;",
     ]
     if job.options.requeue:
         lines += [

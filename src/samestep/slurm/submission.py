@@ -36,7 +36,7 @@ from samestep.slurm.options import (
     refuse_secret_flags,
 )
 from samestep.slurm.queue import ProgramError, call, my_jobs
-from samestep.slurm.script import JobScript, sbatch_options, script_text
+from samestep.slurm.script import START, STARTER, JobScript, sbatch_options, script_text
 
 # Directive → the words by which sbatch's refusals mean it.
 _MEANS = {
@@ -260,8 +260,8 @@ def submit(job: JobScript) -> tuple[int, Path]:
         answer = call("sbatch", "--parsable", *words, str(script), without=_NOT_FOR_A_RUN)
     except ProgramError as error:
         if not known:
-            for name in (script.name, OPTIONS):
-                (run / name).unlink()
+            for name in (script.name, OPTIONS, STARTER):
+                (run / name).unlink(missing_ok=True)
             remove_code(run)
             run.rmdir()
         raise _refused(error, text) from error
@@ -306,6 +306,8 @@ def fill_run(job: JobScript, *, goes_on: bool = False) -> None:
     if job.uncopied is not None and not goes_on:
         remove_code(run)
         keep_hashes(job.uncopied, run)
+    if job.kind == "script":
+        write_text(run / STARTER, START)
     keep_options(run, job.options)
 
 

@@ -9,13 +9,13 @@ import re
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from samestep.errors import is_users, listed
-from samestep.stall.pulse import NO_GROUP, PEER, RAISED, UNKNOWN, WORLD, RankPulse, Visit
+from samestep.stall.pulse import NO_GROUP, PEER, RAISED, TIMED_OUT, UNKNOWN, WORLD, RankPulse, Visit
 from samestep.stall.stacks import RankStand, Stand
 
 Cause = Literal["absent", "left", "ended", "stopped", "data", "different", "shapes", "unknown"]
@@ -54,6 +54,8 @@ class StallVerdict:
     """Rank → the user's line where it stands, or was last seen, as FILE:LINE."""
     does: Mapping[int, str]
     """Rank → what it does there."""
+    waiting_in: str = ""
+    """The call that the others wait in, with its line."""
 
     @property
     def lines(self) -> list[str]:
@@ -74,8 +76,18 @@ def judge(stands: Sequence[RankStand]) -> StallVerdict:
     missing = [stand for stand in own if stand.rank in awaited]
     if missing or own:
         running = [stand for stand in own if not _has_ended(stand)]
-        return case.keep_waiting(missing or running or own)
+        return case.keep_waiting(missing or _behind(running) or own)
     return case.disagree(waits, {rank: (v.kind, v.group, v.seq) for rank, v in waits.items()})
+
+
+def _behind(stands: Sequence[RankStand]) -> list[RankStand]:
+    """Return those with the fewest steps; among these, any that stand in the user's code.
+
+    Where the waiting is a GPU's, no rank is seen to wait for another.
+    """
+    fewest = min((stand.pulse.steps for stand in stands), default=0)
+    found = [stand for stand in stands if stand.pulse.steps == fewest]
+    return [stand for stand in found if is_users(_split(_place(stand))[0])] or found
 
 
 @dataclass(frozen=True)
@@ -157,10 +169,12 @@ class _Case:
             return _own_doing(stand)
         return f"{_wait(visit)} {_named(visit)} of {_shown(visit.where)}"
 
-    def _verdict(self, cause: Cause, culprits: Iterable[int], said: str) -> StallVerdict:
+    def _verdict(self, cause: Cause, culprits: Sequence[int], said: str) -> StallVerdict:
+        met = [f"{_named(v)} of {_shown(v.where)}" for v, _ in self._meeting(culprits)]
         return StallVerdict(
             cause=cause,
             culprits=tuple(sorted(culprits)),
+            waiting_in="; ".join(met),
             sentence=f"{said[:1].upper()}{said[1:]}.",
             places={rank: _place(stand) for rank, stand in sorted(self.stands.items())},
             does={rank: self._does(stand) for rank, stand in sorted(self.stands.items())},
@@ -179,7 +193,10 @@ def _cause(stand: RankStand) -> Cause:
 
 _TORCH_WAITS = re.compile(
     r"[/\\]torch[/\\](distributed[/\\](?!checkpoint|elastic|rpc)|nn[/\\]parallel)"
+    r"|[/\\]samestep[/\\]ranks[/\\](world|process)\.py$"
 )
+# DDP reduces gradients within the backward pass, in C++.
+_BACKWARD = re.compile(r"[/\\]torch[/\\](autograd[/\\]|_tensor\.py)")
 
 
 def _waits_in(stand: RankStand) -> Visit | None:
@@ -189,14 +206,17 @@ def _waits_in(stand: RankStand) -> Visit | None:
     if stand.doing == "stopped":
         return None
     now = stand.pulse.now
+    if stand.pulse.doing == TIMED_OUT:
+        return now
     if now and (now.group == NO_GROUP or (stand.frames and not stand.place.endswith(now.where))):
         now = None  # it runs the user's code within, as a hook of a backward
     if now and now.kind != UNKNOWN:
         return now
     # A function that the script had imported by name before it could be noted.
     inner = [*itertools.takewhile(lambda frame: not is_users(frame.file), stand.frames)]
-    waits = [frame for frame in inner if _TORCH_WAITS.search(frame.file)]
-    if not waits or inner[0] not in waits:
+    is_wait = _BACKWARD if inner and _BACKWARD.search(inner[0].file) else _TORCH_WAITS
+    waits = [*itertools.takewhile(lambda frame: is_wait.search(frame.file), inner)]
+    if not waits or (is_wait is _BACKWARD and stand.doing != "sleeps"):
         return now
     named = [frame.function for frame in waits if not frame.file.endswith("c10d_logger.py")]
     return Visit(named[-1] if named else "a collective", where=stand.place, group=WORLD)

@@ -37,6 +37,9 @@ what waits for one."""
 RAISED, UNKNOWN = "raised", "wait"
 """The state of a call that has raised; the kind of a wait for nobody knows what."""
 
+TIMED_OUT = "timed out"
+"""What a rank does that has waited in vain: another one hangs."""
+
 
 # It is made twice per collective: a frozen dataclass would take ten times as long.
 class Visit(NamedTuple):
@@ -62,10 +65,12 @@ _STATES = ("", "inside", "left", RAISED)
 _MAGIC = b"samestep"
 _HEAD = struct.Struct("<8siiqQ")  # magic, rank, -, process, thread that runs the script
 _LIFE = struct.Struct("<dqqi")  # last sign of life, steps, calls, exit code
+_PHASE = struct.Struct("<d48s")  # how many times as long as a step it may take, name
+_TIME = struct.Struct("<d")
 _STEPS = struct.Struct("<64d")  # when each of the last steps ended
 _VISIT = struct.Struct("<dqB495s")
 _AT_LIFE = _HEAD.size
-_AT_STEPS = 128
+_AT_PHASE, _AT_STEPS = 64, 128
 _AT_NOW = _AT_STEPS + _STEPS.size
 _AT_CALLS = _AT_NOW + _VISIT.size
 _NUM_STEPS, _NUM_CALLS = 64, 64
@@ -88,6 +93,8 @@ class Pulse:
         """The innermost call that the rank is in."""
         self._steps = self._calls = 0
         self._code = _RUNS
+        self.phase = ("", 1.0)
+        """What it does besides its steps, and how many times as long as a step that may take."""
         self._counts: Counter[str] = Counter()
         self._inside: list[Visit] = []
         self._stacks = (folder / STACKS.format(rank=rank)).open("wb")
@@ -117,12 +124,20 @@ class Pulse:
         """Note that something went on, as a batch that was read."""
         _LIFE.pack_into(self._map, _AT_LIFE, time.monotonic(), self._steps, self._calls, self._code)
 
+    def turn_to(self, phase: str, times: float = 1.0) -> None:
+        """Note what it does besides its steps; nothing ends that, as does the next step."""
+        self.phase = phase, times
+        _PHASE.pack_into(self._map, _AT_PHASE, times, phase.encode())
+        self.alive()
+
     def step(self, number: int) -> None:
         """Note that the optimizer step of this number, from 1, has ended."""
         self._steps = number
-        place = _AT_STEPS + 8 * (number % _NUM_STEPS)
-        struct.pack_into("<d", self._map, place, time.monotonic())
-        self.alive()
+        if self.phase[0]:
+            self.turn_to("")
+        now = time.monotonic()
+        _TIME.pack_into(self._map, _AT_STEPS + 8 * (number % _NUM_STEPS), now)
+        _LIFE.pack_into(self._map, _AT_LIFE, now, number, self._calls, self._code)
 
     def ended(self, code: int) -> None:
         """Note that the script has ended with this exit code."""
@@ -199,6 +214,10 @@ class RankPulse:
     """Seconds of the last steps, the latest last."""
     code: int | None = None
     """The exit code, once the script has ended."""
+    doing: str = ""
+    """What it does besides its steps: `start`, `evaluation`, `checkpoint` …"""
+    times: float = 1.0
+    """How many times as long as a step that may take."""
     now: Visit | None = None
     """The innermost call that the rank is in."""
     calls: tuple[Visit, ...] = ()
@@ -206,8 +225,10 @@ class RankPulse:
 
     @property
     def phase(self) -> str:
-        """`ended`, the kind of call that the rank is in, or `training`."""
-        return "ended" if self.code is not None else self.now.kind if self.now else "training"
+        """`ended`, or what it does besides its steps, or the call that it is in, or `training`."""
+        if self.code is not None:
+            return "ended"
+        return self.doing or (self.now.kind if self.now else "training")
 
     def raised(self) -> "RankPulse":
         """Return this pulse with the call that the rank died in as one that raised."""
@@ -226,6 +247,7 @@ def read_pulse(path: Path) -> RankPulse | None:
         return None
     _, rank, _, pid, thread = _HEAD.unpack_from(data)
     moved, steps, calls, code = _LIFE.unpack_from(data, _AT_LIFE)
+    times, phase = _PHASE.unpack_from(data, _AT_PHASE)
     ends = sorted(filter(None, _STEPS.unpack_from(data, _AT_STEPS)))
     first = max(0, calls - _NUM_CALLS)
     places = (_AT_CALLS + call % _NUM_CALLS * _VISIT.size for call in range(first, calls))
@@ -238,6 +260,8 @@ def read_pulse(path: Path) -> RankPulse | None:
         steps=steps,
         step_times=tuple(after - before for before, after in itertools.pairwise(ends)),
         code=None if code == _RUNS else code,
+        doing=phase.rstrip(b"\0").decode(errors="replace"),
+        times=times,
         now=_read_visit(data, _AT_NOW),
         calls=tuple(visit for visit in visits if visit),
     )

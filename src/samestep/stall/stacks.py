@@ -7,6 +7,7 @@ even while C code holds the GIL. Without /proc, only the pulse is known.
 import itertools
 import os
 import re
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -137,6 +138,23 @@ def _stack_of(thread: int, dump: str) -> tuple[StackFrame, ...]:
             file = _ESCAPED.sub(lambda e: chr(int(e[1] or e[2] or e[3], 16)), match[1])
             found.append(StackFrame(file, int(match[2]), match[3]))
     return tuple(found)
+
+
+def host_name() -> str:
+    """Return this node's name, in a job of Slurm that which Slurm knows."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def state_of(pid: int) -> str:
+    """Return the letter by which the system names a process's state; "" once it has ended."""
+    stat = _stat(pid) if _PROC.is_dir() else None
+    if stat is not None:
+        return "" if stat[0] in "ZX" else stat[0]
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return ""
+    return "" if _PROC.is_dir() else "R"
 
 
 def _doing(pids: Sequence[int]) -> dict[int, Doing]:

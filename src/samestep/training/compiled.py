@@ -17,6 +17,7 @@ from torch import nn
 from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.errors import UserError
+from samestep.ranks import watched
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
@@ -117,7 +118,7 @@ class ModelStep:
         if not self._to_compile:
             return self._step(block, step, lrs, want_norm=want_norm)
         self._to_compile, before = False, time.perf_counter()
-        with self._phases.left_out(), explained():
+        with self._phases.left_out(), explained(), watched.within(watched.COMPILING):
             result = self._step(block, step, lrs, want_norm=want_norm)
         return replace(result, notes=(_note(self.what, 0, time.perf_counter() - before),))
 
@@ -175,7 +176,7 @@ class WholeStep(EagerStep):
         self._graph = StepGraph(
             self._learner, self._settings, self._world.device, self._batch_size, step
         )
-        with self._phases.left_out(), explained():
+        with self._phases.left_out(), explained(), watched.within(watched.COMPILING):
             result = self._graph.run(inputs, targets, lrs, step)
         what = f"{block.num_steps} steps: forward, loss, backward, clipping, optimizer in one graph"
         what += self._graph.how()

@@ -13,6 +13,7 @@ from samestep.data.keyed_random import mix
 from samestep.data.loader_source import seed_reading
 from samestep.data.trees import describe, narrow
 from samestep.errors import UserError, blame
+from samestep.ranks import watched
 from samestep.ranks.world import World
 from samestep.recipe import Reduction
 from samestep.settings import Precision, Settings
@@ -100,6 +101,7 @@ def evaluate(
     def count_all() -> None:
         first: dict[int, int] = {}
         for number, batch in enumerate(source.evaluation(batch_size)):
+            watched.alive()
             part = batch.part if world.virtual_ranks else world.rank
             nth = number - first.setdefault(part, number)
             if nth == 0:

@@ -17,6 +17,7 @@ import torch
 from samestep.data.blocks import Block
 from samestep.data.source import Source
 from samestep.errors import UserError, made_by
+from samestep.ranks import watched
 from samestep.run.records import Record
 from samestep.training.alike import is_checked
 from samestep.training.evaluation import (
@@ -160,7 +161,7 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
     """Evaluate the model of a training, with its settings and averaged weights."""
     average = work.learner.average
     weights = contextlib.nullcontext() if average is None else average.in_place()
-    with weights, made_by(*work.learner.makers):
+    with weights, made_by(*work.learner.makers), watched.within(watched.EVALUATION):
         return evaluate(
             work.learner.applied,
             source,
@@ -209,9 +210,10 @@ def _is_kept(work: Work, state: State, metric: float | None) -> bool:
 
 def save_now(work: Work, state: State, control: RunControl, metric: float | None) -> Record:
     """Save the training as it stands; return the `checkpoint` record."""
-    check_weights(work, state)
-    control.minutes.restart()
-    return control.save(metric)
+    with watched.within(watched.CHECKPOINT):
+        check_weights(work, state)
+        control.minutes.restart()
+        return control.save(metric)
 
 
 def checkpoint_name(position: Position) -> str:
@@ -249,6 +251,7 @@ def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
     while not state.stop_reason and _goes_on(work, state):
         meter.resume()
         for taken in epoch_steps(work, state):
+            watched.step(state.position.step)
             yield from meter.count(taken)
             if is_checked(taken.first_step, state.position.step):
                 check_alike(work, state.position.step)

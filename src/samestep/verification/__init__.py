@@ -6,5 +6,6 @@ NO_EFFECT = (
     *("batch_size_per_rank", "batch_tokens", "micro_batch_size", "accumulate"),
     *("eval_every_epochs", "eval_every_steps", "checkpoint_every_epochs", "monitor", "mode"),
     "timeout_s",
+    "stall_s",
     *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k", "patience", "min_delta"),
 )

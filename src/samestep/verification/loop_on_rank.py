@@ -28,7 +28,8 @@ from samestep import dist
 from samestep.data.order import per_sample
 from samestep.data.trees import map_tensors, tree_leaves
 from samestep.errors import AlreadyTold, UserError
-from samestep.ranks.process import JOB_RUN, hand_back, leave_for_parent
+from samestep.ranks.process import hand_back, leave_for_parent
+from samestep.ranks.startup import JOB_RUN
 from samestep.ranks.world import abandon
 from samestep.session.gradients import Trained, parameters_of
 from samestep.session.own_data import OwnBatch

@@ -8,6 +8,7 @@ from pathlib import Path
 import tyro
 
 from samestep.commands.help import RunPath
+from samestep.ranks.watched import STALLED
 from samestep.slurm.restarts import decide, read_ending, read_restarts, settle
 
 
@@ -47,5 +48,6 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("\n".join(["The first failure:", ending.why, *ending.frames, ""]))
     sys.stderr.write(f"samestep: {verdict.text}\n")
     sys.stderr.flush()
-    sys.stdout.write(f"{verdict.word}\n")
+    hung = verdict.word == "failed" and ending.code == STALLED
+    sys.stdout.write(f"{'hung' if hung else verdict.word}\n")
     return 0
