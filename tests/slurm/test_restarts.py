@@ -166,6 +166,7 @@ def test_a_rank_that_hung_saved_nothing_and_the_log_says_which_checkpoint_there_
         ("RuntimeError: boom", "again"),
         ("FATAL:   could not open image /images/none.sif", "failed"),
         ("slurmstepd: error: pyxis: couldn't start container", "failed"),
+        ("samestep: failed: node1 does not see the run directory /r", "failed"),
     ],
 )
 def test_a_script_that_cannot_begin_is_not_started_again(run, line, word):
@@ -173,7 +174,7 @@ def test_a_script_that_cannot_begin_is_not_started_again(run, line, word):
     log = run / "log"
     trace = (
         ""
-        if line.startswith(("FATAL", "slurmstepd"))
+        if line.startswith(("FATAL", "slurmstepd", "samestep"))
         else "0: Traceback (most recent call last):\n"
     )
     log.write_text(

@@ -42,7 +42,7 @@ _LIBRARY = re.compile(r"-packages/|/lib/python3\.|^<")
 # Errors that end every start in the same way, whatever is in the run directory.
 _SAME_AGAIN = re.compile(
     r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b"
-    r"|FATAL: |.*(execve\(\)|error: pyxis: )"
+    r"|samestep: failed: |FATAL: |.*(execve\(\)|error: pyxis: )"
 )
 # Of Slurm's version 2 of cgroups, and of version 1; the limit is the job's on one node.
 _CGROUPS = (
