@@ -52,10 +52,10 @@ def main(arguments: list[str]) -> int:
         logs = sorted(found.run.glob("rank-*.log")) if found.run else []
         has = f" The run has {', '.join(log.name for log in logs)}." if logs else ""
         raise UserError(f"There is no log {path}.{has}")
-    logs = {path: label}
+    shown = {path: label}
     if command.rank == "all" and found.run is not None:  # a training's ranks have a file each
-        logs |= dict.fromkeys(sorted(found.run.glob("rank-*.log"), key=_rank_of))
-    _show(logs, job if command.follow else None)
+        shown |= dict.fromkeys(sorted(found.run.glob("rank-*.log"), key=_rank_of))
+    _show(shown, job if command.follow else None)
     return 0
 
 
