@@ -91,12 +91,15 @@ def test_the_controller_is_asked_for_this_users_jobs_alone(slurm, run, capfd):
     slurm.add(5, run)
     assert main(["slurm", "status"]) == 0
     assert slurm.calls[0].startswith("squeue --me --all --states=all ")
-    assert slurm.calls[1:] == ["scontrol -o show job 5"]
+    assert slurm.calls[1:] == [], "one query, whatever the number of jobs"
 
 
 def test_a_filter_of_the_users_own_hides_no_job(slurm, run, monkeypatch):
-    (slurm.folder / "squeue").write_text('#!/bin/sh\necho "5${SQUEUE_PARTITION} samestep:/r"\n')
     slurm.add(5, run)
+    program = slurm.folder / "squeue"
+    program.write_text(
+        program.read_text().replace("cat queue", '[ "$SQUEUE_PARTITION" ] || cat queue')
+    )
     monkeypatch.setenv("SQUEUE_PARTITION", "x")
     from samestep.slurm.queue import my_jobs
 
@@ -262,3 +265,56 @@ def test_cancel_says_how_to_go_on_with_what_there_is(slurm, run, capfd):
 
 def test_cancel_of_a_run_without_a_job_says_so(slurm, run, capfd, refusal):
     assert str(run) in refusal("cancel", str(run))
+
+
+def pulse(run, ages: dict[int, float]) -> None:
+    """Write what the nodes of a job write of their ranks."""
+    ranks = [
+        {"rank": r, "step": 29, "phase": "backward", "age_s": age, "call": "all_reduce #812"}
+        for r, age in ages.items()
+    ]
+    node = {"time": time.time(), "host": "node2", "ranks": ranks}
+    (run / ".pulse-node2.json").write_text(json.dumps(node))
+
+
+def test_the_status_of_a_hang_names_the_rank_its_node_its_step_and_since_when(slurm, run, capfd):
+    slurm.add(5, run)
+    pulse(run, {0: 40.0, 3: 49.0, 2: 41.0})
+    assert main(["slurm", "status", "5"]) == 0
+    shown = capfd.readouterr().out
+    assert "step 29" in shown, "the records may be older"
+    [ranks] = [line for line in shown.splitlines() if line.startswith("ranks ")]
+    assert re.findall(r"rank 3 on node2|49 s|all_reduce #812|41 s", ranks) == [
+        *("rank 3 on node2", "49 s", "all_reduce #812", "41 s")
+    ]
+
+
+def test_a_job_whose_comment_was_replaced_is_found_by_its_folder(slurm, run, capfd):
+    (run / "job.json").write_text("{}")
+    slurm.add(5, run, comment="see ticket 12", log=str(run / "slurm-%j.out"))
+    assert main(["slurm", "status", "--json"]) == 0
+    (found,) = json.loads(capfd.readouterr().out)
+    assert (found["queue"]["run"], found["training"]["step"]) == (str(run), 10)
+    assert found["queue"]["log"].endswith("/slurm-5.out")
+
+
+def test_a_job_that_slurm_forgot_stays_listed_and_one_that_failed_says_how_to_go_on(
+    slurm, run, capfd, monkeypatch
+):
+    monkeypatch.chdir(run.parents[1])
+    (run / ".begun").write_text("4 0\n")
+    assert main(["slurm", "status"]) == 0
+    assert re.search(r"^4 +one ", capfd.readouterr().out, re.MULTILINE)
+    slurm.add(4, run, state="TIMEOUT")
+    assert main(["slurm", "status", "4"]) == 0
+    assert f"samestep slurm submit {run}" in capfd.readouterr().out
+
+
+def test_watching_ends_with_the_jobs_and_asks_once_for_each_picture(slurm, run, capfd, monkeypatch):
+    slurm.add(5, run)
+    monkeypatch.setattr(
+        "samestep.commands.slurm.status.time.sleep",
+        lambda _: slurm.add(5, run, state="COMPLETED") or (slurm.folder / "queue").write_text(""),
+    )
+    assert main(["slurm", "status", "--watch"]) == 0
+    assert len(slurm.calls) == 2

@@ -32,17 +32,20 @@ class FakeSlurm:
         user: str = "ada",
         log: str = "",
         elapsed: str = "00:10:00",
+        comment: str = "",
     ) -> None:
         """Let it know a job; only this user's are listed by `squeue --me`."""
+        comment = comment or f"samestep:{run}"
         number = os.getuid() if uid is None else uid
         (self.folder / f"job-{job}").write_text(
             f"JobId={job} JobName=x UserId={user}({number}) JobState={state} Reason=Priority "
-            f"ExitCode=0:0 RunTime={elapsed} TimeLimit=UNLIMITED Comment=samestep:{run} "
+            f"ExitCode=0:0 RunTime={elapsed} TimeLimit=UNLIMITED Comment={comment} "
             f"StdOut={log}\n"
         )
         if number == os.getuid():
             with (self.folder / "queue").open("a") as file:
-                file.write(f"{job} samestep:{run}\n")
+                values = (job, "x", user, state, "Priority", "", 0, elapsed, "UNLIMITED", "Unknown")
+                file.write("\x1f".join(map(str, (*values, 0, log, "", comment))) + "\x1f\n")
 
     def break_down(self) -> None:
         """Let every program get no answer from now on."""
@@ -71,7 +74,7 @@ def install(folder: Path, partitions: str = "debug|2|4|infinite|(null)\n") -> Fa
     """Write the programs into a folder, which then is the one to put on the PATH."""
     folder.mkdir()
     fake = FakeSlurm(folder=folder)
-    (folder / "queue").write_text("7 (null)\n")
+    (folder / "queue").write_text("7\x1fx\x1fada\x1fRUNNING\x1f\n")
     (folder / "partitions").write_text(partitions)
     for name, text in _PROGRAMS.items():
         fake._write(name, text)

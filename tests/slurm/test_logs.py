@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep.cli import main
 from samestep.commands.slurm import logs
 from samestep.slurm.queue import parse_job
 from tests.slurm.fake_slurm import install
@@ -49,7 +50,7 @@ def test_following_asks_the_controller_every_few_seconds(tmp_path, monkeypatch, 
         "find_job",
         lambda number: asked.append(clock.now) or job(state if clock.now < 60 else "COMPLETED"),
     )
-    logs._show(tmp_path / "log", None, job(state))
+    logs._show({tmp_path / "log": None}, job(state))
     assert 10 <= len(asked) <= 13, "a minute of waiting"
 
 
@@ -63,7 +64,7 @@ def test_a_followed_line_is_shown_once_it_is_whole(tmp_path, monkeypatch, clock,
         (3, lambda: append(log, b"11: no\n 3: last, torn")),
     ]
     monkeypatch.setattr(logs, "find_job", lambda _: job("COMPLETED"))
-    logs._show(log, 3, job("RUNNING"))
+    logs._show({log: 3}, job("RUNNING"))
     assert capsys.readouterr().out == "one\ntwö\nlast, torn"
 
 
@@ -85,6 +86,20 @@ def test_a_rank_of_a_script_has_its_lines(script_run, capsys, launcher):
     assert capsys.readouterr().out == "b\n"
     logs.main([str(script_run)])
     assert capsys.readouterr().out == "samestep: job 5\n0: a\n1: b\n"
+    logs.main([str(script_run), "--rank", "0"])
+    assert capsys.readouterr().out == "a\n"
+    assert main(["slurm", "logs", str(script_run), "--rank", "first"]) == 2
+
+
+def test_all_ranks_of_a_training_are_shown_with_their_labels(script_run, capsys):
+    (script_run / "settings.toml").touch()
+    (script_run / "slurm-5.out").write_text("zero\n")
+    for rank in (1, 10, 2):
+        (script_run / f"rank-{rank}.log").write_text(f"is {rank}\n")
+    logs.main([str(script_run), "--rank", "all"])
+    assert capsys.readouterr().out == "0: zero\n1: is 1\n2: is 2\n10: is 10\n"
+    logs.main([str(script_run), "--rank", "0"])
+    assert capsys.readouterr().out == "zero\n"
 
 
 def test_lines_that_are_longer_than_the_terminal_are_broken_between_words():

@@ -79,10 +79,40 @@ def test_the_words_of_srun_are_read(how, signal):
     assert end.code == (3 if not signal else None)
 
 
-def test_what_slurm_kills_once_the_step_is_aborted_is_an_effect():
-    lines = [BEGIN, "srun: Job step aborted: Waiting up to 32 seconds.", srun(0, "Killed")]
+@pytest.mark.parametrize(
+    "word",
+    [
+        "Job step aborted: Waiting up to 32 seconds.",
+        "launch/slurm: _step_signal: Terminating StepId=1.2",
+    ],
+)
+def test_what_slurm_kills_once_the_step_is_aborted_is_an_effect(word):
+    lines = [BEGIN, f"srun: {word}", srun(0, "Killed")]
     assert first_end(lines).is_effect
     assert not first_end([BEGIN, srun(0, "Killed")]).is_effect
+
+
+@pytest.mark.parametrize("label", ["", "1: "])
+def test_a_crash_is_shown_with_the_users_innermost_line(tmp_path, label):
+    file = tmp_path / "mine.py"
+    file.write_text("import ctypes\nctypes.string_at(0)\n")
+    stack = [
+        "Fatal Python error: Segmentation fault",
+        "",
+        "Current thread 0x00007f1 [python] (most recent call first):",
+        '  File "/usr/lib/python3.12/ctypes/__init__.py", line 9 in string_at',
+        f'  File "{file}", line 2 in crash',
+        f'  File "{file}", line 1 in <module>',
+        "",
+        "Extension modules: numpy._core (total: 1)",
+    ]
+    lines = [BEGIN, *(label + line for line in stack), srun(1, "Segmentation fault")]
+    end = first_end(lines)
+    assert (end.signal, end.frames[0]) == (
+        "SIGSEGV",
+        f"  at {file}:2 in crash: ctypes.string_at(0)",
+    )
+    assert len(end.frames) == 2
 
 
 def account(rank: int, code: int, time: str, host: str) -> list[str]:

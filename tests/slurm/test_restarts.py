@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from samestep.ranks.process import FAILURE
 from samestep.ranks.watched import STALLED
 from samestep.run.directory import STEPPED
-from samestep.slurm.rank_ends import STDERR
+from samestep.slurm.rank_ends import LATE, STDERR, first_end, memory_word
 from samestep.slurm.restarts import (
     BEGUN,
     Ending,
@@ -185,6 +185,7 @@ def test_a_rank_that_hung_saved_nothing_and_the_log_says_which_checkpoint_there_
         ("RuntimeError: boom", "again"),
         ("FATAL:   could not open image /images/none.sif", "failed"),
         ("slurmstepd: error: pyxis: couldn't start container", "failed"),
+        ("samestep: failed: node1 does not see the run directory /r", "failed"),
     ],
 )
 def test_a_script_that_cannot_begin_is_not_started_again(run, line, word):
@@ -192,7 +193,7 @@ def test_a_script_that_cannot_begin_is_not_started_again(run, line, word):
     log = run / "log"
     trace = (
         ""
-        if line.startswith(("FATAL", "slurmstepd"))
+        if line.startswith(("FATAL", "slurmstepd", "samestep"))
         else "0: Traceback (most recent call last):\n"
     )
     log.write_text(
@@ -253,8 +254,8 @@ def test_the_reason_that_this_start_left_is_kept_and_an_earlier_ones_is_not(run,
 @pytest.mark.parametrize(
     ("end", "word", "says"),
     [
-        (ending(138, "USR1", 5), "ended", r".* step 5; .*\(--no-requeue\)\."),
-        (ending(137, "", 5), "failed", r"failed: it broke; .*\(--no-requeue\)\."),
+        (ending(138, "USR1", 5), "ended", r".* step 5; .*submit RUN"),
+        (ending(137, "", 5), "failed", r"failed: it broke; .*submit RUN"),
         (ending(2, "", 5), "failed", r"failed: it broke\."),
         (ending(0, "USR1", 5), "completed", r"completed\."),
     ],
@@ -263,6 +264,42 @@ def test_a_job_that_may_not_be_requeued_promises_no_restart(end, word, says):
     decision = decide(end, Restarts(), 2, requeue=False)
     assert decision.word == word
     assert re.fullmatch(says, decision.text)
+
+
+@pytest.mark.parametrize("step", [None, 5])
+def test_ranks_that_were_killed_for_passing_over_the_warning_made_no_progress(run, step):
+    pulse = {"rank": 1, "step": 29, "phase": "backward", "age_s": 40.0, "call": "all_reduce #9"}
+    ranks = [pulse | {"rank": 0, "age_s": 39.0}, pulse]
+    write(run, ".pulse-n2.json", {"time": time.time(), "host": "node2", "ranks": ranks})
+    log = run / "log"
+    log.write_text(f"{LATE} 20 s, so they are killed.\nsrun: error: node1: task 0: Killed\n")
+    end = read_ending(run, code=137, told="LATE", kind="recipe", log=log)
+    decision = decide(dataclasses.replace(end, step=step, stepped=True), Restarts(), 2)
+    assert (decision.word, decision.restarts.without_progress) == ("again", 1)
+    assert decision.text.startswith("rank 1 on node2: ")
+    assert "all_reduce #9" in decision.text
+    assert "29" in decision.text
+
+
+@pytest.mark.parametrize(
+    ("line", "counts", "word"),
+    [
+        ("srun: error: node2: task 1: Out Of Memory", "", "srun"),
+        ("slurmstepd-node2: error: Detected 1 oom-kill event(s) in StepId=4.0.", "", "Slurm"),
+        ("", "low 0\noom_kill 2\n", "2 oom_kill"),
+        ("", "oom_kill 0\n", "(out of memory?)"),
+    ],
+)
+def test_a_killed_rank_ran_out_of_memory_where_slurm_or_the_kernel_says_so(
+    tmp_path, line, counts, word
+):
+    events = tmp_path / "system.slice" / "slurmstepd.scope" / "job_4" / "memory.events"
+    events.parent.mkdir(parents=True)
+    events.write_text(counts)
+    lines = [line, "srun: error: node2: task 1: Killed"]
+    end = first_end(lines)
+    memory = end.memory or memory_word(lines, 4, tmp_path)
+    assert word in dataclasses.replace(end, memory=memory).sentence
 
 
 def test_a_script_that_was_warned_and_ended_with_0_is_told_how_it_would_go_on():

@@ -127,10 +127,11 @@ def test_of_a_range_of_nodes_nothing_holds_the_number_of_the_first_start(launche
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), min_size=1, max_size=20)
 NASTY = st.text("'\"\\$`!*?[]{}()<>|&;#~ \ta-=%", min_size=1, max_size=12)
+FUNCTIONS = re.MULTILINE | re.DOTALL
 CANCEL = """
 running() {{ (( --left > 0 )); }}
 pass_on() {{ echo "told $1"; }}
-sleep() {{ :; }}
+sleep() {{ SECONDS=$((SECONDS + 1)); }}
 scancel() {{ echo "scancel $*"; }}
 SLURM_JOB_ID=7 left={left}
 cancel
@@ -141,12 +142,24 @@ cancel
 @pytest.mark.parametrize(("kind", "told"), [("recipe", "USR1"), ("script", "TERM")])
 def test_a_cancel_tells_the_ranks_and_kills_those_that_hang(kind, told, left, killed):
     text = script(kind=kind, signal_s=30)
-    function = re.search(r"^cancel\(\) \{.*?^\}", text, re.MULTILINE | re.DOTALL)[0]
-    shell = function + CANCEL.format(left=left)
+    functions = re.search(r"^end_ranks\(\) \{.*?^cancel\(\) \{.*?^\}", text, FUNCTIONS)[0]
+    shell = functions + CANCEL.format(left=left)
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
-    kills = ["scancel --signal=KILL 7.0"] if killed else []
+    kills = ["scancel --signal=KILL 7.0"] * killed
     assert done.stdout.splitlines() == [f"told {told}", *kills]
     assert ("30 s" in done.stderr) is killed
+
+
+@pytest.mark.parametrize(("left", "told"), [(5, "USR1"), (1000, "LATE")])
+def test_ranks_that_pass_over_the_warning_are_killed_before_the_limit(left, told):
+    text = script(kind="recipe", signal_s=30)
+    functions = re.search(r"^end_ranks\(\) \{.*?^\}\nwarn\(\) \{.*?^\}", text, FUNCTIONS)[0]
+    shell = functions + CANCEL.format(left=left).replace("\ncancel", "\ntold=USR1\nwarn")
+    shell += 'echo "$told $SECONDS"'
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    first, *kills, last = done.stdout.splitlines()
+    assert (first, last.split()[0], len(kills)) == ("told USR1", told, told == "LATE")
+    assert int(last.split()[1]) < 30
 
 
 def test_the_script_says_that_it_can_be_told_once_its_traps_are_set():
@@ -197,6 +210,7 @@ def test_interpreter_and_arguments_pass_the_inner_shell_unchanged(folder, argume
     assert inner[:2] == ["bash", "-c"]
     # The inner shell would start the program: let it print the words in place of that.
     prints = inner[2].replace("exec ", "printf '%s\\0' ", 1)
+    prints = prints.replace("[[ -e", "true || [[ -e", 1)  # the run directory is no folder here
     said = evaluated(f"set -- {shlex.join(inner[4:])}\n{prints}")
     assert said[0] == python
     assert tuple(said[-len(command) :]) == command
@@ -247,6 +261,6 @@ def test_a_rank_has_its_share_of_the_cores_and_one_at_least(cores, ranks, each):
 @settings(max_examples=10)
 @given(st.integers(1, 2**31 - 1))
 def test_the_ranks_meet_at_a_port_below_those_that_linux_hands_out(job):
-    sets = line(script(), "export MASTER_PORT=")
-    port = int(evaluated(f"SLURM_JOB_ID={job}\n{sets}\nprintf '%s\\0' $MASTER_PORT")[0])
+    sets = line(script(), "port=")
+    port = int(evaluated(f"SLURM_JOB_ID={job}\n{sets}\nprintf '%s\\0' $port")[0])
     assert 1024 < port < 32768

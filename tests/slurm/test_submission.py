@@ -6,8 +6,9 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.slurm.options import JobOptions
+from samestep.slurm.queue import ProgramError
 from samestep.slurm.submission import Workload, make_script, submit
-from tests.slurm.fake_slurm import install
+from tests.slurm.fake_slurm import _DOWN, install
 
 
 @pytest.fixture
@@ -60,6 +61,30 @@ def test_a_run_is_known_by_another_path_too(slurm, tmp_path):
     slurm.add(5, tmp_path / "link")
     with pytest.raises(UserError, match="Job 5 "):
         hand_in(tmp_path / "run")
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_controller_that_is_away_is_waited_for_a_minute(
+    slurm, tmp_path, monkeypatch, capsys, comes_back
+):
+    sinfo = slurm.folder / "sinfo"
+    answers, waited = sinfo.read_text(), []
+    slurm._write("sinfo", _DOWN)
+
+    def sleep(seconds: float) -> None:
+        if seconds >= 1:  # subprocess sleeps for milliseconds
+            waited.append(seconds)
+        if comes_back and sum(waited) >= 20:
+            sinfo.write_text(answers)
+
+    monkeypatch.setattr("samestep.slurm.submission.time.sleep", sleep)
+    if comes_back:
+        assert hand_in(tmp_path / "run") == 77
+    else:
+        with pytest.raises(ProgramError):
+            hand_in(tmp_path / "run")
+    assert sum(waited) == (20 if comes_back else 60)
+    assert len(capsys.readouterr().err.splitlines()) == len(waited)
 
 
 def test_a_run_whose_jobs_have_ended_goes_on(slurm, tmp_path):

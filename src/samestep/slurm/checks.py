@@ -17,6 +17,7 @@ _GPUS = re.compile(r"gpu(?::[^:,(]+)*:([0-9]+)")
 _IMPORT_WITHIN_S = 20.0
 _MISSING = "import importlib.util as u; print(*(n for n in {names!r} if not u.find_spec(n)))"
 _GIVES_CORES = re.compile(r"(?:^|\s)(-c|--cpus-per-|--exclusive)")
+_GIVES_MEMORY = re.compile(r"(?:^|\s)--mem")
 _GIVES_TIME = re.compile(r"(?:^|\s)(-t|--time\b)")
 
 
@@ -170,6 +171,11 @@ def advice(
         notes.append(
             "Without --time the partition's limit holds (sinfo -o '%P %L %l' shows it), and Slurm "
             "cannot fit the job into gaps. Give the time of one start: a job goes on after it."
+        )
+    if options.gpus_per_node and not (options.mem or _GIVES_MEMORY.search(more)):
+        notes.append(
+            "Without --mem the partition's default memory holds, which may be small (scontrol show "
+            "config | grep DefMem). Loader workers and checkpoints need their share of it."
         )
     here = {path.name for path in interfaces.glob("*")}
     if here and (absent := [n for n in interface_names(options.interface) if n not in here]):

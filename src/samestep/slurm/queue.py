@@ -16,7 +16,8 @@ from samestep.nearby import nearby
 from samestep.run.directory import STEPPED, is_run
 from samestep.run.files import read_object
 from samestep.run.records import RecordFile, as_uninterrupted, samples_per_step
-from samestep.slurm.options import read_time
+from samestep.slurm.options import OPTIONS, read_time
+from samestep.slurm.restarts import BEGUN
 from samestep.slurm.script import MARK
 
 _TIMEOUT_S = 60.0
@@ -26,6 +27,25 @@ _OF_A_JOB = re.compile(
     r"SLURM(?!_CONF$|_CLUSTERS$).*|(SRUN_|SALLOC_|PMI|TORCHELASTIC_).*|ROLE_NAME"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
 )
+
+# What squeue calls the fields of a job, by what scontrol calls them; one query tells of all jobs.
+_FIELDS = {
+    "JobId": "JobID",
+    "JobName": "Name",
+    "UserId": "UserName",
+    "JobState": "State",
+    "Reason": "Reason",
+    "NodeList": "NodeList",
+    "Restarts": "RestartCnt",
+    "RunTime": "TimeUsed",
+    "TimeLimit": "TimeLimit",
+    "StartTime": "StartTime",
+    "ExitCode": "exit_code",
+    "StdOut": "STDOUT",
+    "Command": "Command",
+    "Comment": "Comment",
+}
+_SEPARATOR = "\x1f"
 
 _ENDED = re.compile(
     "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|DEADLINE|BOOT_FAIL|PREEMPTED"
@@ -139,25 +159,29 @@ def find_job(job: int) -> QueuedJob | None:
 
 def my_jobs(of_run: Path | None = None) -> list[QueuedJob]:
     """Return this user's jobs (of one run) that samestep submitted and Slurm still knows."""
-    # With --me the controller does not list the jobs of other users.
-    text = call("squeue", "--me", "--all", "--states=all", "--noheader", "--format=%A %k")
-    rows = [line.partition(f" {MARK}") for line in text.splitlines()]
+    # With --me the controller does not list the jobs of other users. squeue pads to the width.
+    columns = ",".join(f"{name}:4096{_SEPARATOR}" for name in _FIELDS.values())
+    text = call("squeue", "--me", "--all", "--states=all", "--noheader", f"--Format={columns}")
+    rows = ([v.strip() for v in line.split(_SEPARATOR)] for line in text.split("\n"))
+    jobs = [_queued(dict(zip(_FIELDS, row, strict=False))) for row in rows if row[0].isdigit()]
     return [
-        found
-        for job, mark, run in rows
-        if mark and job.isdigit() and (of_run is None or Path(run).resolve() == of_run.resolve())
-        if (found := find_job(int(job)))
+        job for job in jobs if job.run and (of_run is None or job.run.resolve() == of_run.resolve())
     ]
 
 
 def parse_job(line: str) -> QueuedJob:
     """Return the job that a line of `scontrol -o show job` describes."""
     fields = dict(re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(.*?)(?= [A-Z][A-Za-z/:]*=|$)", line))
-    comment = fields.get("Comment", "").strip()
-    log = fields.get("StdOut", "").strip()
+    return _queued(fields)
+
+
+def _queued(fields: Mapping[str, str]) -> QueuedJob:
+    number = fields["JobId"]
+    # squeue leaves the job's number in the name to be filled in.
+    log = re.sub("%[jA]", number, fields.get("StdOut", "").strip()).replace("%%", "%")
     user, _, uid = fields.get("UserId", "").partition("(")
     return QueuedJob(
-        job=int(fields["JobId"]),
+        job=int(number),
         name=fields.get("JobName", ""),
         user=user,
         uid=int(uid.rstrip(")")) if uid else None,
@@ -170,8 +194,24 @@ def parse_job(line: str) -> QueuedJob:
         starts_at=fields.get("StartTime", "Unknown"),
         exit_code=fields.get("ExitCode", ""),
         log=Path(log) if log and log != "/dev/null" else None,
-        run=Path(comment.removeprefix(MARK)) if comment.startswith(MARK) else None,
+        run=_run_of(fields.get("Comment", "").strip(), fields.get("Command", "").strip(), log),
     )
+
+
+def _run_of(comment: str, command: str, log: str) -> Path | None:
+    """Return the run directory that a job's comment names; an admin may have replaced that."""
+    if comment.startswith(MARK):
+        return Path(comment.removeprefix(MARK))
+    folders = (Path(path).parent for path in (command, log) if path.startswith("/"))
+    return next((folder for folder in folders if (folder / OPTIONS).is_file()), None)
+
+
+def ended_runs(folder: Path, known: Collection[Path | None], most: int = 20) -> list[Path]:
+    """Return the newest runs in a folder whose jobs have started and Slurm no longer knows."""
+    begun = ((path.stat().st_mtime, path.parent) for path in folder.glob(f"*/{BEGUN}"))
+    resolved = {path.resolve() for path in known if path is not None}
+    runs = [run.absolute() for _, run in sorted(begun) if run.resolve() not in resolved]
+    return runs[-most:]
 
 
 def find_job_or_run(text: str) -> JobAndRun:

@@ -6,6 +6,7 @@ that did not end because of another one is the cause.
 """
 
 import itertools
+import linecache
 import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,18 +24,30 @@ STDERR = ".stderr-rank-{rank}"
 _START = re.compile(r"samestep: job \d+, start \d+")
 _SRUN = re.compile(r"srun: error: (\S+): tasks? ([0-9,-]+): (.+)")
 _EXITED = re.compile(r"Exited with exit code (\d+)")
-_ABORTED = "srun: Job step aborted"  # from here on Slurm kills
+LATE = "samestep: the ranks had not ended"
+"""The job's script says it before it kills them."""
+# From here on Slurm or the script kills; which line Slurm prints depends on its version.
+_ABORTED = re.compile(rf"srun: (Job step aborted|.*Terminating StepId=)|{LATE}")
 _TORCHRUN = re.compile(
     r"time +: (?P<time>\S+)\n.*host +: (?P<host>\S+)\n"
     r".*rank +: (?P<rank>\d+) .*\n.*exitcode +: (?P<code>-?\d+)"
 )
 _SIGNALS = {signal.strsignal(number): number.name for number in signal.Signals}
-_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)(?:,? in (?P<name>.+))?')
+_CRASH = "Current thread 0x"  # faulthandler's stack follows, the innermost line first
+_OOM = re.compile(
+    r"oom[-_ ]kill|Out Of Memory", re.IGNORECASE
+)  # the kernel's word in Slurm's lines
 _LIBRARY = re.compile(r"-packages/|/lib/python3\.|^<")
 # Errors that end every start in the same way, whatever is in the run directory.
 _SAME_AGAIN = re.compile(
     r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b"
-    r"|FATAL: |.*(execve\(\)|error: pyxis: )"
+    r"|samestep: failed: |FATAL: |.*(execve\(\)|error: pyxis: )"
+)
+# Of Slurm's version 2 of cgroups, and of version 1; the limit is the job's on one node.
+_CGROUPS = (
+    "system.slice/*slurmstepd.scope/job_{job}/memory.events",
+    "memory/slurm/uid_*/job_{job}/memory.oom_control",
 )
 _LABEL = re.compile(r"^ *\d+: ")
 _NOT_FOUND = (126, 127)  # a shell's exit codes for a program that cannot be run
@@ -50,6 +63,7 @@ class RankEnd:
     signal: str = ""
     said: str = ""  # the error that it raised
     frames: tuple[str, ...] = ()  # the user's own lines that led to it, the innermost first
+    memory: str = ""  # who saw it run out of memory
     is_effect: bool = False  # whether another rank's end, or Slurm, ended it
     at: float = 0.0  # when it raised, in seconds since the epoch; 0 if unknown
 
@@ -59,8 +73,12 @@ class RankEnd:
         who = f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
         if self.said:
             return f"{who}: {self.said}"
+        if self.memory:
+            return f"{who} ran out of memory and was killed ({self.memory})"
         if self.signal == "SIGKILL":
             return f"{who} was killed by SIGKILL (out of memory?)"
+        if self.code == 128 + signal.SIGKILL:
+            return f"{who} ended with exit code 137: SIGKILL (out of memory?)"
         how = f"was ended by {self.signal}" if self.signal else f"ended with exit code {self.code}"
         return f"{who} {how}"
 
@@ -132,13 +150,14 @@ def read_failures(run: Path) -> list[tuple[Path, dict[str, Any]]]:
 def _ends_by_srun(lines: Sequence[str]) -> Iterator[RankEnd]:
     aborted = False
     for line in lines:
-        aborted = aborted or line.startswith(_ABORTED)
+        aborted = aborted or _ABORTED.match(line) is not None
         match = _SRUN.match(line)
         if match is None:
             continue
         node, tasks, how = match.groups()
         exited = _EXITED.match(how)
-        name = "SIGKILL" if how == "Out Of Memory" else _SIGNALS.get(how.partition(" (")[0], how)
+        memory = "srun: Out Of Memory" if _OOM.search(how) else ""
+        name = "SIGKILL" if memory else _SIGNALS.get(how.partition(" (")[0], how)
         killed_by = "" if exited else name
         parts = (part.partition("-") for part in tasks.split(","))  # such as 0,3-5
         spans = (range(int(first), int(last or first) + 1) for first, _, last in parts)
@@ -148,6 +167,7 @@ def _ends_by_srun(lines: Sequence[str]) -> Iterator[RankEnd]:
                 node=node,
                 code=int(exited[1]) if exited else None,
                 signal=killed_by,
+                memory=memory,
                 is_effect=killed_by == "SIGTERM" or (aborted and killed_by == "SIGKILL"),
             )
 
@@ -168,7 +188,7 @@ def _with_reason(end: RankEnd, failure: dict[str, Any] | None, lines: Sequence[s
     # A rank that raised may abort when Python exits while threads of its process group still run.
     aborted = end.signal == "SIGABRT"
     if end.signal and not aborted and not (failure is not None and end.signal == "SIGTERM"):
-        return end
+        return replace(end, frames=_crash_frames(lines_of(end.rank, lines) or lines))
     if failure is not None:  # also if the rank was ended while it waited to report
         said, *more = str(failure.get("message", "")).splitlines() or [""]
         frames = tuple(line for line in more if line.startswith("  at "))
@@ -180,7 +200,34 @@ def _with_reason(end: RankEnd, failure: dict[str, Any] | None, lines: Sequence[s
         # Slurm may lose its last lines, but other ranks printed the same.
         bare = (_LABEL.sub("", line) for line in lines)
         said = next((line for line in bare if _SAME_AGAIN.match(line)), "")
+    frames = frames or (_crash_frames(own or lines) if aborted else ())
     return replace(end, said=said, frames=frames, is_effect=bool(LOST_PEER.search(said)))
+
+
+def _crash_frames(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the user's lines of the stack that faulthandler printed of a crash."""
+    begins = [n for n, line in enumerate(lines) if line.startswith(_CRASH)]
+    stack = map(_FRAME.match, lines[begins[-1] + 1 :] if begins else ())
+    frames = []
+    for match in itertools.takewhile(lambda match: match is not None, stack):
+        if match is not None and not _LIBRARY.search(match["file"]):
+            source = linecache.getline(match["file"], int(match["line"])).strip()
+            shown = f"  at {match['file']}:{match['line']} in {match['name']}"
+            frames.append(f"{shown}: {source}" if source else shown)
+    return tuple(frames)
+
+
+def memory_word(lines: Sequence[str], job: int, cgroups: Path = Path("/sys/fs/cgroup")) -> str:
+    """Return who saw a job run out of memory: Slurm's log, the kernel's cgroup, or nobody."""
+    if any(_OOM.search(line) for line in lines if line.startswith("slurmstepd")):
+        return "Slurm saw the kernel's oom-kill"
+    for events in (p for pattern in _CGROUPS for p in cgroups.glob(pattern.format(job=job))):
+        kills = re.search(
+            r"^oom_kill ([1-9]\d*)$", "\n".join(_last_lines(events, 4096)), re.MULTILINE
+        )
+        if kills:
+            return f"the cgroup counts {kills[1]} oom_kill"
+    return ""
 
 
 def _last_error(lines: Sequence[str]) -> tuple[str, tuple[str, ...]]:

@@ -1,8 +1,9 @@
 """How one start of a job ended, and whether the job starts again."""
 
 import json
+import shlex
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,12 +12,14 @@ import msgspec
 from samestep.ranks.watched import STALLED
 from samestep.run.directory import STEPPED, is_run
 from samestep.run.files import read_object, write_text
+from samestep.slurm.pulses import read_pulses
 from samestep.slurm.rank_ends import (
     STDERR,
     RankEnd,
     first_end,
     last_words,
     latest_start,
+    memory_word,
     read_failures,
 )
 
@@ -46,7 +49,9 @@ class Ending:
     """What is known after the ranks of one start have ended."""
 
     code: int
-    told: str  # the signal that the script received: USR1, USR2, TERM or nothing
+    told: str
+    """The signal that the script received: USR1, USR2, TERM or nothing; LATE if ranks did not end
+    after USR1 and were killed."""
     step: int | None
     """Step of the newest announced checkpoint; None for a script without a samestep run."""
     saved: bool  # whether this start announced that checkpoint
@@ -66,8 +71,13 @@ class Decision:
     restarts: Restarts
 
 
-def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True) -> Decision:
-    """Decide what follows; `limit` is how many starts in a row may bring no newer checkpoint."""
+def decide(
+    ending: Ending, before: Restarts, limit: int, *, requeue: bool = True, go_on: str = ""
+) -> Decision:
+    """Decide what follows; `limit` is how many starts in a row may bring no newer checkpoint.
+
+    Without `requeue`, because of the user or of the site, the text names the command `go_on`.
+    """
     at = f" at step {ending.step:,}" if ending.step else ""
     if ending.code == 0:
         text = "completed."
@@ -95,7 +105,7 @@ def decide(ending: Ending, before: Restarts, limit: int, *, requeue: bool = True
     cause = f"stopped{at}" if signalled else ending.why.rstrip(".")
     if not requeue:
         word, text = ("ended", cause) if signalled else ("failed", f"failed: {cause}")
-        text += "; submit it again to go on (--no-requeue)."
+        text += f"; the job is not requeued. Go on with: {go_on or 'samestep slurm submit RUN'}"
         return Decision(word=word, text=text, restarts=before)
     count = 0 if progressed else before.without_progress + 1
     if count > limit:
@@ -142,12 +152,22 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
     lines += last_words(path for path in own_files if _is_of_this_start(run, path.name))
     first = first_end(lines, failures)
     cause = None if first is None or first.is_effect else first
+    killed = cause is not None and (cause.signal == "SIGKILL" or cause.code == 128 + signal.SIGKILL)
+    if cause is not None and killed and not cause.said:
+        memory = cause.memory or memory_word(lines, job_of(run) or 0)
+        cause = replace(cause, memory=memory)
     result = read_object(run / _RESULT) if _is_of_this_start(run, _RESULT) else {}
     why = str(result.get("reason", "")) if result.get("status") == "failed" else ""
     if hung:
         code, cause = STALLED, None
-    why = cause.sentence if cause and (cause.said or cause.signal) else why.removeprefix("failed: ")
+    why = (
+        cause.sentence
+        if cause and (cause.said or cause.signal or killed)
+        else why.removeprefix("failed: ")
+    )
     stepped = step != 0 or (run / STEPPED).exists()
+    if told == "LATE" and (pulses := read_pulses(run, _begun_at(run))):
+        mistake, why = "", pulses[0].sentence
     # Exit code 2 is a mistake of the user's. What their code raised after some steps may not happen
     # again.
     again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)
@@ -164,6 +184,20 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
         why=mistake or hung or why or next(said, "") or _meaning(code, cause),
         frames=cause.frames if cause and not mistake else (),
     )
+
+
+def go_on_command(run: Path) -> str:
+    """Return the command that continues a run; a script has none, and begins again."""
+    shown = shlex.quote(str(run))
+    return f"samestep slurm submit {shown}" if is_run(run) else f"sbatch {shown}/job.sbatch"
+
+
+def job_of(run: Path) -> int | None:
+    """Return the number of the job that started last in a run directory; None if none did."""
+    try:
+        return int((run / BEGUN).read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def settle(run: Path, verdict: Decision, ending: Ending) -> None:
@@ -190,6 +224,10 @@ def _is_of_this_start(run: Path, name: str) -> bool:
         return (run / name).stat().st_mtime_ns >= (run / BEGUN).stat().st_mtime_ns
     except FileNotFoundError:
         return False
+
+
+def _begun_at(run: Path) -> float:
+    return (run / BEGUN).stat().st_mtime if (run / BEGUN).exists() else 0.0
 
 
 def _meaning(code: int, cause: RankEnd | None) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 from samestep.ranks.watched import STALLED
 from samestep.run.code_copy import HASHES, Code
 from samestep.slurm.options import JobOptions, assignment, dependency, interface_names
-from samestep.slurm.rank_ends import STDERR
+from samestep.slurm.rank_ends import LATE, STDERR
 from samestep.slurm.restarts import BEGUN
 
 MARK = "samestep:"  # a job's comment begins with it; the run directory follows
@@ -36,6 +36,19 @@ _PLAIN = re.compile(r"[\w./:@%+,=-]+")
 
 # Ranks import PyTorch for seconds before they handle signals, and Slurm may warn at the start.
 _LISTEN_S = 20
+_VERDICT_S = 30
+_SEES_RUN = (
+    f'[[ -e "$SAMESTEP_RUN_DIR/{BEGUN}" ]] || {{ echo "samestep: failed: $SLURMD_NODENAME does not '
+    'see the run directory $SAMESTEP_RUN_DIR: it must be on a file system that all nodes share." '
+    ">&2; exit 2; }"
+)
+_ASK_REQUEUE = [
+    "# The site or an admin may forbid a requeue; no answer forbids nothing.",
+    "no_requeue() { scontrol -o show job \"$SLURM_JOB_ID\" | grep -q ' Requeue=0 '; }",
+    "if no_requeue; then",
+    '  echo "note    Slurm will not requeue this job: after its time limit, submit it again."',
+    "fi",
+]
 _PORTS = (12000, 18000)  # first, how many; below 32768, from where Linux hands out ports itself
 _SC1091 = "# shellcheck disable=SC1091  # it is on the cluster"
 _SC2016 = "# shellcheck disable=SC2016  # each task's own shell fills these in"
@@ -142,13 +155,15 @@ def _signal_handlers(job: JobScript) -> list[str]:
     # samestep keeps a USR1 that comes while it imports. For a user's script, USR1 may mean to go on
     # later.
     cancels = "USR1" if job.kind == "recipe" else "TERM"
+    # The verdict and the requeue need some of the time that is left until the limit.
+    saves_s = patience_s - min(_VERDICT_S, patience_s // 3)
     return f"""\
 run={shlex.quote(job.run)}  # the same over all restarts
 
 # Slurm sends USR1 ahead of the time limit, `samestep slurm cancel` sends USR2, and TERM says that
 # Slurm itself ends the job and has told the ranks. They finish their step, save, end together.
 told='' step=''
-trap 'told=USR1; [[ -z $step ]] || pass_on USR1' USR1
+trap 'told=USR1; [[ -z $step ]] || warn' USR1
 trap 'told=USR2; [[ -z $step ]] || cancel' USR2
 trap 'told=${{told:-TERM}}' TERM
 # From here on it can be told; `samestep slurm cancel` waits for this file.
@@ -160,11 +175,21 @@ pass_on() {{
   while running && {{ ((SECONDS < began + {listen_s})) || ! starts; }}; do sleep 1; done
   scancel --signal="$1" "$SLURM_JOB_ID"  # the ranks alone, not this script
 }}
+end_ranks() {{  # those that still run until the second $1; $2 says after what
+  while running && ((SECONDS < $1)); do sleep 1; done
+  running || return 0
+  echo "{LATE} $2, so they are killed." >&2
+  told=${{told/USR1/LATE}}
+  scancel --signal=KILL "$SLURM_JOB_ID.0"
+}}
+warn() {{
+  local until=$((SECONDS + {saves_s}))
+  pass_on USR1
+  end_ranks $until "{saves_s} s after the warning of the time limit"
+}}
 cancel() {{
   pass_on {cancels}
-  for _ in {{1..{patience_s}}}; do running || return 0; sleep 1; done
-  echo "samestep: the ranks had not ended {patience_s} s after the cancel, so they are killed." >&2
-  scancel --signal=KILL "$SLURM_JOB_ID.0"
+  end_ranks $((SECONDS + {patience_s})) "{patience_s} s after the cancel"
 }}""".split("\n")  # a path may hold other ends of lines
 
 
@@ -175,6 +200,8 @@ def _environment(job: JobScript) -> list[str]:
     if options.module or job.venv or options.conda or names:
         text = "samestep: failed: $1 did not work on $SLURMD_NODENAME."
         lines.append(f'fail() {{ echo "{text}" >&2; exit 2; }}')
+    if options.module:  # what the shell that submitted had loaded is not what the job asks for
+        lines.append("module purge || fail 'module purge'")
     lines += [f"module load {shlex.quote(name)} || fail 'module load'" for name in options.module]
     if job.venv:
         lines += [_SC1091, f". {shlex.quote(f'{job.venv}/bin/activate')} || fail activate"]
@@ -184,7 +211,10 @@ def _environment(job: JobScript) -> list[str]:
             '. "$(conda info --base)/etc/profile.d/conda.sh" || fail conda.sh',
             f"conda activate {shlex.quote(options.conda)} || fail 'conda activate'",
         ]
-    lines.append(f"export SAMESTEP_RUN_DIR={shlex.quote(job.run)}")
+    lines += [
+        f"export SAMESTEP_RUN_DIR={shlex.quote(job.run)}",
+        "export PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1  # a crash shows its line",
+    ]
     if job.kind == "script":  # a recipe's ranks choose by the size of its model
         share = f"SLURM_CPUS_ON_NODE / {options.ranks_per_node}"
         threads = options.cpus_per_task or f"$(({share} > 0 ? {share} : 1))"
@@ -196,13 +226,24 @@ def _environment(job: JobScript) -> list[str]:
         lines.append(f"export GLOO_SOCKET_IFNAME={','.join(names)}")
     if options.gpus_per_node:
         # A lost peer ends the job with a message instead of a hang.
-        lines.append("export TORCH_NCCL_ASYNC_ERROR_HANDLING=1")
+        lines += [
+            "export TORCH_NCCL_ASYNC_ERROR_HANDLING=1",
+            "# After NCCL's timeout each rank writes its last collectives into the run directory.",
+            "export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1",
+            'export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="$run/nccl-trace-rank-"',
+        ]
     variables = map(assignment, options.env)
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables]
+    return [*lines, *_code(job)]
+
+
+def _code(job: JobScript) -> list[str]:
+    """Import from the copy of the code, or refuse code that was edited instead of copied."""
+    lines = []
     if job.import_from:
         folders = shlex.quote(":".join(job.import_from))
         lines.append(f"export PYTHONPATH={folders}${{PYTHONPATH:+:$PYTHONPATH}}  # of the copy")
-    if job.uncopied is not None and not options.allow_edit:
+    if job.uncopied is not None and not job.options.allow_edit:
         text = "the code is not that of the submit. Undo the edit, or submit with --allow-edit."
         lines += [
             "# The code was not copied: edited, it would be another training.",
@@ -220,13 +261,19 @@ def _master_address(job: JobScript) -> list[str]:
         'addresses=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" |',
         """  sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')""",
         'export addresses="${addresses:-$(scontrol show hostnames "$SLURM_JOB_NODELIST")}"',
+        "# Where a node has no scontrol: this script runs on the first node.",
+        "addresses=${addresses:-$(hostname --all-ip-addresses | cut -d' ' -f1)}",
     ]
     given = dict(map(assignment, job.options.env))
     if "MASTER_ADDR" not in given:
         lines.append("export MASTER_ADDR=${addresses%%$'\\n'*}")
     if "MASTER_PORT" not in given:
         port = f"{_PORTS[0]} + SLURM_JOB_ID % {_PORTS[1]}"
-        lines.append(f"export MASTER_PORT=$(({port}))  # its own for each job")
+        lines += [
+            f"port=$(({port}))  # its own for each job, unless something else listens there",
+            'while (: <>"/dev/tcp/$MASTER_ADDR/$port") 2>/dev/null; do port=$((port + 1)); done',
+            "export MASTER_PORT=$port",
+        ]
     return lines
 
 
@@ -250,12 +297,13 @@ def _start_ranks(job: JobScript) -> list[str]:
     return [
         "start=$((${SLURM_RESTART_COUNT:-0} + 1))",
         'echo "samestep: job $SLURM_JOB_ID, start $start, on $SLURM_JOB_NODELIST, $(date)"',
+        *(_ASK_REQUEUE * job.options.requeue),
         "began=$SECONDS",
         *comments,
         " \\\n  ".join([*_wrap(words), *_wrap([*enter, *program])]) + " &",
         "step=$!",
         "# What came before the ranks.",
-        "case $told in USR1) pass_on USR1 ;; USR2) cancel ;; TERM) pass_on TERM ;; esac",
+        "case $told in USR1) warn ;; USR2) cancel ;; TERM) pass_on TERM ;; esac",
         "",
         "# A signal ends the waiting, not the ranks.",
         'while running; do wait "$step"; done',
@@ -286,6 +334,7 @@ def _rank(job: JobScript) -> tuple[list[str], list[str]]:
     # tee is not a child of the rank, since the rank may wait for all its children.
     words = f'tee "$SAMESTEP_RUN_DIR/{STDERR.format(rank="$RANK")}" >&2'
     inner = (
+        f"{_SEES_RUN}\n  "
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
         f"LOCAL_WORLD_SIZE={job.options.ranks_per_node}\n"
         f'  exec "$@" 2> >((trap "" HUP INT TERM USR1 USR2; exec {words}) <&0 &)'
@@ -307,10 +356,11 @@ def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
         f"--nproc-per-node={options.ranks_per_node}",
         '--rdzv-id="$SLURM_JOB_ID.$SLURM_STEP_ID"',
         "--rdzv-backend=c10d",
-        '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"',
+        '--rdzv-endpoint="$endpoint"',
         # Otherwise torchrun looks up the node's own name, which may lead to 127.0.1.1.
         '--rdzv-conf="is_host=$((SLURM_NODEID == 0))"',
-        '--local-addr="${address[SLURM_NODEID]}"',
+        # A node without scontrol knows the first address alone.
+        '${address[SLURM_NODEID]:+--local-addr="${address[SLURM_NODEID]}"}',
         f"--max-restarts={options.max_restarts}",
     ]
     comments = [
@@ -329,8 +379,15 @@ def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
         "# One torchrun for each node; it starts the ranks, and all again when one fails.",
         _SC2016,
     ]
-    start = f"address=($addresses); exec {launcher[0]}"
-    inner = " \\\n    ".join([start, *launcher[1:], '"$@"'])
+    start = (
+        f"{_SEES_RUN}\n  address=($addresses) endpoint=$MASTER_ADDR:$MASTER_PORT\n"
+        "  [[ $MASTER_ADDR != *:* ]] || endpoint=[$MASTER_ADDR]:$MASTER_PORT  # IPv6\n"
+        f"  exec {launcher[0]}"
+    )
+    # torchrun's account names the host as the machine calls itself, such as localhost.
+    renames = 'sed -u "s/^\\(.*  host  *: \\).*/\\1$SLURMD_NODENAME/" >&2'
+    account = f'2> >((trap "" HUP INT TERM USR1 USR2; exec {renames}) <&0 &)'
+    inner = " \\\n    ".join([start, *launcher[1:], '"$@"', account])
     words = ["bash", "-c", shlex.quote(inner), "torchrun"]
     return comments, [*words, *map(shlex.quote, _command(job))]
 
@@ -352,9 +409,13 @@ def _end(job: JobScript) -> list[str]:
         samestep = " ".join([*_apptainer(job), "samestep"])
     if job.options.container_image:  # this script runs outside of it
         samestep = shlex.join([job.python, "-m", "samestep"])
-    again = "" if job.options.requeue else " --no-requeue"
+    again = ' ${again:+"$again"}' if job.options.requeue else " --no-requeue"
+    go_on = f"sbatch {shlex.quote(job.run)}/job.sbatch"
+    if job.kind == "recipe":
+        go_on = f"samestep slurm submit {shlex.quote(job.run)}"
     lines = [
         "# Say how it ended, and whether it goes on.",
+        *(["again=''; if no_requeue; then again=--no-requeue; fi"] * job.options.requeue),
         f'verdict=$({samestep} slurm verdict "$run" --code "$code" --told "$told" \\',
         f"  --kind {job.kind} --restarts {job.options.restarts}{again})",
         "case $verdict in",
@@ -365,8 +426,17 @@ def _end(job: JobScript) -> list[str]:
         lines += [
             "  again)",
             "    trap '' TERM  # the requeue ends this script too",
-            "    # Slurm waits two minutes, then starts it again. It is asked until it answers.",
-            '    for _ in {1..12}; do scontrol requeue "$SLURM_JOB_ID" && break; sleep 5; done',
+            f"    go_on={shlex.quote(go_on)}",
+            "    # Slurm waits two minutes, then starts it again. A controller that is away is",
+            "    # asked until it answers; a refusal is final.",
+            "    for _ in {1..24}; do",
+            '      said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && break',
+            '      echo "samestep: the requeue: $said" >&2',
+            "      case $said in *contact*|*[Tt]ime*out*|*[Tt]imed*|*[Tt]emporar*) sleep 5 ;; *)",
+            '        echo "samestep: Slurm refused the requeue. Go on with: $go_on" >&2',
+            "        break ;;",
+            "      esac",
+            "    done",
             "    ;;",
         ]
     return [*lines, '  cancelled) scancel "$SLURM_JOB_ID" ;;', "esac", 'exit "$code"']

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,7 @@ _MEANS = {
 }
 
 _PARTITION = re.compile(r"(?:--partition[= ]|-p ?)(\S+)")
+_AWAY_S, _ASK_AGAIN_S = 60, 5
 # A run has one job, and submit does not wait for its end.
 _NOT_FOR_A_RUN = ("SBATCH_ARRAY_INX", "SBATCH_WAIT")
 
@@ -243,7 +245,7 @@ def submit(job: JobScript) -> tuple[int, Path]:
     named = (_PARTITION.match(option) for option in job.options.sbatch)
     partitions = [job.options.partition, *(match[1] for match in named if match)]
     partitions.append(os.environ.get("SBATCH_PARTITION"))
-    check_partitions(job.options, next(filter(None, partitions), None))
+    _check_patiently(job.options, next(filter(None, partitions), None))
     check_after(job.options)
     run, goes_on = Path(job.run), False
     if known := run.exists():
@@ -266,6 +268,19 @@ def submit(job: JobScript) -> tuple[int, Path]:
             run.rmdir()
         raise _refused(error, text) from error
     return int(answer.strip().split(";")[0]), script
+
+
+def _check_patiently(options: JobOptions, partition: str | None) -> None:
+    """Check the partition; a controller that is away is asked again for a minute."""
+    for left_s in range(_AWAY_S, -1, -_ASK_AGAIN_S):
+        try:
+            return check_partitions(options, partition)
+        except ProgramError as error:
+            if "Unable to contact slurm controller" not in error.said or not left_s:
+                raise
+            sys.stderr.write(f"Slurm's controller does not answer; asking for {left_s} s more.\n")
+            time.sleep(_ASK_AGAIN_S)
+    return None
 
 
 def _refuse_second_job(run: Path, options: JobOptions) -> bool:

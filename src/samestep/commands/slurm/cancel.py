@@ -1,7 +1,6 @@
 """`samestep slurm cancel`: save a checkpoint, then stop."""
 
 import contextlib
-import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from tyro.conf import Positional, arg
 
 from samestep.commands.help import Switch, parse_flags
 from samestep.errors import UserError
-from samestep.run.directory import is_run
 from samestep.slurm.options import UncheckedOptions, kept_options
 from samestep.slurm.queue import ProgramError, QueuedJob, call, find_job_or_run
-from samestep.slurm.restarts import BEGUN
+from samestep.slurm.restarts import BEGUN, go_on_command
 
 _EXAMPLES = ("slurm cancel 1234", "slurm cancel runs/ID --now")
 _BEGINS_WITHIN_S, _LOOK_EVERY_S = 15.0, 0.2
@@ -59,9 +57,7 @@ def main(arguments: list[str]) -> int:
             call("scancel", "--signal=KILL", f"{job.job}.0")
         sys.stdout.write(f"Job {job.job} is cancelled.\n")
         return 0
-    run = shlex.quote(str(job.run))
-    # A user's script, or a training that has not begun, has no run to continue.
-    again = f"samestep slurm submit {run}" if is_run(job.run) else f"sbatch {run}/job.sbatch"
+    again = go_on_command(job.run)
     patience = (kept_options(job.run) or UncheckedOptions()).signal_s
     sys.stdout.write(
         f"Job {job.job} saves and stops; ranks that hang are killed after {patience} s (--now: at "

@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 
 from samestep.commands.help import Switch, parse_flags
 from samestep.errors import UserError
-from samestep.slurm.queue import QueuedJob, find_job, find_job_or_run
+from samestep.slurm.queue import JobAndRun, QueuedJob, find_job, find_job_or_run
 from samestep.slurm.rank_ends import lines_of
 
 _EXAMPLES = ("slurm logs 1234 --follow", "slurm logs runs/ID --rank 3")
@@ -27,8 +27,9 @@ class _Logs:
 
     job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
     """The job's number, or the run directory."""
-    rank: int = 0
-    """Whose output; rank 0's is the job's log."""
+    rank: Annotated[str | None, arg(metavar="N|all")] = None
+    """Whose output, or all with their labels; by default the job's log: the screen of a training's
+    rank 0, all ranks of a script."""
     follow: Switch = False
     """Continue until the job has ended."""
 
@@ -40,6 +41,8 @@ def main(arguments: list[str]) -> int:
     job = found.job
     if found.note:
         sys.stderr.write(f"{found.note}\n")
+    if not (command.rank or "all").isdecimal() and command.rank not in (None, "all"):
+        raise UserError(f"--rank {command.rank} should be a rank's number, or all.")
     path, label = _file(command.rank, job, found.run)
     waits = job is not None and not job.ended
     if not path.is_file() and not (waits and command.follow):
@@ -49,35 +52,50 @@ def main(arguments: list[str]) -> int:
         logs = sorted(found.run.glob("rank-*.log")) if found.run else []
         has = f" The run has {', '.join(log.name for log in logs)}." if logs else ""
         raise UserError(f"There is no log {path}.{has}")
-    _show(path, label, job if command.follow else None)
+    shown = {path: label}
+    if command.rank == "all" and found.run is not None:  # a training's ranks have a file each
+        shown |= dict.fromkeys(sorted(found.run.glob("rank-*.log"), key=_rank_of))
+    _show(shown, job if command.follow else None)
     return 0
 
 
-def _file(rank: int, job: QueuedJob | None, run: Path | None) -> tuple[Path, int | None]:
+def _rank_of(path: Path) -> int:
+    """Return the rank whose file this is; -1 for the log of the job."""
+    number = path.stem.removeprefix("rank-")
+    return int(number) if number.isdecimal() else -1
+
+
+def _file(rank: str | None, job: QueuedJob | None, run: Path | None) -> tuple[Path, int | None]:
     """Return a rank's log file, and the rank if the file is shared with others."""
     log = job.log if job else None
     if log is None and run is not None:
         log = max(run.glob("slurm-*.out"), key=lambda p: p.stat().st_mtime, default=None)
-    if rank == 0 and log is not None:
+    is_training = run is not None and (run / "settings.toml").is_file()
+    if log is not None and (rank in (None, "all") or (rank == "0" and (is_training or not run))):
         return log, None
+    rank = "0" if rank in (None, "all") else rank
     if run is None:
         raise UserError("This job was not submitted by samestep: it has one log for all ranks.")
     own = run / f"rank-{rank}.log"
     # srun and torchrun label the lines of a user's script, whose ranks share the job's log.
-    is_script = not own.is_file() and not (run / "settings.toml").is_file()
-    if not is_script or log is None or not log.is_file():
+    if is_training or own.is_file() or log is None or not log.is_file():
         return own, None
-    return log, rank
+    return log, int(rank)
 
 
-def _show(path: Path, label: int | None, job: QueuedJob | None) -> None:
-    """Print a file; with a job, go on until that has ended."""
+def _show(logs: dict[Path, int | None], job: QueuedJob | None) -> None:
+    """Print files, of some only the lines of one rank; with a job, go on until that has ended."""
     asked = time.monotonic()
-    position = 0
+    positions = dict.fromkeys(logs, 0)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     while True:
-        if path.is_file():
-            text, position = _read(path, position, to_end=job is None)
+        for path, label in logs.items():
+            if not path.is_file():
+                continue
+            text, positions[path] = _read(path, positions[path], to_end=job is None)
+            if len(logs) > 1:
+                name = "0: " if _rank_of(path) < 0 else f"{_rank_of(path)}: "
+                text = textwrap.indent(text, name, lambda _: True)
             text = text if label is None else "".join(lines_of(label, list(io.StringIO(text))))
             sys.stdout.write(_folded(text, width) if width else text)
             sys.stdout.flush()
@@ -86,7 +104,11 @@ def _show(path: Path, label: int | None, job: QueuedJob | None) -> None:
         time.sleep(_LOOK_EVERY_S)
         if time.monotonic() - asked > _ASK_EVERY_S:
             asked = time.monotonic()
-            now = find_job(job.job)
+            try:
+                now = find_job(job.job)
+            except UserError as error:  # a controller that is away may be back soon
+                sys.stderr.write(f"{JobAndRun(queue_error=error).note}\n")
+                continue
             job = now if now is not None and not now.ended else None  # read once more, then end
 
 

@@ -4,7 +4,9 @@ import json
 import math
 import shutil
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
@@ -12,20 +14,25 @@ from rich.markup import escape
 from tyro.conf import Positional, arg
 
 from samestep.commands.help import Switch, parse_flags
+from samestep.errors import UserError
 from samestep.reporting.table import Table, printable, text_lines
 from samestep.reporting.words import duration
+from samestep.slurm.pulses import LastSign, read_pulses
 from samestep.slurm.queue import (
     JobAndRun,
     Progress,
     QueuedJob,
+    ended_runs,
     find_job_or_run,
     my_jobs,
     read_progress,
     seconds_since_sign,
 )
+from samestep.slurm.restarts import BEGUN, go_on_command, job_of
 from samestep.slurm.submission import is_script
 
 _EXAMPLES = ("slurm status", "slurm status 1234 --json")
+_REDRAW_S = 5.0
 _QUIET_S = 30.0  # an evaluation or a checkpoint may take as long
 
 
@@ -37,17 +44,43 @@ class _Status:
     """A job's number or a run directory; without it, all your jobs that samestep submitted."""
     json: Switch = False
     """Print JSON."""
+    watch: Switch = False
+    """Show it anew every few seconds, until the jobs have ended or Ctrl-C."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
     command = parse_flags(_Status, "slurm status", arguments, *_EXAMPLES)
+    if not command.watch:
+        _show(command)
+        return 0
+    if command.json:
+        raise UserError("--watch is for a terminal and --json for a program: give one of them.")
+    try:
+        while _show(command, clear="\x1b[H\x1b[2J" if sys.stdout.isatty() else ""):
+            time.sleep(_REDRAW_S)
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _show(command: _Status, clear: str = "") -> bool:
+    """Show the jobs once; return whether any may still change."""
     if command.job:
         founds = [find_job_or_run(command.job)]
     else:
-        jobs = sorted(my_jobs(), key=lambda job: job.job)
+        try:
+            jobs = sorted(my_jobs(), key=lambda job: job.job)
+        except UserError as error:
+            if not command.watch:
+                raise
+            sys.stderr.write(f"{JobAndRun(queue_error=error).note}\n")  # it may be back soon
+            return True
         founds = [JobAndRun(job=job, run=job.run) for job in jobs]
+        known = [job.run for job in jobs]
+        founds = [*(JobAndRun(run=run) for run in ended_runs(Path("runs"), known)), *founds]
     rows = [(found, _seen(found)) for found in founds]
+    sys.stdout.write(clear)
     if command.json:
         objects = [
             {
@@ -69,12 +102,16 @@ def main(arguments: list[str]) -> int:
         # In a pipe nothing is cut: a script may look for a word.
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         sys.stdout.writelines(f"{line}\n" for line in text_lines(jobs_table(rows), width))
-    return 0
+    sys.stdout.flush()
+    return any(f.queue_error or (f.job is not None and not f.job.ended) for f in founds)
 
 
 def _seen(found: JobAndRun) -> Progress | None:
     """Return the progress of a run, corrected by its job's state."""
     progress = read_progress(found.run) if found.run else None
+    if progress is not None and found.run is not None:  # a rank's pulse is newer than the records
+        steps = [sign.step or 0 for sign in _signs(found)]
+        progress = replace(progress, step=max([progress.step, *steps]))
     if progress is None or found.run is None or found.job is None:
         return progress
     job = found.job
@@ -84,6 +121,14 @@ def _seen(found: JobAndRun) -> Progress | None:
         return replace(progress, eta_s=None)
     quiet_s = seconds_since_sign(found.run)
     return replace(progress, quiet_s=None if quiet_s is None else min(quiet_s, job.elapsed_s))
+
+
+def _signs(found: JobAndRun) -> list[LastSign]:
+    """Return the pulses of a job that runs, of this start."""
+    if found.run is None or found.job is None or found.job.state != "RUNNING":
+        return []
+    begun = found.run / BEGUN
+    return read_pulses(found.run, begun.stat().st_mtime if begun.exists() else 0.0)
 
 
 def _is_quiet(progress: Progress) -> bool:
@@ -116,8 +161,21 @@ def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
         rows["training"] = "has not begun"
     if progress is not None:
         rows |= _training(job, progress)
-    if found.run is not None:
-        rows["run"] = str(found.run)
+    return rows | _run_rows(found, progress)
+
+
+def _run_rows(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
+    if found.run is None:
+        return {}
+    rows = {}
+    if signs := _signs(found):
+        rows["ranks"] = signs[0].sentence
+        if len(signs) > 1:
+            rows["ranks"] += f"; the others: at most {signs[1].age_s:.0f} s"
+    rows["run"] = str(found.run)
+    done = progress is not None and progress.status == "completed"
+    if found.job is not None and found.job.ended and found.job.state != "COMPLETED" and not done:
+        rows["go on"] = go_on_command(found.run)
     return rows
 
 
@@ -154,7 +212,10 @@ def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
     lines = []
     for found, progress in rows:
         job, p = found.job, progress or Progress()
-        if job is None:
+        if job is None:  # Slurm forgot it; the run directory did not
+            run = found.run or Path()
+            number, state = str(job_of(run) or ""), p.status or "ended"
+            lines.append((number, printable(run.name), state, "", f"{p.step:,}", "", "", ""))
             continue
         eta = "" if p.eta_s is None else duration(p.eta_s)
         if _is_quiet(p):

@@ -9,7 +9,7 @@ import tyro
 
 from samestep.commands.help import RunPath
 from samestep.ranks.watched import STALLED
-from samestep.slurm.restarts import decide, read_ending, read_restarts, settle
+from samestep.slurm.restarts import decide, go_on_command, read_ending, read_restarts, settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class _Verdict:
     code: int
     """Exit code of srun."""
     told: str = ""
-    """The signal that the script received."""
+    """The signal that the script received; LATE if it killed ranks that did not end."""
     kind: str = "recipe"
     """recipe or script."""
     restarts: int = 2
@@ -42,7 +42,8 @@ def main(arguments: list[str]) -> int:
         command.run, code=command.code, told=command.told, kind=command.kind, log=log
     )
     before = read_restarts(command.run, number)
-    verdict = decide(ending, before, command.restarts, requeue=command.requeue)
+    go_on = go_on_command(command.run)
+    verdict = decide(ending, before, command.restarts, requeue=command.requeue, go_on=go_on)
     settle(command.run, verdict, ending)
     if ending.frames and verdict.word in ("again", "failed"):
         sys.stderr.write("\n".join(["The first failure:", ending.why, *ending.frames, ""]))
