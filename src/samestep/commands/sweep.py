@@ -1,0 +1,196 @@
+"""`samestep sweep`: one recipe with many settings, each training a run of its own."""
+
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import tyro
+
+from samestep.commands.help import HELP, Switch, check_positive, examples
+from samestep.commands.target import own_flags, parse_target
+from samestep.errors import UserError
+from samestep.recipes import RECIPES
+from samestep.run.directory import is_run
+from samestep.run.files import shown_path
+from samestep.sweeping.here import Ended, run_here
+from samestep.sweeping.plan import Point, Sweep, default_folder, read_axes
+
+_ABOUT = (
+    "Train {} once for each combination of the values, each in a directory of the sweep's folder, "
+    "--run-dir. Every setting and option may have several values, with commas between them. The "
+    "same command again goes on where it was."
+)
+_EXAMPLES = (
+    "sweep spiral --lr 1e-3,3e-3,1e-2 --epochs 3",
+    'sweep spiral --lr 1e-3,1e-2 --hidden-dims "64 32","128 64" --at-once 2',
+)
+_ASK_ABOVE = 1000
+_ALL_CHECKED = 200
+"""Of more points, each value is checked, but not each combination."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFlags:
+    """Flags of `sweep`, in addition to the settings."""
+
+    at_once: int | None = None
+    """Trainings at once; by default one per GPU, else one per core."""
+    sample: int | None = None
+    """Train this many of the combinations, drawn at random by --seed."""
+    nproc: int = 1
+    """Ranks of each training."""
+    yes: Switch = False
+    """Do not ask before more than 1,000 trainings."""
+
+    def __post_init__(self) -> None:
+        check_positive(at_once=self.at_once, sample=self.sample, nproc=self.nproc)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    if not arguments or HELP & {*arguments}:
+        parse_target("sweep", _ABOUT, SweepFlags, arguments, *_EXAMPLES)
+    target, *words = own_flags(arguments)
+    if target.startswith("-"):
+        raise UserError(f"Name what to sweep before {target}: a recipe or a recipe file.")
+    if target not in RECIPES and is_run(Path(target)):
+        raise UserError(
+            f"{target} is a run, and a sweep begins new ones. Name its recipe, and take its "
+            f"settings with --config {target}/settings.toml."
+        )
+    mine, rest = _split(words)
+    shared, axes = read_axes(rest)
+    with examples(*_EXAMPLES):
+        command = tyro.cli(SweepFlags, prog=f"samestep sweep {target}", args=mine)
+    sweep = _sweep(target, shared, axes, command)
+    _ask(len(sweep.points), sure=command.yes)
+    device, oversubscribe = _check(sweep)
+    at_once, gpus = _at_once(command, device, oversubscribe=oversubscribe)
+    sweep.begin()
+    folder = shown_path(sweep.folder)
+    sys.stdout.write(f"sweep    {folder}: {len(sweep.points):,} trainings, {at_once} at once\n")
+    sys.stdout.flush()
+
+    def start(name: str) -> tuple[list[str], dict[str, str]]:
+        return _train(sweep, sweep.points[name], sweep.run_dir(name)), {}
+
+    code = run_here(sweep, start, at_once, _tell, gpus=gpus)
+    if code > 128:
+        sys.stdout.write("Stopped; the trainings are saved. The same command goes on.\n")
+    else:
+        sys.stdout.write(f"Rank them with: samestep runs {folder} --sort metric\n")
+    return code
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split the verb's own flags from those of the trainings, to which --nproc belongs, too."""
+    own = {f"--{field.name.replace('_', '-')}" for field in fields(SweepFlags)}
+    mine: list[str] = []
+    rest: list[str] = []
+    part = rest
+    for word in words:
+        if word.startswith("--"):
+            flag = word.partition("=")[0].replace("_", "-")
+            part = mine if flag in own else rest
+        part.append(word)
+    return mine, rest
+
+
+def _sweep(
+    target: str, shared: list[str], axes: dict[str, tuple[str, ...]], command: SweepFlags
+) -> Sweep:
+    """Return the sweep that a command asks for."""
+    for flag in ("resume", "allow-change", "recipe-of-run", "report"):
+        if f"--{flag}" in shared or flag in axes:
+            raise UserError(f"--{flag} is no flag of a sweep, which resumes by itself.")
+    if "run-dir" in axes:
+        raise UserError("--run-dir is the sweep's one folder; it cannot have several values.")
+    folder, seed, words = None, 42, []
+    pairs = iter(shared)
+    for word in pairs:
+        name = word.replace("_", "-")
+        if name == "--run-dir":
+            folder = Path(next(pairs, ""))
+            continue
+        words.append(word)
+    if "seed" in axes or "--seed" in words:
+        text = axes["seed"][0] if "seed" in axes else words[words.index("--seed") + 1]
+        seed = int(text) if text.isdigit() else seed
+    if command.nproc > 1:
+        words += ["--nproc", str(command.nproc)]
+    recipe = target if target in RECIPES else str(Path(target).absolute())
+    asked = [*words, *(f"{k}={v}" for k, v in axes.items()), f"sample={command.sample}"]
+    folder = folder or default_folder(recipe, asked)
+    return Sweep(
+        folder=folder,
+        recipe=recipe,
+        flags=tuple(words),
+        axes=axes,
+        sample=command.sample,
+        seed=seed,
+    )
+
+
+def _train(sweep: Sweep, point: Point, run: Path) -> list[str]:
+    return ["train", sweep.recipe, *sweep.words(point), "--run-dir", str(run), "--resume"]
+
+
+def _ask(number: int, *, sure: bool) -> None:
+    if number <= _ASK_ABOVE or sure:
+        return
+    if sys.stdin.isatty():
+        sys.stdout.write(f"{number:,} trainings: begin? [y/N] ")
+        sys.stdout.flush()
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+    raise UserError(
+        f"The values make {number:,} trainings, more than {_ASK_ABOVE:,}, and none was begun. "
+        "Train some of them with --sample 50, or insist with --yes."
+    )
+
+
+def _check(sweep: Sweep) -> tuple[str, bool]:
+    """Check every flag and value before the first training; return device and oversubscribe."""
+    from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
+
+    corners = [*sweep.corners()]
+    rest = sweep.points.values() if len(sweep.points) <= _ALL_CHECKED else ()
+    known = [dict(point) for point in corners]
+    request = None
+    for point in [*known, *(dict(one) for one in rest if one not in known)]:
+        try:
+            _, request = parse(_train(sweep, point, sweep.folder / "checked")[1:])
+        except UserError as error:
+            if point == known[0]:
+                raise
+            values = " ".join(f"--{flag} {text}" for flag, text in point.items())
+            raise UserError(f"{error} (It is with {values}; no training was begun.)") from error
+    assert request is not None
+    return request.settings.device, request.settings.oversubscribe
+
+
+def _at_once(command: SweepFlags, device: str, *, oversubscribe: bool) -> tuple[int, bool]:
+    """Return how many trainings run at once, and whether each gets a GPU of its own."""
+    from samestep.ranks.nproc import check_ranks, ranks_to_start  # noqa: PLC0415
+
+    gpus = 0
+    if device in ("auto", "cuda"):
+        import torch  # noqa: PLC0415
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    most = gpus or ranks_to_start("auto", "cpu")
+    at_once = command.at_once or max(1, most // command.nproc)
+    if not gpus:
+        ranks = at_once * command.nproc
+        check_ranks(ranks, oversubscribe=oversubscribe, flag="--at-once × --nproc")
+    elif at_once > gpus and not oversubscribe:
+        raise UserError(f"--at-once {at_once}: {gpus} GPUs are here. Insist with --oversubscribe.")
+    return at_once, bool(gpus) and command.nproc == 1 and at_once <= gpus
+
+
+def _tell(ended: Ended) -> None:
+    head, *more = ended.text.split("\n")
+    stream = sys.stderr if ended.status == "failed" else sys.stdout
+    stream.write(f"{ended.status:<9}  {ended.name}  {head}\n")
+    stream.writelines(f"    {line}\n" for line in more)
+    stream.flush()
