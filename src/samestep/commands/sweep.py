@@ -13,7 +13,7 @@ from samestep.recipes import RECIPES
 from samestep.run.directory import is_run
 from samestep.run.files import shown_path
 from samestep.sweeping.here import Ended, run_here
-from samestep.sweeping.plan import Point, Sweep, default_folder, read_axes
+from samestep.sweeping.plan import Point, Sweep, default_folder, num_points, read_axes
 
 _ABOUT = (
     "Train {} once for each combination of the values, each in a directory of the sweep's folder, "
@@ -62,8 +62,8 @@ def main(arguments: list[str]) -> int:
     shared, axes = read_axes(rest)
     with examples(*_EXAMPLES):
         command = tyro.cli(SweepFlags, prog=f"samestep sweep {target}", args=mine)
+    _ask(num_points(axes, command.sample), sure=command.yes)
     sweep = _sweep(target, shared, axes, command)
-    _ask(len(sweep.points), sure=command.yes)
     device, oversubscribe = _check(sweep)
     at_once, gpus = _at_once(command, device, oversubscribe=oversubscribe)
     sweep.begin()

@@ -47,7 +47,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         names, values = [*self.axes], [*self.axes.values()]
-        numbers: Sequence[int] = range(self.size)
+        numbers: Sequence[int] = range(num_points(self.axes))
         if self.sample is not None and self.sample < len(numbers):
             numbers = sorted(random.Random(self.seed).sample(numbers, self.sample))  # noqa: S311
             chosen: Iterator[tuple[str, ...]] = (_at(values, number) for number in numbers)
@@ -55,11 +55,6 @@ class Sweep:
             chosen = itertools.product(*values)
         points = (dict(zip(names, one, strict=True)) for one in chosen)
         object.__setattr__(self, "points", {_name(point): point for point in points})
-
-    @property
-    def size(self) -> int:
-        """The number of points that the axes span."""
-        return math.prod(map(len, self.axes.values()))
 
     def words(self, point: Point) -> list[str]:
         """Return the flags of one training."""
@@ -71,7 +66,7 @@ class Sweep:
         return self.folder / name
 
     def corners(self) -> Iterator[Point]:
-        """Yield points in which each value of each axis comes up once, the others at their first."""
+        """Yield each value of each axis once, together with the first values of the others."""
         first = {flag: values[0] for flag, values in self.axes.items()}
         yield first
         for flag, values in self.axes.items():
@@ -105,6 +100,12 @@ class Sweep:
                 "folder with --run-dir, or repeat the command that began this one.",
                 flags=["run_dir"],
             )
+
+
+def num_points(axes: Mapping[str, Sequence[str]], sample: int | None = None) -> int:
+    """Return the number of points that the axes span, or that are drawn of them."""
+    spanned = math.prod(map(len, axes.values()))
+    return spanned if sample is None else min(spanned, sample)
 
 
 def read_axes(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
