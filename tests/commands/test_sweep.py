@@ -15,6 +15,7 @@ from samestep.sweeping.here import run_here
 from samestep.sweeping.plan import Sweep
 from tests.command_line import RECIPE, call, one_message, read_json, train_here
 from tests.processes import TIMEOUT_S
+from tests.slurm.fake_slurm import FakeSlurm, install
 
 FLAGS = ("small.py", "--lr", "0.01,0.1", "--no-pictures", "--run-dir", "sweep")
 
@@ -59,10 +60,12 @@ def test_each_run_is_the_training_of_its_flags_and_is_trained_once(here, capfd, 
         ("--seed", ",".join(map(str, range(1001)))),
         ("--resume", "--lr", "1,2"),
         ("--at-once", "0", "--lr", "1,2"),
+        ("--lr", "1,2", "--", "--nodes", "2"),
+        ("--lr", "1,2", "--slurm", "--nproc", "2"),
     ],
 )
 def test_a_mistake_anywhere_is_named_before_the_first_training(flags, here, capfd):
-    code = call("sweep", "small.py", *flags, "--run-dir", "sweep")
+    code = call("sweep", "small.py", "--run-dir", "sweep", *flags)
     one_message(code, capfd.readouterr().err)
     assert not (here / "sweep").exists()
 
@@ -88,6 +91,30 @@ def test_a_training_that_fails_is_told_once_and_the_others_go_on(tmp_path):
     }
     assert "no-such-verb" in found["a=2"].text
     assert len(told) == 3
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> FakeSlurm:
+    fake = install(tmp_path / "programs")
+    monkeypatch.setenv("PATH", f"{fake.folder}{os.pathsep}{os.environ['PATH']}")
+    return fake
+
+
+def test_on_slurm_each_training_that_has_none_gets_a_job(slurm, here):
+    flags = ("small.py", "--lr", "1,2,3,4", "--run-dir", "sweep", "--slurm", "--at-once", "2")
+    completed, waiting = here / "sweep" / "lr=1", here / "sweep" / "lr=2"
+    completed.mkdir(parents=True)
+    (completed / "result.json").write_text('{"status": "completed"}')
+    slurm.add(5, waiting, "PENDING")
+    assert call("sweep", *flags, "--", "--time", "30") == 0
+    sent = [line for line in slurm.calls if line.startswith("sbatch")]
+    assert [line.split("comment=samestep:")[1].split()[0] for line in sent] == [
+        str(here / "sweep" / f"lr={lr}") for lr in (3, 4)
+    ]
+    assert all("--dependency=singleton" in line and "--time=30" in line for line in sent)
+    assert [line.split("job-name=")[1].split()[0] for line in sent] == ["sweep-1", "sweep-2"]
+    text = (here / "sweep" / "lr=3" / "job.sbatch").read_text()
+    assert "--lr 3" in " ".join(text.replace("\\\n", " ").split())
 
 
 def started(*flags: str) -> subprocess.Popen[bytes]:

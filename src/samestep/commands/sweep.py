@@ -1,7 +1,7 @@
 """`samestep sweep`: one recipe with many settings, each training a run of its own."""
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import tyro
@@ -12,7 +12,12 @@ from samestep.errors import UserError
 from samestep.recipes import RECIPES
 from samestep.run.directory import is_run
 from samestep.run.files import shown_path
-from samestep.sweeping.here import Ended, run_here
+from samestep.settings import Settings
+from samestep.slurm.checks import check_ranks
+from samestep.slurm.options import UncheckedOptions, apply_flags, defaults_files, read_defaults
+from samestep.slurm.queue import my_jobs
+from samestep.slurm.submission import find_workload, make_script, submit, with_home_expanded
+from samestep.sweeping.here import Ended, run_here, run_status
 from samestep.sweeping.plan import Point, Sweep, default_folder, num_points, read_axes
 
 _ABOUT = (
@@ -23,6 +28,7 @@ _ABOUT = (
 _EXAMPLES = (
     "sweep spiral --lr 1e-3,3e-3,1e-2 --epochs 3",
     'sweep spiral --lr 1e-3,1e-2 --hidden-dims "64 32","128 64" --at-once 2',
+    "sweep spiral --lr 1e-3,3e-3,1e-2 --slurm --at-once 2 -- --gpus-per-node 8 --time 60",
 )
 _ASK_ABOVE = 1000
 _ALL_CHECKED = 200
@@ -39,6 +45,8 @@ class SweepFlags:
     """Train this many of the combinations, drawn at random by --seed."""
     nproc: int = 1
     """Ranks of each training."""
+    slurm: Switch = False
+    """Submit each training as a job; flags of `samestep slurm submit` follow after `--`."""
     yes: Switch = False
     """Do not ask before more than 1,000 trainings."""
 
@@ -58,13 +66,21 @@ def main(arguments: list[str]) -> int:
             f"{target} is a run, and a sweep begins new ones. Name its recipe, and take its "
             f"settings with --config {target}/settings.toml."
         )
-    mine, rest = _split(words)
+    cut = words.index("--") if "--" in words else len(words)
+    mine, rest = _split(words[:cut])
     shared, axes = read_axes(rest)
     with examples(*_EXAMPLES):
         command = tyro.cli(SweepFlags, prog=f"samestep sweep {target}", args=mine)
+    if words[cut:] and not command.slurm:
+        raise UserError("What follows after `--` are flags of a job: they need --slurm.")
+    if command.slurm and command.nproc > 1:
+        raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
     _ask(num_points(axes, command.sample), sure=command.yes)
     sweep = _sweep(target, shared, axes, command)
-    device, oversubscribe = _check(sweep)
+    settings = _check(sweep)
+    if command.slurm:
+        return _submit_all(sweep, words[cut + 1 :], command.at_once, settings)
+    device, oversubscribe = settings.device, settings.oversubscribe
     at_once, gpus = _at_once(command, device, oversubscribe=oversubscribe)
     sweep.begin()
     folder = shown_path(sweep.folder)
@@ -149,8 +165,8 @@ def _ask(number: int, *, sure: bool) -> None:
     )
 
 
-def _check(sweep: Sweep) -> tuple[str, bool]:
-    """Check every flag and value before the first training; return device and oversubscribe."""
+def _check(sweep: Sweep) -> Settings:
+    """Check every flag and value before the first training; return the settings of one."""
     from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
 
     corners = [*sweep.corners()]
@@ -166,7 +182,7 @@ def _check(sweep: Sweep) -> tuple[str, bool]:
             values = " ".join(f"--{flag} {text}" for flag, text in point.items())
             raise UserError(f"{error} (It is with {values}; no training was begun.)") from error
     assert request is not None
-    return request.settings.device, request.settings.oversubscribe
+    return request.settings
 
 
 def _at_once(command: SweepFlags, device: str, *, oversubscribe: bool) -> tuple[int, bool]:
@@ -186,6 +202,41 @@ def _at_once(command: SweepFlags, device: str, *, oversubscribe: bool) -> tuple[
     elif at_once > gpus and not oversubscribe:
         raise UserError(f"--at-once {at_once}: {gpus} GPUs are here. Insist with --oversubscribe.")
     return at_once, bool(gpus) and command.nproc == 1 and at_once <= gpus
+
+
+def _submit_all(sweep: Sweep, words: list[str], at_once: int | None, settings: Settings) -> int:
+    """Submit a job for each training that has not completed and has no job that goes on."""
+    files = defaults_files(Path.cwd())
+    defaults = read_defaults(files)
+    with examples(*_EXAMPLES):
+        given = tyro.cli(
+            UncheckedOptions, prog="samestep sweep … --slurm --", args=words, default=defaults
+        )
+    options = with_home_expanded(apply_flags(defaults, given, files))
+    check_ranks(options, settings)
+    if options.after and at_once:
+        raise UserError("--after and --at-once both order the jobs: leave one of them out.")
+    going = {str(job.run) for job in my_jobs() if not job.ended}
+    sweep.begin()
+    for place, (name, point) in enumerate(sweep.points.items()):
+        run = sweep.run_dir(name).absolute()
+        if run_status(run) == "completed" or str(run) in going:
+            continue
+        own = options
+        if at_once:  # Slurm runs one job of a name at a time
+            lane = f"{options.job_name or sweep.folder.name}-{place % at_once + 1}"
+            single = (*options.sbatch, "--dependency=singleton")
+            own = replace(options, job_name=lane, sbatch=single)
+        flags = [*sweep.words(point), "--run-dir", str(run)]
+        work = find_workload(sweep.recipe, flags, [*RECIPES])
+        number, _ = submit(make_script(work, own, Path.cwd()))
+        sys.stdout.write(f"job {number}  {name}\n")
+        sys.stdout.flush()
+    sys.stdout.write(
+        "Watch them with: samestep slurm status\n"
+        f"Rank them with: samestep runs {shown_path(sweep.folder)} --sort metric\n"
+    )
+    return 0
 
 
 def _tell(ended: Ended) -> None:

@@ -64,7 +64,7 @@ def run_here(
             f"The sweep in {sweep.folder} is running already, in {owner}. Wait for its end, or "
             "name another folder with --run-dir."
         ) from None
-    waiting = [name for name in sweep.points if _status(sweep.run_dir(name)) != "completed"]
+    waiting = [name for name in sweep.points if run_status(sweep.run_dir(name)) != "completed"]
     running: dict[str, _Running] = {}
     failed = False
     with held, _passing_on(running) as received:
@@ -131,7 +131,8 @@ def _passing_on(running: Mapping[str, _Running]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _status(run: Path) -> str:
+def run_status(run: Path) -> str:
+    """Return how a run ended, by its result.json; empty if it has none."""
     return str(read_object(run / "result.json").get("status", ""))
 
 
