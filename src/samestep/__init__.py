@@ -29,7 +29,7 @@ from samestep.version import __version__
 if TYPE_CHECKING:
     from samestep import dist
     from samestep.api.checked_script import check
-    from samestep.api.jobs import Job, submit
+    from samestep.api.jobs import SubmittedJob, submit
     from samestep.api.run_lists import compare, runs
     from samestep.api.sweeps import sweep
     from samestep.api.trained_models import evaluate, load, predict
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckReport",
-    "Job",
     "LitData",
     "LitRecipe",
     "OwnRun",
     "Recipe",
     "Settings",
     "Splits",
+    "SubmittedJob",
     "TrackerLogger",
     "TrainedRun",
     "UserError",
@@ -82,7 +82,7 @@ _HOMES = {
     name: home
     for home, names in {
         "api.checked_script": "check",
-        "api.jobs": "Job submit",
+        "api.jobs": "SubmittedJob submit",
         "api.run_lists": "compare runs",
         "api.sweeps": "sweep",
         "api.trained_models": "evaluate load predict",
@@ -101,7 +101,9 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-_UNLISTED = frozenset({"CheckReport", "Job", "OwnRun", "TrainedRun", "may_change", "read_records"})
+_UNLISTED = frozenset(
+    {"CheckReport", "OwnRun", "SubmittedJob", "TrainedRun", "may_change", "read_records"}
+)
 """Results' types and helpers: public, but not what `samestep.<TAB>` offers."""
 _MOVED = {
     **dict.fromkeys(

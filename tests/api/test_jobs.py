@@ -5,7 +5,7 @@ import os
 import pytest
 
 import samestep
-from samestep import Job, UserError
+from samestep import SubmittedJob, UserError
 from tests.api.test_sweeps import recipe
 from tests.reporting.made_runs import write_run
 from tests.slurm.fake_slurm import FakeSlurm, install
@@ -49,7 +49,7 @@ def test_a_mistake_is_refused_before_anything_is_submitted(wrong, slurm, here):
 def test_a_job_is_waited_for_and_gives_its_run(slurm, here):
     run = write_run(here / "run") or here / "run"
     slurm.add(77, here / "run", "RUNNING")
-    job = Job(77, here / "run")
+    job = SubmittedJob(77, here / "run")
     assert job.status()["state"] == "RUNNING"
     assert not job.wait(0.05, every_s=0.02)
     slurm.add(77, here / "run", "COMPLETED")
@@ -62,11 +62,11 @@ def test_the_error_of_a_failed_job_has_what_its_rank_said(slurm, here):
     (here / "slurm-77.out").write_text("samestep: job 77, start 1, on a\n1: ValueError: planted\n")
     slurm.add(77, here, "FAILED", log=str(here / "slurm-77.out"))
     with pytest.raises(UserError, match="ValueError: planted"):
-        Job(77, here).result()
+        SubmittedJob(77, here).result()
 
 
 @pytest.mark.parametrize("state", ["PENDING", "COMPLETED"])
 def test_only_a_job_that_has_not_ended_is_cancelled(state, slurm, here):
     slurm.add(77, here, state)
-    Job(77, here).cancel()
+    SubmittedJob(77, here).cancel()
     assert any(line.startswith("scancel") for line in slurm.calls) == (state == "PENDING")

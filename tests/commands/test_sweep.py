@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from samestep.sweeping.here import run_here
-from samestep.sweeping.plan import Sweep
+from samestep.sweeping.side_by_side import run_here
+from samestep.sweeping.sweep_plan import SweepPlan
 from tests.command_line import RECIPE, call, one_message, read_json, train_here
 from tests.processes import TIMEOUT_S
 from tests.slurm.fake_slurm import FakeSlurm, install
@@ -79,7 +79,7 @@ def test_a_million_combinations_of_which_some_are_drawn_need_no_question(here, c
 
 
 def test_a_training_that_fails_is_told_once_and_the_others_go_on(tmp_path):
-    sweep = Sweep(folder=tmp_path / "sweep", recipe="x", flags=(), axes={"a": ("1", "2", "3")})
+    sweep = SweepPlan(folder=tmp_path / "sweep", recipe="x", flags=(), axes={"a": ("1", "2", "3")})
     verbs = {"a=1": ["--version"], "a=2": ["no-such-verb"], "a=3": ["--version"]}
     told = []
     assert run_here(sweep, lambda name: (verbs[name], {}), 2, told.append) == 1

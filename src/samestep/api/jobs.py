@@ -35,7 +35,7 @@ _TOLD_LINES = 15
 
 
 @dataclass(frozen=True)
-class Job:
+class SubmittedJob:
     """A job of Slurm and the directory of what it runs."""
 
     number: int
@@ -102,7 +102,7 @@ class Job:
 @one_line_errors
 def submit(
     what: AnyPath | Recipe, *, arguments: Sequence[str] = (), **options_and_settings: Any
-) -> Job:
+) -> SubmittedJob:
     """Submit a recipe, a run to continue, or any Python script as a job of Slurm; return the job.
 
         job = samestep.submit("spiral", nodes=2, time="00:30:00", epochs=50)
@@ -160,7 +160,7 @@ def submit(
                 (found.run / _CALL).unlink()
                 found.run.rmdir()
         raise
-    return Job(number, found.run, recipe)
+    return SubmittedJob(number, found.run, recipe)
 
 
 def _job_options(defaults: UncheckedOptions, given: Mapping[str, Any]) -> UncheckedOptions:

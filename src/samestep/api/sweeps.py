@@ -14,8 +14,8 @@ from samestep.errors import UserError
 from samestep.ranks.nproc import ranks_to_start
 from samestep.ranks.process import TASK
 from samestep.recipe import Recipe
-from samestep.sweeping.here import Ended, run_here
-from samestep.sweeping.plan import Sweep, default_folder, num_points
+from samestep.sweeping.side_by_side import EndedTraining, run_here
+from samestep.sweeping.sweep_plan import SweepPlan, default_folder, num_points
 
 _MOST = 1000
 
@@ -60,9 +60,9 @@ def sweep(
         device, oversubscribe = request.settings.device, request.settings.oversubscribe
     most = ranks_to_start("auto", device, oversubscribe=oversubscribe)
     plan.begin()
-    failed: list[Ended] = []
+    failed: list[EndedTraining] = []
 
-    def tell(ended: Ended) -> None:
+    def tell(ended: EndedTraining) -> None:
         if ended.status == "failed":
             failed.append(ended)
         if not quiet:
@@ -88,7 +88,7 @@ def sweep(
 
 def _plan(
     what: AnyPath | Recipe, folder: AnyPath | None, sample: int | None, settings: dict[str, Any]
-) -> tuple[Sweep, dict[str, Call]]:
+) -> tuple[SweepPlan, dict[str, Call]]:
     """Return the sweep that the arguments make, and the call of each of its trainings."""
     lists = {name: [*v] for name, v in settings.items() if isinstance(v, list) and len(v) > 1}
     same = {name: v[0] if isinstance(v, list) else v for name, v in settings.items() if v != []}
@@ -106,7 +106,7 @@ def _plan(
     flags = tuple(f"{name}={value}" for name, value in same.items())
     asked = [*flags, *map(str, axes.items()), f"sample={sample}"]
     seed = lists["seed"][0] if "seed" in lists else same.get("seed", 42)
-    plan = Sweep(
+    plan = SweepPlan(
         folder=(path_of(folder, "folder") if folder else default_folder(label, asked)).absolute(),
         recipe=label,
         flags=flags,

@@ -17,8 +17,8 @@ from samestep.slurm.checks import check_ranks
 from samestep.slurm.options import UncheckedOptions, apply_flags, defaults_files, read_defaults
 from samestep.slurm.queue import my_jobs
 from samestep.slurm.submission import find_workload, make_script, submit, with_home_expanded
-from samestep.sweeping.here import Ended, run_here, run_status
-from samestep.sweeping.plan import Point, Sweep, default_folder, num_points, read_axes
+from samestep.sweeping.side_by_side import EndedTraining, run_here, run_status
+from samestep.sweeping.sweep_plan import Point, SweepPlan, default_folder, num_points, read_axes
 
 _ABOUT = (
     "Train {} once for each combination of the values, each in a directory of the sweep's folder, "
@@ -114,7 +114,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _sweep(
     target: str, shared: list[str], axes: dict[str, tuple[str, ...]], command: SweepFlags
-) -> Sweep:
+) -> SweepPlan:
     """Return the sweep that a command asks for."""
     for flag in ("resume", "allow-change", "recipe-of-run", "report"):
         if f"--{flag}" in shared or flag in axes:
@@ -137,7 +137,7 @@ def _sweep(
     recipe = target if target in RECIPES else str(Path(target).absolute())
     asked = [*words, *(f"{k}={v}" for k, v in axes.items()), f"sample={command.sample}"]
     folder = folder or default_folder(recipe, asked)
-    return Sweep(
+    return SweepPlan(
         folder=folder,
         recipe=recipe,
         flags=tuple(words),
@@ -147,7 +147,7 @@ def _sweep(
     )
 
 
-def _train(sweep: Sweep, point: Point, run: Path) -> list[str]:
+def _train(sweep: SweepPlan, point: Point, run: Path) -> list[str]:
     return ["train", sweep.recipe, *sweep.words(point), "--run-dir", str(run), "--resume"]
 
 
@@ -165,7 +165,7 @@ def _ask(number: int, *, sure: bool) -> None:
     )
 
 
-def _check(sweep: Sweep) -> Settings:
+def _check(sweep: SweepPlan) -> Settings:
     """Check every flag and value before the first training; return the settings of one."""
     from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
 
@@ -204,7 +204,7 @@ def _at_once(command: SweepFlags, device: str, *, oversubscribe: bool) -> tuple[
     return at_once, bool(gpus) and command.nproc == 1 and at_once <= gpus
 
 
-def _submit_all(sweep: Sweep, words: list[str], at_once: int | None, settings: Settings) -> int:
+def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
     """Submit a job for each training that has not completed and has no job that goes on."""
     files = defaults_files(Path.cwd())
     defaults = read_defaults(files)
@@ -239,7 +239,7 @@ def _submit_all(sweep: Sweep, words: list[str], at_once: int | None, settings: S
     return 0
 
 
-def _tell(ended: Ended) -> None:
+def _tell(ended: EndedTraining) -> None:
     head, *more = ended.text.split("\n")
     stream = sys.stderr if ended.status == "failed" else sys.stdout
     stream.write(f"{ended.status:<9}  {ended.name}  {head}\n")

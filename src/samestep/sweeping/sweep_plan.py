@@ -31,7 +31,7 @@ Point = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class SweepPlan:
     """The trainings of one recipe, each in a directory of the sweep's folder."""
 
     folder: Path

@@ -18,7 +18,7 @@ from samestep.errors import UserError
 from samestep.ranks.nproc import cores
 from samestep.ranks.startup import TIED_TO, stop_signals
 from samestep.run.files import Held, hold, read_object
-from samestep.sweeping.plan import LOGS, Sweep
+from samestep.sweeping.sweep_plan import LOGS, SweepPlan
 
 _LOOK_EVERY_S = 0.1
 _TOLD_LINES = 12
@@ -28,7 +28,7 @@ Command = Callable[[str], tuple[list[str], Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedTraining:
     """How one training of a sweep ended."""
 
     name: str
@@ -45,10 +45,10 @@ class _Running:
 
 
 def run_here(
-    sweep: Sweep,
+    sweep: SweepPlan,
     command: Command,
     at_once: int,
-    tell: Callable[[Ended], None],
+    tell: Callable[[EndedTraining], None],
     *,
     gpus: bool = False,
 ) -> int:
@@ -90,7 +90,7 @@ def run_here(
 
 
 def _start(
-    sweep: Sweep, name: str, command: Command, place: int, at_once: int, *, gpus: bool
+    sweep: SweepPlan, name: str, command: Command, place: int, at_once: int, *, gpus: bool
 ) -> _Running:
     words, more = command(name)
     variables = {**os.environ, **more, TIED_TO: str(os.getpid())}
@@ -136,18 +136,18 @@ def run_status(run: Path) -> str:
     return str(read_object(run / "result.json").get("status", ""))
 
 
-def _ended(sweep: Sweep, name: str, code: int) -> Ended:
+def _ended(sweep: SweepPlan, name: str, code: int) -> EndedTraining:
     result = read_object(sweep.run_dir(name) / "result.json")
     if code == 0:
-        return Ended(name, "completed", best_text(result))
+        return EndedTraining(name, "completed", best_text(result))
     if code > 128 and result.get("status") == "stopped":
-        return Ended(name, "stopped", "saved; the same command goes on")
+        return EndedTraining(name, "stopped", "saved; the same command goes on")
     log = sweep.folder / LOGS / f"{name}.log"
     lines = log.read_text(errors="replace").splitlines()
     at = next((k for k, line in enumerate(lines) if re.match("samestep: |╭─", line)), None)
     told = lines[-_TOLD_LINES:] if at is None else lines[at : at + _TOLD_LINES]
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return Ended(name, "failed", "\n".join([f"{how}; all it printed: {log}", *told]))
+    return EndedTraining(name, "failed", "\n".join([f"{how}; all it printed: {log}", *told]))
 
 
 def best_text(result: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
-from samestep.sweeping.plan import Sweep, read_axes
+from samestep.sweeping.sweep_plan import SweepPlan, read_axes
 
 VALUES = st.lists(
     st.text("abc123.", min_size=1, max_size=4), min_size=2, max_size=4, unique=True
@@ -16,9 +16,9 @@ VALUES = st.lists(
 AXES = st.dictionaries(st.sampled_from(["lr", "epochs", "hidden-dims"]), VALUES, max_size=3)
 
 
-def sweep(tmp_path, **more) -> Sweep:
+def sweep(tmp_path, **more) -> SweepPlan:
     given = {"recipe": "spiral", "flags": (), "axes": {"lr": ("1", "2")}}
-    return Sweep(folder=tmp_path / "sweep", **(given | more))
+    return SweepPlan(folder=tmp_path / "sweep", **(given | more))
 
 
 @given(axes=AXES)
