@@ -169,15 +169,15 @@ def _check(sweep: SweepPlan) -> Settings:
     """Check every flag and value before the first training; return the settings of one."""
     from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
 
-    corners = [*sweep.corners()]
-    rest = sweep.points.values() if len(sweep.points) <= _ALL_CHECKED else ()
-    known = [dict(point) for point in corners]
+    points = [*sweep.points.values()]
+    if len(points) > _ALL_CHECKED:
+        points = [*sweep.corners()]
     request = None
-    for point in [*known, *(dict(one) for one in rest if one not in known)]:
+    for point in points:
         try:
             _, request = parse(_train(sweep, point, sweep.folder / "checked")[1:])
         except UserError as error:
-            if point == known[0]:
+            if point == points[0]:
                 raise
             values = " ".join(f"--{flag} {text}" for flag, text in point.items())
             raise UserError(f"{error} (It is with {values}; no training was begun.)") from error
