@@ -9,6 +9,8 @@
     samestep.check("train.py", nproc=2).findings         # any distributed script
     samestep.compare(run, "runs/ID")["same_training"]
     samestep.runs("runs", sort="metric")
+    samestep.sweep("spiral", lr=[1e-3, 1e-2])            # a run for each combination
+    job = samestep.submit("spiral", nodes=2)             # to Slurm; job.result() waits
 
     samestep.Recipe, Splits                              # a model and its data
     samestep.open_run, gather                            # for a training loop of your own
@@ -27,7 +29,9 @@ from samestep.version import __version__
 if TYPE_CHECKING:
     from samestep import dist
     from samestep.api.checked_script import check
+    from samestep.api.jobs import SubmittedJob, submit
     from samestep.api.run_lists import compare, runs
+    from samestep.api.sweeps import sweep
     from samestep.api.trained_models import evaluate, load, predict
     from samestep.api.trained_run import TrainedRun
     from samestep.api.training import train
@@ -50,6 +54,7 @@ __all__ = [
     "Recipe",
     "Settings",
     "Splits",
+    "SubmittedJob",
     "TrackerLogger",
     "TrainedRun",
     "UserError",
@@ -66,6 +71,8 @@ __all__ = [
     "predict",
     "read_records",
     "runs",
+    "submit",
+    "sweep",
     "train",
     "uniform",
     "verify",
@@ -75,7 +82,9 @@ _HOMES = {
     name: home
     for home, names in {
         "api.checked_script": "check",
+        "api.jobs": "SubmittedJob submit",
         "api.run_lists": "compare runs",
+        "api.sweeps": "sweep",
         "api.trained_models": "evaluate load predict",
         "api.trained_run": "TrainedRun",
         "api.training": "train",
@@ -92,7 +101,9 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-_UNLISTED = frozenset({"CheckReport", "OwnRun", "TrainedRun", "may_change", "read_records"})
+_UNLISTED = frozenset(
+    {"CheckReport", "OwnRun", "SubmittedJob", "TrainedRun", "may_change", "read_records"}
+)
 """Results' types and helpers: public, but not what `samestep.<TAB>` offers."""
 _MOVED = {
     **dict.fromkeys(

@@ -15,6 +15,7 @@ VERBS = {
     "demo": "see it work: one rank, killed on two, resumed on three, the same bits",
     "new": "write a file that trains as it is: a recipe, or a loop of your own",
     "train": "train a recipe or a recipe file; with --resume, continue a run",
+    "sweep": "train a recipe with many settings, some at once, and go on where it was",
     "explain": "show what a training will do before it runs: batches, memory, rates, files",
     "evaluate": "evaluate a checkpoint of a run on one device",
     "predict": "predict files with a checkpoint of a run: classes, numbers, rows",

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from samestep.cli import main
-from samestep.commands.slurm import cancel
 from samestep.run.directory import STEPPED
+from samestep.slurm import queue
 from samestep.slurm.options import JobOptions, keep_options
 from samestep.slurm.restarts import BEGUN
 from tests.slurm.fake_slurm import install
@@ -241,7 +241,7 @@ def test_cancel_waits_until_the_jobs_script_can_be_told(slurm, run, capfd, monke
 
     # Not `time.sleep` itself: another test's thread may still be sleeping in this process.
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr(cancel, "time", clock)
+    monkeypatch.setattr(queue, "time", clock)
     assert main(["slurm", "cancel", "5"]) == 0
     assert len(waited) == 3
     assert slurm.calls[-1] == "scancel --batch --signal=USR2 5"

@@ -33,6 +33,7 @@ _KNOWN_VALUES = {"checkpoint": ("best", "last"), "track": (*PACKAGES,), "to": (*
 COMMANDS: dict[str, tuple[str, Target]] = {
     "demo": ("demo:DemoFlags", "none"),
     "train": ("train:TrainFlags+", "recipe"),
+    "sweep": ("sweep:SweepFlags+", "recipe"),
     "explain": ("explain:ExplainFlags+", "recipe"),
     "evaluate": ("evaluate:EvaluateFlags", "run"),
     "predict": ("predict:PredictFlags", "files"),

@@ -153,7 +153,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
         raise UserError(
             "--apply writes the results of --workers or --batch-sizes: give one of them."
         )
-    from samestep.profiling.sweep import apply_settings, file_to_apply  # noqa: PLC0415
+    from samestep.profiling.tried_values import apply_settings, file_to_apply  # noqa: PLC0415
 
     place = None
     if command.apply:

@@ -21,8 +21,8 @@ from samestep.profiling.bottleneck import judge
 from samestep.profiling.measured import Extent, MeasuredRank, MeasuredSteps
 from samestep.profiling.profile_report import Profile, Sweep
 from samestep.profiling.stages import MeasuredSpan, Stages, TimeAccount
-from samestep.profiling.sweep import sweep, variant
 from samestep.profiling.tracing import unwritable
+from samestep.profiling.tried_values import sweep, variant
 from samestep.ranks.world import World
 from samestep.reporting.words import count
 from samestep.run import checkpoints

@@ -20,6 +20,8 @@ PARENT = "SAMESTEP_PARENT"
 
 JOB_RUN = "SAMESTEP_RUN_DIR"
 """Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
+TIED_TO = "SAMESTEP_TIED_TO"
+"""Set, to the parent's process id, in a training that a sweep starts; it is no rank of a run."""
 
 _IS_RANK = "SAMESTEP_RANK_PROCESS"
 _held: list[int] = []
@@ -28,13 +30,15 @@ _DURING_START = (10_000, 1_000, 1_000)  # not never: a command that joins no oth
 
 
 def die_with_parent() -> None:
-    """Let the kernel end this rank when its parent is killed (Linux only)."""
-    parent = os.environ.get(PARENT)
+    """Let the kernel end this process when its parent is killed (Linux only)."""
+    of_sweep = os.environ.pop(TIED_TO, None)
+    parent = of_sweep or os.environ.get(PARENT)
     if not parent or sys.platform != "linux" or _IS_RANK in os.environ:
         return  # what a rank starts is no rank
     import ctypes  # noqa: PLC0415 - other commands need it later, or not at all
 
-    os.environ[_IS_RANK] = str(os.getpid())
+    if not of_sweep:
+        os.environ[_IS_RANK] = str(os.getpid())
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(parent):  # it died before it could be asked for
         os._exit(1)

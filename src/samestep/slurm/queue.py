@@ -21,6 +21,7 @@ from samestep.slurm.restarts import BEGUN
 from samestep.slurm.script import MARK
 
 _TIMEOUT_S = 60.0
+_BEGINS_WITHIN_S, _LOOK_EVERY_S = 15.0, 0.2
 
 # Variables that Slurm, MPI and torchrun set for the processes of a job.
 _OF_A_JOB = re.compile(
@@ -248,6 +249,23 @@ def _find_number(number: int) -> JobAndRun:
         f"Slurm knows no job {number}, and no run in ./runs has its log. It forgets a job some "
         "minutes after its end; then give the run directory: samestep slurm status runs/ID."
     )
+
+
+def ask_to_stop(job: QueuedJob, run: Path) -> bool:
+    """Let a running job's ranks save and end; return whether its script had begun to listen.
+
+    Slurm calls a job running before its script has begun; a signal then is lost or ends it.
+    """
+    # Scripts of earlier versions write nothing.
+    begun, deadline, listens = run / BEGUN, time.monotonic() + _BEGINS_WITHIN_S, False
+    while not listens and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            listens = begun.read_text().strip() in (f"{job.job} {job.restarts}", "")
+        if not listens:
+            time.sleep(_LOOK_EVERY_S)
+    # To the script only: it signals the ranks, waits for them, and does not start again.
+    call("scancel", "--batch", "--signal=USR2", str(job.job))
+    return listens
 
 
 @dataclass(frozen=True, kw_only=True)

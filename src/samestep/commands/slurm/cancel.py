@@ -2,9 +2,7 @@
 
 import contextlib
 import sys
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
@@ -12,11 +10,10 @@ from tyro.conf import Positional, arg
 from samestep.commands.help import Switch, parse_flags
 from samestep.errors import UserError
 from samestep.slurm.options import UncheckedOptions, kept_options
-from samestep.slurm.queue import ProgramError, QueuedJob, call, find_job_or_run
-from samestep.slurm.restarts import BEGUN, go_on_command
+from samestep.slurm.queue import ProgramError, ask_to_stop, call, find_job_or_run
+from samestep.slurm.restarts import go_on_command
 
 _EXAMPLES = ("slurm cancel 1234", "slurm cancel runs/ID --now")
-_BEGINS_WITHIN_S, _LOOK_EVERY_S = 15.0, 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +43,10 @@ def main(arguments: list[str]) -> int:
         call("scancel", str(job.job))
         sys.stdout.write(f"Job {job.job} is cancelled.\n")
         return 0
-    if not _wait_for_script(job, job.run):
+    if not ask_to_stop(job, job.run):
         sys.stderr.write(
-            f"Job {job.job} has not reported its start yet; the signal is sent anyway.\n"
+            f"Job {job.job} had not reported its start yet; the signal was sent anyway.\n"
         )
-    # To the script only: it signals the ranks, waits for them, and does not start again.
-    call("scancel", "--batch", "--signal=USR2", str(job.job))
     if command.now:  # plain scancel gives the ranks half a minute
         with contextlib.suppress(ProgramError):  # the ranks may have ended by themselves
             call("scancel", "--signal=KILL", f"{job.job}.0")
@@ -64,19 +59,3 @@ def main(arguments: list[str]) -> int:
         f"once).\nGo on later with: {again}\n"
     )
     return 0
-
-
-def _wait_for_script(job: QueuedJob, run: Path) -> bool:
-    """Wait until this start's script handles signals; return whether it does.
-
-    Slurm calls a job running before its script has begun; a signal then is lost or ends it.
-    """
-    begun = run / BEGUN
-    deadline = time.monotonic() + _BEGINS_WITHIN_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            # Scripts of earlier versions write nothing.
-            if begun.read_text().strip() in (f"{job.job} {job.restarts}", ""):
-                return True
-        time.sleep(_LOOK_EVERY_S)
-    return False

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from samestep import UserError
-from samestep.profiling.sweep import apply_settings
+from samestep.profiling.tried_values import apply_settings
 from tests import tiny
 from tests.processes import samestep
 

@@ -1,0 +1,247 @@
+"""`samestep sweep`: one recipe with many settings, each training a run of its own."""
+
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import tyro
+
+from samestep.commands.help import HELP, Switch, check_positive, examples
+from samestep.commands.target import own_flags, parse_target
+from samestep.errors import UserError
+from samestep.recipes import RECIPES
+from samestep.run.directory import is_run
+from samestep.run.files import shown_path
+from samestep.settings import Settings
+from samestep.slurm.checks import check_ranks
+from samestep.slurm.options import UncheckedOptions, apply_flags, defaults_files, read_defaults
+from samestep.slurm.queue import my_jobs
+from samestep.slurm.submission import find_workload, make_script, submit, with_home_expanded
+from samestep.sweeping.side_by_side import EndedTraining, run_here, run_status
+from samestep.sweeping.sweep_plan import Point, SweepPlan, default_folder, num_points, read_axes
+
+_ABOUT = (
+    "Train {} once for each combination of the values, each in a directory of the sweep's folder, "
+    "--run-dir. Every setting and option may have several values, with commas between them. The "
+    "same command again goes on where it was."
+)
+_EXAMPLES = (
+    "sweep spiral --lr 1e-3,3e-3,1e-2 --epochs 3",
+    'sweep spiral --lr 1e-3,1e-2 --hidden-dims "64 32","128 64" --at-once 2',
+    "sweep spiral --lr 1e-3,3e-3,1e-2 --slurm --at-once 2 -- --gpus-per-node 8 --time 60",
+)
+_ASK_ABOVE = 1000
+_ALL_CHECKED = 200
+"""Of more points, each value is checked, but not each combination."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFlags:
+    """Flags of `sweep`, in addition to the settings."""
+
+    at_once: int | None = None
+    """Trainings at once; by default one per GPU, else one per core."""
+    sample: int | None = None
+    """Train this many of the combinations, drawn at random by --seed."""
+    nproc: int = 1
+    """Ranks of each training."""
+    slurm: Switch = False
+    """Submit each training as a job; flags of `samestep slurm submit` follow after `--`."""
+    yes: Switch = False
+    """Do not ask before more than 1,000 trainings."""
+
+    def __post_init__(self) -> None:
+        check_positive(at_once=self.at_once, sample=self.sample, nproc=self.nproc)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    if not arguments or HELP & {*arguments}:
+        parse_target("sweep", _ABOUT, SweepFlags, arguments, *_EXAMPLES)
+    target, *words = own_flags(arguments)
+    if target.startswith("-"):
+        raise UserError(f"Name what to sweep before {target}: a recipe or a recipe file.")
+    if target not in RECIPES and is_run(Path(target)):
+        raise UserError(
+            f"{target} is a run, and a sweep begins new ones. Name its recipe, and take its "
+            f"settings with --config {target}/settings.toml."
+        )
+    cut = words.index("--") if "--" in words else len(words)
+    mine, rest = _split(words[:cut])
+    shared, axes = read_axes(rest)
+    with examples(*_EXAMPLES):
+        command = tyro.cli(SweepFlags, prog=f"samestep sweep {target}", args=mine)
+    if words[cut:] and not command.slurm:
+        raise UserError("What follows after `--` are flags of a job: they need --slurm.")
+    if command.slurm and command.nproc > 1:
+        raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
+    _ask(num_points(axes, command.sample), sure=command.yes)
+    sweep = _sweep(target, shared, axes, command)
+    settings = _check(sweep)
+    if command.slurm:
+        return _submit_all(sweep, words[cut + 1 :], command.at_once, settings)
+    device, oversubscribe = settings.device, settings.oversubscribe
+    at_once, gpus = _at_once(command, device, oversubscribe=oversubscribe)
+    sweep.begin()
+    folder = shown_path(sweep.folder)
+    sys.stdout.write(f"sweep    {folder}: {len(sweep.points):,} trainings, {at_once} at once\n")
+    sys.stdout.flush()
+
+    def start(name: str) -> tuple[list[str], dict[str, str]]:
+        return _train(sweep, sweep.points[name], sweep.run_dir(name)), {}
+
+    code = run_here(sweep, start, at_once, _tell, gpus=gpus)
+    if code > 128:
+        sys.stdout.write("Stopped; the trainings are saved. The same command goes on.\n")
+    else:
+        sys.stdout.write(f"Rank them with: samestep runs {folder} --sort metric\n")
+    return code
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split the verb's own flags from those of the trainings, to which --nproc belongs, too."""
+    own = {f"--{field.name.replace('_', '-')}" for field in fields(SweepFlags)}
+    mine: list[str] = []
+    rest: list[str] = []
+    part = rest
+    for word in words:
+        if word.startswith("--"):
+            flag = word.partition("=")[0].replace("_", "-")
+            part = mine if flag in own else rest
+        part.append(word)
+    return mine, rest
+
+
+def _sweep(
+    target: str, shared: list[str], axes: dict[str, tuple[str, ...]], command: SweepFlags
+) -> SweepPlan:
+    """Return the sweep that a command asks for."""
+    for flag in ("resume", "allow-change", "recipe-of-run", "report"):
+        if f"--{flag}" in shared or flag in axes:
+            raise UserError(f"--{flag} is no flag of a sweep, which resumes by itself.")
+    if "run-dir" in axes:
+        raise UserError("--run-dir is the sweep's one folder; it cannot have several values.")
+    folder, seed, words = None, 42, []
+    pairs = iter(shared)
+    for word in pairs:
+        name = word.replace("_", "-")
+        if name == "--run-dir":
+            folder = Path(next(pairs, ""))
+            continue
+        words.append(word)
+    if "seed" in axes or "--seed" in words:
+        text = axes["seed"][0] if "seed" in axes else words[words.index("--seed") + 1]
+        seed = int(text) if text.isdigit() else seed
+    if command.nproc > 1:
+        words += ["--nproc", str(command.nproc)]
+    recipe = target if target in RECIPES else str(Path(target).absolute())
+    asked = [*words, *(f"{k}={v}" for k, v in axes.items()), f"sample={command.sample}"]
+    folder = folder or default_folder(recipe, asked)
+    return SweepPlan(
+        folder=folder,
+        recipe=recipe,
+        flags=tuple(words),
+        axes=axes,
+        sample=command.sample,
+        seed=seed,
+    )
+
+
+def _train(sweep: SweepPlan, point: Point, run: Path) -> list[str]:
+    return ["train", sweep.recipe, *sweep.words(point), "--run-dir", str(run), "--resume"]
+
+
+def _ask(number: int, *, sure: bool) -> None:
+    if number <= _ASK_ABOVE or sure:
+        return
+    if sys.stdin.isatty():
+        sys.stdout.write(f"{number:,} trainings: begin? [y/N] ")
+        sys.stdout.flush()
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+    raise UserError(
+        f"The values make {number:,} trainings, more than {_ASK_ABOVE:,}, and none was begun. "
+        "Train some of them with --sample 50, or insist with --yes."
+    )
+
+
+def _check(sweep: SweepPlan) -> Settings:
+    """Check every flag and value before the first training; return the settings of one."""
+    from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
+
+    points = [*sweep.points.values()]
+    if len(points) > _ALL_CHECKED:
+        points = [*sweep.corners()]
+    request = None
+    for point in points:
+        try:
+            _, request = parse(_train(sweep, point, sweep.folder / "checked")[1:])
+        except UserError as error:
+            if point == points[0]:
+                raise
+            values = " ".join(f"--{flag} {text}" for flag, text in point.items())
+            raise UserError(f"{error} (It is with {values}; no training was begun.)") from error
+    assert request is not None
+    return request.settings
+
+
+def _at_once(command: SweepFlags, device: str, *, oversubscribe: bool) -> tuple[int, bool]:
+    """Return how many trainings run at once, and whether each gets a GPU of its own."""
+    from samestep.ranks.nproc import check_ranks, ranks_to_start  # noqa: PLC0415
+
+    gpus = 0
+    if device in ("auto", "cuda"):
+        import torch  # noqa: PLC0415
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    most = gpus or ranks_to_start("auto", "cpu")
+    at_once = command.at_once or max(1, most // command.nproc)
+    if not gpus:
+        ranks = at_once * command.nproc
+        check_ranks(ranks, oversubscribe=oversubscribe, flag="--at-once × --nproc")
+    elif at_once > gpus and not oversubscribe:
+        raise UserError(f"--at-once {at_once}: {gpus} GPUs are here. Insist with --oversubscribe.")
+    return at_once, bool(gpus) and command.nproc == 1 and at_once <= gpus
+
+
+def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
+    """Submit a job for each training that has not completed and has no job that goes on."""
+    files = defaults_files(Path.cwd())
+    defaults = read_defaults(files)
+    with examples(*_EXAMPLES):
+        given = tyro.cli(
+            UncheckedOptions, prog="samestep sweep … --slurm --", args=words, default=defaults
+        )
+    options = with_home_expanded(apply_flags(defaults, given, files))
+    check_ranks(options, settings)
+    if options.after and at_once:
+        raise UserError("--after and --at-once both order the jobs: leave one of them out.")
+    going = {str(job.run) for job in my_jobs() if not job.ended}
+    sweep.begin()
+    for place, (name, point) in enumerate(sweep.points.items()):
+        run = sweep.run_dir(name).absolute()
+        if run_status(run) == "completed" or str(run) in going:
+            continue
+        own = options
+        if at_once:  # Slurm runs one job of a name at a time
+            lane = f"{options.job_name or sweep.folder.name}-{place % at_once + 1}"
+            single = (*options.sbatch, "--dependency=singleton")
+            own = replace(options, job_name=lane, sbatch=single)
+        flags = [*sweep.words(point), "--run-dir", str(run)]
+        work = find_workload(sweep.recipe, flags, [*RECIPES])
+        number, _ = submit(make_script(work, own, Path.cwd()))
+        sys.stdout.write(f"job {number}  {name}\n")
+        sys.stdout.flush()
+    sys.stdout.write(
+        "Watch them with: samestep slurm status\n"
+        f"Rank them with: samestep runs {shown_path(sweep.folder)} --sort metric\n"
+    )
+    return 0
+
+
+def _tell(ended: EndedTraining) -> None:
+    head, *more = ended.text.split("\n")
+    stream = sys.stderr if ended.status == "failed" else sys.stdout
+    stream.write(f"{ended.status:<9}  {ended.name}  {head}\n")
+    stream.writelines(f"    {line}\n" for line in more)
+    stream.flush()

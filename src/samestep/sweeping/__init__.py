@@ -1,0 +1,1 @@
+"""Many trainings of one recipe: which they are, and running them side by side."""

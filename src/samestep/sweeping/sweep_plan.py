@@ -1,0 +1,180 @@
+"""Which trainings a sweep has: flags with several values, the points they span, `sweep.json`.
+
+The file in the sweep's folder says what the sweep is. It is written before the first training, so
+that the same command goes on where it was and another one is refused.
+"""
+
+import csv
+import hashlib
+import itertools
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.run.directory import is_run
+from samestep.run.files import read_object, shown_path, write_text
+
+PLAN = "sweep.json"
+LOGS = ".logs"
+"""In the sweep's folder: what each training printed."""
+_FORMAT = 1
+_LONGEST_NAME = 120
+_SWITCHES = frozenset({"true", "false"})
+Point = Mapping[str, str]
+"""The settings in which one training differs from the others: flag → its value as text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """The trainings of one recipe, each in a directory of the sweep's folder."""
+
+    folder: Path
+    recipe: str
+    flags: tuple[str, ...]
+    """The words that all trainings share."""
+    axes: Mapping[str, tuple[str, ...]]
+    sample: int | None = None
+    """Train this many points, drawn at random, instead of all."""
+    seed: int = 42
+    points: Mapping[str, Point] = field(init=False)
+    """Each training's settings by the name of its directory."""
+
+    def __post_init__(self) -> None:
+        names, values = [*self.axes], [*self.axes.values()]
+        numbers: Sequence[int] = range(num_points(self.axes))
+        if self.sample is not None and self.sample < len(numbers):
+            numbers = sorted(random.Random(self.seed).sample(numbers, self.sample))  # noqa: S311
+            chosen: Iterator[tuple[str, ...]] = (_at(values, number) for number in numbers)
+        else:
+            chosen = itertools.product(*values)
+        points = (dict(zip(names, one, strict=True)) for one in chosen)
+        object.__setattr__(self, "points", {_name(point): point for point in points})
+
+    def words(self, point: Point) -> list[str]:
+        """Return the flags of one training."""
+        own = (word for flag, text in point.items() for word in _words(flag, text))
+        return [*self.flags, *own]
+
+    def run_dir(self, name: str) -> Path:
+        """Return the directory of one training."""
+        return self.folder / name
+
+    def corners(self) -> Iterator[Point]:
+        """Yield each value of each axis once, together with the first values of the others."""
+        first = {flag: values[0] for flag, values in self.axes.items()}
+        yield first
+        for flag, values in self.axes.items():
+            yield from ({**first, flag: value} for value in values[1:])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what sweep.json says."""
+        return {
+            "format": _FORMAT,
+            "recipe": self.recipe,
+            "flags": [*self.flags],
+            "axes": {flag: [*values] for flag, values in self.axes.items()},
+            "sample": self.sample,
+            "points": {name: dict(point) for name, point in self.points.items()},
+        }
+
+    def begin(self) -> None:
+        """Write sweep.json, or find that it says the same already."""
+        wanted, file = self.as_json(), self.folder / PLAN
+        if is_run(self.folder):
+            raise UserError(f"{self.folder} is a run. Name another folder with --run-dir.")
+        found = read_object(file)
+        kept = {key: found.get(key) for key in wanted}
+        if not found:
+            (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
+            write_text(file, json.dumps(wanted, indent=2) + "\n")
+        elif kept != wanted:
+            differs = next(key for key in wanted if kept[key] != wanted[key])
+            raise UserError(
+                f"{shown_path(file)} is of another sweep: its {differs} differs. Name another "
+                "folder with --run-dir, or repeat the command that began this one.",
+                flags=["run_dir"],
+            )
+
+
+def num_points(axes: Mapping[str, Sequence[str]], sample: int | None = None) -> int:
+    """Return the number of points that the axes span, or that are drawn of them."""
+    spanned = math.prod(map(len, axes.values()))
+    return spanned if sample is None else min(spanned, sample)
+
+
+def read_axes(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """Split flags into the words that all trainings share and the flags with several values.
+
+    `--lr 1e-4,3e-4` has two, `--hidden-dims "64 32","128 64"` has two of two words. A value with a
+    comma of its own stands in quotes within the word: `--track '"comet,mlflow",none'`.
+    """
+    shared: list[str] = []
+    axes: dict[str, tuple[str, ...]] = {}
+    for flag, given in _flags(words):
+        name = flag.removeprefix("--").replace("_", "-")
+        text = " ".join(given)
+        if "," not in text:
+            shared += [flag, *given]
+            continue
+        if name in axes:
+            raise UserError(f"{flag} is given twice; write all its values behind one.")
+        values = next(csv.reader([text], skipinitialspace=True))
+        if any(not value.strip() for value in values):
+            raise UserError(f"{flag} {text}: a value is empty. Write them as {flag} 1,2,3.")
+        if again := next((v for k, v in enumerate(values) if v in values[:k]), None):
+            raise UserError(f"{flag} {text}: the value {again} comes twice.")
+        if len(values) == 1:
+            shared += [flag, values[0]]
+        else:
+            axes[name] = tuple(values)
+    return shared, axes
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag with the words behind it."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            found.append((flag, [value] if equals else []))
+        elif not found:
+            raise UserError(f"{word!r} stands behind no flag. A sweep has one recipe, then flags.")
+        else:
+            found[-1][1].append(word)
+    yield from found
+
+
+def _words(flag: str, text: str) -> list[str]:
+    if text in _SWITCHES:
+        return [f"--{flag}" if text == "true" else f"--no-{flag}"]
+    return [f"--{flag}", *text.split()]
+
+
+def _at(values: Sequence[Sequence[str]], number: int) -> tuple[str, ...]:
+    """Return the point of this number in the order of `itertools.product`."""
+    found = []
+    for one in reversed(values):
+        number, place = divmod(number, len(one))
+        found.append(one[place])
+    return tuple(reversed(found))
+
+
+def _name(point: Point) -> str:
+    """Return a directory's name for a point, with a hash where letters had to be replaced."""
+    whole = ",".join(f"{flag}={text}" for flag, text in point.items())
+    name = re.sub(r"[^\w.,=+-]", "-", whole.replace(" ", "-"))
+    if len(name) > _LONGEST_NAME or name != whole.replace(" ", "-"):
+        name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    return name
+
+
+def default_folder(recipe: str, words: Sequence[str]) -> Path:
+    """Return the folder of a sweep that names none: the same for the same command."""
+    key = hashlib.sha256(json.dumps([recipe, *words]).encode()).hexdigest()[:8]
+    return Path("runs") / f"sweep-{Path(recipe).stem}-{key}"

@@ -1,0 +1,156 @@
+"""`samestep sweep` as a user runs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from samestep.sweeping.side_by_side import run_here
+from samestep.sweeping.sweep_plan import SweepPlan
+from tests.command_line import RECIPE, call, one_message, read_json, train_here
+from tests.processes import TIMEOUT_S
+from tests.slurm.fake_slurm import FakeSlurm, install
+
+FLAGS = ("small.py", "--lr", "0.01,0.1", "--no-pictures", "--run-dir", "sweep")
+
+
+@pytest.fixture
+def here(here) -> Path:
+    """A working directory that holds a small recipe."""
+    (here / "small.py").write_text(RECIPE)
+    return here
+
+
+def weights(run: Path) -> str:
+    return read_json(run / "result.json")["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_each_run_is_the_training_of_its_flags_and_is_trained_once(here, capfd, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert call("sweep", *FLAGS) == 0
+    for lr in ("0.01", "0.1"):
+        train_here("small.py", "--lr", lr, "--no-pictures", "--run-dir", f"alone-{lr}")
+        assert weights(here / "sweep" / f"lr={lr}") == weights(here / f"alone-{lr}")
+    before = {file: file.stat().st_mtime_ns for file in here.glob("sweep/lr=*/events.jsonl")}
+    assert len(before) == 2
+    assert call("sweep", *FLAGS) == 0
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    capfd.readouterr()
+    assert call("runs", "sweep", "--sort", "metric", "--json") == 0
+    ranked = json.loads(capfd.readouterr().out)
+    assert [run["value"] for run in ranked] == sorted((r["value"] for r in ranked), reverse=True)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--lr", "0.01,oops,0.1"),
+        ("--lr", "0.01,-1"),
+        ("--lr", "0.1,0.01", "--no-such-flag", "1"),
+        ("--lr", "0.1,0.01", "--momentum", "0.0,0.9"),
+        ("--lr", "0.1,,1"),
+        ("--lr", "0.1,0.1"),
+        ("--seed", ",".join(map(str, range(1001)))),
+        ("--resume", "--lr", "1,2"),
+        ("--at-once", "0", "--lr", "1,2"),
+        ("--lr", "1,2", "--", "--nodes", "2"),
+        ("--lr", "1,2", "--slurm", "--nproc", "2"),
+    ],
+)
+def test_a_mistake_anywhere_is_named_before_the_first_training(flags, here, capfd):
+    code = call("sweep", "small.py", "--run-dir", "sweep", *flags)
+    one_message(code, capfd.readouterr().err)
+    assert not (here / "sweep").exists()
+
+
+def test_a_million_combinations_of_which_some_are_drawn_need_no_question(here, capfd, monkeypatch):
+    monkeypatch.setattr("samestep.commands.sweep.run_here", lambda *_, **__: 0)
+    many = ",".join(map(str, range(1, 1001)))
+    flags = ("--seed", many, "--epochs", many, "--sample", "20", "--run-dir", "sweep")
+    assert call("sweep", "small.py", *flags) == 0
+    assert len(read_json(here / "sweep" / "sweep.json")["points"]) == 20
+
+
+def test_a_training_that_fails_is_told_once_and_the_others_go_on(tmp_path):
+    sweep = SweepPlan(folder=tmp_path / "sweep", recipe="x", flags=(), axes={"a": ("1", "2", "3")})
+    verbs = {"a=1": ["--version"], "a=2": ["no-such-verb"], "a=3": ["--version"]}
+    told = []
+    assert run_here(sweep, lambda name: (verbs[name], {}), 2, told.append) == 1
+    found = {ended.name: ended for ended in told}
+    assert {name: ended.status for name, ended in found.items()} == {
+        "a=1": "completed",
+        "a=2": "failed",
+        "a=3": "completed",
+    }
+    assert "no-such-verb" in found["a=2"].text
+    assert len(told) == 3
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> FakeSlurm:
+    fake = install(tmp_path / "programs")
+    monkeypatch.setenv("PATH", f"{fake.folder}{os.pathsep}{os.environ['PATH']}")
+    return fake
+
+
+def test_on_slurm_each_training_that_has_none_gets_a_job(slurm, here):
+    flags = ("small.py", "--lr", "1,2,3,4", "--run-dir", "sweep", "--slurm", "--at-once", "2")
+    completed, waiting = here / "sweep" / "lr=1", here / "sweep" / "lr=2"
+    completed.mkdir(parents=True)
+    (completed / "result.json").write_text('{"status": "completed"}')
+    slurm.add(5, waiting, "PENDING")
+    assert call("sweep", *flags, "--", "--time", "30") == 0
+    sent = [line for line in slurm.calls if line.startswith("sbatch")]
+    assert [line.split("comment=samestep:")[1].split()[0] for line in sent] == [
+        str(here / "sweep" / f"lr={lr}") for lr in (3, 4)
+    ]
+    assert all("--dependency=singleton" in line and "--time=30" in line for line in sent)
+    assert [line.split("job-name=")[1].split()[0] for line in sent] == ["sweep-1", "sweep-2"]
+    text = (here / "sweep" / "lr=3" / "job.sbatch").read_text()
+    assert "--lr 3" in " ".join(text.replace("\\\n", " ").split())
+
+
+def started(*flags: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "samestep", "sweep", *FLAGS, "--at-once", "1", *flags]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_for(what) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def trained_steps(run: Path) -> bool:
+    file = run / "events.jsonl"
+    return file.exists() and b'"event": "checkpoint"' in file.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_sweep_that_is_ended_goes_on_where_it_was(how, here, capfd, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    flags = ("--epochs", "60", "--checkpoint-every-epochs", "1")
+    first, second = here / "sweep" / "lr=0.01", here / "sweep" / "lr=0.1"
+    sweeper = started(*flags)
+    wait_for(lambda: trained_steps(second))
+    children = psutil.Process(sweeper.pid).children(recursive=True)
+    one_message(call("sweep", *FLAGS, "--at-once", "1", *flags), capfd.readouterr().err)
+    os.kill(sweeper.pid, how)
+    assert sweeper.wait(TIMEOUT_S) == (-how if how == signal.SIGKILL else 128 + how)
+    psutil.wait_procs(children, timeout=TIMEOUT_S)
+    assert not any(child.is_running() for child in children)
+    before = (first / "events.jsonl").read_bytes()
+    assert call("sweep", *FLAGS, "--at-once", "1", *flags) == 0
+    assert (first / "events.jsonl").read_bytes() == before
+    assert b'"event": "resume"' in (second / "events.jsonl").read_bytes()
+    train_here("small.py", "--lr", "0.1", "--no-pictures", *flags, "--run-dir", "alone")
+    assert weights(second) == weights(here / "alone")
