@@ -43,9 +43,12 @@ class FakeSlurm:
             f"StdOut={log}\n"
         )
         if number == os.getuid():
-            with (self.folder / "queue").open("a") as file:
-                values = (job, "x", user, state, "Priority", "", 0, elapsed, "UNLIMITED", "Unknown")
-                file.write("\x1f".join(map(str, (*values, 0, log, "", comment))) + "\x1f\n")
+            values = (job, "x", user, state, "Priority", "", 0, elapsed, "UNLIMITED", "Unknown")
+            row = "\x1f".join(map(str, (*values, 0, log, "", comment))) + "\x1f\n"
+            queue = self.folder / "queue"
+            rows = queue.read_text().splitlines(keepends=True) if queue.exists() else []
+            others = [one for one in rows if one.partition("\x1f")[0] != str(job)]
+            queue.write_text("".join([*others, row]))
 
     def break_down(self) -> None:
         """Let every program get no answer from now on."""
