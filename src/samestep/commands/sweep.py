@@ -84,7 +84,10 @@ def main(arguments: list[str]) -> int:
     at_once, gpus = _at_once(command, device, oversubscribe=oversubscribe)
     sweep.begin()
     folder = shown_path(sweep.folder)
-    sys.stdout.write(f"sweep    {folder}: {len(sweep.points):,} trainings, {at_once} at once\n")
+    done = sum(run_status(sweep.run_dir(name)) == "completed" for name in sweep.points)
+    before = f", {done:,} of them completed before" if done else ""
+    number = f"{len(sweep.points):,} trainings"
+    sys.stdout.write(f"sweep    {folder}: {number}, {at_once} at once{before}\n")
     sys.stdout.flush()
 
     def start(name: str) -> tuple[list[str], dict[str, str]]:

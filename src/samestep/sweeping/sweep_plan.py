@@ -96,8 +96,8 @@ class SweepPlan:
         elif kept != wanted:
             differs = next(key for key in wanted if kept[key] != wanted[key])
             raise UserError(
-                f"{shown_path(file)} is of another sweep: its {differs} differs. Name another "
-                "folder with --run-dir, or repeat the command that began this one.",
+                f"{shown_path(file)} is of another sweep ({differs!r} is not the same). Name "
+                "another folder with --run-dir, or repeat the command that began this one.",
                 flags=["run_dir"],
             )
 
