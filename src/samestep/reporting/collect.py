@@ -7,10 +7,17 @@ from pathlib import Path
 from samestep.errors import UserError
 from samestep.reporting import comparison_text, facts, run_sections
 from samestep.reporting.charts import Chart, Lines, charts_of, phases_chart
-from samestep.reporting.comparison import Comparison, check_target, compare_runs, num_recipes
+from samestep.reporting.comparison import (
+    Comparison,
+    check_target,
+    compare_runs,
+    num_recipes,
+    with_sweeps_opened,
+)
 from samestep.reporting.pictures import read_gallery
 from samestep.reporting.run_data import RunData, read_run
 from samestep.reporting.scaling import ScalingStudy, read_study
+from samestep.reporting.sweep_charts import sweep_charts
 from samestep.reporting.table import number, texts
 
 
@@ -105,8 +112,11 @@ class Beside:
         if recipes == 1:
             tables.append(comparison_text.time_to_target(found))
         self.tables = [table for table in tables if table is not None]
+        self.sweep = sweep_charts(found)
+        """The metric against each setting, if the runs are of one sweep."""
         self.notes = found.notes
-        self.verdicts = [*comparison_text.same_training_lines(found)]
+        same = [] if self.sweep else comparison_text.same_training_lines(found)
+        self.verdicts = [*same]
         """Whether each run is the same training as the first, if all have one recipe."""
         if recipes > 1:
             told = (
@@ -151,6 +161,7 @@ def collect(paths: Sequence[Path], target: float | None = None) -> Report:
     check_target(target)
     if not paths:
         raise UserError("Name a run: samestep report runs/ID. Several are put side by side.")
+    paths = with_sweeps_opened(paths)
     files = [path for path in paths if path.is_file()]
     studies = [read_study(path) for path in files]
     folders = [path for path in paths if path not in files]

@@ -21,6 +21,8 @@ from samestep.reporting.curves import (
     throughput,
 )
 from samestep.reporting.run_data import TRAIN_LOSS, RunData, read_run
+from samestep.run.directory import SWEEP, is_run
+from samestep.run.files import read_object
 from samestep.run.records import Record
 from samestep.settings import Settings, free_names
 
@@ -121,6 +123,7 @@ def compare_runs(
     of different recipes are compared with `any_recipe` only, and one run is enough if `alone`.
     """
     check_target(target)
+    paths = with_sweeps_opened(paths)
     _check_paths(paths, alone=alone)
     runs = [read_run(path) for path in paths]
     if num_recipes(runs) > 1 and not any_recipe:
@@ -133,6 +136,16 @@ def compare_runs(
     if metric is not None and not any(found.curves):
         had = "; ".join(f"{run.path}: {', '.join(run.metrics()) or 'none'}" for run in runs)
         raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
+    return found
+
+
+def with_sweeps_opened(paths: Sequence[Path]) -> list[Path]:
+    """Return paths with the runs of a sweep in place of its folder."""
+    found: list[Path] = []
+    for path in paths:
+        points = read_object(path / SWEEP).get("points")
+        runs = [path / name for name in points if is_run(path / name)] if points else []
+        found += runs or [path]
     return found
 
 

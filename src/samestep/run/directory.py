@@ -257,6 +257,9 @@ def is_written(path: Path) -> bool:
     return bool(struct.unpack(shape, answer)[place] != fcntl.F_UNLCK)
 
 
+SWEEP = "sweep.json"
+"""In the folder of a sweep: each training's settings, by the name of its directory."""
+
 STEPPED = ".stepped"
 """A file of the run directory that is touched while steps are taken.
 

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.run.directory import is_run
+from samestep.run.directory import SWEEP, is_run
 from samestep.run.files import read_object, shown_path, write_text
 
-PLAN = "sweep.json"
 LOGS = ".logs"
 """In the sweep's folder: what each training printed."""
 _FORMAT = 1
@@ -85,7 +84,7 @@ class SweepPlan:
 
     def begin(self) -> None:
         """Write sweep.json, or find that it says the same already."""
-        wanted, file = self.as_json(), self.folder / PLAN
+        wanted, file = self.as_json(), self.folder / SWEEP
         if is_run(self.folder):
             raise UserError(f"{self.folder} is a run. Name another folder with --run-dir.")
         found = read_object(file)
