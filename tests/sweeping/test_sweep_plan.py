@@ -64,3 +64,13 @@ def test_a_folder_keeps_one_sweep(tmp_path):
     with pytest.raises(UserError):
         sweep(tmp_path, axes={"lr": ("1", "3")}).begin()
     assert json.loads((one.folder / "sweep.json").read_text()) == kept
+
+
+def test_an_edited_recipe_makes_another_sweep(tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text("recipe = 1\n")
+    sweep(tmp_path, recipe=str(recipe)).begin()
+    sweep(tmp_path, recipe=str(recipe)).begin()
+    recipe.write_text("recipe = 2\n")
+    with pytest.raises(UserError, match="edited"):
+        sweep(tmp_path, recipe=str(recipe)).begin()

@@ -76,6 +76,7 @@ class SweepPlan:
         return {
             "format": _FORMAT,
             "recipe": self.recipe,
+            "recipe_sha256": _sha256(Path(self.recipe)) if self.recipe.endswith(".py") else None,
             "flags": [*self.flags],
             "axes": {flag: [*values] for flag, values in self.axes.items()},
             "sample": self.sample,
@@ -93,12 +94,19 @@ class SweepPlan:
             (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
             write_text(file, json.dumps(wanted, indent=2) + "\n")
         elif kept != wanted:
-            differs = next(key for key in wanted if kept[key] != wanted[key])
+            differs = [key for key in wanted if kept[key] != wanted[key]]
+            how = f"({differs[0]!r} is not the same)"
+            if differs == ["recipe_sha256"]:
+                how = f"with {shown_path(Path(self.recipe))} as it was before it was edited"
             raise UserError(
-                f"{shown_path(file)} is of another sweep ({differs!r} is not the same). Name "
-                "another folder with --run-dir, or repeat the command that began this one.",
+                f"{shown_path(file)} is of another sweep {how}. Name another folder with "
+                "--run-dir, or repeat the command that began this one.",
                 flags=["run_dir"],
             )
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def num_points(axes: Mapping[str, Sequence[str]], sample: int | None = None) -> int:
