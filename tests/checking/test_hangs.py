@@ -7,7 +7,7 @@ from tests.checking.planted import check, line_of, planted
 STEP = "            optimizer.step()\n"
 CASES = {
     "a rank sleeps": "            if rank == 1 and epoch:\n                time.sleep(900)\n",
-    "rank 0 spins": "            while rank == 0 and epoch:\n                pass\n",
+    "rank 0 spins": "            while rank == 0 and epoch: pass\n",
 }
 BLAMED = {"a rank sleeps": "time.sleep(900)", "rank 0 spins": "while rank == 0"}
 
