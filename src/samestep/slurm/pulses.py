@@ -28,7 +28,7 @@ class LastSign:
     @property
     def sentence(self) -> str:
         """Who it is, since when it is silent, and where it stands."""
-        step = "" if self.step is None else f"; last step {self.step:,}"
+        step = "" if not self.step else f"; last step {self.step:,}"
         where = " in " + (self.call or self.phase) if self.call or self.phase else ""
         return f"rank {self.rank} on {self.host}: nothing for {self.age_s:.0f} s{where}{step}"
 

@@ -14,6 +14,7 @@ from samestep.run.directory import STEPPED, is_run
 from samestep.run.files import read_object, write_text
 from samestep.slurm.pulses import read_pulses
 from samestep.slurm.rank_ends import (
+    LATE,
     STDERR,
     RankEnd,
     first_end,
@@ -166,8 +167,10 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
         else why.removeprefix("failed: ")
     )
     stepped = step != 0 or (run / STEPPED).exists()
-    if told == "LATE" and (pulses := read_pulses(run, _begun_at(run))):
-        mistake, why = "", pulses[0].sentence
+    if told == "LATE" and not hung:
+        late = next((line for line in reversed(lines) if line.startswith(LATE)), LATE)
+        silent = [f"longest silent: {p.sentence}" for p in read_pulses(run, _begun_at(run))[:1]]
+        mistake, why = "", "; ".join([late.removeprefix(_OURS).partition(",")[0], *silent])
     # Exit code 2 is a mistake of the user's. What their code raised after some steps may not happen
     # again.
     again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)
