@@ -154,3 +154,8 @@ def test_a_sweep_that_is_ended_goes_on_where_it_was(how, here, capfd, monkeypatc
     assert b'"event": "resume"' in (second / "events.jsonl").read_bytes()
     train_here("small.py", "--lr", "0.1", "--no-pictures", *flags, "--run-dir", "alone")
     assert weights(second) == weights(here / "alone")
+
+
+@pytest.mark.parametrize("words", [["--run-dir"], ["--run-dir", "--epochs", "1"]])
+def test_a_folder_that_is_not_named_is_refused(words, refused):
+    refused("sweep", "spiral", "--lr", "1e-3,1e-2", *words)

@@ -11,13 +11,10 @@ from samestep.api.call import Call, call_of, check_may_start, request_of
 from samestep.api.sending import send
 from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
-from samestep.ranks.nproc import ranks_to_start
 from samestep.ranks.process import TASK
 from samestep.recipe import Recipe
-from samestep.sweeping.side_by_side import EndedTraining, run_here
-from samestep.sweeping.sweep_plan import SweepPlan, default_folder, num_points
-
-_MOST = 1000
+from samestep.sweeping.side_by_side import EndedTraining, num_at_once, run_here
+from samestep.sweeping.sweep_plan import MOST, SweepPlan, default_folder, num_points
 
 
 @one_line_errors
@@ -58,7 +55,7 @@ def sweep(
     for one in calls.values():
         request = request_of(one, "sweep")
         device, oversubscribe = request.settings.device, request.settings.oversubscribe
-    most = ranks_to_start("auto", device, oversubscribe=oversubscribe)
+    number, gpus = num_at_once(at_once, 1, device, oversubscribe=oversubscribe)
     plan.begin()
     failed: list[EndedTraining] = []
 
@@ -76,7 +73,7 @@ def sweep(
             send(calls[name], file)
             return ["train"], {TASK: str(file)}
 
-        code = run_here(plan, start, at_once or most, tell, gpus=_gpus(device, at_once or most))
+        code = run_here(plan, start, number, tell, gpus=gpus)
     if failed:
         first = failed[0]
         many = f"{len(failed)} of the trainings failed"
@@ -96,7 +93,7 @@ def _plan(
     for name in ("run_dir", "resume"):
         if name in settings:
             raise UserError(f"sweep({name}=…): give folder=; a sweep resumes by itself.")
-    if (number := num_points({k: [*map(str, v)] for k, v in lists.items()}, sample)) > _MOST:
+    if (number := num_points({k: [*map(str, v)] for k, v in lists.items()}, sample)) > MOST:
         raise UserError(f"sweep(): {number:,} trainings. Train some of them with sample=50.")
     axes = {name.replace("_", "-"): tuple(map(_text, v)) for name, v in lists.items()}
     for name, texts in axes.items():
@@ -135,11 +132,3 @@ def _values(
 
 def _text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-
-
-def _gpus(device: str, at_once: int) -> bool:
-    """Whether each training gets a GPU of its own."""
-    import torch  # noqa: PLC0415
-
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return device in ("auto", "cuda") and at_once <= here

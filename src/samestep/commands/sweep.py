@@ -17,8 +17,15 @@ from samestep.slurm.checks import check_ranks
 from samestep.slurm.options import UncheckedOptions, apply_flags, defaults_files, read_defaults
 from samestep.slurm.queue import my_jobs
 from samestep.slurm.submission import find_workload, make_script, submit, with_home_expanded
-from samestep.sweeping.side_by_side import EndedTraining, run_here, run_status
-from samestep.sweeping.sweep_plan import Point, SweepPlan, default_folder, num_points, read_axes
+from samestep.sweeping.side_by_side import EndedTraining, num_at_once, run_here, run_status
+from samestep.sweeping.sweep_plan import (
+    MOST,
+    Point,
+    SweepPlan,
+    default_folder,
+    num_points,
+    read_axes,
+)
 
 _ABOUT = (
     "Train {} once for each combination of the values, each in a directory of the sweep's folder, "
@@ -30,7 +37,6 @@ _EXAMPLES = (
     'sweep spiral --lr 1e-3,1e-2 --hidden-dims "64 32","128 64" --at-once 2',
     "sweep spiral --lr 1e-3,3e-3,1e-2 --slurm --at-once 2 -- --gpus-per-node 8 --time 60",
 )
-_ASK_ABOVE = 1000
 _ALL_CHECKED = 200
 """Of more points, each value is checked, but not each combination."""
 
@@ -81,7 +87,7 @@ def main(arguments: list[str]) -> int:
     if command.slurm:
         return _submit_all(sweep, words[cut + 1 :], command.at_once, settings)
     device, oversubscribe = settings.device, settings.oversubscribe
-    at_once, gpus = _at_once(command, device, oversubscribe=oversubscribe)
+    at_once, gpus = num_at_once(command.at_once, command.nproc, device, oversubscribe=oversubscribe)
     sweep.begin()
     folder = shown_path(sweep.folder)
     done = sum(run_status(sweep.run_dir(name)) == "completed" for name in sweep.points)
@@ -95,7 +101,7 @@ def main(arguments: list[str]) -> int:
 
     code = run_here(sweep, start, at_once, _tell, gpus=gpus)
     if code > 128:
-        sys.stdout.write("Stopped; the trainings are saved. The same command goes on.\n")
+        sys.stdout.write("Stopped; all trainings are saved. Run the same command to resume.\n")
     else:
         sys.stdout.write(f"Rank them with: samestep runs {folder} --sort metric\n")
     return code
@@ -129,7 +135,10 @@ def _sweep(
     for word in pairs:
         name = word.replace("_", "-")
         if name == "--run-dir":
-            folder = Path(next(pairs, ""))
+            value = next(pairs, "")
+            if not value or value.startswith("--"):
+                raise UserError("--run-dir needs a directory behind it.")
+            folder = Path(value)
             continue
         words.append(word)
     if "seed" in axes or "--seed" in words:
@@ -155,7 +164,7 @@ def _train(sweep: SweepPlan, point: Point, run: Path) -> list[str]:
 
 
 def _ask(number: int, *, sure: bool) -> None:
-    if number <= _ASK_ABOVE or sure:
+    if number <= MOST or sure:
         return
     if sys.stdin.isatty():
         sys.stdout.write(f"{number:,} trainings: begin? [y/N] ")
@@ -163,7 +172,7 @@ def _ask(number: int, *, sure: bool) -> None:
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
     raise UserError(
-        f"The values make {number:,} trainings, more than {_ASK_ABOVE:,}, and none was begun. "
+        f"The values make {number:,} trainings, more than {MOST:,}, and none was begun. "
         "Train some of them with --sample 50, or insist with --yes."
     )
 
@@ -188,27 +197,8 @@ def _check(sweep: SweepPlan) -> Settings:
     return request.settings
 
 
-def _at_once(command: SweepFlags, device: str, *, oversubscribe: bool) -> tuple[int, bool]:
-    """Return how many trainings run at once, and whether each gets a GPU of its own."""
-    from samestep.ranks.nproc import check_ranks, ranks_to_start  # noqa: PLC0415
-
-    gpus = 0
-    if device in ("auto", "cuda"):
-        import torch  # noqa: PLC0415
-
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    most = gpus or ranks_to_start("auto", "cpu")
-    at_once = command.at_once or max(1, most // command.nproc)
-    if not gpus:
-        ranks = at_once * command.nproc
-        check_ranks(ranks, oversubscribe=oversubscribe, flag="--at-once × --nproc")
-    elif at_once > gpus and not oversubscribe:
-        raise UserError(f"--at-once {at_once}: {gpus} GPUs are here. Insist with --oversubscribe.")
-    return at_once, bool(gpus) and command.nproc == 1 and at_once <= gpus
-
-
 def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
-    """Submit a job for each training that has not completed and has no job that goes on."""
+    """Submit a job for each training that has neither completed nor a job already."""
     files = defaults_files(Path.cwd())
     defaults = read_defaults(files)
     with examples(*_EXAMPLES):

@@ -165,12 +165,10 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         if ended and not os.environ.get(PARENT):
             return code
         message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
-        timed_out = "timed out" in message.lower()
-        if timed_out:
-            watched.wait_for_verdict(error, GRACE_S)
-        else:
+        if "timed out" not in message.lower():
             time.sleep(GRACE_S)
-        if timed_out:
+        else:
+            watched.wait_for_verdict(error, GRACE_S)
             message += ". If a rank was only slow, as with a large checkpoint: --timeout-s"
     of_rank = f"[rank {rank}] " if rank else ""
     if os.environ.get(PARENT):

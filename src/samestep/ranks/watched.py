@@ -36,10 +36,13 @@ PULSES = "samestep-pulses-{own}"
 STALL_S = "SAMESTEP_STALL_S"
 """A user's word for scripts: seconds without a sign of life that count as a stall; 0: never."""
 
-_SCRIPT_LEAST_S = 480.0  # a rank may evaluate alone for minutes; below the 10 minutes of NCCL
+_SCRIPT_LEAST_S = 480.0  # a rank may evaluate alone for minutes; NCCL times out after ten
 
 RUN = "run"
 """In that folder: the run directory, once there is one."""
+
+HEARTBEAT = ".pulse-{node}.json"
+"""In the run directory: what the ranks of a node do, every few seconds."""
 
 START, FIRST_STEP, EVALUATION, CHECKPOINT, COMPILING, END = (
     *("start", "first step", "evaluation", "checkpoint", "compiling", "end"),
@@ -58,13 +61,13 @@ _terminal = 2
 
 
 def begin(*, alone: bool = False) -> Pulse | None:
-    """Begin this rank's pulse, where it is one of several or in a job; or else only if `alone`."""
+    """Begin this rank's pulse if it is one of several or in a job; with `alone`, in any case."""
     global _own, _folder, _begun  # noqa: PLW0603 - one per process
     if _own is not None:
         return _own
     try:
         launch = detect_launch(os.environ)
-    except UserError:  # which is told where the ranks meet
+    except UserError:  # it is reported where the ranks join
         return None
     if launch.world_size == 1 and not alone and JOB_RUN not in os.environ:
         return None

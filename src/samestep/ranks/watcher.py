@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.ranks.process import FAILURE, print_error
 from samestep.ranks.startup import JOB_RUN, PARENT, stop_signals
-from samestep.ranks.watched import PULSES, RUN, STALLED
+from samestep.ranks.watched import HEARTBEAT, PULSES, RUN, STALLED
 from samestep.run.files import read_object
 from samestep.stall.pulse import PULSE, TIMED_OUT, RankPulse, read_pulses
 from samestep.stall.stacks import host_name, state_of
 
 if TYPE_CHECKING:
     from samestep.stall.told import Stalled
-
-HEARTBEAT = ".pulse-{node}.json"
-"""In the run directory: what the ranks of a node do, every few seconds."""
 
 VERDICT = "verdict.json"
 """In the folder of the pulses: the verdict, for the process that started the ranks."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-FILES = ".pulse-*.json"
+from samestep.ranks.watched import HEARTBEAT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class _Node(msgspec.Struct):
 def read_pulses(run: Path, since: float = 0.0) -> list[LastSign]:
     """Return all ranks' pulses, the longest silent first; `since` leaves out earlier starts'."""
     pulses = []
-    for path in run.glob(FILES):
+    for path in run.glob(HEARTBEAT.format(node="*")):
         try:
             node = msgspec.json.decode(path.read_bytes(), type=_Node)
             written = path.stat().st_mtime  # by the file server's clock, as `since` is

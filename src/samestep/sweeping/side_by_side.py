@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.ranks.nproc import cores
+from samestep.ranks.nproc import check_ranks, cores, ranks_to_start
 from samestep.ranks.startup import TIED_TO, stop_signals
 from samestep.run.files import Held, hold, read_object
 from samestep.sweeping.sweep_plan import LOGS, SweepPlan
@@ -42,6 +42,27 @@ class EndedTraining:
 class _Running:
     process: subprocess.Popen[bytes]
     place: int
+
+
+def num_at_once(
+    asked: int | None, nproc: int, device: str, *, oversubscribe: bool
+) -> tuple[int, bool]:
+    """Return how many trainings run at once, and whether each gets a GPU of its own.
+
+    Raises UserError if more are asked for than this machine carries.
+    """
+    gpus = 0
+    if device in ("auto", "cuda"):
+        import torch  # noqa: PLC0415
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    most = gpus or ranks_to_start("auto", "cpu")
+    at_once = asked or max(1, most // nproc)
+    if not gpus:
+        check_ranks(at_once * nproc, oversubscribe=oversubscribe, flag="--at-once × --nproc")
+    elif at_once > gpus and not oversubscribe:
+        raise UserError(f"--at-once {at_once}: {gpus} GPUs are here. Insist with --oversubscribe.")
+    return at_once, bool(gpus) and nproc == 1 and at_once <= gpus
 
 
 def run_here(

@@ -23,6 +23,8 @@ from samestep.run.files import read_object, shown_path, write_text
 LOGS = ".logs"
 """In the sweep's folder: what each training printed."""
 _FORMAT = 1
+MOST = 1000
+"""Of more trainings, the user is asked first."""
 _LONGEST_NAME = 120
 _SWITCHES = frozenset({"true", "false"})
 Point = Mapping[str, str]
