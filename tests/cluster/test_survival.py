@@ -127,7 +127,8 @@ def test_a_job_that_everything_happens_to_loses_nothing(sandbox, recipe, tmp_pat
 
 
 def test_a_warning_while_a_rank_still_imports_is_kept_until_it_can_save(sandbox, recipe, tmp_path):
-    job = submit(sandbox, tmp_path, "tiny.py", "--signal-s", "10")
+    set_pace(tmp_path, 1.0)  # it still trains when the script has waited for its ranks to listen
+    job = submit(sandbox, tmp_path, "tiny.py", "--signal-s", "60")  # 40 s to import and to save
     wait_for(lambda: "start 1" in job.log)
     sandbox.run("scancel", "--batch", "--signal=USR1", job.job)
     wait_for(lambda: "(restart 1)" in job.log)
@@ -163,7 +164,7 @@ print("has done", step, flush=True)
 def test_a_script_of_the_users_that_saves_when_warned_goes_on(sandbox, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     set_pace(tmp_path, 0.05)
-    job = submit(sandbox, tmp_path, "mine.py", "--signal-s", "10")
+    job = submit(sandbox, tmp_path, "mine.py", "--signal-s", "30")
     wait_for(lambda: "begins at step 0" in job.log)
     sandbox.run("scancel", "--batch", "--signal=USR1", job.job)
     wait_for(lambda: "(restart 1)" in job.log)
@@ -179,7 +180,7 @@ def test_a_script_of_the_users_that_saves_when_warned_goes_on(sandbox, tmp_path)
 def test_a_job_that_is_cancelled_saves_first_and_does_not_come_back(
     sandbox, recipe, tmp_path, launcher
 ):
-    how = (*TWO, "--time", "30", "--signal-s", "10", "--launcher", launcher)
+    how = (*TWO, "--time", "30", "--signal-s", "30", "--launcher", launcher)
     job = submit(sandbox, tmp_path, "tiny.py", *how)
     job.wait_for_step(3)
     began = time.monotonic()
