@@ -225,6 +225,9 @@ class Settings:
     """Stop after this many evaluations without a new best; by --monitor."""
     min_delta: float = field(default=0.0, metadata=_FREE)
     """The least change that counts as an improvement for --patience."""
+    halving: int | None = field(default=None, metadata=_FREE)
+    """In a sweep, stop after epochs 1, N, N² … unless among the best 1/N that came so far (ASHA);
+    by --monitor."""
 
     pictures: bool = field(default=True, metadata=_FREE)
     """Save pictures at the end of the run: predictions, and what the recipe draws."""
@@ -252,6 +255,7 @@ class Settings:
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")
         check_flags(self, _NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "be 0 or more")
         check_flags(self, ("momentum", "ema"), lambda value: value < 1, "be below 1")
+        check_flags(self, ("halving",), lambda value: value >= 2, "be 2 or more")
         check_flags(self, ("threads",), lambda value: value <= 1024, "be 1024 or less")
         check_flags(self, ("timeout_s",), lambda value: value <= 10**6, "be 1000000 or less")
         check_flags(self, ("seed",), lambda value: value < 2**63, "be below 2^63")

@@ -13,7 +13,7 @@ import pytest
 
 from samestep.sweeping.side_by_side import run_here
 from samestep.sweeping.sweep_plan import SweepPlan
-from tests.command_line import RECIPE, call, one_message, read_json, train_here
+from tests.command_line import RECIPE, call, one_message, read_json, refusal, train_here
 from tests.processes import TIMEOUT_S
 from tests.slurm.fake_slurm import FakeSlurm, install
 
@@ -46,6 +46,26 @@ def test_each_run_is_the_training_of_its_flags_and_is_trained_once(here, capfd, 
     assert call("runs", "sweep", "--sort", "metric", "--json") == 0
     ranked = json.loads(capfd.readouterr().out)
     assert [run["value"] for run in ranked] == sorted((r["value"] for r in ranked), reverse=True)
+
+
+@pytest.mark.slow
+def test_with_halving_a_training_that_falls_behind_ends_after_its_first_epoch(here, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ("--lr", "0.1,1e-9", "--epochs", "3", "--halving", "2", "--at-once", "1")
+    assert call("sweep", "small.py", *words, "--monitor", "loss", "--run-dir", "sweep") == 0
+    epochs = {
+        file.parent.name: file.read_text().count('"event": "epoch"')
+        for file in here.glob("sweep/lr=*/events.jsonl")
+    }
+    assert epochs == {"lr=0.1": 3, "lr=1e-9": 1}
+    result = read_json(here / "sweep" / "lr=1e-9" / "result.json")
+    assert (result["status"], result["reason"]) == ("completed", "successive halving")
+    assert result["weights_sha256"]  # it is saved, and could go on
+
+
+def test_halving_outside_of_a_sweep_is_refused(here):
+    assert "--halving" in refusal("train", "small.py", "--halving", "3", folder=here)
+    assert not [*here.glob("runs/*/events.jsonl")]
 
 
 @pytest.mark.parametrize(

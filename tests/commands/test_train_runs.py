@@ -232,6 +232,7 @@ timeout_s=77.0 stall_s=33.0 bucket_cap_mb=3 oversubscribe=true compile="on" thre
 num_workers=1 log_every=4
 eval_every_epochs=3 eval_every_steps=11 checkpoint_every_epochs=5 checkpoint_every_steps=6
 checkpoint_every_minutes=0.5 keep_top_k=2 monitor="loss" mode="max" patience=4 min_delta=0.0625
+halving=3
 pictures=false channels_last=true cudnn_benchmark=true deterministic=true find_unused=true
 checkpoint_activations=true static_graph=true sync_batchnorm=true engine="lightning"
 track="tensorboard" track_project="spirals" track_name="one" track_workspace="us" track_tags="a,b"
@@ -370,10 +371,11 @@ def test_a_run_of_all_settings_keeps_them(here):
     table = {**SETTINGS, **OPTIONS, "optimizer": "sgd", "compile": "off", "num_workers": 0}
     table |= {"batch_size": 32, "virtual_ranks": 4, "micro_batch_size": 4, "accumulate": 2}
     # Deterministic operations exclude the benchmark, the spiral's network has nothing that the next
-    # two could apply to, and the last two have tests of their own.
+    # two could apply to, and the others have tests of their own.
     table |= {"cudnn_benchmark": False, "checkpoint_activations": False, "sync_batchnorm": False}
     table |= {"engine": "native", "track": "none"}
-    for name in ("run_dir", "batch_size_per_rank", "group_by_length", "batch_tokens"):
+    alone = ("run_dir", "halving")
+    for name in (*alone, "batch_size_per_rank", "group_by_length", "batch_tokens"):
         del table[name]
     config = write_toml(here / "all.toml", table)
     assert resolved(["--config", config]) == resolved(as_flags(table))

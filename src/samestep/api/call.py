@@ -101,6 +101,7 @@ class SettingsArguments(TypedDict, total=False):
     mode: Literal["auto", "min", "max"]
     patience: int | None
     min_delta: float
+    halving: int | None
     pictures: bool
     track: str | None
     track_project: str | None

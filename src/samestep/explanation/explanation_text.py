@@ -368,6 +368,8 @@ def _evaluation(found: Explanation) -> Rows:
             where = f"; after step {first.step:,} at the earliest"
         evaluations = count(settings.patience, "evaluation")
         yield "may stop", f"after {evaluations} without improvement{where}"
+    if (n := settings.halving) is not None:
+        yield "may stop", f"after epochs 1, {n}, {n * n} … if others of the sweep are better"
     if how.has_test:
         yield "test", "once, at the end, with the best checkpoint"
 

@@ -259,6 +259,8 @@ def _drive(task: Task) -> None:
     task = replace(task, work=work)
     records = _Records(task)
     callbacks: list[Any] = [records, LearningRateMonitor("step")]
+    if settings.halving is not None:
+        raise UserError("--halving needs --engine native; Lightning's Trainer stops by --patience.")
     if settings.patience is not None:
         limits = settings.min_delta, settings.patience
         how: Any = {"mode": watch.mode, "check_finite": False}

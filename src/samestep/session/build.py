@@ -315,7 +315,7 @@ def _agree_on_stream(source: Source | None) -> None:
 def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> Watch:
     names = ["loss", *tried.parts, *recipe.metrics, *tried.measured]
     if splits.validation is None:
-        for name in ("patience", "monitor"):
+        for name in ("patience", "monitor", "halving"):
             if getattr(settings, name) is not None:
                 raise UserError(f"--{name} needs validation data, and the recipe has none.")
     metric = settings.monitor or ("accuracy" if "accuracy" in names else "loss")

@@ -18,6 +18,7 @@ from samestep.run.directory import Run, check_free, git_commit, is_run, new_run_
 from samestep.run.files import write_text
 from samestep.run.records import Record, read_records
 from samestep.session.build import Built, Loaded, build, go_on, load_newest
+from samestep.session.halving import check_halving, halving_of
 from samestep.session.outcome import Outcome, finish_run, record_failure
 from samestep.session.recipe_changes import FROM_PYTHON, keep_recipe, recipe_changes
 from samestep.session.request import Request, to_toml
@@ -135,6 +136,7 @@ def _train(
     minutes = SaveTimer(every)
     agreement = Agreement(world, received, minutes.passed if every else None)
     made_with = to_toml(request, work.plan)
+    is_hopeless = halving_of(session.path, request.settings.halving, state.watch.mode, world)
 
     def write(content: dict[str, Any], metric: float | None) -> Record:
         content = {**content, "made_with": made_with}
@@ -151,7 +153,9 @@ def _train(
         request=request,
         work=work,
         state=state,
-        control=RunControl(agreement=agreement, minutes=minutes, save=save),
+        control=RunControl(
+            agreement=agreement, minutes=minutes, save=save, is_hopeless=is_hopeless
+        ),
         checkpoint=session.path / "checkpoints" / resumed.entry.path if resumed else None,
         session=session,
         write=write,
@@ -177,6 +181,7 @@ def choose_path(request: Request) -> Path:
     path = Path(wanted) if wanted else new_run_path(request.recipe.name)
     if request.folder != Path.cwd():
         path = request.folder / path
+    check_halving(path, request.settings.halving)
     if not request.resume:
         in_python = request.source.startswith(FROM_PYTHON)
         call = f"samestep.train({str(path)!r}, recipe=…, resume=True)"

@@ -160,7 +160,8 @@ def run_status(run: Path) -> str:
 def _ended(sweep: SweepPlan, name: str, code: int) -> EndedTraining:
     result = read_object(sweep.run_dir(name) / "result.json")
     if code == 0:
-        return EndedTraining(name, "completed", best_text(result))
+        halved = ", ended by --halving" * (result.get("reason") == "successive halving")
+        return EndedTraining(name, "completed", best_text(result) + halved)
     if code > 128 and result.get("status") == "stopped":
         return EndedTraining(name, "stopped", "saved; the same command goes on")
     log = sweep.folder / LOGS / f"{name}.log"

@@ -53,6 +53,8 @@ class RunControl:
     minutes: SaveTimer
     save: Callable[[float | None], Record]
     """Monitored metric → its `checkpoint` record, once it is announced."""
+    is_hopeless: Callable[[int, float], bool]
+    """Epochs done, monitored metric → whether to stop by --halving; all ranks call it."""
 
 
 def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> Iterable[Record]:
@@ -106,6 +108,8 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
         metric = yield from _evaluate(work, state, control, work.validation, epoch)
         if state.signum:
             return
+        if metric is not None and not last and control.is_hopeless(position.epoch + 1, metric):
+            state.stop_reason = state.stop_reason or "successive halving"
     else:
         yield epoch
     if epoch_is_full(work, state):

@@ -8,4 +8,5 @@ NO_EFFECT = (
     "timeout_s",
     "stall_s",
     *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k", "patience", "min_delta"),
+    "halving",
 )

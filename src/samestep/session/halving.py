@@ -1,0 +1,63 @@
+"""Successive halving: of a sweep's trainings only the best of those that came as far go on.
+
+ASHA of Li et al. 2018, "A System for Massively Parallel Hyperparameter Tuning", in the form that
+stops a training instead of pausing it: nobody waits, so the first to come to a rung goes on.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from samestep.errors import UserError
+from samestep.ranks.world import World
+from samestep.run.directory import SWEEP
+from samestep.run.files import cannot_write, write_text
+
+_RUNGS = ".rungs"
+"""In the sweep's folder: the monitored metric of each training at each rung."""
+
+
+def check_halving(run: Path, factor: int | None) -> None:
+    """Raise UserError if a run that halves is no training of a sweep."""
+    if factor is not None and not (run.parent / SWEEP).is_file():
+        raise UserError(
+            f"--halving compares the trainings of a sweep, and {run} is none. Start it with "
+            "`samestep sweep`, or leave --halving out.",
+            flags=["halving"],
+        )
+
+
+def halving_of(
+    run: Path, factor: int | None, mode: str, world: World
+) -> Callable[[int, float], bool]:
+    """Return what tells after an epoch whether a training is to stop; never without a factor.
+
+    All ranks call it with the number of epochs that are done and the monitored metric. With the
+    factor N, epochs 1, N, N², … are rungs; there the best 1/N so far go on, at least one.
+    """
+    if factor is None:
+        return lambda _epoch, _metric: False
+    sign = 1.0 if mode == "min" else -1.0
+
+    def is_hopeless(epoch: int, metric: float) -> bool:
+        if not _is_rung(epoch, factor):
+            return False
+        return world.on_main(lambda: not _goes_on(run, epoch, sign * metric, factor))
+
+    return is_hopeless
+
+
+def _is_rung(epoch: int, factor: int) -> bool:
+    while epoch > 1 and epoch % factor == 0:
+        epoch //= factor
+    return epoch == 1
+
+
+def _goes_on(run: Path, epoch: int, value: float, factor: int) -> bool:
+    rung = run.parent / _RUNGS / str(epoch)
+    try:
+        rung.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(rung, error) from error
+    write_text(rung / run.name, repr(value))
+    values = [float(path.read_text()) for path in rung.iterdir() if not path.name.startswith(".")]
+    return sum(other < value for other in values) < max(1, len(values) // factor)
