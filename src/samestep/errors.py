@@ -261,6 +261,7 @@ def raised_at(error: BaseException) -> str:
 _EXTRAS = {
     "datasets": "huggingface",
     "lightning": "lightning",
+    "optuna": "optuna",
     "tokenizers": "huggingface",
     "torch_geometric": "graphs",
     "transformers": "huggingface",

@@ -13,6 +13,7 @@ from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
 from samestep.ranks.process import TASK
 from samestep.recipe import Recipe
+from samestep.sweeping.chosen_by_optuna import OptunaChoice
 from samestep.sweeping.side_by_side import EndedTraining, num_at_once, run_here
 from samestep.sweeping.sweep_plan import MOST, SweepPlan, default_folder, num_points
 
@@ -24,6 +25,7 @@ def sweep(
     folder: AnyPath | None = None,
     at_once: int | None = None,
     sample: int | None = None,
+    optuna: bool = False,
     quiet: bool = False,
     **settings: Any,
 ) -> list[TrainedRun]:
@@ -40,6 +42,7 @@ def sweep(
         folder: the sweep's folder; by default one in runs/ that the arguments decide.
         at_once: trainings at once; by default one per GPU, else one per core.
         sample: train this many of the combinations, drawn at random by `seed`.
+        optuna: let Optuna choose the sample, by how the trainings before ended.
         quiet: whether to show nothing.
         settings: any setting of the training and option of the recipe; a list is several values.
 
@@ -50,7 +53,8 @@ def sweep(
     for name, number in (("at_once", at_once), ("sample", sample)):
         if number is not None and number < 1:
             raise UserError(f"sweep({name}={number}): it must be 1 or more.")
-    plan, calls = _plan(what, folder, sample, settings)
+    plan, calls = _plan(what, folder, sample, settings, optuna=optuna)
+    chooser = OptunaChoice(plan) if optuna else None
     device, oversubscribe = "auto", False
     for one in calls.values():
         request = request_of(one, "sweep")
@@ -73,18 +77,24 @@ def sweep(
             send(calls[name], file)
             return ["train"], {TASK: str(file)}
 
-        code = run_here(plan, start, number, tell, gpus=gpus)
+        code = run_here(plan, start, number, tell, gpus=gpus, chooser=chooser)
     if failed:
         first = failed[0]
         many = f"{len(failed)} of the trainings failed"
         raise UserError(f"{many}. {first.name}: {first.text}")
     if code > 128:
         raise KeyboardInterrupt
-    return [TrainedRun(plan.run_dir(name), one.recipe) for name, one in calls.items()]
+    begun = [(plan.run_dir(name), one.recipe) for name, one in calls.items()]
+    return [TrainedRun(run, recipe) for run, recipe in begun if run.is_dir()]
 
 
 def _plan(
-    what: AnyPath | Recipe, folder: AnyPath | None, sample: int | None, settings: dict[str, Any]
+    what: AnyPath | Recipe,
+    folder: AnyPath | None,
+    sample: int | None,
+    settings: dict[str, Any],
+    *,
+    optuna: bool,
 ) -> tuple[SweepPlan, dict[str, Call]]:
     """Return the sweep that the arguments make, and the call of each of its trainings."""
     lists = {name: [*v] for name, v in settings.items() if isinstance(v, list) and len(v) > 1}
@@ -102,6 +112,7 @@ def _plan(
     label = (what.name or "recipe") if isinstance(what, Recipe) else str(path_of(what, "what"))
     flags = tuple(f"{name}={value}" for name, value in same.items())
     asked = [*flags, *map(str, axes.items()), f"sample={sample}"]
+    asked += ["optuna"] * optuna
     seed = lists["seed"][0] if "seed" in lists else same.get("seed", 42)
     plan = SweepPlan(
         folder=(path_of(folder, "folder") if folder else default_folder(label, asked)).absolute(),
@@ -109,6 +120,7 @@ def _plan(
         flags=flags,
         axes=axes,
         sample=sample,
+        optuna=optuna,
         seed=seed,
     )
     calls = {

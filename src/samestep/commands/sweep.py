@@ -17,6 +17,7 @@ from samestep.slurm.checks import check_ranks
 from samestep.slurm.options import UncheckedOptions, apply_flags, defaults_files, read_defaults
 from samestep.slurm.queue import my_jobs
 from samestep.slurm.submission import find_workload, make_script, submit, with_home_expanded
+from samestep.sweeping.chosen_by_optuna import OptunaChoice
 from samestep.sweeping.side_by_side import EndedTraining, num_at_once, run_here, run_status
 from samestep.sweeping.sweep_plan import (
     MOST,
@@ -48,7 +49,9 @@ class SweepFlags:
     at_once: int | None = None
     """Trainings at once; by default one per GPU, else one per core."""
     sample: int | None = None
-    """Train this many of the combinations, drawn at random by --seed."""
+    """Train only this many of the combinations, drawn at random by --seed."""
+    optuna: Switch = False
+    """Let Optuna choose that sample, by how the trainings before ended."""
     nproc: int = 1
     """Ranks of each training."""
     slurm: Switch = False
@@ -81,8 +84,11 @@ def main(arguments: list[str]) -> int:
         raise UserError("What follows after `--` are flags of a job: they need --slurm.")
     if command.slurm and command.nproc > 1:
         raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
+    if command.optuna and command.slurm:
+        raise UserError("--optuna chooses by what has ended; --slurm submits all at once.")
     _ask(num_points(axes, command.sample), sure=command.yes)
     sweep = _sweep(target, shared, axes, command)
+    chooser = OptunaChoice(sweep) if command.optuna else None
     settings = _check(sweep)
     if command.slurm:
         return _submit_all(sweep, words[cut + 1 :], command.at_once, settings)
@@ -92,14 +98,14 @@ def main(arguments: list[str]) -> int:
     folder = shown_path(sweep.folder)
     done = sum(run_status(sweep.run_dir(name)) == "completed" for name in sweep.points)
     before = f", {done:,} of them completed before" if done else ""
-    number = f"{len(sweep.points):,} trainings"
+    number = f"{sweep.num_trainings:,} trainings"
     sys.stdout.write(f"sweep    {folder}: {number}, {at_once} at once{before}\n")
     sys.stdout.flush()
 
     def start(name: str) -> tuple[list[str], dict[str, str]]:
         return _train(sweep, sweep.points[name], sweep.run_dir(name)), {}
 
-    code = run_here(sweep, start, at_once, _tell, gpus=gpus)
+    code = run_here(sweep, start, at_once, _tell, gpus=gpus, chooser=chooser)
     if code > 128:
         sys.stdout.write("Stopped; all trainings are saved. Run the same command to resume.\n")
     else:
@@ -148,6 +154,7 @@ def _sweep(
         words += ["--nproc", str(command.nproc)]
     recipe = target if target in RECIPES else str(Path(target).absolute())
     asked = [*words, *(f"{k}={v}" for k, v in axes.items()), f"sample={command.sample}"]
+    asked += ["optuna"] * command.optuna
     folder = folder or default_folder(recipe, asked)
     return SweepPlan(
         folder=folder,
@@ -155,6 +162,7 @@ def _sweep(
         flags=tuple(words),
         axes=axes,
         sample=command.sample,
+        optuna=command.optuna,
         seed=seed,
     )
 

@@ -18,6 +18,7 @@ from samestep.errors import UserError
 from samestep.ranks.nproc import check_ranks, cores, ranks_to_start
 from samestep.ranks.startup import TIED_TO, stop_signals
 from samestep.run.files import Held, hold, read_object
+from samestep.sweeping.chosen_by_optuna import OptunaChoice
 from samestep.sweeping.sweep_plan import LOGS, SweepPlan
 
 _LOOK_EVERY_S = 0.1
@@ -72,10 +73,12 @@ def run_here(
     tell: Callable[[EndedTraining], None],
     *,
     gpus: bool = False,
+    chooser: OptunaChoice | None = None,
 ) -> int:
     """Run what has not completed yet; return 0, 1 if one failed, or 128 + the signal that ended it.
 
-    A stop signal is passed on to all trainings, which save and end; a second one kills them.
+    A `chooser` says which comes next, by how those before ended. A stop signal is passed on to all
+    trainings, which save and end; a second one kills them.
     """
     (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
     try:
@@ -85,22 +88,28 @@ def run_here(
             f"The sweep in {sweep.folder} is running already, in {owner}. Wait for its end, or "
             "name another folder with --run-dir."
         ) from None
-    waiting = [name for name in sweep.points if run_status(sweep.run_dir(name)) != "completed"]
+    done = {name for name in sweep.points if run_status(sweep.run_dir(name)) == "completed"}
+    names: Iterator[str] = (name for name in sweep.points if name not in done)
+    if chooser is not None:
+        names = iter(chooser.next, "")
     running: dict[str, _Running] = {}
     failed = False
     with held, _passing_on(running) as received:
         try:
-            while running or (waiting and not received):
-                while waiting and len(running) < at_once and not received:
+            while True:
+                while len(running) < at_once and not received and (name := next(names, "")):
                     taken = {one.place for one in running.values()}
                     place = next(k for k in range(at_once) if k not in taken)
-                    name = waiting.pop(0)
                     running[name] = _start(sweep, name, command, place, at_once, gpus=gpus)
+                if not running:
+                    break
                 time.sleep(_LOOK_EVERY_S)
                 for name, one in [*running.items()]:
                     if (code := one.process.poll()) is not None:
                         del running[name]
                         ended = _ended(sweep, name, code)
+                        if chooser is not None:
+                            chooser.ended(name)
                         failed |= ended.status == "failed"
                         tell(ended)
         finally:

@@ -42,20 +42,30 @@ class SweepPlan:
     axes: Mapping[str, tuple[str, ...]]
     sample: int | None = None
     """Train this many points, drawn at random, instead of all."""
+    optuna: bool = False
+    """Whether Optuna chooses the sample as the sweep goes on, instead of one random draw."""
     seed: int = 42
     points: Mapping[str, Point] = field(init=False)
-    """Each training's settings by the name of its directory."""
+    """Each training's settings by the name of its directory; all that Optuna may choose from."""
 
     def __post_init__(self) -> None:
+        if self.optuna and self.sample is None:
+            raise UserError("Optuna needs the number of trainings: --sample, in Python sample=.")
         names, values = [*self.axes], [*self.axes.values()]
         numbers: Sequence[int] = range(num_points(self.axes))
-        if self.sample is not None and self.sample < len(numbers):
-            numbers = sorted(random.Random(self.seed).sample(numbers, self.sample))  # noqa: S311
+        if not self.optuna and self.num_trainings < len(numbers):
+            drawn = random.Random(self.seed).sample(numbers, self.num_trainings)  # noqa: S311
+            numbers = sorted(drawn)
             chosen: Iterator[tuple[str, ...]] = (_at(values, number) for number in numbers)
         else:
             chosen = itertools.product(*values)
         points = (dict(zip(names, one, strict=True)) for one in chosen)
         object.__setattr__(self, "points", {_name(point): point for point in points})
+
+    @property
+    def num_trainings(self) -> int:
+        """How many of the points are trained."""
+        return num_points(self.axes, self.sample)
 
     def words(self, point: Point) -> list[str]:
         """Return the flags of one training."""
@@ -82,6 +92,7 @@ class SweepPlan:
             "flags": [*self.flags],
             "axes": {flag: [*values] for flag, values in self.axes.items()},
             "sample": self.sample,
+            **({"optuna": True} if self.optuna else {}),
             "points": {name: dict(point) for name, point in self.points.items()},
         }
 

@@ -1,0 +1,69 @@
+"""Which trainings of a sweep Optuna chooses, without training them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from samestep.sweeping.chosen_by_optuna import OptunaChoice
+from samestep.sweeping.sweep_plan import SweepPlan
+
+pytest.importorskip("optuna")
+
+
+def plan(folder: Path, sample: int) -> SweepPlan:
+    axes = {"lr": tuple(f"{n / 10}" for n in range(1, 21)), "epochs": ("1", "2")}
+    return SweepPlan(
+        folder=folder, recipe="spiral", flags=(), axes=axes, sample=sample, optuna=True, seed=1
+    )
+
+
+def train(sweep: SweepPlan, name: str, mode: str = "min") -> None:
+    """Leave what a training leaves: the nearer its learning rate is to 0.7, the better."""
+    away = abs(float(sweep.points[name]["lr"]) - 0.7)
+    best = {"metric": "loss", "mode": mode, "value": away if mode == "min" else -away}
+    sweep.run_dir(name).mkdir(exist_ok=True)
+    result = {"status": "completed", "best": best}
+    (sweep.run_dir(name) / "result.json").write_text(json.dumps(result))
+
+
+def chosen(sweep: SweepPlan, mode: str = "min") -> list[str]:
+    """Train what is chosen, one after the other, to the end."""
+    choice, names = OptunaChoice(sweep), []
+    while name := choice.next():
+        train(sweep, name, mode)
+        choice.ended(name)
+        names.append(name)
+    return names
+
+
+def test_as_many_as_the_sample_are_trained_and_none_twice(tmp_path):
+    names = chosen(plan(tmp_path, 40))  # of 40: it ends although Optuna repeats itself
+    assert sorted(names) == sorted(plan(tmp_path, 40).points)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_later_choices_are_nearer_to_the_best_than_those_drawn_at_random_first(tmp_path, mode):
+    sweep = plan(tmp_path, 30)
+    away = [abs(float(sweep.points[name]["lr"]) - 0.7) for name in chosen(sweep, mode)]
+    assert sum(away[-10:]) < 0.7 * sum(away[:10])
+
+
+def test_after_a_kill_the_unfinished_come_first_and_the_completed_are_not_trained_again(tmp_path):
+    sweep = plan(tmp_path, 12)
+    choice = OptunaChoice(sweep)
+    done, killed = choice.next(), choice.next()
+    train(sweep, done)
+    choice.ended(done)
+    sweep.run_dir(killed).mkdir()
+    names = chosen(sweep)
+    assert names[0] == killed
+    assert done not in names
+    assert len({done, *names}) == 12
+
+
+def test_a_training_that_failed_does_not_end_the_choice(tmp_path):
+    choice = OptunaChoice(plan(tmp_path, 2))
+    choice.ended(choice.next())  # it left no result
+    assert choice.next()
+    assert not choice.next()
