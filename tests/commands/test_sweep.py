@@ -127,14 +127,12 @@ def test_on_slurm_each_training_that_has_none_gets_a_job(slurm, here):
     (completed / "result.json").write_text('{"status": "completed"}')
     slurm.add(5, waiting, "PENDING")
     assert call("sweep", *flags, "--", "--time", "30") == 0
-    sent = [line for line in slurm.calls if line.startswith("sbatch")]
-    assert [line.split("comment=samestep:")[1].split()[0] for line in sent] == [
-        str(here / "sweep" / f"lr={lr}") for lr in (3, 4)
-    ]
-    assert all("--dependency=singleton" in line and "--time=30" in line for line in sent)
-    assert [line.split("job-name=")[1].split()[0] for line in sent] == ["sweep-1", "sweep-2"]
-    text = (here / "sweep" / "lr=3" / "job.sbatch").read_text()
-    assert "--lr 3" in " ".join(text.replace("\\\n", " ").split())
+    (sent,) = (line for line in slurm.calls if line.startswith("sbatch"))
+    assert {"--array=2,3%2", "--time=30", "--job-name=sweep"} <= {*sent.split()}
+    for task, lr in ((2, 3), (3, 4)):
+        script = here / "sweep" / ".array" / str(task) / "job.sbatch"
+        assert script.samefile(here / "sweep" / f"lr={lr}" / "job.sbatch")
+        assert f"--lr {lr}" in " ".join(script.read_text().replace("\\\n", " ").split())
 
 
 def started(*flags: str) -> subprocess.Popen[bytes]:

@@ -133,7 +133,7 @@ running() {{ (( --left > 0 )); }}
 pass_on() {{ echo "told $1"; }}
 sleep() {{ SECONDS=$((SECONDS + 1)); }}
 scancel() {{ echo "scancel $*"; }}
-SLURM_JOB_ID=7 left={left}
+job=7 left={left}
 cancel
 """
 

@@ -14,9 +14,10 @@ from samestep.run.directory import is_run
 from samestep.run.files import shown_path
 from samestep.settings import Settings
 from samestep.slurm.checks import check_ranks
+from samestep.slurm.job_array import submit_array
 from samestep.slurm.options import UncheckedOptions, apply_flags, defaults_files, read_defaults
 from samestep.slurm.queue import my_jobs
-from samestep.slurm.submission import find_workload, make_script, submit, with_home_expanded
+from samestep.slurm.submission import find_workload, make_script, with_home_expanded
 from samestep.sweeping.chosen_by_optuna import OptunaChoice
 from samestep.sweeping.side_by_side import EndedTraining, num_at_once, run_here, run_status
 from samestep.sweeping.sweep_plan import (
@@ -55,7 +56,7 @@ class SweepFlags:
     nproc: int = 1
     """Ranks of each training."""
     slurm: Switch = False
-    """Submit each training as a job; flags of `samestep slurm submit` follow after `--`."""
+    """Submit the trainings as one job array; flags of `samestep slurm submit` follow after `--`."""
     yes: Switch = False
     """Do not ask before more than 1,000 trainings."""
 
@@ -206,7 +207,7 @@ def _check(sweep: SweepPlan) -> Settings:
 
 
 def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
-    """Submit a job for each training that has neither completed nor a job already."""
+    """Submit a job array of the trainings that have neither completed nor a job already."""
     files = defaults_files(Path.cwd())
     defaults = read_defaults(files)
     with examples(*_EXAMPLES):
@@ -215,24 +216,21 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
         )
     options = with_home_expanded(apply_flags(defaults, given, files))
     check_ranks(options, settings)
-    if options.after and at_once:
-        raise UserError("--after and --at-once both order the jobs: leave one of them out.")
-    going = {str(job.run) for job in my_jobs() if not job.ended}
+    going = {job.run.resolve() for job in my_jobs() if job.run and not job.ended}
     sweep.begin()
-    for place, (name, point) in enumerate(sweep.points.items()):
+    jobs = {}
+    for task, (name, point) in enumerate(sweep.points.items()):
         run = sweep.run_dir(name).absolute()
-        if run_status(run) == "completed" or str(run) in going:
-            continue
-        own = options
-        if at_once:  # Slurm runs one job of a name at a time
-            lane = f"{options.job_name or sweep.folder.name}-{place % at_once + 1}"
-            single = (*options.sbatch, "--dependency=singleton")
-            own = replace(options, job_name=lane, sbatch=single)
-        flags = [*sweep.words(point), "--run-dir", str(run)]
-        work = find_workload(sweep.recipe, flags, [*RECIPES])
-        number, _ = submit(make_script(work, own, Path.cwd()))
-        sys.stdout.write(f"job {number}  {name}\n")
-        sys.stdout.flush()
+        if run_status(run) != "completed" and run.resolve() not in going:
+            flags = [*sweep.words(point), "--run-dir", str(run)]
+            work = find_workload(sweep.recipe, flags, [*RECIPES])
+            jobs[task] = make_script(replace(work, name=sweep.folder.name), options, Path.cwd())
+    if not jobs:
+        sys.stdout.write("Every training has completed or has a job.\n")
+        return 0
+    number = submit_array(jobs, sweep.folder.absolute(), at_once)
+    for task, job in jobs.items():
+        sys.stdout.write(f"job {number}_{task}  {Path(job.run).name}\n")
     sys.stdout.write(
         "Watch them with: samestep slurm status\n"
         f"Rank them with: samestep runs {shown_path(sweep.folder)} --sort metric\n"

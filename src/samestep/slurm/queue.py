@@ -45,6 +45,8 @@ _FIELDS = {
     "StdOut": "STDOUT",
     "Command": "Command",
     "Comment": "Comment",
+    "ArrayJobId": "ArrayJobID",
+    "ArrayTaskId": "ArrayTaskID",
 }
 _SEPARATOR = "\x1f"
 
@@ -125,6 +127,13 @@ class QueuedJob:
     exit_code: str
     log: Path | None
     run: Path | None
+    array_task: str = ""
+    """Its number and task, as 12_3, if it is of a job array."""
+
+    @property
+    def target(self) -> str:
+        """What Slurm's commands call it; its number alone may mean all of its array."""
+        return self.array_task or str(self.job)
 
     @property
     def ended(self) -> bool:
@@ -147,22 +156,30 @@ class JobAndRun:
         return f"The queue could not be asked: {why}" if self.queue_error else ""
 
 
-def find_job(job: int) -> QueuedJob | None:
-    """Return a job, or None if Slurm does not know it (any more)."""
+def find_job(job: int | str) -> QueuedJob | None:
+    """Return a job by its number, or 12_3, or None if Slurm does not know it (any more)."""
     try:
         text = call("scontrol", "-o", "show", "job", str(job))
     except ProgramError as error:
         if "Invalid job id" in error.said:
             return None
         raise
-    return parse_job(text.splitlines()[0])
+    lines = text.splitlines()
+    if len(lines) > 1 or re.search("ArrayTaskId=(?![0-9]+ )", lines[0]):
+        raise UserError(
+            f"Job {job} is a job array. Name one of its jobs, such as {job}_0, or its run; "
+            "samestep slurm status lists them."
+        )
+    return parse_job(lines[0])
 
 
 def my_jobs(of_run: Path | None = None) -> list[QueuedJob]:
     """Return this user's jobs (of one run) that samestep submitted and Slurm still knows."""
     # With --me the controller does not list the jobs of other users. squeue pads to the width.
     columns = ",".join(f"{name}:4096{_SEPARATOR}" for name in _FIELDS.values())
-    text = call("squeue", "--me", "--all", "--states=all", "--noheader", f"--Format={columns}")
+    text = call(
+        "squeue", "--me", "--all", "--states=all", "--array", "--noheader", f"--Format={columns}"
+    )
     rows = ([v.strip() for v in line.split(_SEPARATOR)] for line in text.split("\n"))
     jobs = [_queued(dict(zip(_FIELDS, row, strict=False))) for row in rows if row[0].isdigit()]
     return [
@@ -177,9 +194,14 @@ def parse_job(line: str) -> QueuedJob:
 
 
 def _queued(fields: Mapping[str, str]) -> QueuedJob:
-    number = fields["JobId"]
+    number, task = fields["JobId"], fields.get("ArrayTaskId", "")
+    task = task if task.isdigit() else ""
     # squeue leaves the job's number in the name to be filled in.
-    log = re.sub("%[jA]", number, fields.get("StdOut", "").strip()).replace("%%", "%")
+    filled = {"%j": number, "%A": fields.get("ArrayJobId", "") or number, "%a": task, "%%": "%"}
+    log = re.sub("%[jAa%]", lambda match: filled[match[0]], fields.get("StdOut", "").strip())
+    comment = fields.get("Comment", "").strip()
+    if task:
+        comment = comment.replace("%a", task)
     user, _, uid = fields.get("UserId", "").partition("(")
     return QueuedJob(
         job=int(number),
@@ -195,14 +217,16 @@ def _queued(fields: Mapping[str, str]) -> QueuedJob:
         starts_at=fields.get("StartTime", "Unknown"),
         exit_code=fields.get("ExitCode", ""),
         log=Path(log) if log and log != "/dev/null" else None,
-        run=_run_of(fields.get("Comment", "").strip(), fields.get("Command", "").strip(), log),
+        run=_run_of(comment, fields.get("Command", "").strip(), log),
+        array_task=f"{fields.get('ArrayJobId', '')}_{task}" if task else "",
     )
 
 
 def _run_of(comment: str, command: str, log: str) -> Path | None:
     """Return the run directory that a job's comment names; an admin may have replaced that."""
     if comment.startswith(MARK):
-        return Path(comment.removeprefix(MARK))
+        run = Path(comment.removeprefix(MARK))
+        return run.resolve() if run.is_symlink() else run  # of a job array
     folders = (Path(path).parent for path in (command, log) if path.startswith("/"))
     return next((folder for folder in folders if (folder / OPTIONS).is_file()), None)
 
@@ -218,8 +242,8 @@ def ended_runs(folder: Path, known: Collection[Path | None], most: int = 20) -> 
 def find_job_or_run(text: str) -> JobAndRun:
     """Return the job and the run of a number or run directory: its running or newest job."""
     run = Path(text)
-    if text.isdigit():
-        return _find_number(int(text))
+    if re.fullmatch("[0-9]+(_[0-9]+)?", text):
+        return _find_number(text)
     if not (is_run(run) or (run / "job.sbatch").is_file()):
         raise UserError(
             f"{text} is neither a job's number nor the directory of a run.{nearby(run, 'run')}"
@@ -233,7 +257,7 @@ def find_job_or_run(text: str) -> JobAndRun:
     return JobAndRun(job=jobs[-1] if jobs else None, run=run)
 
 
-def _find_number(number: int) -> JobAndRun:
+def _find_number(number: str) -> JobAndRun:
     queue_error = job = None
     try:
         job = find_job(number)
@@ -264,7 +288,7 @@ def ask_to_stop(job: QueuedJob, run: Path) -> bool:
         if not listens:
             time.sleep(_LOOK_EVERY_S)
     # To the script only: it signals the ranks, waits for them, and does not start again.
-    call("scancel", "--batch", "--signal=USR2", str(job.job))
+    call("scancel", "--batch", "--signal=USR2", job.target)
     return listens
 
 

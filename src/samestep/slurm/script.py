@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -121,19 +122,24 @@ def sbatch_options(job: JobScript) -> dict[str, str | None]:
 
 
 def _directives(job: JobScript) -> list[str]:
-    options = []
-    for name, value in sbatch_options(job).items():
-        option = f"--{name}" if value is None else f"--{name}={value}"
-        if value and not _PLAIN.fullmatch(value):  # a space would end it, # begin a comment
-            escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-            option = f'--{name}="{escaped}"'
-        options.append(option)
     return [
         "#!/usr/bin/env bash",
         f"# {job.title}",
         "# Written by `samestep slurm submit`. Edit it as you like and hand it in with sbatch.",
-        *(f"#SBATCH {option}" for option in (*options, *job.options.sbatch)),
+        *directives(sbatch_options(job), job.options.sbatch),
     ]
+
+
+def directives(options: Mapping[str, str | None], more: Sequence[str]) -> list[str]:
+    """Return the lines of a script that give sbatch these options, and more as they stand."""
+    words = []
+    for name, value in options.items():
+        option = f"--{name}" if value is None else f"--{name}={value}"
+        if value and not _PLAIN.fullmatch(value):  # a space would end it, # begin a comment
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+            option = f'--{name}="{escaped}"'
+        words.append(option)
+    return [f"#SBATCH {option}" for option in (*words, *more)]
 
 
 def _tasks_per_node(options: JobOptions) -> int:
@@ -159,6 +165,8 @@ def _signal_handlers(job: JobScript) -> list[str]:
     saves_s = patience_s - min(_VERDICT_S, patience_s // 3)
     return f"""\
 run={shlex.quote(job.run)}  # the same over all restarts
+job=$SLURM_JOB_ID  # of a job array, a number alone may mean all
+[[ -z ${{SLURM_ARRAY_JOB_ID-}} ]] || job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
 
 # Slurm sends USR1 ahead of the time limit, `samestep slurm cancel` sends USR2, and TERM says that
 # Slurm itself ends the job and has told the ranks. They finish their step, save, end together.
@@ -169,18 +177,18 @@ trap 'told=${{told:-TERM}}' TERM
 # From here on it can be told; `samestep slurm cancel` waits for this file.
 echo "$SLURM_JOB_ID ${{SLURM_RESTART_COUNT:-0}}" >"$run/{BEGUN}"
 running() {{ kill -0 "$step" 2>/dev/null; }}
-starts() {{ squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '[.][0-9]'; }}
+starts() {{ squeue --noheader --steps --jobs="$job" --format=%i | grep -q '[.][0-9]'; }}
 pass_on() {{
   # Slurm may warn in the first second; the ranks must run, and have come far enough to listen.
   while running && {{ ((SECONDS < began + {listen_s})) || ! starts; }}; do sleep 1; done
-  scancel --signal="$1" "$SLURM_JOB_ID"  # the ranks alone, not this script
+  scancel --signal="$1" "$job"  # the ranks alone, not this script
 }}
 end_ranks() {{  # those that still run until the second $1; $2 says after what
   while running && ((SECONDS < $1)); do sleep 1; done
   running || return 0
   echo "{LATE} $2, so they are killed." >&2
   told=${{told/USR1/LATE}}
-  scancel --signal=KILL "$SLURM_JOB_ID.0"
+  scancel --signal=KILL "$job.0"
 }}
 warn() {{
   local until=$((SECONDS + {saves_s}))
@@ -430,7 +438,7 @@ def _end(job: JobScript) -> list[str]:
             "    # Slurm waits two minutes, then starts it again. A controller that is away is",
             "    # asked until it answers; a refusal is final.",
             "    for _ in {1..24}; do",
-            '      said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && break',
+            '      said=$(scontrol requeue "$job" 2>&1) && break',
             '      echo "samestep: the requeue: $said" >&2',
             "      case $said in *contact*|*[Tt]ime*out*|*[Tt]imed*|*[Tt]emporar*) sleep 5 ;; *)",
             '        echo "samestep: Slurm refused the requeue. Go on with: $go_on" >&2',
@@ -439,4 +447,4 @@ def _end(job: JobScript) -> list[str]:
             "    done",
             "    ;;",
         ]
-    return [*lines, '  cancelled) scancel "$SLURM_JOB_ID" ;;', "esac", 'exit "$code"']
+    return [*lines, '  cancelled) scancel "$job" ;;', "esac", 'exit "$code"']

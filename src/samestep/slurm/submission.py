@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -66,6 +66,11 @@ class Workload:
     run: Path
     command: tuple[str, ...]  # words for the Python interpreter
     file: Path | None = None  # the user's, in the command; None for a recipe's name or a run
+
+    def in_run(self, run: Path) -> "Workload":
+        """Return the same in another run directory."""
+        command = tuple(str(run) if word == str(self.run) else word for word in self.command)
+        return replace(self, run=run, command=command)
 
 
 def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Workload:
@@ -241,33 +246,56 @@ def _outer_folders(folders: Iterable[Path]) -> tuple[str, ...]:
 
 def submit(job: JobScript) -> tuple[int, Path]:
     """Submit a job; return its number and its script in the run directory."""
-    text = script_text(job)
-    named = (_PARTITION.match(option) for option in job.options.sbatch)
-    partitions = [job.options.partition, *(match[1] for match in named if match)]
+    check_with_slurm(job.options)
+    run = Path(job.run)
+    made = [] if run.exists() else [run]
+    script = prepare(job)
+    return hand_in(sbatch_options(job), job.options.sbatch, script, made), script
+
+
+def check_with_slurm(options: JobOptions) -> None:
+    """Check what only the cluster knows: its partitions, and the jobs to wait for."""
+    named = (_PARTITION.match(option) for option in options.sbatch)
+    partitions = [options.partition, *(match[1] for match in named if match)]
     partitions.append(os.environ.get("SBATCH_PARTITION"))
-    _check_patiently(job.options, next(filter(None, partitions), None))
-    check_after(job.options)
-    run, goes_on = Path(job.run), False
-    if known := run.exists():
+    _check_patiently(options, next(filter(None, partitions), None))
+    check_after(options)
+
+
+def prepare(job: JobScript) -> Path:
+    """Write a job's script and all that it needs into its run directory; return the script."""
+    text, run, goes_on = script_text(job), Path(job.run), False
+    if run.exists():
         goes_on = _refuse_second_job(run, job.options)
-    script = run / "job.sbatch"
     fill_run(job, goes_on=goes_on)
-    write_text(script, text)
+    write_text(run / "job.sbatch", text)
+    return run / "job.sbatch"
+
+
+def hand_in(
+    options: Mapping[str, str | None], more: Sequence[str], script: Path, made: Sequence[Path]
+) -> int:
+    """Submit a script with its options; return the job's number.
+
+    Raises UserError if sbatch refuses it; the runs that were made for it are removed then.
+    """
     # The shell's SBATCH_* override the script, and typed options override both: this job's
     # options have to win.
-    options = sbatch_options(job).items()
-    words = [f"--{name}" + ("" if value is None else f"={value}") for name, value in options]
-    words += [word for option in job.options.sbatch for word in shlex.split(option)]
+    words = [
+        f"--{name}" + ("" if value is None else f"={value}") for name, value in options.items()
+    ]
+    words += [word for option in more for word in shlex.split(option)]
     try:
         answer = call("sbatch", "--parsable", *words, str(script), without=_NOT_FOR_A_RUN)
     except ProgramError as error:
-        if not known:
-            for name in (script.name, OPTIONS, STARTER):
+        text = script.read_text()
+        for run in made:
+            for name in ("job.sbatch", OPTIONS, STARTER):
                 (run / name).unlink(missing_ok=True)
             remove_code(run)
             run.rmdir()
         raise _refused(error, text) from error
-    return int(answer.strip().split(";")[0]), script
+    return int(answer.strip().split(";")[0])
 
 
 def _check_patiently(options: JobOptions, partition: str | None) -> None:
@@ -288,16 +316,16 @@ def _refuse_second_job(run: Path, options: JobOptions) -> bool:
 
     Return whether there are such jobs.
     """
-    after = {int(re.split("[:_]", text)[0]) for text in options.after}
+    after = {text.partition(":")[0] for text in options.after}
     going = [job for job in my_jobs(run) if not job.ended]
-    if {job.job for job in going} <= after:
+    if {job.target for job in going} <= after:
         return bool(going)
-    first = min(going, key=lambda job: job.job in after)
-    wait = " ".join(f"--after {job.job}:any" for job in going)
+    first = min(going, key=lambda job: job.target in after)
+    wait = " ".join(f"--after {job.target}:any" for job in going)
     raise UserError(
-        f"Job {first.job} of this run has not ended ({first.state}), and two jobs would write to "
-        f"{run} at once. Stop it first (samestep slurm cancel {first.job}), or let the new job "
-        f"wait for it: {wait}."
+        f"Job {first.target} of this run has not ended ({first.state}), and two jobs would write "
+        f"to {run} at once. Stop it first (samestep slurm cancel {first.target}), or let the new "
+        f"job wait for it: {wait}."
     )
 
 

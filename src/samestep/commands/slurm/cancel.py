@@ -40,22 +40,22 @@ def main(arguments: list[str]) -> int:
             f"{command.job} has already ended ({job.state}): there is nothing to cancel."
         )
     if job.run is None or job.state != "RUNNING":
-        call("scancel", str(job.job))
-        sys.stdout.write(f"Job {job.job} is cancelled.\n")
+        call("scancel", job.target)
+        sys.stdout.write(f"Job {job.target} is cancelled.\n")
         return 0
     if not ask_to_stop(job, job.run):
         sys.stderr.write(
-            f"Job {job.job} had not reported its start yet; the signal was sent anyway.\n"
+            f"Job {job.target} had not reported its start yet; the signal was sent anyway.\n"
         )
     if command.now:  # plain scancel gives the ranks half a minute
         with contextlib.suppress(ProgramError):  # the ranks may have ended by themselves
-            call("scancel", "--signal=KILL", f"{job.job}.0")
-        sys.stdout.write(f"Job {job.job} is cancelled.\n")
+            call("scancel", "--signal=KILL", f"{job.target}.0")
+        sys.stdout.write(f"Job {job.target} is cancelled.\n")
         return 0
     again = go_on_command(job.run)
     patience = (kept_options(job.run) or UncheckedOptions()).signal_s
     sys.stdout.write(
-        f"Job {job.job} saves and stops; ranks that hang are killed after {patience} s (--now: at "
-        f"once).\nGo on later with: {again}\n"
+        f"Job {job.target} saves and stops; ranks that hang are killed after {patience} s (--now: "
+        f"at once).\nGo on later with: {again}\n"
     )
     return 0

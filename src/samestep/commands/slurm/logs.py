@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     waits = job is not None and not job.ended
     if not path.is_file() and not (waits and command.follow):
         if job is not None and job.state in ("PENDING", "CONFIGURING"):
-            sys.stdout.write(f"Job {job.job} is pending ({job.reason}): it has no log yet.\n")
+            sys.stdout.write(f"Job {job.target} is pending ({job.reason}): it has no log yet.\n")
             return 0
         logs = sorted(found.run.glob("rank-*.log")) if found.run else []
         has = f" The run has {', '.join(log.name for log in logs)}." if logs else ""
@@ -105,7 +105,7 @@ def _show(logs: dict[Path, int | None], job: QueuedJob | None) -> None:
         if time.monotonic() - asked > _ASK_EVERY_S:
             asked = time.monotonic()
             try:
-                now = find_job(job.job)
+                now = find_job(job.target)
             except UserError as error:  # a controller that is away may be back soon
                 sys.stderr.write(f"{JobAndRun(queue_error=error).note}\n")
                 continue

@@ -70,7 +70,7 @@ def _show(command: _Status, clear: str = "") -> bool:
         founds = [find_job_or_run(command.job)]
     else:
         try:
-            jobs = sorted(my_jobs(), key=lambda job: job.job)
+            jobs = sorted(my_jobs(), key=lambda job: [*map(int, job.target.split("_"))])
         except UserError as error:
             if not command.watch:
                 raise
@@ -144,7 +144,7 @@ def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
     if job is not None:
         waits = f" ({job.reason})" if job.state == "PENDING" else ""
         nodes = f" on {job.nodes}" if job.nodes else ""
-        rows["job"] = f"{job.job}, {job.name}: {job.state}{waits}{nodes}"
+        rows["job"] = f"{job.target}, {job.name}: {job.state}{waits}{nodes}"
         if job.state == "PENDING" and job.starts_at not in ("Unknown", "N/A"):
             rows["starts"] = job.starts_at
         limit = duration(job.limit_s) if job.limit_s else "no limit"
@@ -222,8 +222,8 @@ def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
             eta = f"no step for {duration(p.quiet_s or 0)}"
         lines.append(
             (
-                str(job.job),
-                printable(job.name),
+                job.target,
+                printable(job.run.name if job.array_task and job.run else job.name),
                 job.state,
                 duration(job.elapsed_s),
                 f"{p.step:,}" + (f" {p.step / p.total_steps:.0%}" if p.total_steps else ""),

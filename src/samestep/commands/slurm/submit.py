@@ -13,10 +13,13 @@ from samestep.errors import UserError, did_you_mean
 from samestep.recipes import RECIPES
 from samestep.reporting.words import wrapped
 from samestep.run.code_copy import CODE, kept_code
-from samestep.run.files import write_text
+from samestep.run.directory import is_run
+from samestep.run.files import shown_path, write_text
 from samestep.slurm.checks import advice, check_ranks
+from samestep.slurm.job_array import array_text, read_array, submit_array, task_folder, with_task
 from samestep.slurm.options import (
     OPTIONS,
+    JobOptions,
     UncheckedOptions,
     apply_flags,
     defaults_files,
@@ -25,6 +28,7 @@ from samestep.slurm.options import (
 )
 from samestep.slurm.script import JobScript, script_text
 from samestep.slurm.submission import (
+    Workload,
     fill_run,
     find_workload,
     make_script,
@@ -49,6 +53,9 @@ of samestep.toml, here or in a folder above, or in the user's config folder.
 class _Submit(UncheckedOptions):
     """The job's options, and those of this command itself."""
 
+    array: Annotated[str | None, arg(metavar="TASKS")] = None
+    """Submit a job array, each task in a run directory of its own: 0-9, or 0-9%2 for two at a time.
+    %a in the arguments is the task's number: --array 0-4 -- --seed %a."""
     dry_run: Switch = False
     """Print the script and submit nothing."""
     script: Annotated[Path | None, arg(aliases=["-o"], metavar="FILE")] = None
@@ -78,13 +85,10 @@ def main(arguments: list[str]) -> int:
             default=_Submit(**vars(defaults)),
         )
     options = apply_flags(defaults, command, files)
+    if command.array is not None:
+        return _submit_array(target, flags[cut + 1 :], options, command)
     found = find_workload(target, flags[cut + 1 :], list(RECIPES))
-    if found.kind == "recipe":  # check its flags now, not after hours in the queue
-        from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
-
-        # Relative paths in the flags hold for the job too: it runs in this folder.
-        _, request = parse(list(found.command[3:]))
-        check_ranks(options, request.settings)
+    _check_training(found, options)
     options = with_home_expanded(options)
     job = make_script(found, options, Path.cwd())
     for text in advice(options, found.kind):
@@ -96,13 +100,49 @@ def main(arguments: list[str]) -> int:
     asks += ", as its job before" * (before is not None and vars(options) == vars(before))
     code = f"code    {job.code.text}\n" if job.code else ""
     if not code and kept_code(found.run):  # the user's files may be others by now
-        code = f"code    the run's own copy: {_shown(found.run / CODE)}\n"
+        code = f"code    the run's own copy: {shown_path(found.run / CODE)}\n"
     sys.stdout.write(
         f"job     {number}\n"
-        f"run     {_shown(found.run)}\n"
-        f"script  {_shown(script)}\n{code}"
+        f"run     {shown_path(found.run)}\n"
+        f"script  {shown_path(script)}\n{code}"
         f"asks    {asks}\n\n"
         f"Watch it with: samestep slurm status {number}\n"
+    )
+    return 0
+
+
+def _check_training(found: Workload, options: JobOptions) -> None:
+    """Check a training's flags now, not after hours in the queue."""
+    if found.kind == "recipe":
+        from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
+
+        # Relative paths in the flags hold for the job too: it runs in this folder.
+        _, request = parse(list(found.command[3:]))
+        check_ranks(options, request.settings)
+
+
+def _submit_array(target: str, words: list[str], options: JobOptions, command: _Submit) -> int:
+    tasks, at_once = read_array(command.array or "")
+    if command.script is not None:
+        raise UserError("--array has a script for each task: -o cannot write them into one file.")
+    options, jobs, folder = with_home_expanded(options), {}, None
+    for task in tasks:
+        found = find_workload(target, with_task(words, task), list(RECIPES))
+        if is_run(found.run):
+            raise UserError(f"--array begins new runs, and {shown_path(found.run)} is one.")
+        folder = folder or found.run
+        found = found.in_run(task_folder(folder, task))
+        _check_training(found, options)
+        jobs[task] = make_script(found, options, Path.cwd())
+    assert folder is not None
+    if command.dry_run:
+        sys.stdout.write(array_text(jobs, folder, at_once))
+        return 0
+    number = submit_array(jobs, folder, at_once)
+    sys.stdout.write(
+        f"jobs    {number}_[{command.array}]\n"
+        f"runs    {shown_path(folder)}/task-*\n\n"
+        "Watch them with: samestep slurm status\n"
     )
     return 0
 
@@ -141,7 +181,3 @@ def _keep(job: JobScript, command: _Submit) -> int:
     code = f"The code is copied: {job.code.text}\n" if job.code else ""
     sys.stderr.write(f"{code}Submit it with: sbatch {command.script}\n")
     return 0
-
-
-def _shown(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
