@@ -196,7 +196,7 @@ def _check(sweep: SweepPlan) -> Settings:
     request = None
     for point in points:
         try:
-            _, request = parse(_train(sweep, point, sweep.folder / "checked")[1:])
+            _, request = parse(_train(sweep, point, sweep.folder / "checked")[1:], "sweep")
         except UserError as error:
             if point == points[0]:
                 raise

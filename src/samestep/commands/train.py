@@ -45,11 +45,14 @@ def main(arguments: list[str]) -> int:
     return run_as_rank(lambda log: _train(arguments, log))
 
 
-def parse(arguments: list[str]) -> "tuple[TrainFlags, Request]":
-    """Return the command and the request that a target and the flags after it make."""
+def parse(arguments: list[str], verb: str = "train") -> "tuple[TrainFlags, Request]":
+    """Return the command and the request that a target and the flags after it make.
+
+    The `verb` is the one that the user typed: a mistake is answered with its help.
+    """
     lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
     about = "Train {}: the same step on one process and on many."
-    command, request = parse_target("train", about, TrainFlags, arguments, *lines)
+    command, request = parse_target(verb, about, TrainFlags, arguments, *lines)
     check_resume(request)
     return command, request
 
