@@ -110,6 +110,7 @@ def main(arguments: list[str]) -> int:
 def _check_flags(target: str, flags: list[str]) -> None:
     known = {
         "help",
+        "no-preflight",
         "no-requeue",
         "no-snapshot",
         *(field.name.replace("_", "-") for field in fields(_Submit)),
