@@ -25,6 +25,7 @@ class Failed:
     why: str
     nodes: tuple[str, ...]
     """The nodes that are to blame; none if it is not a node's fault."""
+    advice: tuple[str, ...] = ()
 
 
 def read_failed(run: Path, lines: Sequence[str], first: str, num_nodes: int) -> Failed:
@@ -33,12 +34,13 @@ def read_failed(run: Path, lines: Sequence[str], first: str, num_nodes: int) -> 
     red.sort(key=lambda row: not row["hosts"])
     if red:
         nodes = tuple(dict.fromkeys(host for row in red for host in row["hosts"]))
-        why = "; ".join(f"{row['name']}: {row['found']}. {row['advice']}" for row in red)
+        why = "; ".join(f"{row['name']}: {row['found']}" for row in red)
         if num_nodes == 1:
             nodes = (first,)
         elif len(nodes) == num_nodes:  # others would be no better
             nodes = ()
-        return Failed(why=f"the preflight: {why}", nodes=nodes)
+        advice = tuple(f"  {row['name']}: {row['advice']}" for row in red)
+        return Failed(why=f"the preflight: {why}", nodes=nodes, advice=advice)
     # Rank 0 has not come as far as to write the table.
     if lost := next(filter(None, map(_NOT_LAUNCHED.match, lines)), None):
         return Failed(why=f"the preflight did not start on {lost[1]}: {lost[2]}", nodes=(lost[1],))

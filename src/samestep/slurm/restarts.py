@@ -65,7 +65,8 @@ class Ending:
     mistake: bool  # whether the next start would fail in the same way, as after exit code 2
     stopped: bool  # whether result.json says that a signal stopped the run
     why: str  # the error of the rank that failed first, or what its exit code means
-    frames: tuple[str, ...] = ()  # the user's lines that led to the error, the innermost first
+    frames: tuple[str, ...] = ()
+    """The user's lines that led to the error, the innermost first; a preflight's advice."""
     nodes: tuple[str, ...] = ()  # where it failed
 
 
@@ -215,11 +216,12 @@ def read_ending(
     # again.
     again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)
     raised = stepped and any(left.get("raised") for left in failures)
+    frames = cause.frames if cause and not mistake else ()
     nodes = [cause.node if cause else (result.get("stall") or {}).get("host") if hung else ""]
     if told == NOT_PASSED:
         unfit = read_failed(run, lines, first_node, num_nodes)
         again, raised, why, nodes = not unfit.nodes, False, unfit.why, [*unfit.nodes]
-        mistake = why if again else ""
+        mistake, frames = why if again else "", unfit.advice
     said = (line.removeprefix(_OURS) for line in reversed(lines) if line.startswith(_OURS))
     return Ending(
         code=code,
@@ -230,7 +232,7 @@ def read_ending(
         mistake=again and not raised,
         stopped=result.get("status") == "stopped",
         why=mistake or hung or why or next(said, "") or _meaning(code, cause),
-        frames=cause.frames if cause and not mistake else (),
+        frames=frames,
         nodes=tuple(filter(None, nodes)),
     )
 

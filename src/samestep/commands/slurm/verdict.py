@@ -65,8 +65,9 @@ def main(arguments: list[str]) -> int:
         try:
             exclude = exclusion(number, without)
         except UserError as error:  # Slurm would look for nodes for ever
-            why = " ".join(str(error).split())
-            sys.stderr.write(f"samestep: {', '.join(without)} failed but is not excluded: {why}\n")
+            said = " ".join(getattr(error, "said", str(error)).split())
+            kept = f"{', '.join(without)} failed this job; without it, Slurm could not start it"
+            sys.stderr.write(f"samestep: {kept}: {said}\n")
     verdict = decide(
         ending,
         before,
