@@ -10,6 +10,7 @@ import tyro
 from samestep.commands.help import RunPath
 from samestep.errors import UserError
 from samestep.ranks.watched import STALLED
+from samestep.slurm.preflight import NOT_PASSED
 from samestep.slurm.queue import exclusion
 from samestep.slurm.restarts import (
     decide,
@@ -78,7 +79,8 @@ def main(arguments: list[str]) -> int:
     )
     settle(command.run, verdict, ending)
     if ending.frames and verdict.word in ("again", "failed"):
-        sys.stderr.write("\n".join(["The first failure:", ending.why, *ending.frames, ""]))
+        head = ["The first failure:", ending.why] if ending.told != NOT_PASSED else ["What to do:"]
+        sys.stderr.write("\n".join([*head, *ending.frames, ""]))
     sys.stderr.write(f"samestep: {verdict.text}\n")
     sys.stderr.flush()
     hung = verdict.word == "failed" and ending.code == STALLED
