@@ -307,6 +307,16 @@ def test_a_killed_rank_ran_out_of_memory_where_slurm_or_the_kernel_says_so(
     assert word in dataclasses.replace(end, memory=memory).sentence
 
 
+@pytest.mark.parametrize(("state", "word"), [("OUT_OF_MEMORY", "sacct says"), ("FAILED", "")])
+def test_sacct_has_the_word_on_memory_where_there_is_no_cgroup(tmp_path, monkeypatch, state, word):
+    sacct = tmp_path / "sacct"
+    sacct.write_text(f'#!/bin/sh\ntest "$1" = --jobs=4 && echo RUNNING && echo {state}\n')
+    sacct.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert memory_word([], 4, tmp_path).startswith(word)
+    assert bool(memory_word([], 4, tmp_path)) is bool(word)
+
+
 def test_a_script_that_was_warned_and_ended_with_0_is_told_how_it_would_go_on():
     warned, plain = (decide(ending(0, told, None), Restarts(), 2) for told in ("USR1", ""))
     assert (warned.word, warned.text.startswith(plain.text)) == ("completed", True)
