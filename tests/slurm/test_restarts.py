@@ -428,7 +428,7 @@ LAUNCH = "srun: error: Task launch for StepId=7.0 failed on node n2.here: Commun
         (table(("space", ())), "", 1, ("n1",)),
         (table(("space", ())), "", 2, ()),
         ("", LAUNCH, 2, ("n2.here",)),
-        ("", "srun: error: n1: task 0: Bus error", 2, ("n1",)),
+        ("", "srun: error: n1.a.b: task 0: Bus error", 2, ("n1.a.b",)),
         ("", "srun: error: n2: task 1: Exited with exit code 1", 2, ("n1",)),
         ("", "srun: error: n2: task 1: Exited with exit code 127", 2, ()),
         ("", "", 2, ("n1",)),
