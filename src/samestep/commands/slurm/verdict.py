@@ -67,8 +67,8 @@ def main(arguments: list[str]) -> int:
             exclude = exclusion(number, without)
         except UserError as error:  # Slurm would look for nodes for ever
             said = " ".join(getattr(error, "said", str(error)).split())
-            kept = f"{', '.join(without)} failed this job; without it, Slurm could not start it"
-            sys.stderr.write(f"samestep: {kept}: {said}\n")
+            nodes = ", ".join(without)
+            sys.stderr.write(f"samestep: {nodes} failed this job and is not excluded: {said}\n")
     verdict = decide(
         ending,
         before,
