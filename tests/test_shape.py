@@ -59,6 +59,7 @@ SHORT_FILES = {
     "data.recipe_splits": "recipes import it, without the sources",
     "checking.rank": "what `python -m` runs as a rank",
     "doctor.timeouts": "six modules share it",
+    "slurm.preflight": "the script and the verdict share it",
 }
 MOST_REPEATED_FILE_NAMES = 7
 

@@ -141,6 +141,15 @@ def test_starting_ranks_within_a_launcher_is_refused(refuse, monkeypatch):
     assert "--nproc" in message
 
 
+def test_a_node_that_does_not_see_the_run_directory_of_its_job_is_named(refuse, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_RUN_DIR", "/no/such/run")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURMD_NODENAME", "node7.there")
+    told = refuse("spiral")
+    assert "/no/such/run" in told
+    assert "node7.there" in told
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_absent_is_named_with_the_way_out(refuse):
     message = refuse("spiral", "--device", "cuda")

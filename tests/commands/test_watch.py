@@ -11,6 +11,7 @@ import pytest
 from tests.command_line import call, one_message
 from tests.processes import TIMEOUT_S
 from tests.reporting.made_runs import write_run
+from tests.slurm.fake_slurm import install
 
 
 def test_it_prints_its_address_serves_the_page_and_ends_on_ctrl_c(tmp_path):
@@ -60,3 +61,22 @@ def test_what_is_no_run_is_refused_before_anything_is_served(tmp_path, capfd, mo
     waits, message = capfd.readouterr().err.splitlines(keepends=True)
     assert "nowhere" in waits
     assert "nowhere" in one_message(code, message)
+
+
+@pytest.mark.parametrize(("kind", "says"), [("recipe", "not begun"), ("script", "script")])
+def test_a_jobs_run_without_records_is_refused_with_the_commands_that_tell_of_it(
+    tmp_path, capfd, monkeypatch, kind, says
+):
+    monkeypatch.setattr("samestep.commands.watch._PATIENCE_S", 0.0)
+    fake = install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(fake.folder))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "job.sbatch").write_text(f"--kind {kind}")
+    fake.add(5, run)
+    for name in ("5", str(run)):
+        code = call("watch", name)
+        _, message = capfd.readouterr().err.splitlines(keepends=True)
+        message = one_message(code, message)
+        assert says in message
+        assert f"samestep slurm status {run}" in message

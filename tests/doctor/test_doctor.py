@@ -19,7 +19,7 @@ from tests.doctor.tables import reds, rows_in, rows_of
 from tests.processes import Ranks, start_ranks
 
 QUICK = ("--budget-s", "0.5", "--json")
-KEYS = {"name", "status", "found", "advice"}
+KEYS = {"name", "status", "found", "advice", "hosts"}
 
 
 def doctor(folder: Path, plant: str = "", *options: str, world_size: int = 2) -> Ranks:

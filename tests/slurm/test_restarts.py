@@ -11,19 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.commands.slurm import verdict
 from samestep.ranks.process import FAILURE
 from samestep.ranks.watched import STALLED
 from samestep.run.directory import STEPPED
+from samestep.slurm.preflight import NOT_PASSED, TABLE, read_failed
 from samestep.slurm.rank_ends import LATE, STDERR, first_end, memory_word
 from samestep.slurm.restarts import (
     BEGUN,
     Ending,
     Restarts,
     decide,
+    failed_twice,
     read_ending,
     read_restarts,
     settle,
+    with_failures,
 )
+from tests.slurm.fake_slurm import install
 
 
 def ending(code=0, told="", step=0, **more) -> Ending:
@@ -302,6 +307,16 @@ def test_a_killed_rank_ran_out_of_memory_where_slurm_or_the_kernel_says_so(
     assert word in dataclasses.replace(end, memory=memory).sentence
 
 
+@pytest.mark.parametrize(("state", "word"), [("OUT_OF_MEMORY", "sacct says"), ("FAILED", "")])
+def test_sacct_has_the_word_on_memory_where_there_is_no_cgroup(tmp_path, monkeypatch, state, word):
+    sacct = tmp_path / "sacct"
+    sacct.write_text(f'#!/bin/sh\ntest "$1" = --jobs=4 && echo RUNNING && echo {state}\n')
+    sacct.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert memory_word([], 4, tmp_path).startswith(word)
+    assert bool(memory_word([], 4, tmp_path)) is bool(word)
+
+
 def test_a_script_that_was_warned_and_ended_with_0_is_told_how_it_would_go_on():
     warned, plain = (decide(ending(0, told, None), Restarts(), 2) for told in ("USR1", ""))
     assert (warned.word, warned.text.startswith(plain.text)) == ("completed", True)
@@ -330,3 +345,95 @@ def test_the_restarts_of_another_job_do_not_count(tmp_path):
     settle(tmp_path, decide(end, Restarts(job=4), 2), end)
     assert read_restarts(tmp_path, 4) == Restarts(job=4, restarts=1, step=5)
     assert read_restarts(tmp_path, 5) == Restarts(job=5)
+
+
+@given(st.lists(st.sampled_from(["node1", "node2", ""]), max_size=8))
+def test_a_node_that_ends_two_starts_in_a_row_has_failed_twice(nodes):
+    restarts = Restarts()
+    for node in nodes:
+        restarts = with_failures(restarts, ending(1, nodes=(node,) if node else ()))
+        stopped = with_failures(restarts, ending(138, "USR1"))
+        assert stopped == restarts  # a start that ran into its time limit says nothing of a node
+    last = nodes[-1:]
+    assert failed_twice(restarts) == (
+        tuple(last) if last and nodes[-2:] == last * 2 and last != [""] else ()
+    )
+
+
+def test_nodes_that_are_excluded_are_kept_and_a_preflight_without_them_counts_as_no_try():
+    end = ending(1, NOT_PASSED, stepped=False, nodes=("node2",))
+    before = with_failures(Restarts(job=7), end)
+    assert failed_twice(before) == ("node2",)
+    went = decide(end, before, 0, without=("node2",))
+    assert (went.word, went.restarts.excluded) == ("again", ("node2",))
+    assert failed_twice(went.restarts) == ()
+    assert decide(end, before, 0).word == "failed"  # Slurm has too few others
+    assert decide(end, before, 1).word == "again"
+    assert decide(end, before, 1, requeue=False).word == "failed"
+
+
+def test_a_preflight_that_no_node_is_to_blame_for_ends_the_job(run):
+    (run / TABLE).write_text(table(("same versions", ())))
+    end = read_ending(run, code=1, told=NOT_PASSED, kind="recipe", log=None, num_nodes=2)
+    assert (end.mistake, end.nodes) == (True, ())
+    assert decide(end, Restarts(), 2).word == "failed"
+
+
+def table(*rows: tuple[str, tuple[str, ...]]) -> str:
+    checks = [{"name": "cores", "status": "green", "found": "2", "advice": "", "hosts": []}]
+    row = {"status": "red", "found": "bad", "advice": "mend it"}
+    checks += [row | {"name": name, "hosts": hosts} for name, hosts in rows]
+    return json.dumps({"checks": checks})
+
+
+@pytest.mark.parametrize(
+    ("can", "flags", "word"),
+    [
+        (True, ["--exclude"], "again node[3-4],node2\n"),
+        (False, ["--exclude"], "again\n"),
+        (True, [], "again\n"),  # of a script by an older samestep
+    ],
+)
+def test_a_verdict_tells_the_script_what_to_exclude_if_slurm_can_do_without(
+    run, tmp_path, monkeypatch, capsys, can, flags, word
+):
+    fake = install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(fake.folder))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    (fake.folder / "job-7").write_text(
+        "JobId=7 ExcNodeList=node[3-4] Command=/a b/job.sh WorkDir=/"
+    )
+    if not can:
+        fake.break_down()
+    (run / TABLE).write_text(table(("space", ("node2",))))
+    verdict.main([str(run), "--code", "1", "--told", NOT_PASSED, *flags])
+    out, log = capsys.readouterr()
+    assert out == word
+    assert "space" in log
+    called = [call for call in fake.calls if call.startswith("sbatch")]
+    assert called == ["sbatch --test-only --exclude=node[3-4],node2 /a b/job.sh"] * (len(word) > 6)
+    assert read_restarts(run, 7).excluded == (("node2",) if called else ())
+
+
+LAUNCH = "srun: error: Task launch for StepId=7.0 failed on node n2.here: Communication timeout"
+
+
+@pytest.mark.parametrize(
+    ("written", "line", "num_nodes", "nodes"),
+    [
+        (table(("space", ("n2",)), ("clock", ())), "", 3, ("n2",)),
+        (table(("space", ("n2", "n1"))), "", 3, ("n2", "n1")),
+        (table(("space", ("n2", "n1"))), "", 2, ()),
+        (table(("space", ())), "", 1, ("n1",)),
+        (table(("space", ())), "", 2, ()),
+        ("", LAUNCH, 2, ("n2.here",)),
+        ("", "srun: error: n1.a.b: task 0: Bus error", 2, ("n1.a.b",)),
+        ("", "srun: error: n2: task 1: Exited with exit code 1", 2, ("n1",)),
+        ("", "srun: error: n2: task 1: Exited with exit code 127", 2, ()),
+        ("", "", 2, ("n1",)),
+    ],
+)
+def test_a_preflight_names_the_nodes_that_are_not_fit(tmp_path, written, line, num_nodes, nodes):
+    (tmp_path / TABLE).write_text(written)
+    assert read_failed(tmp_path, [line], "n1", num_nodes).nodes == nodes

@@ -68,6 +68,7 @@ JOBS = {
     ),
     "elastic": job(JobOptions(nodes="1-4", ntasks_per_node=2, cpus_per_task=3)),
     "elastic_torchrun": job(JobOptions(nodes="1-4", gpus_per_node=2, launcher="torchrun")),
+    "preflight": job(JobOptions(nodes="1-2", preflight=True, launcher="torchrun"), **SCRIPT),
     "script": job(JobOptions(nodes="2", ntasks_per_node=2), **SCRIPT),
     "no_environment": job(JobOptions(requeue=False), venv=None, python="/usr/bin/python3"),
     "torchrun_script": job(JobOptions(ntasks_per_node=2, launcher="torchrun"), **SCRIPT),

@@ -76,9 +76,9 @@ class SubmittedJob:
         done = progress is not None and progress.status == "completed"
         if not done and (job is None or job.state != "COMPLETED"):
             log = (job and job.log) or self.path / f"slurm-{self.number}.out"
-            words = "\n".join(latest_start(log)[-_TOLD_LINES:])
+            words = "\n".join(["", *latest_start(log)[-_TOLD_LINES:]]) or " no rank started."
             state = "ended" if job is None else job.state
-            raise UserError(f"Job {self.number} {state} in {shown_path(self.path)}:\n{words}")
+            raise UserError(f"Job {self.number} {state} in {shown_path(self.path)}:{words}")
         return TrainedRun(self.path, self.recipe) if is_run(self.path) else self.path
 
     def cancel(self) -> None:

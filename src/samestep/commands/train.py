@@ -14,8 +14,10 @@ from samestep.errors import UserError
 from samestep.ranks import watched
 from samestep.ranks.nproc import start_nproc
 from samestep.ranks.process import TASK, RankLog, run_as_rank
+from samestep.ranks.startup import JOB_RUN
 from samestep.reporting.progress import Screen
 from samestep.run.files import shown_path
+from samestep.slurm.restarts import BEGUN
 
 if TYPE_CHECKING:
     from samestep.session.request import Request
@@ -67,7 +69,18 @@ def check_resume(request: "Request") -> None:
         )
 
 
+def _check_run_is_seen() -> None:
+    """Check that this node sees the directory in which the job's script ran."""
+    run = os.environ.get(JOB_RUN)
+    if run and "SLURM_PROCID" in os.environ and not Path(run, BEGUN).exists():
+        raise UserError(
+            f"{os.environ.get('SLURMD_NODENAME', 'This node')} does not see the run directory "
+            f"{run}: give a --run-dir on a file system that all nodes share."
+        )
+
+
 def _train(arguments: list[str], log: RankLog) -> int:
+    _check_run_is_seen()
     if task := os.environ.get(TASK):
         from samestep.api.training import train_received  # noqa: PLC0415 - it imports torch
 

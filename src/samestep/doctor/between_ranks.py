@@ -250,6 +250,7 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
             "See their own messages above; check that they were started, and that their nodes "
             f"reach {found[0].launch.master_addr}:{found[0].launch.master_port}.",
             "roll call",
+            hosts=tuple(silent),
         )
     # Rank 0 knows the number of workers from the run's settings.
     ranks = tuple(replace(rank, num_workers=found[0].num_workers) for rank in found)

@@ -32,6 +32,7 @@ class Finding:
     found: str
     advice: str = ""  # what to do about it; empty for green findings
     name: str = ""  # the check's name
+    hosts: tuple[str, ...] = ()  # those at fault, where it is some of several
 
     def __post_init__(self) -> None:
         assert self.advice or self.status == "green", f"{self.name}: no advice for {self.found}"
@@ -79,7 +80,9 @@ def merge(tables: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
         label, finding = concerned[0]
         if status != "green" and len(concerned) < len(found):
             more = f" and {len(concerned) - 1} more" if len(concerned) > 1 else ""
-            finding = replace(finding, found=f"{label}{more}: {finding.found}")
+            hosts = {label.partition(" on ")[2]: None for label, _ in concerned}
+            found_by = f"{label}{more}: {finding.found}"
+            finding = replace(finding, found=found_by, hosts=tuple(filter(None, hosts)))
         merged.append(finding)
     return merged
 

@@ -188,4 +188,5 @@ def shared_folder(allocation: Allocation) -> Finding | None:
     return red(
         f"rank 0 wrote a file for {folder.path}; {allocation.ranks[rank].label} {why}{more}",
         "Give --run-dir as an absolute path on a file system that all nodes share.",
+        hosts=tuple({allocation.ranks[n].machine.host: None for n, _ in blind}),
     )

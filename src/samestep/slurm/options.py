@@ -102,6 +102,9 @@ class JobOptions:
     """What starts the ranks: srun each one, or one torchrun per node."""
     max_restarts: int = 1
     """Restarts of all ranks within one start of the job, with --launcher torchrun."""
+    preflight: bool = False
+    """Run `samestep doctor` on all nodes before the ranks of each start; a node that fails is
+    excluded."""
     snapshot: bool = True
     """Run a copy of the code, made now in the run directory."""
     allow_edit: bool = False
@@ -178,6 +181,11 @@ class JobOptions:
     def most_ranks(self) -> int:
         """How many ranks run on the most nodes."""
         return self.node_range[1] * self.ranks_per_node
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps a start of the job has: the ranks, and a preflight before them."""
+        return 1 + self.preflight
 
     @property
     def size(self) -> str:

@@ -173,6 +173,18 @@ def find_job(job: int | str) -> QueuedJob | None:
     return parse_job(lines[0])
 
 
+def exclusion(job: str, nodes: Collection[str]) -> str:
+    """Return what a job is to exclude, with these nodes; an error if too few others are left."""
+    line = call("scontrol", "-o", "show", "job", job)
+    before = re.search(r" ExcNodeList=(?!\(null\))(\S+)", line)
+    script = re.search(r" Command=(.*?) \w+=", line)
+    excluded = ",".join([*([before[1]] if before else []), *nodes])
+    if script is not None:
+        submitters = [name for name in os.environ if name.startswith("SBATCH_")]
+        call("sbatch", "--test-only", f"--exclude={excluded}", script[1], without=submitters)
+    return excluded
+
+
 def my_jobs(of_run: Path | None = None) -> list[QueuedJob]:
     """Return this user's jobs (of one run) that samestep submitted and Slurm still knows."""
     # With --me the controller does not list the jobs of other users. squeue pads to the width.

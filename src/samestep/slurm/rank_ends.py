@@ -5,10 +5,12 @@ with the time of each. A rank that raised has left a file, or a traceback in the
 that did not end because of another one is the cause.
 """
 
+import contextlib
 import itertools
 import linecache
 import re
 import signal
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +51,7 @@ _CGROUPS = (
     "system.slice/*slurmstepd.scope/job_{job}/memory.events",
     "memory/slurm/uid_*/job_{job}/memory.oom_control",
 )
+_SACCT_S = 10.0
 _LABEL = re.compile(r"^ *\d+: ")
 _NOT_FOUND = (126, 127)  # a shell's exit codes for a program that cannot be run
 
@@ -218,7 +221,7 @@ def _crash_frames(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def memory_word(lines: Sequence[str], job: int, cgroups: Path = Path("/sys/fs/cgroup")) -> str:
-    """Return who saw a job run out of memory: Slurm's log, the kernel's cgroup, or nobody."""
+    """Return who saw a job run out of memory: Slurm's log, the kernel, sacct, or nobody."""
     if any(_OOM.search(line) for line in lines if line.startswith("slurmstepd")):
         return "Slurm saw the kernel's oom-kill"
     for events in (p for pattern in _CGROUPS for p in cgroups.glob(pattern.format(job=job))):
@@ -227,6 +230,11 @@ def memory_word(lines: Sequence[str], job: int, cgroups: Path = Path("/sys/fs/cg
         )
         if kills:
             return f"the cgroup counts {kills[1]} oom_kill"
+    words = ["sacct", f"--jobs={job}", "--noheader", "--parsable2", "--format=State"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # not every site keeps accounts
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_SACCT_S)
+        if "OUT_OF_ME" in done.stdout:
+            return "sacct says OUT_OF_MEMORY"
     return ""
 
 

@@ -3,7 +3,7 @@
 import json
 import shlex
 import signal
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +12,7 @@ import msgspec
 from samestep.ranks.watched import STALLED
 from samestep.run.directory import STEPPED, is_run
 from samestep.run.files import read_object, write_text
+from samestep.slurm.preflight import NOT_PASSED, read_failed
 from samestep.slurm.pulses import read_pulses
 from samestep.slurm.rank_ends import (
     LATE,
@@ -31,6 +32,7 @@ BEGUN = ".begun"
 _RESULT = "result.json"
 _INDEX = "checkpoints/index.json"
 _OURS = "samestep: "
+_FAILS_TWICE = 2
 
 Word = Literal["completed", "again", "failed", "cancelled", "ended"]
 
@@ -43,6 +45,9 @@ class Restarts:
     restarts: int = 0
     without_progress: int = 0
     step: int = 0  # step of the newest checkpoint at its last restart
+    node_failures: dict[str, int] = field(default_factory=dict)
+    """How many starts in a row each of these nodes has ended."""
+    excluded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,7 @@ class Ending:
     code: int
     told: str
     """The signal that the script received: USR1, USR2, TERM or nothing; LATE if ranks did not end
-    after USR1 and were killed."""
+    after USR1 and were killed, PREFLIGHT if they were not started."""
     step: int | None
     """Step of the newest announced checkpoint; None for a script without a samestep run."""
     saved: bool  # whether this start announced that checkpoint
@@ -60,7 +65,9 @@ class Ending:
     mistake: bool  # whether the next start would fail in the same way, as after exit code 2
     stopped: bool  # whether result.json says that a signal stopped the run
     why: str  # the error of the rank that failed first, or what its exit code means
-    frames: tuple[str, ...] = ()  # the user's lines that led to the error, the innermost first
+    frames: tuple[str, ...] = ()
+    """The user's lines that led to the error, the innermost first; a preflight's advice."""
+    nodes: tuple[str, ...] = ()  # where it failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +79,34 @@ class Decision:
     restarts: Restarts
 
 
+def with_failures(before: Restarts, ending: Ending) -> Restarts:
+    """Count a start's end against its nodes; one that is not fit to start on counts fully."""
+    if ending.told not in ("", NOT_PASSED) or not ending.code:
+        return before
+    weight = _FAILS_TWICE if ending.told else 1
+    counts = {node: before.node_failures.get(node, 0) + weight for node in ending.nodes}
+    return replace(before, node_failures=counts)
+
+
+def failed_twice(restarts: Restarts) -> tuple[str, ...]:
+    """Return the nodes that the next start should do without."""
+    counts = restarts.node_failures.items()
+    return tuple(n for n, count in counts if count >= _FAILS_TWICE and n not in restarts.excluded)
+
+
 def decide(
-    ending: Ending, before: Restarts, limit: int, *, requeue: bool = True, go_on: str = ""
+    ending: Ending,
+    before: Restarts,
+    limit: int,
+    *,
+    requeue: bool = True,
+    go_on: str = "",
+    without: tuple[str, ...] = (),
 ) -> Decision:
     """Decide what follows; `limit` is how many starts in a row may bring no newer checkpoint.
 
     Without `requeue`, because of the user or of the site, the text names the command `go_on`.
+    A restart excludes the nodes in `without`.
     """
     at = f" at step {ending.step:,}" if ending.step else ""
     if ending.code == 0:
@@ -92,7 +121,8 @@ def decide(
         saved = f"{newest} step {ending.step:,}" if ending.step else unsaved
         return Decision(word=word, text=f"{text}; {saved}.", restarts=before)
     signalled = ending.told == "USR1" or ending.stopped
-    if (ending.mistake or not ending.stepped) and not signalled:
+    unfit = ending.told == NOT_PASSED and not ending.mistake
+    if (ending.mistake or not (ending.stepped or unfit)) and not signalled:
         text = f"failed: {ending.why}"
         if not ending.mistake:
             text = f"{text.rstrip('.')}. Not started again: no start ever took a step."
@@ -108,7 +138,7 @@ def decide(
         word, text = ("ended", cause) if signalled else ("failed", f"failed: {cause}")
         text += f"; the job is not requeued. Go on with: {go_on or 'samestep slurm submit RUN'}"
         return Decision(word=word, text=text, restarts=before)
-    count = 0 if progressed else before.without_progress + 1
+    count = 0 if progressed else before.without_progress + (not (unfit and without))
     if count > limit:
         text = (
             f"failed: {ending.why.rstrip('.')}. Not started again: there was no newer checkpoint "
@@ -116,11 +146,13 @@ def decide(
         )
         return Decision(word="failed", text=text, restarts=before)
     step, again = max(before.step, ending.step or 0), before.restarts + 1
-    restarts = Restarts(job=before.job, restarts=again, without_progress=count, step=step)
+    excluded = (*before.excluded, *without)
+    restarts = replace(before, restarts=again, without_progress=count, step=step, excluded=excluded)
     if ending.step:
         follows = "goes on from there" if signalled else f"goes on from step {ending.step:,}"
     else:  # a script's checkpoints are unknown
         follows = "starts again" if ending.step is None else "begins again, without a checkpoint"
+    follows += f", and excludes {', '.join(without)}" * bool(without)
     text = f"{cause}; the job {follows} (restart {restarts.restarts})."
     return Decision(word="again", text=text, restarts=restarts)
 
@@ -132,7 +164,16 @@ _ENDED: dict[str, tuple[Word, str]] = {
 _STOPS = frozenset({128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGINT})
 
 
-def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None) -> Ending:
+def read_ending(
+    run: Path,
+    *,
+    code: int,
+    told: str,
+    kind: str,
+    log: Path | None,
+    first_node: str = "",
+    num_nodes: int = 1,
+) -> Ending:
     """Read from the run directory and the job's log how the latest start ended."""
     step = None
     if kind == "recipe" or is_run(run):  # a script with samestep.open_run has checkpoints there
@@ -175,6 +216,12 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
     # again.
     again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)
     raised = stepped and any(left.get("raised") for left in failures)
+    frames = cause.frames if cause and not mistake else ()
+    nodes = [cause.node if cause else (result.get("stall") or {}).get("host") if hung else ""]
+    if told == NOT_PASSED:
+        unfit = read_failed(run, lines, first_node, num_nodes)
+        again, raised, why, nodes = not unfit.nodes, False, unfit.why, [*unfit.nodes]
+        mistake, frames = why if again else "", unfit.advice
     said = (line.removeprefix(_OURS) for line in reversed(lines) if line.startswith(_OURS))
     return Ending(
         code=code,
@@ -185,7 +232,8 @@ def read_ending(run: Path, *, code: int, told: str, kind: str, log: Path | None)
         mistake=again and not raised,
         stopped=result.get("status") == "stopped",
         why=mistake or hung or why or next(said, "") or _meaning(code, cause),
-        frames=cause.frames if cause and not mistake else (),
+        frames=frames,
+        nodes=tuple(filter(None, nodes)),
     )
 
 

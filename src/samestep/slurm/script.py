@@ -10,6 +10,7 @@ from typing import Literal
 from samestep.ranks.watched import STALLED
 from samestep.run.code_copy import HASHES, Code
 from samestep.slurm.options import JobOptions, assignment, dependency, interface_names
+from samestep.slurm.preflight import NOT_PASSED, TABLE
 from samestep.slurm.rank_ends import LATE, STDERR
 from samestep.slurm.restarts import BEGUN
 
@@ -38,6 +39,8 @@ _PLAIN = re.compile(r"[\w./:@%+,=-]+")
 # Ranks import PyTorch for seconds before they handle signals, and Slurm may warn at the start.
 _LISTEN_S = 20
 _VERDICT_S = 30
+_PREFLIGHT_S = 150
+_M_SAMESTEP = ("-m", "samestep")
 _SEES_RUN = (
     f'[[ -e "$SAMESTEP_RUN_DIR/{BEGUN}" ]] || {{ echo "samestep: failed: $SLURMD_NODENAME does not '
     'see the run directory $SAMESTEP_RUN_DIR: it must be on a file system that all nodes share." '
@@ -45,7 +48,7 @@ _SEES_RUN = (
 )
 _ASK_REQUEUE = [
     "# The site or an admin may forbid a requeue; no answer forbids nothing.",
-    "no_requeue() { scontrol -o show job \"$SLURM_JOB_ID\" | grep -q ' Requeue=0 '; }",
+    "no_requeue() { scontrol -o show job \"$job\" | grep -q ' Requeue=0 '; }",
     "if no_requeue; then",
     '  echo "note    Slurm will not requeue this job: after its time limit, submit it again."',
     "fi",
@@ -163,6 +166,7 @@ def _signal_handlers(job: JobScript) -> list[str]:
     cancels = "USR1" if job.kind == "recipe" else "TERM"
     # The verdict and the requeue need some of the time that is left until the limit.
     saves_s = patience_s - min(_VERDICT_S, patience_s // 3)
+    steps = " ".join(f'"$job.{n}"' for n in range(job.options.num_steps))
     return f"""\
 run={shlex.quote(job.run)}  # the same over all restarts
 job=$SLURM_JOB_ID  # of a job array, a number alone may mean all
@@ -188,7 +192,7 @@ end_ranks() {{  # those that still run until the second $1; $2 says after what
   running || return 0
   echo "{LATE} $2, so they are killed." >&2
   told=${{told/USR1/LATE}}
-  scancel --signal=KILL "$job.0"
+  scancel --signal=KILL {steps}
 }}
 warn() {{
   local until=$((SECONDS + {saves_s}))
@@ -286,29 +290,9 @@ def _master_address(job: JobScript) -> list[str]:
 
 
 def _start_ranks(job: JobScript) -> list[str]:
-    options = job.options
-    words = ["srun", "--kill-on-bad-exit=1"]
-    if options.is_elastic:
-        words.append('--nodes="$SLURM_JOB_NUM_NODES"')
-        words.append(f"--ntasks-per-node={_tasks_per_node(options)}")
-    if cpus := _cpus_per_task(options):  # srun does not inherit it from sbatch
-        words.append(f"--cpus-per-task={cpus}")
-    if job.kind == "script" and options.launcher == "srun":
-        words.append("--label")
-    if options.container_image:  # an option of Pyxis, which extends srun
-        mounts = ",".join(f"{folder}:{folder}" for folder in job.mounts)
-        words.append(f"--container-image={shlex.quote(options.container_image)}")
-        words += [f"--container-mounts={shlex.quote(mounts)}"] if mounts else []
-        words.append(f"--container-workdir={shlex.quote(job.folder)}")
-    enter = _apptainer(job, *(["--nv"] if options.gpus_per_node else []))
-    comments, program = _torchrun(job) if options.launcher == "torchrun" else _rank(job)
-    return [
-        "start=$((${SLURM_RESTART_COUNT:-0} + 1))",
-        'echo "samestep: job $SLURM_JOB_ID, start $start, on $SLURM_JOB_NODELIST, $(date)"',
-        *(_ASK_REQUEUE * job.options.requeue),
-        "began=$SECONDS",
-        *comments,
-        " \\\n  ".join([*_wrap(words), *_wrap([*enter, *program])]) + " &",
+    enter = _apptainer(job, *(["--nv"] if job.options.gpus_per_node else []))
+    comments, program = _torchrun(job) if job.options.launcher == "torchrun" else _rank(job)
+    waits = [
         "step=$!",
         "# What came before the ranks.",
         "case $told in USR1) warn ;; USR2) cancel ;; TERM) pass_on TERM ;; esac",
@@ -318,6 +302,54 @@ def _start_ranks(job: JobScript) -> list[str]:
         'wait "$step"',
         "code=$?",
     ]
+    if job.options.preflight:
+        waits = ["follow() {", *(f"  {line}" * bool(line) for line in waits), "}"]
+    label = ["--label"] * (job.kind == "script" and job.options.launcher == "srun")
+    words = _srun(job, "--kill-on-bad-exit=1", *label)
+    ranks = [
+        "began=$SECONDS",
+        *comments,
+        " \\\n  ".join([*_wrap(words), *_wrap([*enter, *program])]) + " &",
+        *(["follow"] if job.options.preflight else waits),
+    ]
+    if job.options.preflight:
+        own = ["samestep"] if job.enters_environment else [shlex.quote(job.python), *_M_SAMESTEP]
+        doctor = [*enter, *own, "doctor", "--json", '--run-dir="$run"', "--budget-s=1"]
+        limited = ["timeout", "--kill-after=10", str(_PREFLIGHT_S), *_srun(job)]
+        ranks = [
+            *waits,
+            "began=$SECONDS",
+            "# Are the nodes fit for the ranks? The verdict reads the table.",
+            " \\\n  ".join([*_wrap(limited), *_wrap([*doctor, f'>"$run/{TABLE}"'])]) + " &",
+            "follow",
+            "if [[ $code != 0 || $told ]]; then",
+            f"  told=${{told:-{NOT_PASSED}}} code=$((code ? code : 1))",
+            "else",
+            *ranks,
+            "fi",
+        ]
+    return [
+        "start=$((${SLURM_RESTART_COUNT:-0} + 1))",
+        'echo "samestep: job $SLURM_JOB_ID, start $start, on $SLURM_JOB_NODELIST, $(date)"',
+        *(_ASK_REQUEUE * job.options.requeue),
+        *ranks,
+    ]
+
+
+def _srun(job: JobScript, *flags: str) -> list[str]:
+    options = job.options
+    words = ["srun", *flags]
+    if options.is_elastic:
+        words.append('--nodes="$SLURM_JOB_NUM_NODES"')
+        words.append(f"--ntasks-per-node={_tasks_per_node(options)}")
+    if cpus := _cpus_per_task(options):  # srun does not inherit it from sbatch
+        words.append(f"--cpus-per-task={cpus}")
+    if options.container_image:  # an option of Pyxis, which extends srun
+        mounts = ",".join(f"{folder}:{folder}" for folder in job.mounts)
+        words.append(f"--container-image={shlex.quote(options.container_image)}")
+        words += [f"--container-mounts={shlex.quote(mounts)}"] if mounts else []
+        words.append(f"--container-workdir={shlex.quote(job.folder)}")
+    return words
 
 
 def _apptainer(job: JobScript, *flags: str) -> list[str]:
@@ -412,27 +444,27 @@ def _wrap(words: list[str], width: int = 96) -> list[str]:
 
 
 def _end(job: JobScript) -> list[str]:
-    samestep = "samestep" if job.enters_environment else shlex.join([job.python, "-m", "samestep"])
+    samestep = "samestep" if job.enters_environment else shlex.join([job.python, *_M_SAMESTEP])
     if job.options.container:
         samestep = " ".join([*_apptainer(job), "samestep"])
     if job.options.container_image:  # this script runs outside of it
-        samestep = shlex.join([job.python, "-m", "samestep"])
-    again = ' ${again:+"$again"}' if job.options.requeue else " --no-requeue"
+        samestep = shlex.join([job.python, *_M_SAMESTEP])
+    again = '"$again"' if job.options.requeue else "--no-requeue"
     go_on = f"sbatch {shlex.quote(job.run)}/job.sbatch"
     if job.kind == "recipe":
         go_on = f"samestep slurm submit {shlex.quote(job.run)}"
     lines = [
         "# Say how it ended, and whether it goes on.",
-        *(["again=''; if no_requeue; then again=--no-requeue; fi"] * job.options.requeue),
+        *(["again=--exclude; if no_requeue; then again=--no-requeue; fi"] * job.options.requeue),
         f'verdict=$({samestep} slurm verdict "$run" --code "$code" --told "$told" \\',
-        f"  --kind {job.kind} --restarts {job.options.restarts}{again})",
+        f"  --kind {job.kind} --restarts {job.options.restarts} {again})",
         "case $verdict in",
         "  completed) code=0 ;;",
         f"  hung) code={STALLED} ;;",
     ]
     if job.options.requeue:
         lines += [
-            "  again)",
+            "  again*)",
             "    trap '' TERM  # the requeue ends this script too",
             f"    go_on={shlex.quote(go_on)}",
             "    # Slurm waits two minutes, then starts it again. A controller that is away is",
@@ -445,6 +477,9 @@ def _end(job: JobScript) -> list[str]:
             "        break ;;",
             "      esac",
             "    done",
+            "    exclude=${verdict#again}  # nodes that failed; only a job that waits can be told",
+            "    [[ -z $exclude || $said ]] ||",
+            '      scontrol update JobId="$job" ExcNodeList="${exclude# }"',
             "    ;;",
         ]
     return [*lines, '  cancelled) scancel "$job" ;;', "esac", 'exit "$code"']

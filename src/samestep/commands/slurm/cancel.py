@@ -49,7 +49,8 @@ def main(arguments: list[str]) -> int:
         )
     if command.now:  # plain scancel gives the ranks half a minute
         with contextlib.suppress(ProgramError):  # the ranks may have ended by themselves
-            call("scancel", "--signal=KILL", f"{job.target}.0")
+            steps = range((kept_options(job.run) or UncheckedOptions()).num_steps)
+            call("scancel", "--signal=KILL", *(f"{job.target}.{number}" for number in steps))
         sys.stdout.write(f"Job {job.target} is cancelled.\n")
         return 0
     again = go_on_command(job.run)

@@ -51,6 +51,8 @@ def main(arguments: list[str]) -> int:
             return 0
         logs = sorted(found.run.glob("rank-*.log")) if found.run else []
         has = f" The run has {', '.join(log.name for log in logs)}." if logs else ""
+        if job is not None and job.ended and not job.elapsed_s:
+            has = f" Job {job.target} ended before it started ({job.state})."
         raise UserError(f"There is no log {path}.{has}")
     shown = {path: label}
     if command.rank == "all" and found.run is not None:  # a training's ranks have a file each

@@ -28,7 +28,7 @@ from samestep.slurm.queue import (
     read_progress,
     seconds_since_sign,
 )
-from samestep.slurm.restarts import BEGUN, go_on_command, job_of
+from samestep.slurm.restarts import BEGUN, go_on_command, job_of, read_restarts
 from samestep.slurm.submission import is_script
 
 _EXAMPLES = ("slurm status", "slurm status 1234 --json")
@@ -172,6 +172,8 @@ def _run_rows(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
         rows["ranks"] = signs[0].sentence
         if len(signs) > 1:
             rows["ranks"] += f"; the others: at most {signs[1].age_s:.0f} s"
+    if found.job and (excluded := read_restarts(found.run, found.job.job).excluded):
+        rows["excluded"] = f"{', '.join(excluded)}, which failed this job"
     rows["run"] = str(found.run)
     done = progress is not None and progress.status == "completed"
     if found.job is not None and found.job.ended and found.job.state != "COMPLETED" and not done:

@@ -150,6 +150,7 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: _
 def _check_flags(target: str, flags: list[str]) -> None:
     known = {
         "help",
+        "no-preflight",
         "no-requeue",
         "no-snapshot",
         *(field.name.replace("_", "-") for field in fields(_Submit)),

@@ -8,8 +8,19 @@ from pathlib import Path
 import tyro
 
 from samestep.commands.help import RunPath
+from samestep.errors import UserError
 from samestep.ranks.watched import STALLED
-from samestep.slurm.restarts import decide, go_on_command, read_ending, read_restarts, settle
+from samestep.slurm.preflight import NOT_PASSED
+from samestep.slurm.queue import exclusion
+from samestep.slurm.restarts import (
+    decide,
+    failed_twice,
+    go_on_command,
+    read_ending,
+    read_restarts,
+    settle,
+    with_failures,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +39,8 @@ class _Verdict:
     """Restarts in a row without a newer checkpoint after which the job gives up."""
     requeue: bool = True
     """Whether the job may start again."""
+    exclude: bool = False
+    """Whether the script excludes the nodes that follow the word `again`."""
 
 
 def main(arguments: list[str]) -> int:
@@ -39,16 +52,44 @@ def main(arguments: list[str]) -> int:
     except OSError:
         log = None
     ending = read_ending(
-        command.run, code=command.code, told=command.told, kind=command.kind, log=log
+        command.run,
+        code=command.code,
+        told=command.told,
+        kind=command.kind,
+        log=log,
+        first_node=os.environ.get("SLURMD_NODENAME", ""),
+        num_nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
     )
-    before = read_restarts(command.run, number)
-    go_on = go_on_command(command.run)
-    verdict = decide(ending, before, command.restarts, requeue=command.requeue, go_on=go_on)
+    before = with_failures(read_restarts(command.run, number), ending)
+    without, exclude = failed_twice(before) if command.exclude else (), ""
+    if without:
+        try:
+            exclude = exclusion(_job(), without)
+        except UserError as error:  # Slurm would look for nodes for ever
+            said = " ".join(getattr(error, "said", str(error)).split())
+            nodes = ", ".join(without)
+            sys.stderr.write(f"samestep: {nodes} failed this job and is not excluded: {said}\n")
+    verdict = decide(
+        ending,
+        before,
+        command.restarts,
+        requeue=command.requeue,
+        go_on=go_on_command(command.run),
+        without=without if exclude else (),
+    )
     settle(command.run, verdict, ending)
     if ending.frames and verdict.word in ("again", "failed"):
-        sys.stderr.write("\n".join(["The first failure:", ending.why, *ending.frames, ""]))
+        head = ["The first failure:", ending.why] if ending.told != NOT_PASSED else ["What to do:"]
+        sys.stderr.write("\n".join([*head, *ending.frames, ""]))
     sys.stderr.write(f"samestep: {verdict.text}\n")
     sys.stderr.flush()
     hung = verdict.word == "failed" and ending.code == STALLED
-    sys.stdout.write(f"{'hung' if hung else verdict.word}\n")
+    follows = f" {exclude}" if exclude and verdict.word == "again" else ""
+    sys.stdout.write(f"{'hung' if hung else verdict.word}{follows}\n")
     return 0
+
+
+def _job() -> str:
+    """Return this job as Slurm's commands know it; of an array, a number alone may mean all."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
