@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 KEPT = HERE / "results" / "stalls.json"
 RECIPE, SCRIPT = HERE / "stalled" / "recipe.py", HERE / "stalled" / "script.py"
 WITHIN_S = 10.0
-BLOCK, STEPS = 20, 100_000
+BLOCK, STEPS = 2, 100_000
 NOTES = """\
 Stall time: after how long without a sign of life the ranks count as hung, by `--stall-s` 3, or 1
 where what the ranks do may take 30 times as long. Late: seconds from the hang to the verdict, less
