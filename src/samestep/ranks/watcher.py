@@ -115,6 +115,7 @@ class _Watcher:
                 if self._has_ended_stall(may_be_slow=slow):
                     return
                 look_again = time.monotonic() + limit_s
+        tell_mismatch(self._node.folder)
 
     @property
     def _claim(self) -> Path:
@@ -228,6 +229,25 @@ class _Watcher:
             _write(self._node.folder / VERDICT, failure | {"run": str(self._run or "")})
         else:
             print_error(verdict.message)
+
+
+def tell_mismatch(folder: Path) -> str:
+    """Return how the calls of this node's ranks do not meet, if some have died in them; or nothing.
+
+    The verdict on the job gets it as the error of these ranks.
+    """
+    from samestep.stall.judge import mismatch  # noqa: PLC0415 - seldom
+
+    verdict = mismatch(read_pulses(folder))
+    if verdict is None:
+        return ""
+    failure = {"code": 1, "message": verdict.sentence, "time": time.time(), "lost_peer": False}
+    if job := os.environ.get(JOB_RUN):
+        for rank in verdict.does:
+            with contextlib.suppress(OSError):
+                own = failure | {"rank": rank, "raised": True}
+                _write(Path(job, FAILURE.format(rank=rank)), own)
+    return verdict.sentence
 
 
 def _last_call(pulse: RankPulse) -> str:

@@ -80,6 +80,23 @@ def judge(stands: Sequence[RankStand]) -> StallVerdict:
     return case.disagree(waits, {rank: (v.kind, v.group, v.seq) for rank, v in waits.items()})
 
 
+def mismatch(pulses: Sequence[RankPulse]) -> StallVerdict | None:
+    """Return how the calls of ranks do not meet in which some have died; None if that is not why.
+
+    Where one library waits for ever, another finds a message of a wrong size, and raises or aborts.
+    """
+    stands = {
+        pulse.rank: RankStand(pid=pulse.pid, doing="gone", pulse=pulse.raised())
+        for pulse in pulses
+        if pulse.calls
+    }
+    died = any(stand.pulse.calls[-1].state == RAISED for stand in stands.values())
+    met = _first_mismatch([*stands.values()]) if died else None
+    if met is None:
+        return None
+    return _Case(stands, met).disagree(met, {rank: visit[:2] for rank, visit in met.items()})
+
+
 def _behind(stands: Sequence[RankStand]) -> list[RankStand]:
     """Return those with the fewest steps; among these, any that stand in the user's code.
 

@@ -85,6 +85,7 @@ class Pulse:
     """Writes one rank's pulse. Open it in the process, and the thread, that runs the script."""
 
     def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
         path = folder / PULSE.format(rank=rank)
         path.unlink(missing_ok=True)  # a process of an earlier start may have it mapped
         with path.open("w+b") as file:
