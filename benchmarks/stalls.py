@@ -37,8 +37,7 @@ BLOCK, STEPS = 2, 100_000
 NOTES = """\
 Stall time: after how long without a sign of life the ranks count as hung, by `--stall-s` 3, or 1
 where what the ranks do may take 30 times as long. Late: seconds from the hang to the verdict, less
-the stall time; a case passes if it is named and no later than 10 s. A stopped process cannot say
-where it stands: there only the rank counts. Where ranks bring different
+the stall time; a case passes if it is named and no later than 10 s. Where ranks bring different
 shapes, Gloo may raise or abort instead of waiting: then that error ends the job, and
 its verdict says which calls did not meet.
 """
@@ -64,7 +63,7 @@ CASES = {
     "sleeps": Case("sleeps", "sleeps"),
     "spins": Case("spins", "spins in Python", "spins"),
     "spins-in-c": Case("spins_in_c", "spins in C with the GIL", "spins_in_c"),
-    "stopped": Case("stopped", "is stopped by SIGSTOP", ""),
+    "stopped": Case("stopped", "is stopped by SIGSTOP", "stopped"),
     "worker": Case("worker", "waits for a loader worker that hangs"),
     "different": Case("different", "calls another collective", "different", script=True),
     "shapes": Case("shapes", "brings another shape", "shapes", script=True, raises=True),
@@ -135,7 +134,7 @@ def hung(case: Case, folder: Path) -> dict[str, Any]:
     late_s = (result.stat().st_mtime if is_told else ended) - began - case.stall_s * case.times
     lines = file.read_text().splitlines()
     line = next((n for n, text in enumerate(lines, 1) if text.endswith(f"# {case.mark}")), 0)
-    place = f"{file.name}:{line}" if case.mark else "is stopped by a signal"
+    place = f"{file.name}:{line}"
     named = f"rank {case.culprit} " in said and place in said
     is_own = STALLED in (told.get("exit_code"), done.returncode) or case.raises
     said = re.sub(r"/\S*/", "", said.removeprefix("failed: ").removeprefix("samestep: "))

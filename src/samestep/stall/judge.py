@@ -341,7 +341,7 @@ def _own_doing(stand: RankStand) -> str:
     if stand.doing == "gone":
         return f"was ended or killed{seen}"
     if stand.doing == "stopped":
-        return f"is stopped by a signal{seen}"
+        return _at(stand) if stand.frames else f"is stopped by a signal{seen}"
     if not stand.frames:
         return f"does not say where it stands{seen}"
     if not stand.waits_for_data:
@@ -361,7 +361,11 @@ def _busy(stand: RankStand) -> list[Stand]:
     ]
 
 
-_VERBS = {"computes": "computes in", "blocked": "is blocked by the system in"}
+_VERBS = {
+    "computes": "computes in",
+    "blocked": "is blocked by the system in",
+    "stopped": "is stopped by a signal in",
+}
 
 
 def _at(stand: Stand) -> str:
