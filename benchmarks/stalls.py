@@ -10,6 +10,7 @@ watched in turn. Writes `results/stalls.md`.
 import argparse
 import json
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -32,13 +33,13 @@ HERE = Path(__file__).parent
 KEPT = HERE / "results" / "stalls.json"
 RECIPE, SCRIPT = HERE / "stalled" / "recipe.py", HERE / "stalled" / "script.py"
 WITHIN_S = 10.0
-BLOCK, STEPS = 20, 100_000
+BLOCK, STEPS = 2, 100_000
 NOTES = """\
 Stall time: after how long without a sign of life the ranks count as hung, by `--stall-s` 3, or 1
 where what the ranks do may take 30 times as long. Late: seconds from the hang to the verdict, less
-the stall time; a case passes if it is named and no later than 10 s. A stopped process cannot say
-where it stands: there only the rank counts. Where ranks bring different
-shapes, Gloo may raise or abort instead of waiting: then it is that error that ends the job.
+the stall time; a case passes if it is named and no later than 10 s. Where ranks bring different
+shapes, Gloo may raise or abort instead of waiting: then that error ends the job, and
+its verdict says which calls did not meet.
 """
 
 
@@ -54,16 +55,18 @@ class Case:
     stall_s: float = 3.0
     times: float = 1.0
     script: bool = False
+    raises: bool = False
+    """Whether Gloo may raise instead of waiting: then the error has to name the line."""
 
 
 CASES = {
     "sleeps": Case("sleeps", "sleeps"),
     "spins": Case("spins", "spins in Python", "spins"),
     "spins-in-c": Case("spins_in_c", "spins in C with the GIL", "spins_in_c"),
-    "stopped": Case("stopped", "is stopped by SIGSTOP", ""),
+    "stopped": Case("stopped", "is stopped by SIGSTOP", "stopped"),
     "worker": Case("worker", "waits for a loader worker that hangs"),
     "different": Case("different", "calls another collective", "different", script=True),
-    "shapes": Case("shapes", "brings another shape", "shapes", script=True),
+    "shapes": Case("shapes", "brings another shape", "shapes", script=True, raises=True),
     "left": Case("left", "left the loop early", "left", script=True),
     "locked": Case("locked", "waits for a lock that it holds", "locked"),
     "fifo": Case("fifo", "reads from a file system that blocks (FIFO)", "fifo"),
@@ -125,15 +128,15 @@ def hung(case: Case, folder: Path) -> dict[str, Any]:
     told = json.loads(result.read_text()) if result.exists() else {}
     is_told = "stall" in told
     errors = done.stderr.strip().splitlines()
-    raised = [line for line in errors if case.script and re.search("gloo", line)]
-    said = told["reason"] if is_told else (raised or errors)[-1]
+    failures = [json.loads(path.read_text()) for path in run.glob(".failure-rank-*.json")]
+    said = told["reason"] if is_told else failures[0]["message"] if failures else errors[-1]
     began = float((folder / "hung").read_text())
     late_s = (result.stat().st_mtime if is_told else ended) - began - case.stall_s * case.times
     lines = file.read_text().splitlines()
     line = next((n for n, text in enumerate(lines, 1) if text.endswith(f"# {case.mark}")), 0)
-    place = f"{file.name}:{line}" if case.mark else "is stopped by a signal"
+    place = f"{file.name}:{line}"
     named = f"rank {case.culprit} " in said and place in said
-    is_own = told.get("exit_code") == STALLED or done.returncode == STALLED
+    is_own = STALLED in (told.get("exit_code"), done.returncode) or case.raises
     said = re.sub(r"/\S*/", "", said.removeprefix("failed: ").removeprefix("samestep: "))
     return {"named": named and is_own, "late_s": late_s, "said": said}
 
@@ -146,7 +149,7 @@ def cost() -> dict[str, float]:
     """
     blocks: dict[bool, list[float]] = {True: [], False: []}
     is_on, taken, since, used = True, 0, time.thread_time(), [0.0]
-    note = watched.step
+    note, chance = watched.step, random.Random(0)
 
     def step(number: int) -> None:
         nonlocal is_on, taken, since
@@ -156,7 +159,8 @@ def cost() -> dict[str, float]:
         if taken % BLOCK == 0:
             now = time.thread_time()
             blocks[is_on].append(1e6 * (now - since) / BLOCK)
-            is_on, since = not is_on, now
+            is_pair = len(blocks[True]) == len(blocks[False])
+            is_on, since = chance.random() < 0.5 if is_pair else not is_on, now
         if taken == STEPS - 1:
             used.extend(sum(c.cpu_times()[:2]) for c in psutil.Process().children())
 

@@ -226,22 +226,52 @@ def test_a_rank_that_hangs_does_not_hold_the_nodes_after_a_cancel(sandbox, recip
     wait_for(lambda: not ranks_of(job))
 
 
-def test_a_rank_that_hangs_ends_the_job_and_is_named_by_node_and_line(sandbox, recipe, tmp_path):
-    hangs = "    if os.environ['SLURM_PROCID'] == '1' and STEPS == 9: time.sleep(3600)"
+def let_hang(recipe: Path) -> int:
+    """Let rank 1 hang in step 9 of the job's first start; return the line."""
+    sleeps = "            time.sleep(3600)"
+    counts = f"""    global STEPS
+    STEPS += outputs.requires_grad
+    if os.environ['SLURM_PROCID'] == '1' and STEPS == 9:
+        hung = PACE.with_name("hung")
+        if not hung.exists():
+            hung.touch()
+{sleeps}
+"""
     text = recipe.read_text().replace("def loss(", "STEPS = 0\n\ndef loss(")
-    counts = "    global STEPS\n    STEPS += outputs.requires_grad"
-    text = text.replace("    if PACE", f"{counts}\n{hangs}\n    if PACE")
+    text = text.replace("    if PACE", f"{counts}    if PACE")
     recipe.write_text(text)
+    return text.splitlines().index(sleeps) + 1
+
+
+def test_a_rank_that_hangs_ends_the_job_and_is_named_by_node_and_line(sandbox, recipe, tmp_path):
+    line = let_hang(recipe)
     # The ranks' own patience with each other is shorter than the watcher's: it still judges first.
     how = (*TWO, "--no-requeue", "--", "--timeout-s", "8")
     job = submit(sandbox, tmp_path, "tiny.py", *how)
     job.wait("FAILED")
     stall = job.result()["stall"]
-    line = text.splitlines().index(hangs) + 1
     assert (stall["rank"], stall["host"], stall["line"]) == (1, "node2", line)
     assert "rank 1 on node2 took no part in step 9 for" in job.log.splitlines()[-1]
     shown = sandbox.run("scontrol", "show", "job", job.job)
     assert f"ExitCode={STALLED}:0" in shown
+
+
+def test_a_job_that_a_rank_hung_goes_on_and_completes(sandbox, recipe, tmp_path, uninterrupted):
+    line = let_hang(recipe)
+    how = ("--", "--stall-s", "8", "--checkpoint-every-steps", "2")
+    job = submit(sandbox, tmp_path, "tiny.py", *TWO, *how)
+    wait_for(lambda: "(restart 1)" in job.log)
+    set_pace(tmp_path, None)
+    job.wait("COMPLETED")
+    assert starts(job) == 2
+    cause = next(text for text in job.log.splitlines() if "(restart 1)" in text)
+    assert "rank 1 on node2 took no part in step 9 for" in cause
+    assert f"tiny.py:{line}" in cause
+    resumed = [r["step"] for r in job.all_records() if r["event"] == "resume"]
+    assert resumed == [8]
+    assert_nothing_lost(job, uninterrupted)
+    assert "stall" not in job.result()
+    assert not [*job.run.glob(".stall-*")], "nothing of the hang stays but what is for people"
 
 
 def test_a_job_that_is_cancelled_at_once_ends_at_once(sandbox, recipe, tmp_path):

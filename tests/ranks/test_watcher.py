@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from samestep.ranks.startup import JOB_RUN
 from samestep.ranks.watched import STALLED
-from samestep.ranks.watcher import HEARTBEAT, Node
+from samestep.ranks.watcher import HEARTBEAT, Node, tell_mismatch
+from samestep.slurm.rank_ends import first_end, read_failures
 from samestep.slurm.script import START
-from samestep.stall.pulse import RankPulse
+from samestep.stall.pulse import Pulse, RankPulse
 from tests.command_line import read_json, start
 from tests.processes import TIMEOUT_S, free_port, launch_environment
 
@@ -128,6 +130,21 @@ def test_what_a_rank_does_has_its_own_limit(step_s, times, exact, limit_s):
     pulse = RankPulse(rank=0, step_times=(step_s,) * 9, times=times)
     assert node(exact=exact).limit_s(pulse) == pytest.approx(limit_s)
     assert node(exact=exact).limit_s(replace(pulse, step_times=())) >= 60
+
+
+def test_the_job_is_told_which_calls_of_its_ranks_did_not_meet(tmp_path, monkeypatch):
+    (run := tmp_path / "run").mkdir()
+    monkeypatch.setenv(JOB_RUN, str(run))
+    pulses = [Pulse(tmp_path, rank) for rank in range(2)]
+    for pulse, detail in zip(pulses, ("float32[4]", "float32[7]"), strict=True):
+        with suppress(RuntimeError), pulse.inside("all_gather", detail, f"a.py:{pulse.rank}", ""):
+            raise RuntimeError("Connection reset by peer")
+        pulse.close()
+    told = tell_mismatch(tmp_path)
+    ends = [f"srun: error: node1: task {rank}: Aborted" for rank in range(2)]
+    assert first_end(ends, [failure for _, failure in read_failures(run)]).said == told
+    assert "float32[4] of a.py:0" in told
+    assert "float32[7] of a.py:1" in told
 
 
 SCRIPT = """

@@ -63,7 +63,7 @@ def spins_in_c(pulse, *, is_culprit):
 
 def stopped(pulse, *, is_culprit):
     def hang():
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # stopped
 
     loop(pulse, is_culprit=is_culprit, hang=hang)
 

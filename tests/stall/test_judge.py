@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from samestep.stall.judge import find_stall, judge, patience
+from samestep.stall.judge import find_stall, judge, mismatch, patience
 from samestep.stall.pulse import WORLD, RankPulse, Visit
 from samestep.stall.stacks import RankStand, StackFrame, Stand, _stack_of
 
@@ -101,6 +101,23 @@ def test_tensors_that_differ_are_a_cause_where_the_ranks_have_not_gone_on(at, st
 
     verdict = judge([seen(0, at("barrier"), *calls("[2]")), seen(1, at("barrier"), *calls("[3]"))])
     assert verdict.cause == ("shapes" if state == "inside" else "unknown")
+
+
+@pytest.mark.parametrize("state", ["inside", "raised"])
+def test_ranks_that_died_in_calls_that_do_not_meet_are_named_and_no_others(at, state):
+    def died(*details):
+        first, where = call("barrier", 3, detail="[1]"), at("slow")
+        calls = [(first, call("all_gather", 4, where, detail=d, state=state)) for d in details]
+        return mismatch([RankPulse(rank=rank, calls=made) for rank, made in enumerate(calls)])
+
+    verdict = died("[4]", "[7]")
+    assert (verdict.cause, verdict.culprits) == ("shapes", (0, 1))
+    assert verdict.places == dict.fromkeys((0, 1), at("slow"))
+    assert died("[4]", "[4]", "[7]").culprits == (2,)
+    assert died("[4]", "[4]") is died("[4]") is died() is None, "as where a node was lost"
+    after = RankPulse(rank=0, calls=(call("gather", 1, detail="[4]"),))
+    other = RankPulse(rank=1, calls=(call("gather", 1, detail="[7]"),))
+    assert mismatch([after, other]) is None, "they have ended after it"
 
 
 @pytest.mark.parametrize(

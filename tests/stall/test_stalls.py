@@ -45,7 +45,7 @@ CASES = [
     ("sleeps", 0, "absent", [0], {0: "sleeps", 1: "meet"}),
     ("spins", 1, "absent", [1], {0: "meet", 1: "spins"}),
     ("spins_in_c", 1, "absent", [1], {0: "meet", 1: "spins_in_c"}),
-    ("stopped", 1, "stopped", [1], {0: "meet"}),
+    ("stopped", 1, "stopped", [1], {0: "meet", 1: "stopped"}),
     ("locked", 1, "absent", [1], {0: "meet", 1: "locked"}),
     ("left", 1, "left", [1], {0: "meet", 1: "left"}),
     ("ended", 1, "ended", [1], {0: "meet"}),

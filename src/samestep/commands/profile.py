@@ -181,6 +181,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     from samestep.ranks.world import find_world, join, leave  # noqa: PLC0415
 
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
+    watched.start_watcher(world, settings.stall_s)
     join(world, settings.timeout_s)
     tried = {"num_workers": workers, "batch_size": batch_sizes}
     found = profile_recipe(request, world, command, tried, log.move_to)

@@ -23,6 +23,7 @@ from samestep.profiling.profile_report import Profile, Sweep
 from samestep.profiling.stages import MeasuredSpan, Stages, TimeAccount
 from samestep.profiling.tracing import unwritable
 from samestep.profiling.tried_values import sweep, variant
+from samestep.ranks import watched
 from samestep.ranks.world import World
 from samestep.reporting.words import count
 from samestep.run import checkpoints
@@ -166,6 +167,7 @@ def _run_stages(
             stages.end()
         if stages.done:
             break
+    watched.turn_to(watched.END)
     span, tracer = stages.span, stages.tracer
     if span is None:
         raise UserError(

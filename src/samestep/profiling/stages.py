@@ -314,6 +314,7 @@ class Stages:
 
     def _end_trace(self) -> None:
         assert self.tracer is not None
+        watched.turn_to(watched.END)  # a trace may take minutes; the next step ends that
         self._account.mark(self._step, counts=False)
         self.tracer.stop()
         self.stage = "measure"

@@ -88,6 +88,9 @@ class _Watcher:
         finally:
             if self._run is not None:
                 (self._run / HEARTBEAT.format(node=self._node.node)).unlink(missing_ok=True)
+                for claim in self._run.glob(".stall-*"):  # of an earlier start that hung
+                    if _written_at(claim) <= self._began - _LATE_S:
+                        claim.unlink(missing_ok=True)
             if PARENT not in os.environ:  # else it is the parent's, which reads the verdict
                 shutil.rmtree(self._node.folder, ignore_errors=True)
 
@@ -112,6 +115,7 @@ class _Watcher:
                 if self._has_ended_stall(may_be_slow=slow):
                     return
                 look_again = time.monotonic() + limit_s
+        tell_mismatch(self._node.folder)
 
     @property
     def _claim(self) -> Path:
@@ -122,10 +126,7 @@ class _Watcher:
     def _is_asked(self) -> bool:
         if self._node.num_nodes == 1:
             return False
-        try:
-            return self._claim.stat().st_mtime > self._began - _LATE_S  # else of an earlier start
-        except OSError:
-            return False
+        return _written_at(self._claim) > self._began - _LATE_S  # else of an earlier start
 
     def _living(self) -> list[RankPulse]:
         """Return the pulses of the ranks that go on, or should."""
@@ -230,6 +231,25 @@ class _Watcher:
             print_error(verdict.message)
 
 
+def tell_mismatch(folder: Path) -> str:
+    """Return how the calls of this node's ranks do not meet, if some have died in them; or nothing.
+
+    The verdict on the job gets it as the error of these ranks.
+    """
+    from samestep.stall.judge import mismatch  # noqa: PLC0415 - seldom
+
+    verdict = mismatch(read_pulses(folder))
+    if verdict is None:
+        return ""
+    failure = {"code": 1, "message": verdict.sentence, "time": time.time(), "lost_peer": False}
+    if job := os.environ.get(JOB_RUN):
+        for rank in verdict.does:
+            with contextlib.suppress(OSError):
+                own = failure | {"rank": rank, "raised": True}
+                _write(Path(job, FAILURE.format(rank=rank)), own)
+    return verdict.sentence
+
+
 def _last_call(pulse: RankPulse) -> str:
     """Return the last call in which ranks meet, and whether the rank is still in it."""
     if pulse.now is None and not pulse.calls:
@@ -237,6 +257,14 @@ def _last_call(pulse: RankPulse) -> str:
     last = pulse.now or pulse.calls[-1]
     number = f" #{last.seq}" if last.seq else ""
     return f"{'in' if pulse.now else 'after'} {last.kind}{number} of {last.where}"
+
+
+def _written_at(path: Path) -> float:
+    """Return when a file was last written; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

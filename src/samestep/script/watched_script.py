@@ -17,6 +17,7 @@ from typing import Any
 from samestep.errors import UserError
 from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
+from samestep.ranks.watcher import tell_mismatch
 from samestep.stall.pulse import Pulse
 
 _OURS = (__file__, *(f"{os.sep}samestep{os.sep}{part}" for part in ("stall", "patches.py")))
@@ -28,7 +29,7 @@ def main() -> None:
     del sys.argv[0]
     script = sys.argv[0]
     sys.path[0] = str(Path(script).resolve().parent)
-    _be_watched()
+    pulse = _be_watched()
     module = ModuleType("__main__")
     file = os.path.abspath(script)  # noqa: PTH100 - as Python does
     module.__dict__.update(__file__=file, __builtins__=__builtins__)
@@ -36,16 +37,20 @@ def main() -> None:
     try:
         exec(compile(Path(script).read_bytes(), file, "exec"), module.__dict__)  # noqa: S102
     except Exception as error:
+        if pulse is not None and (told := tell_mismatch(pulse.folder)):
+            error.add_note(f"samestep: {told}")
         trace = None if isinstance(error, SyntaxError) else _without_ours(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 
 
-def _be_watched() -> None:
+def _be_watched() -> Pulse | None:
     with suppress(UserError):  # of the launcher's variables, which the script may not need
         pulse = watched.watch_script(detect_launch(os.environ))
         if pulse is not None:
             sys.meta_path.insert(0, _AfterTorch(lambda: _watch(pulse)))
+        return pulse
+    return None
 
 
 class _AfterTorch(MetaPathFinder):

@@ -80,6 +80,23 @@ def judge(stands: Sequence[RankStand]) -> StallVerdict:
     return case.disagree(waits, {rank: (v.kind, v.group, v.seq) for rank, v in waits.items()})
 
 
+def mismatch(pulses: Sequence[RankPulse]) -> StallVerdict | None:
+    """Return how the calls of ranks do not meet in which some have died; None if that is not why.
+
+    Where one library waits for ever, another finds a message of a wrong size, and raises or aborts.
+    """
+    stands = {
+        pulse.rank: RankStand(pid=pulse.pid, doing="gone", pulse=pulse.raised())
+        for pulse in pulses
+        if pulse.calls
+    }
+    died = any(stand.pulse.calls[-1].state == RAISED for stand in stands.values())
+    met = _first_mismatch([*stands.values()]) if died else None
+    if met is None:
+        return None
+    return _Case(stands, met).disagree(met, {rank: visit[:2] for rank, visit in met.items()})
+
+
 def _behind(stands: Sequence[RankStand]) -> list[RankStand]:
     """Return those with the fewest steps; among these, any that stand in the user's code.
 
@@ -324,7 +341,7 @@ def _own_doing(stand: RankStand) -> str:
     if stand.doing == "gone":
         return f"was ended or killed{seen}"
     if stand.doing == "stopped":
-        return f"is stopped by a signal{seen}"
+        return _at(stand) if stand.frames else f"is stopped by a signal{seen}"
     if not stand.frames:
         return f"does not say where it stands{seen}"
     if not stand.waits_for_data:
@@ -344,7 +361,11 @@ def _busy(stand: RankStand) -> list[Stand]:
     ]
 
 
-_VERBS = {"computes": "computes in", "blocked": "is blocked by the system in"}
+_VERBS = {
+    "computes": "computes in",
+    "blocked": "is blocked by the system in",
+    "stopped": "is stopped by a signal in",
+}
 
 
 def _at(stand: Stand) -> str:

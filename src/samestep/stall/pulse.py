@@ -64,9 +64,8 @@ class Visit(NamedTuple):
 _STATES = ("", "inside", "left", RAISED)
 _MAGIC = b"samestep"
 _HEAD = struct.Struct("<8siiqQ")  # magic, rank, -, process, thread that runs the script
-_LIFE = struct.Struct("<dqqi")  # last sign of life, steps, calls, exit code
+_LIFE = struct.Struct("<ddqi")  # last sign of life besides steps, steps, calls, exit code
 _PHASE = struct.Struct("<d48s")  # how many times as long as a step it may take, name
-_TIME = struct.Struct("<d")
 _STEPS = struct.Struct("<64d")  # when each of the last steps ended
 _VISIT = struct.Struct("<dqB495s")
 _AT_LIFE = _HEAD.size
@@ -75,6 +74,9 @@ _AT_NOW = _AT_STEPS + _STEPS.size
 _AT_CALLS = _AT_NOW + _VISIT.size
 _NUM_STEPS, _NUM_CALLS = 64, 64
 _SIZE = _AT_CALLS + _NUM_CALLS * _VISIT.size
+assert (_AT_LIFE + 8, _AT_STEPS, _NUM_STEPS) == (5 * 8, 16 * 8, 64), "as `step` writes them"
+_STEPPING = ("", 1.0)
+_now = time.monotonic
 _RUNS = -(1 << 31)  # no exit code yet
 _LONGEST_WHERE, _LONGEST_DETAIL = 300, 80
 
@@ -83,17 +85,18 @@ class Pulse:
     """Writes one rank's pulse. Open it in the process, and the thread, that runs the script."""
 
     def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
         path = folder / PULSE.format(rank=rank)
         path.unlink(missing_ok=True)  # a process of an earlier start may have it mapped
         with path.open("w+b") as file:
             file.write(bytes(_SIZE))  # a hole on a full disk would end the rank later
             file.flush()
-            self._map: mmap.mmap | bytearray = mmap.mmap(file.fileno(), _SIZE)
+            self._be_mapped(mmap.mmap(file.fileno(), _SIZE))
         self.now: Visit | None = None
         """The innermost call that the rank is in."""
-        self._steps = self._calls = 0
+        self._calls = 0
         self._code = _RUNS
-        self.phase = ("", 1.0)
+        self.phase = _STEPPING
         """What it does besides its steps, and how many times as long as a step that may take."""
         self._counts: Counter[str] = Counter()
         self._inside: list[Visit] = []
@@ -103,6 +106,10 @@ class Pulse:
         os.register_at_fork(after_in_child=functools.partial(_let_go, weakref.ref(self)))
         self.alive()
         self._be(rank)
+
+    def _be_mapped(self, mapped: mmap.mmap | bytearray) -> None:
+        self._map = mapped
+        self._cells = memoryview(mapped).cast("d")
 
     def _be(self, rank: int) -> None:
         self.rank = rank
@@ -118,26 +125,26 @@ class Pulse:
         """Stop; the file stays."""
         faulthandler.unregister(DUMP_SIGNAL)
         self._stacks.close()
-        self._map = bytearray(_SIZE)
+        self._be_mapped(bytearray(_SIZE))
 
     def alive(self) -> None:
         """Note that something went on, as a batch that was read."""
-        _LIFE.pack_into(self._map, _AT_LIFE, time.monotonic(), self._steps, self._calls, self._code)
+        life = time.monotonic(), self._cells[5], self._calls, self._code
+        _LIFE.pack_into(self._map, _AT_LIFE, *life)
 
     def turn_to(self, phase: str, times: float = 1.0) -> None:
         """Note what it does besides its steps; nothing ends that, as does the next step."""
-        self.phase = phase, times
+        self.phase = (phase, times) if phase else _STEPPING
         _PHASE.pack_into(self._map, _AT_PHASE, times, phase.encode())
         self.alive()
 
     def step(self, number: int) -> None:
         """Note that the optimizer step of this number, from 1, has ended."""
-        self._steps = number
-        if self.phase[0]:
+        if self.phase is not _STEPPING:
             self.turn_to("")
-        now = time.monotonic()
-        _TIME.pack_into(self._map, _AT_STEPS + 8 * (number % _NUM_STEPS), now)
-        _LIFE.pack_into(self._map, _AT_LIFE, now, number, self._calls, self._code)
+        # After a step the caches are full of tensors, and each name that is looked up costs.
+        self._cells[16 + number % 64] = _now()
+        self._cells[5] = number
 
     def ended(self, code: int) -> None:
         """Note that the script has ended with this exit code."""
@@ -196,7 +203,7 @@ class Pulse:
 def _let_go(pulse: weakref.ref[Pulse]) -> None:
     """In a forked child, as a loader worker: what it does is no sign of life of the rank."""
     if (own := pulse()) is not None:
-        own._map = bytearray(_SIZE)  # noqa: SLF001 - a part of the class
+        own._be_mapped(bytearray(_SIZE))  # noqa: SLF001 - a part of the class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,8 +263,8 @@ def read_pulse(path: Path) -> RankPulse | None:
         rank=rank,
         pid=pid,
         thread=thread,
-        moved=moved,
-        steps=steps,
+        moved=max([moved, *ends[-1:]]),
+        steps=int(steps),
         step_times=tuple(after - before for before, after in itertools.pairwise(ends)),
         code=None if code == _RUNS else code,
         doing=phase.rstrip(b"\0").decode(errors="replace"),

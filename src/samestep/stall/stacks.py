@@ -4,12 +4,15 @@
 even while C code holds the GIL. Without /proc, only the pulse is known.
 """
 
+import ctypes
 import itertools
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -103,14 +106,20 @@ def _look_at_workers(folder: Path, pulse: RankPulse) -> tuple[Stand, ...]:
 def _dump(
     folder: Path, pulse: RankPulse, pid: int, doing: Mapping[int, Doing]
 ) -> tuple[StackFrame, ...]:
-    """Let a process write its stacks, and return that of its main thread; nothing if it cannot."""
+    """Let a process write its stacks, and return that of its main thread; nothing if it cannot.
+
+    A stopped process goes on for that moment.
+    """
     path = folder / STACKS.format(rank=pulse.rank)
-    if doing[pid] in ("stopped", "gone") or not _listens(pid):
+    if doing[pid] == "gone" or not _listens(pid):
         return ()
     try:
         begin = size = path.stat().st_size
         still = 0
-        os.kill(pid, DUMP_SIGNAL)
+        if doing[pid] == "stopped":
+            _wake(pid)
+        else:
+            os.kill(pid, DUMP_SIGNAL)
         until = time.monotonic() + _DUMP_S
         while time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -124,7 +133,20 @@ def _dump(
                     return frames
     except OSError:  # it has just ended
         pass
+    finally:
+        if doing[pid] == "stopped":
+            with suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
     return ()
+
+
+def _wake(pid: int) -> None:
+    """Let a stopped process go on, and write its stacks first."""
+    # To the main thread: by `os.kill` another one may get it, while the main thread goes on.
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
+    if tgkill is None or tgkill(pid, pid, DUMP_SIGNAL):
+        os.kill(pid, DUMP_SIGNAL)
+    os.kill(pid, signal.SIGCONT)
 
 
 def _stack_of(thread: int, dump: str) -> tuple[StackFrame, ...]:
