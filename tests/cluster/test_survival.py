@@ -258,7 +258,7 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named_by_node_and_line(sandbox, r
 
 def test_a_job_that_a_rank_hung_goes_on_and_completes(sandbox, recipe, tmp_path, uninterrupted):
     line = let_hang(recipe)
-    how = ("--", "--stall-s", "8", "--checkpoint-every-steps", "2")
+    how = ("--", "--stall-s", "15", "--checkpoint-every-steps", "2")
     job = submit(sandbox, tmp_path, "tiny.py", *TWO, *how)
     wait_for(lambda: "(restart 1)" in job.log)
     set_pace(tmp_path, None)
