@@ -256,9 +256,12 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named_by_node_and_line(sandbox, r
     assert f"ExitCode={STALLED}:0" in shown
 
 
-def test_a_job_that_a_rank_hung_goes_on_and_completes(sandbox, recipe, tmp_path, uninterrupted):
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_job_that_a_rank_hung_goes_on_and_completes(
+    sandbox, recipe, tmp_path, uninterrupted, launcher
+):
     line = let_hang(recipe)
-    how = ("--", "--stall-s", "15", "--checkpoint-every-steps", "2")
+    how = ("--launcher", launcher, "--", "--stall-s", "15", "--checkpoint-every-steps", "2")
     job = submit(sandbox, tmp_path, "tiny.py", *TWO, *how)
     wait_for(lambda: "(restart 1)" in job.log)
     set_pace(tmp_path, None)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from samestep.ranks.process import FAILURE, print_error
 from samestep.ranks.startup import JOB_RUN, PARENT, stop_signals
 from samestep.ranks.watched import HEARTBEAT, PULSES, RUN, STALLED
@@ -191,9 +193,15 @@ class _Watcher:
             time.sleep(_LOOK_EVERY_S)
         if not hang or not (judges or self._is_asked()):
             return False
-        for pulse in self._living():
+        living = [pulse.pid for pulse in self._living()]
+        if JOB_RUN in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+            # The job starts again as a whole. torchrun would start the ranks of each node anew as
+            # soon as these end, and they do not always find those of the others.
+            with contextlib.suppress(psutil.Error):  # they have just ended
+                living += {psutil.Process(pid).ppid() for pid in living}
+        for pid in reversed(living):
             with contextlib.suppress(OSError):
-                os.kill(pulse.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         return True
 
     def _judge(self, place: Path, *, may_be_slow: bool) -> bool:
