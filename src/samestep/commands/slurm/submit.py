@@ -136,7 +136,9 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: _
         jobs[task] = make_script(found, options, Path.cwd())
     assert folder is not None
     if command.dry_run:
-        sys.stdout.write(array_text(jobs, folder, at_once))
+        text = array_text(jobs, folder, at_once)
+        first = jobs[tasks[0]]
+        sys.stdout.write(f"{text}\n# {first.run}/job.sbatch:\n{script_text(first)}")
         return 0
     number = submit_array(jobs, folder, at_once)
     sys.stdout.write(
