@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
-from samestep.slurm.job_array import array_text, read_array
+from samestep.slurm.job_array import array_text, read_array, submit_array
 from samestep.slurm.options import JobOptions
 from samestep.slurm.queue import find_job, parse_job
 from tests.slurm.fake_slurm import install
@@ -78,3 +78,14 @@ def test_the_number_of_a_whole_array_is_refused_where_one_job_is_meant(tmp_path,
             find_job(12)
     (fake.folder / "job-12_3").write_text(f"{task}\n")
     assert find_job("12_3").target == "12_3"
+
+
+def test_an_array_that_slurm_refuses_leaves_nothing(tmp_path, monkeypatch):
+    fake = install(tmp_path / "programs")
+    monkeypatch.setenv("PATH", f"{fake.folder}{os.pathsep}{os.environ['PATH']}")
+    (fake.folder / "sbatch").write_text("#!/bin/sh\necho 'Invalid job array' >&2\nexit 1\n")
+    folder = tmp_path / "runs" / "sweep"
+    jobs = {task: job(JobOptions(), run=str(folder / str(task))) for task in (3, 7)}
+    with pytest.raises(UserError, match="Invalid job array"):
+        submit_array(jobs, folder, None)
+    assert not folder.exists()

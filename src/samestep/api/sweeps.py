@@ -56,7 +56,7 @@ def sweep(
     plan, calls = _plan(what, folder, sample, settings, optuna=optuna)
     chooser = OptunaChoice(plan) if optuna else None
     device, oversubscribe = "auto", False
-    for one in calls.values():
+    for one in [*calls.values()][:MOST]:  # Optuna may choose from more
         request = request_of(one, "sweep")
         device, oversubscribe = request.settings.device, request.settings.oversubscribe
     number, gpus = num_at_once(at_once, 1, device, oversubscribe=oversubscribe)

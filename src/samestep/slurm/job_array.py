@@ -7,11 +7,13 @@ tasks, lead to the runs, so that Slurm itself can name a task's log and samestep
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from samestep.errors import UserError
 from samestep.run.files import cannot_write, write_text
+from samestep.slurm.queue import my_jobs
 from samestep.slurm.script import MARK, JobScript, directives, sbatch_options
 from samestep.slurm.submission import check_with_slurm, hand_in, prepare
 
@@ -66,9 +68,11 @@ def submit_array(jobs: Mapping[int, JobScript], folder: Path, at_once: int | Non
     """
     first = next(iter(jobs.values()))
     check_with_slurm(first.options)
+    is_new = not folder.exists()
     made = [Path(job.run) for job in jobs.values() if not Path(job.run).exists()]
+    queue = my_jobs() if len(made) < len(jobs) else []
     for job in jobs.values():
-        prepare(job)
+        prepare(job, queue)
     try:
         (folder / _LINKS).mkdir(exist_ok=True)
         for task, job in jobs.items():
@@ -79,7 +83,12 @@ def submit_array(jobs: Mapping[int, JobScript], folder: Path, at_once: int | Non
         raise cannot_write(folder / _LINKS, error) from error
     script = folder / "array.sbatch"
     write_text(script, array_text(jobs, folder, at_once))
-    return hand_in(_options(jobs, folder, at_once), first.options.sbatch, script, made)
+    try:
+        return hand_in(_options(jobs, folder, at_once), first.options.sbatch, script, made)
+    except UserError:
+        if is_new:
+            shutil.rmtree(folder)
+        raise
 
 
 def _options(

@@ -36,7 +36,7 @@ from samestep.slurm.options import (
     keep_options,
     refuse_secret_flags,
 )
-from samestep.slurm.queue import ProgramError, call, my_jobs
+from samestep.slurm.queue import ProgramError, QueuedJob, call, my_jobs
 from samestep.slurm.script import START, STARTER, JobScript, sbatch_options, script_text
 
 # Directive → the words by which sbatch's refusals mean it.
@@ -262,11 +262,14 @@ def check_with_slurm(options: JobOptions) -> None:
     check_after(options)
 
 
-def prepare(job: JobScript) -> Path:
-    """Write a job's script and all that it needs into its run directory; return the script."""
+def prepare(job: JobScript, queue: Sequence[QueuedJob] | None = None) -> Path:
+    """Write a job's script and all that it needs into its run directory; return the script.
+
+    Without the `queue`, Slurm is asked for the jobs of the run.
+    """
     text, run, goes_on = script_text(job), Path(job.run), False
     if run.exists():
-        goes_on = _refuse_second_job(run, job.options)
+        goes_on = _refuse_second_job(run, job.options, my_jobs() if queue is None else queue)
     fill_run(job, goes_on=goes_on)
     write_text(run / "job.sbatch", text)
     return run / "job.sbatch"
@@ -311,13 +314,14 @@ def _check_patiently(options: JobOptions, partition: str | None) -> None:
     return None
 
 
-def _refuse_second_job(run: Path, options: JobOptions) -> bool:
+def _refuse_second_job(run: Path, options: JobOptions, queue: Sequence[QueuedJob]) -> bool:
     """Refuse a second job of a run, unless it comes after those that have not ended.
 
     Return whether there are such jobs.
     """
     after = {text.partition(":")[0] for text in options.after}
-    going = [job for job in my_jobs(run) if not job.ended]
+    of_run = (job for job in queue if job.run and job.run.resolve() == run.resolve())
+    going = [job for job in of_run if not job.ended]
     if {job.target for job in going} <= after:
         return bool(going)
     first = min(going, key=lambda job: job.target in after)
