@@ -268,7 +268,8 @@ def test_a_job_that_a_rank_hung_goes_on_and_completes(
     job.wait("COMPLETED")
     assert starts(job) == 2
     cause = next(text for text in job.log.splitlines() if "(restart 1)" in text)
-    assert "rank 1 on node2 took no part in step 9 for" in cause
+    # torchrun numbers the ranks as their nodes come.
+    assert re.search(r"rank [01] on node2 took no part in step 9 for", cause)
     assert f"tiny.py:{line}" in cause
     resumed = [r["step"] for r in job.all_records() if r["event"] == "resume"]
     assert resumed == [8]
