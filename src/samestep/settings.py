@@ -226,8 +226,8 @@ class Settings:
     min_delta: float = field(default=0.0, metadata=_FREE)
     """The least change that counts as an improvement for --patience."""
     halving: int | None = field(default=None, metadata=_FREE)
-    """In a sweep, stop after epochs 1, N, N² … unless among the best 1/N that came so far (ASHA);
-    by --monitor."""
+    """In a sweep, stop after epochs 1, N, N² … (of those that are evaluated) unless among the best
+    1/N that came so far (ASHA); by --monitor."""
 
     pictures: bool = field(default=True, metadata=_FREE)
     """Save pictures at the end of the run: predictions, and what the recipe draws."""

@@ -82,6 +82,10 @@ def test_halving_outside_of_a_sweep_is_refused(here):
         ("--at-once", "0", "--lr", "1,2"),
         ("--lr", "1,2", "--", "--nodes", "2"),
         ("--lr", "1,2", "--slurm", "--nproc", "2"),
+        ("--lr", "1"),
+        ("--lr", "1,2", "--seed"),
+        ("--lr", "1,2", "--optuna"),
+        ("--lr", "1", "--lr", "2,3"),
     ],
 )
 def test_a_mistake_anywhere_is_named_before_the_first_training(flags, here, capfd):

@@ -1,5 +1,6 @@
 """Which trainings of a sweep go on past a rung."""
 
+import math
 import tempfile
 from pathlib import Path
 
@@ -35,3 +36,10 @@ def test_between_the_rungs_all_go_on(factor, epoch):
         best, worst = (halving_of(Path(place, name), factor, "min", World()) for name in "ab")
         assert not best(epoch, 0.0)
         assert worst(epoch, 1.0) == (epoch in {factor**k for k in range(9)})
+
+
+def test_a_metric_that_is_no_number_is_the_worst(tmp_path):
+    (tmp_path / SWEEP).touch()
+    first, second = (halving_of(tmp_path / name, 2, "max", World()) for name in "ab")
+    assert not first(1, -5.0)
+    assert second(1, math.nan)

@@ -30,7 +30,9 @@ def test_ranges_are_read_as_sbatch_reads_them(text, tasks):
     assert read_array(text) == (tasks, None)
 
 
-@pytest.mark.parametrize("text", ["", "a", "3-1", "1,1", "1,", "1%0", "1%", "-1", "1-5:0", "0-2%x"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "3-1", "0,5-1", "1,1", "1,", "1%0", "1%", "-1", "1-5:0", "0-2%x"]
+)
 def test_what_is_no_list_of_tasks_is_refused(text):
     with pytest.raises(UserError):
         read_array(text)

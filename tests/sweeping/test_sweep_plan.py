@@ -13,7 +13,10 @@ from samestep.sweeping.sweep_plan import SweepPlan, read_axes
 VALUES = st.lists(
     st.text("abc123.", min_size=1, max_size=4), min_size=2, max_size=4, unique=True
 ).map(tuple)
-AXES = st.dictionaries(st.sampled_from(["lr", "epochs", "hidden-dims"]), VALUES, max_size=3)
+AXES = st.dictionaries(
+    st.sampled_from(["lr", "epochs", "hidden-dims"]), VALUES, min_size=1, max_size=3
+)
+MANY = {name: tuple(map(str, range(200))) for name in ("a", "b")}
 
 
 def sweep(tmp_path, **more) -> SweepPlan:
@@ -74,3 +77,18 @@ def test_an_edited_recipe_makes_another_sweep(tmp_path):
     recipe.write_text("recipe = 2\n")
     with pytest.raises(UserError, match="edited"):
         sweep(tmp_path, recipe=str(recipe)).begin()
+
+
+def test_settings_whose_names_would_be_alike_have_directories_of_their_own(tmp_path):
+    axes = {"layers": ("a b", "a-b", "a/b")}
+    plan = SweepPlan(folder=tmp_path, recipe="x", flags=(), axes=axes)
+    assert [point["layers"] for point in plan.points.values()] == ["a b", "a-b", "a/b"]
+
+
+@pytest.mark.parametrize(
+    "more", [{"axes": {}}, {"optuna": True}, {"optuna": True, "sample": 2, "axes": MANY}]
+)
+def test_a_sweep_without_choice_or_with_too_much_of_it_is_refused(tmp_path, more):
+    given = {"folder": tmp_path, "recipe": "x", "flags": (), "axes": {"a": ("1", "2")}} | more
+    with pytest.raises(UserError):
+        SweepPlan(**given)

@@ -98,7 +98,9 @@ def _plan(
 ) -> tuple[SweepPlan, dict[str, Call]]:
     """Return the sweep that the arguments make, and the call of each of its trainings."""
     lists = {name: [*v] for name, v in settings.items() if isinstance(v, list) and len(v) > 1}
-    same = {name: v[0] if isinstance(v, list) else v for name, v in settings.items() if v != []}
+    if empty := next((k for k, v in settings.items() if isinstance(v, list) and not v), None):
+        raise UserError(f"sweep({empty}=[]): the list of its values is empty.")
+    same = {name: v[0] if isinstance(v, list) else v for name, v in settings.items()}
     same = {name: value for name, value in same.items() if name not in lists}
     for name in ("run_dir", "resume"):
         if name in settings:

@@ -1,5 +1,6 @@
 """`samestep sweep`: one recipe with many settings, each training a run of its own."""
 
+import signal
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,16 +11,23 @@ from samestep.commands.help import HELP, Switch, check_positive, examples
 from samestep.commands.target import own_flags, parse_target
 from samestep.errors import UserError
 from samestep.recipes import RECIPES
+from samestep.reporting.words import count, wrapped
 from samestep.run.directory import is_run
 from samestep.run.files import shown_path
 from samestep.settings import Settings
-from samestep.slurm.checks import check_ranks
+from samestep.slurm.checks import advice, check_ranks
 from samestep.slurm.job_array import submit_array
 from samestep.slurm.options import UncheckedOptions, apply_flags, defaults_files, read_defaults
 from samestep.slurm.queue import my_jobs
 from samestep.slurm.submission import find_workload, make_script, with_home_expanded
 from samestep.sweeping.chosen_by_optuna import OptunaChoice
-from samestep.sweeping.side_by_side import EndedTraining, num_at_once, run_here, run_status
+from samestep.sweeping.side_by_side import (
+    EndedTraining,
+    hold_sweep,
+    num_at_once,
+    run_here,
+    run_status,
+)
 from samestep.sweeping.sweep_plan import (
     MOST,
     Point,
@@ -66,7 +74,8 @@ class SweepFlags:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    if not arguments or HELP & {*arguments}:
+    mine = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if not mine or HELP & {*mine}:
         parse_target("sweep", _ABOUT, SweepFlags, arguments, *_EXAMPLES)
     target, *words = own_flags(arguments)
     if target.startswith("-"):
@@ -99,7 +108,7 @@ def main(arguments: list[str]) -> int:
     folder = shown_path(sweep.folder)
     done = sum(run_status(sweep.run_dir(name)) == "completed" for name in sweep.points)
     before = f", {done:,} of them completed before" if done else ""
-    number = f"{sweep.num_trainings:,} trainings"
+    number = count(sweep.num_trainings, "training")
     sys.stdout.write(f"sweep    {folder}: {number}, {at_once} at once{before}\n")
     sys.stdout.flush()
 
@@ -107,11 +116,17 @@ def main(arguments: list[str]) -> int:
         return _train(sweep, sweep.points[name], sweep.run_dir(name)), {}
 
     code = run_here(sweep, start, at_once, _tell, gpus=gpus, chooser=chooser)
-    if code > 128:
+    _say_end(code, folder)
+    return code
+
+
+def _say_end(code: int, folder: str) -> None:
+    if code == 128 + signal.SIGKILL:
+        sys.stdout.write("Killed; the same command resumes from what was saved.\n")
+    elif code > 128:
         sys.stdout.write("Stopped; all trainings are saved. Run the same command to resume.\n")
     else:
         sys.stdout.write(f"Rank them with: samestep runs {folder} --sort metric\n")
-    return code
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -149,8 +164,8 @@ def _sweep(
             continue
         words.append(word)
     if "seed" in axes or "--seed" in words:
-        text = axes["seed"][0] if "seed" in axes else words[words.index("--seed") + 1]
-        seed = int(text) if text.isdigit() else seed
+        given = axes["seed"] if "seed" in axes else words[words.index("--seed") + 1 :]
+        seed = int(given[0]) if given and given[0].isdigit() else seed
     if command.nproc > 1:
         words += ["--nproc", str(command.nproc)]
     recipe = target if target in RECIPES else str(Path(target).absolute())
@@ -212,23 +227,26 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
     defaults = read_defaults(files)
     with examples(*_EXAMPLES):
         given = tyro.cli(
-            UncheckedOptions, prog="samestep sweep … --slurm --", args=words, default=defaults
+            UncheckedOptions, prog="samestep slurm submit …", args=words, default=defaults
         )
     options = with_home_expanded(apply_flags(defaults, given, files))
     check_ranks(options, settings)
-    going = {job.run.resolve() for job in my_jobs() if job.run and not job.ended}
+    for text in advice(options, "recipe"):
+        sys.stderr.write("\n".join(wrapped(f"note    {text}", indent=" " * 8)) + "\n")
     sweep.begin()
-    jobs = {}
-    for task, (name, point) in enumerate(sweep.points.items()):
-        run = sweep.run_dir(name).absolute()
-        if run_status(run) != "completed" and run.resolve() not in going:
-            flags = [*sweep.words(point), "--run-dir", str(run)]
-            work = find_workload(sweep.recipe, flags, [*RECIPES])
-            jobs[task] = make_script(replace(work, name=sweep.folder.name), options, Path.cwd())
-    if not jobs:
-        sys.stdout.write("Every training has completed or has a job.\n")
-        return 0
-    number = submit_array(jobs, sweep.folder.absolute(), at_once)
+    with hold_sweep(sweep):
+        going = {job.run.resolve() for job in my_jobs() if job.run and not job.ended}
+        jobs = {}
+        for task, (name, point) in enumerate(sweep.points.items()):
+            run = sweep.run_dir(name).absolute()
+            if run_status(run) != "completed" and run.resolve() not in going:
+                flags = [*sweep.words(point), "--run-dir", str(run)]
+                work = find_workload(sweep.recipe, flags, [*RECIPES])
+                jobs[task] = make_script(replace(work, name=sweep.folder.name), options, Path.cwd())
+        if not jobs:
+            sys.stdout.write("Every training has completed or has a job.\n")
+            return 0
+        number = submit_array(jobs, sweep.folder.absolute(), at_once)
     for task, job in jobs.items():
         sys.stdout.write(f"job {number}_{task}  {Path(job.run).name}\n")
     sys.stdout.write(

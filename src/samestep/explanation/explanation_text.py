@@ -369,7 +369,8 @@ def _evaluation(found: Explanation) -> Rows:
         evaluations = count(settings.patience, "evaluation")
         yield "may stop", f"after {evaluations} without improvement{where}"
     if (n := settings.halving) is not None:
-        yield "may stop", f"after epochs 1, {n}, {n * n} … if others of the sweep are better"
+        epochs = ", ".join(str(settings.eval_every_epochs * n**k) for k in range(3))
+        yield "may stop", f"after epochs {epochs} … if others of the sweep are better"
     if how.has_test:
         yield "test", "once, at the end, with the best checkpoint"
 

@@ -44,6 +44,9 @@ RUN = "run"
 HEARTBEAT = ".pulse-{node}.json"
 """In the run directory: what the ranks of a node do, every few seconds."""
 
+CLAIM = ".stall-{name}"
+"""In the run directory: by it one node asks the others where their ranks stand."""
+
 START, FIRST_STEP, EVALUATION, CHECKPOINT, COMPILING, END = (
     *("start", "first step", "evaluation", "checkpoint", "compiling", "end"),
 )

@@ -21,7 +21,7 @@ import psutil
 
 from samestep.ranks.process import FAILURE, print_error
 from samestep.ranks.startup import JOB_RUN, PARENT, stop_signals
-from samestep.ranks.watched import HEARTBEAT, PULSES, RUN, STALLED
+from samestep.ranks.watched import CLAIM, HEARTBEAT, PULSES, RUN, STALLED
 from samestep.run.files import read_object
 from samestep.stall.pulse import PULSE, TIMED_OUT, RankPulse, read_pulses
 from samestep.stall.stacks import host_name, state_of
@@ -90,7 +90,9 @@ class _Watcher:
         finally:
             if self._run is not None:
                 (self._run / HEARTBEAT.format(node=self._node.node)).unlink(missing_ok=True)
-                for claim in self._run.glob(".stall-*"):  # of an earlier start that hung
+                for claim in self._run.glob(
+                    CLAIM.format(name="*")
+                ):  # of an earlier start that hung
                     if _written_at(claim) <= self._began - _LATE_S:
                         claim.unlink(missing_ok=True)
             if PARENT not in os.environ:  # else it is the parent's, which reads the verdict
@@ -123,7 +125,7 @@ class _Watcher:
     def _claim(self) -> Path:
         """The file by which one node asks the others where their ranks stand, and judges."""
         name = re.sub("-node[0-9]+$", "", self._node.folder.name)
-        return (self._run or self._node.folder) / f".stall-{name}"
+        return (self._run or self._node.folder) / CLAIM.format(name=name)
 
     def _is_asked(self) -> bool:
         if self._node.num_nodes == 1:

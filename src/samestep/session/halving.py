@@ -4,6 +4,7 @@ ASHA of Li et al. 2018, "A System for Massively Parallel Hyperparameter Tuning",
 stops a training instead of pausing it: nobody waits, so the first to come to a rung goes on.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,31 +30,32 @@ def check_halving(run: Path, factor: int | None) -> None:
 def halving_of(
     run: Path, factor: int | None, mode: str, world: World
 ) -> Callable[[int, float], bool]:
-    """Return what tells after an epoch whether a training is to stop; never without a factor.
+    """Return what tells after an evaluation whether a training is to stop; never without a factor.
 
-    All ranks call it with the number of epochs that are done and the monitored metric. With the
-    factor N, epochs 1, N, N², … are rungs; there the best 1/N so far go on, at least one.
+    All ranks call it with the number of the evaluation, of those after epochs, and the monitored
+    metric. With the factor N, 1, N, N², … are rungs; there the best 1/N so far go on, at least one.
     """
     if factor is None:
-        return lambda _epoch, _metric: False
+        return lambda _number, _metric: False
     sign = 1.0 if mode == "min" else -1.0
 
-    def is_hopeless(epoch: int, metric: float) -> bool:
-        if not _is_rung(epoch, factor):
+    def is_hopeless(number: int, metric: float) -> bool:
+        if not _is_rung(number, factor):
             return False
-        return world.on_main(lambda: not _goes_on(run, epoch, sign * metric, factor))
+        value = math.inf if math.isnan(metric) else sign * metric
+        return world.on_main(lambda: not _goes_on(run, number, value, factor))
 
     return is_hopeless
 
 
-def _is_rung(epoch: int, factor: int) -> bool:
-    while epoch > 1 and epoch % factor == 0:
-        epoch //= factor
-    return epoch == 1
+def _is_rung(number: int, factor: int) -> bool:
+    while number > 1 and number % factor == 0:
+        number //= factor
+    return number == 1
 
 
-def _goes_on(run: Path, epoch: int, value: float, factor: int) -> bool:
-    rung = run.parent / _RUNGS / str(epoch)
+def _goes_on(run: Path, number: int, value: float, factor: int) -> bool:
+    rung = run.parent / _RUNGS / str(number)
     try:
         rung.mkdir(parents=True, exist_ok=True)
     except OSError as error:

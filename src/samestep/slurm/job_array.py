@@ -24,12 +24,13 @@ _RANGES = re.compile(r"(\d+(?:-\d+(?::[1-9]\d*)?)?(?:,(?!%|$)|(?=%|$)))+(?:%([1-
 def read_array(text: str) -> tuple[list[int], int | None]:
     """Return the tasks of `0-9:2,12%4`, sbatch's form of an array, and how many run at a time."""
     match = _RANGES.fullmatch(text)
-    tasks: list[int] = []
+    ranges = []
     for part in text.partition("%")[0].split(",") if match else ():
         first, _, rest = part.partition("-")
         last, _, step = rest.partition(":")
-        tasks += range(int(first), int(last or first) + 1, int(step or 1))
-    if match is None or not tasks or len({*tasks}) < len(tasks):
+        ranges.append(range(int(first), int(last or first) + 1, int(step or 1)))
+    tasks = [task for numbers in ranges for task in numbers]
+    if match is None or not all(ranges) or len({*tasks}) < len(tasks):
         raise UserError(
             f"--array {text} should be the numbers of tasks: 0-9, 1,3,5 or 0-99:10, each once; "
             "0-9%2 runs two at a time."

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from samestep.ranks.watched import STALLED
+from samestep.ranks.watched import CLAIM, STALLED
 from samestep.run.directory import STEPPED, is_run
 from samestep.run.files import read_object, write_text
 from samestep.slurm.preflight import NOT_PASSED, read_failed
@@ -254,6 +254,8 @@ def job_of(run: Path) -> int | None:
 def settle(run: Path, verdict: Decision, ending: Ending) -> None:
     """Keep the restarts in the run directory; write a failure's reason into result.json."""
     write_text(run / FILE, json.dumps(asdict(verdict.restarts), indent=2) + "\n")
+    for claim in run.glob(CLAIM.format(name="*")):  # of watchers that Slurm ended with their ranks
+        claim.unlink(missing_ok=True)
     result = read_object(run / _RESULT)
     if verdict.word == "failed" and (is_run(run) or not result):
         reason = f"failed: {ending.why}"

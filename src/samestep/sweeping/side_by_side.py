@@ -8,11 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 from samestep.errors import UserError
 from samestep.ranks.nproc import check_ranks, cores, ranks_to_start
@@ -47,8 +47,8 @@ class _Running:
 
 def num_at_once(
     asked: int | None, nproc: int, device: str, *, oversubscribe: bool
-) -> tuple[int, bool]:
-    """Return how many trainings run at once, and whether each gets a GPU of its own.
+) -> tuple[int, int]:
+    """Return how many trainings run at once, and how many GPUs each has for itself.
 
     Raises UserError if more are asked for than this machine carries.
     """
@@ -61,9 +61,27 @@ def num_at_once(
     at_once = asked or max(1, most // nproc)
     if not gpus:
         check_ranks(at_once * nproc, oversubscribe=oversubscribe, flag="--at-once × --nproc")
-    elif at_once > gpus and not oversubscribe:
-        raise UserError(f"--at-once {at_once}: {gpus} GPUs are here. Insist with --oversubscribe.")
-    return at_once, bool(gpus) and nproc == 1 and at_once <= gpus
+    elif at_once * nproc > gpus and not oversubscribe:
+        raise UserError(
+            f"--at-once {at_once} × --nproc {nproc}: {gpus} GPUs are here. Insist with "
+            "--oversubscribe."
+        )
+    return at_once, nproc if at_once * nproc <= gpus else 0
+
+
+def hold_sweep(sweep: SweepPlan) -> BinaryIO:
+    """Keep other processes from starting trainings of a sweep, until the file is closed.
+
+    Raises UserError if another one does.
+    """
+    (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
+    try:
+        return hold(sweep.folder / ".sweep.lock")
+    except Held as owner:
+        raise UserError(
+            f"The sweep in {sweep.folder} is running already, in {owner}. Wait for its end, or "
+            "name another folder with --run-dir."
+        ) from None
 
 
 def run_here(
@@ -72,7 +90,7 @@ def run_here(
     at_once: int,
     tell: Callable[[EndedTraining], None],
     *,
-    gpus: bool = False,
+    gpus: int = 0,
     chooser: OptunaChoice | None = None,
 ) -> int:
     """Run what has not completed yet; return 0, 1 if one failed, or 128 + the signal that ended it.
@@ -80,14 +98,7 @@ def run_here(
     A `chooser` says which comes next, by how those before ended. A stop signal is passed on to all
     trainings, which save and end; a second one kills them.
     """
-    (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
-    try:
-        held = hold(sweep.folder / ".sweep.lock")
-    except Held as owner:
-        raise UserError(
-            f"The sweep in {sweep.folder} is running already, in {owner}. Wait for its end, or "
-            "name another folder with --run-dir."
-        ) from None
+    held = hold_sweep(sweep)
     done = {name for name in sweep.points if run_status(sweep.run_dir(name)) == "completed"}
     names: Iterator[str] = (name for name in sweep.points if name not in done)
     if chooser is not None:
@@ -101,6 +112,8 @@ def run_here(
                     taken = {one.place for one in running.values()}
                     place = next(k for k in range(at_once) if k not in taken)
                     running[name] = _start(sweep, name, command, place, at_once, gpus=gpus)
+                    if received:  # it came before this one was there to be told
+                        running[name].process.send_signal(received[-1])
                 if not running:
                     break
                 time.sleep(_LOOK_EVERY_S)
@@ -116,11 +129,17 @@ def run_here(
             for one in running.values():
                 one.process.kill()
                 one.process.wait()
+    return _exit_code(received, failed=failed)
+
+
+def _exit_code(received: Sequence[int], *, failed: bool) -> int:
+    if len(received) > 1:
+        return 128 + signal.SIGKILL
     return 128 + received[0] if received else int(failed)
 
 
 def _start(
-    sweep: SweepPlan, name: str, command: Command, place: int, at_once: int, *, gpus: bool
+    sweep: SweepPlan, name: str, command: Command, place: int, at_once: int, *, gpus: int
 ) -> _Running:
     words, more = command(name)
     variables = {**os.environ, **more, TIED_TO: str(os.getpid())}
@@ -128,7 +147,8 @@ def _start(
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores() // at_once)))
     if gpus:
         seen = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-        variables["CUDA_VISIBLE_DEVICES"] = seen[place] if seen else str(place)
+        own = range(place * gpus, (place + 1) * gpus)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(seen[k] if seen else str(k) for k in own)
     with (sweep.folder / LOGS / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "samestep", *words],

@@ -25,6 +25,7 @@ LOGS = ".logs"
 _FORMAT = 1
 MOST = 1000
 """Of more trainings, the user is asked first."""
+_MOST_TO_CHOOSE = 10_000
 _LONGEST_NAME = 120
 _SWITCHES = frozenset({"true", "false"})
 Point = Mapping[str, str]
@@ -49,8 +50,15 @@ class SweepPlan:
     """Each training's settings by the name of its directory; all that Optuna may choose from."""
 
     def __post_init__(self) -> None:
+        if not self.axes:
+            raise UserError("No setting has several values, so there is nothing to sweep.")
         if self.optuna and self.sample is None:
-            raise UserError("Optuna needs the number of trainings: --sample, in Python sample=.")
+            raise UserError("Optuna needs --sample, the number of trainings.")
+        if self.optuna and num_points(self.axes) > _MOST_TO_CHOOSE:
+            raise UserError(
+                f"The values make {num_points(self.axes):,} combinations; Optuna chooses among at "
+                f"most {_MOST_TO_CHOOSE:,}. Give fewer values, or leave Optuna out."
+            )
         names, values = [*self.axes], [*self.axes.values()]
         numbers: Sequence[int] = range(num_points(self.axes))
         if not self.optuna and self.num_trainings < len(numbers):
@@ -59,8 +67,12 @@ class SweepPlan:
             chosen: Iterator[tuple[str, ...]] = (_at(values, number) for number in numbers)
         else:
             chosen = itertools.product(*values)
-        points = (dict(zip(names, one, strict=True)) for one in chosen)
-        object.__setattr__(self, "points", {_name(point): point for point in points})
+        points: dict[str, Point] = {}
+        for one in chosen:
+            point = dict(zip(names, one, strict=True))
+            name = _name(point)
+            points[_hashed(name, point) if name in points else name] = point
+        object.__setattr__(self, "points", points)
 
     @property
     def num_trainings(self) -> int:
@@ -136,13 +148,14 @@ def read_axes(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...
     """
     shared: list[str] = []
     axes: dict[str, tuple[str, ...]] = {}
-    for flag, given in _flags(words):
-        name = flag.removeprefix("--").replace("_", "-")
+    found = [(flag, flag[2:].replace("_", "-"), given) for flag, given in _flags(words)]
+    names = [name for _, name, _ in found]
+    for flag, name, given in found:
         text = " ".join(given)
         if "," not in text:
             shared += [flag, *given]
             continue
-        if name in axes:
+        if names.count(name) > 1:
             raise UserError(f"{flag} is given twice; write all its values behind one.")
         values = next(csv.reader([text], skipinitialspace=True))
         if any(not value.strip() for value in values):
@@ -187,11 +200,19 @@ def _at(values: Sequence[Sequence[str]], number: int) -> tuple[str, ...]:
 
 def _name(point: Point) -> str:
     """Return a directory's name for a point, with a hash where letters had to be replaced."""
-    whole = ",".join(f"{flag}={text}" for flag, text in point.items())
+    whole = _text(point)
     name = re.sub(r"[^\w.,=+-]", "-", whole.replace(" ", "-"))
     if len(name) > _LONGEST_NAME or name != whole.replace(" ", "-"):
-        name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+        name = _hashed(name[:_LONGEST_NAME], point)
     return name
+
+
+def _text(point: Point) -> str:
+    return ",".join(f"{flag}={text}" for flag, text in point.items())
+
+
+def _hashed(name: str, point: Point) -> str:
+    return f"{name}-{hashlib.sha256(_text(point).encode()).hexdigest()[:8]}"
 
 
 def default_folder(recipe: str, words: Sequence[str]) -> Path:

@@ -54,7 +54,8 @@ class RunControl:
     save: Callable[[float | None], Record]
     """Monitored metric → its `checkpoint` record, once it is announced."""
     is_hopeless: Callable[[int, float], bool]
-    """Epochs done, monitored metric → whether to stop by --halving; all ranks call it."""
+    """Number of an evaluation after an epoch, its monitored metric → whether to stop by --halving;
+    all ranks call it."""
 
 
 def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> Iterable[Record]:
@@ -108,7 +109,8 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
         metric = yield from _evaluate(work, state, control, work.validation, epoch)
         if state.signum:
             return
-        if metric is not None and not last and control.is_hopeless(position.epoch + 1, metric):
+        number = (position.epoch + 1) // work.settings.eval_every_epochs
+        if metric is not None and not last and control.is_hopeless(number, metric):
             state.stop_reason = state.stop_reason or "successive halving"
     else:
         yield epoch

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +41,8 @@ _EXAMPLES = (
     "slurm submit spiral --nodes 2 --gpus-per-node 8 --time 02:00:00 -- --epochs 50",
     "slurm submit spiral --nodes 1-4 --gpus-per-node 8 --time 60 -- --virtual-ranks 32",
 )
+_ALL_CHECKED = 200
+"""Of an array with more tasks, the flags of the first are checked."""
 _USAGE = """\
 usage: samestep slurm submit TARGET [flags] [-- arguments of the training or the script]
 
@@ -91,8 +94,7 @@ def main(arguments: list[str]) -> int:
     _check_training(found, options)
     options = with_home_expanded(options)
     job = make_script(found, options, Path.cwd())
-    for text in advice(options, found.kind):
-        sys.stderr.write("\n".join(wrapped(f"note    {text}", indent=" " * 8)) + "\n")
+    _advise(options, found)
     if command.dry_run or command.script is not None:
         return _keep(job, command)
     number, script = submit(job)
@@ -121,20 +123,30 @@ def _check_training(found: Workload, options: JobOptions) -> None:
         check_ranks(options, request.settings)
 
 
+def _advise(options: JobOptions, found: Workload) -> None:
+    for text in advice(options, found.kind):
+        sys.stderr.write("\n".join(wrapped(f"note    {text}", indent=" " * 8)) + "\n")
+
+
 def _submit_array(target: str, words: list[str], options: JobOptions, command: _Submit) -> int:
     tasks, at_once = read_array(command.array or "")
     if command.script is not None:
         raise UserError("--array has a script for each task: -o cannot write them into one file.")
-    options, jobs, folder = with_home_expanded(options), {}, None
+    if any("%a" in word for flag, word in pairwise(["", *words]) if "--run-dir" in flag + word):
+        raise UserError("--run-dir is the folder of all tasks, each in task-N there: no %a in it.")
+    options, folder = with_home_expanded(options), None
+    jobs: dict[int, JobScript] = {}
     for task in tasks:
         found = find_workload(target, with_task(words, task), list(RECIPES))
         if is_run(found.run):
             raise UserError(f"--array begins new runs, and {shown_path(found.run)} is one.")
         folder = folder or found.run
         found = found.in_run(task_folder(folder, task))
-        _check_training(found, options)
+        if len(jobs) < _ALL_CHECKED:
+            _check_training(found, options)
         jobs[task] = make_script(found, options, Path.cwd())
     assert folder is not None
+    _advise(options, found)
     if command.dry_run:
         text = array_text(jobs, folder, at_once)
         first = jobs[tasks[0]]
