@@ -7,7 +7,15 @@ import torch
 
 from samestep.errors import UserError
 from samestep.ranks import world as worlds
-from samestep.ranks.world import World, choose_backend, choose_device, find_world, join, leave
+from samestep.ranks.world import (
+    World,
+    choose_backend,
+    choose_device,
+    find_world,
+    join,
+    leave,
+    open_store,
+)
 from tests.processes import launch_environment, run_ranks
 
 # (wanted, local rank, GPUs, Apple GPU) → device
@@ -183,3 +191,20 @@ def test_collectives_agree_on_every_rank_and_leave_their_input_as_it_was(tmp_pat
             # A mistake that one rank sees is raised on all, and names the rank only if it is one.
             "errors": ["refused by 0", "[rank 0] refused by 0", "refused by all"],
         }
+
+
+def meets_again() -> list[bool]:
+    world, found = find_world("cpu", "gloo", oversubscribe=True), []
+    for _ in range(3):
+        store = open_store(world, 60)
+        found.append(store.check(["left"]))
+        join(world, 60, store)
+        store.set("left", "behind")
+        assert world.gather(world.rank) == [0, 1]
+        leave(world)
+    return found
+
+
+def test_ranks_that_meet_again_find_nothing_of_their_last_meeting(tmp_path):
+    # An address of that time would lead one of them to where nobody listens any more.
+    assert run_ranks(meets_again, 2, tmp_path) == [[False] * 3] * 2

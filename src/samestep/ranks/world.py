@@ -317,6 +317,11 @@ def agent_serves(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+_stores: list[Store] = []
+"""Those that this process has opened. A server lives on with them: ranks that come to the next
+meeting before rank 0 would otherwise find the one that is about to end."""
+
+
 def open_store(launch: Launch, timeout_s: float) -> Store:
     """Return the key-value store at the master address, which rank 0, or an agent, serves.
 
@@ -336,7 +341,9 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
     # An agent's store outlives the ranks, and holds the addresses of those that it started before.
     # A store of our own is new, and agents that came later than others count fewer attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
-    return PrefixStore(f"samestep/{attempt}", store)
+    # A script may train several times, and all its ranks do: each meeting has its own keys.
+    _stores.append(store)
+    return PrefixStore(f"samestep/{attempt}/{len(_stores)}", store)
 
 
 def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> None:
