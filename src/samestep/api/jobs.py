@@ -23,13 +23,7 @@ from samestep.recipes import RECIPES
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import shown_path
 from samestep.slurm.checks import check_ranks
-from samestep.slurm.options import (
-    UncheckedOptions,
-    apply_flags,
-    defaults_files,
-    kept_options,
-    read_defaults,
-)
+from samestep.slurm.options import UncheckedOptions, apply_flags, options_before
 from samestep.slurm.queue import QueuedJob, ask_to_stop, call, find_job, read_progress
 from samestep.slurm.rank_ends import latest_start
 from samestep.slurm.submission import Workload, find_workload, make_script, with_home_expanded
@@ -128,11 +122,8 @@ def submit(
     of_job = {field.name for field in fields(UncheckedOptions)}
     given = {name: v for name, v in options_and_settings.items() if name in of_job}
     settings = {name: v for name, v in options_and_settings.items() if name not in of_job}
-    files = defaults_files(Path.cwd())
-    before = None
-    if not (isinstance(what, Recipe) or what in RECIPES):
-        before = kept_options(Path(what))  # of the run's last job
-    defaults = before or read_defaults(files)
+    path = None if isinstance(what, Recipe) or what in RECIPES else Path(what)
+    defaults, files = options_before(path)
     options = apply_flags(defaults, _job_options(defaults, given), files)
     if isinstance(what, Recipe):
         if arguments:

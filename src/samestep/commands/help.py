@@ -11,7 +11,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import Path
@@ -73,6 +73,12 @@ def show_general_help(arguments: list[str], text: str) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(text)
         raise AlreadyTold(0 if arguments else 2)
+
+
+def show_notes(texts: Iterable[str]) -> None:
+    """Write notes to standard error, each wrapped."""
+    for text in texts:
+        sys.stderr.write("\n".join(wrapped(f"note    {text}", indent=" " * 8)) + "\n")
 
 
 def check_positive(**flags: float | None) -> None:

@@ -7,27 +7,21 @@ from pathlib import Path
 
 import tyro
 
-from samestep.commands.help import HELP, Switch, check_positive, examples
+from samestep.commands.help import HELP, Switch, check_positive, examples, show_notes
 from samestep.commands.target import own_flags, parse_target
 from samestep.errors import UserError
 from samestep.recipes import RECIPES
-from samestep.reporting.words import count, wrapped
+from samestep.reporting.words import count
 from samestep.run.directory import is_run
 from samestep.run.files import shown_path
 from samestep.settings import Settings
 from samestep.slurm.checks import advice, check_ranks
 from samestep.slurm.job_array import submit_array
-from samestep.slurm.options import UncheckedOptions, apply_flags, defaults_files, read_defaults
+from samestep.slurm.options import UncheckedOptions, apply_flags, options_before
 from samestep.slurm.queue import my_jobs
 from samestep.slurm.submission import find_workload, make_script, with_home_expanded
 from samestep.sweeping.chosen_by_optuna import OptunaChoice
-from samestep.sweeping.side_by_side import (
-    EndedTraining,
-    hold_sweep,
-    num_at_once,
-    run_here,
-    run_status,
-)
+from samestep.sweeping.side_by_side import EndedTraining, hold_sweep, num_at_once, run_here
 from samestep.sweeping.sweep_plan import (
     MOST,
     Point,
@@ -74,8 +68,8 @@ class SweepFlags:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    mine = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if not mine or HELP & {*mine}:
+    of_sweep = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if not of_sweep or HELP & {*of_sweep}:
         parse_target("sweep", _ABOUT, SweepFlags, arguments, *_EXAMPLES)
     target, *words = own_flags(arguments)
     if target.startswith("-"):
@@ -106,7 +100,7 @@ def main(arguments: list[str]) -> int:
     at_once, gpus = num_at_once(command.at_once, command.nproc, device, oversubscribe=oversubscribe)
     sweep.begin()
     folder = shown_path(sweep.folder)
-    done = sum(run_status(sweep.run_dir(name)) == "completed" for name in sweep.points)
+    done = sum(sweep.status(name) == "completed" for name in sweep.points)
     before = f", {done:,} of them completed before" if done else ""
     number = count(sweep.num_trainings, "training")
     sys.stdout.write(f"sweep    {folder}: {number}, {at_once} at once{before}\n")
@@ -223,23 +217,21 @@ def _check(sweep: SweepPlan) -> Settings:
 
 def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
     """Submit a job array of the trainings that have neither completed nor a job already."""
-    files = defaults_files(Path.cwd())
-    defaults = read_defaults(files)
+    defaults, files = options_before(None)
     with examples(*_EXAMPLES):
         given = tyro.cli(
             UncheckedOptions, prog="samestep slurm submit …", args=words, default=defaults
         )
     options = with_home_expanded(apply_flags(defaults, given, files))
     check_ranks(options, settings)
-    for text in advice(options, "recipe"):
-        sys.stderr.write("\n".join(wrapped(f"note    {text}", indent=" " * 8)) + "\n")
+    show_notes(advice(options, "recipe"))
     sweep.begin()
     with hold_sweep(sweep):
         going = {job.run.resolve() for job in my_jobs() if job.run and not job.ended}
         jobs = {}
         for task, (name, point) in enumerate(sweep.points.items()):
             run = sweep.run_dir(name).absolute()
-            if run_status(run) != "completed" and run.resolve() not in going:
+            if sweep.status(name) != "completed" and run.resolve() not in going:
                 flags = [*sweep.words(point), "--run-dir", str(run)]
                 work = find_workload(sweep.recipe, flags, [*RECIPES])
                 jobs[task] = make_script(replace(work, name=sweep.folder.name), options, Path.cwd())

@@ -36,7 +36,7 @@ PULSES = "samestep-pulses-{own}"
 STALL_S = "SAMESTEP_STALL_S"
 """A user's word for scripts: seconds without a sign of life that count as a stall; 0: never."""
 
-_SCRIPT_LEAST_S = 480.0  # a rank may evaluate alone for minutes; NCCL times out after ten
+_SCRIPT_LEAST_S = 480.0  # rank 0 may evaluate alone for minutes; NCCL gives up after 10
 
 RUN = "run"
 """In that folder: the run directory, once there is one."""
@@ -64,7 +64,7 @@ _terminal = 2
 
 
 def begin(*, alone: bool = False) -> Pulse | None:
-    """Begin this rank's pulse if it is one of several or in a job; with `alone`, in any case."""
+    """Begin this rank's pulse if there are several ranks, or a job; if `alone`, always."""
     global _own, _folder, _begun  # noqa: PLW0603 - one per process
     if _own is not None:
         return _own

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from samestep.ranks.process import FAILURE, print_error
 from samestep.ranks.startup import JOB_RUN, PARENT, stop_signals
 from samestep.ranks.watched import CLAIM, HEARTBEAT, PULSES, RUN, STALLED
@@ -90,11 +88,6 @@ class _Watcher:
         finally:
             if self._run is not None:
                 (self._run / HEARTBEAT.format(node=self._node.node)).unlink(missing_ok=True)
-                for claim in self._run.glob(
-                    CLAIM.format(name="*")
-                ):  # of an earlier start that hung
-                    if _written_at(claim) <= self._began - _LATE_S:
-                        claim.unlink(missing_ok=True)
             if PARENT not in os.environ:  # else it is the parent's, which reads the verdict
                 shutil.rmtree(self._node.folder, ignore_errors=True)
 
@@ -130,7 +123,10 @@ class _Watcher:
     def _is_asked(self) -> bool:
         if self._node.num_nodes == 1:
             return False
-        return _written_at(self._claim) > self._began - _LATE_S  # else of an earlier start
+        try:
+            return self._claim.stat().st_mtime > self._began - _LATE_S  # else of an earlier start
+        except OSError:
+            return False
 
     def _living(self) -> list[RankPulse]:
         """Return the pulses of the ranks that go on, or should."""
@@ -197,8 +193,10 @@ class _Watcher:
             return False
         living = [pulse.pid for pulse in self._living()]
         if JOB_RUN in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
-            # The job starts again as a whole. torchrun would start the ranks of each node anew as
-            # soon as these end, and they do not always find those of the others.
+            import psutil  # noqa: PLC0415 - seldom
+
+            # The job starts again as a whole. torchrun would restart the ranks of each node as soon
+            # as they end, and they do not always find those of the other nodes.
             with contextlib.suppress(psutil.Error):  # they have just ended
                 living += {psutil.Process(pid).ppid() for pid in living}
         for pid in reversed(living):
@@ -267,14 +265,6 @@ def _last_call(pulse: RankPulse) -> str:
     last = pulse.now or pulse.calls[-1]
     number = f" #{last.seq}" if last.seq else ""
     return f"{'in' if pulse.now else 'after'} {last.kind}{number} of {last.where}"
-
-
-def _written_at(path: Path) -> float:
-    """Return when a file was last written; 0 if there is none."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

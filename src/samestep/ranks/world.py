@@ -318,8 +318,8 @@ def agent_serves(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 _stores: list[Store] = []
-"""Those that this process has opened. A server lives on with them: ranks that come to the next
-meeting before rank 0 would otherwise find the one that is about to end."""
+"""All that this process has opened. They keep rank 0's server alive: ranks that join the next time
+before rank 0 would otherwise connect to a server that is about to close."""
 
 
 def open_store(launch: Launch, timeout_s: float) -> Store:
@@ -339,9 +339,9 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
         multi_tenant=True,  # this process may serve others there, too, as a script's own ranks
     )
     # An agent's store outlives the ranks, and holds the addresses of those that it started before.
-    # A store of our own is new, and agents that came later than others count fewer attempts.
+    # A store of our own has only its own ranks, and agents that came later count fewer attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
-    # A script may train several times, and all its ranks do: each meeting has its own keys.
+    # All ranks of a script that trains twice join twice: each time has keys of its own.
     _stores.append(store)
     return PrefixStore(f"samestep/{attempt}/{len(_stores)}", store)
 

@@ -1,7 +1,7 @@
-"""Submit many runs as one job array: Slurm starts them, at most so many at a time.
+"""Submit many runs as one Slurm job array, with a limit on how many run at once.
 
-Each task runs the job script of a run of its own. Links in the array's folder, named after the
-tasks, lead to the runs, so that Slurm itself can name a task's log and samestep its run.
+Each task runs the job script of its own run. `.array/N` in the array's folder is a link to the run
+of task N, so Slurm's `%a` leads to that run's log, and samestep finds the run of a task.
 """
 
 import os
@@ -18,34 +18,22 @@ from samestep.slurm.script import MARK, JobScript, directives, sbatch_options
 from samestep.slurm.submission import check_with_slurm, hand_in, prepare
 
 _LINKS = ".array"
-_RANGES = re.compile(r"(\d+(?:-\d+(?::[1-9]\d*)?)?(?:,(?!%|$)|(?=%|$)))+(?:%([1-9]\d*))?")
+_PART = re.compile(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?")
 
 
 def read_array(text: str) -> tuple[list[int], int | None]:
     """Return the tasks of `0-9:2,12%4`, sbatch's form of an array, and how many run at a time."""
-    match = _RANGES.fullmatch(text)
-    ranges = []
-    for part in text.partition("%")[0].split(",") if match else ():
-        first, _, rest = part.partition("-")
-        last, _, step = rest.partition(":")
-        ranges.append(range(int(first), int(last or first) + 1, int(step or 1)))
+    parts, limits, limit = text.partition("%")
+    found = [_PART.fullmatch(part) for part in parts.split(",")]
+    ranges = [range(int(m[1]), int(m[2] or m[1]) + 1, int(m[3] or 1)) for m in found if m]
     tasks = [task for numbers in ranges for task in numbers]
-    if match is None or not all(ranges) or len({*tasks}) < len(tasks):
+    is_limit = limit.isdecimal() and int(limit) > 0 if limits else True
+    if not (is_limit and all(found) and all(ranges) and len({*tasks}) == len(tasks)):
         raise UserError(
             f"--array {text} should be the numbers of tasks: 0-9, 1,3,5 or 0-99:10, each once; "
             "0-9%2 runs two at a time."
         )
-    return tasks, int(match[2]) if match[2] else None
-
-
-def task_folder(folder: Path, task: int) -> Path:
-    """Return the run directory of a task where nothing else names it."""
-    return folder / f"task-{task}"
-
-
-def with_task(words: list[str], task: int) -> list[str]:
-    """Return a command of one task: `%a` is its number, as in Slurm's own file names."""
-    return [word.replace("%a", str(task)) for word in words]
+    return tasks, int(limit) if limits else None
 
 
 def array_text(jobs: Mapping[int, JobScript], folder: Path, at_once: int | None) -> str:
@@ -72,24 +60,27 @@ def submit_array(jobs: Mapping[int, JobScript], folder: Path, at_once: int | Non
     is_new = not folder.exists()
     made = [Path(job.run) for job in jobs.values() if not Path(job.run).exists()]
     queue = my_jobs() if len(made) < len(jobs) else []
-    for job in jobs.values():
-        prepare(job, queue)
     try:
-        (folder / _LINKS).mkdir(exist_ok=True)
-        for task, job in jobs.items():
-            link = folder / _LINKS / str(task)
-            link.unlink(missing_ok=True)
-            link.symlink_to(os.path.relpath(job.run, link.parent))
-    except OSError as error:
-        raise cannot_write(folder / _LINKS, error) from error
-    script = folder / "array.sbatch"
-    write_text(script, array_text(jobs, folder, at_once))
-    try:
+        for job in jobs.values():
+            prepare(job, queue)
+        _link(jobs, folder / _LINKS)
+        script = folder / "array.sbatch"
+        write_text(script, array_text(jobs, folder, at_once))
         return hand_in(_options(jobs, folder, at_once), first.options.sbatch, script, made)
     except UserError:
         if is_new:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _link(jobs: Mapping[int, JobScript], links: Path) -> None:
+    try:
+        links.mkdir(exist_ok=True)
+        for task, job in jobs.items():
+            (links / str(task)).unlink(missing_ok=True)
+            (links / str(task)).symlink_to(os.path.relpath(job.run, links))
+    except OSError as error:
+        raise cannot_write(links, error) from error
 
 
 def _options(

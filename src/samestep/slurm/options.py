@@ -297,6 +297,17 @@ def defaults_files(folder: Path, environment: Mapping[str, str] = os.environ) ->
     return [path for path in (user, project) if path is not None and path.is_file()]
 
 
+def options_before(run: Path | None) -> tuple[UncheckedOptions, list[Path]]:
+    """Return the options that flags change, and the files that they are from.
+
+    They are those of the run's last job; without one, those of samestep.toml here and above.
+    """
+    if run is not None and (kept := kept_options(run)) is not None:
+        return kept, [run / OPTIONS]
+    files = defaults_files(Path.cwd())
+    return read_defaults(files), files
+
+
 def read_defaults(paths: list[Path]) -> UncheckedOptions:
     """Return what the `[slurm]` tables of these files set: later ones win, and lists add up."""
     values: dict[str, Any] = {}

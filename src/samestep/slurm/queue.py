@@ -132,7 +132,7 @@ class QueuedJob:
 
     @property
     def target(self) -> str:
-        """What Slurm's commands call it; its number alone may mean all of its array."""
+        """The id for Slurm's commands: in a job array, the plain id may mean every task."""
         return self.array_task or str(self.job)
 
     @property

@@ -169,7 +169,7 @@ def _signal_handlers(job: JobScript) -> list[str]:
     steps = " ".join(f'"$job.{n}"' for n in range(job.options.num_steps))
     return f"""\
 run={shlex.quote(job.run)}  # the same over all restarts
-job=$SLURM_JOB_ID  # of a job array, a number alone may mean all
+job=$SLURM_JOB_ID  # in a job array, it may mean every task
 [[ -z ${{SLURM_ARRAY_JOB_ID-}} ]] || job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
 
 # Slurm sends USR1 ahead of the time limit, `samestep slurm cancel` sends USR2, and TERM says that

@@ -40,7 +40,7 @@ class OptunaChoice:
         self._trials: dict[str, Any] = {}
         self._again: list[str] = []
         for name in [name for name in sweep.points if sweep.run_dir(name).is_dir()]:
-            if read_object(sweep.run_dir(name) / "result.json").get("status") == "completed":
+            if sweep.status(name) == "completed":
                 self._take(name)
                 self.ended(name)
             else:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
@@ -99,8 +98,7 @@ def run_here(
     trainings, which save and end; a second one kills them.
     """
     held = hold_sweep(sweep)
-    done = {name for name in sweep.points if run_status(sweep.run_dir(name)) == "completed"}
-    names: Iterator[str] = (name for name in sweep.points if name not in done)
+    names: Iterator[str] = (n for n in sweep.points if sweep.status(n) != "completed")
     if chooser is not None:
         names = iter(chooser.next, "")
     running: dict[str, _Running] = {}
@@ -179,11 +177,6 @@ def _passing_on(running: Mapping[str, _Running]) -> Iterator[list[int]]:
     finally:
         for number, handler in before:
             signal.signal(number, handler)
-
-
-def run_status(run: Path) -> str:
-    """Return how a run ended, by its result.json; empty if it has none."""
-    return str(read_object(run / "result.json").get("status", ""))
 
 
 def _ended(sweep: SweepPlan, name: str, code: int) -> EndedTraining:

@@ -88,6 +88,10 @@ class SweepPlan:
         """Return the directory of one training."""
         return self.folder / name
 
+    def status(self, name: str) -> str:
+        """Return how a training ended, by its result.json; empty if it has none."""
+        return str(read_object(self.run_dir(name) / "result.json").get("status", ""))
+
     def corners(self) -> Iterator[Point]:
         """Yield each value of each axis once, together with the first values of the others."""
         first = {flag: values[0] for flag, values in self.axes.items()}

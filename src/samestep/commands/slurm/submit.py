@@ -9,23 +9,20 @@ from typing import Annotated
 import tyro
 from tyro.conf import arg
 
-from samestep.commands.help import Switch, example_text, examples, show_general_help
+from samestep.commands.help import Switch, example_text, examples, show_general_help, show_notes
 from samestep.errors import UserError, did_you_mean
 from samestep.recipes import RECIPES
-from samestep.reporting.words import wrapped
 from samestep.run.code_copy import CODE, kept_code
 from samestep.run.directory import is_run
 from samestep.run.files import shown_path, write_text
 from samestep.slurm.checks import advice, check_ranks
-from samestep.slurm.job_array import array_text, read_array, submit_array, task_folder, with_task
+from samestep.slurm.job_array import array_text, read_array, submit_array
 from samestep.slurm.options import (
     OPTIONS,
     JobOptions,
     UncheckedOptions,
     apply_flags,
-    defaults_files,
-    kept_options,
-    read_defaults,
+    options_before,
 )
 from samestep.slurm.script import JobScript, script_text
 from samestep.slurm.submission import (
@@ -73,12 +70,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"Name what to submit before {target}: a recipe, a run or a script.")
     cut = flags.index("--") if "--" in flags else len(flags)
     _check_flags(target, flags[:cut])
-    files = defaults_files(Path.cwd())
-    # A run keeps the options of its last job; a recipe's name wins over a folder of this name.
-    before = None if target in RECIPES else kept_options(Path(target))
-    if before is not None:
-        files = [Path(target, OPTIONS)]
-    defaults = before or read_defaults(files)
+    # A recipe's name wins over a folder of this name.
+    defaults, files = options_before(None if target in RECIPES else Path(target))
     with examples(*_EXAMPLES):
         command = tyro.cli(
             _Submit,
@@ -94,12 +87,13 @@ def main(arguments: list[str]) -> int:
     _check_training(found, options)
     options = with_home_expanded(options)
     job = make_script(found, options, Path.cwd())
-    _advise(options, found)
+    show_notes(advice(options, found.kind))
     if command.dry_run or command.script is not None:
         return _keep(job, command)
     number, script = submit(job)
     asks = options.size + (f", --time {options.time}" if options.time else "")
-    asks += ", as its job before" * (before is not None and vars(options) == vars(before))
+    is_again = files == [Path(target, OPTIONS)] and vars(options) == vars(defaults)
+    asks += ", as its job before" * is_again
     code = f"code    {job.code.text}\n" if job.code else ""
     if not code and kept_code(found.run):  # the user's files may be others by now
         code = f"code    the run's own copy: {shown_path(found.run / CODE)}\n"
@@ -123,11 +117,6 @@ def _check_training(found: Workload, options: JobOptions) -> None:
         check_ranks(options, request.settings)
 
 
-def _advise(options: JobOptions, found: Workload) -> None:
-    for text in advice(options, found.kind):
-        sys.stderr.write("\n".join(wrapped(f"note    {text}", indent=" " * 8)) + "\n")
-
-
 def _submit_array(target: str, words: list[str], options: JobOptions, command: _Submit) -> int:
     tasks, at_once = read_array(command.array or "")
     if command.script is not None:
@@ -137,16 +126,16 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: _
     options, folder = with_home_expanded(options), None
     jobs: dict[int, JobScript] = {}
     for task in tasks:
-        found = find_workload(target, with_task(words, task), list(RECIPES))
+        found = find_workload(target, [word.replace("%a", str(task)) for word in words], [*RECIPES])
         if is_run(found.run):
             raise UserError(f"--array begins new runs, and {shown_path(found.run)} is one.")
         folder = folder or found.run
-        found = found.in_run(task_folder(folder, task))
+        found = found.in_run(folder / f"task-{task}")
         if len(jobs) < _ALL_CHECKED:
             _check_training(found, options)
         jobs[task] = make_script(found, options, Path.cwd())
     assert folder is not None
-    _advise(options, found)
+    show_notes(advice(options, found.kind))
     if command.dry_run:
         text = array_text(jobs, folder, at_once)
         first = jobs[tasks[0]]

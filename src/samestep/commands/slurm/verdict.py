@@ -90,6 +90,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _job() -> str:
-    """Return this job as Slurm's commands know it; of an array, a number alone may mean all."""
+    """Return the id for Slurm's commands: in a job array, the plain id may mean every task."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
