@@ -6,6 +6,7 @@ import pytest
 
 import samestep
 from samestep import SubmittedJob, UserError
+from samestep.slurm.options import JobOptions, keep_options
 from tests.api.test_sweeps import recipe
 from tests.reporting.made_runs import write_run
 from tests.slurm.fake_slurm import FakeSlurm, install
@@ -34,6 +35,15 @@ def test_a_recipe_made_in_python_is_kept_for_every_start_of_the_job(slurm, here)
     kept = job.path / ".call"
     assert kept.stat().st_mode & 0o077 == 0
     assert f"SAMESTEP_TASK={kept}" in (job.path / "job.sbatch").read_text()
+
+
+def test_a_run_goes_on_with_the_options_of_its_last_job(slurm, here):
+    samestep.train("spiral", num_samples=100, epochs=1, run_dir="run", pictures=False, quiet=True)
+    keep_options(here / "run", JobOptions(nodes="2", time="30"))
+    job = samestep.submit("run", time="40")
+    script = (job.path / "job.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n" in script
+    assert "#SBATCH --time=40\n" in script
 
 
 @pytest.mark.parametrize(

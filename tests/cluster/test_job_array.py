@@ -56,6 +56,8 @@ def test_each_task_of_a_scripts_array_has_its_number_its_run_and_its_log(sandbox
         assert f"'--seed', '{task}'" in run_log(run)
         shown = samestep(sandbox, tmp_path, "slurm", "logs", f"{number}_{task}")
         assert f"'--seed', '{task}'" in shown.stdout
+    unknown = samestep(sandbox, tmp_path, "slurm", "cancel", f"{number}_9")
+    assert (unknown.returncode, "was refused" in unknown.stderr) == (2, False)
 
 
 def run_log(run) -> str:

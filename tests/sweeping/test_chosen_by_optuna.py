@@ -11,8 +11,8 @@ from samestep.sweeping.sweep_plan import SweepPlan
 pytest.importorskip("optuna")
 
 
-def plan(folder: Path, sample: int) -> SweepPlan:
-    axes = {"lr": tuple(f"{n / 10}" for n in range(1, 21)), "epochs": ("1", "2")}
+def plan(folder: Path, sample: int, seeds: int = 4) -> SweepPlan:
+    axes = {"lr": tuple(f"{n / 10}" for n in range(1, 11)), "seed": tuple(map(str, range(seeds)))}
     return SweepPlan(
         folder=folder, recipe="spiral", flags=(), axes=axes, sample=sample, optuna=True, seed=1
     )
@@ -44,9 +44,10 @@ def test_as_many_as_the_sample_are_trained_and_none_twice(tmp_path):
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_later_choices_are_nearer_to_the_best_than_those_drawn_at_random_first(tmp_path, mode):
-    sweep = plan(tmp_path, 30)
+    sweep = plan(tmp_path, 40, seeds=30)
     away = [abs(float(sweep.points[name]["lr"]) - 0.7) for name in chosen(sweep, mode)]
-    assert sum(away[-10:]) < 0.7 * sum(away[:10])
+    # With other seeds of the choice it is 0.5 to 0.7; at random it is 1.
+    assert sum(away[-20:]) / 20 < 0.85 * sum(away[:10]) / 10
 
 
 def test_after_a_kill_the_unfinished_come_first_and_the_completed_are_not_trained_again(tmp_path):

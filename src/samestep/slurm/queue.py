@@ -161,7 +161,7 @@ def find_job(job: int | str) -> QueuedJob | None:
     try:
         text = call("scontrol", "-o", "show", "job", str(job))
     except ProgramError as error:
-        if "Invalid job id" in error.said:
+        if re.search("Invalid job id|Job .* not found", error.said):
             return None
         raise
     lines = text.splitlines()
