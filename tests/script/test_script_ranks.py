@@ -1,5 +1,6 @@
 """The ranks of one script hear rank 0's answers, and rank 0 what all have found."""
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,9 +17,9 @@ def rank(number, port, world_size=2, within_s=30.0):
     return ScriptRanks(launch, within_s)
 
 
-def both(*functions):
+def both(*functions, port=None):
     """Call a function for each rank, all at once; return what each returned."""
-    port = free_port()
+    port = port or free_port()
     with ThreadPoolExecutor(len(functions)) as pool:
         calls = [pool.submit(f, rank(number, port)) for number, f in enumerate(functions)]
         return [call.result(timeout=TIMEOUT_S) for call in calls]
@@ -70,6 +71,17 @@ def test_a_rank_that_waits_for_rank_0_learns_at_once_after_how_many_steps_it_end
         return ended.value.steps, time.monotonic() - began < 60
 
     assert both(leave, stay) == [None, (7, True)]
+
+
+def test_a_script_can_listen_where_its_ranks_have_met():
+    def meet(own):
+        own.join()
+        own.leave()
+
+    port = free_port()
+    both(meet, meet, port=port)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -11,6 +11,7 @@ import os
 import pickle
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -317,9 +318,12 @@ def agent_serves(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-_stores: list[Store] = []
-"""All that this process has opened. They keep rank 0's server alive: ranks that join the next time
-before rank 0 would otherwise connect to a server that is about to close."""
+_num_opened: Counter[tuple[str, int, int]] = Counter()
+"""Address, port, rank → how many times this process has opened the store there."""
+
+_joined: list[Store] = []
+"""The store of the last `join`. It keeps rank 0's server alive: ranks that join again before rank 0
+would otherwise connect to a server that is about to close."""
 
 
 def open_store(launch: Launch, timeout_s: float) -> Store:
@@ -342,8 +346,9 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
     # A store of our own has only its own ranks, and agents that came later count fewer attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
     # All ranks of a script that trains twice join twice: each time has keys of its own.
-    _stores.append(store)
-    return PrefixStore(f"samestep/{attempt}/{len(_stores)}", store)
+    place = (launch.master_addr, launch.master_port, launch.rank)
+    _num_opened[place] += 1
+    return PrefixStore(f"samestep/{attempt}/{_num_opened[place]}", store)
 
 
 def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> None:
@@ -380,6 +385,7 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
     os.environ["MASTER_PORT"] = str(world.master_port)
     try:
         store = store or open_store(world, timeout_s)
+        _joined[:] = [store]
         if nccl:  # which would fail on it, in words of its own
             check_gpus(world, gpu_uuid(world.device), store)
         connect(store=store, timeout=dt.timedelta(seconds=timeout_s))
