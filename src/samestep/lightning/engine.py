@@ -212,9 +212,7 @@ class _RunCheckpoints(CheckpointIO):
         self._task, self._records = task, records
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *_: Any, **__: Any) -> None:
-        record = self._task.write(checkpoint, self._records.metric)
-        seconds = time.perf_counter() - self._records.saving_began
-        self._task.session.emit({**record, "seconds": seconds})
+        self._task.write(checkpoint, self._records.metric, self._records.saving_began)
 
     def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
         folder = Path(path).parent

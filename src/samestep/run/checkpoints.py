@@ -1,7 +1,6 @@
 """Checkpoint files: written whole or not at all, hashed, verified when they are loaded."""
 
 import contextlib
-import copy
 import hashlib
 import io
 import os
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch import Tensor
 
 from samestep.errors import UserError
 from samestep.run.files import write_atomically
+from samestep.run.host_copy import on_host
 from samestep.run.index import Entry, read_index
 
 FORMAT = 1
@@ -153,50 +152,3 @@ def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
     if problems:
         raise UserError("No checkpoint of this run is whole. " + " ".join(problems))
     return None
-
-
-_DEVICE = "cuda"
-
-
-def on_host(state: Any) -> Any:
-    """Return a state with copies on the host of the tensors that are on CUDA devices.
-
-    `torch.save` would copy them one by one through memory that the driver cannot write to
-    directly. These copies go to pinned memory, without a wait between them; PyTorch keeps the
-    memory for the next checkpoint. Two entries that are one tensor stay one.
-    """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return state
-    copies: dict[tuple[Any, ...], Tensor] = {}
-    found = _walk(state, copies)
-    for device in {key[0] for key in copies}:
-        torch.cuda.current_stream(device).synchronize()
-    return found
-
-
-def _walk(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return _copy(value.detach(), copies) if value.device.type == _DEVICE else value
-    if isinstance(value, dict):
-        changed = {key: _walk(item, copies) for key, item in value.items()}
-        if type(value) is dict:
-            return changed
-        # A module's state_dict carries its version in an attribute, which torch.save keeps.
-        same = copy.copy(value)
-        dict.update(same, changed)  # a Counter's own update adds up
-        return same
-    if type(value) in (list, tuple):
-        return type(value)(_walk(item, copies) for item in value)
-    return value
-
-
-def _copy(tensor: Tensor, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
-    place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-    key = (tensor.device, *place)
-    if key not in copies:
-        copies[key] = _pinned_like(tensor).copy_(tensor, non_blocking=True)
-    return copies[key]
-
-
-def _pinned_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -68,6 +68,7 @@ class Options:
     log_every: int | None
     checkpoint_every_epochs: int
     checkpoint_every_steps: int | None
+    checkpoint_sync: bool
     keep_newest: int | None
     device: Device
     backend: Backend
@@ -325,6 +326,7 @@ class OwnSession:
         """Load the best checkpoint's weights into the modules of the state; return its epoch."""
         if self.watch is None:
             raise UserError("run.load_best: no epoch was rated. Call run.best(…) in each epoch.")
+        self.settle()
         folder = self.path / "checkpoints"
         entry = self.world.on_main(lambda: find_checkpoint(folder, "best"))
         saved = self.world.on_every(lambda: checkpoints.load(folder, entry))["state"]
@@ -334,7 +336,7 @@ class OwnSession:
 
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""
-        started, position, keep = time.perf_counter(), self.position, self.options.keep_newest
+        began, position, keep = time.perf_counter(), self.position, self.options.keep_newest
         if not self.session.begun or self._saved_at == (position.epoch, position.step):
             return
         watched.turn_to(watched.CHECKPOINT)  # until the next step
@@ -342,7 +344,7 @@ class OwnSession:
         self.check_weights()
         sums = self.world.gather(self.means.sums)
         carried = None if self.carried is None else self.carried.state()
-        record = self.world.on_main(
+        self.world.on_main(
             lambda: self.session.save(
                 self._content(sums, carried),
                 position,
@@ -350,15 +352,21 @@ class OwnSession:
                 watch=self.watch,
                 keep_top_k=keep and 1,
                 keep_newest=keep or 0,
+                began=began,
+                sync=self.options.checkpoint_sync,
             )
         )
-        self.session.emit({**record, "seconds": time.perf_counter() - started})
         self._saved_at = position.epoch, position.step
+
+    def settle(self) -> None:
+        """Wait until all checkpoints are written; all ranks call it."""
+        self.world.on_main(self.session.settle_well)
 
     def stop_on(self, signum: int) -> None:
         """Save and stop if all ranks have agreed on a signal."""
         if signum:
             self.save()
+            self.settle()
             raise Stopped(signum)
 
     def end(self, error: BaseException | None) -> None:
@@ -366,6 +374,7 @@ class OwnSession:
         run, step = self.session.run, self.position.step
         if run is None or not self.session.begun:
             return
+        self.session.settle()
         status, reason = "completed", "finished"
         if isinstance(error, Stopped):
             status, reason = "stopped", Signals(error.signum).name

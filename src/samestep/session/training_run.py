@@ -40,7 +40,7 @@ from samestep.training.snapshot import capture
 from samestep.training.stopping import Agreement, ReceivedSignal, SaveTimer
 from samestep.training.work import State, Work, is_done
 
-Write = Callable[[dict[str, Any], float | None], Record]
+Write = Callable[[dict[str, Any], float | None, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Task:
     """The checkpoint that it was restored from."""
     session: Session
     write: Write
-    """(content, monitored metric) → the `checkpoint` record, once it is announced; rank 0 only."""
+    """Save (content, monitored metric, when it began by `time.perf_counter`); rank 0 only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,16 +138,21 @@ def _train(
     made_with = to_toml(request, work.plan)
     is_hopeless = halving_of(session.path, request.settings.halving, state.watch.mode, world)
 
-    def write(content: dict[str, Any], metric: float | None) -> Record:
-        content = {**content, "made_with": made_with}
-        keep, watch = work.settings.keep_top_k, state.watch
-        return session.save(content, state.position, metric=metric, watch=watch, keep_top_k=keep)
+    def write(content: dict[str, Any], metric: float | None, began: float) -> None:
+        session.save(
+            {**content, "made_with": made_with},
+            state.position,
+            metric=metric,
+            watch=state.watch,
+            keep_top_k=work.settings.keep_top_k,
+            began=began,
+            sync=work.settings.checkpoint_sync,
+        )
 
-    def save(metric: float | None) -> Record:
-        started = time.perf_counter()
+    def save(metric: float | None) -> None:
+        began = time.perf_counter()
         content = capture(work, state, request.recipe.name)
-        record = world.on_main(lambda: write(content, metric))
-        return {**record, "seconds": time.perf_counter() - started}
+        world.on_main(lambda: write(content, metric, began))
 
     task = Task(
         request=request,
