@@ -94,6 +94,13 @@ def _before_checkpoint(strike: Strike) -> None:
     _wrap(checkpoints, "save", strike, after=False)
 
 
+def _within_copy(strike: Strike) -> None:
+    """Strike at the n-th tensor that is copied for a checkpoint."""
+    from samestep.run.host_copy import _Copying
+
+    _wrap(_Copying, "_copy", strike, after=True)
+
+
 def _within_checkpoint(strike: Strike, num_bytes: int) -> None:
     from samestep.run.checkpoints import _Writer
 
@@ -188,6 +195,7 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "before an evaluation": _evaluation,
     "before the test's record": _record("test", after=False),
     "after the test's record": _record("test", after=True),
+    "within the copy": _within_copy,
     "before the checkpoint": _before_checkpoint,
     "before the checkpoint's sync": _sync(".pt.tmp", after=False),
     "after the checkpoint's sync": _sync(".pt.tmp", after=True),

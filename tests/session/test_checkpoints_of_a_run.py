@@ -1,14 +1,20 @@
-"""What a session keeps of its checkpoints: each is announced with its hash, superseded ones go."""
+"""What a session keeps of its checkpoints, and when they are announced."""
 
+import errno
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from samestep.errors import UserError
 from samestep.ranks.world import World
+from samestep.run import checkpoints
 from samestep.session.session import Session
 from samestep.training.stopping import Watch
 from samestep.training.work import Position
-from tests.tiny import read_index, sha256
+from tests.tiny import all_records, last_state, read_index, sha256
 
 
 @pytest.fixture
@@ -29,11 +35,41 @@ def opened(tmp_path):
     sessions[-1].close()
 
 
-def save(session: Session, step: int, metric: float | None = None, keep: int | None = None):
-    position = Position(step=step, epoch=step // 10, step_in_epoch=step % 10)
-    return session.save(
-        {"weights": step}, position, metric=metric, watch=session.watch, keep_top_k=keep
+def save(
+    session: Session,
+    step: int,
+    metric: float | None = None,
+    keep: int | None = None,
+    *,
+    sync: bool = True,
+    weights: torch.Tensor | None = None,
+) -> None:
+    session.save(
+        {"weights": weights if weights is not None else step},
+        Position(step=step, epoch=step // 10, step_in_epoch=step % 10),
+        metric=metric,
+        watch=session.watch,
+        keep_top_k=keep,
+        began=time.perf_counter(),
+        sync=sync,
     )
+
+
+def told(run: Path) -> list[dict]:
+    return [record for record in all_records(run) if record["event"] == "checkpoint"]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Hold every write of a checkpoint back until the test lets it begin."""
+    opened, original = threading.Event(), checkpoints.save
+
+    def save(*args):
+        assert opened.wait(60)
+        return original(*args)
+
+    monkeypatch.setattr(checkpoints, "save", save)
+    return opened
 
 
 def steps_kept(run: Path) -> list[int]:
@@ -43,9 +79,14 @@ def steps_kept(run: Path) -> list[int]:
     return [entry["step"] for entry in entries]
 
 
-def test_a_checkpoint_is_written_named_in_the_index_and_told_with_its_hash(opened, tmp_path):
-    record = save(opened(), 14, metric=0.25)
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_checkpoint_is_written_named_in_the_index_and_told_with_its_hash(opened, tmp_path, sync):
+    session = opened()
+    save(session, 14, metric=0.25, sync=sync)
+    session.settle_well()
     path = tmp_path / "checkpoints" / "checkpoint_step_14.pt"
+    (record,) = told(tmp_path)
+    assert 0 < record.pop("blocked_seconds") <= record.pop("seconds")
     assert record == {
         "event": "checkpoint",
         "step": 14,
@@ -84,3 +125,87 @@ def test_with_another_metric_to_watch_no_earlier_checkpoint_counts_as_best_or_is
         save(session, step, metric, keep=1)
     assert steps_kept(tmp_path) == [10, 20, 30]
     assert read_index(tmp_path)["best"]["step"] == 20
+
+
+def test_the_training_goes_on_while_a_checkpoint_is_written_and_holds_what_was_saved(
+    opened, tmp_path, gate
+):
+    session, weights = opened(), torch.zeros(4)
+    save(session, 10, sync=False, weights=weights)
+    weights.add_(1)  # the next step
+    session.emit({"event": "step", "step": 11})
+    assert not told(tmp_path)
+    assert not (tmp_path / "checkpoints" / "index.json").exists()
+    gate.set()
+    session.settle_well()
+    assert [record["step"] for record in told(tmp_path)] == [10]
+    assert torch.equal(last_state(tmp_path)["weights"], torch.zeros(4))
+
+
+def test_a_whole_checkpoint_is_told_with_the_next_record(opened, tmp_path):
+    session = opened()
+    save(session, 10, sync=False)
+    session._writing.thread.join(60)
+    session.emit({"event": "step", "step": 11})
+    assert [r["event"] for r in all_records(tmp_path)] == ["start", "checkpoint", "step"]
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(opened, tmp_path, gate):
+    session = opened()
+    save(session, 10, sync=False)
+    threading.Timer(0.1, gate.set).start()
+    save(session, 20, sync=False)
+    assert [record["step"] for record in told(tmp_path)] == [10]
+    assert told(tmp_path)[0]["seconds"] >= 0.1
+    session.settle_well()
+    assert steps_kept(tmp_path) == [10, 20]
+
+
+def test_a_closed_session_has_announced_what_it_saved(opened, tmp_path, gate):
+    session = opened()
+    save(session, 10, sync=False)
+    threading.Timer(0.1, gate.set).start()
+    session.close()
+    assert steps_kept(tmp_path) == [10]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_that_checkpoint_and_the_end_tells(
+    opened, tmp_path, monkeypatch, capsys
+):
+    session, original = opened(), checkpoints.save
+    save(session, 10, sync=False)
+    session.settle_well()
+
+    def full(*_args):
+        raise UserError("The disk is full.") from OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(checkpoints, "save", full)
+    for step in (20, 30):
+        save(session, step, sync=False)
+        session.settle()
+    monkeypatch.setattr(checkpoints, "save", original)
+    save(session, 40, sync=False)
+    with pytest.raises(UserError):
+        session.settle_well()
+    assert steps_kept(tmp_path) == [10, 40]
+    assert capsys.readouterr().err.count("samestep: ") == 1
+
+
+def test_with_sync_a_full_disk_is_told_at_once(opened, monkeypatch):
+    def full(*_args):
+        raise UserError("The disk is full.")
+
+    monkeypatch.setattr(checkpoints, "save", full)
+    with pytest.raises(UserError):
+        save(opened(), 10, sync=True)
+
+
+def test_an_error_that_no_user_can_mend_ends_the_training(opened, monkeypatch):
+    def fail(*_args):
+        raise ValueError("a bug")
+
+    session = opened()
+    monkeypatch.setattr(checkpoints, "save", fail)
+    save(session, 10, sync=False)
+    with pytest.raises(ValueError, match="a bug"):
+        session.settle()

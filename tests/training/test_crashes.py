@@ -1,12 +1,13 @@
 """Nothing is lost, whatever kills the job: tried with real SIGKILLs, in training and in writing.
 
 Each is followed by a resume on another number of ranks, which must end where the uninterrupted
-run ended. The draws are printed; SAMESTEP_TEST_SEED draws others.
+run ended. The draws are printed; SAMESTEP_TEST_SEED draws others, and SAMESTEP_TEST_KILLS more.
 """
 
 import itertools
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -32,7 +33,9 @@ from tests.tiny import (
 )
 
 SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
+KILLS = int(os.environ.get("SAMESTEP_TEST_KILLS", "4"))
 WRITING = [
+    "within the copy",
     "before the checkpoint",
     *(f"within the checkpoint: {num_bytes}" for num_bytes in (0, 12_000)),
     "before the checkpoint's sync",
@@ -93,7 +96,9 @@ def test_a_kill_while_a_checkpoint_is_written_loses_none_that_was_announced(
     kill(recipe, run, fault, on=ranks)
     if "within" in point or "sync" in point or "before the checkpoint's name" in point:
         torn = list((run / "checkpoints").glob(".*.tmp"))
-        assert len(torn) == ("record" not in point)  # it struck where it should
+        assert len(torn) == (
+            "record" not in point and "copy" not in point
+        )  # it struck where it should
     assert_resumes(run, uninterrupted, 2 if place % 4 == 0 else 1)
 
 
@@ -139,19 +144,27 @@ def test_a_job_killed_at_random_moments_again_and_again_still_arrives(
 
 
 def test_many_kills_in_a_row_at_random_points_still_arrive(uninterrupted, recipe, tmp_path):
-    """One run directory, one command that is repeated, and a fault in each attempt."""
+    """One command that is repeated, with a fault in each attempt, until each run has arrived."""
     draw = random.Random(SEED)
     run, world_sizes = tmp_path / "run", itertools.cycle([1, 2])
-    for world_size in itertools.islice(world_sizes, 4):
+    for number, world_size in enumerate(itertools.islice(world_sizes, KILLS), 1):
         point = draw.choice(["after a step", "before an evaluation", *WRITING])
         nth = {"after a step": draw.randint(1, 6), "before an evaluation": 1}.get(
             point, draw.randint(1, 2)
         )
-        print(f"seed {SEED}: {point}, visit {nth}, at world size {world_size}")
+        if not run.exists():  # the run keeps the setting
+            sync = ("--checkpoint-sync",) if draw.random() < 0.25 else ()
+        if sync and point == "within the copy":
+            point = "before the checkpoint"
+        print(
+            f"seed {SEED}: kill {number}, {point}, visit {nth}, {sync} at world size {world_size}"
+        )
         announced = newest_announced(run) if run.exists() else 0
-        kill(recipe, run, a_fault(point, nth), "--resume", on=world_size)
+        kill(recipe, run, a_fault(point, nth), "--resume", *sync, on=world_size)
         assert newest_announced(run) >= announced
-    assert_resumes(run, uninterrupted, next(world_sizes))
+        if number == KILLS or newest_announced(run) > STEPS - 20:
+            assert_resumes(run, uninterrupted, next(world_sizes))
+            shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("killed", [0, 1])

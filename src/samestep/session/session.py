@@ -193,7 +193,8 @@ class Session:
             self.emit(writing.record)
         elif isinstance(error, UserError):
             if not self._unwritten:
-                say(self.world, f"warning: {error} The training goes on.")
+                more = "The training goes on; earlier checkpoints are whole. Free some space."
+                say(self.world, f"warning: {error.what} {more}")
             self._unwritten.append(error)
         else:
             raise error
@@ -208,7 +209,8 @@ class Session:
         if self._unwritten:
             number = len(self._unwritten)
             count = "A checkpoint was" if number == 1 else f"{number} checkpoints were"
-            raise UserError(f"{count} not written. {self._unwritten[-1]}")
+            last = self._unwritten[-1]
+            raise UserError(f"{count} not written. {last.what}", remedy=last.remedy)
 
     def close(self) -> None:
         """Wait for the last checkpoint, then let another process open the run."""
