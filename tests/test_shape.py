@@ -36,6 +36,7 @@ DISTRIBUTED = {
     "stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
     "checking.watch.evaluation": {"torch.distributed"},  # notes what is reduced
     "checking.watch.model": {"torch.nn.parallel"},
+    "run.shards": {"torch.distributed"},  # DCP's files
     "training.prepare": {"torch.nn.parallel"},
     "checking.watch.data": {"torch.distributed"},  # whether ranks may have batches left over
     # A script may start its ranks itself.

@@ -1,12 +1,28 @@
 """Copies of a state on the host, which a checkpoint is written from while the training goes on."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _DEVICE = "cuda"
+
+
+def map_state(function: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
+    """Return a state with `function(path, leaf)` in place of what its dicts and lists hold."""
+    if isinstance(value, dict):
+        changed = {k: map_state(function, v, f"{path}/{k}".lstrip("/")) for k, v in value.items()}
+        if type(value) is dict:
+            return changed
+        # A module's state_dict carries its version in an attribute, which torch.save keeps.
+        same = copy.copy(value)
+        dict.update(same, changed)  # a Counter's own update adds up
+        return same
+    if type(value) in (list, tuple):
+        return type(value)(map_state(function, v, f"{path}/{n}") for n, v in enumerate(value))
+    return function(path, value)
 
 
 class HostCopies:
@@ -25,7 +41,7 @@ class HostCopies:
         for buffer in self._held:
             free.setdefault(_form(buffer), []).append(buffer)
         found = _Copying(free, only_devices=False)
-        copied = found.walk(state)
+        copied = map_state(found.leaf, state)
         found.wait()
         self._held = [*found.copies.values()]
         return copied
@@ -41,7 +57,7 @@ def on_host(state: Any) -> Any:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return state
     found = _Copying({}, only_devices=True)
-    copied = found.walk(state)
+    copied = map_state(found.leaf, state)
     found.wait()
     return copied
 
@@ -58,23 +74,13 @@ class _Copying:
         for device in {key[0] for key in self.copies if key[0].type == _DEVICE}:
             torch.cuda.current_stream(device).synchronize()
 
-    def walk(self, value: Any) -> Any:
-        """Return a value with its tensors copied."""
-        if isinstance(value, Tensor):
-            if self._only_devices and value.device.type != _DEVICE:
-                return value
-            return _of_kind(value, self._copy(value.detach()))
-        if isinstance(value, dict):
-            changed = {key: self.walk(item) for key, item in value.items()}
-            if type(value) is dict:
-                return changed
-            # A module's state_dict carries its version in an attribute, which torch.save keeps.
-            same = copy.copy(value)
-            dict.update(same, changed)  # a Counter's own update adds up
-            return same
-        if type(value) in (list, tuple):
-            return type(value)(self.walk(item) for item in value)
-        return value
+    def leaf(self, _path: str, value: Any) -> Any:
+        """Return a tensor's copy; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        if self._only_devices and value.device.type != _DEVICE:
+            return value
+        return _of_kind(value, self._copy(value.detach()))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided:
