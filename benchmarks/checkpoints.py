@@ -129,8 +129,8 @@ def _ways(folder: Path, state: dict[str, Any], mib: int) -> list[Way]:
 
     def ours(_folder: Path, turn: int) -> Callable[[], object]:
         began, keep = time.perf_counter(), {"watch": None, "keep_top_k": 1}
-        session.save(state, Position(step=turn), metric=None, began=began, sync=False, **keep)
-        return session.settle_well
+        session.saver.save(state, Position(step=turn), metric=None, began=began, sync=False, **keep)
+        return session.saver.settle_well
 
     def by_torch(folder: Path, turn: int) -> Callable[[], object]:
         path = folder / f"plain-{turn}.pt"

@@ -194,12 +194,12 @@ def test_a_part_that_was_never_written_is_refused_in_words(damaged):
         shards.read(damaged[0], {"unknown": "in shards: float32 2"}, None)
 
 
-def test_a_full_disk_is_an_error_of_the_disk(tmp_path, monkeypatch):
+def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(FileSystem, "create_stream", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="disk is full"):
         shards.write(tmp_path / "parts", {"w": torch.zeros(2)}, None)

@@ -4,6 +4,7 @@ PyTorch's distributed checkpoint (DCP) writes and reads the tensors. All else th
 holds is in the file beside them, where a placeholder stands for each tensor.
 """
 
+import errno
 import hashlib
 import os
 import pickle
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from samestep.errors import UserError
+from samestep.run.files import cannot_write
 from samestep.run.host_copy import map_state
 
 _MARK = "in shards: "
@@ -79,7 +81,7 @@ def write(
     is a process alone. What was in the folder goes.
 
     Raises:
-        OSError: this rank cannot write; another rank's error is a RuntimeError.
+        UserError: a rank cannot write, as on a full disk; all ranks raise it.
     """
     rank = 0 if group is None else dist.get_rank(group)
     if rank == 0:
@@ -95,10 +97,12 @@ def write(
             )
     except dcp.api.CheckpointException as error:
         causes = [cause for _, (cause, _) in sorted(error.failures.items())]
-        for cause in causes:
-            if isinstance(cause, OSError):
-                raise cause from error
-        raise RuntimeError(str(causes[0]) if causes else str(error)) from error
+        known = [cause for cause in causes if isinstance(cause, OSError)]
+        # torch's writer hides an OSError behind one of its own, about a position in the file.
+        unknown = OSError(errno.EIO, str(causes[0] if causes else error).splitlines()[0])
+        is_full = shutil.disk_usage(folder.parent).free < _CHUNK_BYTES
+        hidden = OSError(errno.ENOSPC, "") if is_full else unknown
+        raise cannot_write(folder, known[0] if known else hidden) from error
     mine = [*folder.glob(f"__{rank}_*"), *([folder / _METADATA] if rank == 0 else [])]
     hashes = {path.name: _sha256(path) for path in mine}
     if rank == 0:

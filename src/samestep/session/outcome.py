@@ -51,7 +51,7 @@ def record_failure(
         return
     state.stop_reason = f"failed: {device_error(error) or error}"
     with contextlib.suppress(UserError):
-        session.settle()
+        session.saver.settle()
     with contextlib.suppress(UserError):  # first: the weights may wait for a device that hangs
         step = state.position.step
         session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
@@ -74,7 +74,7 @@ def finish_run(
     A run that is stopped within that evaluation repeats it when it goes on.
     """
     watched.turn_to(watched.END)
-    session.world.on_main(session.settle_well)
+    session.world.on_main(session.saver.settle_well)
     work, state, run, test = built.work, built.state, session.run, None
     # The weights where the training ended; the test below loads the best ones.
     weights = weights_sha256(work.learner.model) if run is not None else ""

@@ -36,7 +36,8 @@ from samestep.session.own_data import Drawn, OpenedData, OwnBatch
 from samestep.session.own_gather import close_gather, open_gather
 from samestep.session.own_session import Options, OwnSession
 from samestep.session.own_state import Means, Stateful, check_held, check_names, plain
-from samestep.session.session import Stopped, say
+from samestep.session.saver import say
+from samestep.session.session import Stopped
 from samestep.settings import Backend, Device, OrderName
 from samestep.training.alike import (
     is_checked,

@@ -33,6 +33,7 @@ from samestep.session.gradients import parameters_in
 from samestep.session.own_carry import RankState, SlotState, carried_state
 from samestep.session.own_state import Means, Stateful, added_up
 from samestep.session.recipe_changes import script_changes
+from samestep.session.saver import say
 from samestep.session.session import (
     Session,
     Stopped,
@@ -40,7 +41,6 @@ from samestep.session.session import (
     refuse_taken,
     resume_record,
     run_result,
-    say,
     start_record,
 )
 from samestep.settings import Backend, Device, Settings, free_names
@@ -345,7 +345,7 @@ class OwnSession:
         sums = self.world.gather(self.means.sums)
         carried = None if self.carried is None else self.carried.state()
         self.world.on_main(
-            lambda: self.session.save(
+            lambda: self.session.saver.save(
                 self._content(sums, carried),
                 position,
                 metric=self.metric,
@@ -360,7 +360,7 @@ class OwnSession:
 
     def settle(self) -> None:
         """Wait until all checkpoints are written; all ranks call it."""
-        self.world.on_main(self.session.settle_well)
+        self.world.on_main(self.session.saver.settle_well)
 
     def stop_on(self, signum: int) -> None:
         """Save and stop if all ranks have agreed on a signal."""
@@ -374,7 +374,7 @@ class OwnSession:
         run, step = self.session.run, self.position.step
         if run is None or not self.session.begun:
             return
-        self.session.settle()
+        self.session.saver.settle()
         status, reason = "completed", "finished"
         if isinstance(error, Stopped):
             status, reason = "stopped", Signals(error.signum).name

@@ -139,7 +139,7 @@ def _train(
     is_hopeless = halving_of(session.path, request.settings.halving, state.watch.mode, world)
 
     def write(content: dict[str, Any], metric: float | None, began: float) -> None:
-        session.save(
+        session.saver.save(
             {**content, "made_with": made_with},
             state.position,
             metric=metric,
