@@ -23,7 +23,7 @@ from samestep.machine import usable_cores
 from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
-from samestep.run import checkpoints
+from samestep.run import loading
 from samestep.run.index import Entry, remove_unannounced
 from samestep.run.records import read_records
 from samestep.session.request import Request, changes_since, to_toml
@@ -345,7 +345,9 @@ def go_on(request: Request, work: Work, state: State, path: Path, found: Loaded)
         where, now = f"{path / 'checkpoints' / found.entry.path}", to_toml(request, work.plan)
         changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
     restore(work, state, request.recipe.name, found.content)
-    return found._replace(changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)])
+    return found._replace(
+        content={}, changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)]
+    )
 
 
 def load_newest(path: Path, world: World) -> Loaded | None:
@@ -353,15 +355,6 @@ def load_newest(path: Path, world: World) -> Loaded | None:
 
     Files that a killed process wrote and did not announce are deleted.
     """
-    # Rank 0 chooses, so that all ranks take the same file; each then reads it for itself.
-    content: dict[str, Any] = {}
-
-    def newest() -> tuple[Entry, list[str]] | None:
-        found = newest_whole(path)
-        if found is None:
-            return None
-        content.update(found.content)
-        return found.entry, found.problems
 
     def clean() -> None:
         records = list(read_records(path, superseded=True))
@@ -369,18 +362,38 @@ def load_newest(path: Path, world: World) -> Loaded | None:
         since = min((r["time"] for r in records if r["event"] == "start"), default=math.inf)
         remove_unannounced(path / "checkpoints", announced, since)
 
-    chosen = world.on_main(newest)
-    if chosen is None:
+    found = on_all_ranks(world, path / "checkpoints", lambda: newest_whole(path))
+    if found is not None:
+        world.on_main(clean)
+    return found
+
+
+def on_all_ranks(world: World, folder: Path, find: Callable[[], Loaded | None]) -> Loaded | None:
+    """Return on every rank the checkpoint that `find` returns on rank 0.
+
+    Rank 0 chooses it and checks its hash. The others load the same file.
+    """
+    mine: list[Loaded | None] = []
+
+    def choose() -> Loaded | None:
+        mine.append(find())
+        return mine[0] and mine[0]._replace(content={})
+
+    told = world.on_main(choose)
+    if told is None:
         return None
-    entry, problems = chosen
-    saved = world.on_every(lambda: content or checkpoints.load(path / "checkpoints", entry))
-    world.on_main(clean)
-    return Loaded(entry, saved, problems)
+
+    def content() -> dict[str, Any]:
+        if mine and mine[0] is not None:
+            return mine[0].content
+        return loading.load(folder, told.entry, verify=False)
+
+    return told._replace(content=world.on_every(content))
 
 
 def newest_whole(path: Path) -> Loaded | None:
     """Return a run's newest whole checkpoint, on one rank; leave the directory as it is."""
-    found = checkpoints.load_newest(path / "checkpoints")
+    found = loading.load_newest(path / "checkpoints")
     if found is not None:
         return Loaded(*found)
     if any(r["event"] == "checkpoint" for r in read_records(path)):

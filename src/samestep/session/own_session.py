@@ -22,13 +22,13 @@ from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.process import RankLog
 from samestep.ranks.startup import JOB_RUN
-from samestep.run import checkpoints
+from samestep.run import checkpoints, loading
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.index import find_checkpoint
 from samestep.run.records import Record
 from samestep.session import own_state
-from samestep.session.build import load_newest
+from samestep.session.build import Loaded, load_newest, on_all_ranks
 from samestep.session.gradients import parameters_in
 from samestep.session.own_carry import RankState, SlotState, carried_state
 from samestep.session.own_state import Means, Stateful, added_up
@@ -206,7 +206,7 @@ class OwnSession:
         self.values.update(saved.get("own", {}))
         self.watch = Watch(**saved["watch"]) if saved.get("watch") else None
         self.finished = saved.get("finished")
-        self.carried_before = saved.get("carried")
+        self.carried_before = loading.copied(saved.get("carried"))
 
     def carry(self, function: Carry, slots: int) -> None:
         """Carry state of each slot of the global batch, or of each rank, from now on."""
@@ -328,11 +328,16 @@ class OwnSession:
             raise UserError("run.load_best: no epoch was rated. Call run.best(…) in each epoch.")
         self.settle()
         folder = self.path / "checkpoints"
-        entry = self.world.on_main(lambda: find_checkpoint(folder, "best"))
-        saved = self.world.on_every(lambda: checkpoints.load(folder, entry))["state"]
+
+        def best() -> Loaded:
+            entry = find_checkpoint(folder, "best")
+            return Loaded(entry, loading.load(folder, entry), [])
+
+        found = on_all_ranks(self.world, folder, best)
+        assert found is not None
         for name, module in self.modules().items():
-            own_state.load_one(name, module, saved[name])
-        return entry.epoch
+            own_state.load_one(name, module, found.content["state"][name])
+        return found.entry.epoch
 
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""

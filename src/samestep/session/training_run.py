@@ -121,6 +121,7 @@ def _train(
     if request.resume and world.on_main(lambda: is_run(session.path)):
         found = load_newest(session.path, world)
     resumed = found and go_on(request, work, state, session.path, found)
+    found = None  # its tensors are copied, and its file is mapped
     gpus = world.gather(gpu_uuid(world.device))
     start = _start_record(request, built, session.path, named, resumed)
     if session.run is not None:

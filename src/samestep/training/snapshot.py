@@ -21,6 +21,9 @@ from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
 from samestep.training.work import Position, State, Sums, Work
 
+LARGE = ("model", "ema", "optimizer", "carried")
+"""The parts of a checkpoint that grow with the model, and with what it carries."""
+
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     """Return what a checkpoint holds. All ranks call it; each adds its own part."""
