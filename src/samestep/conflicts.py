@@ -24,6 +24,12 @@ _WITH_FSDP: _Allowed = {
         "the gradient scaler of fp16 would look at each rank's own part of the gradients. bf16 "
         "needs no scaler",
     ),
+    "channels_last": ((False,), "FSDP shards contiguous weights alone"),
+    "find_unused": (
+        (False,),
+        "FSDP waits for every gradient of a block on every rank; a parameter that no rank ever "
+        "uses can be frozen",
+    ),
     "static_graph": ((False,), "it is a promise to DDP"),
     "bucket_cap_mb": ((None,), "FSDP reduces gradients block by block, not in buckets"),
     "sync_batchnorm": ((False,), "they have not been tried together"),

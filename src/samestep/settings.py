@@ -193,7 +193,7 @@ class Settings:
     oversubscribe: bool = field(default=False, metadata=_FREE)
     """Allow more than 4 ranks or loader processes per core, or several ranks on one GPU."""
 
-    strategy: Strategy = field(default="ddp", metadata=_COMMON | _FREE)
+    strategy: Strategy = field(default="ddp", metadata=_FREE)
     """ddp: each rank holds the whole model; fsdp: ranks share it out, for models that do not fit."""
     shard_within: ShardWithin = field(default="all", metadata=_FREE)
     """With fsdp, share the model out over all ranks, or over those of each node (HSDP)."""
@@ -315,6 +315,11 @@ class Settings:
                 remedy="Leave one of them out.",
                 flags=["cudnn_benchmark", "deterministic"],
             )
+
+    @property
+    def forwards_together(self) -> bool:
+        """Whether a forward of one rank waits for those of the others."""
+        return self.sync_batchnorm or self.strategy == "fsdp"
 
     @property
     def allows_unused(self) -> bool:

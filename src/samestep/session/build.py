@@ -47,6 +47,7 @@ from samestep.training.phases import make_phases
 from samestep.training.plan import Plan, learning_rate, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
 from samestep.training.scheduler import Scheduler
+from samestep.training.sharding import is_fsdp, shard
 from samestep.training.snapshot import restore
 from samestep.training.stopping import Watch
 from samestep.training.work import State, Work
@@ -178,7 +179,9 @@ def _make_learner(
     functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
     ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     to_wrap = takes
-    if compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
+    if is_fsdp(settings, world):
+        shard(model, takes, recipe, settings, world)
+    elif compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
         to_wrap = cast("nn.Module", torch.compile(takes, dynamic=False))
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     return Learner(

@@ -14,6 +14,7 @@ import torch
 from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
 from samestep.ranks import watched
+from samestep.ranks.mesh import any_sharded
 from samestep.recipe import Recipe
 from samestep.run import checkpoints
 from samestep.run.index import Entry, read_index
@@ -55,7 +56,8 @@ def record_failure(
         session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
     weights = ""
     with contextlib.suppress(Exception):  # a model that cannot give its weights
-        weights = weights_sha256(work.learner.model)
+        if not any_sharded(work.learner.model):  # the other ranks may be gone
+            weights = weights_sha256(work.learner.model)
     with contextlib.suppress(UserError):
         session.run.write_result(_result(request, work, state, "failed", weights))
 
@@ -74,7 +76,9 @@ def finish_run(
     watched.turn_to(watched.END)
     work, state, run, test = built.work, built.state, session.run, None
     # The weights where the training ended; the test below loads the best ones.
-    weights = weights_sha256(work.learner.model) if run is not None else ""
+    sharded, weights = any_sharded(work.learner.model), ""
+    if run is not None or sharded:
+        weights = weights_sha256(work.learner.model)
     baselines: Baselines = {}
     if not state.signum and built.splits.test is not None:
         test = _test(request, built, session, agreement)
@@ -89,7 +93,7 @@ def finish_run(
         if best is not None:  # an evaluation may have been better where nothing was saved
             result["best"] |= {"value": best.metric, "epoch": best.epoch}
         run.write_result(result)
-        if not state.signum:  # a failing picture cannot lose the result any more
+        if not state.signum and not sharded:  # a failing picture cannot lose the result any more
             _draw_pictures(request, built, session, test, agreement)
     stop = {"event": "stop", "step": state.position.step, "reason": state.stop_reason}
     session.emit(stop)

@@ -36,7 +36,7 @@ from samestep.training.device import kernels_of, switched
 from samestep.training.loop import RunControl, train
 from samestep.training.plan import plan_notes
 from samestep.training.prepare import Wrap, wrap
-from samestep.training.snapshot import capture
+from samestep.training.snapshot import capture, gathered
 from samestep.training.stopping import Agreement, ReceivedSignal, SaveTimer
 from samestep.training.work import State, Work, is_done
 
@@ -145,7 +145,7 @@ def _train(
 
     def save(metric: float | None) -> Record:
         started = time.perf_counter()
-        content = capture(work, state, request.recipe.name)
+        content = gathered(capture(work, state, request.recipe.name), world)
         record = world.on_main(lambda: write(content, metric))
         return {**record, "seconds": time.perf_counter() - started}
 
@@ -304,8 +304,14 @@ def _without_effect(work: Work) -> list[str]:
         "after the last step. --checkpoint-every-steps and --eval-every-steps do it before.": (
             work.plan.is_stream and not work.plan.epochs and never_saved
         ),
+        "No pictures are drawn of a model that the ranks share out (--strategy fsdp).": (
+            settings.pictures and settings.strategy == "fsdp" and world.connected
+        ),
         "--sync-batchnorm has no effect on one rank: it sees the whole batch.": (
             settings.sync_batchnorm and alone
+        ),
+        "--strategy fsdp has no effect on one rank: it holds the whole model.": (
+            settings.strategy == "fsdp" and alone and not world.connected
         ),
         "--bucket-cap-mb has no effect on one rank: nothing is reduced.": (
             settings.bucket_cap_mb is not None and alone and not world.connected

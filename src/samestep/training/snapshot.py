@@ -4,14 +4,17 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from samestep.data.blocks import held_parts
 from samestep.data.keyed_random import mix
+from samestep.data.trees import map_leaves
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, listed
+from samestep.ranks.mesh import is_sharded, sharded_as, whole
+from samestep.ranks.world import World
 from samestep.run.checkpoints import FORMAT
 from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng_state
 from samestep.training.learner import Learner
@@ -75,10 +78,28 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     }
 
 
+def gathered(content: dict[str, Any], world: World) -> dict[str, Any]:
+    """Return what `capture` returned with whole tensors, on rank 0's CPU; all ranks call it.
+
+    One sharded tensor at a time is put together; ranks other than 0 keep none of them.
+    """
+
+    def put_together(leaf: Any) -> Any:
+        if not is_sharded(leaf):
+            return leaf
+        full = whole(leaf)
+        return full.cpu() if world.is_main else None
+
+    return cast("dict[str, Any]", map_leaves(put_together, content))
+
+
 def check_alike(work: Work, step: int) -> None:
     """Check that all ranks have the same weights; with virtual ranks, also buffers."""
     model = work.learner.model
-    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    # Each rank has a part of its own of what is sharded, so there is nothing to compare.
+    named: dict[str, torch.Tensor] = {
+        name: p for name, p in model.named_parameters() if not is_sharded(p)
+    }
     if work.settings.virtual_ranks is not None:
         named |= dict(model.named_buffers())
     added = "something changes it after the ranks have added it up, such as a hook"
@@ -152,12 +173,15 @@ def _restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of a model's floating-point state: names, types, shapes and bytes."""
+    """Return the SHA-256 of a model's floating-point state: names, types, shapes and bytes.
+
+    Where the model is sharded all ranks call it: one weight at a time is put together.
+    """
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-            flat = value.detach().cpu().contiguous().view(-1)
+            flat = whole(value).cpu().contiguous().view(-1)
             digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -201,6 +225,8 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
             f"The checkpoint does not fit the model: {listed(wrong, between='; ')}. "
             "Use the model options of the run that wrote it."
         )
+    if any(is_sharded(value) for value in own.values()):
+        saved = {name: sharded_as(value, own[name]) for name, value in saved.items()}
     model.load_state_dict(saved)
 
 
