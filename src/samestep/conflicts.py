@@ -13,22 +13,25 @@ _WITH_VIRTUAL_RANKS: _Allowed = {
     "engine": (("native",), "Lightning's DDP adds up the gradients in its own order"),
     "strategy": (
         ("ddp",),
-        "virtual ranks add up whole gradients in one fixed order, and FSDP adds up parts of them "
-        "in its own",
+        "virtual ranks add up whole gradients in a fixed order, FSDP their parts in its own",
     ),
 }
 _WITH_FSDP: _Allowed = {
     "engine": (("native",), "Lightning's engine trains with Lightning's own DDP"),
     "precision": (
         ("fp32", "bf16", "fp64"),
-        "the gradient scaler of fp16 would look at each rank's own part of the gradients. bf16 "
-        "needs no scaler",
+        (
+            "the gradient scaler of fp16 would look at each rank's own part of the gradients. bf16 "
+            "needs no scaler"
+        ),
     ),
     "channels_last": ((False,), "FSDP shards contiguous weights alone"),
     "find_unused": (
         (False,),
-        "FSDP waits for every gradient of a block on every rank; a parameter that no rank ever "
-        "uses can be frozen",
+        (
+            "FSDP waits for every gradient of a block on every rank; a parameter that no rank ever "
+            "uses can be frozen"
+        ),
     ),
     "static_graph": ((False,), "it is a promise to DDP"),
     "bucket_cap_mb": ((None,), "FSDP reduces gradients block by block, not in buckets"),

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
-from samestep.errors import UserError
 from samestep.conflicts import conflict_in
+from samestep.errors import UserError
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ParamDtype = Literal["fp32", "bf16"]
@@ -194,7 +194,7 @@ class Settings:
     """Allow more than 4 ranks or loader processes per core, or several ranks on one GPU."""
 
     strategy: Strategy = field(default="ddp", metadata=_FREE)
-    """ddp: each rank holds the whole model; fsdp: ranks share it out, for models that do not fit."""
+    """ddp: each rank holds the whole model; fsdp: the ranks share it out, if it does not fit."""
     shard_within: ShardWithin = field(default="all", metadata=_FREE)
     """With fsdp, share the model out over all ranks, or over those of each node (HSDP)."""
     reshard_after_forward: bool = field(default=True, metadata=_FREE)

@@ -119,7 +119,8 @@ def sharded_as(value: Tensor, like: Tensor) -> Tensor:
     moved = value.detach().to(part_of_rank(like).device)
     # No rank sends anything: each cuts out its own part.
     mesh, placements = sharded.device_mesh, sharded.placements
-    return distribute_tensor(moved, mesh, placements, src_data_rank=None)  # type: ignore[no-any-return]
+    placed: Tensor = distribute_tensor(moved, mesh, placements, src_data_rank=None)
+    return placed
 
 
 def total_norm(gradients: Sequence[Tensor], world: World) -> Tensor:
@@ -130,5 +131,5 @@ def total_norm(gradients: Sequence[Tensor], world: World) -> Tensor:
     if mesh is None:
         return own
     copies = world.world_size // mesh.shape[-1]  # of each part, where nodes hold the same ones
-    norm = (world.reduce(own.double() ** 2) / copies).sqrt()
+    norm: Tensor = (world.reduce(own.double() ** 2) / copies).sqrt()
     return norm.to(own.dtype)

@@ -10,8 +10,8 @@ import torch
 
 from samestep.data.blocks import held_parts
 from samestep.data.keyed_random import mix
-from samestep.data.trees import map_leaves
 from samestep.data.stream_source import StreamSource
+from samestep.data.trees import map_leaves
 from samestep.errors import UserError, listed
 from samestep.ranks.mesh import is_sharded, sharded_as, whole
 from samestep.ranks.world import World

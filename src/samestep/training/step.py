@@ -147,8 +147,6 @@ class EagerStep:
         carried = learner.carried
         if carried is not None:
             carried.begin(block.first_step, block.global_size, step)
-        if self._sharded:
-            share_buffers(learner.model, self._world)  # as DDP does before its first forward
         loss, terms = self._backward(block)
         if carried is not None:
             carried.settle()
@@ -173,6 +171,8 @@ class EagerStep:
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Add up this rank's micro-steps; return its part of the mean loss, all ranks' terms."""
         world_size = self._world.world_size
+        if self._sharded:
+            share_buffers(self._learner.model, self._world)  # DDP does it by itself
         total: Tensor | None = None
         parts = self._parts(block)
         if self._learner.over_batch:
