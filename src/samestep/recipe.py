@@ -156,6 +156,9 @@ class Recipe:
     """rows → tensors with a row for each slot of the global batch (hidden state, a memory bank), in
     a tree. `forward` is then (model, batch, carried) → (outputs, carried). Each epoch begins anew;
     with a parameter `carried` it is given what the epoch before has left, or None."""
+    shard: tuple[type, ...] = ()
+    """Classes of the model's repeated blocks: with `--strategy fsdp` each block's weights are
+    gathered and freed at once. By default samestep looks for blocks in the model."""
     optimizer: Callable[[nn.Module, Settings], torch.optim.Optimizer] | None = None
     """(model, settings) → the optimizer, instead of `--optimizer`. Its groups' learning rates are
     scaled by `--lr-scaling` and follow the schedule."""

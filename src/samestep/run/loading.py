@@ -17,6 +17,7 @@ from samestep.run.host_copy import map_state
 from samestep.run.index import Entry, read_index, shards_of
 
 _T = TypeVar("_T")
+Newest = tuple[Entry, dict[str, Any], list[str]]
 
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 16
@@ -89,7 +90,7 @@ def copied(content: _T) -> _T:
     return found
 
 
-def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
+def load_newest(folder: Path, mesh: Any = None) -> Newest | None:
     """Return the newest checkpoint that verifies, and what was wrong with newer ones.
 
     Returns:
@@ -99,7 +100,7 @@ def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
     problems: list[str] = []
     for entry in sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step):
         try:
-            return entry, load(folder, entry), problems
+            return entry, load(folder, entry, mesh=mesh), problems
         except UserError as error:
             problems.append(str(error))
     if problems:

@@ -47,6 +47,7 @@ from samestep.training.phases import make_phases
 from samestep.training.plan import Plan, learning_rate, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
 from samestep.training.scheduler import Scheduler
+from samestep.training.sharding import is_fsdp, shard
 from samestep.training.snapshot import restore
 from samestep.training.stopping import Watch
 from samestep.training.work import State, Work
@@ -178,7 +179,9 @@ def _make_learner(
     functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
     ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     to_wrap = takes
-    if compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
+    if is_fsdp(settings, world):
+        shard(model, takes, recipe, settings, world)
+    elif compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
         to_wrap = cast("nn.Module", torch.compile(takes, dynamic=False))
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     return Learner(
@@ -350,8 +353,8 @@ def go_on(request: Request, work: Work, state: State, path: Path, found: Loaded)
     )
 
 
-def load_newest(path: Path, world: World) -> Loaded | None:
-    """Return a run's newest whole checkpoint on every rank.
+def load_newest(path: Path, world: World, mesh: Any = None) -> Loaded | None:
+    """Return a run's newest whole checkpoint on every rank; on a mesh, each has its parts.
 
     Files that a killed process wrote and did not announce are deleted.
     """
@@ -362,13 +365,15 @@ def load_newest(path: Path, world: World) -> Loaded | None:
         since = min((r["time"] for r in records if r["event"] == "start"), default=math.inf)
         remove_unannounced(path / "checkpoints", announced, since)
 
-    found = on_all_ranks(world, path / "checkpoints", lambda: newest_whole(path))
+    found = on_all_ranks(world, path / "checkpoints", lambda: newest_whole(path, mesh), mesh)
     if found is not None:
         world.on_main(clean)
     return found
 
 
-def on_all_ranks(world: World, folder: Path, find: Callable[[], Loaded | None]) -> Loaded | None:
+def on_all_ranks(
+    world: World, folder: Path, find: Callable[[], Loaded | None], mesh: Any = None
+) -> Loaded | None:
     """Return on every rank the checkpoint that `find` returns on rank 0.
 
     Rank 0 chooses it and checks its hash. The others load the same file.
@@ -386,14 +391,14 @@ def on_all_ranks(world: World, folder: Path, find: Callable[[], Loaded | None]) 
     def content() -> dict[str, Any]:
         if mine and mine[0] is not None:
             return mine[0].content
-        return loading.load(folder, told.entry, verify=False)
+        return loading.load(folder, told.entry, verify=False, mesh=mesh)
 
     return told._replace(content=world.on_every(content))
 
 
-def newest_whole(path: Path) -> Loaded | None:
+def newest_whole(path: Path, mesh: Any = None) -> Loaded | None:
     """Return a run's newest whole checkpoint, on one rank; leave the directory as it is."""
-    found = loading.load_newest(path / "checkpoints")
+    found = loading.load_newest(path / "checkpoints", mesh)
     if found is not None:
         return Loaded(*found)
     if any(r["event"] == "checkpoint" for r in read_records(path)):

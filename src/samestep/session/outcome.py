@@ -14,6 +14,7 @@ import torch
 from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
 from samestep.ranks import watched
+from samestep.ranks.mesh import any_sharded, mesh_of
 from samestep.recipe import Recipe
 from samestep.run import loading
 from samestep.run.index import read_index
@@ -57,7 +58,8 @@ def record_failure(
         session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
     weights = ""
     with contextlib.suppress(Exception):  # a model that cannot give its weights
-        weights = weights_sha256(work.learner.model)
+        if not any_sharded(work.learner.model):  # the other ranks may be gone
+            weights = weights_sha256(work.learner.model)
     with contextlib.suppress(UserError):
         session.run.write_result(_result(request, work, state, "failed", weights))
 
@@ -77,7 +79,9 @@ def finish_run(
     session.world.on_main(session.saver.settle_well)
     work, state, run, test = built.work, built.state, session.run, None
     # The weights where the training ended; the test below loads the best ones.
-    weights = weights_sha256(work.learner.model) if run is not None else ""
+    sharded, weights = any_sharded(work.learner.model), ""
+    if run is not None or sharded:
+        weights = weights_sha256(work.learner.model)
     baselines: Baselines = {}
     if not state.signum and built.splits.test is not None:
         test = _test(request, built, session, agreement)
@@ -92,7 +96,7 @@ def finish_run(
         if best is not None:  # an evaluation may have been better where nothing was saved
             result["best"] |= {"value": best.metric, "epoch": best.epoch}
         run.write_result(result)
-        if not state.signum:  # a failing picture cannot lose the result any more
+        if not state.signum and not sharded:  # a failing picture cannot lose the result any more
             _draw_pictures(request, built, session, test, agreement)
     stop = {"event": "stop", "step": state.position.step, "reason": state.stop_reason}
     session.emit(stop)
@@ -111,7 +115,8 @@ def _test(
     world, settings, started = work.world, work.settings, time.perf_counter()
     folder = session.path / "checkpoints"
     problems: list[str] = []
-    best = on_all_ranks(world, folder, lambda: _best_whole(folder, problems))
+    mesh = mesh_of(work.learner.model)
+    best = on_all_ranks(world, folder, lambda: _best_whole(folder, problems, mesh), mesh)
     if best is not None:
         _load(work, best.content)
         best = best._replace(content={})  # the rest of the file is not needed any more
@@ -213,11 +218,11 @@ def _load(work: Work, content: dict[str, Any]) -> None:
         work.learner.average.load(None)
 
 
-def _best_whole(folder: Path, problems: list[str]) -> Loaded | None:
+def _best_whole(folder: Path, problems: list[str], mesh: Any = None) -> Loaded | None:
     """Return the best checkpoint that can be read; note what is wrong with better ones."""
     for entry in read_index(folder).ranked():
         try:
-            return Loaded(entry, loading.load(folder, entry), problems)
+            return Loaded(entry, loading.load(folder, entry, mesh=mesh), problems)
         except UserError as error:
             problems.append(str(error))
     return None

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import UserError
+from samestep.ranks.mesh import any_sharded
 from samestep.ranks.world import World
 from samestep.settings import Settings
 
@@ -183,6 +184,8 @@ def make_counter(model: nn.Module, world: World, settings: Settings) -> nn.Param
     """Return a weight, always 0, whose gradient ranks add up with the model's; None if alone."""
     if world.world_size == 1 or settings.allows_unused or settings.virtual_ranks is not None:
         return None  # DDP then follows the forward, in which it does not appear
+    if settings.strategy == "fsdp":
+        return None  # gradients are not added up in one place
     like = next(p for p in model.parameters() if p.requires_grad)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return nn.Parameter(torch.zeros(1, dtype=dtype, device=like.device))
@@ -192,7 +195,7 @@ def wrap(
     model: nn.Module, world: World, settings: Settings, counter: nn.Parameter | None = None
 ) -> nn.Module:
     """Wrap a model so that it averages its gradients, and the counter's, over all ranks."""
-    if not world.connected:
+    if not world.connected or any_sharded(model):
         return model
     if settings.virtual_ranks is not None:
         _start_alike(model, world)
@@ -248,7 +251,10 @@ def tell_end_of_autograd(loss: Tensor, tell: Callable[[], None]) -> None:
 
 
 def without_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a micro-step before the last: gradients add up locally."""
+    """Return the context of a micro-step before the last: gradients add up locally.
+
+    With FSDP they are reduced every time, since a rank may have no room for whole gradients.
+    """
     if isinstance(wrapped, DistributedDataParallel):
         return wrapped.no_sync()
     return contextlib.nullcontext()
