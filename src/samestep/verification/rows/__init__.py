@@ -15,7 +15,7 @@ from samestep.verification.short_trainings import MAIN, RecipeFacts, ShortTraini
 
 ROWS: tuple[TableRow, ...] = (
     *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
-    *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.LIGHTNING),
+    *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.FSDP, trainings.LIGHTNING),
     *(trainings.BATCHNORM, trainings.DROPOUT),
     *(data.ORDER, model.PROCESSES, data.AUGMENTATION, loss.LOSS, loss.LAST_BATCH),
     *(model.PARAMETERS, state.STATE, model.SAMPLES_APART, data.EVALUATION),
