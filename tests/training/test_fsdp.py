@@ -134,7 +134,7 @@ def test_what_each_rank_computes_of_its_own_is_the_same_as_with_ddp(tmp_path):
         recipe = write_blocks(tmp_path / name, shard="", **how)
         # A share of one sample has no variance. Adam divides by gradients that are 0 but for
         # rounding: those of a bias before BatchNorm.
-        words = [recipe, "--drop-last", "--optimizer", "sgd", "--lr", "0.1", "--run-dir"]
+        words = [recipe, "--drop-last", *HOW["sgd"], "--run-dir"]
         trainings.append([*words, tmp_path / f"{name}-ddp"])
         trainings.append([*words, tmp_path / f"{name}-fsdp", *FSDP])
     tiny.train_all(trainings, on=3, folder=tmp_path)

@@ -154,12 +154,10 @@ class ShortTraining:
             return facts.size.halves(facts.virtual_ranks)
         if self.own_precision:
             return chosen != facts.exact
-        if self.sharded:
-            return start.place == 1 and facts.virtual_ranks is None
         if self.free or self.lightning:  # one process and the fewest ranks are enough
             applies = facts.lightning if self.lightning else self.free <= facts.present
             return applies and start.place <= 1
-        return True
+        return not self.sharded or (start.place == 1 and facts.virtual_ranks is None)
 
 
 def left_free(kind: Kind) -> ShortTraining:

@@ -35,7 +35,12 @@ def plan_trainings(
     rows = [row for row in rows_of(facts) if not (quick and row.thorough)]
     trainings = [row.training for row in rows if row.training]
     taken = [training for training in trainings if training.is_taken(start, facts, chosen)]
-    return sorted(taken, key=lambda t: (t.lightning, t.own_precision, t.halves or t.resumes))
+    return sorted(taken, key=_how_late)
+
+
+def _how_late(training: ShortTraining) -> tuple[bool, ...]:
+    late = (training.sharded, training.lightning, training.own_precision)
+    return (*late, training.halves or training.resumes)
 
 
 def look(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:
