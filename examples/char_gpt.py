@@ -21,7 +21,7 @@ class Options:
     """A text in UTF-8; by default sentences are made up."""
     context: int = 32
     """Characters that the model sees at once."""
-    width: int = 64
+    dim: int = 64
     layers: int = 2
     heads: int = 4
     characters: str = ""
@@ -46,15 +46,15 @@ class GPT(nn.Module):
 
     def __init__(self, options: Options) -> None:
         super().__init__()
-        vocabulary, width = len(options.characters), options.width
-        self.token = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(options.context, width)
+        vocabulary, dim = len(options.characters), options.dim
+        self.token = nn.Embedding(vocabulary, dim)
+        self.position = nn.Embedding(options.context, dim)
         layer = nn.TransformerEncoderLayer(
-            width, options.heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            dim, options.heads, 4 * dim, dropout=0.0, batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(layer, options.layers, enable_nested_tensor=False)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary)
         mask = nn.Transformer.generate_square_subsequent_mask(options.context)
         self.register_buffer("mask", mask, persistent=False)
 

@@ -226,6 +226,9 @@ class Settings:
     """Steps between two checkpoints, in addition to those after epochs."""
     checkpoint_every_minutes: float | None = field(default=None, metadata=_FREE)
     """Minutes between two checkpoints, in addition to the others."""
+    checkpoint_sync: bool = field(default=False, metadata=_FREE)
+    """Wait until each checkpoint is written, instead of writing it while the training goes on; it
+    saves the memory of one copy of the state."""
     keep_top_k: int | None = field(default=None, metadata=_FREE)
     """Keep only the last checkpoint and the best K by --monitor; by default all."""
     monitor: str | None = field(default=None, metadata=_COMMON)

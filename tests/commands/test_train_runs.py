@@ -231,7 +231,8 @@ precision="bf16" param_dtype="bf16" matmul_precision="high" seed=7 device="cpu" 
 timeout_s=77.0 stall_s=33.0 bucket_cap_mb=3 oversubscribe=true compile="on" threads=2
 num_workers=1 log_every=4
 eval_every_epochs=3 eval_every_steps=11 checkpoint_every_epochs=5 checkpoint_every_steps=6
-checkpoint_every_minutes=0.5 keep_top_k=2 monitor="loss" mode="max" patience=4 min_delta=0.0625
+checkpoint_every_minutes=0.5 checkpoint_sync=true
+keep_top_k=2 monitor="loss" mode="max" patience=4 min_delta=0.0625
 halving=3
 pictures=false channels_last=true cudnn_benchmark=true deterministic=true find_unused=true
 checkpoint_activations=true static_graph=true sync_batchnorm=true engine="lightning"

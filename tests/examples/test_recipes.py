@@ -18,7 +18,7 @@ from tests.verification.forked import check, differing, verified
 
 EXAMPLES = ROOT / "examples"
 SMALL = {
-    "char_gpt": ("--width", "8", "--heads", "2", "--layers", "1"),
+    "char_gpt": ("--dim", "8", "--heads", "2", "--layers", "1"),
     "csv_regression": ("--hidden", "8"),
     "graphs": ("--num-graphs", "60", "--width", "4"),
     "huggingface": ("--num-reviews", "60", "--width", "8", "--layers", "1"),

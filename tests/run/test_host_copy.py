@@ -1,4 +1,4 @@
-"""What a checkpoint of a GPU holds is copied to the host; here the CPU stands in for a GPU."""
+"""What a checkpoint holds is copied to the host; here the CPU stands in for a GPU."""
 
 from collections import Counter, OrderedDict
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.run import checkpoints
-from samestep.run.checkpoints import on_host
+from samestep.run import host_copy
+from samestep.run.host_copy import HostCopies, on_host
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def copied(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
-    monkeypatch.setattr(checkpoints, "_DEVICE", "cpu")
-    monkeypatch.setattr(checkpoints, "_pinned_like", torch.empty_like)
+    monkeypatch.setattr(host_copy, "_DEVICE", "cpu")
+    monkeypatch.setattr(host_copy, "_new_like", lambda tensor, **_: torch.empty_like(tensor))
     return waited
 
 
@@ -69,3 +69,33 @@ def test_layouts_and_weights_that_are_shared_stay_so(copied):
 def test_counts_stay_what_they_are(copied):
     """MultiStepLR keeps its milestones in a Counter."""
     assert on_host({"milestones": Counter({3: 1})}) == {"milestones": Counter({3: 1})}
+
+
+def test_the_next_copy_reuses_the_memory_of_the_last_one():
+    state = {"a": torch.ones(3, 4), "b": [torch.ones(3, 4), torch.ones(2)]}
+    copies = HostCopies()
+    first = copies.take(state)
+    held = {first["a"].data_ptr(), *(t.data_ptr() for t in first["b"])}
+    state["a"].add_(1)
+    second = copies.take({**state, "c": torch.zeros(5)})
+    assert {second["a"].data_ptr(), *(t.data_ptr() for t in second["b"])} == held
+    assert torch.equal(second["a"], state["a"])
+    assert torch.equal(second["c"], torch.zeros(5))
+
+
+def test_what_the_training_writes_after_a_copy_does_not_reach_it():
+    state = {"weight": torch.zeros(4), "numbers": {"steps": [1, 2]}}
+    copied = HostCopies().take(state)
+    state["weight"].add_(1)
+    state["numbers"]["steps"].append(3)
+    assert torch.equal(copied["weight"], torch.zeros(4))
+    assert copied["numbers"] == {"steps": [1, 2]}
+
+
+def test_a_parameter_comes_back_as_a_parameter_and_keeps_whether_it_is_trained():
+    state = {"a": nn.Parameter(torch.ones(2)), "b": torch.ones(2, requires_grad=True)}
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    copied = HostCopies().take({**state, "frozen": frozen})
+    assert type(copied["a"]) is type(copied["frozen"]) is nn.Parameter
+    assert [copied[name].requires_grad for name in ("a", "b", "frozen")] == [True, True, False]
+    assert copied["b"].is_leaf

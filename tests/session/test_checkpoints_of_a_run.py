@@ -1,14 +1,21 @@
-"""What a session keeps of its checkpoints: each is announced with its hash, superseded ones go."""
+"""What a session keeps of its checkpoints, and when they are announced."""
 
+import errno
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from samestep.errors import UserError
 from samestep.ranks.world import World
+from samestep.run import checkpoints, shards
 from samestep.session.session import Session
 from samestep.training.stopping import Watch
 from samestep.training.work import Position
-from tests.tiny import read_index, sha256
+from tests.processes import run_ranks
+from tests.tiny import all_records, last_state, read_index, sha256
 
 
 @pytest.fixture
@@ -29,11 +36,41 @@ def opened(tmp_path):
     sessions[-1].close()
 
 
-def save(session: Session, step: int, metric: float | None = None, keep: int | None = None):
-    position = Position(step=step, epoch=step // 10, step_in_epoch=step % 10)
-    return session.save(
-        {"weights": step}, position, metric=metric, watch=session.watch, keep_top_k=keep
+def save(
+    session: Session,
+    step: int,
+    metric: float | None = None,
+    keep: int | None = None,
+    *,
+    sync: bool = True,
+    weights: torch.Tensor | None = None,
+) -> None:
+    session.saver.save(
+        {"weights": weights if weights is not None else step},
+        Position(step=step, epoch=step // 10, step_in_epoch=step % 10),
+        metric=metric,
+        watch=session.watch,
+        keep_top_k=keep,
+        began=time.perf_counter(),
+        sync=sync,
     )
+
+
+def told(run: Path) -> list[dict]:
+    return [record for record in all_records(run) if record["event"] == "checkpoint"]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Hold every write of a checkpoint back until the test lets it begin."""
+    opened, original = threading.Event(), checkpoints.save
+
+    def save(*args):
+        assert opened.wait(60)
+        return original(*args)
+
+    monkeypatch.setattr(checkpoints, "save", save)
+    return opened
 
 
 def steps_kept(run: Path) -> list[int]:
@@ -43,9 +80,14 @@ def steps_kept(run: Path) -> list[int]:
     return [entry["step"] for entry in entries]
 
 
-def test_a_checkpoint_is_written_named_in_the_index_and_told_with_its_hash(opened, tmp_path):
-    record = save(opened(), 14, metric=0.25)
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_checkpoint_is_written_named_in_the_index_and_told_with_its_hash(opened, tmp_path, sync):
+    session = opened()
+    save(session, 14, metric=0.25, sync=sync)
+    session.saver.settle_well()
     path = tmp_path / "checkpoints" / "checkpoint_step_14.pt"
+    (record,) = told(tmp_path)
+    assert 0 < record.pop("blocked_seconds") <= record.pop("seconds")
     assert record == {
         "event": "checkpoint",
         "step": 14,
@@ -84,3 +126,136 @@ def test_with_another_metric_to_watch_no_earlier_checkpoint_counts_as_best_or_is
         save(session, step, metric, keep=1)
     assert steps_kept(tmp_path) == [10, 20, 30]
     assert read_index(tmp_path)["best"]["step"] == 20
+
+
+def test_the_training_goes_on_while_a_checkpoint_is_written_and_holds_what_was_saved(
+    opened, tmp_path, gate
+):
+    session, weights = opened(), torch.zeros(4)
+    save(session, 10, sync=False, weights=weights)
+    weights.add_(1)  # the next step
+    session.emit({"event": "step", "step": 11})
+    assert not told(tmp_path)
+    assert not (tmp_path / "checkpoints" / "index.json").exists()
+    gate.set()
+    session.saver.settle_well()
+    assert [record["step"] for record in told(tmp_path)] == [10]
+    assert torch.equal(last_state(tmp_path)["weights"], torch.zeros(4))
+
+
+def test_a_whole_checkpoint_is_told_with_the_next_record(opened, tmp_path):
+    session = opened()
+    save(session, 10, sync=False)
+    session.saver._writing.thread.join(60)
+    session.emit({"event": "step", "step": 11})
+    assert [r["event"] for r in all_records(tmp_path)] == ["start", "checkpoint", "step"]
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(opened, tmp_path, gate):
+    session = opened()
+    save(session, 10, sync=False)
+    threading.Timer(0.1, gate.set).start()
+    save(session, 20, sync=False)
+    assert [record["step"] for record in told(tmp_path)] == [10]
+    assert told(tmp_path)[0]["seconds"] >= 0.1
+    session.saver.settle_well()
+    assert steps_kept(tmp_path) == [10, 20]
+
+
+def test_a_closed_session_has_announced_what_it_saved(opened, tmp_path, gate):
+    session = opened()
+    save(session, 10, sync=False)
+    threading.Timer(0.1, gate.set).start()
+    session.close()
+    assert steps_kept(tmp_path) == [10]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_that_checkpoint_and_the_end_tells(
+    opened, tmp_path, monkeypatch, capsys
+):
+    session, original = opened(), checkpoints.save
+    save(session, 10, sync=False)
+    session.saver.settle_well()
+
+    def full(*_args):
+        raise UserError("The disk is full.") from OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(checkpoints, "save", full)
+    for step in (20, 30):
+        save(session, step, sync=False)
+        session.saver.settle()
+    monkeypatch.setattr(checkpoints, "save", original)
+    save(session, 40, sync=False)
+    with pytest.raises(UserError):
+        session.saver.settle_well()
+    assert steps_kept(tmp_path) == [10, 40]
+    assert capsys.readouterr().err.count("samestep: ") == 1
+
+
+def test_with_sync_a_full_disk_is_told_at_once(opened, monkeypatch):
+    def full(*_args):
+        raise UserError("The disk is full.")
+
+    monkeypatch.setattr(checkpoints, "save", full)
+    with pytest.raises(UserError):
+        save(opened(), 10, sync=True)
+
+
+def test_an_error_that_no_user_can_mend_ends_the_training(opened, monkeypatch):
+    def fail(*_args):
+        raise ValueError("a bug")
+
+    session = opened()
+    monkeypatch.setattr(checkpoints, "save", fail)
+    save(session, 10, sync=False)
+    with pytest.raises(ValueError, match="a bug"):
+        session.saver.settle()
+
+
+def save_sharded(run: Path, sync: bool) -> list[str]:
+    """Save two sharded checkpoints on these ranks, of which the last is kept."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from samestep import dist
+
+    dist.setup_distributed("cpu")
+    world = dist.current_world()
+    session = Session(run, world, lambda _: None)
+    session.begin({"event": "start", "resumed": False}, None, 0, None)
+    mesh = init_device_mesh("cpu", (world.world_size,))
+    for step in (10, 20):
+        weights = distribute_tensor(torch.arange(5.0) + step, mesh, [Shard(0)])
+        session.saver.save(
+            {"model": {"w": weights}, "step": step},
+            Position(step=step, epoch=step // 10),
+            metric=None,
+            watch=None,
+            keep_top_k=1,
+            began=time.perf_counter(),
+            sync=sync,
+            sharded=True,
+        )
+        weights.to_local().zero_()  # the next step
+    world.on_main(session.saver.settle_well)
+    session.close()
+    world.barrier()
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_each_rank_writes_its_part_of_a_sharded_checkpoint_and_the_index_has_all_hashes(
+    tmp_path, sync
+):
+    run = tmp_path / "run"
+    kept = run_ranks(save_sharded, 2, tmp_path / "out", run, sync)
+    assert kept == [["checkpoint_epoch_2.pt", "checkpoint_epoch_2.shards", "index.json"]] * 2
+    assert [record["step"] for record in told(run)] == [10, 20]
+    (entry,) = read_index(run)["checkpoints"]
+    folder = run / "checkpoints"
+    files = {str(p.relative_to(folder)): sha256(p) for p in folder.glob("*.shards/*")}
+    assert entry["files"] == files
+    assert {Path(name).name for name in files} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    found = shards.read(folder / "checkpoint_epoch_2.shards", last_state(run), None)
+    assert found["step"] == 20
+    assert torch.equal(found["model"]["w"], torch.arange(5.0) + 20)

@@ -24,7 +24,7 @@ RECIPES = {
     "huggingface.py": ("--num-reviews", "109", "--width", "8", "--layers", "1"),
     "char_gpt.py": (
         *("--text-file", str(EXAMPLES.parent / "LICENSE")),
-        *("--width", "8", "--heads", "2", "--layers", "1"),
+        *("--dim", "8", "--heads", "2", "--layers", "1"),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""A disk that is full: one message, nothing lost, and the run goes on once there is room."""
+"""A disk that is full: few words, nothing lost, and the run goes on once there is room."""
 
 import os
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 from samestep import UserError
 from samestep.run.directory import Run
 from tests.tiny import (
+    STEPS,
     all_records,
     assert_same_training,
     files,
@@ -49,21 +50,22 @@ def fill(path: Path, leave: int = 0) -> None:
         file.write(b"\0" * (free - leave))
 
 
-def refused(*args, world_size: int = 1, folder: Path) -> str:
+def refused(*args, world_size: int = 1, folder: Path, messages: int = 1) -> str:
     ranks = start(*args, world_size=world_size, folder=folder)
     assert ranks.wait() == [2] * world_size, ranks.output()
     printed = ranks.printed(0)
-    assert printed.count("samestep: ") == 1, printed
+    assert printed.count("samestep: ") == messages, printed
     assert "Traceback" not in printed
     return printed
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_disk_that_fills_up_ends_the_run_with_one_message_and_nothing_is_lost(
+def test_on_a_disk_that_fills_up_the_training_goes_on_warns_once_and_fails_at_the_end(
     disk, uninterrupted, tmp_path, world_size
 ):
-    recipe, run = write_recipe(tmp_path), disk / "run"
-    said = refused(recipe, "--run-dir", str(run), world_size=world_size, folder=tmp_path)
+    recipe, run, words = write_recipe(tmp_path), disk / "run", ("--run-dir", str(disk / "run"))
+    said = refused(recipe, *words, world_size=world_size, folder=tmp_path, messages=2)
+    assert [r["step"] for r in all_records(run) if r["event"] == "step"][-1] == STEPS
     assert "disk" in said
     assert str(run) in said
     announced = newest_announced(run)
@@ -81,7 +83,8 @@ def test_once_something_is_deleted_from_the_full_disk_the_run_goes_on(
 ):
     recipe, run, other = write_recipe(tmp_path), disk / "run", disk / "other"
     fill(other, leave=100_000)
-    said = refused(recipe, "--run-dir", str(run), folder=tmp_path)
+    flags = ("--run-dir", str(run), "--checkpoint-sync")
+    said = refused(recipe, *flags, folder=tmp_path)
     assert "disk" in said
     announced = newest_announced(run)
     assert announced > 0

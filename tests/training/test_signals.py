@@ -137,7 +137,7 @@ def test_a_second_interrupt_ends_the_rank_at_once(recipe, tmp_path, world_size):
     fault = Fault("after a step", 9, signum=INT, times=2, rank=None)
     struck(recipe, run, fault, on=world_size)
     assert [r["event"] for r in all_records(run)][-1] != "stop"
-    assert newest_announced(run) == 8
+    assert newest_announced(run) in (4, 8)  # that of step 8 may still be written
 
 
 def test_stopping_again_and_again_is_the_same_run(uninterrupted, recipe, tmp_path):

@@ -102,6 +102,7 @@ class SettingsArguments(TypedDict, total=False):
     checkpoint_every_epochs: int
     checkpoint_every_steps: int | None
     checkpoint_every_minutes: float | None
+    checkpoint_sync: bool
     keep_top_k: int | None
     monitor: str | None
     mode: Literal["auto", "min", "max"]

@@ -34,8 +34,8 @@ from samestep.lightning.module import LitRecipe, check_recipe
 from samestep.ranks import watched
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
-from samestep.run import checkpoints
 from samestep.run.index import read_index
+from samestep.run.loading import copied, load
 from samestep.session.training_run import Engine, Task
 from samestep.settings import Settings, flag_name
 from samestep.training.alike import is_checked
@@ -212,15 +212,13 @@ class _RunCheckpoints(CheckpointIO):
         self._task, self._records = task, records
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *_: Any, **__: Any) -> None:
-        record = self._task.write(checkpoint, self._records.metric)
-        seconds = time.perf_counter() - self._records.saving_began
-        self._task.session.emit({**record, "seconds": seconds})
+        self._task.write(checkpoint, self._records.metric, self._records.saving_began)
 
     def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
         folder = Path(path).parent
         for entry in read_index(folder).checkpoints:
             if entry.path == Path(path).name:
-                return checkpoints.load(folder, entry)
+                return copied(load(folder, entry))  # Lightning's optimizers keep the tensors
         raise UserError(f"{path} is not among the checkpoints that {folder}/index.json names.")
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -28,6 +28,7 @@ from samestep.ranks.world import World
 from samestep.reporting.words import count
 from samestep.run import checkpoints
 from samestep.run.directory import Run, new_run_path
+from samestep.run.host_copy import HostCopies
 from samestep.session.build import Built, build
 from samestep.session.request import Request
 from samestep.session.training_run import choose_path, completed, describe
@@ -265,8 +266,12 @@ class _PartialSource:
 
 
 def _checkpoint_seconds(work: Work, state: State, path: Path) -> float:
-    """Return the seconds of a checkpoint, written where the run's would be, and removed."""
-    folder = path / "checkpoints"
+    """Return how long a checkpoint blocks the training: for its copy, or for all of it.
+
+    With --checkpoint-sync it is written where the run's would be, and removed.
+    """
+    folder, copies = path / "checkpoints", HostCopies()
+    content: dict[str, Any] = {}
 
     def write() -> None:
         try:
@@ -275,7 +280,14 @@ def _checkpoint_seconds(work: Work, state: State, path: Path) -> float:
             raise unwritable(folder / _CHECKPOINT, error.__cause__) from error
         (folder / _CHECKPOINT).unlink()
 
+    def copy() -> None:
+        copies.take(content)
+
+    sync = work.settings.checkpoint_sync
+    if not sync:
+        content = capture(work, state, "profile")
+        work.world.on_main(copy)  # the first one also gets its memory
     began = time.perf_counter()
     content = capture(work, state, "profile")
-    work.world.on_main(write)
+    work.world.on_main(write if sync else copy)
     return time.perf_counter() - began

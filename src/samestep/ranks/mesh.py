@@ -80,6 +80,12 @@ def any_sharded(model: nn.Module) -> bool:
     return any(is_sharded(p) for p in model.parameters())
 
 
+def mesh_of(model: nn.Module) -> "DeviceMesh | None":
+    """Return the mesh that a model's parameters are sharded over; None if they are whole."""
+    sharded: list[Any] = [p for p in model.parameters() if is_sharded(p)]
+    return sharded[0].device_mesh if sharded else None
+
+
 @torch.no_grad()
 def part_of_rank(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, in the same memory, without a graph."""

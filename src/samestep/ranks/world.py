@@ -186,6 +186,14 @@ class World(Launch):
         dist.all_gather_object(values, value)
         return values
 
+    def own_group(self) -> Any:
+        """Return a new group of all ranks, connected by Gloo, for a thread; None if alone.
+
+        All ranks call it. Collectives of two threads within one group could meet in another order
+        on each rank.
+        """
+        return dist.new_group(backend="gloo") if self.connected else None
+
     def on_main(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0 and return its value, or raise its `UserError`, on every rank.
 

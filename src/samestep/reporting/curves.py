@@ -152,6 +152,12 @@ def _at(
 _PAUSES = ("evaluation", "checkpoint", "compile")
 
 
+def _pause_s(record: Record) -> float | None:
+    """Return how long the training waited; a checkpoint may be written while it goes on."""
+    found: float | None = record.get("blocked_seconds", record.get("seconds"))
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
     """How fast a run trained, over its epochs but the first, in which everything warms up."""
@@ -231,7 +237,7 @@ def pauses(run: RunData) -> dict[str, dict[str, float]]:
     """Return the count and the seconds of evaluations, checkpoints and compiling."""
     found = {}
     for event in _PAUSES:
-        seconds = [r["seconds"] for r in run.of(event) if r.get("seconds") is not None]
+        seconds = [s for r in run.of(event) if (s := _pause_s(r)) is not None]
         if seconds:
             found[event] = {"count": len(seconds), "seconds": sum(seconds)}
     return found
@@ -244,7 +250,7 @@ def reached(run: RunData, curve: list[Point], target: float, *, smaller: bool) -
         return None
     # The checkpoint after an evaluation has its step, but was not needed to know.
     seconds: list[Any] = [
-        r.get("seconds")
+        _pause_s(r)
         for r in run.records
         if (r["event"] in _PAUSES and r.get("step", 0) < point.step)
         or (r["event"] == "evaluation" and r["step"] == point.step and r.get("split") != "test")

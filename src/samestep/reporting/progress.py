@@ -219,9 +219,11 @@ class Screen:
 
     def show(self, record: Record) -> None:
         """Show one record."""
-        if record["event"] not in ("evaluation", "progress", "tracker"):
+        event, epoch = record["event"], self._epoch
+        is_late = event == "checkpoint" and epoch is not None and record["step"] < epoch["step"]
+        if event not in ("evaluation", "progress", "tracker") and not is_late:
             self._flush_epoch()
-        getattr(self, f"_show_{record['event']}", lambda _: None)(record)
+        getattr(self, f"_show_{event}", lambda _: None)(record)
 
     def _print(self, text: str = "") -> None:
         self._console.print(text, soft_wrap=True)

@@ -1,7 +1,6 @@
-"""Checkpoint files: written whole or not at all, hashed, verified when they are loaded."""
+"""Write checkpoint files: whole or not at all, and hashed."""
 
 import contextlib
-import copy
 import hashlib
 import io
 import os
@@ -13,11 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch import Tensor
 
-from samestep.errors import UserError
 from samestep.run.files import write_atomically
-from samestep.run.index import Entry, read_index
+from samestep.run.host_copy import on_host
 
 FORMAT = 1
 """What this version writes and reads; a file says which one it is in."""
@@ -109,94 +106,3 @@ def why_not_kept(state: Any) -> str:
         met = re.search(r"GLOBAL (\S+)", str(error))
         return f"objects of {met[1]}" if met else lines[0].rstrip(".")
     return ""
-
-
-def load(folder: Path, entry: Entry) -> dict[str, Any]:
-    """Return a checkpoint's content, on the CPU, after checking its hash."""
-    path = folder / entry.path
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != entry.sha256:
-        raise UserError(
-            f"{path} is damaged: its SHA-256 is {found[:12]}…, the index says {entry.sha256[:12]}…."
-        )
-    try:
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # what it raises depends on what stands in the file
-        raise UserError(f"{path} is no checkpoint that can be loaded safely: {error}") from error
-    if not isinstance(state, dict) or "format" not in state:
-        raise UserError(f"{path} is no checkpoint of samestep.")
-    if state["format"] != FORMAT:
-        raise UserError(
-            f"{path} is in checkpoint format {state['format']}; this version of samestep reads "
-            f"format {FORMAT}. Use the version that wrote it, or a newer one."
-        )
-    return state
-
-
-def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
-    """Return the newest checkpoint that verifies, and what was wrong with newer ones.
-
-    Returns:
-        Its entry, its content, and a message for each newer one that had to be passed over; None
-        where no checkpoint was ever announced.
-    """
-    problems: list[str] = []
-    for entry in sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step):
-        try:
-            return entry, load(folder, entry), problems
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("No checkpoint of this run is whole. " + " ".join(problems))
-    return None
-
-
-_DEVICE = "cuda"
-
-
-def on_host(state: Any) -> Any:
-    """Return a state with copies on the host of the tensors that are on CUDA devices.
-
-    `torch.save` would copy them one by one through memory that the driver cannot write to
-    directly. These copies go to pinned memory, without a wait between them; PyTorch keeps the
-    memory for the next checkpoint. Two entries that are one tensor stay one.
-    """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return state
-    copies: dict[tuple[Any, ...], Tensor] = {}
-    found = _walk(state, copies)
-    for device in {key[0] for key in copies}:
-        torch.cuda.current_stream(device).synchronize()
-    return found
-
-
-def _walk(value: Any, copies: dict[tuple[Any, ...], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return _copy(value.detach(), copies) if value.device.type == _DEVICE else value
-    if isinstance(value, dict):
-        changed = {key: _walk(item, copies) for key, item in value.items()}
-        if type(value) is dict:
-            return changed
-        # A module's state_dict carries its version in an attribute, which torch.save keeps.
-        same = copy.copy(value)
-        dict.update(same, changed)  # a Counter's own update adds up
-        return same
-    if type(value) in (list, tuple):
-        return type(value)(_walk(item, copies) for item in value)
-    return value
-
-
-def _copy(tensor: Tensor, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
-    place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-    key = (tensor.device, *place)
-    if key not in copies:
-        copies[key] = _pinned_like(tensor).copy_(tensor, non_blocking=True)
-    return copies[key]
-
-
-def _pinned_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=True)

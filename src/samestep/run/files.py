@@ -91,7 +91,8 @@ def cannot_write(path: Path, error: OSError) -> UserError:
         free = shutil.disk_usage(path.parent).free / 2**20
         return UserError(
             f"The disk is full: {path} could not be written ({free:.0f} MiB free in "
-            f"{path.parent}). Free some space, then resume the run; earlier checkpoints are whole."
+            f"{path.parent}).",
+            remedy="Free some space, then resume the run; earlier checkpoints are whole.",
         )
     remedy = "Check the directory's permissions, or choose another with --run-dir."
     if error.errno == errno.ENAMETOOLONG:

@@ -6,16 +6,18 @@ leaves the index, and every file it names, as they were.
 
 import json
 import re
+import shutil
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from samestep.errors import UserError
 from samestep.run.files import write_text
 
-_OURS = re.compile(r"checkpoint_(epoch|step)_\d+\.pt")  # a user's own copies stay
+_OURS = re.compile(r"checkpoint_(epoch|step)_\d+\.(pt|shards)")  # a user's own copies stay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class Entry:
     sha256: str
     metric: float | None = None
     """The monitored metric at this step, if it was evaluated there."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Of a sharded checkpoint: the SHA-256 of each part, by its place in checkpoints/."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +84,25 @@ def announce(
     kept = index.add(entry).prune(keep_top_k, spared)
     table: dict[str, object] = {"last": kept.last, "best": kept.best}
     table |= {"monitor": kept.monitor, "mode": kept.mode, "checkpoints": kept.checkpoints}
-    write_text(folder / "index.json", json.dumps(table, indent=2, default=asdict) + "\n")
+    write_text(folder / "index.json", json.dumps(table, indent=2, default=_as_table) + "\n")
     for gone in {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}:
-        (folder / gone).unlink(missing_ok=True)
+        _remove(folder / gone)
     return kept
+
+
+def _as_table(entry: Entry) -> dict[str, Any]:
+    table = asdict(entry)
+    return table if entry.files else {name: table[name] for name in table if name != "files"}
+
+
+def shards_of(name: str) -> str:
+    """Return the name of the folder with the parts of a sharded checkpoint."""
+    return Path(name).with_suffix(".shards").name
+
+
+def _remove(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    shutil.rmtree(file.with_suffix(".shards"), ignore_errors=True)
 
 
 def remove_unannounced(folder: Path, announced: Collection[str], since: float) -> None:
@@ -93,10 +112,10 @@ def remove_unannounced(folder: Path, announced: Collection[str], since: float) -
     somebody put there, or what an old index does not know, stays.
     """
     named = {*announced, *(entry.path for entry in read_index(folder).checkpoints)}
-    for file in folder.glob("checkpoint_*.pt"):
-        ours = _OURS.fullmatch(file.name) and file.name not in named
+    for file in [*folder.glob("checkpoint_*.pt"), *folder.glob("checkpoint_*.shards")]:
+        ours = _OURS.fullmatch(file.name) and file.with_suffix(".pt").name not in named
         if ours and file.stat().st_mtime >= since:
-            file.unlink(missing_ok=True)
+            _remove(file.with_suffix(".pt"))
 
 
 def read_index(folder: Path) -> Index:
@@ -106,7 +125,7 @@ def read_index(folder: Path) -> Index:
         # Earlier versions wrote NaN and Infinity, which are no JSON, for a metric that was neither.
         table = json.loads(path.read_bytes(), parse_constant=lambda _: None)
         index = msgspec.convert(table, Index)
-        if any(Path(entry.path).name != entry.path for entry in index.checkpoints):
+        if not all(map(_is_inside, index.checkpoints)):
             raise msgspec.ValidationError("it names a file outside of the folder")
         return index  # noqa: TRY300 - the checks belong together
     except FileNotFoundError:
@@ -116,6 +135,13 @@ def read_index(folder: Path) -> Index:
             f"{path} is damaged ({error}). It names the checkpoints beside it; restore it from a "
             "backup, or start a new run."
         ) from error
+
+
+def _is_inside(entry: Entry) -> bool:
+    parts = [Path(place) for place in entry.files]
+    folder = shards_of(entry.path)
+    named = Path(entry.path).name == entry.path
+    return named and all(place == Path(folder, place.name) for place in parts)
 
 
 def find_checkpoint(folder: Path, name: str) -> Entry:

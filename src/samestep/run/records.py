@@ -245,7 +245,9 @@ class CheckpointRecord(Struct, kw_only=True, tag_field="event", tag="checkpoint"
     weights_sha256: Any = None
     """The hash of the weights, if it was computed."""
     seconds: _Seconds | None = None
-    """How long it took."""
+    """How long it took, until it was announced."""
+    blocked_seconds: _Seconds | None = None
+    """How long the training waited for it."""
 
 
 class CompileRecord(Struct, kw_only=True, tag_field="event", tag="compile"):

@@ -24,7 +24,7 @@ from samestep.ranks.mesh import any_sharded
 from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
-from samestep.run import checkpoints
+from samestep.run import loading
 from samestep.run.index import Entry, remove_unannounced
 from samestep.run.records import read_records
 from samestep.session.request import Request, changes_since, to_toml
@@ -356,23 +356,16 @@ def go_on(request: Request, work: Work, state: State, path: Path, found: Loaded)
         where, now = f"{path / 'checkpoints' / found.entry.path}", to_toml(request, work.plan)
         changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
     restore(work, state, request.recipe.name, found.content)
-    return found._replace(changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)])
+    return found._replace(
+        content={}, changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)]
+    )
 
 
-def load_newest(path: Path, world: World) -> Loaded | None:
-    """Return a run's newest whole checkpoint on every rank.
+def load_newest(path: Path, world: World, mesh: Any = None) -> Loaded | None:
+    """Return a run's newest whole checkpoint on every rank; on a mesh, each has its parts.
 
     Files that a killed process wrote and did not announce are deleted.
     """
-    # Rank 0 chooses, so that all ranks take the same file; each then reads it for itself.
-    content: dict[str, Any] = {}
-
-    def newest() -> tuple[Entry, list[str]] | None:
-        found = newest_whole(path)
-        if found is None:
-            return None
-        content.update(found.content)
-        return found.entry, found.problems
 
     def clean() -> None:
         records = list(read_records(path, superseded=True))
@@ -380,18 +373,40 @@ def load_newest(path: Path, world: World) -> Loaded | None:
         since = min((r["time"] for r in records if r["event"] == "start"), default=math.inf)
         remove_unannounced(path / "checkpoints", announced, since)
 
-    chosen = world.on_main(newest)
-    if chosen is None:
+    found = on_all_ranks(world, path / "checkpoints", lambda: newest_whole(path, mesh), mesh)
+    if found is not None:
+        world.on_main(clean)
+    return found
+
+
+def on_all_ranks(
+    world: World, folder: Path, find: Callable[[], Loaded | None], mesh: Any = None
+) -> Loaded | None:
+    """Return on every rank the checkpoint that `find` returns on rank 0.
+
+    Rank 0 chooses it and checks its hash. The others load the same file.
+    """
+    mine: list[Loaded | None] = []
+
+    def choose() -> Loaded | None:
+        mine.append(find())
+        return mine[0] and mine[0]._replace(content={})
+
+    told = world.on_main(choose)
+    if told is None:
         return None
-    entry, problems = chosen
-    saved = world.on_every(lambda: content or checkpoints.load(path / "checkpoints", entry))
-    world.on_main(clean)
-    return Loaded(entry, saved, problems)
+
+    def content() -> dict[str, Any]:
+        if mine and mine[0] is not None:
+            return mine[0].content
+        return loading.load(folder, told.entry, verify=False, mesh=mesh)
+
+    return told._replace(content=world.on_every(content))
 
 
-def newest_whole(path: Path) -> Loaded | None:
+def newest_whole(path: Path, mesh: Any = None) -> Loaded | None:
     """Return a run's newest whole checkpoint, on one rank; leave the directory as it is."""
-    found = checkpoints.load_newest(path / "checkpoints")
+    found = loading.load_newest(path / "checkpoints", mesh)
     if found is not None:
         return Loaded(*found)
     if any(r["event"] == "checkpoint" for r in read_records(path)):

@@ -14,11 +14,11 @@ import torch
 from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
 from samestep.ranks import watched
-from samestep.ranks.mesh import any_sharded
+from samestep.ranks.mesh import any_sharded, mesh_of
 from samestep.recipe import Recipe
-from samestep.run import checkpoints
-from samestep.run.index import Entry, read_index
-from samestep.session.build import Built
+from samestep.run import loading
+from samestep.run.index import read_index
+from samestep.session.build import Built, Loaded, on_all_ranks
 from samestep.session.picture_making import PictureSource, picture_records
 from samestep.session.request import Request
 from samestep.session.session import Session, run_result
@@ -51,6 +51,8 @@ def record_failure(
     if session.run is None or not session.begun:
         return
     state.stop_reason = f"failed: {device_error(error) or error}"
+    with contextlib.suppress(UserError):
+        session.saver.settle()
     with contextlib.suppress(UserError):  # first: the weights may wait for a device that hangs
         step = state.position.step
         session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
@@ -74,6 +76,7 @@ def finish_run(
     A run that is stopped within that evaluation repeats it when it goes on.
     """
     watched.turn_to(watched.END)
+    session.world.on_main(session.saver.settle_well)
     work, state, run, test = built.work, built.state, session.run, None
     # The weights where the training ended; the test below loads the best ones.
     sharded, weights = any_sharded(work.learner.model), ""
@@ -111,9 +114,12 @@ def _test(
     work, state, splits = built.work, built.state, built.splits
     world, settings, started = work.world, work.settings, time.perf_counter()
     folder = session.path / "checkpoints"
-    best, problems = world.on_main(lambda: _best_whole(folder))
+    problems: list[str] = []
+    mesh = mesh_of(work.learner.model)
+    best = on_all_ranks(world, folder, lambda: _best_whole(folder, problems, mesh), mesh)
     if best is not None:
-        _load(work, world.on_every(lambda: checkpoints.load(folder, best)))
+        _load(work, best.content)
+        best = best._replace(content={})  # the rest of the file is not needed any more
     assert splits.test is not None
     plain = replace(request.recipe, augment=None)
     source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
@@ -122,7 +128,7 @@ def _test(
     if signum := part.agreed():
         _stop(state, signum)
         return None
-    test = {**values, "checkpoint": best.path if best else "last"}
+    test = {**values, "checkpoint": best.entry.path if best else "last"}
     record = {"event": "evaluation", "split": "test", "epoch": state.position.epoch}
     record |= {"step": state.position.step, **test, "seconds": time.perf_counter() - started}
     session.emit({**record, "problems": problems})
@@ -193,11 +199,11 @@ def _draw_pictures(
         if tested is not None:  # the first time, the model still holds them
             name, tested = tested, None
             return name
-        best, _ = _best_whole(folder)
+        best = _best_whole(folder, [])
         if best is None:
             return "last"
-        _load(work, checkpoints.load(folder, best))
-        return best.path
+        _load(work, best.content)
+        return best.entry.path
 
     recipe = request.recipe
     source = PictureSource(recipe=recipe, work=work, splits=built.splits, load_best=load_best)
@@ -212,17 +218,14 @@ def _load(work: Work, content: dict[str, Any]) -> None:
         work.learner.average.load(None)
 
 
-def _best_whole(folder: Path) -> tuple[Entry | None, list[str]]:
-    """Return the best checkpoint that can be read, and what is wrong with better ones."""
-    problems: list[str] = []
+def _best_whole(folder: Path, problems: list[str], mesh: Any = None) -> Loaded | None:
+    """Return the best checkpoint that can be read; note what is wrong with better ones."""
     for entry in read_index(folder).ranked():
         try:
-            checkpoints.load(folder, entry)
+            return Loaded(entry, loading.load(folder, entry, mesh=mesh), problems)
         except UserError as error:
             problems.append(str(error))
-        else:
-            return entry, problems
-    return None, problems
+    return None
 
 
 def _result(

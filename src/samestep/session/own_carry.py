@@ -10,7 +10,7 @@ from samestep.data.trees import describe, map_tensors, tree_leaves
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
 from samestep.session.own_data import OwnBatch
-from samestep.session.session import say
+from samestep.session.saver import say
 from samestep.training.alike import random_numbers
 from samestep.training.carried import Carried, Carry
 

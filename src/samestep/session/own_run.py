@@ -36,7 +36,8 @@ from samestep.session.own_data import Drawn, OpenedData, OwnBatch
 from samestep.session.own_gather import close_gather, open_gather
 from samestep.session.own_session import Options, OwnSession
 from samestep.session.own_state import Means, Stateful, check_held, check_names, plain
-from samestep.session.session import Stopped, say
+from samestep.session.saver import say
+from samestep.session.session import Stopped
 from samestep.settings import Backend, Device, OrderName
 from samestep.training.alike import (
     is_checked,
@@ -297,6 +298,7 @@ class OwnRun:
             if own.is_best_on_all() or due or not self._goes_on:
                 own.save()
             own.stop_on(own.agreement.on(own.received.signum))
+        own.settle()
         self._place = AFTER_EPOCHS
         self._seed(_EPOCH_BEGINS)
 
@@ -395,6 +397,7 @@ class OwnRun:
                 own.left = f"left after epoch {own.position.epoch} of {self._num_epochs}"
         if self._place != BEFORE_EPOCHS:
             own.save()
+            own.settle()
 
     def _close_epoch(self) -> None:
         self._end_epoch()  # if the script left its batches by break
@@ -829,6 +832,7 @@ def open_run(
     log_every: int | None = None,
     checkpoint_every_epochs: int = 1,
     checkpoint_every_steps: int | None = None,
+    checkpoint_sync: bool = False,
     keep_newest: int | None = None,
     device: Device = "auto",
     backend: Backend = "auto",
@@ -853,7 +857,8 @@ def open_run(
             records, and in long runs one every 50 steps.
         checkpoint_every_epochs: epochs between two checkpoints; there is always one at the end.
         checkpoint_every_steps: steps between two checkpoints, besides those after epochs.
-        keep_newest: how many of the newest checkpoints are kept, beside the best; by default all.
+        checkpoint_sync: whether the training waits until each checkpoint is written.
+        keep_newest: how many of the newest checkpoints are kept, besides the best; by default all.
         device: where to train; "auto" takes the best device here.
         backend: what connects the ranks; "auto" chooses by platform and device.
         timeout_s: seconds that ranks wait for the slowest of them.

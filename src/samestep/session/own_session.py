@@ -22,17 +22,18 @@ from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.process import RankLog
 from samestep.ranks.startup import JOB_RUN
-from samestep.run import checkpoints
+from samestep.run import checkpoints, loading
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.index import find_checkpoint
 from samestep.run.records import Record
 from samestep.session import own_state
-from samestep.session.build import load_newest
+from samestep.session.build import Loaded, load_newest, on_all_ranks
 from samestep.session.gradients import parameters_in
 from samestep.session.own_carry import RankState, SlotState, carried_state
 from samestep.session.own_state import Means, Stateful, added_up
 from samestep.session.recipe_changes import script_changes
+from samestep.session.saver import say
 from samestep.session.session import (
     Session,
     Stopped,
@@ -40,7 +41,6 @@ from samestep.session.session import (
     refuse_taken,
     resume_record,
     run_result,
-    say,
     start_record,
 )
 from samestep.settings import Backend, Device, Settings, free_names
@@ -68,6 +68,7 @@ class Options:
     log_every: int | None
     checkpoint_every_epochs: int
     checkpoint_every_steps: int | None
+    checkpoint_sync: bool
     keep_newest: int | None
     device: Device
     backend: Backend
@@ -205,7 +206,7 @@ class OwnSession:
         self.values.update(saved.get("own", {}))
         self.watch = Watch(**saved["watch"]) if saved.get("watch") else None
         self.finished = saved.get("finished")
-        self.carried_before = saved.get("carried")
+        self.carried_before = loading.copied(saved.get("carried"))
 
     def carry(self, function: Carry, slots: int) -> None:
         """Carry state of each slot of the global batch, or of each rank, from now on."""
@@ -325,16 +326,22 @@ class OwnSession:
         """Load the best checkpoint's weights into the modules of the state; return its epoch."""
         if self.watch is None:
             raise UserError("run.load_best: no epoch was rated. Call run.best(…) in each epoch.")
+        self.settle()
         folder = self.path / "checkpoints"
-        entry = self.world.on_main(lambda: find_checkpoint(folder, "best"))
-        saved = self.world.on_every(lambda: checkpoints.load(folder, entry))["state"]
+
+        def best() -> Loaded:
+            entry = find_checkpoint(folder, "best")
+            return Loaded(entry, loading.load(folder, entry), [])
+
+        found = on_all_ranks(self.world, folder, best)
+        assert found is not None
         for name, module in self.modules().items():
-            own_state.load_one(name, module, saved[name])
-        return entry.epoch
+            own_state.load_one(name, module, found.content["state"][name])
+        return found.entry.epoch
 
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""
-        started, position, keep = time.perf_counter(), self.position, self.options.keep_newest
+        began, position, keep = time.perf_counter(), self.position, self.options.keep_newest
         if not self.session.begun or self._saved_at == (position.epoch, position.step):
             return
         watched.turn_to(watched.CHECKPOINT)  # until the next step
@@ -342,23 +349,29 @@ class OwnSession:
         self.check_weights()
         sums = self.world.gather(self.means.sums)
         carried = None if self.carried is None else self.carried.state()
-        record = self.world.on_main(
-            lambda: self.session.save(
+        self.world.on_main(
+            lambda: self.session.saver.save(
                 self._content(sums, carried),
                 position,
                 metric=self.metric,
                 watch=self.watch,
                 keep_top_k=keep and 1,
                 keep_newest=keep or 0,
+                began=began,
+                sync=self.options.checkpoint_sync,
             )
         )
-        self.session.emit({**record, "seconds": time.perf_counter() - started})
         self._saved_at = position.epoch, position.step
+
+    def settle(self) -> None:
+        """Wait until all checkpoints are written; all ranks call it."""
+        self.world.on_main(self.session.saver.settle_well)
 
     def stop_on(self, signum: int) -> None:
         """Save and stop if all ranks have agreed on a signal."""
         if signum:
             self.save()
+            self.settle()
             raise Stopped(signum)
 
     def end(self, error: BaseException | None) -> None:
@@ -366,6 +379,7 @@ class OwnSession:
         run, step = self.session.run, self.position.step
         if run is None or not self.session.begun:
             return
+        self.session.saver.settle()
         status, reason = "completed", "finished"
         if isinstance(error, Stopped):
             status, reason = "stopped", Signals(error.signum).name

@@ -3,12 +3,9 @@
 `samestep train` with either engine and `samestep.open_run` write their runs through it.
 """
 
-import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,9 @@ from samestep.errors import AlreadyTold, UserError
 from samestep.ranks import watched
 from samestep.ranks.startup import JOB_RUN
 from samestep.ranks.world import World
-from samestep.run import checkpoints
 from samestep.run.directory import Heartbeat, Run, is_run, versions
-from samestep.run.index import Entry, Index, announce, read_index
 from samestep.run.records import RUN_FORMAT, Record
-from samestep.training.loop import checkpoint_name
+from samestep.session.saver import Saver
 from samestep.training.stopping import Watch
 from samestep.training.work import Position
 
@@ -48,8 +43,7 @@ class Session:
         self.first_record_s: float | None = None
         """The time of the first record after `start` and `resume`, in seconds since the epoch."""
         self._early: list[Record] = []
-        self._index = Index()
-        self._spared: list[str] = []
+        self.saver = Saver(path / "checkpoints", world, self.emit)
         world.on_main(self._open)
         world.on_every(lambda: _tell(on_open, path))
         watched.in_run(path)
@@ -62,15 +56,9 @@ class Session:
     def begin(self, start: Record, resume: Record | None, step: int, watch: Watch | None) -> None:
         """Write the `start` record and, when the run goes on, the `resume` record.
 
-        The index forgets checkpoints after `step`, which were damaged, and values of another metric
-        than the watched one, whose files are never deleted.
+        `step` is where it goes on, `watch` how it will choose its best checkpoint.
         """
-        self._index = self.world.on_main(lambda: read_index(self._folder).up_to(step))
-        if watch is not None and self._index.monitor != watch.metric:
-            entries = self._index.checkpoints
-            self._spared = [entry.path for entry in entries]
-            unrated = tuple(replace(entry, metric=None) for entry in entries)
-            self._index = replace(self._index, checkpoints=unrated)
+        self.saver.begin(step, watch)
         self.begun = True
         watched.turn_to(watched.FIRST_STEP)
         for record in (start, resume, *self._early):
@@ -84,6 +72,7 @@ class Session:
         if not self.begun:
             self._early.append(record)
             return
+        self.saver.look()
         event = record["event"]
         if self.first_record_s is None and event not in ("start", "resume"):
             self.first_record_s = time.time()
@@ -98,44 +87,9 @@ class Session:
         if self._heartbeat is not None:
             self._heartbeat.beat()
 
-    @property
-    def _folder(self) -> Path:
-        return self.path / "checkpoints"
-
-    def save(
-        self,
-        content: dict[str, Any],
-        position: Position,
-        *,
-        metric: float | None,
-        watch: Watch | None,
-        keep_top_k: int | None,
-        keep_newest: int = 0,
-    ) -> Record:
-        """Write and announce a checkpoint, delete others, return its record; rank 0 only.
-
-        The best `keep_top_k` are kept, the last, and the newest `keep_newest`; None keeps all.
-        """
-        name = checkpoint_name(position)
-        digest = checkpoints.save(self._folder, name, content)
-        epoch = position.epoch + (position.step_in_epoch > 0)  # the one it is in
-        if metric is not None and not math.isfinite(metric):
-            metric = None  # JSON has neither, and such a checkpoint cannot be the best
-        entry = Entry(path=name, step=position.step, epoch=epoch, sha256=digest, metric=metric)
-        index = self._index
-        if watch is not None:
-            index = replace(index, monitor=watch.metric, mode=watch.mode)
-        newest = sorted(index.checkpoints, key=lambda old: -old.step)[: max(keep_newest - 1, 0)]
-        spared = [*self._spared, *(old.path for old in newest)]
-        self._index = announce(self._folder, index, entry, keep_top_k, spared)
-        record = {"event": "checkpoint", "step": position.step, "path": f"checkpoints/{name}"}
-        record["sha256"] = digest
-        if "weights_sha256" in content:
-            record["weights_sha256"] = content["weights_sha256"]
-        return record
-
     def close(self) -> None:
-        """Let another process open the run."""
+        """Wait for the last checkpoint, then let another process open the run."""
+        self.saver.settle()
         if self.run is not None:
             self.run.close()
 
@@ -227,9 +181,3 @@ class Stopped(AlreadyTold):
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
         self.signum = signum
-
-
-def say(world: World, text: str) -> None:
-    """Print a line on rank 0's standard error."""
-    if world.is_main:
-        print(f"samestep: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a user's own script

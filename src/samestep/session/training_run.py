@@ -12,6 +12,7 @@ from typing import Any
 from samestep.data.memory_source import MemorySource
 from samestep.data.stream_source import StreamSource
 from samestep.errors import listed, no_exit
+from samestep.ranks.mesh import any_sharded, mesh_of
 from samestep.ranks.world import World, gpu_uuid
 from samestep.run.code_copy import kept_code
 from samestep.run.directory import Run, check_free, git_commit, is_run, new_run_path
@@ -36,11 +37,11 @@ from samestep.training.device import kernels_of, switched
 from samestep.training.loop import RunControl, train
 from samestep.training.plan import plan_notes
 from samestep.training.prepare import Wrap, wrap
-from samestep.training.snapshot import capture, gathered
+from samestep.training.snapshot import capture
 from samestep.training.stopping import Agreement, ReceivedSignal, SaveTimer
 from samestep.training.work import State, Work, is_done
 
-Write = Callable[[dict[str, Any], float | None], Record]
+Write = Callable[[dict[str, Any], float | None, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,8 @@ class Task:
     """The checkpoint that it was restored from."""
     session: Session
     write: Write
-    """(content, monitored metric) → the `checkpoint` record, once it is announced; rank 0 only."""
+    """Save (content, monitored metric, when it began by `time.perf_counter`); on rank 0, and on all
+    ranks if they hold parts of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +121,9 @@ def _train(
     work, state, world = built.work, built.state, built.work.world
     found = None
     if request.resume and world.on_main(lambda: is_run(session.path)):
-        found = load_newest(session.path, world)
+        found = load_newest(session.path, world, mesh_of(work.learner.model))
     resumed = found and go_on(request, work, state, session.path, found)
+    found = None  # its tensors are copied, and its file is mapped
     gpus = world.gather(gpu_uuid(world.device))
     start = _start_record(request, built, session.path, named, resumed)
     if session.run is not None:
@@ -135,19 +138,26 @@ def _train(
     every = request.settings.checkpoint_every_minutes
     minutes = SaveTimer(every)
     agreement = Agreement(world, received, minutes.passed if every else None)
-    made_with = to_toml(request, work.plan)
+    made_with, sharded = to_toml(request, work.plan), any_sharded(work.learner.model)
     is_hopeless = halving_of(session.path, request.settings.halving, state.watch.mode, world)
 
-    def write(content: dict[str, Any], metric: float | None) -> Record:
-        content = {**content, "made_with": made_with}
-        keep, watch = work.settings.keep_top_k, state.watch
-        return session.save(content, state.position, metric=metric, watch=watch, keep_top_k=keep)
+    def write(content: dict[str, Any], metric: float | None, began: float) -> None:
+        session.saver.save(
+            {**content, "made_with": made_with},
+            state.position,
+            metric=metric,
+            watch=state.watch,
+            keep_top_k=work.settings.keep_top_k,
+            began=began,
+            sync=work.settings.checkpoint_sync,
+            sharded=sharded,
+        )
 
-    def save(metric: float | None) -> Record:
-        started = time.perf_counter()
-        content = gathered(capture(work, state, request.recipe.name), world)
-        record = world.on_main(lambda: write(content, metric))
-        return {**record, "seconds": time.perf_counter() - started}
+    def save(metric: float | None) -> None:
+        began = time.perf_counter()
+        content = capture(work, state, request.recipe.name)
+        agreed = world.on_every if sharded else world.on_main
+        agreed(lambda: write(content, metric, began))
 
     task = Task(
         request=request,

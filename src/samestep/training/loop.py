@@ -52,8 +52,9 @@ class RunControl:
     agreement: Agreement
     """On a stop signal, and on a checkpoint where --checkpoint-every-minutes have passed."""
     minutes: SaveTimer
-    save: Callable[[float | None], Record]
-    """Monitored metric → its `checkpoint` record, once it is announced."""
+    save: Callable[[float | None], None]
+    """Take a checkpoint with this value of the monitored metric; its record comes once it is
+    announced."""
     is_hopeless: Callable[[int, float], bool]
     """Number of an evaluation after an epoch, its monitored metric → whether to stop by --halving;
     all ranks call it."""
@@ -78,7 +79,7 @@ def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> I
             if state.signum:
                 return
         if saves or agreed.signum or state.stop_reason or _is_kept(work, state, metric):
-            yield save_now(work, state, control, metric)
+            save_now(work, state, control, metric)
         if agreed.signum:
             _stop(state, agreed.signum)
         meter.resume()
@@ -97,7 +98,7 @@ def catch_up(work: Work, state: State, control: RunControl) -> Iterator[Record]:
     epoch = [epoch_record(work, state)] if last else []
     metric = yield from _evaluate(work, state, control, work.validation, *epoch)
     if not state.signum:
-        yield save_now(work, state, control, metric)
+        save_now(work, state, control, metric)
 
 
 def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Record]:
@@ -118,7 +119,7 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
     if epoch_is_full(work, state):
         close_epoch(work, state)
     if due.saves or state.stop_reason or _is_kept(work, state, metric):
-        yield save_now(work, state, control, metric)
+        save_now(work, state, control, metric)
 
 
 def _evaluate(
@@ -135,12 +136,12 @@ def _evaluate(
         values = _measure(work, part)
     except EvaluationError:
         position.evaluation_due = not epoch_is_full(work, state)
-        yield save_now(work, state, control, None)
+        save_now(work, state, control, None)
         raise
     if signum := part.agreed():
         position.evaluation_due = not epoch_is_full(work, state)
         _stop(state, signum)
-        yield save_now(work, state, control, None)
+        save_now(work, state, control, None)
         return None
     yield from before  # this evaluation is done: it will not be repeated
     record, metric = judge(work, state, values, time.perf_counter() - started)
@@ -215,12 +216,12 @@ def _is_kept(work: Work, state: State, metric: float | None) -> bool:
     return work.settings.patience is not None and metric is not None and metric == best
 
 
-def save_now(work: Work, state: State, control: RunControl, metric: float | None) -> Record:
-    """Save the training as it stands; return the `checkpoint` record."""
+def save_now(work: Work, state: State, control: RunControl, metric: float | None) -> None:
+    """Save the training as it stands."""
     with watched.within(watched.CHECKPOINT):
         check_weights(work, state)
         control.minutes.restart()
-        return control.save(metric)
+        control.save(metric)
 
 
 def checkpoint_name(position: Position) -> str:
@@ -251,8 +252,8 @@ def _diverged(work: Work, state: State, what: str) -> UserError:
 def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
     """Train until the plan is done or all ranks agree to stop; yield records.
 
-    They are `step`, `compile`, `epoch`, `evaluation` and `checkpoint`, as in events.jsonl, and
-    `progress`, which only moves a progress bar. `state.stop_reason` then says why it ended.
+    They are `step`, `compile`, `epoch` and `evaluation`, as in events.jsonl, and `progress`, which
+    only moves a progress bar. `state.stop_reason` then says why it ended.
     """
     work.learner.model.train()
     meter = Meter(work, state)

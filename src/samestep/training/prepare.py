@@ -103,6 +103,8 @@ def match_layouts(optimizer: torch.optim.Optimizer) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            elif isinstance(value, torch.Tensor):  # what was loaded may lie in a file
+                state[name] = value.clone()
 
 
 def _synchronise(model: nn.Module, world: World) -> nn.Module:

@@ -4,17 +4,15 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from samestep.data.blocks import held_parts
 from samestep.data.keyed_random import mix
 from samestep.data.stream_source import StreamSource
-from samestep.data.trees import map_leaves
 from samestep.errors import UserError, listed
 from samestep.ranks.mesh import is_sharded, sharded_as, whole
-from samestep.ranks.world import World
 from samestep.run.checkpoints import FORMAT
 from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng_state
 from samestep.training.learner import Learner
@@ -23,6 +21,9 @@ from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
 from samestep.training.work import Position, State, Sums, Work
+
+LARGE = ("model", "ema", "optimizer", "carried")
+"""The parts of a checkpoint that grow with the model, and with what it carries."""
 
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
@@ -76,21 +77,6 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "order": _order(work),
         "stream": [rank["stream"] for rank in ranks],
     }
-
-
-def gathered(content: dict[str, Any], world: World) -> dict[str, Any]:
-    """Return what `capture` returned with whole tensors, on rank 0's CPU; all ranks call it.
-
-    One sharded tensor at a time is put together; ranks other than 0 keep none of them.
-    """
-
-    def put_together(leaf: Any) -> Any:
-        if not is_sharded(leaf):
-            return leaf
-        full = whole(leaf)
-        return full.cpu() if world.is_main else None
-
-    return cast("dict[str, Any]", map_leaves(put_together, content))
 
 
 def check_alike(work: Work, step: int) -> None:

@@ -137,8 +137,7 @@ def recording(
         work, state = task.work, task.state
         prepare(work.learner.model)
         if training.lightning:
-            not_saved: Record = {"event": "not saved"}
-            inner.drive(replace(task, write=lambda *_: not_saved))
+            inner.drive(replace(task, write=lambda *_: None))
         else:
             if training.evaluates:
                 source = work.validation if work.validation is not None else work.train
@@ -183,7 +182,7 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
             meter.settle()
             if epoch_is_full(work, state):
                 close_epoch(work, state)
-            task.session.emit(task.control.save(None))
+            task.control.save(None)
         if step == stop and training.short:
             break
         trace.begun = step + 1
