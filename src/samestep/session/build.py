@@ -105,7 +105,7 @@ def build(
     loss = place_loss(recipe.loss, world.device, dtype)
     held_out, test = splits.validation, splits.test
     validation = source(held_out, split="validation") if held_out is not None else None
-    trial = partial(dry_run, takes, model, loss, recipe, splits, train, settings.precision, world)
+    trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world, takes)
     untried = Tried(recipe.metrics)
     tried = _try_out(trial, validation, test, source, world) if tries else untried
     metrics, parts, _ = tried

@@ -23,8 +23,7 @@ from samestep.run.checkpoints import why_not_kept
 from samestep.run.records import TAKEN_IN_STEPS, TAKEN_NAMES
 from samestep.settings import Precision
 from samestep.training.alike import random_numbers
-from samestep.training.apply import applied as _applied
-from samestep.training.apply import measure_of, parts_of, summed, terms_of, total_of
+from samestep.training.apply import applied, measure_of, parts_of, summed, terms_of, total_of
 from samestep.training.buffers import keep_buffers
 from samestep.training.device import autocast
 from samestep.training.evaluation import Totals, as_evaluated, outputs_of
@@ -46,7 +45,6 @@ class Tried(NamedTuple):
 
 
 def dry_run(
-    applied: nn.Module,
     model: nn.Module,
     loss: Callable[[Any, Any], Tensor],
     recipe: Recipe,
@@ -54,12 +52,13 @@ def dry_run(
     train: Source,
     precision: Precision,
     world: World,
+    takes: nn.Module,
     evaluated: Source | None,
 ) -> Tried:
     """Try a few samples on copies of model, loss and metrics; return what fits, and its names.
 
-    `applied` takes the inputs: the model, or the model by the recipe's `forward`. One that the
-    ranks share out cannot be copied, and is tried itself; all ranks call it then.
+    `takes` is what takes the inputs: the model, or the model by the recipe's `forward`. A model
+    that the ranks share out cannot be copied, and is tried itself; all ranks call it then.
 
     Where nothing is evaluated (`evaluated` is None) the samples are of the training set, and
     without metrics the first step reports what fails, before it changes anything.
@@ -72,10 +71,10 @@ def dry_run(
         batch = evaluated.peek(_SAMPLES)
     metrics = fitting_metrics(recipe.metrics, batch.targets)
     try:
-        kept = (applied, model) if any_sharded(model) else model.parameters()
+        kept = (takes, model) if any_sharded(model) else model.parameters()
         shared: dict[int, object] = {id(one): one for one in kept}
         trial, trial_loss, trial_metrics = copy.deepcopy((model, loss, dict(metrics)), shared)
-        takes = applied if trial is model else _applied(trial, recipe)
+        tried = takes if trial is model else applied(trial, recipe)
     except Exception as error:  # what cannot be copied is tried for the first time when it counts
         if measures:
             raise UserError(
@@ -85,13 +84,13 @@ def dry_run(
         return Tried(metrics)
     classes = recipe.counted_classes(splits) if splits.test is not None else ()
     makers = made_by(recipe.model, recipe.data)
-    with makers, as_evaluated(trial, seed=0), _undisturbed(applied, model):
+    with makers, as_evaluated(trial, seed=0), _undisturbed(takes, model):
         terms = terms_of(recipe)
-        forward = partial(outputs_of, takes, batch.inputs, precision, world.device, recipe.model)
+        forward = partial(outputs_of, tried, batch.inputs, precision, world.device, recipe.model)
         named = partial(_names_of_losses, recipe, trial_loss, batch.targets)
 
         def in_training() -> Any:
-            takes.train()
+            tried.train()
             return forward()
 
         try:
@@ -119,7 +118,7 @@ def dry_run(
 
 
 @contextlib.contextmanager
-def _undisturbed(applied: nn.Module, model: nn.Module) -> Iterator[None]:
+def _undisturbed(takes: nn.Module, model: nn.Module) -> Iterator[None]:
     """Leave a model that the ranks share out, and that is tried itself, as it was."""
     if not any_sharded(model):
         yield
@@ -128,7 +127,7 @@ def _undisturbed(applied: nn.Module, model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        free_gathered(applied)
+        free_gathered(takes)
         put_back()
 
 
