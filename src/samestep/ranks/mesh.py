@@ -43,27 +43,19 @@ def make_mesh(world: World, within: Literal["all", "node"]) -> "DeviceMesh":
     return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
 
 
-def shard_modules(
-    blocks: Sequence[nn.Module],
-    root: nn.Module,
-    mesh: "DeviceMesh",
-    *,
-    reshard_after_forward: bool,
-    cpu_offload: bool,
+def shard_module(
+    module: nn.Module, mesh: "DeviceMesh", *, reshard_after_forward: bool, cpu_offload: bool
 ) -> None:
-    """Shard each block's parameters, the innermost blocks first, then all others of the root.
+    """Shard a module's parameters, but for those that are sharded already; blocks come first.
 
-    The modules stay where they are; their class becomes a subclass that gathers and frees.
+    The module stays where it is; its class becomes a subclass that gathers and frees.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # noqa: PLC0415
 
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    for block in blocks:
-        fully_shard(
-            block, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=offload
-        )
-    # The backward begins with what the root holds, so it need not be freed before.
-    fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
+    fully_shard(
+        module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=offload
+    )
 
 
 def free_gathered(root: nn.Module) -> None:

@@ -20,6 +20,7 @@ from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, defined_at, made_by
 from samestep.machine import usable_cores
+from samestep.ranks.mesh import any_sharded
 from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
@@ -47,7 +48,7 @@ from samestep.training.phases import make_phases
 from samestep.training.plan import Plan, learning_rate, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
 from samestep.training.scheduler import Scheduler
-from samestep.training.sharding import is_fsdp, shard
+from samestep.training.sharding import build_once, compile_blocks, is_fsdp, shard
 from samestep.training.snapshot import restore
 from samestep.training.stopping import Watch
 from samestep.training.work import State, Work
@@ -93,14 +94,18 @@ def build(
     plan = world.on_every(lambda: planned(request, train, world.world_size))
     seed_alike(settings.seed)
     new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
-    model = world.on_every(lambda: placed(new(), settings, world, dtype))
+    make = partial(build_once, new, world) if is_fsdp(settings, world) else new
+    model = world.on_every(lambda: placed(make(), settings, world, dtype))
+    takes = applied(model, recipe)
+    if is_fsdp(settings, world):
+        shard(model, takes, recipe, settings, world)
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(request, model, world, train)
     keep_freed_memory(world.device)
     loss = place_loss(recipe.loss, world.device, dtype)
     held_out, test = splits.validation, splits.test
     validation = source(held_out, split="validation") if held_out is not None else None
-    trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
+    trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world, takes)
     untried = Tried(recipe.metrics)
     tried = _try_out(trial, validation, test, source, world) if tries else untried
     metrics, parts, _ = tried
@@ -108,7 +113,9 @@ def build(
     compiles = what_compiles(settings, world, model, own=own)
     loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
-    learner = _make_learner(recipe, model, settings, world, plan, compiles, wrap_model, train)
+    learner = _make_learner(
+        recipe, takes, model, settings, world, plan, compiles, wrap_model, train
+    )
     learner = replace(learner, own=own, parts=parts)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
@@ -162,6 +169,7 @@ def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
 
 def _make_learner(
     recipe: Recipe,
+    takes: nn.Module,
     model: nn.Module,
     settings: Settings,
     world: World,
@@ -171,7 +179,7 @@ def _make_learner(
     train: Source,
 ) -> Learner:
     """Put a built model on all ranks, and give it what changes it."""
-    takes, terms = applied(model, recipe), terms_of(recipe)
+    terms = terms_of(recipe)
     counter = make_counter(model, world, settings) if terms is not None else None
     # Code that runs between two steps of an epoch may change what model and loss read. Functions of
     # this package do not.
@@ -179,8 +187,8 @@ def _make_learner(
     functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
     ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     to_wrap = takes
-    if is_fsdp(settings, world):
-        shard(model, takes, recipe, settings, world)
+    if compiles == "model" and any_sharded(model):
+        compile_blocks(takes)
     elif compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
         to_wrap = cast("nn.Module", torch.compile(takes, dynamic=False))
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))

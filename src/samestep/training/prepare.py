@@ -20,12 +20,15 @@ from samestep.errors import UserError
 from samestep.ranks.mesh import any_sharded
 from samestep.ranks.world import World
 from samestep.settings import Settings
+from samestep.training.alike import check_same_model
+from samestep.training.sharding import is_fsdp
 
 
 def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dtype) -> nn.Module:
     """Put a newly built model on its device, and apply the settings of how it computes."""
     check_dense(model, "The recipe's model has")
-    model.to(device=world.device, dtype=dtype)
+    # One that the ranks share out goes there block by block.
+    model.to(device=None if is_fsdp(settings, world) else world.device, dtype=dtype)
     hold_parameters(model, settings)
     if settings.sync_batchnorm:
         model = _synchronise(model, world)
@@ -212,18 +215,8 @@ def wrap(
 
 def _start_alike(model: nn.Module, world: World) -> None:
     """Give every rank rank 0's weights and buffers, as DDP does when it takes a model."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
-    found = world.gather(shapes)
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            name = next(one[0] for one in {*other} ^ {*found[0]})
-            raise UserError(
-                f"Ranks 0 and {rank} have built different models: {name} is not in both, or of "
-                "another shape or type. Build the same model on every rank.",
-                on_all_ranks=True,
-            )
-    for tensor in tensors.values():
+    check_same_model(model, world)
+    for tensor in (*model.parameters(), *model.buffers()):
         world.take_from_main(tensor.detach())
 
 

@@ -4,16 +4,20 @@ Each rank holds its part of every weight, gradient and optimizer state. A block'
 gathered for its forward and backward alone.
 """
 
-from collections.abc import Iterator
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.errors import UserError, did_you_mean, listed
-from samestep.ranks.mesh import make_mesh, shard_modules
+from samestep.ranks.mesh import is_shard_root, is_sharded, make_mesh, shard_module
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.settings import Settings
+from samestep.training.alike import check_same_model, rng_state, set_rng_state
 
 _LEAST_SHARE = 16
 """A layer of its own class counts as a block with 1 / this many of the parameters."""
@@ -48,19 +52,89 @@ def shard(
             "with metrics=….",
             on_all_ranks=True,
         )
+    check_same_model(model, world)
     blocks = find_blocks(model, recipe.shard)
     _check_groups(model, blocks)
-    if settings.compile == "on":  # inside of what gathers and frees the weights
-        for block in blocks:
-            block.forward = torch.compile(block.forward, dynamic=False)
     mesh = make_mesh(world, settings.shard_within)
-    shard_modules(
-        blocks,
-        takes,
-        mesh,
-        reshard_after_forward=settings.reshard_after_forward,
-        cpu_offload=settings.cpu_offload,
+    placed: dict[int, nn.Parameter] = {}
+    for block in (*blocks, takes):
+        _take_from_main(block, world, placed)
+        shard_module(
+            block,
+            mesh,
+            # The backward begins with what the root holds, so it need not be freed before.
+            reshard_after_forward=settings.reshard_after_forward and block is not takes,
+            cpu_offload=settings.cpu_offload,
+        )
+
+
+def build_once(build: Callable[..., nn.Module], world: World) -> nn.Module:
+    """Return a model with its numbers on rank 0, and on the others, where possible, without any.
+
+    `build` takes `on_meta`. A constructor that looks at its numbers fails without them: then the
+    rank builds all of the model, as rank 0 does. All ranks' generators are those of rank 0 then.
+    """
+    before, model = rng_state(), None
+    if not world.is_main:
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as of weights that are loaded into nothing
+            model = build(on_meta=True)
+            if any(_has_meta(vars(module).values()) for module in model.modules()):
+                model = None
+        set_rng_state(before)
+    model = build() if model is None else model
+    set_rng_state(world.broadcast(rng_state()))
+    return model
+
+
+def _has_meta(values: Iterable[Any]) -> bool:
+    """Whether there are tensors without numbers besides parameters and buffers."""
+    return any(
+        isinstance(leaf, Tensor) and leaf.is_meta
+        for value in values
+        if isinstance(value, Tensor | list | tuple | set)
+        for leaf in (value if isinstance(value, list | tuple | set) else (value,))
     )
+
+
+@torch.no_grad()
+def _take_from_main(block: nn.Module, world: World, placed: dict[int, nn.Parameter]) -> None:
+    """Give a block rank 0's numbers, on this rank's device, but for what is sharded already.
+
+    `placed` has what took the place of a parameter without numbers, by the id of that.
+    """
+    for module in block.modules():
+        for name, parameter in module._parameters.items():  # noqa: SLF001
+            if parameter is None or is_sharded(parameter):
+                continue
+            if id(parameter) in placed:  # tied
+                module._parameters[name] = placed[id(parameter)]  # noqa: SLF001
+                continue
+            new = parameter
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device=world.device)
+                new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                new.__dict__.update(vars(parameter))
+            else:
+                new.data = parameter.data.to(world.device)
+            module._parameters[name] = placed[id(parameter)] = placed[id(new)] = new  # noqa: SLF001
+            world.take_from_main(new.detach())
+        for name, buffer in module._buffers.items():  # noqa: SLF001
+            if buffer is None or id(buffer) in placed:
+                continue
+            there = buffer
+            if buffer.is_meta:
+                there = torch.empty_like(buffer, device=world.device)
+            there = there.to(world.device)
+            module._buffers[name] = there  # noqa: SLF001
+            world.take_from_main(there)
+
+
+def compile_blocks(root: nn.Module) -> None:
+    """Compile the forward of each block, inside of what gathers and frees its weights."""
+    for module in root.modules():
+        if is_shard_root(module) and module is not root:
+            module.forward = torch.compile(module.forward, dynamic=False)
 
 
 def find_blocks(model: nn.Module, classes: tuple[type, ...]) -> list[nn.Module]:
