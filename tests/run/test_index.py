@@ -2,7 +2,7 @@
 
 import os
 
-from samestep.run.index import Entry, Index, announce, remove_unannounced
+from samestep.run.index import Entry, Index, Retention, announce, remove_unannounced
 
 SINCE = 1_000_000.0
 
@@ -25,14 +25,16 @@ def names(folder):
 def test_files_that_the_index_never_named_are_not_deleted_by_an_announcement(tmp_path):
     index = Index(checkpoints=(entry(1, 0.1), entry(2, 0.2)))
     write(tmp_path, *(f"checkpoint_step_{step}.pt" for step in (1, 2, 3, 9)))
-    announce(tmp_path, index, entry(3, 0.3), keep_top_k=1)
+    announce(tmp_path, index, entry(3, 0.3), Retention(top_k=1))
     assert names(tmp_path) == {"checkpoint_step_3.pt", "checkpoint_step_9.pt"}
 
 
 def test_checkpoints_ranked_by_another_metric_are_spared(tmp_path):
     old = tuple(entry(step) for step in (1, 2))
     write(tmp_path, *(f"checkpoint_step_{step}.pt" for step in (1, 2, 3)))
-    kept = announce(tmp_path, Index(checkpoints=old), entry(3, 0.3), 1, [e.path for e in old])
+    kept = announce(
+        tmp_path, Index(checkpoints=old), entry(3, 0.3), Retention(top_k=1), [e.path for e in old]
+    )
     assert {e.step for e in kept.checkpoints} == {1, 2, 3}
     assert len(names(tmp_path)) == 3
 

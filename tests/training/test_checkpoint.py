@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import UserError
-from samestep.run import checkpoints
+from samestep.run import checkpoints, loading
 from samestep.run.index import Entry, Index, announce
 from samestep.run.index import read_index as read_written
 from samestep.training import stopping
@@ -219,14 +219,14 @@ def test_a_file_that_is_no_checkpoint_is_named_though_its_hash_is_right(tmp_path
     (tmp_path / "a.pt").write_bytes(content)
     entry = Entry(path="a.pt", step=1, epoch=0, sha256=sha256(tmp_path / "a.pt"))
     with pytest.raises(UserError, match=r"a\.pt"):
-        checkpoints.load(tmp_path, entry)
+        loading.load(tmp_path, entry)
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     torch.save({"format": 99, "model": {}}, tmp_path / "a.pt")
     entry = Entry(path="a.pt", step=1, epoch=0, sha256=sha256(tmp_path / "a.pt"))
     with pytest.raises(UserError, match=rf"format 99\b.*format {checkpoints.FORMAT}\b"):
-        checkpoints.load(tmp_path, entry)
+        loading.load(tmp_path, entry)
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(run, refuse, half_trained, tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, hashed, verified when they are loaded."""
+"""Checkpoint files: written whole or not at all, and hashed. `loading` reads them."""
 
 import contextlib
 import hashlib
@@ -13,10 +13,8 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from samestep.errors import UserError
 from samestep.run.files import write_atomically
 from samestep.run.host_copy import on_host
-from samestep.run.index import Entry, read_index
 
 FORMAT = 1
 """What this version writes and reads; a file says which one it is in."""
@@ -108,47 +106,3 @@ def why_not_kept(state: Any) -> str:
         met = re.search(r"GLOBAL (\S+)", str(error))
         return f"objects of {met[1]}" if met else lines[0].rstrip(".")
     return ""
-
-
-def load(folder: Path, entry: Entry) -> dict[str, Any]:
-    """Return a checkpoint's content, on the CPU, after checking its hash."""
-    path = folder / entry.path
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != entry.sha256:
-        raise UserError(
-            f"{path} is damaged: its SHA-256 is {found[:12]}…, the index says {entry.sha256[:12]}…."
-        )
-    try:
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # what it raises depends on what stands in the file
-        raise UserError(f"{path} is no checkpoint that can be loaded safely: {error}") from error
-    if not isinstance(state, dict) or "format" not in state:
-        raise UserError(f"{path} is no checkpoint of samestep.")
-    if state["format"] != FORMAT:
-        raise UserError(
-            f"{path} is in checkpoint format {state['format']}; this version of samestep reads "
-            f"format {FORMAT}. Use the version that wrote it, or a newer one."
-        )
-    return state
-
-
-def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
-    """Return the newest checkpoint that verifies, and what was wrong with newer ones.
-
-    Returns:
-        Its entry, its content, and a message for each newer one that had to be passed over; None
-        where no checkpoint was ever announced.
-    """
-    problems: list[str] = []
-    for entry in sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step):
-        try:
-            return entry, load(folder, entry), problems
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("No checkpoint of this run is whole. " + " ".join(problems))
-    return None

@@ -23,8 +23,8 @@ from samestep.machine import usable_cores
 from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
-from samestep.run import checkpoints
-from samestep.run.index import Entry, remove_unannounced
+from samestep.run import loading
+from samestep.run.index import Entry, remove_unannounced, verify
 from samestep.run.records import read_records
 from samestep.session.request import Request, changes_since, to_toml
 from samestep.settings import Settings
@@ -339,13 +339,17 @@ class Loaded(NamedTuple):
 
 
 def go_on(request: Request, work: Work, state: State, path: Path, found: Loaded) -> Loaded:
-    """Restore a training from a checkpoint of a run; refuse what would make it another training."""
+    """Restore a training from a checkpoint of a run; refuse what would make it another training.
+
+    What it returns no longer has the checkpoint's content.
+    """
     made_with, changes = found.content.get("made_with"), list[str]()
     if made_with:  # checkpoints of earlier versions do not say
         where, now = f"{path / 'checkpoints' / found.entry.path}", to_toml(request, work.plan)
         changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
     restore(work, state, request.recipe.name, found.content)
-    return found._replace(changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)])
+    changes = [*changes, *(f"recipe: {change}" for change in request.recipe_changes)]
+    return found._replace(content={}, changes=changes)  # its memory goes back
 
 
 def load_newest(path: Path, world: World) -> Loaded | None:
@@ -353,7 +357,7 @@ def load_newest(path: Path, world: World) -> Loaded | None:
 
     Files that a killed process wrote and did not announce are deleted.
     """
-    # Rank 0 chooses, so that all ranks take the same file; each then reads it for itself.
+    # Rank 0 chooses and hashes, so that all ranks take the same file; the others trust its verdict.
     content: dict[str, Any] = {}
 
     def newest() -> tuple[Entry, list[str]] | None:
@@ -373,14 +377,21 @@ def load_newest(path: Path, world: World) -> Loaded | None:
     if chosen is None:
         return None
     entry, problems = chosen
-    saved = world.on_every(lambda: content or checkpoints.load(path / "checkpoints", entry))
+    folder = path / "checkpoints"
+    saved = world.on_every(lambda: content or loading.load(folder, entry, verified=True))
     world.on_main(clean)
     return Loaded(entry, saved, problems)
 
 
+def load_checkpoint(folder: Path, entry: Entry, world: World) -> dict[str, Any]:
+    """Return a checkpoint's content on every rank, as `loading.load` does; rank 0 hashes it."""
+    world.on_main(lambda: verify(folder, entry))
+    return world.on_every(lambda: loading.load(folder, entry, verified=True))
+
+
 def newest_whole(path: Path) -> Loaded | None:
     """Return a run's newest whole checkpoint, on one rank; leave the directory as it is."""
-    found = checkpoints.load_newest(path / "checkpoints")
+    found = loading.load_newest(path / "checkpoints")
     if found is not None:
         return Loaded(*found)
     if any(r["event"] == "checkpoint" for r in read_records(path)):

@@ -15,7 +15,7 @@ from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
 from samestep.ranks import watched
 from samestep.recipe import Recipe
-from samestep.run import checkpoints
+from samestep.run import loading
 from samestep.run.index import Entry, read_index
 from samestep.session.build import Built
 from samestep.session.picture_making import PictureSource, picture_records
@@ -112,7 +112,7 @@ def _test(
     folder = session.path / "checkpoints"
     best, problems = world.on_main(lambda: _best_whole(folder))
     if best is not None:
-        _load(work, world.on_every(lambda: checkpoints.load(folder, best)))
+        _load(work, world.on_every(lambda: loading.load(folder, best, verified=True)))
     assert splits.test is not None
     plain = replace(request.recipe, augment=None)
     source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
@@ -195,7 +195,7 @@ def _draw_pictures(
         best, _ = _best_whole(folder)
         if best is None:
             return "last"
-        _load(work, checkpoints.load(folder, best))
+        _load(work, loading.load(folder, best, verified=True))
         return best.path
 
     recipe = request.recipe
@@ -216,7 +216,7 @@ def _best_whole(folder: Path) -> tuple[Entry | None, list[str]]:
     problems: list[str] = []
     for entry in read_index(folder).ranked():
         try:
-            checkpoints.load(folder, entry)
+            loading.load(folder, entry)
         except UserError as error:
             problems.append(str(error))
         else:

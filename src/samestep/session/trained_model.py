@@ -14,7 +14,7 @@ from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.ranks.world import World, choose_device
 from samestep.recipe import Recipe
-from samestep.run import checkpoints
+from samestep.run import loading
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import Entry, find_checkpoint
 from samestep.session.recipe_changes import check_recipe_unchanged
@@ -40,7 +40,7 @@ class TrainedModel:
     settings: Settings
     entry: Entry
     content: dict[str, Any]
-    """All that the checkpoint holds."""
+    """What the checkpoint holds besides weights and the optimizer's state."""
     device: torch.device
     dtype: torch.dtype
 
@@ -60,7 +60,7 @@ def open_checkpoint(
     options, settings = start.options(), start.settings()
     recipe = start.recipe.with_options(options)
     entry = find_checkpoint(path / "checkpoints", name)
-    content = checkpoints.load(path / "checkpoints", entry)
+    content = loading.load(path / "checkpoints", entry)
     check_recipe(content, recipe.name)
     target = choose_device(device, 0)
     check_precision(settings.precision, target)
@@ -71,7 +71,8 @@ def open_checkpoint(
     load_evaluated(model, content)
     if settings.channels_last:
         to_channels_last(model)
-    return TrainedModel(model, recipe, options, settings, entry, content, target, dtype)
+    told = loading.without_tensors(content)
+    return TrainedModel(model, recipe, options, settings, entry, told, target, dtype)
 
 
 def evaluate_run(

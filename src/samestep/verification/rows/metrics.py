@@ -12,7 +12,7 @@ from torch import Tensor
 from samestep.data.order import share
 from samestep.data.trees import map_leaves, narrow
 from samestep.ranks.world import World
-from samestep.run import checkpoints
+from samestep.run import loading
 from samestep.training.apply import measure_of, terms_of
 from samestep.training.evaluation import evaluate
 from samestep.training.side_effects import ALL_KINDS, RandomDraws
@@ -134,7 +134,7 @@ METRICS = TableRow(
 
 def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     """Evaluate the newest checkpoint of a run without any other rank."""
-    newest = checkpoints.load_newest(run / "checkpoints")
+    newest = loading.load_newest(run / "checkpoints")
     if newest is None or tested.splits.validation is None:
         return {}
     model = tested.build()

@@ -1,0 +1,112 @@
+"""Checkpoint files read back: verified, mapped into memory instead of copied, and let go again.
+
+A checkpoint of gigabytes is resumed by all ranks of a node at once. They map one file, so its pages
+are in memory once for all of them, and each rank copies only what it keeps.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import UserError
+from samestep.run.checkpoints import FORMAT
+from samestep.run.host_copy import map_state
+from samestep.run.index import Entry, read_index, shards_of, verify
+
+_LARGE = ("model", "ema", "optimizer", "state")
+"""What nearly all of a checkpoint's bytes are in."""
+
+
+def load(folder: Path, entry: Entry, *, verified: bool = False, mesh: Any = None) -> dict[str, Any]:
+    """Return a checkpoint's content, on the CPU.
+
+    Tensors under "model", "ema", "optimizer" and "state" lie in the mapped file: whoever keeps one
+    copies it first (`own_memory`), because a file that is deleted on another node takes its pages
+    along. All others are copies. The mapping ends with the last of its tensors, so let the content
+    go once it is restored. The parts of a sharded checkpoint are read over `mesh`, a DeviceMesh;
+    without one they are put together.
+
+    Args:
+        folder: the run's checkpoints/.
+        entry: what the index says of the checkpoint.
+        verified: whether a rank has checked the hash and told this one.
+        mesh: over which sharded tensors are cut.
+
+    Raises:
+        UserError: the file is missing, damaged, or no checkpoint that this version can load.
+    """
+    path = folder / entry.path
+    if not verified:
+        verify(folder, entry)
+    state = _read(path)
+    if not isinstance(state, dict) or "format" not in state:
+        raise UserError(f"{path} is no checkpoint of samestep.")
+    if state["format"] != FORMAT:
+        raise UserError(
+            f"{path} is in checkpoint format {state['format']}; this version of samestep reads "
+            f"format {FORMAT}. Use the version that wrote it, or a newer one."
+        )
+    if entry.files:
+        from samestep.run import shards  # noqa: PLC0415 - half a second, for FSDP alone
+
+        state = shards.read(folder / shards_of(entry.path), state, mesh)
+    return {name: part if name in _LARGE else own_memory(part) for name, part in state.items()}
+
+
+def _read(path: Path) -> Any:
+    """Return what a file holds, mapped; read into memory if it cannot be mapped."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    # The second way is for file systems without mmap, and it names what is wrong with a file.
+    for maps in (True, False):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
+        except Exception as error:  # what it raises depends on what stands in the file
+            if not maps:
+                raise UserError(
+                    f"{path} is no checkpoint that can be loaded safely: {error}"
+                ) from error
+    raise AssertionError
+
+
+def own_memory(value: Any) -> Any:
+    """Return a part of a checkpoint with copies of its tensors. Those that are one stay one."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(_path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            with torch.no_grad():
+                copies[id(leaf)] = leaf.clone().requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
+
+    return map_state(copy, value)
+
+
+def without_tensors(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's content without its large parts, to keep once they are restored."""
+    return {name: part for name, part in content.items() if name not in _LARGE}
+
+
+def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
+    """Return the newest checkpoint that verifies, and what was wrong with newer ones.
+
+    Returns:
+        Its entry, its content as `load` returns it, and a message for each newer one that had to be
+        passed over; None where no checkpoint was ever announced.
+    """
+    problems: list[str] = []
+    for entry in sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step):
+        try:
+            return entry, load(folder, entry), problems
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("No checkpoint of this run is whole. " + " ".join(problems))
+    return None
