@@ -350,18 +350,10 @@ _WHY_NOT = {
 }
 _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "batch_size_per_rank", "micro_batch_size"),
-    *("batch_tokens", "accumulate", "lr"),
+    *("batch_tokens", "accumulate", "lr", "keep_top_k", "keep_newest", "keep_hours"),
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
-    *(
-        "checkpoint_every_minutes",
-        "keep_top_k",
-        "keep_newest",
-        "keep_hours",
-        "patience",
-        "track_timeout",
-        "timeout_s",
-    ),
+    *("checkpoint_every_minutes", "patience", "track_timeout", "timeout_s"),
     *("eval_batch_size", "bucket_cap_mb", "ema", "virtual_ranks"),
 )
 _NOT_NEGATIVE = (

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from samestep import UserError
 from samestep.run import checkpoints, loading
-from samestep.run.index import Entry, Index, announce
+from samestep.run.index import Entry, Index, Retention, announce
 from samestep.run.index import read_index as read_written
 from samestep.training import stopping
 from tests.command_line import refusal
@@ -404,9 +404,9 @@ def test_pruning_keeps_the_last_and_the_best_k_and_nothing_else(added, top, mode
         assert entry in index.checkpoints
     assert len({e.path for e in index.checkpoints}) == len(index.checkpoints)
     assert len({e.step for e in index.checkpoints}) == len(index.checkpoints)
-    kept = index.prune(top)
+    kept = index.prune(Retention(top_k=top))
     assert (kept.last, kept.best) == (index.last, index.best)
-    assert kept.prune(top) == kept
+    assert kept.prune(Retention(top_k=top)) == kept
     if top is None:
         assert kept == index
         return
@@ -424,7 +424,7 @@ def test_an_index_is_read_back_as_it_was_written(added, mode):
     index = Index(monitor="loss", mode=mode)
     with tempfile.TemporaryDirectory() as folder:
         for entry in added:
-            index = announce(Path(folder), index, entry, None)
+            index = announce(Path(folder), index, entry, Retention())
         assert read_written(Path(folder)) == index
 
 
