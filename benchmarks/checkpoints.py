@@ -25,6 +25,7 @@ from report import machine
 
 from samestep.ranks.world import World
 from samestep.run import checkpoints
+from samestep.run.index import Retention
 from samestep.run.records import Record
 from samestep.session.session import Session
 from samestep.training.work import Position
@@ -128,7 +129,7 @@ def _ways(folder: Path, state: dict[str, Any], mib: int) -> list[Way]:
     plain, behind = TorchCheckpointIO(), AsyncCheckpointIO(TorchCheckpointIO())
 
     def ours(_folder: Path, turn: int) -> Callable[[], object]:
-        began, keep = time.perf_counter(), {"watch": None, "keep_top_k": 1}
+        began, keep = time.perf_counter(), {"watch": None, "retention": Retention(top_k=1)}
         session.saver.save(state, Position(step=turn), metric=None, began=began, sync=False, **keep)
         return session.saver.settle_well
 

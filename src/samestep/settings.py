@@ -231,6 +231,10 @@ class Settings:
     saves the memory of one copy of the state."""
     keep_top_k: int | None = field(default=None, metadata=_FREE)
     """Keep only the last checkpoint and the best K by --monitor; by default all."""
+    keep_newest: int | None = field(default=None, metadata=_FREE)
+    """Keep only the newest N checkpoints and the best; with --keep-top-k, the best K."""
+    keep_hours: float | None = field(default=None, metadata=_FREE)
+    """Keep only the checkpoints of the last H hours, the best and the last."""
     monitor: str | None = field(default=None, metadata=_COMMON)
     """Validation metric that decides which checkpoint is best, as in loss:min; by default accuracy,
     else loss."""
@@ -332,10 +336,10 @@ class Settings:
 
 _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "batch_size_per_rank", "micro_batch_size"),
-    *("batch_tokens", "accumulate", "lr"),
+    *("batch_tokens", "accumulate", "lr", "keep_top_k", "keep_newest", "keep_hours"),
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
-    *("checkpoint_every_minutes", "keep_top_k", "patience", "track_timeout", "timeout_s"),
+    *("checkpoint_every_minutes", "patience", "track_timeout", "timeout_s"),
     *("eval_batch_size", "bucket_cap_mb", "ema", "virtual_ranks"),
 )
 _NOT_NEGATIVE = (

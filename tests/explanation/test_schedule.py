@@ -11,7 +11,7 @@ from samestep.explanation.schedule import (
     planned_events,
     saves_the_best,
 )
-from samestep.run.index import Index
+from samestep.run.index import Index, Retention
 from samestep.training.plan import make_plan
 from samestep.training.stopping import Watch
 from samestep.training.work import Position
@@ -59,7 +59,7 @@ def test_a_stream_has_no_calendar():
 @given(st.integers(1, 6), st.none() | st.integers(1, 6))
 def test_kept_are_the_best_and_the_last(epochs, top):
     found = events_of(epochs=epochs)
-    kept = kept_files(found, top, Index())
+    kept = kept_files(found, Retention(top_k=top), Index())
     if top is None:
         assert kept.fewest == kept.most == epochs
     else:

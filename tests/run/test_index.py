@@ -1,8 +1,24 @@
-"""What an announcement deletes, and what it must not."""
+"""What an announcement deletes, and what it must not; and what of it is still whole."""
 
+import hashlib
 import os
+import time
+from dataclasses import replace
 
-from samestep.run.index import Entry, Index, announce, remove_unannounced
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import UserError
+from samestep.run.index import (
+    Entry,
+    Index,
+    Retention,
+    announce,
+    read_index,
+    remove_unannounced,
+    verify,
+)
 
 SINCE = 1_000_000.0
 
@@ -25,14 +41,16 @@ def names(folder):
 def test_files_that_the_index_never_named_are_not_deleted_by_an_announcement(tmp_path):
     index = Index(checkpoints=(entry(1, 0.1), entry(2, 0.2)))
     write(tmp_path, *(f"checkpoint_step_{step}.pt" for step in (1, 2, 3, 9)))
-    announce(tmp_path, index, entry(3, 0.3), keep_top_k=1)
+    announce(tmp_path, index, entry(3, 0.3), Retention(top_k=1))
     assert names(tmp_path) == {"checkpoint_step_3.pt", "checkpoint_step_9.pt"}
 
 
 def test_checkpoints_ranked_by_another_metric_are_spared(tmp_path):
     old = tuple(entry(step) for step in (1, 2))
     write(tmp_path, *(f"checkpoint_step_{step}.pt" for step in (1, 2, 3)))
-    kept = announce(tmp_path, Index(checkpoints=old), entry(3, 0.3), 1, [e.path for e in old])
+    kept = announce(
+        tmp_path, Index(checkpoints=old), entry(3, 0.3), Retention(top_k=1), [e.path for e in old]
+    )
     assert {e.step for e in kept.checkpoints} == {1, 2, 3}
     assert len(names(tmp_path)) == 3
 
@@ -42,3 +60,61 @@ def test_what_a_kill_left_is_told_from_what_was_announced_and_from_what_was_ther
     write(tmp_path, "checkpoint_step_6.pt", at=SINCE - 1)
     remove_unannounced(tmp_path, {"checkpoint_step_5.pt"}, SINCE)
     assert names(tmp_path) == {"checkpoint_step_5.pt", "checkpoint_step_6.pt", "checkpoint_mine.pt"}
+
+
+HOUR_S = 3600.0
+NEWER = st.integers(1, 9)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 3)), min_size=1, max_size=9),
+    st.none() | NEWER,
+    st.none() | NEWER,
+    st.none() | st.integers(1, 9),
+)
+def test_what_any_rule_keeps_stays_with_the_best_and_the_last_and_nothing_else(
+    added, top, newest, hours
+):
+    """`added`: the age in hours and the metric of each checkpoint, oldest step first."""
+    now = 10 * HOUR_S
+    entries = tuple(
+        replace(entry(step, metric), time=now - age * HOUR_S)
+        for step, (age, metric) in enumerate(added)
+    )
+    index = Index(checkpoints=entries)
+    kept = index.prune(Retention(top_k=top, newest=newest, hours=hours), now=now).checkpoints
+    if top is newest is hours is None:
+        assert kept == entries
+        return
+    ranked = sorted((e for e in entries if e.metric is not None), key=lambda e: (-e.metric, e.step))
+    wanted = {e.step for e in ranked[: top or 1]} | {e.step for e in entries[-(newest or 1) :]}
+    if hours is not None:
+        wanted |= {e.step for e, (age, _) in zip(entries, added, strict=True) if age <= hours}
+    assert {e.step for e in kept} == wanted
+
+
+def test_an_entry_without_a_time_is_as_old_as_its_file(tmp_path):
+    now = time.time()
+    write(tmp_path, "checkpoint_step_1.pt", at=now - 3 * HOUR_S)
+    write(tmp_path, "checkpoint_step_2.pt", "checkpoint_step_3.pt", "checkpoint_step_4.pt", at=now)
+    before = Index(checkpoints=(entry(1), entry(2), entry(3)))
+    kept = announce(tmp_path, before, entry(4, 0.1), Retention(hours=2))
+    assert [e.step for e in kept.checkpoints] == [2, 3, 4]
+    assert names(tmp_path) == {f"checkpoint_step_{step}.pt" for step in (2, 3, 4)}
+    assert read_index(tmp_path) == kept
+    assert all(e.time is not None and e.time >= now - 1 for e in kept.checkpoints)
+
+
+@pytest.mark.parametrize("how", ["changed", "cut", "missing"])
+def test_a_file_that_is_not_as_it_was_announced_is_named(tmp_path, how):
+    write(tmp_path, "checkpoint_step_1.pt")
+    path = tmp_path / "checkpoint_step_1.pt"
+    path.write_bytes(bytes(3 << 20))
+    announced = replace(entry(1), sha256=hashlib.sha256(bytes(3 << 20)).hexdigest())
+    verify(tmp_path, announced)
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(bytes((3 << 20) - 1) + b"?" * (how == "changed"))
+    with pytest.raises(UserError, match=r"checkpoint_step_1\.pt"):
+        verify(tmp_path, announced)

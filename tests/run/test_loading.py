@@ -1,123 +1,178 @@
-"""Loading reads a file once, and nothing that stays in use lies in the file."""
+"""A checkpoint is mapped, copied where it is kept, and let go once it is restored."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import samestep
 from samestep.errors import UserError
-from samestep.run import checkpoints
+from samestep.run import index, loading
+from samestep.run.checkpoints import FORMAT, save
 from samestep.run.index import Entry
-from samestep.run.loading import copied, load
-from tests.command_line import train_here
+from tests.needs import needs
+from tests.processes import run_ranks
+from tests.tiny import RECIPE, write_recipe
 
-RECIPE = """
+
+def written(folder: Path, **more) -> Entry:
+    """Write a checkpoint with a tensor in each part; return its entry."""
+    weight = torch.arange(50_000.0)
+    content = {"format": FORMAT, "model": {"w": weight, "tied": weight}, "rng": [weight + 1]}
+    content |= {"optimizer": {"state": {0: {"m": weight + 2}}}, **more}
+    return Entry(path="a.pt", step=1, epoch=1, sha256=save(folder, "a.pt", content))
+
+
+def mappings(folder: Path) -> list[str]:
+    """Return the lines of this process's mappings of files in a folder."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if str(folder) in line]
+
+
+ON_LINUX = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc")
+
+
+@ON_LINUX
+def test_weights_lie_in_the_mapped_file_all_else_is_copied_and_the_mapping_ends_with_the_content(
+    tmp_path,
+):
+    content = loading.load(tmp_path, written(tmp_path))
+    assert mappings(tmp_path)
+    weight = torch.arange(50_000.0)
+    assert torch.equal(content["model"]["w"], weight)
+    assert content["model"]["w"].data_ptr() == content["model"]["tied"].data_ptr()
+    kept = content["rng"]
+    own = loading.own_memory(content["optimizer"])
+    assert loading.without_tensors(content).keys() == {"format", "rng"}
+    del content
+    assert not mappings(tmp_path)
+    (tmp_path / "a.pt").write_bytes(b"")  # what still lay there would be a SIGBUS
+    assert torch.equal(kept[0], weight + 1)
+    assert torch.equal(own["state"][0]["m"], weight + 2)
+
+
+def test_what_is_written_to_a_loaded_tensor_does_not_reach_the_file(tmp_path):
+    entry = written(tmp_path)
+    loading.load(tmp_path, entry)["model"]["w"].zero_()
+    index.verify(tmp_path, entry)
+
+
+def test_a_verified_checkpoint_is_not_hashed_again(tmp_path):
+    entry = written(tmp_path)
+    other = Entry(path="a.pt", step=1, epoch=1, sha256="0" * 64)
+    with pytest.raises(UserError, match="damaged"):
+        loading.load(tmp_path, other)
+    assert loading.load(tmp_path, other, verified=True)["format"] == FORMAT
+    assert loading.load(tmp_path, entry)["format"] == FORMAT
+
+
+def test_a_file_in_the_old_format_of_torch_is_loaded_without_a_mapping(tmp_path):
+    content = {"format": FORMAT, "model": {"w": torch.ones(3)}}
+    torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    entry = Entry(path="a.pt", step=1, epoch=1, sha256="")
+    found = loading.load(tmp_path, entry, verified=True)
+    assert torch.equal(found["model"]["w"], torch.ones(3))
+
+
+def test_tensors_that_are_one_stay_one_when_they_are_copied():
+    one = nn.Parameter(torch.ones(2))
+    copied = loading.own_memory({"a": one, "b": [one]})
+    assert copied["a"] is copied["b"][0]
+    assert copied["a"].data_ptr() != one.data_ptr()
+    assert copied["a"].requires_grad
+
+
+LARGER = (
+    RECIPE.replace('"epochs": 6', '"epochs": 2')
+    .replace('"fp64"', '"fp32", "ema": 0.5, "pictures": False')
+    .replace("dtype=torch.float64", "dtype=torch.float32")
+)
+
+
+def mapped_in_training(arguments: list[str], folder: Path) -> tuple[list[str], int]:
+    """Train; return the mappings of checkpoints at the first record, and how many were hashed."""
+    from samestep.cli import main
+    from samestep.session.session import Session
+
+    found: list[list[str]] = []
+    hashed: list[Path] = []
+    begin, sha256_of = Session.begin, index.sha256_of
+
+    def look(self, *args):
+        found.append(mappings(folder))
+        return begin(self, *args)
+
+    def count(path):
+        hashed.append(path)
+        return sha256_of(path)
+
+    Session.begin, index.sha256_of = look, count
+    try:
+        assert main(arguments) == 0
+    finally:
+        Session.begin, index.sha256_of = begin, sha256_of
+    (lines,) = found
+    assert not mappings(folder)
+    return lines, len(hashed)
+
+
+@ON_LINUX
+@pytest.mark.parametrize("engine", ["native", pytest.param("lightning", marks=needs("lightning"))])
+def test_a_resumed_training_has_no_mapping_left_and_rank_0_alone_hashes(tmp_path, engine):
+    recipe, run = write_recipe(tmp_path, LARGER), tmp_path / "run"
+    if engine == "lightning":
+        recipe.write_text(LARGER.replace('"ema": 0.5, ', ""))
+    words = ["train", str(recipe), "--run-dir", str(run), "--max-steps", "5", "--engine", engine]
+    run_ranks(mapped_in_training, 2, tmp_path / "first", words, run)
+    words = ["train", str(run), "--resume", "--max-steps", "9"]
+    found = run_ranks(mapped_in_training, 2, tmp_path / "second", words, run)
+    assert [lines for lines, _ in found] == [[], []]
+    assert found[0][1] > 0
+    assert found[1][1] == 0
+
+
+OWN = """
+import sys
 from pathlib import Path
-
 import torch
 from torch import nn
-from samestep import Recipe, Splits
+import samestep
 
-def data():
-    x = torch.randn(24, 300)
-    return Splits(train=(x, x[:, :1]), validation=(x[:8], x[:8, :1]))
-
-def model():
-    return nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
-
-def loss(outputs, targets):
-    assert "checkpoints/" not in Path("/proc/self/maps").read_text()
-    return nn.functional.mse_loss(outputs, targets)
-
-recipe = Recipe(model=model, data=data, loss=loss, settings={
-    "epochs": 1, "batch_size": 8, "lr": 0.01, "optimizer": "adamw", "ema": 0.9,
-})
+with samestep.open_run(sys.argv[1], resume=True) as run:
+    model = run.place(nn.Linear(300, 300))
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    for epoch in run.epochs(int(sys.argv[2]), state={"model": model, "optimizer": optimizer}):
+        mapped = [l for l in Path("/proc/self/maps").read_text().splitlines() if sys.argv[1] in l]
+        assert not mapped, mapped
+        for batch in run.batches(torch.randn(8, 300), 4):
+            loss = model(batch.data).square().mean()
+            optimizer.zero_grad()
+            run.backward(loss, optimizer)
+            optimizer.step()
+            run.log(loss=loss)
 """
 
 
-def mapped() -> int:
-    return Path("/proc/self/maps").read_text().count("checkpoints/")
+@ON_LINUX
+def test_a_resumed_loop_of_ones_own_has_no_mapping_left(tmp_path):
+    from tests.session.scripts import run as run_script
+
+    script = tmp_path / "own.py"
+    script.write_text(OWN)
+    for epochs in ("1", "2"):
+        run_script(script, str(tmp_path / "run"), epochs, folder=tmp_path)
 
 
-@pytest.mark.parametrize("engine", ["native", "lightning"])
-def test_once_a_training_goes_on_no_tensor_of_it_lies_in_the_checkpoint_file(tmp_path, engine):
-    """The file may be deleted then, which a network file system answers by SIGBUS."""
-    if engine == "lightning":
-        pytest.importorskip("lightning")
-    recipe, run = tmp_path / "large.py", tmp_path / "run"
-    recipe.write_text(RECIPE)
-    flags = ("--engine", engine) + (("--ema", "0.9") if engine == "native" else ())
-    if engine == "lightning":
-        recipe.write_text(RECIPE.replace(', "ema": 0.9', ""))
-    train_here(str(recipe), "--run-dir", str(run), *flags)
-    train_here(str(run), "--resume", "--epochs", "2")
-    assert not mapped()
-
-
-def test_a_loaded_model_does_not_lie_in_the_checkpoint_file(tmp_path):
-    recipe, run = tmp_path / "large.py", tmp_path / "run"
-    recipe.write_text(RECIPE)
-    train_here(str(recipe), "--run-dir", str(run))
-    model = samestep.load(run)
-    assert not mapped()
-    assert sum(p.numel() for p in model.parameters()) == 300 * 301 + 301
-
-
-def written(folder: Path, state: dict) -> Entry:
-    digest = checkpoints.save(folder, "a.pt", {"format": 1, **state})
-    return Entry(path="a.pt", step=1, epoch=1, sha256=digest)
-
-
-def test_large_tensors_stay_in_the_file_until_they_are_copied(tmp_path):
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    entry = written(folder, {"large": torch.ones(1 << 18), "small": torch.ones(4)})
-    found = load(folder, entry)
-    assert mapped()
-    kept = copied(found)
-    del found
-    assert not mapped()
-    assert torch.equal(kept["large"], torch.ones(1 << 18))
-    assert torch.equal(kept["small"], torch.ones(4))
-
-
-def test_writing_to_what_was_loaded_does_not_change_the_file(tmp_path):
-    entry = written(tmp_path, {"weight": torch.ones(1 << 18)})
-    load(tmp_path, entry)["weight"].zero_()
-    assert torch.equal(load(tmp_path, entry)["weight"], torch.ones(1 << 18))
-
-
-def test_an_optimizer_of_the_users_own_gets_memory_of_its_own(tmp_path):
-    """torch.optim keeps the tensors that it is given."""
-    from samestep.session.own_state import load_one
-
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    model = nn.Linear(600, 600)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(600)).sum().backward()
-    optimizer.step()
-    entry = written(folder, {"optimizer": optimizer.state_dict()})
-    found = load(folder, entry)
-    load_one("optimizer", optimizer, found["optimizer"])
-    del found
-    assert not mapped()
-
-
-@pytest.mark.parametrize("content", [b"", b"torn"])
-def test_a_file_that_cannot_be_mapped_is_refused_in_words_also_without_its_hash(tmp_path, content):
-    entry = written(tmp_path, {})
-    (tmp_path / "a.pt").write_bytes(content)
-    for verify in (True, False):
-        with pytest.raises(UserError):
-            load(tmp_path, entry, verify=verify)
-
-
-def test_a_missing_file_is_refused_in_words(tmp_path):
-    entry = written(tmp_path, {})
+def test_a_damaged_file_is_named_with_both_hashes(tmp_path):
+    entry = written(tmp_path)
+    content = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(content[:-9])
+    other = hashlib.sha256(content[:-9]).hexdigest()
+    with pytest.raises(UserError) as caught:
+        loading.load(tmp_path, entry)
+    assert other[:12] in str(caught.value)
+    assert entry.sha256[:12] in str(caught.value)
     (tmp_path / "a.pt").unlink()
-    for verify in (True, False):
-        with pytest.raises(UserError):
-            load(tmp_path, entry, verify=verify)
+    with pytest.raises(UserError, match="cannot be read"):
+        loading.load(tmp_path, entry, verified=True)

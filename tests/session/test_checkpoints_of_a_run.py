@@ -11,10 +11,11 @@ import torch
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run import checkpoints, shards
+from samestep.run.index import Retention
 from samestep.session.session import Session
 from samestep.training.stopping import Watch
 from samestep.training.work import Position
-from tests.processes import run_ranks
+from tests.processes import TIMEOUT_S, run_ranks
 from tests.tiny import all_records, last_state, read_index, sha256
 
 
@@ -50,7 +51,7 @@ def save(
         Position(step=step, epoch=step // 10, step_in_epoch=step % 10),
         metric=metric,
         watch=session.watch,
-        keep_top_k=keep,
+        retention=Retention(top_k=keep),
         began=time.perf_counter(),
         sync=sync,
     )
@@ -97,7 +98,9 @@ def test_a_checkpoint_is_written_named_in_the_index_and_told_with_its_hash(opene
     index = read_index(tmp_path)
     assert (index["monitor"], index["mode"]) == ("loss", "min")
     entry = {"path": path.name, "step": 14, "epoch": 2, "sha256": sha256(path), "metric": 0.25}
-    assert index["last"] == index["best"] == entry
+    assert index["last"] == index["best"]
+    assert abs(index["last"].pop("time") - time.time()) < TIMEOUT_S
+    assert index["last"] == entry
 
 
 def test_the_last_and_the_best_are_kept(opened, tmp_path):
@@ -231,7 +234,7 @@ def save_sharded(run: Path, sync: bool) -> list[str]:
             Position(step=step, epoch=step // 10),
             metric=None,
             watch=None,
-            keep_top_k=1,
+            retention=Retention(top_k=1),
             began=time.perf_counter(),
             sync=sync,
             sharded=True,

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import UserError
-from samestep.run import loading
-from samestep.run.index import Entry, Index, announce
+from samestep.run import checkpoints, loading
+from samestep.run.index import Entry, Index, Retention, announce
 from samestep.run.index import read_index as read_written
 from samestep.training import stopping
 from tests.command_line import refusal
@@ -225,7 +225,7 @@ def test_a_file_that_is_no_checkpoint_is_named_though_its_hash_is_right(tmp_path
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     torch.save({"format": 99, "model": {}}, tmp_path / "a.pt")
     entry = Entry(path="a.pt", step=1, epoch=0, sha256=sha256(tmp_path / "a.pt"))
-    with pytest.raises(UserError, match=rf"format 99\b.*format {loading.FORMAT}\b"):
+    with pytest.raises(UserError, match=rf"format 99\b.*format {checkpoints.FORMAT}\b"):
         loading.load(tmp_path, entry)
 
 
@@ -404,9 +404,9 @@ def test_pruning_keeps_the_last_and_the_best_k_and_nothing_else(added, top, mode
         assert entry in index.checkpoints
     assert len({e.path for e in index.checkpoints}) == len(index.checkpoints)
     assert len({e.step for e in index.checkpoints}) == len(index.checkpoints)
-    kept = index.prune(top)
+    kept = index.prune(Retention(top_k=top))
     assert (kept.last, kept.best) == (index.last, index.best)
-    assert kept.prune(top) == kept
+    assert kept.prune(Retention(top_k=top)) == kept
     if top is None:
         assert kept == index
         return
@@ -424,7 +424,7 @@ def test_an_index_is_read_back_as_it_was_written(added, mode):
     index = Index(monitor="loss", mode=mode)
     with tempfile.TemporaryDirectory() as folder:
         for entry in added:
-            index = announce(Path(folder), index, entry, None)
+            index = announce(Path(folder), index, entry, Retention())
         assert read_written(Path(folder)) == index
 
 

@@ -104,6 +104,8 @@ class SettingsArguments(TypedDict, total=False):
     checkpoint_every_minutes: float | None
     checkpoint_sync: bool
     keep_top_k: int | None
+    keep_newest: int | None
+    keep_hours: float | None
     monitor: str | None
     mode: Literal["auto", "min", "max"]
     patience: int | None

@@ -85,8 +85,10 @@ def _read_run(path: Path) -> dict[str, Any]:
     facts = {"num_workers": settings.get("num_workers", 0), "epoch_s": [None, *seconds][-1]}
     if files:
         facts["checkpoint_bytes"] = max(files, key=lambda file: file.st_mtime).st_size
-    if "keep_top_k" in settings:
-        facts["num_checkpoints"] = settings["keep_top_k"] + 2  # the last one, and the next
+    if "keep_hours" not in settings and ({"keep_top_k", "keep_newest"} & settings.keys()):
+        # The newest, or the last one alone, and the next.
+        kept = settings.get("keep_top_k", 1) + settings.get("keep_newest", 1)
+        facts["num_checkpoints"] = kept + 1
     elif "epochs" in settings:
         every = settings.get("checkpoint_every_epochs", 1)
         facts["num_checkpoints"] = -(-settings["epochs"] // every)

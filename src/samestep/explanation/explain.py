@@ -18,7 +18,7 @@ from samestep.run.index import read_index
 from samestep.run.records import read_records
 from samestep.session.build import Built, Loaded, build, go_on, newest_whole, planned
 from samestep.session.request import Request
-from samestep.session.training_run import choose_path, completed, notes_of
+from samestep.session.training_run import choose_path, completed, notes_of, retention_of
 from samestep.settings import Settings, as_table
 from samestep.training.alike import seed_alike
 from samestep.training.device import data_dtype, switched
@@ -157,9 +157,11 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         events = schedule.planned_events(
             plan, settings, built.state.position, evaluates=built.splits.validation is not None
         )
-        top, made = settings.keep_top_k, built.work.learner.scheduler
+        made = built.work.learner.scheduler
         unknown = events is None or schedule.saves_the_best(settings, events)
-        kept = None if unknown else schedule.kept_files(events or (), top, before)
+        kept = (
+            None if unknown else schedule.kept_files(events or (), retention_of(settings), before)
+        )
         size = None if memory is None else rank_memory.checkpoint_bytes(request, as_trained)
         return Explanation(
             recipe=recipe.name,

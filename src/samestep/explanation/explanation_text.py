@@ -7,6 +7,8 @@ from samestep.explanation.rank_memory import MemoryPart, RankMemory
 from samestep.explanation.schedule import Share, StepShares, saves_the_best
 from samestep.ranks.nproc import RANK_BYTES
 from samestep.reporting.words import count, size, wrapped
+from samestep.run.index import Retention
+from samestep.session.training_run import retention_of
 from samestep.settings import order_name
 from samestep.training.plan import ENDLESS
 
@@ -391,9 +393,7 @@ def _checkpoints(found: Explanation) -> Rows:
         yield "which", ", ".join(shown)
     if kept is not None:
         files = f"{kept.fewest} or " * (kept.fewest != kept.most) + count(kept.most, "file")
-        top = settings.keep_top_k
-        which = "all" if top is None else f"the best {top} and the last"
-        yield "kept", f"{which}: {files} at the end"
+        yield "kept", f"{_kept(retention_of(settings))}: {files} at the end"
     if found.checkpoint_bytes is not None:
         each, average = found.checkpoint_bytes, ", average" * (settings.ema is not None)
         yield "size", f"about {size(each)} each: weights, optimizer{average}, the state of the run"
@@ -404,3 +404,14 @@ def _checkpoints(found: Explanation) -> Rows:
                 "while a new one is written"
             )
             yield "disk", text
+
+
+def _kept(rules: Retention) -> str:
+    """Return which checkpoints stay, in words."""
+    if rules.keeps_all:
+        return "all"
+    best = "the best" if rules.top_k is None else f"the best {rules.top_k}"
+    last = "the last" if rules.newest in (None, 1) else f"the newest {rules.newest}"
+    if rules.hours is None:
+        return f"{best} and {last}"
+    return f"{best}, {last}, and those of the last {rules.hours:g} hours"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from operator import attrgetter
 from typing import Any
 
@@ -11,7 +11,7 @@ from samestep.data.blocks import group_steps, micro_steps, part_of
 from samestep.data.order import LazyOrder
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.run.index import Entry, Index
+from samestep.run.index import Entry, Index, Retention
 from samestep.session.build import Built, planned
 from samestep.session.request import Request
 from samestep.settings import Settings
@@ -201,27 +201,32 @@ def saves_the_best(settings: Settings, events: Iterable[PlannedEvent]) -> bool:
     return any(event.evaluates and not event.saves for event in events)
 
 
-def kept_files(
-    events: tuple[PlannedEvent, ...], keep_top_k: int | None, before: Index
-) -> KeptFiles:
+def kept_files(events: tuple[PlannedEvent, ...], rules: Retention, before: Index) -> KeptFiles:
     """Return how many checkpoints are kept, whatever the metric does.
 
     The fewest are kept if the last is among the best, the most if each is worse than the one
-    before. `before` are those that a run has already.
+    before; with a rule by age, if all are older, and if none is. `before` are those that a run has
+    already.
     """
     saved = [event for event in events if event.saves]
-    if keep_top_k is None:
+    if rules.keeps_all:
         steps = {entry.step for entry in before.checkpoints} | {event.step for event in saved}
         return KeptFiles(fewest=len(steps), most=len(steps))
     counts = []
-    for sign in (1, -1):
+    ages = (0.0, math.inf) if rules.hours is not None else (0.0,)  # all young, or all old
+    for sign, now in product((1, -1), ages):
         index = replace(before, mode="max")
         for event in saved:
             metric = float(sign * event.step) if event.evaluates else None
             entry = Entry(
-                path=event.saves, step=event.step, epoch=event.epoch, sha256="", metric=metric
+                path=event.saves,
+                step=event.step,
+                epoch=event.epoch,
+                sha256="",
+                metric=metric,
+                time=0.0,
             )
-            index = index.add(entry).prune(keep_top_k)
+            index = index.add(entry).prune(rules, now=now)
         counts.append(len(index.checkpoints))
     return KeptFiles(fewest=min(counts), most=max(counts))
 

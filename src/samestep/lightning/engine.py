@@ -34,6 +34,7 @@ from samestep.lightning.module import LitRecipe, check_recipe
 from samestep.ranks import watched
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
+from samestep.run import loading
 from samestep.run.index import read_index
 from samestep.run.loading import copied, load
 from samestep.session.training_run import Engine, Task
@@ -218,7 +219,8 @@ class _RunCheckpoints(CheckpointIO):
         folder = Path(path).parent
         for entry in read_index(folder).checkpoints:
             if entry.path == Path(path).name:
-                return copied(load(folder, entry))  # Lightning's optimizers keep the tensors
+                # The session has checked its hash, and restored the training from it, just now.
+                return loading.load(folder, entry, verified=True)
         raise UserError(f"{path} is not among the checkpoints that {folder}/index.json names.")
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -216,6 +216,8 @@ def measure(
         patience=None,
         monitor=None,
         keep_top_k=None,
+        keep_newest=None,
+        keep_hours=None,
         pictures=False,
     )
     recipe = replace(request.recipe, data=_training_part(request.recipe.data))

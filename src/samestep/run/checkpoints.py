@@ -1,4 +1,4 @@
-"""Write checkpoint files: whole or not at all, and hashed."""
+"""Checkpoint files: written whole or not at all, and hashed. `loading` reads them."""
 
 import contextlib
 import hashlib

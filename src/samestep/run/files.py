@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -42,6 +43,25 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], _T]) -> _T:
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+_CHUNK_BYTES = 1 << 20
+_AHEAD_BYTES = 64 << 20
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file. The disk reads ahead while it is computed."""
+    digest, chunk, done = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES)), 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            if done % _AHEAD_BYTES == 0 and hasattr(os, "posix_fadvise"):
+                with contextlib.suppress(OSError):  # only advice
+                    place = done + _AHEAD_BYTES if done else 0
+                    size = _AHEAD_BYTES if done else 2 * _AHEAD_BYTES
+                    os.posix_fadvise(file.fileno(), place, size, os.POSIX_FADV_WILLNEED)
+            digest.update(chunk[:count])
+            done += count
+    return digest.hexdigest()
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -4,9 +4,11 @@ A checkpoint counts from the moment the index names it. Whatever kills the proce
 leaves the index, and every file it names, as they were.
 """
 
+import contextlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import msgspec
 
 from samestep.errors import UserError
-from samestep.run.files import write_text
+from samestep.run.files import sha256_of, write_text
 
 _OURS = re.compile(r"checkpoint_(epoch|step)_\d+\.(pt|shards)")  # a user's own copies stay
 
@@ -33,6 +35,29 @@ class Entry:
     """The monitored metric at this step, if it was evaluated there."""
     files: dict[str, str] = field(default_factory=dict)
     """Of a sharded checkpoint: the SHA-256 of each part, by its place in checkpoints/."""
+    time: float | None = None
+    """When it was announced, in seconds since the epoch. Earlier versions did not say; then the
+    time of the file counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints stay: all that any rule keeps, the last, and by any rule at least the best.
+
+    Without a rule all stay.
+    """
+
+    top_k: int | None = None
+    """The best K."""
+    newest: int | None = None
+    """The newest N."""
+    hours: float | None = None
+    """Those that were announced at most this many hours ago."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is no rule."""
+        return self.top_k is self.newest is self.hours is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +93,29 @@ class Index:
         """Return the index without the checkpoints of later steps."""
         return replace(self, checkpoints=tuple(e for e in self.checkpoints if e.step <= step))
 
-    def prune(self, keep_top_k: int | None, spared: Collection[str] = ()) -> "Index":
-        """Return the index with the best k, the last, and the spared files."""
-        if keep_top_k is None:
+    def prune(self, rules: Retention, spared: Collection[str] = (), now: float = 0.0) -> "Index":
+        """Return the index with what the rules keep at the time `now`, and the spared files.
+
+        A checkpoint of unknown age stays.
+        """
+        if rules.keeps_all:
             return self
-        keep = {entry.path for entry in (*self.ranked()[:keep_top_k], self.last) if entry}
-        keep |= {*spared}
+        newest = sorted(self.checkpoints, key=lambda entry: -entry.step)
+        keep = {entry.path for entry in newest[: max(rules.newest or 1, 1)]}
+        keep |= {entry.path for entry in self.ranked()[: rules.top_k or 1]} | {*spared}
+        if rules.hours is not None:
+            since = now - rules.hours * 3600
+            keep |= {e.path for e in self.checkpoints if e.time is None or e.time >= since}
         return replace(self, checkpoints=tuple(e for e in self.checkpoints if e.path in keep))
 
 
 def announce(
-    folder: Path, index: Index, entry: Entry, keep_top_k: int | None, spared: Collection[str] = ()
+    folder: Path, index: Index, entry: Entry, rules: Retention, spared: Collection[str] = ()
 ) -> Index:
     """Name a written checkpoint in the index, then delete those that are no longer kept."""
-    kept = index.add(entry).prune(keep_top_k, spared)
+    now = time.time()
+    grown = _dated(folder, index.add(replace(entry, time=now)))
+    kept = grown.prune(rules, spared, now)
     table: dict[str, object] = {"last": kept.last, "best": kept.best}
     table |= {"monitor": kept.monitor, "mode": kept.mode, "checkpoints": kept.checkpoints}
     write_text(folder / "index.json", json.dumps(table, indent=2, default=_as_table) + "\n")
@@ -90,9 +124,42 @@ def announce(
     return kept
 
 
+def _dated(folder: Path, index: Index) -> Index:
+    """Return the index with the times of files where an earlier version named none."""
+    entries = list(index.checkpoints)
+    for place, entry in enumerate(entries):
+        if entry.time is None:
+            with contextlib.suppress(OSError):
+                entries[place] = replace(entry, time=(folder / entry.path).stat().st_mtime)
+    return replace(index, checkpoints=tuple(entries))
+
+
+def verify(folder: Path, entry: Entry) -> None:
+    """Check the files of a checkpoint against their hashes.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    path = folder / entry.path
+    try:
+        found = sha256_of(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    if found != entry.sha256:
+        raise UserError(
+            f"{path} is damaged: its SHA-256 is {found[:12]}…, the index says {entry.sha256[:12]}…."
+        )
+    if entry.files:
+        from samestep.run import shards  # noqa: PLC0415 - torch, for sharded checkpoints alone
+
+        parts = {Path(place).name: digest for place, digest in entry.files.items()}
+        shards.verify(folder / shards_of(entry.path), parts)
+
+
 def _as_table(entry: Entry) -> dict[str, Any]:
-    table = asdict(entry)
-    return table if entry.files else {name: table[name] for name in table if name != "files"}
+    left_out = {"files"} if not entry.files else set()
+    left_out |= {"time"} if entry.time is None else set()
+    return {name: value for name, value in asdict(entry).items() if name not in left_out}
 
 
 def shards_of(name: str) -> str:

@@ -1,12 +1,12 @@
-"""Read checkpoint files: verified first, then mapped, so that the ranks of a node share the memory.
+"""Checkpoint files read back: verified, mapped into memory instead of copied, and let go again.
 
-Large tensors of what is loaded lie in the mapped file. Copy what is kept and let the rest go: the
-file may be deleted, and some file systems then lose what is mapped.
+A checkpoint of gigabytes is resumed by all ranks of a node at once. They map one file, so its pages
+are in memory once for all of them, and each rank copies only what it keeps.
 """
 
-import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,33 +14,34 @@ from torch import Tensor
 from samestep.errors import UserError
 from samestep.run.checkpoints import FORMAT
 from samestep.run.host_copy import map_state
-from samestep.run.index import Entry, read_index, shards_of
+from samestep.run.index import Entry, read_index, shards_of, verify
 
-_T = TypeVar("_T")
-Newest = tuple[Entry, dict[str, Any], list[str]]
-
-_CHUNK_BYTES = 1 << 20
-_SMALL_BYTES = 1 << 16
+_LARGE = ("model", "ema", "optimizer", "state")
+"""What nearly all of a checkpoint's bytes are in."""
 
 
-def load(folder: Path, entry: Entry, *, verify: bool = True, mesh: Any = None) -> dict[str, Any]:
+def load(folder: Path, entry: Entry, *, verified: bool = False, mesh: Any = None) -> dict[str, Any]:
     """Return a checkpoint's content, on the CPU.
 
-    Its hash is checked first; without `verify`, another rank has done so. Of a sharded checkpoint,
-    `mesh` says of which tensors this rank holds a part; without one they are whole.
+    Tensors under "model", "ema", "optimizer" and "state" lie in the mapped file: whoever keeps one
+    copies it first (`own_memory`), because a file that is deleted on another node takes its pages
+    along. All others are copies. The mapping ends with the last of its tensors, so let the content
+    go once it is restored. The parts of a sharded checkpoint are read over `mesh`, a DeviceMesh;
+    without one they are put together.
+
+    Args:
+        folder: the run's checkpoints/.
+        entry: what the index says of the checkpoint.
+        verified: whether a rank has checked the hash and told this one.
+        mesh: over which sharded tensors are cut.
 
     Raises:
-        UserError: a file is missing, damaged, or no checkpoint that this version can load.
+        UserError: the file is missing, damaged, or no checkpoint that this version can load.
     """
     path = folder / entry.path
-    if verify:
-        check_hash(path, entry.sha256)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except Exception as error:  # what it raises depends on what stands in the file
-        raise UserError(f"{path} is no checkpoint that can be loaded safely: {error}") from error
+    if not verified:
+        verify(folder, entry)
+    state = _read(path)
     if not isinstance(state, dict) or "format" not in state:
         raise UserError(f"{path} is no checkpoint of samestep.")
     if state["format"] != FORMAT:
@@ -51,56 +52,59 @@ def load(folder: Path, entry: Entry, *, verify: bool = True, mesh: Any = None) -
     if entry.files:
         from samestep.run import shards  # noqa: PLC0415 - half a second, for FSDP alone
 
-        parts = folder / shards_of(entry.path)
-        if verify:
-            shards.verify(parts, {Path(place).name: h for place, h in entry.files.items()})
-        state = shards.read(parts, state, mesh)
-    own: dict[str, Any] = map_state(lambda _, leaf: _out_of_file(leaf), state)
-    return own
+        state = shards.read(folder / shards_of(entry.path), state, mesh)
+    return {name: part if name in _LARGE else own_memory(part) for name, part in state.items()}
 
 
-def check_hash(path: Path, sha256: str) -> None:
-    """Check a file against its SHA-256; it is read once, in order.
-
-    Raises:
-        UserError: it cannot be read, or is damaged.
-    """
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+def _read(path: Path) -> Any:
+    """Return what a file holds, mapped; read into memory if it cannot be mapped."""
     try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(chunk):
-                digest.update(chunk[:count])
+        path.open("rb").close()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    if (found := digest.hexdigest()) != sha256:
-        raise UserError(
-            f"{path} is damaged: its SHA-256 is {found[:12]}…, the index says {sha256[:12]}…."
-        )
+    # The second way is for file systems without mmap, and it names what is wrong with a file.
+    for maps in (True, False):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
+        except Exception as error:  # what it raises depends on what stands in the file
+            if not maps:
+                raise UserError(
+                    f"{path} is no checkpoint that can be loaded safely: {error}"
+                ) from error
+    raise AssertionError
 
 
-def _out_of_file(leaf: Any) -> Any:
-    """Return a copy of a small tensor: only large ones are worth the care."""
-    small = isinstance(leaf, Tensor) and leaf.nbytes <= _SMALL_BYTES
-    return leaf.clone() if small else leaf
+def own_memory(value: Any) -> Any:
+    """Return a part of a checkpoint with copies of its tensors. Those that are one stay one."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(_path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            with torch.no_grad():
+                copies[id(leaf)] = leaf.clone().requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
+
+    return map_state(copy, value)
 
 
-def copied(content: _T) -> _T:
-    """Return what was loaded in memory of its own, for those who keep it."""
-    found: _T = map_state(lambda _, x: x.clone() if isinstance(x, Tensor) else x, content)
-    return found
+def without_tensors(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's content without its large parts, to keep once they are restored."""
+    return {name: part for name, part in content.items() if name not in _LARGE}
 
 
-def load_newest(folder: Path, mesh: Any = None) -> Newest | None:
+def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
     """Return the newest checkpoint that verifies, and what was wrong with newer ones.
 
     Returns:
-        Its entry, its content, and a message for each newer one that had to be passed over; None
-        where no checkpoint was ever announced.
+        Its entry, its content as `load` returns it, and a message for each newer one that had to be
+        passed over; None where no checkpoint was ever announced.
     """
     problems: list[str] = []
     for entry in sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step):
         try:
-            return entry, load(folder, entry, mesh=mesh), problems
+            return entry, load(folder, entry), problems
         except UserError as error:
             problems.append(str(error))
     if problems:

@@ -5,7 +5,6 @@ holds is in the file beside them, where a placeholder stands for each tensor.
 """
 
 import errno
-import hashlib
 import os
 import pickle
 import shutil
@@ -24,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from samestep.errors import UserError
-from samestep.run.files import cannot_write
+from samestep.run.files import cannot_write, sha256_of
 from samestep.run.host_copy import map_state
 
 _MARK = "in shards: "
@@ -104,7 +103,7 @@ def write(
         hidden = OSError(errno.ENOSPC, "") if is_full else unknown
         raise cannot_write(folder, known[0] if known else hidden) from error
     mine = [*folder.glob(f"__{rank}_*"), *([folder / _METADATA] if rank == 0 else [])]
-    hashes = {path.name: _sha256(path) for path in mine}
+    hashes = {path.name: sha256_of(path) for path in mine}
     if rank == 0:
         for place in (folder, folder.parent):
             descriptor = os.open(place, os.O_RDONLY)
@@ -129,7 +128,7 @@ def verify(folder: Path, files: Mapping[str, str]) -> None:
     for name, digest in files.items():
         path = folder / name
         try:
-            found = _sha256(path)
+            found = sha256_of(path)
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
         else:
@@ -239,11 +238,3 @@ def _empty(shape: list[int], dtype: torch.dtype, mesh: DeviceMesh | None) -> Ten
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-
-
-def _sha256(path: Path) -> str:
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            digest.update(chunk[:count])
-    return digest.hexdigest()

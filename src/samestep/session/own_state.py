@@ -13,7 +13,7 @@ from samestep.errors import UserError, blame, listed
 from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.directory import names_secret
-from samestep.run.loading import copied
+from samestep.run.loading import own_memory
 from samestep.run.records import TAKEN_NAMES
 from samestep.training.prepare import check_dense
 from samestep.training.snapshot import load_model
@@ -123,7 +123,7 @@ def load_one(name: str, one: Stateful, saved: Any) -> None:
         if isinstance(one, nn.Module):
             load_model(one, {"model": saved})
         else:
-            one.load_state_dict(copied(saved))  # it may keep the tensors
+            one.load_state_dict(own_memory(saved))  # an optimizer keeps the tensors it is given
     except UserError as error:
         raise UserError(f"state[{name!r}]: {error}") from error
     except Exception as error:

@@ -15,7 +15,7 @@ from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.host_copy import HostCopies
-from samestep.run.index import Entry, Index, announce, read_index, shards_of
+from samestep.run.index import Entry, Index, Retention, announce, read_index, shards_of
 from samestep.run.records import Record
 from samestep.training.loop import checkpoint_name
 from samestep.training.stopping import Watch
@@ -74,8 +74,7 @@ class Saver:
         *,
         metric: float | None,
         watch: Watch | None,
-        keep_top_k: int | None,
-        keep_newest: int = 0,
+        retention: Retention,
         began: float,
         sync: bool,
         sharded: bool = False,
@@ -83,9 +82,8 @@ class Saver:
         """Write and announce a checkpoint, delete others, emit its record.
 
         Rank 0 calls it; if `sharded`, all ranks do, each with its part of the tensors. Without
-        `sync` it returns once the state is copied; a thread does the rest. The best `keep_top_k`
-        are kept, the last, and the newest `keep_newest`; None keeps all. `began` is when the caller
-        began to save, by `time.perf_counter`.
+        `sync` it returns once the state is copied; a thread does the rest. `retention` says which
+        checkpoints stay. `began` is when the caller began to save, by `time.perf_counter`.
 
         Raises:
             UserError: with `sync`, it cannot be written. Without, `settle_well` tells.
@@ -120,10 +118,8 @@ class Saver:
                 return
             digest = checkpoints.save(self._folder, name, content)
             index = replace(self._index, **judged)
-            newest = sorted(index.checkpoints, key=lambda old: -old.step)[: max(keep_newest - 1, 0)]
-            spared = [*self._spared, *(old.path for old in newest)]
             whole = replace(entry, sha256=digest, files=files)
-            self._index = announce(self._folder, index, whole, keep_top_k, spared)
+            self._index = announce(self._folder, index, whole, retention, self._spared)
             record["sha256"] = digest
             if "weights_sha256" in content:
                 record["weights_sha256"] = content["weights_sha256"]

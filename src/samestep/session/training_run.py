@@ -17,6 +17,7 @@ from samestep.ranks.world import World, gpu_uuid
 from samestep.run.code_copy import kept_code
 from samestep.run.directory import Run, check_free, git_commit, is_run, new_run_path
 from samestep.run.files import write_text
+from samestep.run.index import Retention
 from samestep.run.records import Record, read_records
 from samestep.session.build import Built, Loaded, build, go_on, load_newest
 from samestep.session.halving import check_halving, halving_of
@@ -31,7 +32,7 @@ from samestep.session.session import (
     resume_record,
     start_record,
 )
-from samestep.settings import free_names, order_name
+from samestep.settings import Settings, free_names, order_name
 from samestep.training.alike import arithmetic
 from samestep.training.device import kernels_of, switched
 from samestep.training.loop import RunControl, train
@@ -119,11 +120,9 @@ def _train(
     engine: Engine,
 ) -> Outcome:
     work, state, world = built.work, built.state, built.work.world
-    found = None
+    resumed = None
     if request.resume and world.on_main(lambda: is_run(session.path)):
-        found = load_newest(session.path, world, mesh_of(work.learner.model))
-    resumed = found and go_on(request, work, state, session.path, found)
-    found = None  # its tensors are copied, and its file is mapped
+        resumed = _restored(request, built, session.path)
     gpus = world.gather(gpu_uuid(world.device))
     start = _start_record(request, built, session.path, named, resumed)
     if session.run is not None:
@@ -147,7 +146,7 @@ def _train(
             state.position,
             metric=metric,
             watch=state.watch,
-            keep_top_k=work.settings.keep_top_k,
+            retention=retention_of(work.settings),
             began=began,
             sync=work.settings.checkpoint_sync,
             sharded=sharded,
@@ -175,6 +174,19 @@ def _train(
         first = session.first_record_s
         first_step_s = None if first is None else first - started_at
         return finish_run(request, built, session, agreement, first_step_s)
+
+
+def _restored(request: Request, built: Built, path: Path) -> Loaded | None:
+    """Go on from a run's newest checkpoint, of which nothing but the entry stays in memory."""
+    found = load_newest(path, built.work.world)
+    return found and go_on(request, built.work, built.state, path, found)
+
+
+def retention_of(settings: Settings) -> Retention:
+    """Return which checkpoints the settings keep."""
+    return Retention(
+        top_k=settings.keep_top_k, newest=settings.keep_newest, hours=settings.keep_hours
+    )
 
 
 def completed(request: Request, world: World) -> Request:

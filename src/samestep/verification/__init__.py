@@ -7,6 +7,7 @@ NO_EFFECT = (
     *("eval_every_epochs", "eval_every_steps", "checkpoint_every_epochs", "monitor", "mode"),
     "timeout_s",
     "stall_s",
-    *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k", "patience", "min_delta"),
+    *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k"),
+    *("keep_newest", "keep_hours", "patience", "min_delta"),
     "halving",
 )

@@ -20,7 +20,7 @@ _ALWAYS: dict[str, Any] = {
     **dict.fromkeys(
         ("epochs", "batch_size_per_rank", "batch_tokens", "accumulate", "patience", "keep_top_k")
     ),
-    **dict.fromkeys(("checkpoint_every_minutes", "monitor")),
+    **dict.fromkeys(("checkpoint_every_minutes", "monitor", "keep_newest", "keep_hours")),
     "mode": "auto",
     "compile": "off",
     "pictures": False,
