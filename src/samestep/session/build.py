@@ -25,7 +25,7 @@ from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.run import loading
-from samestep.run.index import Entry, remove_unannounced, verify
+from samestep.run.index import Entry, remove_unannounced
 from samestep.run.records import read_records
 from samestep.session.request import Request, changes_since, to_toml
 from samestep.settings import Settings
@@ -350,17 +350,15 @@ class Loaded(NamedTuple):
 
 
 def go_on(request: Request, work: Work, state: State, path: Path, found: Loaded) -> Loaded:
-    """Restore a training from a checkpoint of a run; refuse what would make it another training.
-
-    What it returns no longer has the checkpoint's content.
-    """
+    """Restore a training from a checkpoint of a run; refuse what would make it another training."""
     made_with, changes = found.content.get("made_with"), list[str]()
     if made_with:  # checkpoints of earlier versions do not say
         where, now = f"{path / 'checkpoints' / found.entry.path}", to_toml(request, work.plan)
         changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
     restore(work, state, request.recipe.name, found.content)
-    changes = [*changes, *(f"recipe: {change}" for change in request.recipe_changes)]
-    return found._replace(content={}, changes=changes)  # its memory goes back
+    return found._replace(
+        content={}, changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)]
+    )
 
 
 def load_newest(path: Path, world: World, mesh: Any = None) -> Loaded | None:
@@ -368,15 +366,6 @@ def load_newest(path: Path, world: World, mesh: Any = None) -> Loaded | None:
 
     Files that a killed process wrote and did not announce are deleted.
     """
-    # Rank 0 chooses and hashes, so that all ranks take the same file; the others trust its verdict.
-    content: dict[str, Any] = {}
-
-    def newest() -> tuple[Entry, list[str]] | None:
-        found = newest_whole(path)
-        if found is None:
-            return None
-        content.update(found.content)
-        return found.entry, found.problems
 
     def clean() -> None:
         records = list(read_records(path, superseded=True))
@@ -406,22 +395,18 @@ def on_all_ranks(
     told = world.on_main(choose)
     if told is None:
         return None
-    entry, problems = chosen
-    folder = path / "checkpoints"
-    saved = world.on_every(lambda: content or loading.load(folder, entry, verified=True))
-    world.on_main(clean)
-    return Loaded(entry, saved, problems)
+
+    def content() -> dict[str, Any]:
+        if mine and mine[0] is not None:
+            return mine[0].content
+        return loading.load(folder, told.entry, verified=True, mesh=mesh)
+
+    return told._replace(content=world.on_every(content))
 
 
-def load_checkpoint(folder: Path, entry: Entry, world: World) -> dict[str, Any]:
-    """Return a checkpoint's content on every rank, as `loading.load` does; rank 0 hashes it."""
-    world.on_main(lambda: verify(folder, entry))
-    return world.on_every(lambda: loading.load(folder, entry, verified=True))
-
-
-def newest_whole(path: Path) -> Loaded | None:
+def newest_whole(path: Path, mesh: Any = None) -> Loaded | None:
     """Return a run's newest whole checkpoint, on one rank; leave the directory as it is."""
-    found = loading.load_newest(path / "checkpoints")
+    found = loading.load_newest(path / "checkpoints", mesh)
     if found is not None:
         return Loaded(*found)
     if any(r["event"] == "checkpoint" for r in read_records(path)):

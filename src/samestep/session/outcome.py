@@ -17,8 +17,8 @@ from samestep.ranks import watched
 from samestep.ranks.mesh import any_sharded, mesh_of
 from samestep.recipe import Recipe
 from samestep.run import loading
-from samestep.run.index import Entry, read_index
-from samestep.session.build import Built
+from samestep.run.index import read_index
+from samestep.session.build import Built, Loaded, on_all_ranks
 from samestep.session.picture_making import PictureSource, picture_records
 from samestep.session.request import Request
 from samestep.session.session import Session, run_result
@@ -118,7 +118,8 @@ def _test(
     mesh = mesh_of(work.learner.model)
     best = on_all_ranks(world, folder, lambda: _best_whole(folder, problems, mesh), mesh)
     if best is not None:
-        _load(work, world.on_every(lambda: loading.load(folder, best, verified=True)))
+        _load(work, best.content)
+        best = best._replace(content={})  # the rest of the file is not needed any more
     assert splits.test is not None
     plain = replace(request.recipe, augment=None)
     source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
@@ -201,8 +202,8 @@ def _draw_pictures(
         best = _best_whole(folder, [])
         if best is None:
             return "last"
-        _load(work, loading.load(folder, best, verified=True))
-        return best.path
+        _load(work, best.content)
+        return best.entry.path
 
     recipe = request.recipe
     source = PictureSource(recipe=recipe, work=work, splits=built.splits, load_best=load_best)
@@ -221,7 +222,7 @@ def _best_whole(folder: Path, problems: list[str], mesh: Any = None) -> Loaded |
     """Return the best checkpoint that can be read; note what is wrong with better ones."""
     for entry in read_index(folder).ranked():
         try:
-            loading.load(folder, entry)
+            return Loaded(entry, loading.load(folder, entry, mesh=mesh), problems)
         except UserError as error:
             problems.append(str(error))
     return None

@@ -178,7 +178,8 @@ def _train(
 
 def _restored(request: Request, built: Built, path: Path) -> Loaded | None:
     """Go on from a run's newest checkpoint, of which nothing but the entry stays in memory."""
-    found = load_newest(path, built.work.world)
+    mesh = mesh_of(built.work.learner.model)
+    found = load_newest(path, built.work.world, mesh)
     return found and go_on(request, built.work, built.state, path, found)
 
 

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from samestep.errors import UserError
 from samestep.ranks.mesh import any_sharded
 from samestep.ranks.world import World
-from samestep.run.loading import own_memory
 from samestep.settings import Settings
 from samestep.training.alike import check_same_model
 from samestep.training.sharding import is_fsdp
@@ -96,17 +95,16 @@ def to_channels_last(model: nn.Module) -> None:
 
 
 def match_layouts(optimizer: torch.optim.Optimizer) -> None:
-    """Copy each parameter's optimizer state, and lay it out as the parameter is.
+    """Lay out each parameter's optimizer state as the parameter is.
 
-    Fused kernels treat both as plain vectors, so another layout would mix up the weights. And what
-    was loaded may still lie in a checkpoint's file.
+    Fused kernels treat both as plain vectors, so another layout would mix up the weights.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-            else:
-                state[name] = own_memory(value)
+            elif isinstance(value, torch.Tensor):  # what was loaded may lie in a file
+                state[name] = value.clone()
 
 
 def _synchronise(model: nn.Module, world: World) -> nn.Module:
