@@ -232,7 +232,8 @@ timeout_s=77.0 stall_s=33.0 bucket_cap_mb=3 oversubscribe=true compile="on" thre
 num_workers=1 log_every=4
 eval_every_epochs=3 eval_every_steps=11 checkpoint_every_epochs=5 checkpoint_every_steps=6
 checkpoint_every_minutes=0.5 checkpoint_sync=true
-keep_top_k=2 monitor="loss" mode="max" patience=4 min_delta=0.0625
+keep_newest=3 keep_hours=2.5 strategy="fsdp" shard_within="node" reshard_after_forward=false
+cpu_offload=true keep_top_k=2 monitor="loss" mode="max" patience=4 min_delta=0.0625
 halving=3
 pictures=false channels_last=true cudnn_benchmark=true deterministic=true find_unused=true
 checkpoint_activations=true static_graph=true sync_batchnorm=true engine="lightning"
@@ -306,6 +307,7 @@ APART = [
     {"deterministic"},
     {"group_by_length"},
     {"batch_tokens"},
+    {"strategy", "shard_within", "reshard_after_forward", "cpu_offload"},
 ]
 
 
@@ -324,6 +326,7 @@ def test_settings_come_from_a_toml_file_or_from_flags_which_win_and_are_saved(he
 
 
 OTHER_VALUES = {
+    "strategy": "fsdp",  # the others need it
     "momentum": 0.25,
     "run_dir": "third",
     "param_dtype": "fp32",

@@ -85,6 +85,8 @@ def write(
     rank = 0 if group is None else dist.get_rank(group)
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
+    if group is not None:
+        dist.barrier(group)  # the others make the folder, too
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a process without a group, which is no mistake
