@@ -290,3 +290,85 @@ recipe = replace(recipe, model=model)
     recipe.write_text("import os\n" + recipe.read_text() + more)
     tiny.trained(recipe, tmp_path / "run", *FSDP, "--epochs", "1", on=2)
     assert [recipe.with_name(f"blocks.py.{r}").read_text() for r in (0, 1)] == ["cpu", "meta"]
+
+
+OWN = {
+    "forward of two calls": """
+def forward(model, batch):  # calls parts of the model, and not the model itself
+    hidden = model.first(batch[0])
+    for block in model.blocks:
+        hidden = block(hidden)
+    return model.last(model.norm(hidden))
+
+recipe = replace(recipe, forward=forward, loss=lambda outputs, batch: mean(outputs, batch[1]),
+                 metrics={})
+""",
+    "terms": """
+def terms(batch):
+    return (1 + batch[1]).sum()
+
+def weighted(outputs, targets):
+    each = nn.functional.cross_entropy(outputs, targets, reduction="none")
+    return (each * (1 + targets)).sum() / (1 + targets).sum()
+
+recipe = replace(recipe, loss=weighted, loss_terms=terms)
+""",
+    "loss over the batch": """
+def spread(outputs, targets):
+    return mean(outputs, targets) + torch.cdist(outputs, outputs).pow(2).mean()
+
+recipe = replace(recipe, loss=spread, loss_over="batch")
+""",
+    "optimizer": """
+def optimizer(model, settings):
+    groups = [{"params": model.blocks.parameters()},
+              {"params": [p for n, p in model.named_parameters() if "blocks" not in n], "lr": 0.1}]
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=0.9, nesterov=True)
+
+recipe = replace(recipe, optimizer=optimizer)
+""",
+    "read one by one": """
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        return self.x[index], int(self.y[index])
+
+def rows():
+    splits = data()
+    return Splits(train=Rows(*splits.train), validation=Rows(*[t[:1] for t in splits.validation]))
+
+recipe = replace(recipe, data=rows)
+""",
+}
+_BEFORE = """
+from dataclasses import replace
+mean = nn.functional.cross_entropy
+"""
+
+
+@pytest.mark.parametrize("micro", [(), ("--micro-batch-size", "2")], ids=["whole", "micro-steps"])
+def test_recipes_with_parts_of_their_own_are_trained_as_on_one_process(tmp_path, micro):
+    trainings = []
+    for name, text in OWN.items():
+        (tmp_path / name).mkdir()
+        recipe = write_blocks(tmp_path / name)
+        recipe.write_text(recipe.read_text() + _BEFORE + text)
+        tiny.trained(recipe, tmp_path / f"{name} one", *micro)
+        trainings.append([recipe, "--run-dir", tmp_path / f"{name} all", *FSDP, *micro])
+    tiny.train_all(trainings, on=3, folder=tmp_path)
+    for name in OWN:
+        tiny.assert_same_training(tmp_path / f"{name} all", tmp_path / f"{name} one")
+
+
+def test_in_bf16_it_computes_what_ddp_computes(tmp_path):
+    recipe = write_blocks(tmp_path)
+    flags = ("--precision", "bf16", *HOW["sgd"])
+    trainings = [
+        [recipe, "--run-dir", tmp_path / strategy, "--strategy", strategy, *flags]
+        for strategy in ("ddp", "fsdp")
+    ]
+    tiny.train_all(trainings, on=2, folder=tmp_path)
+    tiny.assert_same_training(tmp_path / "fsdp", tmp_path / "ddp", tolerance=1e-6)
