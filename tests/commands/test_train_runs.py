@@ -378,8 +378,15 @@ def test_a_run_of_all_settings_keeps_them(here):
     # two could apply to, and the others have tests of their own.
     table |= {"cudnn_benchmark": False, "checkpoint_activations": False, "sync_batchnorm": False}
     table |= {"engine": "native", "track": "none"}
-    alone = ("run_dir", "halving")
-    for name in (*alone, "batch_size_per_rank", "group_by_length", "batch_tokens"):
+    sharding = ("strategy", "shard_within", "reshard_after_forward", "cpu_offload")
+    for name in (
+        "run_dir",
+        "halving",
+        *sharding,
+        "batch_size_per_rank",
+        "group_by_length",
+        "batch_tokens",
+    ):
         del table[name]
     config = write_toml(here / "all.toml", table)
     assert resolved(["--config", config]) == resolved(as_flags(table))
