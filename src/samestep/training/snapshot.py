@@ -23,7 +23,7 @@ from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
 from samestep.training.work import Position, State, Sums, Work
 
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
         )
     given = copy.copy(saved)  # with the versions of its modules, which are in an attribute
     # A module may keep what `set_extra_state` gives it.
-    given.update({n: own_memory(part) for n, part in saved.items() if n.endswith(_EXTRA_STATE)})
+    given.update({n: own_memory(part) for n, part in saved.items() if n.endswith(EXTRA_STATE)})
     model.load_state_dict(given)
 
 
