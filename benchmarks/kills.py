@@ -42,7 +42,7 @@ def main() -> int:
     found = re.findall(r"kill \d+, ([^,]+), visit \d+, (.*) at world size (\d)", done.stdout)
     points = Counter(re.sub(r": \d+$", "", point) for point, _, _ in found)
     sizes = Counter(size for _, _, size in found)
-    ways = Counter("written beside the training" if way == "()" else way for _, way, _ in found)
+    ways = Counter(way for _, way, _ in found)
     minutes = (time.perf_counter() - began) / 60
     verdict = "FAILED" if done.returncode else "passed: nothing was lost"
     lines = [

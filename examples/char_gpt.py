@@ -1,6 +1,7 @@
 """A small GPT on the characters of a text file; it has to beat counting pairs of characters.
 
     samestep train examples/char_gpt.py --text-file my_book.txt
+    samestep train examples/char_gpt.py --dim 1024 --layers 16 --nproc 4 --strategy fsdp
 
 Without a file it learns the sentences of padded_text.py.
 """
@@ -103,6 +104,7 @@ recipe = Recipe(
     options=Options,
     complete=complete,
     loss=loss,
+    shard=(nn.TransformerEncoderLayer,),
     settings={
         "epochs": 5,
         "batch_size": 32,

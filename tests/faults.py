@@ -101,6 +101,23 @@ def _within_copy(strike: Strike) -> None:
     _wrap(_Copying, "_copy", strike, after=True)
 
 
+def _shards(*, after: bool) -> Callable[[Strike], None]:
+    """Strike before or after this rank has written its part of a sharded checkpoint."""
+
+    def plant(strike: Strike) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        _wrap(FileSystemWriter, "write_data", strike, after=after)
+
+    return plant
+
+
+def _after_shards(strike: Strike) -> None:
+    from samestep.run import shards
+
+    _wrap(shards, "write", strike, after=True)
+
+
 def _within_checkpoint(strike: Strike, num_bytes: int) -> None:
     from samestep.run.checkpoints import _Writer
 
@@ -201,6 +218,9 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "after the checkpoint's sync": _sync(".pt.tmp", after=True),
     "before the checkpoint's name": _rename(".pt", after=False),
     "after the checkpoint's name": _rename(".pt", after=True),
+    "before the shards": _shards(after=False),
+    "within the shards": _shards(after=True),
+    "after the shards": _after_shards,
     "within the index": _within_index,
     "before the index's sync": _sync("index.json.tmp", after=False),
     "before the index's name": _rename("index.json", after=False),

@@ -32,6 +32,7 @@ FLOORS = floors_drawn()
 # Who may import a part of torch that knows of ranks, beside world.
 DISTRIBUTED = {
     "ranks.world": {"torch.distributed"},
+    "ranks.mesh": {"torch.distributed"},  # FSDP2 and its sharded tensors
     "ranks.start": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
     "stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
     "checking.watch.evaluation": {"torch.distributed"},  # notes what is reduced

@@ -233,9 +233,13 @@ def sha256(path: Path) -> str:
 
 
 def last_state(run: Path) -> dict[str, Any]:
-    """Return the content of a run's last checkpoint."""
+    """Return the content of a run's last checkpoint, with whole tensors if it is sharded."""
     path = run / "checkpoints" / read_index(run)["last"]["path"]
     state: dict[str, Any] = torch.load(path, weights_only=True)
+    if (parts := path.with_suffix(".shards")).exists():
+        from samestep.run import shards
+
+        state = shards.read(parts, state, None)
     return state
 
 
@@ -250,7 +254,8 @@ def newest_announced(run: Path) -> int:
         return 0
     known = {entry["step"]: entry for entry in read_index(run)["checkpoints"]}
     for entry in known.values():
-        assert sha256(run / "checkpoints" / entry["path"]) == entry["sha256"], entry
+        for place, digest in {entry["path"]: entry["sha256"], **entry.get("files", {})}.items():
+            assert sha256(run / "checkpoints" / place) == digest, entry
     told = {r["step"]: r for r in all_records(run) if r["event"] == "checkpoint"}
     assert told.keys() <= known.keys()
     return max(known)

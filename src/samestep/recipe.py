@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from samestep.recipe_checks import (
     check_model,
     check_options,
     check_pictures,
+    check_shard,
     shown,
     telling_options,
 )
@@ -156,6 +158,9 @@ class Recipe:
     """rows → tensors with a row for each slot of the global batch (hidden state, a memory bank), in
     a tree. `forward` is then (model, batch, carried) → (outputs, carried). Each epoch begins anew;
     with a parameter `carried` it is given what the epoch before has left, or None."""
+    shard: tuple[type, ...] = ()
+    """Classes of the model's repeated blocks: with `--strategy fsdp` each block's weights are
+    gathered and freed at once. By default samestep looks for blocks in the model."""
     optimizer: Callable[[nn.Module, Settings], torch.optim.Optimizer] | None = None
     """(model, settings) → the optimizer, instead of `--optimizer`. Its groups' learning rates are
     scaled by `--lr-scaling` and follow the schedule."""
@@ -234,6 +239,7 @@ class Recipe:
         check_batch_fields(self, get_args(LossOver))
         check_functions(self)
         check_loss_fields(self)
+        check_shard(self.shard)
         named_later = self.evaluate_batch is not None
         check_metrics(self.metrics, self.lower_is_better, named_later=named_later)
         check_pictures(self.pictures)
@@ -274,16 +280,17 @@ class Recipe:
         same = all(getattr(self, name) == function for name, function in found.items())
         return self if same else replace(self, **found)
 
-    def build_model(self, options: object) -> nn.Module:
-        """Return the model that these options describe."""
+    def build_model(self, options: object, *, on_meta: bool = False) -> nn.Module:
+        """Return the model that these options describe; `on_meta` without any numbers in it."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # what it computes has the same bits on any number of ranks
         try:
-            model = self._call("model", options)
+            with torch.device("meta") if on_meta else nullcontext():
+                model = self._call("model", options)
         finally:
             torch.set_num_threads(threads)
         with made_by(self.model):
-            check_model(model)
+            check_model(model, on_meta=on_meta)
         return model  # type: ignore[no-any-return]
 
     def complete_options(self, options: Any) -> Any:

@@ -82,8 +82,18 @@ def shown(found: object) -> str:
     return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
 
 
-def check_model(model: object) -> None:
-    """Check that what model() returned can be trained."""
+def check_shard(shard: object) -> None:
+    """Check that blocks are named by the classes of their modules."""
+    classes = shard if isinstance(shard, tuple | list) else (None,)
+    if not all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes):
+        raise UserError(
+            f"Recipe(shard={shard!r:.80}) takes the classes of the model's blocks, in a tuple: "
+            "shard=(Block,)."
+        )
+
+
+def check_model(model: object, *, on_meta: bool = False) -> None:
+    """Check that what model() returned can be trained; `on_meta` if it was asked for no numbers."""
     if not isinstance(model, nn.Module):
         raise UserError(
             f"The recipe's model() returned {shown(model)}; it must return an nn.Module with "
@@ -106,7 +116,7 @@ def check_model(model: object) -> None:
             "parameter.requires_grad_(True)."
         )
     for name, tensor in (*model.named_buffers(), *named.items()):
-        if tensor.is_meta:
+        if tensor.is_meta and not on_meta:
             raise UserError(
                 f"{made} whose {name} is on the meta device, and has no numbers. Build it on the "
                 "CPU; samestep moves it to the device."

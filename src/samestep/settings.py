@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
+from samestep.conflicts import conflict_in
 from samestep.errors import UserError
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -20,6 +21,8 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 OrderName = Literal["shuffled", "sequential", "columns", "replacement", "weighted"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Backend = Literal["auto", "nccl", "gloo"]
+Strategy = Literal["ddp", "fsdp"]
+ShardWithin = Literal["all", "node"]
 _COMMON = {"common": True}
 """Marks a setting that the short `--help` shows, too."""
 _FREE = {"may_change": True}
@@ -173,8 +176,6 @@ class Settings:
     stall_s: float | None = field(default=None, metadata=_FREE)
     """Seconds without a step after which the ranks count as hung, and the one that hangs is named;
     by default 20 times the median step, at least 60; 0: never."""
-    bucket_cap_mb: int | None = field(default=None, metadata=_FREE)
-    """MiB of gradients per all-reduce; by default PyTorch's 25."""
     compile: Literal["off", "on"] = field(default="off", metadata=_COMMON | _BITS_ALONE)
     """Compile each step into one graph: slow to start, then fast."""
     channels_last: bool = field(default=False, metadata=_BITS_ALONE)
@@ -185,18 +186,30 @@ class Settings:
     """Use only operations that give the same bits each time; slower on GPUs."""
     checkpoint_activations: bool = field(default=False, metadata=_FREE)
     """Recompute activations of marked blocks in the backward pass: less memory, more time."""
-    find_unused: bool = field(default=False, metadata=_BITS_ALONE)
-    """Allow steps that leave parameters unused, as in a model with branches (DDP); costs time."""
-    static_graph: bool = field(default=False, metadata=_BITS_ALONE)
-    """Promise that every step uses the same parameters in the same way (DDP)."""
-    sync_batchnorm: bool = False
-    """Normalise over the samples of all ranks instead of each; only on NVIDIA GPUs."""
     threads: int | None = field(default=None, metadata=_BITS_ALONE)
     """CPU threads per rank; by default OMP_NUM_THREADS, else chosen from cores and model."""
     num_workers: int = field(default=0, metadata=_COMMON | _FREE)
     """Loader processes per rank; for data that is not held in memory."""
     oversubscribe: bool = field(default=False, metadata=_FREE)
     """Allow more than 4 ranks or loader processes per core, or several ranks on one GPU."""
+
+    strategy: Strategy = field(default="ddp", metadata=_FREE)
+    """ddp: each rank holds the whole model; fsdp: the ranks share it out, if it does not fit."""
+    shard_within: ShardWithin = field(default="all", metadata=_FREE)
+    """With fsdp, share the model out over all ranks, or over those of each node (HSDP)."""
+    reshard_after_forward: bool = field(default=True, metadata=_FREE)
+    """With fsdp, free a block's gathered weights after its forward; off keeps them for the
+    backward: more memory, less communication."""
+    cpu_offload: bool = field(default=False, metadata=_FREE)
+    """With fsdp on GPUs, keep weights, gradients and optimizer state in the CPU's memory."""
+    bucket_cap_mb: int | None = field(default=None, metadata=_FREE)
+    """MiB of gradients per all-reduce; by default PyTorch's 25."""
+    find_unused: bool = field(default=False, metadata=_BITS_ALONE)
+    """Allow steps that leave parameters unused, as in a model with branches (DDP); costs time."""
+    static_graph: bool = field(default=False, metadata=_BITS_ALONE)
+    """Promise that every step uses the same parameters in the same way (DDP)."""
+    sync_batchnorm: bool = False
+    """Normalise over the samples of all ranks instead of each; only on NVIDIA GPUs."""
 
     run_dir: str | None = field(default=None, metadata=_COMMON | _FREE)
     """Directory of the run; by default a new one in runs/."""
@@ -295,9 +308,13 @@ class Settings:
                 remedy="Leave one of them out.",
                 flags=["param_dtype", "precision"],
             )
-        self._check_order()
+        check_flags(self, ("virtual_ranks",), lambda value: value <= 4096, "be 4096 or less")
+        if conflict := conflict_in(self):
+            raise UserError(conflict.message, remedy=conflict.remedy, flags=[*conflict.flags])
         if self.virtual_ranks is not None:
-            self._hold_bits_still(self.virtual_ranks)
+            # CPU kernels may sum in another order with another number of threads.
+            object.__setattr__(self, "threads", self.threads or 1)
+            object.__setattr__(self, "deterministic", True)
         if self.deterministic and self.cudnn_benchmark:
             raise UserError(
                 "--cudnn-benchmark does not go with --deterministic: it may choose other kernels "
@@ -306,37 +323,10 @@ class Settings:
                 flags=["cudnn_benchmark", "deterministic"],
             )
 
-    def _check_order(self) -> None:
-        """Refuse settings of the order that contradict each other."""
-        if self.group_by_length and self.order != "shuffled":
-            raise UserError(
-                f"--group-by-length does not go with --order {self.order}: it is one by itself.",
-                remedy="Leave one of them out.",
-                flags=["group_by_length", "order"],
-            )
-        if self.drop_last and self.order in ("replacement", "weighted"):
-            raise UserError(
-                f"--drop-last does not go with --order {self.order}: no draw is left over.",
-                remedy="Leave it out; --max-steps sets another length.",
-                flags=["drop_last", "order"],
-            )
-
-    def _hold_bits_still(self, virtual_ranks: int) -> None:
-        """Set what the last bit depends on, and refuse settings that leave it open."""
-        if virtual_ranks > 4096:
-            raise UserError(f"--virtual-ranks is {virtual_ranks}; it must be 4096 or less.")
-        for name, wanted in (("sync_batchnorm", False), ("engine", "native")):
-            value = getattr(self, name)
-            if value != wanted:
-                given = flag_name(name) + ("" if value is True else f" {value}")
-                raise UserError(
-                    f"--{given} does not go with --virtual-ranks: {_WHY_NOT[name]}.",
-                    remedy="Leave one of them out.",
-                    flags=[name, "virtual_ranks"],
-                )
-        # CPU kernels may sum in another order with another number of threads.
-        object.__setattr__(self, "threads", self.threads or 1)
-        object.__setattr__(self, "deterministic", True)
+    @property
+    def forwards_together(self) -> bool:
+        """Whether a forward of one rank waits for those of the others."""
+        return self.sync_batchnorm or self.strategy == "fsdp"
 
     @property
     def allows_unused(self) -> bool:
@@ -344,10 +334,6 @@ class Settings:
         return self.find_unused or self.static_graph
 
 
-_WHY_NOT = {
-    "sync_batchnorm": "each virtual rank normalises over its own samples, on any number of ranks",
-    "engine": "Lightning's DDP adds up the gradients in its own order",
-}
 _POSITIVE = (
     *("epochs", "max_steps", "batch_size", "batch_size_per_rank", "micro_batch_size"),
     *("batch_tokens", "accumulate", "lr", "keep_top_k", "keep_newest", "keep_hours"),

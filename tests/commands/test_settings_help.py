@@ -37,6 +37,7 @@ def test_the_settings_of_a_training_stand_in_groups(capfd):
         "optimizer": "clip-norm",
         "schedule": "warmup-steps",
         "machine": "device",
+        "ranks": "strategy",
         "evaluating and saving": "keep-top-k",
         "tracking": "track-timeout",
     }.items():

@@ -34,6 +34,7 @@ from tests.tiny import (
 
 SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
 KILLS = int(os.environ.get("SAMESTEP_TEST_KILLS", "4"))
+SHARDS = ["before the shards", "within the shards", "after the shards"]
 WRITING = [
     "within the copy",
     "before the checkpoint",
@@ -57,17 +58,18 @@ def recipe(tmp_path) -> Path:
     return write_recipe(tmp_path)
 
 
-def a_fault(point: str, nth: int) -> Fault:
+def a_fault(point: str, nth: int, rank: int = 0) -> Fault:
     name, _, num_bytes = point.partition(": ")
-    return Fault(name, nth, num_bytes=int(num_bytes or 0))
+    return Fault(name, nth, num_bytes=int(num_bytes or 0), rank=rank)
 
 
 def kill(recipe: Path, run: Path, fault: Fault, *flags: str, on: int = 1) -> None:
-    """Train until rank 0 kills itself, then end the others as a scheduler ends a job."""
+    """Train until a rank kills itself, then end the others as a scheduler ends a job."""
     words = ("--run-dir", str(run), *flags)
     ranks = start(recipe, *words, faults=(fault,), world_size=on, folder=run.parent)
-    ranks.processes[0].join(TIMEOUT_S)
-    assert ranks.processes[0].exitcode == -signal.SIGKILL, ranks.output()
+    struck_one = ranks.processes[fault.rank or 0]
+    struck_one.join(TIMEOUT_S)
+    assert struck_one.exitcode == -signal.SIGKILL, ranks.output()
     ranks.kill()
     ranks.wait()
 
@@ -100,6 +102,22 @@ def test_a_kill_while_a_checkpoint_is_written_loses_none_that_was_announced(
             "record" not in point and "copy" not in point
         )  # it struck where it should
     assert_resumes(run, uninterrupted, 2 if place % 4 == 0 else 1)
+
+
+@pytest.mark.parametrize(("point", "rank"), [*((p, n % 2) for n, p in enumerate(SHARDS))])
+def test_a_kill_while_ranks_write_their_parts_loses_no_checkpoint_that_was_announced(
+    uninterrupted, recipe, tmp_path, point, rank
+):
+    nth = random.Random(f"{SEED}-{point}").randint(1, 8)
+    print(f"seed {SEED}: {point} {nth} on rank {rank}")
+    run = tmp_path / "run"
+    kill(recipe, run, a_fault(point, nth, rank), "--strategy", "fsdp", on=2)
+    announced = read_index(run)["checkpoints"] if nth > 1 else []
+    assert len(announced) == nth - 1
+    assert all(entry["files"] for entry in announced)
+    assert_resumes(run, uninterrupted, 2)
+    kept = {Path(entry["path"]).stem for entry in read_index(run)["checkpoints"]}
+    assert {path.stem for path in (run / "checkpoints").glob("*.shards")} <= kept
 
 
 @pytest.mark.parametrize("point", ["before a deletion", "after a deletion"])
@@ -148,19 +166,21 @@ def test_many_kills_in_a_row_at_random_points_still_arrive(uninterrupted, recipe
     draw = random.Random(SEED)
     run, world_sizes = tmp_path / "run", itertools.cycle([1, 2])
     for number, world_size in enumerate(itertools.islice(world_sizes, KILLS), 1):
-        point = draw.choice(["after a step", "before an evaluation", *WRITING])
+        if not run.exists():  # the run keeps these settings
+            flags = draw.choice([(), (), ("--checkpoint-sync",), ("--strategy", "fsdp")])
+        sharded = "fsdp" in flags and world_size > 1
+        points = ["after a step", "before an evaluation", *WRITING, *(SHARDS * sharded)]
+        point = draw.choice(points)
+        if point == "within the copy" and "--checkpoint-sync" in flags:
+            point = "before the checkpoint"
         nth = {"after a step": draw.randint(1, 6), "before an evaluation": 1}.get(
             point, draw.randint(1, 2)
         )
-        if not run.exists():  # the run keeps the setting
-            sync = ("--checkpoint-sync",) if draw.random() < 0.25 else ()
-        if sync and point == "within the copy":
-            point = "before the checkpoint"
-        print(
-            f"seed {SEED}: kill {number}, {point}, visit {nth}, {sync} at world size {world_size}"
-        )
+        rank = draw.randrange(world_size) if point in SHARDS else 0
+        how = " ".join(flags) or "defaults"
+        print(f"kill {number}, {point}, visit {nth}, {how} at world size {world_size}")
         announced = newest_announced(run) if run.exists() else 0
-        kill(recipe, run, a_fault(point, nth), "--resume", *sync, on=world_size)
+        kill(recipe, run, a_fault(point, nth, rank), "--resume", *flags, on=world_size)
         assert newest_announced(run) >= announced
         if number == KILLS or newest_announced(run) > STEPS - 20:
             assert_resumes(run, uninterrupted, next(world_sizes))
@@ -228,4 +248,4 @@ def test_a_torn_last_record_is_cut_away_and_the_ones_before_stay(recipe, tmp_pat
 
 
 def test_every_point_of_writing_is_one_that_can_be_struck():
-    assert {p.partition(":")[0] for p in WRITING} <= {*POINTS, "within the checkpoint"}
+    assert {p.partition(":")[0] for p in [*WRITING, *SHARDS]} <= {*POINTS, "within the checkpoint"}

@@ -46,10 +46,19 @@ def losses_apart(evidence, training=MAIN, place=1):
     return replace(evidence, traces=traces)
 
 
-def failing(evidence, training, *, step=1, message="RuntimeError: it broke (model.py:3)", place=1):
+def failing(
+    evidence,
+    training,
+    *,
+    step=1,
+    message="RuntimeError: it broke (model.py:3)",
+    place=1,
+    mistake=False,
+):
     """Let a short training fail on the last rank of a start."""
     reports = copy.deepcopy(evidence.reports)
-    reports[place][-1].failures.append(RankFailure(training=training, step=step, message=message))
+    told = RankFailure(training=training, step=step, message=message, mistake=mistake)
+    reports[place][-1].failures.append(told)
     reports[place][0].failures.append(
         RankFailure(training=training, step=step, message="Connection closed", lost_peer=True)
     )
@@ -70,8 +79,8 @@ def test_an_undisturbed_training_is_the_same_in_every_row():
     assert {check.status for check in found.values()} == {"same"}
     assert list(found) == [
         *("one process", "2 ranks", "3 ranks", "fp32", "accumulation", "stop and resume"),
-        *("lightning", "BatchNorm", "dropout", "order", "processes", "augmentation", "loss"),
-        *("last batch", "parameters", "state", "samples apart", "evaluation", "metrics"),
+        *("fsdp", "lightning", "BatchNorm", "dropout", "order", "processes", "augmentation"),
+        *("loss", "last batch", "parameters", "state", "samples apart", "evaluation", "metrics"),
         *("one writer", "one device"),
     ]
     assert found["stop and resume"].compared.endswith(": ranks 1→2, 2→3, 3→1")
@@ -125,7 +134,7 @@ def test_one_size_alone_skips_what_needs_several_ranks():
     found = checks(undisturbed((1,)))
     assert found["stop and resume"].compared.endswith(": rank 1→1")
     skipped = {name for name, check in found.items() if check.status == "skipped"}
-    assert skipped == {"order", "evaluation", "metrics", "one writer", "one device"}
+    assert skipped == {"fsdp", "order", "evaluation", "metrics", "one writer", "one device"}
 
 
 @pytest.mark.parametrize(
@@ -172,6 +181,7 @@ def test_a_module_that_remembers_is_not_called_one_that_mixes_samples():
         (OWN_PRECISION, "fp32"),
         ("accumulated", "accumulation"),
         ("resumed", "stop and resume"),
+        ("fsdp", "fsdp"),
         ("lightning", "lightning"),
     ],
 )
@@ -251,6 +261,13 @@ def test_a_buffer_that_every_forward_moves_explains_micro_steps_alone():
     assert "first.weight_u" in checks(evidence)["accumulation"].cause.why
     both = losses_apart(evidence)
     assert different(both) == dict.fromkeys(("2 ranks", "accumulation"), causes.UNKNOWN.name)
+
+
+def test_what_fsdp_refuses_before_the_first_step_says_nothing_of_the_training():
+    evidence = failing(undisturbed(), "fsdp", message="tied weights", mistake=True)
+    found = checks(replace(evidence, ended={}))["fsdp"]
+    assert found.status == "skipped"
+    assert "tied weights" in found.compared
 
 
 def test_what_lightning_cannot_train_in_one_process_says_nothing_of_the_training():
@@ -388,7 +405,8 @@ def test_quick_leaves_rows_out_and_trains_nothing_for_them():
     assert not any(start.closing for start in plan_starts((1, 2), quick=True))
     found = checks(replace(evidence, quick=True))
     left_out = {name for name, check in found.items() if check.status == "skipped"}
-    assert left_out == {"precision", "accumulation", "stop and resume", "lightning", "one device"}
+    trainings = {"precision", "accumulation", "stop and resume", "fsdp", "lightning"}
+    assert left_out == trainings | {"one device"}
 
 
 def test_a_checkpoint_that_one_device_evaluates_otherwise_is_a_difference():
@@ -471,7 +489,7 @@ def test_the_decisive_training_comes_first_and_a_closing_start_only_resumes():
     starts = undisturbed().starts
     assert [t.name for t in plan_trainings(starts[1], facts, "fp32")] == [
         *(MAIN, "dropout as it is", "state as it is", "accumulated", "resumed"),
-        *(OWN_PRECISION, "lightning"),
+        *(OWN_PRECISION, "lightning", "fsdp"),
     ]
     assert [t.name for t in plan_trainings(starts[-1], facts, "fp32")] == ["resumed"]
     assert OWN_PRECISION not in [t.name for t in plan_trainings(starts[0], facts, "fp64")]

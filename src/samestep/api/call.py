@@ -28,6 +28,8 @@ from samestep.settings import (
     ParamDtype,
     Precision,
     Settings,
+    ShardWithin,
+    Strategy,
     merge_layers,
 )
 from samestep.training.alike import random_numbers
@@ -75,18 +77,22 @@ class SettingsArguments(TypedDict, total=False):
     backend: Backend
     timeout_s: float
     stall_s: float | None
-    bucket_cap_mb: int | None
     compile: Literal["off", "on"]
     channels_last: bool
     cudnn_benchmark: bool
     deterministic: bool
     checkpoint_activations: bool
-    find_unused: bool
-    static_graph: bool
-    sync_batchnorm: bool
     threads: int | None
     num_workers: int
     oversubscribe: bool
+    strategy: Strategy
+    shard_within: ShardWithin
+    reshard_after_forward: bool
+    cpu_offload: bool
+    bucket_cap_mb: int | None
+    find_unused: bool
+    static_graph: bool
+    sync_batchnorm: bool
     run_dir: str | None
     log_every: int | None
     eval_every: str

@@ -37,6 +37,7 @@ _GROUPS = {
     "optimizer": "optimizer",
     "lr_scaling": "schedule",
     "engine": "machine",
+    "strategy": "ranks",
     "run_dir": "evaluating and saving",
     "track": "tracking",
 }

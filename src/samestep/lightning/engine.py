@@ -34,8 +34,8 @@ from samestep.lightning.module import LitRecipe, check_recipe
 from samestep.ranks import watched
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
-from samestep.run import loading
 from samestep.run.index import read_index
+from samestep.run.loading import load, own_memory
 from samestep.session.training_run import Engine, Task
 from samestep.settings import Settings, flag_name
 from samestep.training.alike import is_checked
@@ -218,8 +218,8 @@ class _RunCheckpoints(CheckpointIO):
         folder = Path(path).parent
         for entry in read_index(folder).checkpoints:
             if entry.path == Path(path).name:
-                # The session has checked its hash, and restored the training from it, just now.
-                return loading.load(folder, entry, verified=True)
+                found: dict[str, Any] = own_memory(load(folder, entry, verified=True))
+                return found  # Lightning's optimizers keep the tensors
         raise UserError(f"{path} is not among the checkpoints that {folder}/index.json names.")
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -260,6 +260,10 @@ class _PartialSource:
             if self.times[-1] - self.times[0] > _LONGEST_EVALUATION_S:
                 return
 
+    def peek(self, samples: int) -> Batch:
+        """Return the first samples."""
+        return self._source.peek(samples)
+
 
 def _checkpoint_seconds(work: Work, state: State, path: Path) -> float:
     """Return how long a checkpoint blocks the training: for its copy, or for all of it.

@@ -94,7 +94,7 @@ def without_tensors(content: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in content.items() if name not in _LARGE}
 
 
-def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
+def load_newest(folder: Path, mesh: Any = None) -> tuple[Entry, dict[str, Any], list[str]] | None:
     """Return the newest checkpoint that verifies, and what was wrong with newer ones.
 
     Returns:
@@ -104,7 +104,7 @@ def load_newest(folder: Path) -> tuple[Entry, dict[str, Any], list[str]] | None:
     problems: list[str] = []
     for entry in sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step):
         try:
-            return entry, load(folder, entry), problems
+            return entry, load(folder, entry, mesh=mesh), problems
         except UserError as error:
             problems.append(str(error))
     if problems:

@@ -20,11 +20,12 @@ from samestep.data.stream_lanes import is_stream
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, defined_at, made_by
 from samestep.machine import usable_cores
+from samestep.ranks.mesh import any_sharded
 from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.run import loading
-from samestep.run.index import Entry, remove_unannounced, verify
+from samestep.run.index import Entry, remove_unannounced
 from samestep.run.records import read_records
 from samestep.session.request import Request, changes_since, to_toml
 from samestep.settings import Settings
@@ -47,6 +48,7 @@ from samestep.training.phases import make_phases
 from samestep.training.plan import Plan, learning_rate, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
 from samestep.training.scheduler import Scheduler
+from samestep.training.sharding import build_once, compile_blocks, is_fsdp, shard
 from samestep.training.snapshot import restore
 from samestep.training.stopping import Watch
 from samestep.training.work import State, Work
@@ -92,14 +94,18 @@ def build(
     plan = world.on_every(lambda: planned(request, train, world.world_size))
     seed_alike(settings.seed)
     new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
-    model = world.on_every(lambda: placed(new(), settings, world, dtype))
+    make = partial(build_once, new, world) if is_fsdp(settings, world) else new
+    model = world.on_every(lambda: placed(make(), settings, world, dtype))
+    takes = applied(model, recipe)
+    if is_fsdp(settings, world):
+        shard(model, takes, recipe, settings, world)
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(request, model, world, train)
     keep_freed_memory(world.device)
     loss = place_loss(recipe.loss, world.device, dtype)
     held_out, test = splits.validation, splits.test
     validation = source(held_out, split="validation") if held_out is not None else None
-    trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world)
+    trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world, takes)
     untried = Tried(recipe.metrics)
     tried = _try_out(trial, validation, test, source, world) if tries else untried
     metrics, parts, _ = tried
@@ -107,7 +113,9 @@ def build(
     compiles = what_compiles(settings, world, model, own=own)
     loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
-    learner = _make_learner(recipe, model, settings, world, plan, compiles, wrap_model, train)
+    learner = _make_learner(
+        recipe, takes, model, settings, world, plan, compiles, wrap_model, train
+    )
     learner = replace(learner, own=own, parts=parts)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
@@ -161,6 +169,7 @@ def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
 
 def _make_learner(
     recipe: Recipe,
+    takes: nn.Module,
     model: nn.Module,
     settings: Settings,
     world: World,
@@ -170,7 +179,7 @@ def _make_learner(
     train: Source,
 ) -> Learner:
     """Put a built model on all ranks, and give it what changes it."""
-    takes, terms = applied(model, recipe), terms_of(recipe)
+    terms = terms_of(recipe)
     counter = make_counter(model, world, settings) if terms is not None else None
     # Code that runs between two steps of an epoch may change what model and loss read. Functions of
     # this package do not.
@@ -178,7 +187,9 @@ def _make_learner(
     functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
     ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     to_wrap = takes
-    if compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
+    if compiles == "model" and any_sharded(model):
+        compile_blocks(takes)
+    elif compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
         to_wrap = cast("nn.Module", torch.compile(takes, dynamic=False))
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     return Learner(
@@ -339,33 +350,22 @@ class Loaded(NamedTuple):
 
 
 def go_on(request: Request, work: Work, state: State, path: Path, found: Loaded) -> Loaded:
-    """Restore a training from a checkpoint of a run; refuse what would make it another training.
-
-    What it returns no longer has the checkpoint's content.
-    """
+    """Restore a training from a checkpoint of a run; refuse what would make it another training."""
     made_with, changes = found.content.get("made_with"), list[str]()
     if made_with:  # checkpoints of earlier versions do not say
         where, now = f"{path / 'checkpoints' / found.entry.path}", to_toml(request, work.plan)
         changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
     restore(work, state, request.recipe.name, found.content)
-    changes = [*changes, *(f"recipe: {change}" for change in request.recipe_changes)]
-    return found._replace(content={}, changes=changes)  # its memory goes back
+    return found._replace(
+        content={}, changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)]
+    )
 
 
-def load_newest(path: Path, world: World) -> Loaded | None:
-    """Return a run's newest whole checkpoint on every rank.
+def load_newest(path: Path, world: World, mesh: Any = None) -> Loaded | None:
+    """Return a run's newest whole checkpoint on every rank; on a mesh, each has its parts.
 
     Files that a killed process wrote and did not announce are deleted.
     """
-    # Rank 0 chooses and hashes, so that all ranks take the same file; the others trust its verdict.
-    content: dict[str, Any] = {}
-
-    def newest() -> tuple[Entry, list[str]] | None:
-        found = newest_whole(path)
-        if found is None:
-            return None
-        content.update(found.content)
-        return found.entry, found.problems
 
     def clean() -> None:
         records = list(read_records(path, superseded=True))
@@ -373,25 +373,40 @@ def load_newest(path: Path, world: World) -> Loaded | None:
         since = min((r["time"] for r in records if r["event"] == "start"), default=math.inf)
         remove_unannounced(path / "checkpoints", announced, since)
 
-    chosen = world.on_main(newest)
-    if chosen is None:
+    found = on_all_ranks(world, path / "checkpoints", lambda: newest_whole(path, mesh), mesh)
+    if found is not None:
+        world.on_main(clean)
+    return found
+
+
+def on_all_ranks(
+    world: World, folder: Path, find: Callable[[], Loaded | None], mesh: Any = None
+) -> Loaded | None:
+    """Return on every rank the checkpoint that `find` returns on rank 0.
+
+    Rank 0 chooses it and checks its hash. The others load the same file.
+    """
+    mine: list[Loaded | None] = []
+
+    def choose() -> Loaded | None:
+        mine.append(find())
+        return mine[0] and mine[0]._replace(content={})
+
+    told = world.on_main(choose)
+    if told is None:
         return None
-    entry, problems = chosen
-    folder = path / "checkpoints"
-    saved = world.on_every(lambda: content or loading.load(folder, entry, verified=True))
-    world.on_main(clean)
-    return Loaded(entry, saved, problems)
+
+    def content() -> dict[str, Any]:
+        if mine and mine[0] is not None:
+            return mine[0].content
+        return loading.load(folder, told.entry, verified=True, mesh=mesh)
+
+    return told._replace(content=world.on_every(content))
 
 
-def load_checkpoint(folder: Path, entry: Entry, world: World) -> dict[str, Any]:
-    """Return a checkpoint's content on every rank, as `loading.load` does; rank 0 hashes it."""
-    world.on_main(lambda: verify(folder, entry))
-    return world.on_every(lambda: loading.load(folder, entry, verified=True))
-
-
-def newest_whole(path: Path) -> Loaded | None:
+def newest_whole(path: Path, mesh: Any = None) -> Loaded | None:
     """Return a run's newest whole checkpoint, on one rank; leave the directory as it is."""
-    found = loading.load_newest(path / "checkpoints")
+    found = loading.load_newest(path / "checkpoints", mesh)
     if found is not None:
         return Loaded(*found)
     if any(r["event"] == "checkpoint" for r in read_records(path)):

@@ -14,10 +14,11 @@ import torch
 from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
 from samestep.ranks import watched
+from samestep.ranks.mesh import any_sharded, mesh_of
 from samestep.recipe import Recipe
 from samestep.run import loading
-from samestep.run.index import Entry, read_index
-from samestep.session.build import Built
+from samestep.run.index import read_index
+from samestep.session.build import Built, Loaded, on_all_ranks
 from samestep.session.picture_making import PictureSource, picture_records
 from samestep.session.request import Request
 from samestep.session.session import Session, run_result
@@ -57,7 +58,8 @@ def record_failure(
         session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
     weights = ""
     with contextlib.suppress(Exception):  # a model that cannot give its weights
-        weights = weights_sha256(work.learner.model)
+        if not any_sharded(work.learner.model):  # the other ranks may be gone
+            weights = weights_sha256(work.learner.model)
     with contextlib.suppress(UserError):
         session.run.write_result(_result(request, work, state, "failed", weights))
 
@@ -77,7 +79,9 @@ def finish_run(
     session.world.on_main(session.saver.settle_well)
     work, state, run, test = built.work, built.state, session.run, None
     # The weights where the training ended; the test below loads the best ones.
-    weights = weights_sha256(work.learner.model) if run is not None else ""
+    sharded, weights = any_sharded(work.learner.model), ""
+    if run is not None or sharded:
+        weights = weights_sha256(work.learner.model)
     baselines: Baselines = {}
     if not state.signum and built.splits.test is not None:
         test = _test(request, built, session, agreement)
@@ -92,7 +96,7 @@ def finish_run(
         if best is not None:  # an evaluation may have been better where nothing was saved
             result["best"] |= {"value": best.metric, "epoch": best.epoch}
         run.write_result(result)
-        if not state.signum:  # a failing picture cannot lose the result any more
+        if not state.signum and not sharded:  # a failing picture cannot lose the result any more
             _draw_pictures(request, built, session, test, agreement)
     stop = {"event": "stop", "step": state.position.step, "reason": state.stop_reason}
     session.emit(stop)
@@ -110,9 +114,12 @@ def _test(
     work, state, splits = built.work, built.state, built.splits
     world, settings, started = work.world, work.settings, time.perf_counter()
     folder = session.path / "checkpoints"
-    best, problems = world.on_main(lambda: _best_whole(folder))
+    problems: list[str] = []
+    mesh = mesh_of(work.learner.model)
+    best = on_all_ranks(world, folder, lambda: _best_whole(folder, problems, mesh), mesh)
     if best is not None:
-        _load(work, world.on_every(lambda: loading.load(folder, best, verified=True)))
+        _load(work, best.content)
+        best = best._replace(content={})  # the rest of the file is not needed any more
     assert splits.test is not None
     plain = replace(request.recipe, augment=None)
     source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
@@ -121,7 +128,7 @@ def _test(
     if signum := part.agreed():
         _stop(state, signum)
         return None
-    test = {**values, "checkpoint": best.path if best else "last"}
+    test = {**values, "checkpoint": best.entry.path if best else "last"}
     record = {"event": "evaluation", "split": "test", "epoch": state.position.epoch}
     record |= {"step": state.position.step, **test, "seconds": time.perf_counter() - started}
     session.emit({**record, "problems": problems})
@@ -192,11 +199,11 @@ def _draw_pictures(
         if tested is not None:  # the first time, the model still holds them
             name, tested = tested, None
             return name
-        best, _ = _best_whole(folder)
+        best = _best_whole(folder, [])
         if best is None:
             return "last"
-        _load(work, loading.load(folder, best, verified=True))
-        return best.path
+        _load(work, best.content)
+        return best.entry.path
 
     recipe = request.recipe
     source = PictureSource(recipe=recipe, work=work, splits=built.splits, load_best=load_best)
@@ -211,17 +218,14 @@ def _load(work: Work, content: dict[str, Any]) -> None:
         work.learner.average.load(None)
 
 
-def _best_whole(folder: Path) -> tuple[Entry | None, list[str]]:
-    """Return the best checkpoint that can be read, and what is wrong with better ones."""
-    problems: list[str] = []
+def _best_whole(folder: Path, problems: list[str], mesh: Any = None) -> Loaded | None:
+    """Return the best checkpoint that can be read; note what is wrong with better ones."""
     for entry in read_index(folder).ranked():
         try:
-            loading.load(folder, entry)
+            return Loaded(entry, loading.load(folder, entry, mesh=mesh), problems)
         except UserError as error:
             problems.append(str(error))
-        else:
-            return entry, problems
-    return None, problems
+    return None
 
 
 def _result(

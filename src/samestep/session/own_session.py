@@ -22,13 +22,13 @@ from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.process import RankLog
 from samestep.ranks.startup import JOB_RUN
-from samestep.run import checkpoints
+from samestep.run import checkpoints, loading
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.index import Retention, find_checkpoint
 from samestep.run.records import Record
 from samestep.session import own_state
-from samestep.session.build import load_checkpoint, load_newest
+from samestep.session.build import Loaded, load_newest, on_all_ranks
 from samestep.session.free_space import room_notes, state_bytes
 from samestep.session.gradients import parameters_in
 from samestep.session.own_carry import RankState, SlotState, carried_state
@@ -188,6 +188,11 @@ class OwnSession:
         resumes = self.options.resume and world.on_main(lambda: is_run(self.path))
         if resumes and (found := load_newest(self.path, world)):
             world.on_every(lambda: self._restore(found.content))
+            sums = found.content["sums"]
+            if len(sums) == world.world_size:
+                self.means.sums = sums[world.rank]
+            elif world.is_main:  # on another number of ranks, it takes all
+                self.means.sums = added_up(sums)
             self._resumed = found.entry.path, found.problems
             self._saved_at = self.position.epoch, self.position.step
         self.agreement.start(self.position.step)
@@ -203,11 +208,6 @@ class OwnSession:
         self.watch = Watch(**saved["watch"]) if saved.get("watch") else None
         self.finished = saved.get("finished")
         self.carried_before = saved.get("carried")
-        sums = saved["sums"]
-        if len(sums) == self.world.world_size:
-            self.means.sums = sums[self.world.rank]
-        elif self.world.is_main:  # on another number of ranks, it takes all
-            self.means.sums = added_up(sums)
 
     def carry(self, function: Carry, slots: int) -> None:
         """Carry state of each slot of the global batch, or of each rank, from now on."""
@@ -334,11 +334,16 @@ class OwnSession:
             raise UserError("run.load_best: no epoch was rated. Call run.best(…) in each epoch.")
         self.settle()
         folder = self.path / "checkpoints"
-        entry = self.world.on_main(lambda: find_checkpoint(folder, "best"))
-        saved = load_checkpoint(folder, entry, self.world)["state"]
+
+        def best() -> Loaded:
+            entry = find_checkpoint(folder, "best")
+            return Loaded(entry, loading.load(folder, entry), [])
+
+        found = on_all_ranks(self.world, folder, best)
+        assert found is not None
         for name, module in self.modules().items():
-            own_state.load_one(name, module, saved[name])
-        return entry.epoch
+            own_state.load_one(name, module, found.content["state"][name])
+        return found.entry.epoch
 
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""

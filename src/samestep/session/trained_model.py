@@ -40,7 +40,7 @@ class TrainedModel:
     settings: Settings
     entry: Entry
     content: dict[str, Any]
-    """What the checkpoint holds besides weights and the optimizer's state."""
+    """What the checkpoint holds, without its large tensors."""
     device: torch.device
     dtype: torch.dtype
 
@@ -71,8 +71,8 @@ def open_checkpoint(
     load_evaluated(model, content)
     if settings.channels_last:
         to_channels_last(model)
-    told = loading.without_tensors(content)
-    return TrainedModel(model, recipe, options, settings, entry, told, target, dtype)
+    kept = loading.without_tensors(content)
+    return TrainedModel(model, recipe, options, settings, entry, kept, target, dtype)
 
 
 def evaluate_run(

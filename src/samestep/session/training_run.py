@@ -12,6 +12,7 @@ from typing import Any
 from samestep.data.memory_source import MemorySource
 from samestep.data.stream_source import StreamSource
 from samestep.errors import listed, no_exit
+from samestep.ranks.mesh import any_sharded, mesh_of
 from samestep.ranks.world import World, gpu_uuid
 from samestep.run.code_copy import kept_code
 from samestep.run.directory import Run, check_free, git_commit, is_run, new_run_path
@@ -57,7 +58,8 @@ class Task:
     """The checkpoint that it was restored from."""
     session: Session
     write: Write
-    """Save (content, monitored metric, when it began by `time.perf_counter`); rank 0 only."""
+    """Save (content, monitored metric, when it began by `time.perf_counter`); on rank 0, and on all
+    ranks if they hold parts of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,7 @@ def _train(
     every = request.settings.checkpoint_every_minutes
     minutes = SaveTimer(every)
     agreement = Agreement(world, received, minutes.passed if every else None)
-    made_with = to_toml(request, work.plan)
+    made_with, sharded = to_toml(request, work.plan), any_sharded(work.learner.model)
     is_hopeless = halving_of(session.path, request.settings.halving, state.watch.mode, world)
 
     def write(content: dict[str, Any], metric: float | None, began: float) -> None:
@@ -148,12 +150,14 @@ def _train(
             retention=retention_of(work.settings),
             began=began,
             sync=work.settings.checkpoint_sync,
+            sharded=sharded,
         )
 
     def save(metric: float | None) -> None:
         began = time.perf_counter()
         content = capture(work, state, request.recipe.name)
-        world.on_main(lambda: write(content, metric, began))
+        agreed = world.on_every if sharded else world.on_main
+        agreed(lambda: write(content, metric, began))
 
     task = Task(
         request=request,
@@ -175,7 +179,8 @@ def _train(
 
 def _restored(request: Request, built: Built, path: Path) -> Loaded | None:
     """Go on from a run's newest checkpoint, of which nothing but the entry stays in memory."""
-    found = load_newest(path, built.work.world)
+    mesh = mesh_of(built.work.learner.model)
+    found = load_newest(path, built.work.world, mesh)
     return found and go_on(request, built.work, built.state, path, found)
 
 
@@ -327,8 +332,14 @@ def _without_effect(work: Work) -> list[str]:
         "after the last step. --checkpoint-every-steps and --eval-every-steps do it before.": (
             work.plan.is_stream and not work.plan.epochs and never_saved
         ),
+        "No pictures are drawn of a model that the ranks share out (--strategy fsdp).": (
+            settings.pictures and settings.strategy == "fsdp" and world.connected
+        ),
         "--sync-batchnorm has no effect on one rank: it sees the whole batch.": (
             settings.sync_batchnorm and alone
+        ),
+        "--strategy fsdp has no effect on one rank: it holds the whole model.": (
+            settings.strategy == "fsdp" and alone and not world.connected
         ),
         "--bucket-cap-mb has no effect on one rank: nothing is reduced.": (
             settings.bucket_cap_mb is not None and alone and not world.connected

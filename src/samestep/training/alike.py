@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.data.keyed_random import mix
 from samestep.data.loader_source import seed_reading
@@ -85,6 +85,21 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
     own = not type(optimizer).__module__.startswith("torch.optim.")
     return own or bool(hooks) or "step" in vars(optimizer)
+
+
+def check_same_model(model: nn.Module, world: World) -> None:
+    """Check that all ranks have built a model of the same tensors; all ranks call it."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
+    found = world.gather(shapes)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            name = next(one[0] for one in {*other} ^ {*found[0]})
+            raise UserError(
+                f"Ranks 0 and {rank} have built different models: {name} is not in both, or of "
+                "another shape or type. Build the same model on every rank.",
+                on_all_ranks=True,
+            )
 
 
 def is_checked(before: int, after: int) -> bool:

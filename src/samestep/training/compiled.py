@@ -18,6 +18,7 @@ from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves, narrow, tree_leaves
 from samestep.errors import UserError
 from samestep.ranks import watched
+from samestep.ranks.mesh import any_sharded
 from samestep.ranks.world import World
 from samestep.run.records import Record
 from samestep.settings import Settings
@@ -109,7 +110,8 @@ class ModelStep:
         step.compiled_sizes = plan.full_micro_steps(settings)
         self._step, self._phases, self._to_compile = step, phases, True
         added = "all-reduce" if settings.virtual_ranks is None else "tree of sums"
-        self.what = f"the model's forward and backward; optimizer and {added} are not compiled"
+        what = "the model's" if settings.strategy == "ddp" else "each block's"
+        self.what = f"{what} forward and backward; optimizer and {added} are not compiled"
         if why:
             self.what += f"; whole steps are not, since {why}"
 
@@ -275,7 +277,7 @@ class FullBatches:
 
 def with_forward(work: Work) -> Work:
     """Return the work with a compiled forward for its evaluations, where that pays."""
-    if work.validation is None or work.learner.own:
+    if work.validation is None or work.learner.own or any_sharded(work.learner.model):
         return work
     model, num_samples = work.learner.model, work.validation.num_samples
     forward = compiled_forward(model, work.settings, work.world, work.plan, num_samples)

@@ -5,7 +5,7 @@ So parts that do not fit fail before anything is trained or written, not after a
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from samestep.data.memory_source import MemorySource
 from samestep.data.source import Source
 from samestep.errors import UserError, defined_at, made_by
+from samestep.ranks.mesh import any_sharded, free_gathered
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits, accuracy
 from samestep.recipe_checks import check_lower, check_names
@@ -23,6 +24,7 @@ from samestep.run.records import TAKEN_IN_STEPS, TAKEN_NAMES
 from samestep.settings import Precision
 from samestep.training.alike import random_numbers
 from samestep.training.apply import applied, measure_of, parts_of, summed, terms_of, total_of
+from samestep.training.buffers import keep_buffers
 from samestep.training.device import autocast
 from samestep.training.evaluation import Totals, as_evaluated, outputs_of
 
@@ -50,9 +52,13 @@ def dry_run(
     train: Source,
     precision: Precision,
     world: World,
+    takes: nn.Module,
     evaluated: Source | None,
 ) -> Tried:
     """Try a few samples on copies of model, loss and metrics; return what fits, and its names.
+
+    `takes` is what takes the inputs: the model, or the model by the recipe's `forward`. A model
+    that the ranks share out cannot be copied, and is tried itself; all ranks call it then.
 
     Where nothing is evaluated (`evaluated` is None) the samples are of the training set, and
     without metrics the first step reports what fails, before it changes anything.
@@ -65,8 +71,10 @@ def dry_run(
         batch = evaluated.peek(_SAMPLES)
     metrics = fitting_metrics(recipe.metrics, batch.targets)
     try:
-        shared = {id(p): p for p in model.parameters()}
+        kept = (takes, model) if any_sharded(model) else model.parameters()
+        shared: dict[int, object] = {id(one): one for one in kept}
         trial, trial_loss, trial_metrics = copy.deepcopy((model, loss, dict(metrics)), shared)
+        tried = takes if trial is model else applied(trial, recipe)
     except Exception as error:  # what cannot be copied is tried for the first time when it counts
         if measures:
             raise UserError(
@@ -75,13 +83,14 @@ def dry_run(
             ) from error
         return Tried(metrics)
     classes = recipe.counted_classes(splits) if splits.test is not None else ()
-    with made_by(recipe.model, recipe.data), as_evaluated(trial, seed=0):
-        takes, terms = applied(trial, recipe), terms_of(recipe)
-        forward = partial(outputs_of, takes, batch.inputs, precision, world.device, recipe.model)
+    makers = made_by(recipe.model, recipe.data)
+    with makers, as_evaluated(trial, seed=0), _undisturbed(takes, model):
+        terms = terms_of(recipe)
+        forward = partial(outputs_of, tried, batch.inputs, precision, world.device, recipe.model)
         named = partial(_names_of_losses, recipe, trial_loss, batch.targets)
 
         def in_training() -> Any:
-            takes.train()
+            tried.train()
             return forward()
 
         try:
@@ -106,6 +115,20 @@ def dry_run(
     if measures:
         check_lower(recipe.lower_is_better, (*recipe.metrics, *parts, *measured))
     return Tried(metrics, parts, measured)
+
+
+@contextlib.contextmanager
+def _undisturbed(takes: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Leave a model that the ranks share out, and that is tried itself, as it was."""
+    if not any_sharded(model):
+        yield
+        return
+    put_back = keep_buffers(model)
+    try:
+        yield
+    finally:
+        free_gathered(takes)
+        put_back()
 
 
 def _names_of_losses(

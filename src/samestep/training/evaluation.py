@@ -1,7 +1,7 @@
 """Evaluate a model: every sample counts once, sums and counts are reduced, then divided once."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -14,6 +14,7 @@ from samestep.data.loader_source import seed_reading
 from samestep.data.trees import describe, narrow
 from samestep.errors import UserError, blame
 from samestep.ranks import watched
+from samestep.ranks.mesh import any_sharded, free_gathered
 from samestep.ranks.world import World
 from samestep.recipe import Reduction
 from samestep.settings import Precision, Settings
@@ -44,6 +45,9 @@ class Evaluable(Protocol):
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all samples once."""
 
+    def peek(self, samples: int) -> Batch:
+        """Return the first samples."""
+
 
 class Interruptible:
     """Data to evaluate, of which a rank skips the rest once it got a stop signal.
@@ -62,6 +66,10 @@ class Interruptible:
                 self._left_for = self._agreement.signum
                 return
             yield batch
+
+    def peek(self, samples: int) -> Batch:
+        """Return the first samples."""
+        return self._source.peek(samples)
 
     def agreed(self) -> int:
         """Return the signal for which any rank has skipped something, or 0; all ranks call it."""
@@ -94,13 +102,21 @@ def evaluate(
     """
     how: dict[str, Any] = {"reduction": reduction, "parts": parts, "measure": measure}
     totals = Totals(loss, metrics, world, classes, terms, **how)
-    carried = CarriedOn(model)
+    carried, sharded = CarriedOn(model), any_sharded(model)
     # A forward may write buffers, and ranks compute another number of them.
     put_back = keep_buffers(model) if world.virtual_ranks else lambda: None
 
-    def count_all() -> None:
+    def read_all() -> None:
+        if not sharded:
+            count_all(source.evaluation(batch_size))
+            return
+        stand_in = partial(outputs_of, forward or model, precision=precision, device=world.device)
+        with closing(_in_step(source, batch_size, world, stand_in)) as in_step:
+            count_all(in_step)
+
+    def count_all(batches: Iterator[Batch]) -> None:
         first: dict[int, int] = {}
-        for number, batch in enumerate(source.evaluation(batch_size)):
+        for number, batch in enumerate(batches):
             watched.alive()
             part = batch.part if world.virtual_ranks else world.rank
             nth = number - first.setdefault(part, number)
@@ -116,11 +132,44 @@ def evaluate(
 
     with as_evaluated(model, mix(seed, world.rank)):
         try:
-            world.on_every(count_all)
+            world.on_every(read_all)
         except UserError as error:
             raise EvaluationError(str(error), on_all_ranks=True) from error
+        finally:
+            if sharded:
+                free_gathered(model)  # no backward follows, which would do it
     put_back()
     return totals.means()
+
+
+def _in_step(
+    source: Evaluable, batch_size: int, world: World, stand_in: Callable[[Any], object]
+) -> Generator[Batch]:
+    """Yield this rank's batches, while all ranks take equally many forwards.
+
+    A forward of a sharded model takes all ranks: one that has no batches left calls `stand_in` with
+    its last inputs, or others, until none has any. If one fails, all stop.
+    """
+    failed, done = 2, 0
+    last: Any = None
+    own = iter(source.evaluation(batch_size))
+    going = True
+    while True:
+        batch = next(own, None) if going else None
+        going = batch is not None
+        state = int(world.reduce(torch.tensor(int(going)), "max"))
+        if state in (failed, done):
+            return
+        if batch is None:
+            last = source.peek(1).inputs if last is None else last
+            stand_in(last)
+            continue
+        last = batch.inputs
+        try:
+            yield batch
+        except GeneratorExit:  # what was to be done with the batch has raised
+            world.reduce(torch.tensor(failed), "max")
+            raise
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from samestep.data.blocks import Block
 from samestep.data.source import Source
 from samestep.errors import UserError, made_by
 from samestep.ranks import watched
+from samestep.ranks.mesh import is_sharded, parts_of_rank
 from samestep.run.records import Record
 from samestep.training.alike import is_checked
 from samestep.training.evaluation import (
@@ -232,8 +233,12 @@ def checkpoint_name(position: Position) -> str:
 
 def check_weights(work: Work, state: State) -> None:
     """Check that all weights are finite: a gradient can overflow though its loss was finite."""
-    checks = [p.detach().isfinite().all() for p in work.learner.model.parameters()]
-    if checks and not bool(torch.stack(checks).all()):
+    weights = [*work.learner.model.parameters()]
+    checks = [p.isfinite().all() for p in parts_of_rank(weights)]
+    bad = bool(checks) and not bool(torch.stack(checks).all())
+    if any(is_sharded(weight) for weight in weights):
+        bad = bool(work.world.reduce(torch.tensor(int(bad)), "max"))
+    if bad:
         raise _diverged(work, state, "A weight is NaN or infinite")
 
 

@@ -12,6 +12,7 @@ from torch.optim.sgd import sgd
 
 from samestep.data.trees import map_tensors
 from samestep.errors import UserError, blame, defined_at, listed
+from samestep.ranks.mesh import is_sharded, parts_of_rank, sharded_as
 from samestep.recipe import Recipe
 from samestep.run.checkpoints import why_not_kept
 from samestep.settings import Settings
@@ -55,6 +56,8 @@ def make_optimizer(
         # On the CPU the fused kernel leaves most of such weights as they are: pytorch/191763.
         if device.type == "cpu" and any(p.dtype in _HALF for p in parameters):
             fused = False
+        if any(is_sharded(p) for p in parameters):
+            fused = False  # DTensor does not know the fused kernel
         momentum = settings.momentum
         built = torch.optim.SGD(
             parameters, lr=lr, momentum=momentum, weight_decay=decay, fused=fused
@@ -167,11 +170,28 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         its | {name: mine[name] for name in _KERNELS if name in mine}
         for mine, its in zip(own, saved["param_groups"], strict=True)
     ]
+    saved = {**saved, "state": _sharded_state(optimizer, saved)}
     optimizer.load_state_dict({**saved, "param_groups": groups})
     _keep_numbers(optimizer, saved)
     for group, mine in zip(optimizer.param_groups, own, strict=True):
         names = mine.keys() - {"params"} if _RATIO in mine else _SETTINGS
         group.update({name: mine[name] for name in names if name in mine})
+
+
+def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[Any, Any]:
+    """Return saved state, in which each tensor of a sharded weight's shape is sharded like it."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    like = dict(zip(numbers, parameters, strict=False))
+
+    def share(number: Any, value: Any) -> Any:
+        known = isinstance(value, Tensor) and number in like
+        return sharded_as(value, like[number]) if known else value
+
+    return {
+        number: {name: share(number, value) for name, value in state.items()}
+        for number, state in saved["state"].items()
+    }
 
 
 def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -207,6 +227,7 @@ class Update:
         self._optimizer, self._scaler, self._maker = optimizer, scaler, maker
         self._scheduled = scheduled
         self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
+        self._sharded = any(is_sharded(p) for p in self._parameters)
         self._own, self._kept = _RATIO in optimizer.param_groups[0], False
         self._kernel: Callable[..., None] | None = None
         """(gradients, lr) → the fused update of all parameters."""
@@ -215,6 +236,7 @@ class Update:
         """Take one step at a learning rate, or at those that a scheduler has set."""
         if self._kernel is not None:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
+            gradients = parts_of_rank(gradients) if self._sharded else gradients
             if len(gradients) == len(self._parameters):
                 with torch.no_grad():
                     self._kernel(gradients, lr=lr)
@@ -262,11 +284,12 @@ class Update:
         if not all(states):
             return None
         kernel, names = _KERNELS_OF[isinstance(self._optimizer, torch.optim.SGD)]
-        lists = [[s[name] for s in states] if name else [] for name in names]
+        # This rank's parts: each operation on a sharded tensor costs ten times that on a plain one.
+        lists = [parts_of_rank(s[name] for s in states) if name else [] for name in names]
         group, known = dict(self._optimizer.param_groups[0]), signature(kernel).parameters
         group |= dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
         fixed = {name: group[name] for name in known if name in group and name not in _VARIES}
-        parameters = self._parameters
+        parameters = parts_of_rank(self._parameters)
         return lambda gradients, lr: kernel(parameters, gradients, *lists, lr=lr, **fixed)
 
 
@@ -280,8 +303,9 @@ class Average:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
         self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._weights = [p.detach() for p in self._named.values()]
-        self._averages = [p.clone() for p in self._weights]
+        self._weights = parts_of_rank(self._named.values())
+        self._kept = {name: p.detach().clone() for name, p in self._named.items()}
+        self._averages = parts_of_rank(self._kept.values())
 
     @torch.no_grad()
     def update(self) -> None:
@@ -290,14 +314,14 @@ class Average:
 
     def state(self) -> dict[str, Tensor]:
         """Return the average of each weight by its name."""
-        return dict(zip(self._named, self._averages, strict=True))
+        return dict(self._kept)
 
     @torch.no_grad()
     def load(self, saved: dict[str, Tensor] | None) -> None:
         """Load the averages of a checkpoint; if it has none, start at the weights."""
         source = self._named if saved is None else saved
         for name, average in self.state().items():
-            average.copy_(source[name])
+            average.copy_(sharded_as(source[name], average))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -140,7 +140,7 @@ class Plan:
     def cut(self, settings: Settings) -> Cut:
         """Return how a step's rows become micro-steps."""
         # Forwards that talk to those of the other ranks: every rank needs equally many of them.
-        together = settings.sync_batchnorm and self.world_size > 1
+        together = settings.forwards_together and self.world_size > 1
         how: dict[str, Any] = {"world_size": self.world_size, "together": together}
         if self.by_tokens is None:
             return partial(cut_rows, batch_size=self.micro_batch_size, **how)

@@ -17,15 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import UserError
+from samestep.ranks.mesh import any_sharded
 from samestep.ranks.world import World
-from samestep.run.loading import own_memory
 from samestep.settings import Settings
+from samestep.training.alike import check_same_model
+from samestep.training.sharding import is_fsdp
 
 
 def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dtype) -> nn.Module:
     """Put a newly built model on its device, and apply the settings of how it computes."""
     check_dense(model, "The recipe's model has")
-    model.to(device=world.device, dtype=dtype)
+    # One that the ranks share out goes there block by block.
+    model.to(device=None if is_fsdp(settings, world) else world.device, dtype=dtype)
     hold_parameters(model, settings)
     if settings.sync_batchnorm:
         model = _synchronise(model, world)
@@ -92,17 +95,16 @@ def to_channels_last(model: nn.Module) -> None:
 
 
 def match_layouts(optimizer: torch.optim.Optimizer) -> None:
-    """Copy each parameter's optimizer state, and lay it out as the parameter is.
+    """Lay out each parameter's optimizer state as the parameter is.
 
-    Fused kernels treat both as plain vectors, so another layout would mix up the weights. And what
-    was loaded may still lie in a checkpoint's file.
+    Fused kernels treat both as plain vectors, so another layout would mix up the weights.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-            else:
-                state[name] = own_memory(value)
+            elif isinstance(value, torch.Tensor):  # what was loaded may lie in a file
+                state[name] = value.clone()
 
 
 def _synchronise(model: nn.Module, world: World) -> nn.Module:
@@ -185,6 +187,8 @@ def make_counter(model: nn.Module, world: World, settings: Settings) -> nn.Param
     """Return a weight, always 0, whose gradient ranks add up with the model's; None if alone."""
     if world.world_size == 1 or settings.allows_unused or settings.virtual_ranks is not None:
         return None  # DDP then follows the forward, in which it does not appear
+    if settings.strategy == "fsdp":
+        return None  # gradients are not added up in one place
     like = next(p for p in model.parameters() if p.requires_grad)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return nn.Parameter(torch.zeros(1, dtype=dtype, device=like.device))
@@ -194,7 +198,7 @@ def wrap(
     model: nn.Module, world: World, settings: Settings, counter: nn.Parameter | None = None
 ) -> nn.Module:
     """Wrap a model so that it averages its gradients, and the counter's, over all ranks."""
-    if not world.connected:
+    if not world.connected or any_sharded(model):
         return model
     if settings.virtual_ranks is not None:
         _start_alike(model, world)
@@ -211,18 +215,8 @@ def wrap(
 
 def _start_alike(model: nn.Module, world: World) -> None:
     """Give every rank rank 0's weights and buffers, as DDP does when it takes a model."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
-    found = world.gather(shapes)
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            name = next(one[0] for one in {*other} ^ {*found[0]})
-            raise UserError(
-                f"Ranks 0 and {rank} have built different models: {name} is not in both, or of "
-                "another shape or type. Build the same model on every rank.",
-                on_all_ranks=True,
-            )
-    for tensor in tensors.values():
+    check_same_model(model, world)
+    for tensor in (*model.parameters(), *model.buffers()):
         world.take_from_main(tensor.detach())
 
 
@@ -250,7 +244,10 @@ def tell_end_of_autograd(loss: Tensor, tell: Callable[[], None]) -> None:
 
 
 def without_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a micro-step before the last: gradients add up locally."""
+    """Return the context of a micro-step before the last: gradients add up locally.
+
+    With FSDP they are reduced every time, since a rank may have no room for whole gradients.
+    """
     if isinstance(wrapped, DistributedDataParallel):
         return wrapped.no_sync()
     return contextlib.nullcontext()

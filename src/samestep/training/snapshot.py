@@ -13,6 +13,7 @@ from samestep.data.blocks import held_parts
 from samestep.data.keyed_random import mix
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, listed
+from samestep.ranks.mesh import is_sharded, sharded_as, whole
 from samestep.run.checkpoints import FORMAT
 from samestep.run.loading import own_memory
 from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng_state
@@ -82,7 +83,10 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
 def check_alike(work: Work, step: int) -> None:
     """Check that all ranks have the same weights; with virtual ranks, also buffers."""
     model = work.learner.model
-    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    # Each rank has a part of its own of what is sharded, so there is nothing to compare.
+    named: dict[str, torch.Tensor] = {
+        name: p for name, p in model.named_parameters() if not is_sharded(p)
+    }
     if work.settings.virtual_ranks is not None:
         named |= dict(model.named_buffers())
     added = "something changes it after the ranks have added it up, such as a hook"
@@ -156,12 +160,15 @@ def _restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of a model's floating-point state: names, types, shapes and bytes."""
+    """Return the SHA-256 of a model's floating-point state: names, types, shapes and bytes.
+
+    Where the model is sharded all ranks call it: one weight at a time is put together.
+    """
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-            flat = value.detach().cpu().contiguous().view(-1)
+            flat = whole(value).cpu().contiguous().view(-1)
             digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -205,6 +212,8 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
             f"The checkpoint does not fit the model: {listed(wrong, between='; ')}. "
             "Use the model options of the run that wrote it."
         )
+    if any(is_sharded(value) for value in own.values()):
+        saved = {name: sharded_as(value, own[name]) for name, value in saved.items()}
     given = copy.copy(saved)  # with the versions of its modules, which are in an attribute
     # A module may keep what `set_extra_state` gives it.
     given.update({n: own_memory(part) for n, part in saved.items() if n.endswith(EXTRA_STATE)})

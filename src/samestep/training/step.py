@@ -14,6 +14,7 @@ from samestep.data.blocks import Block, cut_rows
 from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import check_rows, describe, map_tensors, narrow
 from samestep.errors import UserError, blame, defined_at, listed, made_by
+from samestep.ranks.mesh import any_sharded, parts_of_rank, total_norm
 from samestep.ranks.world import World
 from samestep.settings import Settings
 from samestep.training.alike import (
@@ -43,12 +44,13 @@ loss over the whole batch: the gradient of the micro-step's outputs."""
 def check_used(model: nn.Module) -> None:
     """Check, after the first backward, that each parameter has a gradient: DDP waits for it."""
     named = model.named_parameters()
+    or_else = "" if any_sharded(model) else ", or, if other steps use them, add --find-unused"
     unused = [name for name, p in named if p.requires_grad and p.grad is None]
     if unused:
         raise UserError(
             f"The loss does not depend on {listed(unused)}, so ranks would wait for a gradient "
-            "that never comes. Use these parameters in forward, freeze them with "
-            "requires_grad_(False), or, if other steps use them, add --find-unused."
+            "that never comes. Use these parameters in forward, or freeze them with "
+            f"requires_grad_(False){or_else}."
         )
 
 
@@ -124,7 +126,8 @@ class EagerStep:
         self._due: Sequence[tuple[int, OutputGradient]] = ()
         """Of a loss over the whole batch: virtual rank and gradient of each micro-step."""
         self._seen: list[StepOutputs] = []
-        self._together = settings.sync_batchnorm and world.world_size > 1
+        self._together = settings.forwards_together and world.world_size > 1
+        self._sharded = any_sharded(learner.model)
         self._cut = partial(
             cut_rows, batch_size=batch_size, world_size=world.world_size, together=self._together
         )
@@ -168,6 +171,8 @@ class EagerStep:
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Add up this rank's micro-steps; return its part of the mean loss, all ranks' terms."""
         world_size = self._world.world_size
+        if self._sharded:
+            share_buffers(self._learner.model, self._world)  # DDP does it by itself
         total: Tensor | None = None
         parts = self._parts(block)
         if self._learner.over_batch:
@@ -395,7 +400,8 @@ class EagerStep:
         else:
             terms = self._world.reduce(self._terms)
         mend = global_size / terms
-        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], mend)
+        gradients = parts_of_rank(p.grad for p in self._parameters if p.grad is not None)
+        torch._foreach_mul_(gradients, mend.to(gradients[0].device))
         return total * mend, terms
 
     def _loss_of(self, inputs: Any, targets: Any) -> Tensor:
@@ -452,6 +458,12 @@ class EagerStep:
         if most is None and not want_norm:
             return None
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._sharded:
+            norm = total_norm(gradients, self._world)
+            if most is not None:
+                factor = (most / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+                torch._foreach_mul_(parts_of_rank(gradients), factor)
+            return norm
         try:
             if most is None:
                 return nn.utils.get_total_norm(gradients)

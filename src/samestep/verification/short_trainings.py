@@ -31,6 +31,14 @@ _ALWAYS: dict[str, Any] = {
 }
 
 
+SHARDED: dict[str, Any] = {
+    "strategy": "fsdp",
+    **dict.fromkeys(("find_unused", "static_graph", "channels_last", "sync_batchnorm"), False),
+    "bucket_cap_mb": None,
+}
+"""How the ranks share the model out, without what only DDP takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """Ranks that are started once and run several short trainings."""
@@ -131,6 +139,8 @@ class ShortTraining:
     """Whether it ends at the step where others stop and resume."""
     evaluates: bool = False
     lightning: bool = False
+    sharded: bool = False
+    """Whether the ranks share the model out, by FSDP."""
     nudged: bool = False
     """Whether its weights begin one rounding off, to measure what rounding does to the losses."""
 
@@ -147,7 +157,7 @@ class ShortTraining:
         if self.free or self.lightning:  # one process and the fewest ranks are enough
             applies = facts.lightning if self.lightning else self.free <= facts.present
             return applies and start.place <= 1
-        return True
+        return not self.sharded or (start.place == 1 and facts.virtual_ranks is None)
 
 
 def left_free(kind: Kind) -> ShortTraining:
@@ -186,4 +196,6 @@ def settings_of(
         "eval_every_steps": size.stop if training.evaluates and not training.lightning else None,
         "checkpoint_every_steps": size.stop if training.saves or training.short else None,
     }
+    if training.sharded:
+        changed |= SHARDED
     return replace(in_precision(settings, precision), **changed)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from samestep.data.blocks import Batch
 from samestep.data.source import Source
 from samestep.data.trees import tree_leaves
+from samestep.ranks.mesh import whole
 from samestep.run.records import Record
 from samestep.session.training_run import NATIVE, Engine, Task
 from samestep.settings import Precision
@@ -106,8 +107,11 @@ def values_of(tensor: Tensor) -> Values:
 
 
 def values_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Values]:
-    """Return the values of those tensors that have any, and can have rounding."""
-    kept = ((name, t) for name, t in named if t is not None)
+    """Return the values of those tensors that have any, and can have rounding.
+
+    All ranks call it: those of a sharded tensor are put together.
+    """
+    kept = ((name, whole(t)) for name, t in named if t is not None)
     return {name: values_of(t) for name, t in kept if t.is_floating_point() and t.numel()}
 
 
@@ -198,6 +202,9 @@ class _ObservedSource:
             else:
                 self._trace.evaluated += sample_hashes(batch.inputs, batch.targets)
             yield batch
+
+    def peek(self, samples: int) -> Batch:
+        return self._source.peek(samples)
 
 
 # Relative differences that rounding may cause in a few steps. Measured on the built-in recipes:

@@ -15,7 +15,7 @@ from samestep.verification.short_trainings import MAIN, RecipeFacts, ShortTraini
 
 ROWS: tuple[TableRow, ...] = (
     *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
-    *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.LIGHTNING),
+    *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.FSDP, trainings.LIGHTNING),
     *(trainings.BATCHNORM, trainings.DROPOUT),
     *(data.ORDER, model.PROCESSES, data.AUGMENTATION, loss.LOSS, loss.LAST_BATCH),
     *(model.PARAMETERS, state.STATE, model.SAMPLES_APART, data.EVALUATION),
@@ -35,7 +35,12 @@ def plan_trainings(
     rows = [row for row in rows_of(facts) if not (quick and row.thorough)]
     trainings = [row.training for row in rows if row.training]
     taken = [training for training in trainings if training.is_taken(start, facts, chosen)]
-    return sorted(taken, key=lambda t: (t.lightning, t.own_precision, t.halves or t.resumes))
+    return sorted(taken, key=_how_late)
+
+
+def _how_late(training: ShortTraining) -> tuple[bool, ...]:
+    late = (training.sharded, training.lightning, training.own_precision)
+    return (*late, training.halves or training.resumes)
 
 
 def look(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:

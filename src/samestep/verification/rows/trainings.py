@@ -146,6 +146,21 @@ def _stop_and_resume(evidence: Evidence) -> Check:
 STOP_AND_RESUME = TableRow(
     name="stop and resume", answer=_stop_and_resume, thorough=True, training=_RESUMED
 )
+_SHARDED = ShortTraining(name="fsdp", evaluates=True, sharded=True)
+
+
+def _fsdp(evidence: Evidence) -> Check:
+    failures = evidence.failures(training=_SHARDED.name)
+    if failures and failures[0].mistake:  # refused before the first step
+        return Check("skipped", f"it cannot: {failures[0].message}"[:_LONGEST])
+    if why := evidence.not_compared():
+        return Check("skipped", why)
+    return training_check(evidence, _SHARDED.name, "model shared out")
+
+
+FSDP = TableRow(
+    name=_SHARDED.name, answer=_fsdp, thorough=True, training=_SHARDED, with_virtual_ranks=False
+)
 _IN_LIGHTNING = ShortTraining(name="lightning", evaluates=True, lightning=True)
 
 

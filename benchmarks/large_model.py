@@ -1,0 +1,115 @@
+"""Measure the memory that each rank takes for a large model, by DDP and by FSDP.
+
+    python benchmarks/large_model.py [--dim 1024] [--layers 16] [--ranks 2,4]
+
+Trains examples/char_gpt.py for three steps. The peak of each rank is the kernel's (VmHWM), without
+that of the same command for a tiny model. Writes `benchmarks/results/large_model.md`.
+"""
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from report import machine
+
+PAGE = Path(__file__).parent / "results" / "large_model.md"
+ROOT = Path(__file__).parent.parent
+MOST = 0.35
+
+
+def main() -> int:
+    """Measure, write the page, and return 1 if the target was missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--ranks", default="2,4")
+    asked = parser.parse_args()
+    size = ("--dim", str(asked.dim), "--layers", str(asked.layers), "--heads", "8")
+    rows, ratios = [], {}
+    for ranks in map(int, asked.ranks.split(",")):
+        peaks = {}
+        for strategy in ("ddp", "fsdp"):
+            tiny, _ = _train(ranks, strategy, ("--dim", "8", "--layers", "1"))
+            peak, parameters = _train(ranks, strategy, size)
+            peaks[strategy] = max(peak) - max(tiny)
+            whole = 16 * parameters  # float32: weights, gradients, two numbers of Adam
+            rows.append(
+                f"| {ranks} | {strategy} | {parameters / 1e6:.0f} M | {whole / 2**30:.2f} "
+                f"| {peaks[strategy] / 2**30:.2f} | {peaks[strategy] / whole:.2f} |"
+            )
+            print(rows[-1], flush=True)
+        ratios[ranks] = peaks["fsdp"] / peaks["ddp"]
+    good = ratios[max(ratios)] <= MOST
+    verdict = "reached" if good else "missed"
+    compared = ", ".join(f"{ratio:.2f} on {ranks} ranks" for ranks, ratio in ratios.items())
+    lines = [
+        "# A large model: memory per rank",
+        "",
+        f"    python benchmarks/large_model.py {' '.join(sys.argv[1:])}".rstrip(),
+        "",
+        ", ".join(f"{name} {value}" for name, value in machine().items()) + ".",
+        "",
+        "| ranks | strategy | parameters | weights, gradients, Adam, GiB | peak, GiB | ratio |",
+        "|---:|---|---:|---:|---:|---:|",
+        *rows,
+        "",
+        f"- FSDP's peak over DDP's: {compared}.",
+        f"- Target: at most {MOST} on {max(ratios)} ranks: {verdict}.",
+        "- The peak is that of the rank that took most, over all of the run: building the model,",
+        "  three steps with 4 samples each, an evaluation, and a checkpoint (--checkpoint-sync).",
+    ]
+    PAGE.write_text("\n".join([*lines, ""]))
+    return 0 if good else 1
+
+
+def _train(ranks: int, strategy: str, size: tuple[str, ...]) -> tuple[list[int], int]:
+    """Return each rank's peak in bytes, and the number of parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder, "run")
+        words = ["train", str(ROOT / "examples" / "char_gpt.py"), *size, "--text-file"]
+        words += [str(ROOT / "LICENSE"), "--nproc", str(ranks), "--strategy", strategy]
+        words += ["--max-steps", "3", "--batch-size", "4", "--checkpoint-sync"]
+        words += ["--threads", "1", "--oversubscribe", "--run-dir", str(run)]
+        command = [sys.executable, "-m", "samestep", *words]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        peaks: dict[int, int] = {}
+        while process.poll() is None:
+            for pid in _descendants(process.pid):
+                if _is_rank(pid):
+                    peaks[pid] = max(peaks.get(pid, 0), _peak(pid))
+            time.sleep(0.05)
+        assert process.returncode == 0, command
+        start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
+        return sorted(peaks.values())[-ranks:], start["parameters"]
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _is_rank(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return False
+
+
+def _peak(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

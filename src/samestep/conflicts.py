@@ -1,0 +1,92 @@
+"""Which settings do not go together, and why; `Settings` raises what is found here."""
+
+from typing import Any, NamedTuple
+
+_Allowed = dict[str, tuple[tuple[object, ...], str]]
+"""Setting → the values that it may have, and why it may have no other."""
+
+_WITH_VIRTUAL_RANKS: _Allowed = {
+    "sync_batchnorm": (
+        (False,),
+        "each virtual rank normalises over its own samples, on any number of ranks",
+    ),
+    "engine": (("native",), "Lightning's DDP adds up the gradients in its own order"),
+    "strategy": (
+        ("ddp",),
+        "virtual ranks add up whole gradients in a fixed order, FSDP their parts in its own",
+    ),
+}
+_WITH_FSDP: _Allowed = {
+    "engine": (("native",), "Lightning's engine trains with Lightning's own DDP"),
+    "precision": (
+        ("fp32", "bf16", "fp64"),
+        (
+            "the gradient scaler of fp16 would look at each rank's own part of the gradients. bf16 "
+            "needs no scaler"
+        ),
+    ),
+    "channels_last": ((False,), "FSDP shards contiguous weights alone"),
+    "find_unused": (
+        (False,),
+        (
+            "FSDP waits for every gradient of a block on every rank; a parameter that no rank ever "
+            "uses can be frozen"
+        ),
+    ),
+    "static_graph": ((False,), "it is a promise to DDP"),
+    "bucket_cap_mb": ((None,), "FSDP reduces gradients block by block, not in buckets"),
+    "sync_batchnorm": ((False,), "they have not been tried together"),
+}
+_WITH_DDP: _Allowed = {
+    "shard_within": (("all",), "DDP shards nothing"),
+    "reshard_after_forward": ((True,), "DDP gathers no weights, so there are none to free"),
+    "cpu_offload": ((False,), "only shards can be kept in the CPU's memory"),
+}
+
+
+class Conflict(NamedTuple):
+    """Two settings that do not go together, for an error."""
+
+    message: str
+    flags: tuple[str, str]
+    remedy: str = "Leave one of them out."
+
+
+def conflict_in(settings: Any) -> Conflict | None:
+    """Return the first pair of settings that contradict each other, if any do."""
+    is_fsdp = settings.strategy == "fsdp"
+    own = _conflict(settings, _WITH_FSDP if is_fsdp else _WITH_DDP, "strategy", settings.strategy)
+    virtual = settings.virtual_ranks is not None
+    return (
+        _order_conflict(settings)
+        or (virtual and _conflict(settings, _WITH_VIRTUAL_RANKS, "virtual_ranks", ""))
+        or own
+    )
+
+
+def _order_conflict(settings: Any) -> Conflict | None:
+    order = settings.order
+    if settings.group_by_length and order != "shuffled":
+        return Conflict(
+            f"--group-by-length does not go with --order {order}: it is one by itself.",
+            ("group_by_length", "order"),
+        )
+    if settings.drop_last and order in ("replacement", "weighted"):
+        return Conflict(
+            f"--drop-last does not go with --order {order}: no draw is left over.",
+            ("drop_last", "order"),
+            "Leave it out; --max-steps sets another length.",
+        )
+    return None
+
+
+def _conflict(settings: Any, table: _Allowed, other: str, chosen: str) -> Conflict | None:
+    for name, (allowed, why) in table.items():
+        value = getattr(settings, name)
+        if value in allowed:
+            continue
+        given = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+        given += f" {value}" if not isinstance(value, bool) else ""
+        with_what = f"--{other.replace('_', '-')} {chosen}".strip()
+        return Conflict(f"{given} does not go with {with_what}: {why}.", (name, other))
+    return None
