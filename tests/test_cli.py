@@ -49,9 +49,14 @@ print(json.dumps(found))
 """
 PLAIN = (
     *("runs", "compare one two", "report one", "new --help", "new text mine.py"),
+    *("checkpoint list one", "checkpoint verify one"),
     "slurm submit script.py --dry-run",
 )
-INNER = ("data get", "data list", *(f"slurm {v}" for v in ("submit", "status", "logs", "cancel")))
+INNER = (
+    *("data get", "data list"),
+    *(f"checkpoint {v}" for v in ("list", "verify", "export")),
+    *(f"slurm {v}" for v in ("submit", "status", "logs", "cancel")),
+)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@
     run.result["test"], run.history, run.per_epoch       # plain dicts, ready for pandas
     model = samestep.load(run, checkpoint="best")        # an nn.Module in eval mode
     samestep.evaluate(run, split="validation")
+    samestep.export(run, "model.safetensors")            # the same weights for other programs
     samestep.predict(run, ["a.csv", "b.csv"])
     samestep.verify("spiral", world_sizes=(1, 2))["same"]
     samestep.check("train.py", nproc=2).findings         # any distributed script
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from samestep.api.jobs import SubmittedJob, submit
     from samestep.api.run_lists import compare, runs
     from samestep.api.sweeps import sweep
-    from samestep.api.trained_models import evaluate, load, predict
+    from samestep.api.trained_models import evaluate, export, load, predict
     from samestep.api.trained_run import TrainedRun
     from samestep.api.training import train
     from samestep.api.verify_ranks import verify
@@ -63,6 +64,7 @@ __all__ = [
     "compare",
     "dist",
     "evaluate",
+    "export",
     "gather",
     "load",
     "may_change",
@@ -85,7 +87,7 @@ _HOMES = {
         "api.jobs": "SubmittedJob submit",
         "api.run_lists": "compare runs",
         "api.sweeps": "sweep",
-        "api.trained_models": "evaluate load predict",
+        "api.trained_models": "evaluate export load predict",
         "api.trained_run": "TrainedRun",
         "api.training": "train",
         "api.verify_ranks": "verify",

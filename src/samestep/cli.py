@@ -19,6 +19,7 @@ VERBS = {
     "explain": "show what a training will do before it runs: batches, memory, rates, files",
     "evaluate": "evaluate a checkpoint of a run on one device",
     "predict": "predict files with a checkpoint of a run: classes, numbers, rows",
+    "checkpoint": "list, verify and export the checkpoints of a run",
     "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",
     "profile": "show where the time of a recipe or any script goes, and what to change",
     "verify": "check that one process and many train the same",

@@ -262,6 +262,7 @@ _EXTRAS = {
     "datasets": "huggingface",
     "lightning": "lightning",
     "optuna": "optuna",
+    "safetensors": "safetensors",
     "tokenizers": "huggingface",
     "torch_geometric": "graphs",
     "transformers": "huggingface",

@@ -1,4 +1,4 @@
-"""`samestep.load`, `evaluate` and `predict`: use a checkpoint of a run."""
+"""`samestep.load`, `evaluate`, `predict` and `export`: use a checkpoint of a run."""
 
 import os
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ from samestep.api.call import AnyRecipe, as_in_fresh_process, given_recipe
 from samestep.errors import UserError
 from samestep.session.prediction import as_table, check_files, open_predictor, predict_files
 from samestep.session.trained_model import evaluate_run, open_checkpoint
+from samestep.session.weights_file import write_weights
 from samestep.settings import Device
 
 
@@ -127,6 +128,33 @@ def predict(
         given = given_recipe(recipe, run)
         found = open_predictor(path, _name(checkpoint), device=device, given=given)
         return [as_table(one) for one in predict_files(found, paths, top=top)]
+
+
+@one_line_errors
+def export(
+    run: AnyPath, file: AnyPath, checkpoint: str = "best", *, force: bool = False
+) -> dict[str, Any]:
+    """Write the weights that an evaluation uses into a file that other programs read.
+
+    With `--ema` they are the average. The recipe is not needed. Of a run of `open_run` they are the
+    modules of its state; if there are several, a weight's name begins with that of its module.
+
+    Args:
+        run: the run, or its directory.
+        file: its name ends in .safetensors, or in .pt or .pth for a `state_dict` by torch.save.
+        checkpoint: "best", "last", or a file name in its checkpoints/.
+        force: whether a file that is there is overwritten.
+
+    Returns:
+        A dict: `file`, `checkpoint`, `step`, the number of `tensors`, `bytes`, and `left_out`: the
+        names of what a safetensors file cannot hold, since it is no tensor.
+
+    Raises:
+        UserError: there is no such run or checkpoint, the file is there already or has another
+            ending, or safetensors is not installed.
+    """
+    path = path_of(run, "run")
+    return write_weights(path, path_of(file, "file"), _name(checkpoint), force=force)
 
 
 def _name(checkpoint: Any) -> str:

@@ -24,7 +24,7 @@ from samestep.tracking.choice import PACKAGES
 Target = Literal["recipe", "run", "runs", "files", "file", "folder", "none"]
 """What the positional words are: a recipe, file or run; a run; runs; a run, then files; …"""
 
-_NAMED_FILES = ("dir", "config", "script", "plot", "out", "container", "venv")
+_NAMED_FILES = ("dir", "config", "script", "plot", "out", "output", "container", "venv")
 _KNOWN_VALUES = {"checkpoint": ("best", "last"), "track": (*PACKAGES,), "to": (*PACKAGES,)}
 """Suggestions for flags that take any text."""
 
@@ -37,6 +37,9 @@ COMMANDS: dict[str, tuple[str, Target]] = {
     "explain": ("explain:ExplainFlags+", "recipe"),
     "evaluate": ("evaluate:EvaluateFlags", "run"),
     "predict": ("predict:PredictFlags", "files"),
+    "checkpoint list": ("checkpoint:_ListCheckpoints", "run"),
+    "checkpoint verify": ("checkpoint:_VerifyCheckpoints", "run"),
+    "checkpoint export": ("checkpoint:_ExportWeights", "run"),
     "track": ("track:TrackFlags", "run"),
     "profile": ("profile:ProfileFlags+", "recipe"),
     "verify": ("verify:VerifyFlags+NO_EFFECT", "recipe"),
@@ -58,6 +61,7 @@ _INNER = {
     "new": (*KINDS,),
     "slurm": (*slurm.VERBS,),
     "data": ("get", "list"),
+    "checkpoint": ("list", "verify", "export"),
     "slurm sandbox": ("up", "status", "down"),
     "completion": ("bash", "zsh", "fish"),
 }

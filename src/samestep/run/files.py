@@ -46,6 +46,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 _CHUNK_BYTES = 1 << 20
+_SPARE_BYTES = 16 << 20
+"""What stays free beside a checkpoint, for the records and the index."""
+_FREE_SPACE = "Free some space, then resume the run; earlier checkpoints are whole."
 _AHEAD_BYTES = 64 << 20
 
 
@@ -105,6 +108,24 @@ def shown_path(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
+def check_room(folder: Path, bytes_needed: int) -> None:
+    """Check that a file of this size fits on the disk of a folder, before anything is written.
+
+    Raises:
+        UserError: less than this and a small margin is free, as on a disk that is full.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return  # the write will tell
+    if free < bytes_needed + _SPARE_BYTES:
+        raise UserError(
+            f"The disk is full: a checkpoint takes {bytes_needed / 2**20:.0f} MiB, and "
+            f"{free / 2**20:.0f} MiB are free in {folder}. Nothing was written.",
+            remedy=_FREE_SPACE,
+        )
+
+
 def cannot_write(path: Path, error: OSError) -> UserError:
     """Return the message for a file that could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -112,7 +133,7 @@ def cannot_write(path: Path, error: OSError) -> UserError:
         return UserError(
             f"The disk is full: {path} could not be written ({free:.0f} MiB free in "
             f"{path.parent}).",
-            remedy="Free some space, then resume the run; earlier checkpoints are whole.",
+            remedy=_FREE_SPACE,
         )
     remedy = "Check the directory's permissions, or choose another with --run-dir."
     if error.errno == errno.ENAMETOOLONG:

@@ -29,6 +29,7 @@ from samestep.run.index import Retention, find_checkpoint
 from samestep.run.records import Record
 from samestep.session import own_state
 from samestep.session.build import Loaded, load_newest, on_all_ranks
+from samestep.session.free_space import room_notes, state_bytes
 from samestep.session.gradients import parameters_in
 from samestep.session.own_carry import RankState, SlotState, carried_state
 from samestep.session.own_state import Means, Stateful, added_up
@@ -249,6 +250,10 @@ class OwnSession:
             resume = resume_record(world, position.step, checkpoint, problems)
         everything: Iterable[Any] = self.state.values()
         parameters = [p for one in everything for p in getattr(one, "parameters", tuple)()]
+        optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
+        notes = room_notes(self.path, state_bytes(self.modules().values(), optimizers))
+        for note in notes:
+            say(world, f"note: {note}")
         start = start_record(
             world,
             recipe=self.options.name,
@@ -258,6 +263,7 @@ class OwnSession:
             precision=precision_of({p.dtype for p in parameters}),
             lower_is_better=["loss"],
             resumed=resume is not None,
+            notes=notes,
         )
         session.begin(start, resume, position.step, None)
 

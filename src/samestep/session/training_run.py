@@ -20,6 +20,7 @@ from samestep.run.files import write_text
 from samestep.run.index import Retention
 from samestep.run.records import Record, read_records
 from samestep.session.build import Built, Loaded, build, go_on, load_newest
+from samestep.session.free_space import room_notes, state_bytes
 from samestep.session.halving import check_halving, halving_of
 from samestep.session.outcome import Outcome, finish_run, record_failure
 from samestep.session.recipe_changes import FROM_PYTHON, keep_recipe, recipe_changes
@@ -297,6 +298,10 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         notes.append(
             f"{request.source} has changed ({changes}); the run goes on with its own copy."
         )
+    average = work.learner.average
+    extra = () if average is None else average.state().values()
+    held = state_bytes([work.learner.model], [work.learner.optimizer], extra)
+    notes += room_notes(path, held)
     if resumed and is_done(work, built.state):
         notes.append("The run is finished; --epochs or --max-steps with a larger number goes on.")
     return notes

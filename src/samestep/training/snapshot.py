@@ -1,5 +1,6 @@
 """What a checkpoint holds: all that the next step depends on, as plain tensors and numbers."""
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, listed
 from samestep.ranks.mesh import is_sharded, sharded_as, whole
 from samestep.run.checkpoints import FORMAT
+from samestep.run.loading import own_memory
 from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng_state
 from samestep.training.learner import Learner
 from samestep.training.optimizer import load_state, set_lr
@@ -21,6 +23,8 @@ from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
 from samestep.training.work import Position, State, Sums, Work
+
+EXTRA_STATE = "_extra_state"
 
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
@@ -210,12 +214,20 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
         )
     if any(is_sharded(value) for value in own.values()):
         saved = {name: sharded_as(value, own[name]) for name, value in saved.items()}
-    model.load_state_dict(saved)
+    given = copy.copy(saved)  # with the versions of its modules, which are in an attribute
+    # A module may keep what `set_extra_state` gives it.
+    given.update({n: own_memory(part) for n, part in saved.items() if n.endswith(EXTRA_STATE)})
+    model.load_state_dict(given)
+
+
+def evaluated_weights(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the model that a checkpoint's evaluation used: averaged, if it was."""
+    return {**state["model"], **state.get("ema", {})}
 
 
 def load_evaluated(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Load the weights that a checkpoint's evaluation used: the averaged ones, if any."""
-    load_model(model, {**state, "model": {**state["model"], **state.get("ema", {})}})
+    """Load the weights that a checkpoint's evaluation used."""
+    load_model(model, {**state, "model": evaluated_weights(state)})
 
 
 def _shape(value: object) -> tuple[int, ...] | None:

@@ -1,0 +1,119 @@
+"""`samestep checkpoint`: list, verify and export the checkpoints of a run."""
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import arg, subcommand
+
+from samestep.commands.help import RunPath, Switch, examples
+from samestep.reporting.checkpoint_list import (
+    checked_checkpoints,
+    checkpoint_lines,
+    listed_checkpoints,
+)
+from samestep.reporting.words import count, size
+from samestep.run.directory import plain
+
+_EXAMPLES = ("checkpoint list runs/ID", "checkpoint export runs/ID -o model.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ListCheckpoints:
+    """List the checkpoints of a run: step, metric, size, and which is the best and the last."""
+
+    run: RunPath
+    """Directory of the run."""
+    json: Switch = False
+    """Print one JSON array, with an object for each checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VerifyCheckpoints:
+    """Hash every file that the index names; the exit code is 1 if one is missing or damaged."""
+
+    run: RunPath
+    """Directory of the run."""
+    json: Switch = False
+    """Print one JSON array, with an object for each checkpoint: path, step, problem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ExportWeights:
+    """Write the weights that are evaluated, the average with --ema, for other programs."""
+
+    run: RunPath
+    """Directory of the run."""
+    output: Annotated[Path, arg(aliases=["-o"], metavar="FILE")]
+    """A file that ends in .safetensors (samestep[safetensors]), .pt or .pth."""
+    checkpoint: str = "best"
+    """`best`, `last`, or the name of a file in checkpoints/."""
+    force: Switch = False
+    """Overwrite the file if it is there."""
+    json: Switch = False
+    """Print one JSON object."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    with examples(*_EXAMPLES):
+        command = tyro.cli(
+            Annotated[_ListCheckpoints, subcommand(name="list")]
+            | Annotated[_VerifyCheckpoints, subcommand(name="verify")]
+            | Annotated[_ExportWeights, subcommand(name="export")],
+            prog="samestep checkpoint",
+            description="List, verify and export the checkpoints of a run.",
+            args=arguments,
+        )
+    if isinstance(command, _ListCheckpoints):
+        return _list(command)
+    return _verify(command) if isinstance(command, _VerifyCheckpoints) else _export(command)
+
+
+def _list(command: _ListCheckpoints) -> int:
+    rows = listed_checkpoints(command.run)
+    if command.json:
+        sys.stdout.write(json.dumps(plain(rows)) + "\n")
+    elif rows:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        sys.stdout.writelines(f"{line}\n" for line in checkpoint_lines(rows, width))
+    else:
+        sys.stdout.write(f"{command.run} has no checkpoint yet.\n")
+    return 0
+
+
+def _verify(command: _VerifyCheckpoints) -> int:
+    found = []
+    for one in checked_checkpoints(command.run):  # each may take seconds
+        found.append(one)
+        if not command.json:
+            sys.stdout.write(f"{one['path']}  {one['problem'] or 'whole'}\n")
+            sys.stdout.flush()
+    damaged = sum(bool(one["problem"]) for one in found)
+    if command.json:
+        sys.stdout.write(json.dumps(found) + "\n")
+    elif not found:
+        sys.stdout.write(f"{command.run} has no checkpoint yet.\n")
+    else:
+        of = f"{damaged} of {count(len(found), 'checkpoint')}"
+        sys.stdout.write(f"{of} damaged\n" if damaged else f"all {len(found)} whole\n")
+    return int(damaged > 0)
+
+
+def _export(command: _ExportWeights) -> int:
+    import samestep  # noqa: PLC0415 - the others need no torch
+
+    found = samestep.export(command.run, command.output, command.checkpoint, force=command.force)
+    if command.json:
+        sys.stdout.write(json.dumps(found) + "\n")
+        return 0
+    what = f"{count(found['tensors'], 'tensor')}, {size(found['bytes'])}"
+    sys.stdout.write(f"{found['file']}: {what}, from {found['checkpoint']}\n")
+    if found["left_out"]:
+        names = ", ".join(found["left_out"])
+        sys.stdout.write(f"note    left out, since they are no tensors: {names}\n")
+    return 0
