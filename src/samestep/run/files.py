@@ -46,7 +46,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 _CHUNK_BYTES = 1 << 20
-_SPARE_BYTES = 16 << 20
+_SPARE_BYTES = 32 << 10
 """What stays free beside a checkpoint, for the records and the index."""
 _FREE_SPACE = "Free some space, then resume the run; earlier checkpoints are whole."
 _AHEAD_BYTES = 64 << 20
@@ -120,8 +120,8 @@ def check_room(folder: Path, bytes_needed: int) -> None:
         return  # the write will tell
     if free < bytes_needed + _SPARE_BYTES:
         raise UserError(
-            f"The disk is full: a checkpoint takes {bytes_needed / 2**20:.0f} MiB, and "
-            f"{free / 2**20:.0f} MiB are free in {folder}. Nothing was written.",
+            f"The disk is full: a checkpoint takes {bytes_needed / 2**20:.1f} MiB, and "
+            f"{free / 2**20:.1f} MiB are free in {folder}. Nothing was written.",
             remedy=_FREE_SPACE,
         )
 

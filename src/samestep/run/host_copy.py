@@ -25,6 +25,18 @@ def map_state(function: Callable[[str, Any], Any], value: Any, path: str = "") -
     return function(path, value)
 
 
+def state_bytes(state: Any) -> int:
+    """Return the bytes of a state's tensors; what several entries share counts once."""
+    found: dict[tuple[Any, ...], int] = {}
+
+    def count(_path: str, leaf: Any) -> None:
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            found[(leaf.device, leaf.data_ptr(), leaf.nbytes)] = leaf.nbytes
+
+    map_state(count, state)
+    return sum(found.values())
+
+
 class HostCopies:
     """Copy states into the same memory each time.
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from samestep.errors import UserError
-from samestep.run.files import cannot_write, sha256_of
+from samestep.run.files import cannot_write, check_room, sha256_of
 from samestep.run.host_copy import map_state
 
 _MARK = "in shards: "
@@ -83,10 +83,17 @@ def write(
         UserError: a rank cannot write, as on a full disk; all ranks raise it.
     """
     rank = 0 if group is None else dist.get_rank(group)
+    problem: list[tuple[str, str] | None] = [None]
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
+        try:
+            check_room(folder.parent, sum(one.numel() * one.itemsize for one in shards.values()))
+        except UserError as error:
+            problem = [(error.what, error.remedy)]
     if group is not None:
-        dist.barrier(group)  # the others make the folder, too
+        dist.broadcast_object_list(problem, src=0, group=group)
+    if problem[0] is not None:
+        raise UserError(problem[0][0], remedy=problem[0][1], on_all_ranks=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a process without a group, which is no mistake

@@ -14,7 +14,8 @@ from torch import Tensor
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run import checkpoints
-from samestep.run.host_copy import HostCopies
+from samestep.run.files import check_room
+from samestep.run.host_copy import HostCopies, state_bytes
 from samestep.run.index import Entry, Index, Retention, announce, read_index, shards_of
 from samestep.run.records import Record
 from samestep.training.loop import checkpoint_name
@@ -116,6 +117,7 @@ class Saver:
             files = self._write_parts(name, parts) if sharded else {}
             if not self._world.is_main:
                 return
+            check_room(self._folder, state_bytes(content))
             digest = checkpoints.save(self._folder, name, content)
             index = replace(self._index, **judged)
             whole = replace(entry, sha256=digest, files=files)
