@@ -79,7 +79,7 @@ def test_a_write_that_has_no_room_is_refused_before_it_begins(free, tmp_path):
     with pytest.raises(UserError, match="disk is full") as caught:
         check_room(tmp_path, 90 << 20)
     assert str(tmp_path) in str(caught.value)
-    assert "90 MiB" in str(caught.value)
+    assert "90.0 MiB" in str(caught.value)
 
 
 def start_notes(run):
