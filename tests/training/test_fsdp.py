@@ -372,3 +372,29 @@ def test_in_bf16_it_computes_what_ddp_computes(tmp_path):
     ]
     tiny.train_all(trainings, on=2, folder=tmp_path)
     tiny.assert_same_training(tmp_path / "fsdp", tmp_path / "ddp", tolerance=1e-6)
+
+
+STREAM = """
+from dataclasses import replace
+
+class Read(torch.utils.data.IterableDataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+    def __iter__(self):
+        return ((x, int(y)) for x, y in zip(self.x, self.y))
+
+def read():  # the last step has one sample, so that two of three ranks have none
+    splits = data()
+    return Splits(train=Read(*[t[:97] for t in splits.train]), validation=splits.validation)
+
+recipe = replace(recipe, data=read)
+"""
+
+
+def test_a_stream_ends_where_some_ranks_have_no_samples_left(tmp_path):
+    recipe = write_blocks(tmp_path)
+    recipe.write_text(recipe.read_text() + STREAM)
+    flags = ("--micro-batch-size", "2")
+    tiny.trained(recipe, tmp_path / "one", *flags)
+    tiny.trained(recipe, tmp_path / "all", *flags, *FSDP, on=3)
+    tiny.assert_same_training(tmp_path / "all", tmp_path / "one")

@@ -56,9 +56,8 @@ def shard(
     blocks = find_blocks(model, recipe.shard)
     _check_groups(model, blocks)
     mesh = make_mesh(world, settings.shard_within)
-    placed: dict[int, nn.Parameter] = {}
     for block in (*blocks, takes):
-        _take_from_main(block, world, placed)
+        _take_from_main(block, world)
         shard_module(
             block,
             mesh,
@@ -98,11 +97,9 @@ def _has_meta(values: Iterable[Any]) -> bool:
 
 
 @torch.no_grad()
-def _take_from_main(block: nn.Module, world: World, placed: dict[int, nn.Parameter]) -> None:
-    """Give a block rank 0's numbers, on this rank's device, but for what is sharded already.
-
-    `placed` has what took the place of a parameter without numbers, by the id of that.
-    """
+def _take_from_main(block: nn.Module, world: World) -> None:
+    """Give a block rank 0's numbers, on this rank's device, but for what is sharded already."""
+    placed: dict[int, nn.Parameter] = {}  # tied weights are in one block, or in none
     for module in block.modules():
         for name, parameter in module._parameters.items():  # noqa: SLF001
             if parameter is None or is_sharded(parameter):
