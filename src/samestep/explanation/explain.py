@@ -10,8 +10,9 @@ import torch
 from samestep.data.recipe_splits import load_splits
 from samestep.errors import UserError
 from samestep.explanation import rank_memory, schedule
-from samestep.explanation.rank_memory import Drawn, RankMemory
+from samestep.explanation.rank_memory import Drawn, RankMemory, StrategyMemory
 from samestep.explanation.schedule import KeptFiles, OtherSize, PlannedEvent, Rate, StepShares
+from samestep.machine import free_memory_bytes
 from samestep.ranks.world import ImaginedWorld, World
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
@@ -81,6 +82,8 @@ class Explanation:
     optimizer: str
     """The name of its class."""
     memory: RankMemory | None
+    strategies: dict[str, StrategyMemory]
+    """What a rank would hold by each of --strategy on these ranks; empty for a single rank."""
     drawn: Drawn | None
     not_measured: str
     """Why there is no `memory`; empty otherwise."""
@@ -98,7 +101,7 @@ class Explanation:
     def as_json(self) -> dict[str, Any]:
         """Return all numbers; unknown ones are None."""
         # Settings and the world hold what JSON cannot.
-        own = {"settings", "world", "plan", "others", "memory"}
+        own = {"settings", "world", "plan", "others", "memory", "strategies"}
         rest = replace(self, memory=None, others=())
         return {
             **{name: _plain(value) for name, value in vars(rest).items() if name not in own},
@@ -111,6 +114,7 @@ class Explanation:
             },
             "settings": as_table(self.settings),
             "memory": self.memory and {**asdict(self.memory), "total_bytes": self.memory.total},
+            "strategies": {name: asdict(one) for name, one in self.strategies.items()},
             "others": [
                 {**asdict(o), "total_steps": o.total_steps if o.total_steps < ENDLESS else None}
                 for o in self.others
@@ -135,7 +139,7 @@ def explain(request: Request, world: ImaginedWorld, device: str) -> Explanation:
 
 
 def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation:
-    path = choose_path(request)
+    path, free = choose_path(request), free_memory_bytes()
     request = completed(request, world)
     settings, recipe = request.settings, request.recipe
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
@@ -163,6 +167,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             None if unknown else schedule.kept_files(events or (), retention_of(settings), before)
         )
         size = None if memory is None else rank_memory.checkpoint_bytes(request, as_trained)
+        strategies, memory = _by_strategy(as_trained, memory, world, recipe.shard, free)
         return Explanation(
             recipe=recipe.name,
             run=str(path) if request.resume or settings.run_dir else "",
@@ -176,6 +181,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             scheduler="" if made is None else f"{made.name}, stepped after each {made.interval}",
             optimizer=type(built.work.learner.optimizer).__name__,
             memory=memory,
+            strategies=strategies,
             drawn=drawn,
             not_measured=problem,
             accepts=recipe.accepts,
@@ -242,6 +248,28 @@ def _measured(
         except Exception as error:  # whatever a recipe's own operations do where they are watched
             why = f"{type(error).__name__}: {error}"
     return None, None, why
+
+
+def _by_strategy(
+    built: Built,
+    memory: RankMemory | None,
+    world: World,
+    classes: tuple[type, ...],
+    free: int | None,
+) -> tuple[dict[str, StrategyMemory], RankMemory | None]:
+    """Return what each strategy takes on these ranks, and the memory of the chosen one."""
+    learner, here, settings = built.work.learner, world.local_world_size, built.work.settings
+    if world.world_size == 1:
+        return {}, memory
+    by = here if settings.shard_within == "node" else world.world_size
+    whole = memory or rank_memory.least_memory(learner.model, learner.optimizer)
+    shared = rank_memory.shared_out(whole, learner.model, classes, by)
+    complete, device = memory is not None, built.work.world.device.type
+    found = {
+        name: rank_memory.fitting(one, device, here, free, complete=complete)
+        for name, one in (("ddp", whole), ("fsdp", shared))
+    }
+    return found, shared if memory is not None and settings.strategy == "fsdp" else memory
 
 
 def _evaluations(settings: Settings, plan: Plan, built: Built) -> Evaluations:

@@ -201,6 +201,7 @@ def _memory(found: Explanation) -> Rows:
     memory, settings = found.memory, found.settings
     if memory is None:
         yield "not measured", found.not_measured
+        yield from _strategies(found)
         return
     yield "weights", _product(memory.weights)
     if memory.buffers.bytes:
@@ -217,13 +218,10 @@ def _memory(found: Explanation) -> Rows:
     marked = "; inputs of the marked blocks are not in it" * settings.checkpoint_activations
     kept = f"what one forward of {samples} keeps for its backward{marked}"
     yield "activations", f"{size(memory.activations.bytes)}: {kept}"
-    if memory.gathered.bytes:
-        text = (
-            f"{size(memory.gathered.bytes)}: outputs and targets of the whole batch, on each rank"
-        )
-        yield "gathered", f"{text}; ranks send each other theirs in each step"
+    yield from _gathered(memory)
     yield "data", _data(found, memory)
     yield "together", f"{size(memory.total)} per rank"
+    yield from _strategies(found)
     missing = ["results inside an operation", "what the allocator keeps in reserve"]
     if found.plan.world_size > 1:
         missing.append("what ranks send each other")
@@ -235,6 +233,29 @@ def _memory(found: Explanation) -> Rows:
     yield "not counted", f"Python and PyTorch themselves{base}, {', '.join(missing)}"
     if found.device != "cpu":
         yield "on the GPU", "kernels may keep more: these numbers were counted on the CPU"
+
+
+def _gathered(memory: RankMemory) -> Rows:
+    """Yield what ranks send each other and hold meanwhile."""
+    if memory.gathered.bytes:
+        text = "outputs and targets of the whole batch, on each rank; ranks send each other theirs"
+        yield "gathered", f"{size(memory.gathered.bytes)}: {text} in each step"
+    if memory.blocks.bytes:
+        text = "weights and gradients of the blocks that are gathered at once"
+        yield "blocks", f"{size(memory.blocks.bytes)}: {text}"
+
+
+def _strategies(found: Explanation) -> Rows:
+    """Yield what a rank takes by DDP and by FSDP, and whether a node's ranks fit."""
+    for name, one in found.strategies.items():
+        least = "" if one.complete else "at least "
+        text = f"{least}{size(one.bytes_per_rank)} per rank"
+        if one.available_bytes is not None:
+            where = "this GPU has" if found.device == "cuda" else "free here"
+            ranks = "" if found.device == "cuda" else f" × {found.world.local_world_size}"
+            fits = "fits" if one.fits else "does not fit"
+            text += f"{ranks}: {fits} ({where} {size(one.available_bytes)})"
+        yield name, text
 
 
 def _product(part: MemoryPart) -> str:

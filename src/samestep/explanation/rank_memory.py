@@ -17,11 +17,14 @@ from samestep.data.batches import open_split
 from samestep.data.blocks import Block, held_parts
 from samestep.data.trees import map_tensors, tree_leaves
 from samestep.machine import free_memory_bytes
+from samestep.ranks.nproc import RANK_BYTES
 from samestep.ranks.world import World
 from samestep.session.build import Built
+from samestep.session.free_space import state_bytes
 from samestep.session.request import Request, to_toml
 from samestep.training.device import data_dtype
 from samestep.training.plan import Plan, learning_rate
+from samestep.training.sharding import find_blocks
 from samestep.training.side_effects import RandomDraws, batch_norms, watched
 from samestep.training.snapshot import capture
 from samestep.training.step import EagerStep, check_used
@@ -63,6 +66,8 @@ class RankMemory:
     receives in each step, and the gradients of these outputs."""
     data: MemoryPart
     """Samples held in memory, all of them on every rank."""
+    blocks: MemoryPart = MemoryPart(bytes=0, elements=0)
+    """Of --strategy fsdp: what is gathered at once, weights and gradients of blocks."""
 
     @property
     def total(self) -> int:
@@ -167,6 +172,88 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         batch_norms=tuple(batch_norms(model)),
     )
     return memory, drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyMemory:
+    """What a rank holds by one strategy, and whether all ranks of a node fit."""
+
+    bytes_per_rank: int
+    complete: bool
+    """Whether activations, batch and data are in it; else it is what is needed at least."""
+    available_bytes: int | None
+    """What this machine has free for all of them, or its GPU for one rank; None: unknown."""
+    fits: bool | None
+
+
+def shared_out(
+    memory: RankMemory, model: nn.Module, classes: tuple[type, ...], by: int
+) -> RankMemory:
+    """Return what a rank holds where `by` ranks share out a model with FSDP.
+
+    In the backward, two blocks' weights are gathered at once (the next one's early), and a block's
+    gradients lie there whole and once more in the order in which they are sent; what belongs to no
+    block stays gathered from the forward on.
+    """
+
+    def part(whole: MemoryPart) -> MemoryPart:
+        size, elements = -(-whole.bytes // by), -(-whole.elements // by)
+        return replace(whole, bytes=size, elements=elements)
+
+    blocks = [_part(block.parameters()) for block in find_blocks(model, classes)]
+    largest = max(blocks, key=lambda block: block.bytes, default=_part(()))
+    rest_bytes = max(0, memory.weights.bytes - sum(block.bytes for block in blocks))
+    rest_elements = max(0, memory.weights.elements - sum(block.elements for block in blocks))
+    return replace(
+        memory,
+        weights=part(memory.weights),
+        gradients=part(memory.gradients),
+        optimizer={name: part(one) for name, one in memory.optimizer.items()},
+        average=part(memory.average),
+        blocks=MemoryPart(
+            bytes=4 * largest.bytes + 2 * rest_bytes,
+            elements=4 * largest.elements + 2 * rest_elements,
+        ),
+    )
+
+
+def least_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemory:
+    """Return what a rank holds besides activations and data, without taking a step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    size = state_bytes([], [optimizer])
+    none = _part(())
+    return RankMemory(
+        weights=_part(model.parameters()),
+        buffers=_part(model.buffers()),
+        gradients=_part(trained),
+        optimizer={"state": MemoryPart(bytes=size, elements=size // trained[0].element_size())},
+        average=none,
+        batch=none,
+        activations=none,
+        gathered=none,
+        data=none,
+    )
+
+
+def fitting(
+    memory: RankMemory, device: str, ranks_here: int, free: int | None, *, complete: bool
+) -> StrategyMemory:
+    """Return whether the ranks of a node, each with this memory, fit on this machine.
+
+    `free` is what it has free on the CPU, in bytes.
+    """
+    each, available, together = memory.total, None, memory.total
+    if device == "cpu":
+        together = (each + RANK_BYTES) * ranks_here
+        available = free
+    elif device == "cuda" and torch.cuda.is_available():
+        available = torch.cuda.mem_get_info()[1]
+    return StrategyMemory(
+        bytes_per_rank=each,
+        complete=complete,
+        available_bytes=available,
+        fits=None if available is None else together <= available,
+    )
 
 
 def _gathered(outputs: list[Tensor], targets: Any, global_batch: int, rows: int) -> MemoryPart:
