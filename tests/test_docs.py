@@ -39,7 +39,7 @@ KIND = {"images.md": "images", "any-batch.md": "csv_regression", "cricket.md": "
 """The recipe of which a page shows a run, where it is not the spiral."""
 OF_ONE_PROCESS = {
     *("train", "evaluate", "predict", "explain", "new", "completion", "track", "runs", "compare"),
-    *("report", "data", "doctor", "slurm"),
+    *("report", "data", "doctor", "slurm", "checkpoint"),
 }
 """The verbs that start no ranks of their own, but with --nproc."""
 

@@ -14,6 +14,7 @@ from tests.command_line import call, one_message, train_here
 from tests.needs import needs
 from tests.reporting.made_runs import write_run
 from tests.tiny import RECIPE, read_index, write_recipe
+from tests.tiny import train as start_training
 
 SAFETENSORS = needs("safetensors")
 
@@ -204,3 +205,23 @@ def test_a_damaged_checkpoint_is_not_exported(copy, tmp_path, capfd):
     said = refused(capfd, "export", copy, "-o", tmp_path / "w.pt", "--checkpoint", "last")
     assert str(file) in said
     assert not (tmp_path / "w.pt").exists()
+
+
+def test_a_sharded_checkpoint_is_listed_verified_and_exported_whole(tmp_path, capfd):
+    recipe = write_recipe(tmp_path, RECIPE.replace('"checkpoint_every_steps": 4,', ""))
+    run = tmp_path / "run"
+    flags = ("--run-dir", str(run), "--max-steps", "2", "--strategy", "fsdp")
+    start_training(recipe, *flags, world_size=2, folder=tmp_path)
+    (row,) = json.loads(printed(capfd, "list", run, "--json"))
+    files = {path.name: path for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    del files["index.json"]
+    assert row["bytes"] == sum(path.stat().st_size for path in files.values())
+    printed(capfd, "verify", run)
+    printed(capfd, "export", run, "-o", tmp_path / "w.pt")
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    wanted = samestep.load(run).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    part = files["__1_0.distcp"]
+    part.write_bytes(part.read_bytes()[:-1])
+    (one,) = json.loads(printed(capfd, "verify", run, "--json", code=1))
+    assert str(part) in one["problem"]

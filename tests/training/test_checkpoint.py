@@ -455,3 +455,25 @@ def test_whatever_stands_in_the_index_it_is_read_or_refused_in_words(content):
         else:
             assert all(isinstance(entry.path, str) for entry in index.checkpoints)
             assert all(isinstance(entry.step, int) for entry in index.checkpoints)
+
+
+def test_rules_by_number_and_age_keep_what_any_of_them_keeps_with_the_best(tmp_path):
+    recipe = write_recipe(tmp_path, RECIPE.replace('"checkpoint_every_steps": 4,', ""))
+    run = tmp_path / "run"
+    trained(recipe, run, "--keep-newest", "2", "--monitor", "loss")
+    index = read_index(run)
+    best = index["best"]["path"]
+    assert {e["path"] for e in index["checkpoints"]} == {
+        *("checkpoint_epoch_5.pt", "checkpoint_epoch_6.pt"),
+        best,
+    }
+    for number, entry in enumerate(index["checkpoints"]):  # all but the newest are a day old
+        entry["time"] -= 86_400 * (number < len(index["checkpoints"]) - 1)
+    (run / "checkpoints" / "index.json").write_text(json.dumps(index))
+    settings = run / "settings.toml"
+    settings.write_text(settings.read_text().replace("keep_newest = 2\n", ""))
+    resumed(run, "--epochs", "8", "--keep-hours", "1")
+    index = read_index(run)
+    kept = {"checkpoint_epoch_6.pt", "checkpoint_epoch_7.pt", "checkpoint_epoch_8.pt"}
+    assert {e["path"] for e in index["checkpoints"]} == kept | {index["best"]["path"]}
+    assert {p.name for p in (run / "checkpoints").glob("*.pt")} == kept | {index["best"]["path"]}
