@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource, statistics, torch
-from samestep.training.device import keep_freed_memory
+from samestep.training.device import choose_allocation
 
 def step():
     tensors = [torch.ones(4 << 20) for _ in range(4)]  # 16 MiB each
@@ -20,7 +20,7 @@ def pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 left = statistics.median([pages() for _ in range(11)])
-keep_freed_memory(torch.device("cpu"))
+choose_allocation(torch.device("cpu"), sharded=False)
 print(left, statistics.median([pages() for _ in range(11)]))
 """
 PAGES_OF_A_STEP = 4 * (16 << 20) // 4096

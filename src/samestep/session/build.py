@@ -35,9 +35,9 @@ from samestep.training.carried import Carried
 from samestep.training.compiled import Compiles, make_step, what_compiles, with_forward
 from samestep.training.device import (
     check_precision,
+    choose_allocation,
     choose_threads,
     data_dtype,
-    keep_freed_memory,
     make_scaler,
 )
 from samestep.training.dry_run import Tried, dry_run
@@ -84,6 +84,7 @@ def build(
     _check_same_arithmetic(world)
     if settings.threads is not None:  # with virtual ranks it is, and data() may compute, too
         torch.set_num_threads(settings.threads)
+    choose_allocation(world.device, sharded=is_fsdp(settings, world))
     seed_alike(settings.seed)
     splits = splits or load_splits(recipe, request.options, world)
     phases = make_phases(world.device)
@@ -101,7 +102,6 @@ def build(
         shard(model, takes, recipe, settings, world)
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(request, model, world, train)
-    keep_freed_memory(world.device)
     loss = place_loss(recipe.loss, world.device, dtype)
     held_out, test = splits.validation, splits.test
     validation = source(held_out, split="validation") if held_out is not None else None

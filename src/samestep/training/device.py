@@ -193,15 +193,24 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     return most if sys.platform == "darwin" else most * 1024  # Linux counts in KiB
 
 
-def keep_freed_memory(device: torch.device) -> None:
-    """Let glibc reuse freed memory for tensors of up to 32 MiB (CPU only).
+_GATHERED_BYTES = 256 << 10
+"""From here on a tensor gets pages of its own with FSDP on a CPU."""
 
-    Otherwise glibc returns freed activations to the system, which maps every page again at the next
-    step: 10% of a ResNet-18's step (docs/log.md). The price: the process never shrinks.
+
+def choose_allocation(device: torch.device, *, sharded: bool) -> None:
+    """Choose what glibc does with freed memory (CPU only): reuse it, or return it if `sharded`.
+
+    By default glibc returns freed activations to the system, which maps every page again at the
+    next step: 10% of a ResNet-18's step (docs/log.md). So tensors of up to 32 MiB stay on the heap,
+    and the process never shrinks. With FSDP the heap grows to three times what is in use: glibc
+    cannot put an aligned tensor into the gap that one of the same size has left.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
     trim_threshold, mmap_threshold = -1, -3  # of glibc's malloc.h
+    if sharded:
+        libc.mallopt(mmap_threshold, _GATHERED_BYTES)
+        return
     libc.mallopt(mmap_threshold, 32 << 20)  # glibc takes no more than that
     libc.mallopt(trim_threshold, 2**31 - 1)  # never
