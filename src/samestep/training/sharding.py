@@ -5,6 +5,7 @@ gathered for its forward and backward alone.
 """
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -65,6 +66,10 @@ def shard(
             reshard_after_forward=settings.reshard_after_forward and block is not takes,
             cpu_offload=settings.cpu_offload,
         )
+    if blocks:  # their hooks do what PyTorch warns that the root's may miss
+        root = re.escape(type(takes).__name__)
+        about = rf"FSDP2-wrapped module \({root}\) returned a view"
+        warnings.filterwarnings("ignore", message=about)
 
 
 def build_once(build: Callable[..., nn.Module], world: World) -> nn.Module:
