@@ -94,7 +94,8 @@ def test_a_signal_during_a_checkpoint_lets_it_finish_and_leaves_an_evaluation(
     ranks = struck(recipe, run, Fault(point, 1, signum=TERM), on=world_size)
     step = assert_stopped(run, TERM, ranks.printed(0))
     if world_size == 1:
-        assert step == {"before an evaluation": 11}.get(point, 5)
+        # A checkpoint is written while the next steps are taken.
+        assert step == 11 if point == "before an evaluation" else step >= 5
     set_pace(recipe, 0)
     resumed(run)
     assert_same_training(run, uninterrupted)

@@ -10,7 +10,7 @@ from samestep.verification.rows import one_writer
 from tests.verification import planted
 from tests.verification.forked import check, differing, gathered, verified
 
-TRAINING = ("2 ranks", "fp32", "accumulation", "stop and resume")
+TRAINING = ("2 ranks", "fp32", "accumulation", "stop and resume", "fsdp")
 # What is planted → the rows that must differ, each with its cause. No others may. What one process
 # finds out about a recipe is in test_experiments.py, and how rows are judged in test_all_rows.py:
 # what those show needs no ranks here.
@@ -19,10 +19,11 @@ THOROUGH = {
         (*TRAINING, "processes", "metrics"), causes.FORWARD_BY_RANK.name
     ),
     "EMA": dict.fromkeys(
-        ("2 ranks", "accumulation", "stop and resume", "samples apart"), causes.BUFFERS.name
+        ("2 ranks", "accumulation", "stop and resume", "fsdp", "samples apart"), causes.BUFFERS.name
     ),
     "COUNTER": dict.fromkeys(
-        ("accumulation", "stop and resume", "state", "one device"), causes.OUTSIDE_MODULE.name
+        ("accumulation", "stop and resume", "fsdp", "state", "one device"),
+        causes.OUTSIDE_MODULE.name,
     ),
 }
 QUICK = {

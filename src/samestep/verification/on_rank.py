@@ -152,6 +152,7 @@ class _Start:
             size=size,
             evaluates=name,
             lightning=self._instructions.lightning,
+            allows_unused=settings.allows_unused,
             virtual_ranks=settings.virtual_ranks,
         )
 

@@ -67,6 +67,8 @@ class RecipeFacts:
     """With virtual ranks all trainings must be equal to the last bit, and nothing is held still."""
     lightning: bool = False
     """Whether Lightning is installed and takes these settings."""
+    allows_unused: bool = False
+    """Whether steps may leave parameters unused (--find-unused), which FSDP cannot train."""
     present: frozenset[Kind] = frozenset()
     """What the recipe has of the things that differ by themselves on other numbers of ranks."""
     found: dict[str, Any] = field(default_factory=dict)

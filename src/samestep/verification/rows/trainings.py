@@ -150,6 +150,8 @@ _SHARDED = ShortTraining(name="fsdp", evaluates=True, sharded=True)
 
 
 def _fsdp(evidence: Evidence) -> Check:
+    if evidence.facts.allows_unused:
+        return Check("skipped", "it cannot train steps that leave parameters unused")
     failures = evidence.failures(training=_SHARDED.name)
     if failures and failures[0].mistake:  # refused before the first step
         return Check("skipped", f"it cannot: {failures[0].message}"[:_LONGEST])
