@@ -36,6 +36,7 @@ _WITH_FSDP: _Allowed = {
     "static_graph": ((False,), "it is a promise to DDP"),
     "bucket_cap_mb": ((None,), "FSDP reduces gradients block by block, not in buckets"),
     "sync_batchnorm": ((False,), "they have not been tried together"),
+    "track_checkpoints": ((False,), "a tracker takes one file, and each rank writes its own"),
 }
 _WITH_DDP: _Allowed = {
     "shard_within": (("all",), "DDP shards nothing"),

@@ -203,3 +203,4 @@ def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):
     monkeypatch.setattr(FileSystem, "create_stream", full)
     with pytest.raises(UserError, match="disk is full"):
         shards.write(tmp_path / "parts", {"w": torch.zeros(2)}, None)
+    assert not (tmp_path / "parts").exists()

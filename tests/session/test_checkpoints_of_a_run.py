@@ -215,6 +215,24 @@ def test_an_error_that_no_user_can_mend_ends_the_training(opened, monkeypatch):
         session.saver.settle()
 
 
+def test_a_second_checkpoint_of_a_step_leaves_the_announced_one_whole_until_it_is_announced(
+    opened, tmp_path, gate
+):
+    """A run that was stopped in an evaluation saves again where it goes on."""
+    gate.set()
+    save(opened(), 14)
+    session = opened(14)
+    gate.clear()
+    save(session, 14, sync=False)
+    (entry,) = read_index(tmp_path)["checkpoints"]
+    assert sha256(tmp_path / "checkpoints" / entry["path"]) == entry["sha256"]
+    gate.set()
+    session.saver.settle_well()
+    (after,) = read_index(tmp_path)["checkpoints"]
+    assert after["path"] != entry["path"]
+    assert steps_kept(tmp_path) == [14]
+
+
 def save_sharded(run: Path, sync: bool) -> list[str]:
     """Save two sharded checkpoints on these ranks, of which the last is kept."""
     from torch.distributed.device_mesh import init_device_mesh

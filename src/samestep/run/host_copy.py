@@ -25,7 +25,7 @@ def map_state(function: Callable[[str, Any], Any], value: Any, path: str = "") -
     return function(path, value)
 
 
-def state_bytes(state: Any) -> int:
+def bytes_of(state: Any) -> int:
     """Return the bytes of a state's tensors; what several entries share counts once."""
     found: dict[tuple[Any, ...], int] = {}
 

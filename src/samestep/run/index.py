@@ -19,7 +19,7 @@ import msgspec
 from samestep.errors import UserError
 from samestep.run.files import sha256_of, write_text
 
-_OURS = re.compile(r"checkpoint_(epoch|step)_\d+\.(pt|shards)")  # a user's own copies stay
+_OURS = re.compile(r"checkpoint_(epoch|step)_\d+(_again)?\.(pt|shards)")  # a user's own copies stay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def announce(
     table |= {"monitor": kept.monitor, "mode": kept.mode, "checkpoints": kept.checkpoints}
     write_text(folder / "index.json", json.dumps(table, indent=2, default=_as_table) + "\n")
     for gone in {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}:
-        _remove(folder / gone)
+        remove(folder / gone)
     return kept
 
 
@@ -167,7 +167,8 @@ def shards_of(name: str) -> str:
     return Path(name).with_suffix(".shards").name
 
 
-def _remove(file: Path) -> None:
+def remove(file: Path) -> None:
+    """Delete a checkpoint file and the parts that belong to it."""
     file.unlink(missing_ok=True)
     shutil.rmtree(file.with_suffix(".shards"), ignore_errors=True)
 
@@ -182,7 +183,7 @@ def remove_unannounced(folder: Path, announced: Collection[str], since: float) -
     for file in [*folder.glob("checkpoint_*.pt"), *folder.glob("checkpoint_*.shards")]:
         ours = _OURS.fullmatch(file.name) and file.with_suffix(".pt").name not in named
         if ours and file.stat().st_mtime >= since:
-            _remove(file.with_suffix(".pt"))
+            remove(file.with_suffix(".pt"))
 
 
 def read_index(folder: Path) -> Index:

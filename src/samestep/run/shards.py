@@ -29,7 +29,7 @@ from samestep.run.host_copy import map_state
 _MARK = "in shards: "
 """How a placeholder begins; the type and the shape follow: "in shards: float32 64 128"."""
 _METADATA = ".metadata"
-_CHUNK_BYTES = 1 << 20
+_FULL_BYTES = 1 << 20
 _SAFE_CLASSES = {
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},  # their home in Python 3.13
@@ -108,8 +108,10 @@ def write(
         known = [cause for cause in causes if isinstance(cause, OSError)]
         # torch's writer hides an OSError behind one of its own, about a position in the file.
         unknown = OSError(errno.EIO, str(causes[0] if causes else error).splitlines()[0])
-        is_full = shutil.disk_usage(folder.parent).free < _CHUNK_BYTES
+        is_full = shutil.disk_usage(folder.parent).free < _FULL_BYTES
         hidden = OSError(errno.ENOSPC, "") if is_full else unknown
+        if rank == 0:  # all have ended by now; what they wrote would fill the disk
+            shutil.rmtree(folder, ignore_errors=True)
         raise cannot_write(folder, known[0] if known else hidden) from error
     mine = [*folder.glob(f"__{rank}_*"), *([folder / _METADATA] if rank == 0 else [])]
     hashes = {path.name: sha256_of(path) for path in mine}

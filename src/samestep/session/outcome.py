@@ -51,7 +51,7 @@ def record_failure(
     if session.run is None or not session.begun:
         return
     state.stop_reason = f"failed: {device_error(error) or error}"
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(Exception):  # a rank that writes its part may be gone
         session.saver.settle()
     with contextlib.suppress(UserError):  # first: the weights may wait for a device that hangs
         step = state.position.step

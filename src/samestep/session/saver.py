@@ -3,7 +3,8 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -15,12 +16,22 @@ from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.files import check_room
-from samestep.run.host_copy import HostCopies, state_bytes
-from samestep.run.index import Entry, Index, Retention, announce, read_index, shards_of
+from samestep.run.host_copy import HostCopies, bytes_of
+from samestep.run.index import Entry, Index, Retention, announce, read_index, remove, shards_of
 from samestep.run.records import Record
 from samestep.training.loop import checkpoint_name
 from samestep.training.stopping import Watch
 from samestep.training.work import Position
+
+
+@contextmanager
+def _cleared_on_error(file: Path) -> Iterator[None]:
+    """Delete a checkpoint that could not be written: its parts would fill the disk."""
+    try:
+        yield
+    except BaseException:
+        remove(file)
+        raise
 
 
 class _Writing:
@@ -90,19 +101,8 @@ class Saver:
             UserError: with `sync`, it cannot be written. Without, `settle_well` tells.
         """
         self.settle()
-        name = checkpoint_name(position)
-        parts: Mapping[str, Any] = {}
-        if sharded:
-            from samestep.run import shards  # noqa: PLC0415 - half a second, for FSDP alone
-
-            content, parts = shards.split(content)
-            self._group = self._group or self._world.own_group()
-        if not sync:
-            held: dict[str, Any] = {"content": content if self._world.is_main else {}}
-            held["parts"] = shards.own_parts(parts) if sharded else {}
-            held = self._copies.take(held)
-            content, own = held["content"], held["parts"]
-            parts = shards.with_parts(parts, own) if sharded else {}
+        name = self._new_name(position, sharded=sharded)
+        content, parts = self._copied(content, sync=sync, sharded=sharded)
         epoch = position.epoch + (position.step_in_epoch > 0)  # the one it is in
         if metric is not None and not math.isfinite(metric):
             metric = None  # JSON has neither, and such a checkpoint cannot be the best
@@ -117,8 +117,9 @@ class Saver:
             files = self._write_parts(name, parts) if sharded else {}
             if not self._world.is_main:
                 return
-            check_room(self._folder, state_bytes(content))
-            digest = checkpoints.save(self._folder, name, content)
+            with _cleared_on_error(self._folder / name):
+                check_room(self._folder, bytes_of(content))
+                digest = checkpoints.save(self._folder, name, content)
             index = replace(self._index, **judged)
             whole = replace(entry, sha256=digest, files=files)
             self._index = announce(self._folder, index, whole, retention, self._spared)
@@ -134,6 +135,33 @@ class Saver:
             return
         record["blocked_seconds"] = time.perf_counter() - began
         self._writing = _Writing(write, record)
+
+    def _new_name(self, position: Position, *, sharded: bool) -> str:
+        """Return a file name that no announced checkpoint has.
+
+        A resumed run may save again where it was stopped. What is announced there stays whole until
+        the index names the new file.
+        """
+        name = checkpoint_name(position)
+        if any(entry.path == name for entry in self._index.checkpoints):
+            name = name.replace(".pt", "_again.pt")
+        return self._world.broadcast(name) if sharded else name
+
+    def _copied(
+        self, content: dict[str, Any], *, sync: bool, sharded: bool
+    ) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Return what rank 0 writes, and this rank's parts; without `sync` both are copies."""
+        if not sharded:
+            return content if sync else self._copies.take(content), {}
+        from samestep.run import shards  # noqa: PLC0415 - half a second, for FSDP alone
+
+        self._group = self._group or self._world.own_group()
+        content, parts = shards.split(content)
+        if sync:
+            return content, parts
+        held = {"content": content if self._world.is_main else {}, "own": shards.own_parts(parts)}
+        held = self._copies.take(held)
+        return held["content"], shards.with_parts(parts, held["own"])
 
     def _write_parts(self, name: str, parts: Mapping[str, Tensor]) -> dict[str, str]:
         """Write the parts of all ranks; return the SHA-256 of each file, by its place."""

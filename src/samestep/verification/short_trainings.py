@@ -35,6 +35,7 @@ SHARDED: dict[str, Any] = {
     "strategy": "fsdp",
     **dict.fromkeys(("find_unused", "static_graph", "channels_last", "sync_batchnorm"), False),
     "bucket_cap_mb": None,
+    "track_checkpoints": False,
 }
 """How the ranks share the model out, without what only DDP takes."""
 
