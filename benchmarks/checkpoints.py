@@ -9,7 +9,6 @@ import argparse
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from report import machine
+from report import heading, machine
 
 from samestep.ranks.world import World
 from samestep.run import checkpoints
@@ -63,12 +62,7 @@ def main() -> int:
             missed += failed
         dist.destroy_process_group()
     lines = [
-        "# Checkpoints: how long one blocks the training",
-        "",
-        f"    python benchmarks/checkpoints.py {' '.join(sys.argv[1:])}".rstrip(),
-        "",
-        ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
-        "",
+        *heading("Checkpoints: how long one blocks the training", facts),
         "| MiB | way | blocked, ms (min-max) | over torch.save | until it is on the disk, s |",
         "|---:|---|---:|---:|---:|",
         *rows,

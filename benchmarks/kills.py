@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from report import machine
+from report import heading, machine
 
 ROOT = Path(__file__).parent.parent
 PAGE = Path(__file__).parent / "results" / "kills.md"
@@ -46,12 +46,7 @@ def main() -> int:
     minutes = (time.perf_counter() - began) / 60
     verdict = "FAILED" if done.returncode else "passed: nothing was lost"
     lines = [
-        "# Kills: what is lost when a training is killed again and again",
-        "",
-        f"    python benchmarks/kills.py {' '.join(sys.argv[1:])}".rstrip(),
-        "",
-        ", ".join(f"{name} {value}" for name, value in machine().items()) + ".",
-        "",
+        *heading("Kills: what is lost when a training is killed again and again", machine()),
         f"{len(found)} SIGKILLs in {minutes:.0f} minutes; the test {verdict}.",
         "",
         "| at | kills |",

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from report import machine
+from report import heading, machine
 
 PAGE = Path(__file__).parent / "results" / "large_model.md"
 ROOT = Path(__file__).parent.parent
@@ -48,12 +48,7 @@ def main() -> int:
     verdict = "reached" if good else "missed"
     compared = ", ".join(f"{ratio:.2f} on {ranks} ranks" for ranks, ratio in ratios.items())
     lines = [
-        "# A large model: memory per rank",
-        "",
-        f"    python benchmarks/large_model.py {' '.join(sys.argv[1:])}".rstrip(),
-        "",
-        ", ".join(f"{name} {value}" for name, value in machine().items()) + ".",
-        "",
+        *heading("A large model: memory per rank", machine()),
         "| ranks | strategy | parameters | weights, gradients, Adam, GiB | peak, GiB | ratio |",
         "|---:|---|---:|---:|---:|---:|",
         *rows,

@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,6 +15,14 @@ from tables import Table, Target
 
 Rounds = dict[str, list[Measurement]]
 """The measurements of each row, one a round; a row that failed is not in it."""
+
+
+def heading(title: str, facts: dict[str, str]) -> list[str]:
+    """Return the first lines of a page: its title, the command of this process, the machine."""
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    told = ", ".join(f"{name} {value}" for name, value in facts.items())
+    command = " ".join(["python", script, *sys.argv[1:]])
+    return [f"# {title}", "", f"    {command}", "", f"{told}.", ""]
 
 
 def machine() -> dict[str, str]:

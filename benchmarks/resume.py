@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import machine
+from report import heading, machine
 
 from samestep.run.files import sha256_of
 
@@ -113,12 +113,7 @@ def main() -> int:
     missed = [f"{ratio:.2f} x the time"] * (ratio > MOST_RATIO)
     missed += [f"{memory:.2f} x the memory"] * (memory > asked.ranks + 1.05)
     lines = [
-        f"# Resuming a state of {size:.2f} GiB on {asked.ranks} ranks",
-        "",
-        f"    python benchmarks/resume.py {' '.join(sys.argv[1:])}".rstrip(),
-        "",
-        ", ".join(f"{name} {value}" for name, value in machine().items()) + ".",
-        "",
+        *heading(f"Resuming a state of {size:.2f} GiB on {asked.ranks} ranks", machine()),
         f"| {' | '.join(COLUMNS)} |",
         "|---:" * len(COLUMNS) + "|",
         *rows,
