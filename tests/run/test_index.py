@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
-from samestep.run.index import (
+from samestep.run.index import (, remove_unannounced
     Entry,
     Index,
     Retention,
@@ -118,3 +118,12 @@ def test_a_file_that_is_not_as_it_was_announced_is_named(tmp_path, how):
         path.write_bytes(bytes((3 << 20) - 1) + b"?" * (how == "changed"))
     with pytest.raises(UserError, match=r"checkpoint_step_1\.pt"):
         verify(tmp_path, announced)
+
+
+def test_a_file_that_was_not_announced_goes_with_its_parts_and_parts_go_without_a_file(tmp_path):
+    for name in ("checkpoint_epoch_1", "checkpoint_step_7"):
+        (tmp_path / f"{name}.shards").mkdir()
+    (tmp_path / "checkpoint_epoch_1.pt").touch()
+    (tmp_path / "checkpoint_mine.pt").touch()
+    remove_unannounced(tmp_path, (), since=0.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_mine.pt"]

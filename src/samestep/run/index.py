@@ -180,10 +180,12 @@ def remove_unannounced(folder: Path, announced: Collection[str], since: float) -
     somebody put there, or what an old index does not know, stays.
     """
     named = {*announced, *(entry.path for entry in read_index(folder).checkpoints)}
-    for file in [*folder.glob("checkpoint_*.pt"), *folder.glob("checkpoint_*.shards")]:
-        ours = _OURS.fullmatch(file.name) and file.with_suffix(".pt").name not in named
-        if ours and file.stat().st_mtime >= since:
-            remove(file.with_suffix(".pt"))
+    for place in [*folder.glob("checkpoint_*.pt"), *folder.glob("checkpoint_*.shards")]:
+        file = place.with_suffix(".pt")
+        ours = _OURS.fullmatch(place.name) and file.name not in named
+        # A file and its parts go together, so the second may be gone.
+        if ours and place.exists() and place.stat().st_mtime >= since:
+            remove(file)
 
 
 def read_index(folder: Path) -> Index:
