@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
-from samestep.run.index import (, remove_unannounced
+from samestep.run.index import (
     Entry,
     Index,
     Retention,
