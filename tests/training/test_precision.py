@@ -93,7 +93,7 @@ def test_double_precision_converts_model_and_data(recipe, single, tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_scaler_of_fp16_is_saved_and_restored(recipe, tmp_path, world_size):
     """It counts the steps since its last change, so it shows whether a resume began anew."""
-    flags = ("--precision", "fp16", *WHOLE)
+    flags = ("--precision", "fp16", "--checkpoint-sync", *WHOLE)  # the kill finds it written
     whole = train(recipe, tmp_path, "whole", *flags, world_size=world_size)
     run = tmp_path / "run"
     fault = Fault("after a step", nth=7, signum=signal.SIGKILL, rank=None)  # saved every 4 steps
