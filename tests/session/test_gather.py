@@ -84,6 +84,13 @@ def test_after_setup_distributed_it_needs_no_run():
         samestep.gather(x)
 
 
+def test_after_a_run_that_failed_it_is_refused(tmp_path):
+    with pytest.raises(RuntimeError), samestep.open_run(tmp_path / "run"):
+        raise RuntimeError
+    with pytest.raises(UserError):
+        samestep.gather(torch.ones(3, 2))
+
+
 def test_without_a_run_it_is_refused():
     for given in (torch.ones(3, 2), torch.ones(()), [1.0]):
         with pytest.raises(UserError):

@@ -70,6 +70,8 @@ def end_failed(error: BaseException, log: RankLog, *, connected: bool) -> None:
 
     Return where Python should show its own traceback: one process, and no mistake of the user.
     """
+    if not connected:
+        dist.cleanup()  # a notebook runs on
     if isinstance(error, UserError) or (connected and isinstance(error, Exception)):
         _end_reported(report(error, log))
     if connected:
