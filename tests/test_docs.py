@@ -23,7 +23,8 @@ from tests.image_files import write_images
 from tests.processes import TIMEOUT_S
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def commands(page: Path) -> list[str]:
@@ -78,7 +79,7 @@ RUN_PAGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch):
     bin_folder = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
@@ -87,12 +88,12 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch)
     for line in commands(page):
         if line.startswith("make "):
             continue  # `make test-all` runs this test; `make train` is the README's next command
-        if page.name == "README.md" and line in OF_THE_HANDBOOK:
+        if page == README and line in OF_THE_HANDBOOK:
             continue
         kind = KIND.get(page.name, "spiral")
         runs = sorted((folder / "runs").glob(f"{kind}-*"), key=lambda run: run.stat().st_mtime)
         words = line.replace("runs/ID", str(runs[-1]) if runs else "runs/ID").split()
-        in_readme = page.name == "README.md" and words[0] == "torchrun"
+        in_readme = page == README and words[0] == "torchrun"
         code, said = (typed if in_readme else forked)(words, folder)
         assert "Traceback" not in said, f"{line}\n{said}"
         # Our small files have other hashes, and no mirror is reached from a test.
@@ -134,7 +135,7 @@ def forked(line: list[str], folder: Path) -> tuple[int, str]:
     return max(started.wait(), key=abs), started.output()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page):
     for target, heading in re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", page.read_text()):
         file = page.parent / target if target else page

@@ -17,8 +17,8 @@ STEPS = {
     "CIFAR-10 with Lightning in a notebook": 55,
     "DDP trainer guide (cricket)": 51,
 }
-"""The lessons of docs/lessons.md, and the number of their steps."""
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+"""The lessons of docs/examples/lessons.md, and the number of their steps."""
+PAGES = sorted((ROOT / "docs" / "examples").glob("*.md"))
 LESSONS = ("spiral-lightning", "mnist-profiling", "plain-slurm", "cifar10-lightning", "cricket-ddp")
 EXAMPLES = (
     "spiral_lightning",
@@ -52,7 +52,7 @@ def test_an_excerpt_is_found_word_for_word_in_the_file_that_it_names():
 
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_a_lesson_shows_no_code_that_is_in_no_file(lesson):
-    blocks = BLOCK.findall((ROOT / "docs" / f"{lesson}.md").read_text())
+    blocks = BLOCK.findall((ROOT / "docs" / "examples" / f"{lesson}.md").read_text())
     loose = [code for language, path, code in blocks if language in ("python", "bash") and not path]
     assert not loose
 
@@ -63,7 +63,7 @@ NAMED = re.compile(r"`((?:benchmarks|docs|examples|src|tests)/[^`\s]+)`(?: `([^`
 
 def steps() -> dict[str, list[list[str]]]:
     """Return the rows of each lesson's table: step, page, and file or reason."""
-    parts = (ROOT / "docs" / "lessons.md").read_text().split("\n## ")[1:]
+    parts = (ROOT / "docs" / "examples" / "lessons.md").read_text().split("\n## ")[1:]
     rows = {}
     for part in parts:
         lines = [line for line in part.splitlines() if line.startswith("| ")][1:]

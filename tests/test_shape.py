@@ -13,7 +13,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "samestep"
 
-DRAWING = SOURCE.parents[1] / "docs" / "architecture.md"
+DRAWING = SOURCE.parents[1] / "docs" / "project" / "architecture.md"
 
 
 def floors_drawn() -> list[list[str]]:

@@ -18,15 +18,15 @@ _TABLE = "| code | severity | what is wrong |\n|---|---|---|\n"
 def outdated() -> Iterator[tuple[Path, str]]:
     """Yield each file that does not say what the rules say, and what it has to be."""
     for code, rule in sorted(RULES.items()):
-        page = DOCS / "check" / f"{code}.md"
+        page = DOCS / "reference" / "check" / f"{code}.md"
         _, fence, example = page.read_text().partition(_FENCE)
         text = f"# {code}: {rule.title}\n\n**{rule.severity}** · {rule.why}\n\n{fence}{example}"
         if text != page.read_text():
             yield page, text
-    chapter = DOCS / "check.md"
+    chapter = DOCS / "how-to" / "check.md"
     before, heading, after = chapter.read_text().partition(_TABLE)
     rows = [
-        f"| [{code}](check/{code}.md) | {rule.severity} | {rule.title} |\n"
+        f"| [{code}](../reference/check/{code}.md) | {rule.severity} | {rule.title} |\n"
         for code, rule in sorted(RULES.items())
     ]
     rest = after.splitlines(keepends=True)

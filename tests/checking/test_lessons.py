@@ -30,7 +30,7 @@ EVALUATE = """\
         loss, accuracy = evaluate(model, held_out_share, autocast, device)
         say(f"  held out"""
 WRONG = {
-    # What docs/plain-slurm.md says, the code, and the line to blame.
+    # What docs/examples/plain-slurm.md says, the code, and the line to blame.
     "every epoch has the order of the first": (
         "SS103",
         [("sampler.set_epoch(epoch)  #", "#")],

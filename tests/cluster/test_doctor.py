@@ -38,7 +38,7 @@ def in_script(sandbox, folder, command: str, *options: str, head: str = ""):
 
 def command_of_the_handbook(folder: Path) -> str:
     """Return how the page starts doctor in a job, with a shared folder of ours."""
-    lines = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "docs" / "how-to" / "doctor.md").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("srun samestep doctor ")]
     return line.replace("/shared", str(folder))
 

@@ -18,8 +18,8 @@ from tests.processes import free_port, launch_environment
 from tools.check_pages import outdated
 
 NO_SET_EPOCH = planted(("        sampler.set_epoch(epoch)\n", ""))
-PAGES = Path(__file__).parents[2] / "docs" / "check"
-EXAMPLES = PAGES.parents[1] / "examples"
+PAGES = Path(__file__).parents[2] / "docs" / "reference" / "check"
+EXAMPLES = PAGES.parents[2] / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_the_example_has_the_mistakes_that_the_handbook_shows(here, capfd):
     found = json.loads(capfd.readouterr().out)["findings"]
     expected = {code: line_of(source, part) for code, part in lines.items()}
     assert {one["code"]: one["line"] for one in found} == expected
-    shown = (PAGES.parent / "check.md").read_text()
+    shown = (PAGES.parents[1] / "how-to" / "check.md").read_text()
     for code, line in expected.items():
         assert re.search(rf"^\w+ +{code}  .*\n +examples/check_me.py:{line}$", shown, re.MULTILINE)
 

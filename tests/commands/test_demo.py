@@ -1,4 +1,4 @@
-"""`samestep demo`: what a first visit sees. docs/README.md shows it, and its test runs it whole."""
+"""`samestep demo`: what a first visit sees. docs/index.md shows it, and its test runs it whole."""
 
 import dataclasses
 

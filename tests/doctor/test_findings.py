@@ -10,7 +10,7 @@ from samestep.doctor.diagnosis import SIDE_BY_SIDE
 from samestep.doctor.findings import Finding, graded, green, merge, red, run_checks, worst, yellow
 from tests.doctor import test_between_ranks, test_node, test_slurm_job
 
-PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "doctor.md"
 
 
 def shared_memory(facts: int) -> Finding:

@@ -60,7 +60,7 @@ def test_every_file_is_listed_here_and_on_the_page_and_has_at_most_60_lines():
     files = {path.stem: path.read_text() for path in BY_TASK.glob("*.py")}
     assert files.keys() == RECIPES.keys() | LOOPS.keys()
     assert max(text.count("\n") for text in files.values()) <= 60
-    page = (scripts.EXAMPLES.parent / "docs" / "by-task.md").read_text()
+    page = (scripts.EXAMPLES.parent / "docs" / "how-to" / "by-task.md").read_text()
     assert all(f"../examples/by_task/{name}.py" in page for name in files)
 
 

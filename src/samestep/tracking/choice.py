@@ -138,7 +138,7 @@ def _check_file(path: Path) -> None:
     if missing and b"import *" not in text:
         raise UserError(
             f"--track {path}: it has no function {missing[0]}(). A tracker has three: start(run), "
-            "record(client, entries), finish(client, result); docs/trackers.md shows one."
+            "record(client, entries), finish(client, result); docs/how-to/trackers.md shows one."
         )
 
 
