@@ -161,7 +161,9 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
             # A collated batch names its samples by their index in the data.
             trees = (block.inputs,) if block.parts else (block.inputs, block.targets)
             trace.samples[step] = sample_hashes(*trees)
-        gradients = [(name, p.grad) for name, p in model.named_parameters()]
+        # A frozen parameter may keep a gradient of its pretraining.
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        gradients = [(name, p.grad) for name, p in trained]
         trace.gradients[step], trace.weights[step] = values_by_name(gradients), _weights_of(model)
         if virtual:
             named = [(f"gradient {name}", gradient) for name, gradient in gradients]
