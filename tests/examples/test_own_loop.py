@@ -86,7 +86,7 @@ def test_the_records_are_of_all_samples(alone):
 
 
 def programs_of_the_page() -> tuple[str, str, str]:
-    """Return the three programs of docs/how-to/port-your-loop.md; the plain one in samestep's order."""
+    """Return the three programs of "Port your loop", and the plain one in samestep's order."""
     page = (EXAMPLES.parent / "docs" / "how-to" / "port-your-loop.md").read_text()
     plain, own, recipe, ordered = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     head, _, body = plain.partition("    model.train()\n")

@@ -201,8 +201,8 @@ def choose_allocation(device: torch.device, *, sharded: bool) -> None:
     """Choose what glibc does with freed memory (CPU only): reuse it, or return it if `sharded`.
 
     By default glibc returns freed activations to the system, which maps every page again at the
-    next step: 10% of a ResNet-18's step (docs/project/log.md). So tensors of up to 32 MiB stay on the heap,
-    and the process never shrinks. With FSDP the heap grows to three times what is in use: glibc
+    next step: 10% of a ResNet-18's step (docs/project/log.md). So tensors of up to 32 MiB stay on
+    the heap, and the process never shrinks. With FSDP the heap grows to three times what is in use: glibc
     cannot put an aligned tensor into the gap that one of the same size has left.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
