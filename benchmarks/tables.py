@@ -97,6 +97,7 @@ def all_tables(*, quick: bool) -> tuple[Table, ...]:
         _jpegs(1 if quick else 3),
         _graphs(1),
         _gpt(1 if quick else 4),
+        _fsdp(1 if quick else 3),
         _startup(),
         *_trackers(),
         _help(),
@@ -268,6 +269,21 @@ def _graphs(epochs: int) -> Table:
             "No model is trained: batches as the model would get them are all that is timed.",
             "An epoch is the first 200 batches of a new order of all graphs.",
         ),
+    )
+
+
+def _fsdp(epochs: int) -> Table:
+    size = ("--nproc", "2", "--strategy", "fsdp", "--dim", "256")
+    mine = _samestep("samestep --strategy fsdp", str(EXAMPLES / "char_gpt.py"), epochs, *size)
+    peer = _peer("hand-written fully_shard", "gpt_ddp", epochs, "--fsdp", "--width", "256")
+    return Table(
+        name="fsdp",
+        title="Two ranks, Gloo: examples/char_gpt.py with --dim 256, each block sharded by FSDP2",
+        unit="samples/s",
+        baseline=("hand-written fully_shard",),
+        rows=tuple(replace(row, measure=fastest(row.measure)) for row in (peer, mine)),
+        targets=(Target(row="samestep --strategy fsdp", limit=0.97),),
+        notes=("In this table throughput is that of the fastest epoch, for both rows.",),
     )
 
 

@@ -1,4 +1,4 @@
-"""Train the example's GPT on two Gloo ranks by a hand-written DDP loop; started by torchrun."""
+"""Train the example's GPT on Gloo ranks by a hand-written loop: DDP, or with --fsdp FSDP2."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from common import measure, options
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -17,12 +18,21 @@ BATCH_SIZE = 16  # per rank
 
 
 def main() -> None:
+    sharded = "--fsdp" in sys.argv
+    if sharded:
+        sys.argv.remove("--fsdp")
     asked = options()
-    chosen = complete(Options())
+    chosen = complete(Options(dim=asked.width))
     dataset = TensorDataset(*data(chosen).train)
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
-    model = DistributedDataParallel(GPT(chosen))
+    model = GPT(chosen)
+    if sharded:
+        for block in model.blocks.layers:
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     steps = len(loader) * (asked.epochs + 1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

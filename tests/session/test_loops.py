@@ -130,6 +130,15 @@ def test_after_a_break_out_of_the_batches_a_closed_run_has_no_means(tmp_path):
     assert run.means == {}
 
 
+@pytest.mark.parametrize(("hours", "kept"), [(1e-9, 1), (1.0, 3)])
+def test_checkpoints_are_kept_for_as_many_hours_as_asked_and_the_last_in_any_case(
+    tmp_path, hours, kept
+):
+    path = tmp_path / "run"
+    Training(path, keep_hours=hours).train(3)
+    assert len(read_index(path)["checkpoints"]) == kept
+
+
 LOSSES = (5.0, 3.0, 2.0, 4.0, 3.0, 1.0, 6.0, 7.0, 8.0)
 
 

@@ -109,6 +109,15 @@ def test_fsdp_takes_the_steps_of_one_process(tmp_path, world_size):
         tiny.assert_same_training(tmp_path / f"all-{number}", tmp_path / f"one-{number}")
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("compiled")
+def test_compiled_block_by_block_it_takes_the_steps_of_one_process(tmp_path):
+    recipe = write_blocks(tmp_path)
+    tiny.trained(recipe, tmp_path / "one")
+    tiny.trained(recipe, tmp_path / "all", *FSDP, "--compile", "on", on=2)
+    tiny.assert_same_training(tmp_path / "all", tmp_path / "one")
+
+
 def train_on_two_nodes(trainings: list[list[str]], ports: list[int]) -> None:
     """Train as rank 0 to 3 of two nodes with two ranks each."""
     rank = int(os.environ["RANK"])

@@ -836,6 +836,7 @@ def open_run(
     checkpoint_every_steps: int | None = None,
     checkpoint_sync: bool = False,
     keep_newest: int | None = None,
+    keep_hours: float | None = None,
     device: Device = "auto",
     backend: Backend = "auto",
     timeout_s: float = 600.0,
@@ -861,6 +862,7 @@ def open_run(
         checkpoint_every_steps: steps between two checkpoints, besides those after epochs.
         checkpoint_sync: whether the training waits until each checkpoint is written.
         keep_newest: how many of the newest checkpoints are kept, besides the best; by default all.
+        keep_hours: keep checkpoints for this many hours, besides the best and the last.
         device: where to train; "auto" takes the best device here.
         backend: what connects the ranks; "auto" chooses by platform and device.
         timeout_s: seconds that ranks wait for the slowest of them.

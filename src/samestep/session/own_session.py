@@ -71,6 +71,7 @@ class Options:
     checkpoint_every_steps: int | None
     checkpoint_sync: bool
     keep_newest: int | None
+    keep_hours: float | None
     device: Device
     backend: Backend
     timeout_s: float
@@ -83,6 +84,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"open_run({name}={value!r}): it must be a whole number from 1.")
+        if self.keep_hours is not None and not self.keep_hours > 0:
+            raise UserError(f"open_run(keep_hours={self.keep_hours!r}): it must be above 0.")
         if isinstance(self.may_change, str):
             raise UserError(f"open_run(may_change={self.may_change!r}) must be a list of names.")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
@@ -361,7 +364,7 @@ class OwnSession:
                 position,
                 metric=self.metric,
                 watch=self.watch,
-                retention=Retention(newest=self.options.keep_newest),
+                retention=Retention(newest=self.options.keep_newest, hours=self.options.keep_hours),
                 began=began,
                 sync=self.options.checkpoint_sync,
             )
