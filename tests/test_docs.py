@@ -36,7 +36,7 @@ def commands(page: Path) -> list[str]:
 
 OF_THE_HANDBOOK = {line for page in PAGES[1:] for line in commands(page) if "runs/ID" not in line}
 """Where the README shows them too, they are run for the handbook's page alone."""
-KIND = {"images.md": "images", "any-batch.md": "csv_regression", "cricket.md": "cricket"}
+KIND = {"data.md": "images", "any-batch.md": "csv_regression", "cricket.md": "cricket"}
 """The recipe of which a page shows a run, where it is not the spiral."""
 OF_ONE_PROCESS = {
     *("train", "evaluate", "predict", "explain", "new", "completion", "track", "runs", "compare"),

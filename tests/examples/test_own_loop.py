@@ -88,7 +88,7 @@ def test_the_records_are_of_all_samples(alone):
 def programs_of_the_page() -> tuple[str, str, str]:
     """Return the three programs of "Port your loop", and the plain one in samestep's order."""
     page = (EXAMPLES.parent / "docs" / "how-to" / "port-your-loop.md").read_text()
-    plain, own, recipe, ordered = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    plain, own, recipe, ordered = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:4]
     head, _, body = plain.partition("    model.train()\n")
     plain = f"{head}{textwrap.indent(ordered, '    ')}    model.train()\n{body}"
     return plain, own, recipe
