@@ -23,7 +23,7 @@ from samestep.run.records import Record
 CALL_FILE = "--call-file"
 """Precedes the file of a call in the arguments of a rank."""
 RECORDS = "records.jsonl"
-"""The file beside it in which rank 0 leaves the records of a training for the caller."""
+"""The file next to it in which rank 0 leaves the records of a training for the caller."""
 _DEEPEST = 8
 
 

@@ -93,7 +93,7 @@ def _check_flags(command: CheckFlags) -> None:
             raise UserError("--here takes the ranks of the job. Leave --nproc out.")
     else:
         check_ranks(_ranks(command))
-        alone = "Start it alone, in a shell or a job of one task; or give --here."
+        alone = "Start it as one process, in a shell or a job of one task; or give --here."
         refuse_inside_launcher("samestep check", alone)
     if command.sarif is not None and not command.sarif.absolute().parent.is_dir():
         raise UserError(f"--sarif {command.sarif}: there is no folder {command.sarif.parent}.")

@@ -116,7 +116,7 @@ def _expand_ranges(ranges: str) -> list[str]:
 def _torchrun(environment: Environment) -> Launch | None:
     rank, world_size = environment.get("RANK"), environment.get("WORLD_SIZE")
     if not rank or not world_size:
-        return None  # job scripts for srun often export WORLD_SIZE alone
+        return None  # job scripts for srun often export only WORLD_SIZE
     if not environment.get("LOCAL_RANK"):
         raise UserError(
             f"RANK={rank} and WORLD_SIZE={world_size} are set but LOCAL_RANK is not, which chooses "
@@ -171,7 +171,7 @@ def _slurm(environment: Environment) -> Launch | None:
 
 
 def _shell_in_allocation(environment: Environment) -> str | None:
-    """Return which shell this is, if it has an allocation's variables and is no rank."""
+    """Return which shell this is, if it has an allocation's variables and is not a rank."""
     if _first(environment, STEP_ID) is None:
         return "the sbatch script" if environment.get("SLURM_PROCID") else "a shell"
     step = _number(environment, *STEP_ID)

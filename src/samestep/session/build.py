@@ -310,7 +310,7 @@ def _agree_on_size(source: Source, world: World) -> int:
         if differing := [name for name in order if order[name] != found[0][1].get(name)]:
             raise UserError(
                 f"Rank {rank} has other {differing[0]} of the training samples than rank 0. Make "
-                "them from the data alone, or with a generator that is seeded.",
+                "them only from the data, or with a generator that is seeded.",
                 on_all_ranks=True,
             )
     return sizes[0]
@@ -339,7 +339,7 @@ def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> 
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that a run goes on from."""
+    """A checkpoint that a run continues from."""
 
     entry: Entry
     content: dict[str, Any]

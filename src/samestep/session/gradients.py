@@ -190,7 +190,7 @@ class _GradBucket:
             torch._foreach_copy_(self.parts, there)
 
     def give(self, used: Sequence[float]) -> None:
-        """Put the sums in place of the gradients, and of those that other ranks alone have."""
+        """Put the sums in place of the gradients, and of those that only other ranks have."""
         there = [p.grad for p in self.parameters if p.grad is not None]
         if not self.is_buffer:
             total, self.flat = self.flat, torch.empty(0)  # else its memory is held for ever

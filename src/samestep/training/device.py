@@ -168,7 +168,7 @@ def choose_threads(wanted: int | None, model: nn.Module, cores: int, neighbours:
     """Return how many threads a rank uses: those wanted, else OMP_NUM_THREADS, else a guess.
 
     One for a small model: that is as fast, and two that wait for each other slow down many times
-    over beside a busy neighbour. Ranks of other models share the cores.
+    over next to a busy neighbour. Ranks of other models share the cores.
     """
     guess = 1 if is_small(model) else max(1, cores // neighbours)
     return wanted or threads_wished() or guess
@@ -202,7 +202,7 @@ def choose_allocation(device: torch.device, *, sharded: bool) -> None:
 
     By default glibc returns freed activations to the system, which maps every page again at the
     next step: 10% of a ResNet-18's step (docs/project/log.md). So tensors of up to 32 MiB stay on
-    the heap, and the process never shrinks. With FSDP the heap grows to three times what is in use: glibc
+    the heap, and the process never shrinks. With FSDP the heap grows to three times what is in use:
     cannot put an aligned tensor into the gap that one of the same size has left.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":

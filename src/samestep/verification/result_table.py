@@ -77,7 +77,7 @@ def _summary(found: Verification) -> Table:
     rows: list[tuple[Cell, str]] = [(Styled("ran", "bold"), ran)]
     rows += [(Styled("note", "yellow"), note) for note in notes]
     if held := ", ".join(words for kind, words in _HELD.items() if kind in facts.present):
-        rows.append((Styled("held still", "bold"), f"{held}, except in the rows of their names"))
+        rows.append((Styled("held still", "bold"), f"{held}, except in the rows named after them"))
     if facts.virtual_ranks:
         text = "nothing: draws and BatchNorm are as they are"
         rows.append((Styled("held still", "bold"), text))
