@@ -59,7 +59,7 @@ class Killed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoFlags:
-    """Demonstrate on this machine, in under a minute, that ranks and kills change nothing.
+    """Show that kills and the number of ranks do not change a training, in a minute.
 
     It trains a small network on one rank. Then it trains it again on two ranks, kills all their
     processes in the middle, resumes on three, and compares both trainings.
@@ -166,7 +166,7 @@ def train_and_kill(run: Path, nproc: int) -> Killed:
             if ended or time.monotonic() > deadline:
                 why = process.communicate()[1].strip() if ended else "it hangs"
                 raise UserError(
-                    f"The training on several ranks did not get to step {KILL_AT}: {why}"
+                    f"The training on several ranks did not reach step {KILL_AT}: {why}"
                 )
             time.sleep(_LOOK_EVERY_S)
     finally:

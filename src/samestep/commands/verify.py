@@ -92,7 +92,7 @@ def _verify(arguments: list[str]) -> int:
         if others := sorted(names_given(flags) - known):
             raise UserError(
                 f"--{flag_name(others[0])} is not a flag of samestep verify for {script}, which "
-                f"has a loop of its own. Put its arguments after `--`: samestep verify {script} -- …"
+                f"has a loop of its own. Its arguments follow `--`: samestep verify {script} -- …"
             )
         command = parse_flags(VerifyFlags, f"verify {script}", flags[1:], *_EXAMPLES)
     else:

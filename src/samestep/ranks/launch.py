@@ -221,7 +221,7 @@ def _fill_nodes_in_turn(launch: Launch) -> Launch:
     if left_over or launch.rank % launch.local_world_size != launch.local_rank:
         raise UserError(
             f"Rank {launch.rank} of {launch.world_size} is local rank {launch.local_rank} of "
-            f"{launch.local_world_size}, which does not tell its node. Start equally many "
+            f"{launch.local_world_size}, from which its node cannot be derived. Start equally many "
             "processes on every node, and fill one node after the other."
         )
     return replace(launch, node=launch.rank // launch.local_world_size, num_nodes=num_nodes)

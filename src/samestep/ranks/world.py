@@ -197,7 +197,7 @@ class World(Launch):
     def on_main(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0 and return its value, or raise its `UserError`, on every rank.
 
-        A mistake that only rank 0 sees, such as a full disk, ends all ranks alike this way instead
+        This way a mistake that only rank 0 sees, such as a full disk, ends all ranks instead
         of leaving the others in a collective.
         """
         value, failure = _try(function) if self.is_main else (None, None)

@@ -222,7 +222,7 @@ def _carried(
     if isinstance(train, StreamSource):
         raise UserError(
             "Recipe(carry=…) needs training data of a known order, so that a slot's samples follow "
-            "each other on any number of ranks; this is a stream. Give tensors or a map-style "
+            "each other on any number of ranks; a stream has none. Give tensors or a map-style "
             "Dataset."
         )
     if settings.batch_tokens is not None:

@@ -52,7 +52,7 @@ def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
         found |= {id(p): p for p in parameters if p.requires_grad}
     if not found:
         raise UserError(
-            "run.backward(loss, …) was given nothing to train: name the modules or the optimizers "
+            "run.backward(loss, …) got no parameters to train: name the modules or the optimizers "
             "whose gradients are wanted, as in run.backward(loss, model)."
         )
     return list(found.values())

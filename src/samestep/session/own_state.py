@@ -101,7 +101,7 @@ def check_same_program(
         if before.get(key) != now.get(key):
             raise UserError(
                 f"{path} was begun with {key} = {before.get(key)}, and now it is {now.get(key)}: "
-                "that is another training. Take the value of before, name it in "
+                "that is another training. Restore the earlier value, name it in "
                 f"open_run(…, may_change=[{key!r}]), or begin a run in another directory."
             )
 

@@ -396,7 +396,7 @@ def _refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
             "--resume."
         )
     return UserError(
-        f"{begun}. When a run is resumed this would make it another training: leave it out, start "
+        f"{begun}. Resuming with this value would make it another training: leave it out, start "
         f"a new run without --resume, or insist with --allow-change {name}."
     )
 
