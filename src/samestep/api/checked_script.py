@@ -36,7 +36,7 @@ def check(
         module: whether a module is named instead of a file.
         steps: batches of each of the first two epochs; then comes the last of the epoch.
         seconds: end the script this long after its first step.
-        stall_s: report a hang if no rank moves for this long; default: 20 median steps, at least 30.
+        stall_s: report a hang if no rank moves for this long; 20 median steps by default.
 
     Raises:
         UserError: the script fails by itself, takes no step, or cannot be run here.
