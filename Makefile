@@ -42,10 +42,12 @@ test: $(VENV)/.ready lint ## set up, lint, run the tests that need nothing but t
 test-all: test ## the same, then every command of the documentation, and a real Slurm
 	$(PYTEST) -m "slow or cluster"
 
-lint: $(VENV)/.ready ## ruff and mypy
+lint: $(VENV)/.ready ## ruff, mypy, spelling, and plain English (tools/words.toml)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/python tools/prose.py
 
 bench: $(VENV)/.ready-bench ## measure side by side with peers, write benchmarks/results/
 	$(BIN)/python benchmarks/run.py

@@ -4,6 +4,7 @@ Title, severity and reason of a code have their only source in its rule; the res
 written by hand.
 """
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def outdated() -> Iterator[tuple[Path, str]]:
     for code, rule in sorted(RULES.items()):
         page = DOCS / "reference" / "check" / f"{code}.md"
         _, fence, example = page.read_text().partition(_FENCE)
-        text = f"# {code}: {rule.title}\n\n**{rule.severity}** · {rule.why}\n\n{fence}{example}"
+        why = textwrap.fill(f"**{rule.severity}** · {rule.why}", 120, break_on_hyphens=False)
+        text = f"# {code}: {rule.title}\n\n{why}\n\n{fence}{example}"
         if text != page.read_text():
             yield page, text
     chapter = DOCS / "how-to" / "check.md"

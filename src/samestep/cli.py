@@ -13,12 +13,12 @@ _STARTED_AT = time.time()
 
 VERBS = {
     "demo": "see it work: one rank, killed on two, resumed on three, the same bits",
-    "new": "write a file that trains as it is: a recipe, or a loop of your own",
+    "new": "write a starter file: a recipe, or a loop of your own",
     "train": "train a recipe or a recipe file; with --resume, continue a run",
-    "sweep": "train a recipe with many settings, some at once, and go on where it was",
+    "sweep": "train a recipe with many settings, some at once; repeat to continue",
     "explain": "show what a training will do before it runs: batches, memory, rates, files",
     "evaluate": "evaluate a checkpoint of a run on one device",
-    "predict": "predict files with a checkpoint of a run: classes, numbers, rows",
+    "predict": "run a trained model on files",
     "checkpoint": "list, verify and export the checkpoints of a run",
     "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",
     "profile": "show where the time of a recipe or any script goes, and what to change",
@@ -38,7 +38,7 @@ VERBS = {
 _HELP = """\
 usage: samestep VERB …
 
-Train a PyTorch model with one command, from laptop to cluster: the same step on every rank.
+Train a PyTorch model with one command, the same on a laptop and on a cluster.
 
 verbs:
 {verbs}

@@ -25,7 +25,7 @@ _WITH_FSDP: _Allowed = {
             "needs no scaler"
         ),
     ),
-    "channels_last": ((False,), "FSDP shards contiguous weights alone"),
+    "channels_last": ((False,), "FSDP shards only contiguous weights"),
     "find_unused": (
         (False,),
         (

@@ -4,7 +4,7 @@
     …
     samestep.dist.cleanup()
 
-The same script then runs alone, under torchrun, under srun and under mpirun.
+The same script then runs as one process, under torchrun, under srun and under mpirun.
 """
 
 import warnings
@@ -23,7 +23,7 @@ _current = ALONE
 def setup_distributed(
     device: Device = "auto", backend: Backend = "auto", timeout_s: float = 600.0
 ) -> tuple[int, int, int]:
-    """Join the other ranks that the launcher started; alone, do nothing.
+    """Join the other ranks that the launcher started; with one rank, do nothing.
 
     The device of this rank is `cuda:LOCAL_RANK` where there are GPUs, and it is made current.
 
@@ -54,7 +54,7 @@ def current_world() -> World:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, which alone prints, logs and writes shared files."""
+    """Whether this is rank 0: only it prints, logs and writes shared files."""
     return _current.is_main
 
 

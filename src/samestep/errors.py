@@ -89,7 +89,7 @@ def _as_arguments(text: str) -> str:
 
 
 class AlreadyTold(SystemExit):
-    """End with this exit code and say nothing more: the user has been told why."""
+    """End with this exit code and say nothing more: the user knows why."""
 
 
 @contextmanager

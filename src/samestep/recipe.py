@@ -47,7 +47,7 @@ from samestep.recipe_source import all_with_options, opens_run, schedule_asks, w
 from samestep.settings import ALSO_ACCEPTED, Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
-"""What may differ on another number of ranks by intent."""
+"""What may intentionally differ with the number of ranks."""
 LossOver = Literal["samples", "batch"]
 """Whether a loss is a mean of what each sample adds, or compares the samples of a batch."""
 Reduction = Literal["mean", "sum"]
@@ -79,10 +79,10 @@ class Splits:
     validation: InMemory | torch.utils.data.Dataset[Any] | None = None
     test: InMemory | torch.utils.data.Dataset[Any] | None = None
     classes: tuple[str, ...] = ()
-    """Names of the classes: targets are places in it, outputs are (batch, classes). With them, a
-    test tells the accuracy of each class and what it was mistaken for; checkpoints keep them."""
+    """Class names; targets are indices into it, outputs are (batch, classes). With them, a test
+    reports the accuracy of each class and the confusion matrix; checkpoints keep them."""
     notes: tuple[str, ...] = ()
-    """What the user should know of the data, a sentence each; shown when the run begins."""
+    """Sentences about the data that the user should read; shown when the run begins."""
     left_out: tuple[str, ...] = ()
     """Samples that cannot be used, each with the reason; kept with the run."""
 
@@ -137,8 +137,8 @@ class Recipe:
     """"sum" where the loss is a sum over the samples of the batch: the gradient is then that of the
     sum over the global batch. Records still have the mean per sample."""
     loss_terms: Callable[[Any], Any] | None = None
-    """batch → the number of what the loss is a mean over, where that is not samples: tokens, nodes,
-    pixels, or a sum of weights. The mean over all ranks and micro-steps is then exact."""
+    """batch → the denominator of your loss, if that is not the number of samples: e.g. the number
+    of non-padding words, or a sum of weights. The mean over all ranks is then exact."""
     loss_over: LossOver = "samples"
     """"batch" for a loss that compares the samples of a batch (contrastive, triplets, soft Dice):
     it is given outputs and targets of the whole global batch, a row for each sample, on every
@@ -147,8 +147,8 @@ class Recipe:
     """Puts the samples of a `Dataset` into a batch, where they differ in size or form: a pair
     (inputs, targets), or with `forward` any tree of tensors."""
     weights: PerSample | None = None
-    """A number for each training sample, or a function of the training data that returns them:
-    samples are drawn in proportion to them, since they set `--order weighted`."""
+    """A number for each training sample, or a function of the training data that returns them.
+    Samples are drawn in proportion to them: this sets `--order weighted`."""
     lengths: PerSample | None = None
     """How long each training sample is, in tokens or the like, or a function of the training data
     that returns it, for `--group-by-length` and `--batch-tokens`."""
@@ -165,19 +165,19 @@ class Recipe:
     """(model, settings) → the optimizer, instead of `--optimizer`. Its groups' learning rates are
     scaled by `--lr-scaling` and follow the schedule."""
     schedule: Callable[..., Any] | None = None
-    """(step from 0, total steps) → what the learning rate is multiplied by, instead of
-    `--schedule`; a warm-up comes on top. By name also `epoch`, `steps_per_epoch`, `metrics`. Or
+    """(step from 0, total steps) → the factor of the learning rate, instead of `--schedule`; a
+    warm-up comes on top. It may also ask for `epoch`, `steps_per_epoch`, `metrics` by name. Or
     (optimizer, plan) → a scheduler of PyTorch."""
     metrics: Mapping[str, Any] = field(default_factory=lambda: _BY_DEFAULT)
-    """name → (outputs, targets) → one value a sample (batch,); sums and counts are reduced. Or a
-    metric of torchmetrics, for what needs all predictions at once. By default accuracy, where the
-    loss is cross-entropy and the targets are classes."""
+    """name → (outputs, targets) → one value per sample (batch,), averaged exactly over all samples.
+    Or a metric of torchmetrics, for what needs all predictions at once. By default accuracy,
+    where the loss is cross-entropy and the targets are classes."""
     evaluate_batch: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
-    """(model, batch) → name → one value a sample (batch,), for what needs the model itself, such as
-    text that it generates. Called in evaluations only; the batch is (inputs, targets), or with
+    """(model, batch) → name → one value per sample (batch,), for what needs the model itself, such
+    as text that it generates. Called in evaluations only; the batch is (inputs, targets), or with
     `forward` the whole batch."""
     lower_is_better: tuple[str, ...] = ()
-    """Names of the metrics of which less is better, such as errors; losses always are."""
+    """Names of metrics that are better when lower, such as errors; losses always are."""
     transform: Transform | None = None
     """Turns stored inputs into model inputs, in training and evaluation."""
     augment: Augment | None = None
@@ -185,15 +185,15 @@ class Recipe:
     options: type | None = None
     """A frozen dataclass of the recipe's own options; each becomes a flag."""
     complete: Callable[[Any], Any] | None = None
-    """options → the same with what only the data can tell (classes, sizes) filled in where it was
-    None or empty; the run keeps it, so that its model can be built without the data."""
+    """options → options. Fills in those that depend on the data, such as the vocabulary size, where
+    they are None or empty. The run keeps them, so its model can be built without the data."""
     read: Callable[..., Any] | None = None
-    """(options, file) → what `samestep predict` asks the model of: a sample as the data set gives
-    it, or several in a list, an iterator or a `Dataset`. Without `collate` and `forward` the input
-    alone will do, else (input, None). `ValueError` says why a file cannot be read."""
+    """(options, file) → a sample of the file for `samestep predict`, or several in a list, an
+    iterator or a `Dataset`. Return just the input; with `collate` or `forward`, the full sample,
+    with a dummy target if needed. `ValueError` says why a file cannot be read."""
     show: Callable[[Any, Any], Sequence[Mapping[str, Any]]] | None = None
     """(outputs, targets) → a dict for each sample: what `samestep predict` shows of it. Targets are
-    None where `read` gave inputs alone; with `forward` it is given (outputs, batch)."""
+    None where `read` gave only inputs; with `forward` it is given (outputs, batch)."""
     plot: Callable[..., None] | None = None
     """(options, file, rows, figure) → draws what `samestep predict --plot` was asked for into a
     figure of matplotlib; the rows are what `predict` shows of the file, in its order."""
@@ -203,17 +203,17 @@ class Recipe:
     """name → (model, data) → a picture of the run: a matplotlib figure or HTML text. Rank 0
     calls it when a run ends, with the best weights, in eval mode."""
     baselines: Callable[..., Mapping[str, Mapping[str, float] | str]] | None = None
-    """options → name → metric → value: what a model has to beat. Rank 0 calls it once, after the
-    test; a sentence in place of the metrics says why one was not measured."""
+    """options → name → metric → value: baselines that a model has to beat. Rank 0 calls it once,
+    after the test. Instead of the metrics, a sentence can say why one was not measured."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Default settings that differ from samestep's."""
     accepts: tuple[Accepted, ...] = ()
-    """What may differ on another number of ranks by intent: `samestep verify` names it, proves that
-    nothing else differs, and calls the training the same."""
+    """What may intentionally differ with the number of ranks: `samestep verify` checks that
+    nothing else differs."""
     name: str = ""
-    """What its run directories are called after; of a file it is the file's."""
+    """The prefix of its run directories; by default the file's name."""
     file: str = field(default="", repr=False, compare=False)
-    """Where it was found, for a recipe of a file; set then."""
+    """The recipe's file, if it comes from one; set by samestep."""
 
     def __post_init__(self) -> None:
         if self.picture is not None:
@@ -294,7 +294,7 @@ class Recipe:
         return model  # type: ignore[no-any-return]
 
     def complete_options(self, options: Any) -> Any:
-        """Return the options with what only the data can tell."""
+        """Return the options, with those that depend on the data filled in."""
         return self._call("complete", options) if self.complete is not None else options
 
     def load_data(self, options: object) -> Splits:

@@ -159,7 +159,7 @@ def check_options(options: type, settings: set[str]) -> None:
 
 
 def check_loss_fields(recipe: Any) -> None:
-    """Check what a recipe says of its loss beside the function."""
+    """Check what a recipe says of its loss in addition to the function."""
     if recipe.reduction not in ("mean", "sum"):
         raise UserError(f'Recipe(reduction={recipe.reduction!r:.80}) is "mean" or "sum".')
     if recipe.reduction == "sum" and recipe.loss_terms is not None:
@@ -200,7 +200,7 @@ def check_lower(lower: tuple[str, ...], measured: Collection[str]) -> None:
     for name in lower:
         if name not in ("loss", *measured):
             raise UserError(
-                f"Recipe(lower_is_better={lower!r}): {name!r} is no metric of the recipe. "
+                f"Recipe(lower_is_better={lower!r}): {name!r} is not a metric of the recipe. "
                 f"{did_you_mean(name, measured)}They are: {', '.join(measured)}."
             )
 

@@ -41,7 +41,7 @@ OTHERS: Mapping[str, int] = {
 }
 """Each function of a recipe → how many arguments it gets, not counting the options."""
 SCHEDULE_NAMES = ("epoch", "steps_per_epoch", "metrics")
-"""What a schedule of factors is told beside (step, total), if it names them."""
+"""What a schedule of factors is given in addition to (step, total), if it names them."""
 SCHEDULER_NAMES = ("optimizer", "plan")
 """What a schedule that makes a scheduler of PyTorch is called with; by `optimizer` it is known."""
 _OPTIONS_FIRST = frozenset({"model", "data", "complete", "baselines", "read", "plot"})

@@ -124,7 +124,8 @@ class Settings:
     drop_last: bool = False
     """Leave out the last batch of an epoch if it is incomplete."""
     order: OrderName = "shuffled"
-    """Order of training samples; columns: each slot of a step reads on; weighted: by weights."""
+    """Order of training samples; columns: each slot of a batch reads its own contiguous part;
+    weighted: drawn by weights."""
     group_by_length: bool = False
     """Shuffle so that the samples of a batch are of similar length, by the recipe's lengths."""
     shuffle_buffer: int = 0
@@ -227,7 +228,7 @@ class Settings:
     checkpoint_every_minutes: float | None = field(default=None, metadata=_FREE)
     """Minutes between two checkpoints, in addition to the others."""
     checkpoint_sync: bool = field(default=False, metadata=_FREE)
-    """Wait until each checkpoint is written, instead of writing it while the training goes on; it
+    """Wait until each checkpoint is written, instead of writing it while the training continues; it
     saves the memory of one copy of the state."""
     keep_top_k: int | None = field(default=None, metadata=_FREE)
     """Keep only the last checkpoint and the best K by --monitor; by default all."""
@@ -398,7 +399,7 @@ MERGED = {
 _INTERVAL = re.compile(r"(\d+(?:\.\d+)?) ?(epoch|step|min)(?:s|utes?)?")
 _FIELD_OF = {"epoch": "epochs", "step": "steps", "min": "minutes"}
 ALSO_ACCEPTED = frozenset({*OTHER_NAMES, *MERGED})
-"""Names that are no fields, and are accepted wherever a setting is given."""
+"""Names that are not fields, and are accepted wherever a setting is given."""
 
 
 def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def test_where_no_step_was_ever_taken_the_job_is_not_started_again(run, code):
     ("step", "told", "promises"),
     [
         (7, "", "step 7 "),
-        (7, "USR1", "stopped at step 7; the job goes on from there"),
+        (7, "USR1", "stopped at step 7; the job continues from there"),
         (0, "", "without a checkpoint"),
         (None, "", "starts again"),
     ],

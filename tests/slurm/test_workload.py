@@ -108,7 +108,7 @@ def test_a_file_that_does_not_exist_is_refused_with_what_there_is():
 
 def test_a_run_that_has_not_begun_says_how_its_job_is_handed_in_again(here):
     (here / "my run").mkdir()
-    with pytest.raises(UserError, match=r"my run has no settings\.toml.*go on\.$"):
+    with pytest.raises(UserError, match=r"my run has no settings\.toml.*continue\.$"):
         find("my run")
     (here / "my run" / "job.sbatch").touch()
     with pytest.raises(UserError, match=r"settings\.toml.* sbatch 'my run/job.sbatch'"):

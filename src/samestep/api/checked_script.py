@@ -35,8 +35,8 @@ def check(
         nproc: how many ranks, by default 2.
         module: whether a module is named instead of a file.
         steps: batches of each of the first two epochs; then comes the last of the epoch.
-        seconds: end the script so long after its first step.
-        stall_s: it hangs if no rank moves for so long; by default 20 median steps, at least 30 s.
+        seconds: end the script this long after its first step.
+        stall_s: report a hang if no rank moves for this long; 20 median steps by default.
 
     Raises:
         UserError: the script fails by itself, takes no step, or cannot be run here.

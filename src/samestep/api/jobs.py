@@ -148,7 +148,7 @@ def submit(
             check_ranks(options, request_of(checked, "submit").settings)
         elif settings:
             raise UserError(
-                f"submit(): {next(iter(settings))} is no option of a job. Give what the script "
+                f"submit(): {next(iter(settings))} is not an option of a job. Give what the script "
                 "itself takes as arguments=[…]."
             )
     job = make_script(found, with_home_expanded(options), Path.cwd())

@@ -47,7 +47,7 @@ def compare(
         any_recipe: whether runs of different recipes may be compared.
 
     Raises:
-        UserError: one is no run, or they have nothing in common.
+        UserError: one is not a run, or they have nothing in common.
     """
     paths = [path_of(run, "a run") for run in runs]
     return as_table(compare_runs(paths, metric, target, any_recipe=any_recipe))

@@ -23,7 +23,7 @@ from samestep.run.records import Record
 CALL_FILE = "--call-file"
 """Precedes the file of a call in the arguments of a rank."""
 RECORDS = "records.jsonl"
-"""The file beside it in which rank 0 leaves the records of a training for the caller."""
+"""The file next to it in which rank 0 leaves the records of a training for the caller."""
 _DEEPEST = 8
 
 
@@ -51,8 +51,8 @@ def receive(file: Path) -> Call:
         except Exception as error:
             raise UserError(
                 f"The recipe could not be read in another process: {type(error).__name__}: "
-                f"{error}. What it uses has to be importable there, or be defined where the recipe "
-                "is."
+                f"{error}. All that it uses must be importable there, or be defined with the "
+                "recipe."
             ) from error
     assert isinstance(call, Call)
     return call

@@ -34,7 +34,7 @@ def sweep(
         runs = samestep.sweep("spiral", lr=[1e-3, 1e-2], hidden_dims=[(64, 32), (128, 64)])
         samestep.runs("runs/mine", sort="metric")
 
-    Each training is a process of its own. Called again with the same arguments, it goes on where
+    Each training is a process of its own. Called again with the same arguments, it continues where
     it was: what has completed is not trained again. Ctrl-C stops all trainings, saved.
 
     Args:

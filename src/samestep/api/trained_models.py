@@ -147,7 +147,7 @@ def export(
 
     Returns:
         A dict: `file`, `checkpoint`, `step`, the number of `tensors`, `bytes`, and `left_out`: the
-        names of what a safetensors file cannot hold, since it is no tensor.
+        names of what a safetensors file cannot hold, since it is not a tensor.
 
     Raises:
         UserError: there is no such run or checkpoint, the file is there already or has another

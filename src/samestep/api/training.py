@@ -146,7 +146,7 @@ def _train(call: Call, nproc: NumRanks, screen: AnyScreen, log: RankLog) -> Trai
             if request.resume and request.settings.run_dir is None:
                 raise UserError(
                     "resume=True needs a run: name its directory first, samestep.train(run, resume="
-                    "True); or give run_dir, to begin there and go on there when called again."
+                    "True); or give run_dir, to begin there and continue there when called again."
                 )
             number = _number(nproc, request)
             run = _on_ranks(number, call, screen) if number > 1 else _here(request, screen, log)

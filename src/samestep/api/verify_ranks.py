@@ -69,7 +69,7 @@ def verify(
     script = None if call.target is None else loop_of(call.target)
     if given := [*settings, *["config"] * (config is not None)] if script is not None else []:
         raise UserError(
-            f"{', '.join(given)}: {script} is no recipe. Give it its own arguments=(…)."
+            f"{', '.join(given)}: {script} is not a recipe. Give it its own arguments=(…)."
         )
     if script is None and arguments:
         raise UserError("arguments= are those of a script that opens a run; this is a recipe.")

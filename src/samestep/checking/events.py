@@ -135,7 +135,7 @@ class Seen:
 
     @property
     def is_of_one_process(self) -> bool:
-        """Whether the script knows nothing of ranks, and nobody said that it should."""
+        """Whether the script knows nothing of ranks, and no setting says that it should."""
         knows = self.any("init", "collective") or any(e["own"] for e in self.any("environment"))
         return self.world_size > 1 and not (self.asked or knows)
 

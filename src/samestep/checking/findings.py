@@ -125,7 +125,7 @@ _SILENCED = re.compile(r"#\s*samestep:\s*ignore\[([^\]]*)\]")
 
 
 def without_silenced(findings: Iterable[Mistake], folder: Path) -> list[Mistake]:
-    """Leave out what `# samestep: ignore[SS104]` silences: on the line, or alone on that above."""
+    """Leave out what `# samestep: ignore[SS104]` silences: on the line, or by itself above it."""
     kept = []
     for finding in findings:
         try:

@@ -110,7 +110,7 @@ def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -
 
 
 def start_rank(job: Path, rank: int, variables: dict[str, str], cwd: Path) -> RankProcess:
-    """Start one rank with these variables alone."""
+    """Start one rank with only these variables."""
     with (job.parent / f"output-{rank}.txt").open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "samestep.checking.rank", str(job)],

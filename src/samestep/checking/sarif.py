@@ -1,4 +1,4 @@
-"""A report of `check` as SARIF 2.1.0, which code scanning shows beside the lines of a change."""
+"""A report of `check` as SARIF 2.1.0, which code scanning shows next to the lines of a change."""
 
 import json
 from pathlib import Path

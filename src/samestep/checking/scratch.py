@@ -22,7 +22,7 @@ _MOST_FILES = 4_000
 _WHOLE = {"node_modules", "venv", "env", "site-packages"}
 """Folders that are linked whole, as hidden ones are."""
 _LINKS = "/.samestep-links"
-"""Where a folder that was made has its links: beside those of the folders in it."""
+"""Where a folder that was made has its links: next to those of the folders in it."""
 
 
 class Scratch:
@@ -90,7 +90,7 @@ class Scratch:
                     left -= _copy_or_link(entry, self.twin(entry.path), left)
 
     def _link_above(self) -> None:
-        """Link what is beside the project and the folders that it is in."""
+        """Link what is next to the project and the folders that it is in."""
         above = [*Path(self.home).parents]
         for outer, inside in zip(above[::-1], [*above[::-1][1:], Path(self.home)], strict=True):
             self._fill(str(outer), self.twin(outer).rstrip(os.sep), leave_out=inside.name)

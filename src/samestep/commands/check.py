@@ -45,9 +45,9 @@ class CheckFlags:
     steps: int = 10
     """Batches of each of the first two epochs; then comes the last of the epoch."""
     seconds: float = 40.0
-    """End the script so long after its first step; what it would have done counts as not seen."""
+    """End the script this long after its first step; later steps count as not seen."""
     stall_s: float | None = None
-    """It hangs if no rank moves for so long (default: 20 median steps, and at least 30 s)."""
+    """Report a hang if no rank moves for this long (default: 20 median steps, at least 30 s)."""
     here: Switch = False
     """Inside a job that srun or torchrun started: check on its ranks and its devices."""
     json: Switch = False
@@ -93,7 +93,7 @@ def _check_flags(command: CheckFlags) -> None:
             raise UserError("--here takes the ranks of the job. Leave --nproc out.")
     else:
         check_ranks(_ranks(command))
-        alone = "Start it alone, in a shell or a job of one task; or give --here."
+        alone = "Start it as one process, in a shell or a job of one task; or give --here."
         refuse_inside_launcher("samestep check", alone)
     if command.sarif is not None and not command.sarif.absolute().parent.is_dir():
         raise UserError(f"--sarif {command.sarif}: there is no folder {command.sarif.parent}.")

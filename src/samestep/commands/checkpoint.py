@@ -115,5 +115,5 @@ def _export(command: _ExportWeights) -> int:
     sys.stdout.write(f"{found['file']}: {what}, from {found['checkpoint']}\n")
     if found["left_out"]:
         names = ", ".join(found["left_out"])
-        sys.stdout.write(f"note    left out, since they are no tensors: {names}\n")
+        sys.stdout.write(f"note    left out, since they are not tensors: {names}\n")
     return 0

@@ -1,4 +1,4 @@
-"""`samestep compare`: runs side by side, from their directories alone."""
+"""`samestep compare`: runs side by side, read from their directories."""
 
 import json
 import sys

@@ -156,7 +156,7 @@ def _flags(form: type) -> Iterator[Flag]:
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """Return the words of a `Literal`, alone or in a union."""
+    """Return the words of a `Literal`, which may be in a union."""
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     return tuple(word for part in get_args(kind) for word in _choices(part))

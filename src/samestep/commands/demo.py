@@ -59,7 +59,7 @@ class Killed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoFlags:
-    """Demonstrate on this machine, in under a minute, that ranks and kills change nothing.
+    """Show that kills and the number of ranks do not change a training, in a minute.
 
     It trains a small network on one rank. Then it trains it again on two ranks, kills all their
     processes in the middle, resumes on three, and compares both trainings.
@@ -72,7 +72,7 @@ class DemoFlags:
 def main(arguments: list[str]) -> int:
     """Run the verb; the exit code is 1 if the two trainings differ."""
     command = parse_flags(DemoFlags, "demo", arguments, *_EXAMPLES)
-    refuse_inside_launcher("samestep demo", "Start it alone.")
+    refuse_inside_launcher("samestep demo", "Start it as one process.")
     console, began = Console(highlight=False), time.monotonic()
     one, two = (new_run_path(f"demo-{name}", command.runs) for name in ("whole", "killed"))
     with _step(console, "1 rank", "trains the spiral: two arms of points to tell apart") as done:
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
         killed = train_and_kill(two, _RANKS)
         killed_at = f"step {killed.step}, checkpoint of step {killed.checkpoint}"
         done.append(f"SIGKILL for all {killed.processes} processes at {killed_at}")
-    with _step(console, f"{_OTHER_RANKS} ranks", f"go on from step {killed.checkpoint}") as done:
+    with _step(console, f"{_OTHER_RANKS} ranks", f"continue from step {killed.checkpoint}") as done:
         resumed = _completed(resume(two, _OTHER_RANKS))
         done.append(
             f"{resumed.result['steps']} steps, accuracy {resumed.result['test']['accuracy']:.4f}"
@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
     left = f"{_RANKS} ranks ".ljust(before - 1, "─")
     right = f" {_OTHER_RANKS} ranks ".ljust(columns - before, "─")
     out(f"{' ' * LABEL}{left}✗{right}\n")
-    out(f"{' ' * LABEL}{BOTH} both   {FIRST} the first alone   {SECOND} the second alone\n\n")
+    out(f"{' ' * LABEL}{BOTH} both   {FIRST} only the first   {SECOND} only the second\n\n")
     digests = [run.result["weights_sha256"] for run in (whole, resumed)]
     out(f"losses   {alike.steps} steps in both, largest difference {alike.largest:g}\n")
     out(f"weights  {digests[0][:16]}… and {digests[1][:16]}… (SHA-256)\n\n")
@@ -166,7 +166,7 @@ def train_and_kill(run: Path, nproc: int) -> Killed:
             if ended or time.monotonic() > deadline:
                 why = process.communicate()[1].strip() if ended else "it hangs"
                 raise UserError(
-                    f"The training on several ranks did not get to step {KILL_AT}: {why}"
+                    f"The training on several ranks did not reach step {KILL_AT}: {why}"
                 )
             time.sleep(_LOOK_EVERY_S)
     finally:

@@ -39,7 +39,7 @@ class ExplainFlags:
     nodes: int = 1
     """Number of nodes."""
     new: Switch = False
-    """For a run: explain a new run with its settings, as `samestep train RUN` starts it."""
+    """Explain a new run with the settings of this one, as `samestep train RUN` starts it."""
     resume: Switch = False
     """Explain how a run is resumed, the default for a RUN."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None

@@ -34,7 +34,7 @@ from samestep.sweeping.sweep_plan import (
 _ABOUT = (
     "Train {} once for each combination of the values, each in a directory of the sweep's folder, "
     "--run-dir. Every setting and option may have several values, with commas between them. The "
-    "same command again goes on where it was."
+    "same command again continues where it stopped."
 )
 _EXAMPLES = (
     "sweep spiral --lr 1e-3,3e-3,1e-2 --epochs 3",
@@ -143,7 +143,7 @@ def _sweep(
     """Return the sweep that a command asks for."""
     for flag in ("resume", "allow-change", "recipe-of-run", "report"):
         if f"--{flag}" in shared or flag in axes:
-            raise UserError(f"--{flag} is no flag of a sweep, which resumes by itself.")
+            raise UserError(f"--{flag} is not a flag of a sweep, which resumes by itself.")
     if "run-dir" in axes:
         raise UserError("--run-dir is the sweep's one folder; it cannot have several values.")
     folder, seed, words = None, 42, []

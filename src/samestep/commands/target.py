@@ -119,7 +119,7 @@ def _check_names(
     for name in sorted(given - known):
         if meant := known_elsewhere(name, known):
             raise UserError(
-                f"--{flag_name(name)} is no flag of samestep {verb} {target}: it is called "
+                f"--{flag_name(name)} is not a flag of samestep {verb} {target}: it is called "
                 f"--{flag_name(meant)} here."
             )
     for name in sorted(given & set(no_effect)):

@@ -82,15 +82,17 @@ def _cut(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _verify(arguments: list[str]) -> int:
-    refuse_inside_launcher("samestep verify", "Start it alone, in a shell or a job of one task.")
+    refuse_inside_launcher(
+        "samestep verify", "Start it as one process, in a shell or a job of one task."
+    )
     script, (flags, words) = loop_of([*arguments, ""][0]), _cut(arguments)
     request = None
     if script is not None:
         known = {"world_sizes", "quick", "accept", "tolerance", "json", "help", "help_all"}
         if others := sorted(names_given(flags) - known):
             raise UserError(
-                f"--{flag_name(others[0])} is no flag of samestep verify for {script}, which has a "
-                f"loop of its own. What is the script's follows `--`: samestep verify {script} -- …"
+                f"--{flag_name(others[0])} is not a flag of samestep verify for {script}, which "
+                f"has a loop of its own. Its arguments follow `--`: samestep verify {script} -- …"
             )
         command = parse_flags(VerifyFlags, f"verify {script}", flags[1:], *_EXAMPLES)
     else:

@@ -1,6 +1,6 @@
 """Download the files of a data set, resuming transfers that were cut off; keep no wrong bytes.
 
-The bytes gather in a `.part` file beside the final one. It outlives the program, so a restart asks
+The bytes gather in a `.part` file next to the final one. It outlives the program, so a restart asks
 only for the rest; the file gets its name only when its MD5 is right.
 """
 

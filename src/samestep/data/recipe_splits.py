@@ -21,7 +21,7 @@ class PreparedOnRanks(Protocol):
     def prepare_on_ranks(self, splits: Mapping[str, Any], world: World) -> dict[str, Any]:
         """Return what replaces some splits, this one among them; every rank calls it.
 
-        Beside the splits by name: `notes` and `left_out`, to be added to those of `Splits`.
+        In addition to the splits by name: `notes` and `left_out`, to be added to those of `Splits`.
         """
 
 

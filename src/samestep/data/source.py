@@ -206,7 +206,7 @@ class OrderedSource(Source):
     def __init__(self, num_samples: int, reading: ReadOptions) -> None:
         if num_samples == 0:
             raise UserError(
-                f"{reading.data} has no samples. See that what it reads is there, or leave out the "
+                f"{reading.data} has no samples. Check the files that it reads, or leave out the "
                 "split that has none."
             )
         super().__init__(reading)

@@ -254,7 +254,7 @@ def _beginning(stream: Any, route: Route) -> list[str]:
     if first != again:
         raise UserError(
             f"{name_of(stream)} begins with other elements when it is read a second time. Each "
-            "epoch, and a run that goes on, begins it again: let __iter__ begin anew, and seed "
+            "epoch, and a resumed run, begins it again: let __iter__ begin anew, and seed "
             "what it draws; what depends on the epoch belongs into set_epoch(epoch)."
         )
     return first

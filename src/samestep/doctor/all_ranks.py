@@ -37,7 +37,7 @@ def device(allocation: Allocation) -> Finding:
     if shared := sharing(ranks):
         return red(
             f"{_names(shared)} share one GPU",
-            "Start one rank for each GPU, and leave CUDA_VISIBLE_DEVICES and --gpu-bind alone.",
+            "Start one rank for each GPU, without setting CUDA_VISIBLE_DEVICES or --gpu-bind.",
         )
     if odd := _odd_ones(ranks, _kind):
         return yellow(odd, "Every step waits for the slowest; take nodes of one kind.")
@@ -89,7 +89,7 @@ def same_versions(allocation: Allocation) -> Finding | None:
 
 
 def same_code(allocation: Allocation) -> Finding | None:
-    """Check that samestep's source files are the same: the version alone does not tell."""
+    """Check that samestep's source files are the same: the version does not show that."""
     if odd := _odd_ones(allocation.ranks, attrgetter("machine.code")):
         return red(f"samestep's source: {odd}", "Install the same copy on every node.")
     found = f"source {allocation.ranks[0].machine.code} on all ranks"

@@ -86,7 +86,7 @@ def _read_run(path: Path) -> dict[str, Any]:
     if files:
         facts["checkpoint_bytes"] = max(files, key=lambda file: file.st_mtime).st_size
     if "keep_hours" not in settings and ({"keep_top_k", "keep_newest"} & settings.keys()):
-        # The newest, or the last one alone, and the next.
+        # The newest, or only the last one, and the next.
         kept = settings.get("keep_top_k", 1) + settings.get("keep_newest", 1)
         facts["num_checkpoints"] = kept + 1
     elif "epochs" in settings:
@@ -114,7 +114,7 @@ def free_space(folder: Folder) -> Finding | None:
     return graded(
         f"{_gb(folder.free_bytes)} free; {take}",
         "Free some space, keep fewer (--keep-top-k 2), or choose another --run-dir.",
-        # A checkpoint is written beside the one that it replaces.
+        # A checkpoint is written before the one that it replaces is deleted.
         red_if=folder.free_bytes < max(FULL_BYTES, 2 * (folder.checkpoint_bytes or 0)),
         yellow_if=folder.free_bytes < count * one,
     )

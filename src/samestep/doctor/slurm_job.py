@@ -149,7 +149,7 @@ def tasks(rank: RankFacts) -> Finding | None:
     if each and slurm.num_tasks < nodes * each and not rank.elastic:
         return red(
             f"{slurm.num_tasks} tasks, but {nodes} nodes × {each} tasks per node = {nodes * each}",
-            f"Give --ntasks={nodes * each}, or --nodes and --ntasks-per-node alone.",
+            f"Give --ntasks={nodes * each}, or only --nodes and --ntasks-per-node.",
         )
     if slurm.in_step and rank.launch.num_nodes < nodes:
         found = f"this step uses {rank.launch.num_nodes} of the job's {nodes} nodes"

@@ -265,7 +265,7 @@ def _gathered(outputs: list[Tensor], targets: Any, global_batch: int, rows: int)
 
 
 def _real_batch(request: Request, built: Built, rows: int) -> Block:
-    """Return the first samples of the first epoch as a process alone would train on them."""
+    """Return the first samples of the first epoch as a single process would train on them."""
     settings, plan = built.work.settings, built.work.plan
     if plan.by_tokens is not None:  # samples of any length would be padded to more
         how: dict[str, Any] = {"drop_last": False, "cut": plan.cut(settings)}

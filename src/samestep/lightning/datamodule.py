@@ -283,7 +283,7 @@ class Parts:
         return {"step_in_epoch": self._step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self._first_step = state["step_in_epoch"] % self._plan.steps_per_epoch
 
 

@@ -1,7 +1,7 @@
 """`--engine lightning`: PyTorch Lightning's Trainer takes the steps of a samestep training.
 
 Run directory, records and checkpoints are those of samestep's own loop. A checkpoint holds what
-both engines need: Lightning goes on from it, and `samestep evaluate` reads it.
+both engines need: Lightning continues from it, and `samestep evaluate` reads it.
 """
 
 import logging
@@ -187,7 +187,7 @@ class _Records(Callback):
 
 
 class _Module(LitRecipe):
-    """A recipe whose checkpoints also hold what samestep's own loop goes on from."""
+    """A recipe whose checkpoints also hold what samestep's own loop continues from."""
 
     def __init__(self, task: Task) -> None:
         request, work = task.request, task.work

@@ -12,7 +12,7 @@ from samestep.run.records import COMPUTE
 # take turns at being last.
 _STRAGGLES = 0.15
 # A run counts as oversubscribed if a thread waits for a core longer than this fraction of a step,
-# and the ranks alone would use more than this many times the available cores.
+# and the ranks by themselves would use more than this many times the available cores.
 _STARVED, _OVER = 0.2, 1.2
 # Evaluations and checkpoints may take this fraction of the time.
 _AFFORDABLE = 0.05
@@ -58,7 +58,7 @@ def judge(measured: MeasuredSteps) -> Bottleneck:
     wanted = min(started, measured.wanted_cores)  # leaves out other programs' use of the cores
     if wanted >= _OVER * measured.cores and starved >= _STARVED * total:
         first, rest = StepPart(kind="oversubscribed", seconds=min(starved, total)), parts
-    # Time that was not traced is no bottleneck.
+    # Time that was not traced is not a bottleneck.
     following = next((p for p in rest if p.seconds > 0 and p.kind != "untraced"), first)
     facts = _facts(first, measured)
     holds = _conditions(measured)
@@ -315,7 +315,7 @@ def _facts(bottleneck: StepPart, m: MeasuredSteps) -> dict[str, object]:
         "syncs": f"{traced.syncs:,.0f}",
         "top_matmul": _top(traced.top_matmul),
         "top_memory": _top(traced.top_memory),
-        # Without a DataLoader, making batches cannot be told from the loop.
+        # Without a DataLoader, making batches cannot be separated from the loop.
         "between": "making batches, " if m.script and m.in_memory else "",
         "Rare": rare.capitalize(),
         "verb": verb,

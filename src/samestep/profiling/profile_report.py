@@ -80,7 +80,7 @@ class Profile:
         return json.dumps(table, indent=2) + "\n"
 
     def save(self) -> None:
-        """Write profile.json beside the traces."""
+        """Write profile.json next to the traces."""
         write_whole(self.path / "profile.json", self.as_json().encode())
 
 

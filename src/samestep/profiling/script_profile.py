@@ -147,7 +147,7 @@ def _why_nothing(script: Path, hooks: Hooks, epoch: int | None) -> str:
     if not hooks.epochs:
         return (
             f"--epoch is {epoch}, and {script} trains without a torch DataLoader, so that its "
-            "epochs cannot be told. Leave --epoch out: some steps are traced then."
+            "epochs are unknown. Leave --epoch out: some steps are traced then."
         )
     if epoch <= hooks.epochs:
         return (

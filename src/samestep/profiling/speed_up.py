@@ -225,7 +225,7 @@ def report_lines(report: ScalingReport) -> Iterator[str]:
     first = next(iter(report.results.values()))[0]
     yield from wrapped(
         f"{count(first.rounds, 'round')}, numbers of ranks in turn, {report.seconds:g} s each "
-        "after warming up; training steps alone. In brackets 95 % intervals: a bootstrap over "
+        "after warming up; only training steps. In brackets 95 % intervals: a bootstrap over "
         "rounds, then over the segments of a round.",
         "",
     )

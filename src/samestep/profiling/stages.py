@@ -1,6 +1,6 @@
 """The stages of a profile: warm-up, measured steps without the profiler, traced steps, the end.
 
-`Stages` is told of every step and every epoch of a training, and answers whether the profile has
+`Stages` learns of every step and every epoch of a training, and answers whether the profile has
 all that it needs. It neither trains nor stops anything. `TimeAccount` adds up the time that counts.
 
 If a whole epoch has to be measured and takes too long, some of its steps are traced meanwhile and
@@ -241,7 +241,7 @@ class Stages:
             self.tracer.stop()
         if self.stage != "trace" or self._epoch is not None:
             self._mark()
-            self._account.epochs.clear()  # the epoch so far is no whole one
+            self._account.epochs.clear()  # the epoch so far is not a whole one
 
     def end(self) -> None:
         """End with what there is: the training has ended by itself, or has to."""

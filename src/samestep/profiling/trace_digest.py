@@ -43,7 +43,7 @@ _MATMUL = re.compile(
 )
 _COMMUNICATION = re.compile(r"nccl|gloo|all_reduce|c10d", re.IGNORECASE)
 _COMPILED = re.compile(r"Torch-Compiled|CompiledF|cpp_fused|triton_", re.IGNORECASE)
-"""One call for a whole graph, whose operations cannot be told apart."""
+"""One call for a whole graph, whose operations do not show."""
 _PASSES_ON = ("autograd::", "torch::autograd", MARK)
 _COLLATES = (COLLATE, "aten::stack", "aten::cat", "aten::concat", "aten::pin_memory")
 _ON_GPU = ("kernel", "gpu_memset", "gpu_memcpy")

@@ -27,7 +27,7 @@ from samestep.profiling.trace_digest import (
 from samestep.run.files import write_atomically
 from samestep.training.phases import Phases
 
-_MANY_STEPS = 200  # reading a trace of this many steps takes seconds, which the user is told
+_MANY_STEPS = 200  # reading a trace of this many steps takes seconds, which the user should know
 
 
 class Tracer:

@@ -83,7 +83,7 @@ def check_gloo_interfaces(names: str) -> None:
 
     if names[0] in "^=":
         raise UserError(
-            f"GLOO_SOCKET_IFNAME is {names}; Gloo takes names alone, such as eth0 or eth0,eth1. "
+            f"GLOO_SOCKET_IFNAME is {names}; Gloo takes only names, such as eth0 or eth0,eth1. "
             "Unset it, or name the interface; ^ and = are for NCCL_SOCKET_IFNAME."
         )
     here = psutil.net_if_addrs()

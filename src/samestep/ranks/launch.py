@@ -116,7 +116,7 @@ def _expand_ranges(ranges: str) -> list[str]:
 def _torchrun(environment: Environment) -> Launch | None:
     rank, world_size = environment.get("RANK"), environment.get("WORLD_SIZE")
     if not rank or not world_size:
-        return None  # job scripts for srun often export WORLD_SIZE alone
+        return None  # job scripts for srun often export only WORLD_SIZE
     if not environment.get("LOCAL_RANK"):
         raise UserError(
             f"RANK={rank} and WORLD_SIZE={world_size} are set but LOCAL_RANK is not, which chooses "
@@ -171,7 +171,7 @@ def _slurm(environment: Environment) -> Launch | None:
 
 
 def _shell_in_allocation(environment: Environment) -> str | None:
-    """Return which shell this is, if it has an allocation's variables and is no rank."""
+    """Return which shell this is, if it has an allocation's variables and is not a rank."""
     if _first(environment, STEP_ID) is None:
         return "the sbatch script" if environment.get("SLURM_PROCID") else "a shell"
     step = _number(environment, *STEP_ID)
@@ -221,7 +221,7 @@ def _fill_nodes_in_turn(launch: Launch) -> Launch:
     if left_over or launch.rank % launch.local_world_size != launch.local_rank:
         raise UserError(
             f"Rank {launch.rank} of {launch.world_size} is local rank {launch.local_rank} of "
-            f"{launch.local_world_size}, which does not tell its node. Start equally many "
+            f"{launch.local_world_size}, from which its node cannot be derived. Start equally many "
             "processes on every node, and fill one node after the other."
         )
     return replace(launch, node=launch.rank // launch.local_world_size, num_nodes=num_nodes)

@@ -126,7 +126,7 @@ GRACE_S = 5.0
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the rank in the environment, before anything is checked; 0 if alone."""
+    """Return the rank in the environment, before anything is checked; 0 without a launcher."""
     try:
         return detect_launch(environment).rank
     except UserError:
@@ -159,7 +159,7 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         with contextlib.suppress(OSError):
             Path(run, FAILURE.format(rank=rank)).write_text(told)
     if lost_peer:
-        # Whoever caused it is being reported; a launcher ends this process before the wait is up.
+        # The rank that caused it is being reported; a launcher ends this process first.
         # SIGTERM was its word, if it came while the training still took it for a wish to stop.
         ended = unheeded_signal() == signal.SIGTERM
         if ended and not os.environ.get(PARENT):

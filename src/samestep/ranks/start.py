@@ -71,7 +71,7 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
     survives. Signals and variables are then as before.
     """
     if unheeded_signal():
-        return Ended(128 + unheeded_signal())  # no rank has begun, so none has to be told
+        return Ended(128 + unheeded_signal())  # no rank has begun, so none has to know
     variables, disabled = dict(os.environ), logging.root.manager.disable
     # The agent keeps them, and would raise its own exception where nothing expects it.
     kept = stop_signals() if threading.current_thread() is threading.main_thread() else []
@@ -173,9 +173,7 @@ def _hung(file: Path) -> Ended | None:
     message = f"{verdict['message']}."
     if verdict["run"]:
         run = shown_path(Path(verdict["run"]))
-        message += (
-            f" Every announced checkpoint is whole: go on with samestep train {run} --resume."
-        )
+        message += f" Saved checkpoints are complete. Continue with: samestep train {run} --resume."
     return Ended(STALLED, message)
 
 
@@ -197,7 +195,7 @@ def _first_failure(error: ChildFailedError) -> Ended:
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         how = f"was killed by {name}{' (out of memory?)' * (name == 'SIGKILL')}; {stopped}"
-        way = "Every announced checkpoint is whole: go on with samestep train RUN --resume."
+        way = "Saved checkpoints are complete. Continue with: samestep train RUN --resume."
         return Ended(1, f"Rank {rank} {how} {way}")
     how = f"ended with exit code {failure.exitcode} and raised no error, as os._exit() or a library"
     log = f"rank-{rank}.log of the run directory{', or above' * (rank == 0)}"

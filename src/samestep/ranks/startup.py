@@ -21,7 +21,7 @@ PARENT = "SAMESTEP_PARENT"
 JOB_RUN = "SAMESTEP_RUN_DIR"
 """Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
 TIED_TO = "SAMESTEP_TIED_TO"
-"""Set, to the parent's process id, in a training that a sweep starts; it is no rank of a run."""
+"""Set, to the parent's process id, in a training that a sweep starts; it is not a rank of a run."""
 
 _IS_RANK = "SAMESTEP_RANK_PROCESS"
 _held: list[int] = []
@@ -34,7 +34,7 @@ def die_with_parent() -> None:
     of_sweep = os.environ.pop(TIED_TO, None)
     parent = of_sweep or os.environ.get(PARENT)
     if not parent or sys.platform != "linux" or _IS_RANK in os.environ:
-        return  # what a rank starts is no rank
+        return  # what a rank starts is not a rank
     import ctypes  # noqa: PLC0415 - other commands need it later, or not at all
 
     if not of_sweep:
@@ -116,7 +116,7 @@ def end_leftovers(parent: int, session: int | None = None) -> None:
     """SIGKILL all ranks of a parent and what they have started, until nothing is left.
 
     They inherit its variable, even if their own parent is gone. Processes in the parent's session
-    were started beside the ranks, not by them.
+    were started next to the ranks, not by them.
     """
     import psutil  # noqa: PLC0415 - a rank that starts does not need it
 

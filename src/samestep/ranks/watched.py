@@ -36,7 +36,7 @@ PULSES = "samestep-pulses-{own}"
 STALL_S = "SAMESTEP_STALL_S"
 """A user's word for scripts: seconds without a sign of life that count as a stall; 0: never."""
 
-_SCRIPT_LEAST_S = 480.0  # rank 0 may evaluate alone for minutes; NCCL gives up after 10
+_SCRIPT_LEAST_S = 480.0  # only rank 0 may evaluate, for minutes; NCCL gives up after 10
 
 RUN = "run"
 """In that folder: the run directory, once there is one."""
@@ -79,7 +79,7 @@ def begin(*, alone: bool = False) -> Pulse | None:
         _folder = _pulses(launch)
         _folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _own = Pulse(_folder, launch.rank)
-        # Alone it may load data as long as it likes; others would wait for it.
+        # A single rank may load data as long as it likes; others would wait for it.
         _own.turn_to(START, _TIMES[START] if launch.world_size > 1 else 1e4)
     return _own
 
@@ -131,7 +131,7 @@ def start_watcher(launch: Launch, stall_s: float | None, least_s: float = 60.0) 
             env=variables,
             start_new_session=True,
         )
-        watcher.returncode = 0  # nobody waits for it: it ends when the ranks have
+        watcher.returncode = 0  # no process waits for it: it ends when the ranks have
 
 
 def watch_script(launch: Launch) -> Pulse | None:
@@ -166,7 +166,7 @@ def step(number: int) -> None:
 
 
 def alive() -> None:
-    """Note that something went on."""
+    """Note a sign of life."""
     if _own is not None:
         _own.alive()
 

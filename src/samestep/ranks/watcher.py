@@ -129,7 +129,7 @@ class _Watcher:
             return False
 
     def _living(self) -> list[RankPulse]:
-        """Return the pulses of the ranks that go on, or should."""
+        """Return the pulses of the ranks that run, or should."""
         pulses = read_pulses(self._node.folder)
         return [pulse for pulse in pulses if pulse.code is None and state_of(pulse.pid)]
 
@@ -157,7 +157,7 @@ class _Watcher:
         """Whether the ranks of all other nodes stand still, too, as far as these have told."""
         run, others = self._run, {*range(self._node.num_nodes)} - {self._node.node}
         found = [read_object(run / HEARTBEAT.format(node=n)) for n in others] if run else []
-        # A file system may show an old one: what it tells goes on.
+        # A file system may show an old one: what it shows continues.
         return all(
             told["still_s"] + time.time() - told["time"] >= told["limit_s"]
             for told in found

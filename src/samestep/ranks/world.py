@@ -84,7 +84,7 @@ StoreTimeout: TypeAlias = dist.DistStoreError
 """A store has waited for a key in vain."""
 
 GROUP_OF_ONE = "SAMESTEP_GROUP_OF_ONE"
-"""Set to 1, a process alone makes a process group too: a test of what connects ranks."""
+"""Set to 1, a single process makes a process group too: a test of what connects ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class World(Launch):
         return values
 
     def own_group(self) -> Any:
-        """Return a new group of all ranks, connected by Gloo, for a thread; None if alone.
+        """Return a new group of all ranks, connected by Gloo, for a thread; None on one rank.
 
         All ranks call it. Collectives of two threads within one group could meet in another order
         on each rank.
@@ -197,7 +197,7 @@ class World(Launch):
     def on_main(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0 and return its value, or raise its `UserError`, on every rank.
 
-        A mistake that only rank 0 sees, such as a full disk, thereby ends all ranks alike instead
+        This way a mistake that only rank 0 sees, such as a full disk, ends all ranks instead
         of leaving the others in a collective.
         """
         value, failure = _try(function) if self.is_main else (None, None)
@@ -360,7 +360,7 @@ def open_store(launch: Launch, timeout_s: float) -> Store:
 
 
 def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> None:
-    """Connect this rank with the others; alone there is nothing to do.
+    """Connect this rank with the others; with one rank there is nothing to do.
 
     A collective waits `timeout_s` seconds for the slowest rank. `store` is the one that
     `open_store` returned, if already open.

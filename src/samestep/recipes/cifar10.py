@@ -144,7 +144,7 @@ def _nothing(folder: Path) -> UserError:
             )
     if (folder / "cifar-10-binary.tar.gz").is_file():
         return UserError(
-            f"{folder} holds cifar-10-binary.tar.gz, not unpacked yet.\nVerify and unpack it: "
+            f"{folder} holds cifar-10-binary.tar.gz, still packed.\nVerify and unpack it: "
             f"samestep data get cifar10 --data-dir {folder}"
         )
     what = "does not exist" if not folder.exists() else "holds no CIFAR-10"

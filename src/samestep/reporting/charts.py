@@ -55,7 +55,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart that the page draws from its data, with its numbers as a table beside it."""
+    """A chart that the page draws from its data, with its numbers as a table."""
 
     id: str
     title: str
@@ -68,7 +68,7 @@ class Chart:
 
     @property
     def gaps(self) -> int:
-        """How many values are not drawn, because they are no finite numbers."""
+        """How many values are not drawn, because they are not finite numbers."""
         return sum(curve.gaps for curve in self.curves)
 
     @property
@@ -165,7 +165,7 @@ def _thin(x: Floats, y: Floats, most: int) -> NDArray[np.intp]:
 
 
 def grouped_means(rows: Floats, most: int = MOST_POINTS // 2) -> tuple[Floats, NDArray[np.intp]]:
-    """Return the means of neighbouring rows, at most so many, and each group's last row.
+    """Return the means of neighbouring rows, at most `most`, and each group's last row.
 
     Areas on top of each other have to be thinned together, else they would not add up.
     """

@@ -25,7 +25,7 @@ class CodeChange:
     added: int = 0
     removed: int = 0
     diff: str = ""
-    """Unified; empty where a file is no text, or too long."""
+    """Unified; empty where a file is not text, or too long."""
 
     @property
     def short(self) -> str:
@@ -86,7 +86,7 @@ def _change(name: str, before: dict[str, Path], after: dict[str, Path]) -> CodeC
 
 
 def _lines(content: bytes | None) -> list[str] | None:
-    """Return a file's lines; None where it is no text, or too long."""
+    """Return a file's lines; None where it is not text, or too long."""
     if not content:
         return []
     if len(content) > _LONGEST or b"\0" in content:

@@ -1,4 +1,4 @@
-"""Everything that a page shows, from run directories alone: read, and put in order."""
+"""Everything that a page shows, read from run directories: read, and put in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from samestep.reporting.table import number, texts
 
 
 class RunPart:
-    """What is shown of one run beside its curves, as the page's template asks for it."""
+    """What is shown of one run in addition to its curves, as the page's template asks for it."""
 
     def __init__(self, run: RunData, name: str, place: int) -> None:
         self.name = name
@@ -95,7 +95,7 @@ class ChartGroup:
     title: str
     charts: list[Chart]
     left_out: int
-    """How many values have no chart, since nobody would read a page of more."""
+    """How many values have no chart, since a page of more is too long to read."""
 
 
 class Beside:
@@ -147,7 +147,7 @@ class Report:
 
     @property
     def ended(self) -> bool:
-        """Whether no run of it is going on."""
+        """Whether all its runs have ended."""
         return not any(run.tone == "running" for run in self.runs)
 
 

@@ -106,7 +106,7 @@ class Comparison:
 def check_target(target: float | None) -> None:
     """Check that a metric can ever be at a target."""
     if target is not None and not math.isfinite(target):
-        raise UserError(f"--target {target} is no number that a metric can reach. Give one.")
+        raise UserError(f"--target {target} is not a number that a metric can reach. Give one.")
 
 
 def compare_runs(
@@ -255,7 +255,7 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# What the order of sums alone changes, relative to the largest loss, by precision; correct code
+# What only the order of sums changes, relative to the largest loss, by precision; correct code
 # was measured to stay 10 times below it for hundreds of steps, missing synchronisation 1,000 above.
 _TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 

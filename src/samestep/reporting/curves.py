@@ -64,7 +64,7 @@ def has_epochs(runs: Sequence[RunData]) -> bool:
 
 
 def samples_at(run: RunData, step: int) -> float:
-    """Return the samples trained after so many steps; the last batch of an epoch may be smaller."""
+    """Return the samples trained by this step; the last batch of an epoch may be smaller."""
     plan = run.plan
     if not plan or plan["num_samples"] is None or plan.get("batch_tokens"):  # batches differ
         marks = {0.0: 0.0, **{float(r["step"]): float(r["samples"]) for r in run.of("step")}}
@@ -153,7 +153,7 @@ _PAUSES = ("evaluation", "checkpoint", "compile")
 
 
 def _pause_s(record: Record) -> float | None:
-    """Return how long the training waited; a checkpoint may be written while it goes on."""
+    """Return how long the training waited; a checkpoint may be written while it continues."""
     found: float | None = record.get("blocked_seconds", record.get("seconds"))
     return found
 

@@ -1,4 +1,4 @@
-"""Stored images as small PNG files, one by one and beside each other."""
+"""Stored images as small PNG files, one by one and side by side."""
 
 import io
 import os
@@ -71,7 +71,7 @@ def _as_bytes(image: Tensor) -> Tensor:
 
 
 def png_of(tile: Tensor) -> bytes:
-    """Return (rows, columns, 3) uint8 as a PNG file; one of grey tones alone takes a third."""
+    """Return (rows, columns, 3) uint8 as a PNG file; one with only grey tones takes a third."""
     rows, columns = tile.shape[:2]
     grey = bool((tile == tile[..., :1]).all())
     pixels = tile[..., 0] if grey else tile
@@ -179,7 +179,7 @@ def keep_points(album: Album, some: SampleSubset, found: tuple[Tensor, Tensor]) 
     actual, predicted = targets.flatten().to(torch.float64), outputs.flatten().to(torch.float64)
     if not outputs.is_floating_point() or len(actual) != len(targets) != 0:
         return
-    # Targets of two classes are 0 and 1 alone: no numbers to predict.
+    # Targets of two classes are only 0 and 1: no numbers to predict.
     if len(predicted) != len(outputs) or bool(((actual == 0) | (actual == 1)).all()):
         return
     points = [

@@ -1,4 +1,4 @@
-"""What is known of a run beside its curves: header, settings, environment, how to repeat it."""
+"""What a page shows of a run above its curves: header, settings, environment, commands."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from samestep.settings import Settings, flag_name
 
 Pairs = tuple[tuple[str, str], ...]
 _LONGEST = 160
-"""Characters of a value; a list of thousands of names is no setting to read."""
+"""Characters of a value; a list of thousands of names is not a setting to read."""
 
 
 def header(run: RunData) -> Pairs:
@@ -54,7 +54,7 @@ def _trained(run: RunData) -> str:
 
 
 def _left(run: RunData) -> str:
-    """Return how long a run that is going on will still train, by its latest steps."""
+    """Return how long a run that is running will still train, by its latest steps."""
     whole, steps = run.plan.get("total_steps"), run.of("step")[-20:]
     if run.status != "running" or not isinstance(whole, int) or len(steps) < 2:
         return ""
@@ -183,7 +183,7 @@ def _is_own(words: list[str]) -> bool:
 
 
 def _anew(words: list[str], run: Path) -> list[str]:
-    """Return the words of a command without what makes it go on in the run's own directory."""
+    """Return the words of a command without what makes it continue in the run's own directory."""
     trains = words[:1] == ["train"]  # its target may be a run: a new one begins with its settings
     found, rest = words[: 2 * trains], iter(words[2 * trains :])
     for word in rest:
@@ -197,7 +197,7 @@ def _anew(words: list[str], run: Path) -> list[str]:
 
 
 def commands(run: RunData) -> Pairs:
-    """Return the commands to repeat the run, to go on with it, and to look further."""
+    """Return the commands to repeat the run, to continue it, and to look further."""
     words = _command(run)
     path = shlex.quote(str(run.path))
     told = []
@@ -208,7 +208,7 @@ def commands(run: RunData) -> Pairs:
     if not own:
         told += [
             ("train anew with its settings", f"samestep train {path}"),
-            ("go on with it", f"samestep train {path} --resume"),
+            ("continue it", f"samestep train {path} --resume"),
             ("evaluate it", f"samestep evaluate {path} --checkpoint best"),
         ]
     told.append(("compare it", f"samestep compare {path} runs/OTHER"))
@@ -216,7 +216,7 @@ def commands(run: RunData) -> Pairs:
 
 
 def baselines_table(run: RunData) -> Table | None:
-    """Return what the model had to beat, beside what it did on the test set."""
+    """Return what the model had to beat, and what it did on the test set."""
     rows, test = run.result.get("baselines"), run.result.get("test")
     if not isinstance(rows, dict):
         found = run.of("baselines")

@@ -172,7 +172,7 @@ def write_report(
         )
     if output is not None and file.exists() and not _is_page(file):
         raise UserError(
-            f"-o {file} exists and is no page that samestep has made; name another file, or "
+            f"-o {file} exists and is not a page that samestep has made; name another file, or "
             "delete it first."
         )
     html = render(collect(paths, target)).html
@@ -212,7 +212,7 @@ class RunServer(ThreadingHTTPServer):
         self._due = 0.0
         """When the run may be read again, by the monotonic clock."""
         self._read: tuple[tuple[int, ...], Report] | None = None
-        self.report()  # there is a run, or the user is told so now
+        self.report()  # there is a run, or the user gets the error now
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -231,7 +231,7 @@ class RunServer(ThreadingHTTPServer):
         """Return what the run tells now; its files are read again only if they have changed."""
         with self._lock:
             now = self._state()
-            # That a run was killed changes no file, so one that goes on is always read.
+            # That a run was killed changes no file, so one that continues is always read.
             stale = self._read is None or self._read[0] != now or not self._read[1].ended
             began = time.monotonic()
             if self._read is None or (stale and began >= self._due):
@@ -257,7 +257,7 @@ class RunServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET of two paths, from pages of this machine alone."""
+    """Answers GET of two paths, only for pages of this machine."""
 
     server: RunServer
     server_version, sys_version = "samestep", ""
@@ -267,7 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the page or its news."""
         if not self._is_local():
-            self._send(403, _TEXT, "This page is for localhost alone.\n")
+            self._send(403, _TEXT, "This page is only for localhost.\n")
             return
         try:
             if self.path == "/":

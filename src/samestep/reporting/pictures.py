@@ -83,7 +83,7 @@ class Album:
         self.entries.append(entry)
 
     def copy(self) -> "Album":
-        """Return what is here now, for whoever does not wait for the rest."""
+        """Return what is here now, for callers that do not wait for the rest."""
         other = Album()
         other.entries, other.images = list(self.entries), dict(self.images)
         other.files = dict(self.files)  # after the entries, whose files are kept before them
@@ -230,7 +230,7 @@ def read_gallery(run: Path) -> Gallery | None:
 
 
 def _objects(found: Any) -> list[Entry]:
-    """Return the tables of a list; none of what is no list."""
+    """Return the tables of a list; none if it is not a list."""
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 

@@ -29,7 +29,7 @@ from samestep.run.records import Record, metric_values, samples_per_step
 
 _LEAST_BAR = 12
 _SMOOTHING = 0.2
-"""How much a new rate counts beside those before it; a single one would let the ETA jump."""
+"""How much a new rate counts next to those before it; a single one would let the ETA jump."""
 _NOTEBOOK_WIDTH = 100
 _REDRAW_EVERY_S = 0.2
 
@@ -75,7 +75,7 @@ class BarState:
         return f"{min(now, epochs):>{len(str(epochs))}}/{epochs}"
 
     def numbers(self, width: int) -> str:
-        """Return what stands behind the bar on a terminal of so many columns."""
+        """Return what stands behind the bar on a terminal of `width` columns."""
         total, monitor = self.plan["total_steps"], str(self.plan.get("monitor", "loss"))
         eta = ""
         if self.rate is not None and total is not None:
@@ -141,7 +141,7 @@ class TerminalBar:
 
 
 class NotebookBar:
-    """A cell's output that is replaced, through IPython alone: it needs no widgets."""
+    """A cell's output that is replaced, through IPython: it needs no widgets."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -190,7 +190,7 @@ _GO_ON = "samestep train {} --resume"
 class Screen:
     """Show the records of one run as they come.
 
-    `go_on` is the command that goes on with a run that was stopped, with {} for its path.
+    `go_on` is the command that continues with a run that was stopped, with {} for its path.
     """
 
     def __init__(self, console: Console | None = None, go_on: str = _GO_ON) -> None:
@@ -228,7 +228,7 @@ class Screen:
     def _print(self, text: str = "") -> None:
         self._console.print(text, soft_wrap=True)
         if not self._console.is_terminal:
-            sys.stdout.flush()  # whoever reads the log of a running job sees each line
+            sys.stdout.flush()  # so that the log of a running job has each line
 
     def _row(self, name: str, text: str, indent: int, style: str = "bold") -> None:
         """Print a name and what belongs to it; on a terminal no word of it is broken."""
@@ -322,7 +322,7 @@ class Screen:
             if values.get(monitored) == NOT_FINITE:
                 self._print(
                     f"[yellow]warning[/] {escape(monitored)} is NaN or infinite after step "
-                    f"{record['step']:,}: it is no improvement, and a checkpoint here ranks last."
+                    f"{record['step']:,}: not an improvement; a checkpoint here ranks last."
                 )
 
     def _show_picture(self, record: Record) -> None:
@@ -350,7 +350,7 @@ class Screen:
             self._numbers(f"step {at_step:,}{more}")
 
     def _numbers(self, text: str) -> None:
-        """Print names and values; on a narrow terminal a value stays beside its name."""
+        """Print names and values; on a narrow terminal a value stays next to its name."""
         if self._console.is_terminal and len(text) > self._console.width:
             pairs = "  ".join(part.replace(" ", "\xa0") for part in text.split("  "))
             text = "\n".join(wrapped(pairs, "    ", self._console.width)).replace("\xa0", " ")
@@ -394,7 +394,7 @@ class Screen:
         for name, value in rows:
             self._row(name, value, 9)
         if result["status"] == "stopped":
-            self._print(f"\nGo on from here with: {escape(self._go_on.format(shown_path))}")
+            self._print(f"\nContinue from here with: {escape(self._go_on.format(shown_path))}")
 
 
 def _baseline_rows(baselines: dict[str, dict[str, float | None]]) -> list[tuple[str, str]]:

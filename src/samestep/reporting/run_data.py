@@ -103,7 +103,7 @@ def read_run(path: Path) -> RunData:
     if len(sizes) > 1:
         problems.append(f"it ran on {', then '.join(map(str, sizes))} ranks: its figures mix them")
     settings = None
-    if table is not None:  # settings and options beside each other, as the command line has them
+    if table is not None:  # settings and options together, as the command line has them
         own = table["options"] if isinstance(table.get("options"), dict) else {}
         settings = {key: table[key] for key in table if key not in ("recipe", "options")}
         settings |= {key: own[key] for key in own if key not in settings}

@@ -242,7 +242,7 @@ def time_line(run: RunData) -> TimeLine | None:
     ]
     summary = f"{count(last, 'step')}, {count(len(saved), 'checkpoint')}, "
     if len(attempts) == 1:
-        summary += f"in one go on {attempts[0].ranks}."
+        summary += f"in one continue {attempts[0].ranks}."
     else:
         told = ", then ".join(one.ranks for one in attempts[:8])
         more = " …" if len(attempts) > 8 else ""
@@ -341,7 +341,7 @@ def by_class(run: RunData) -> ByClass | None:
 
 
 def _square(found: Any, size: int) -> list[list[int]] | None:
-    """Return a confusion matrix if it is one of this size, with counts alone."""
+    """Return a confusion matrix if it is one of this size, with only counts."""
     is_square = isinstance(found, list) and len(found) == size
     for row in found if is_square else ():
         is_square = is_square and isinstance(row, list) and len(row) == size

@@ -72,7 +72,7 @@ def read_study(path: Path) -> ScalingStudy:
         *(ArithmeticError, RecursionError),
     ) as error:
         raise UserError(
-            f"{path} is no scaling study ({type(error).__name__}: {error}). Write one with: "
+            f"{path} is not a scaling study ({type(error).__name__}: {error}). Write one with: "
             "samestep scale RECIPE --nproc 1,2,4 --json > scaling.json"
         ) from error
 

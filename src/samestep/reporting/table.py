@@ -40,7 +40,7 @@ class Table:
     """Rows that stand out."""
     note: str = ""
     left: frozenset[str] = frozenset()
-    """Columns aligned left beside the first; the others are aligned right."""
+    """Columns aligned left in addition to the first; the others are aligned right."""
     gap: int = 2
     """Spaces between columns."""
     fold: bool = False
@@ -191,5 +191,5 @@ def percent(share: float) -> str:
 
 
 def texts(found: object) -> list[str]:
-    """Return what a record has as a list of sentences; none if it is no list."""
+    """Return what a record has as a list of sentences; none if it is not a list."""
     return [str(text) for text in found] if isinstance(found, list) else []

@@ -82,7 +82,7 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
         try:
             torch.save(on_host(state), cast("BinaryIO", writer))
             file.flush()
-            os.fsync(file.fileno())  # the hash goes on meanwhile
+            os.fsync(file.fileno())  # the hash continues meanwhile
         except Exception:
             with contextlib.suppress(OSError):
                 following.end()

@@ -26,7 +26,7 @@ FACTS = "code.json"
 DIFF = "code.diff"
 """What was not committed of it, if anything."""
 HASHES = "code.sha256"
-"""Without a copy: SHA-256 of the file and of the Python files beside it."""
+"""Without a copy: SHA-256 of the file and of the Python files next to it."""
 
 MB = 10**6
 MOST_OF_A_FILE, MOST, MOST_FILES = 10 * MB, 200 * MB, 20_000
@@ -175,7 +175,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _in_folder(root: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the files of a folder that git does not know, and the folders that are no code."""
+    """Return the files of a folder that git does not know, and the folders that are not code."""
     names, linked = list[str](), dict[str, str]()
     for here, folders, files in os.walk(root):
         start = Path(here).relative_to(root).as_posix() + "/"
@@ -317,7 +317,7 @@ def kept_code(run: Path) -> dict[str, Any]:
 
 
 def keep_hashes(file: Path, run: Path) -> None:
-    """Note what a file and the Python files beside it are, without a copy, as sha256sum does."""
+    """Note what a file and the Python files next to it are, without a copy, as sha256sum does."""
     beside = (path for path in sorted(file.parent.glob("*.py")) if path != file)
     found = ((_sha256(path), path) for path in (file, *beside) if not {*"\n\\"} & {*str(path)})
     write_text(run / HASHES, "".join(f"{sha}  {path}\n" for sha, path in found if sha))

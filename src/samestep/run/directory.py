@@ -135,7 +135,7 @@ def check_free(path: Path) -> Path:
     others = [name for name in names if Path(name).suffix not in _OTHERS]
     if path.resolve() == Path(path.resolve().anchor) or (others and not ours):
         raise UserError(
-            f"--run-dir {path} is no run, and holds {len(others)} other files or folders: "
+            f"--run-dir {path} is not a run, and holds {len(others)} other files or folders: "
             f"{', '.join(others[:3])}{', …' if len(others) > 3 else ''}. Name a new directory, "
             "such as runs/first."
         )
@@ -263,7 +263,7 @@ SWEEP = "sweep.json"
 STEPPED = ".stepped"
 """A file of the run directory that is touched while steps are taken.
 
-events.jsonl has a record every so many steps; whether a job of Slurm moves has to show sooner.
+events.jsonl has a record every `log_every` steps; whether a job of Slurm moves has to show sooner.
 """
 _EVERY_S = 2.0
 
@@ -298,7 +298,7 @@ def how_it_ended(
 
     `last` is the last record. The `result` of an earlier attempt does not speak for a later one.
     """
-    was_opened = (path / "run.lock").is_file()  # to open what is no file may block
+    was_opened = (path / "run.lock").is_file()  # to open what is not a file may block
     if was_opened and is_written(path):
         return "running", ""
     event, step, status = last.get("event"), last.get("step"), result.get("status")

@@ -47,7 +47,7 @@ def write_text(path: Path, text: str) -> None:
 
 _CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 32 << 10
-"""What stays free beside a checkpoint, for the records and the index."""
+"""What stays free after a checkpoint, for the records and the index."""
 _FREE_SPACE = "Free some space, then resume the run; earlier checkpoints are whole."
 _AHEAD_BYTES = 64 << 20
 
@@ -76,7 +76,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class Held(Exception):  # noqa: N818 - it is no error by itself
+class Held(Exception):  # noqa: N818 - it is not an error by itself
     """A file is locked by the process that it names."""
 
 
@@ -139,5 +139,5 @@ def cannot_write(path: Path, error: OSError) -> UserError:
     if error.errno == errno.ENAMETOOLONG:
         remedy = "Choose a shorter name."
     elif not path.parent.is_dir():
-        remedy = f"{path.parent} is no directory; choose another with --run-dir."
+        remedy = f"{path.parent} is not a directory; choose another with --run-dir."
     return UserError(f"{path} could not be written: {error.strerror or error}. {remedy}")

@@ -1,4 +1,4 @@
-"""Copies of a state on the host, which a checkpoint is written from while the training goes on."""
+"""Copies of a state on the host: a checkpoint is written from them while the training continues."""
 
 import copy
 from collections.abc import Callable

@@ -150,7 +150,7 @@ def verify(folder: Path, entry: Entry) -> None:
             f"{path} is damaged: its SHA-256 is {found[:12]}…, the index says {entry.sha256[:12]}…."
         )
     if entry.files:
-        from samestep.run import shards  # noqa: PLC0415 - torch, for sharded checkpoints alone
+        from samestep.run import shards  # noqa: PLC0415 - torch, only for sharded checkpoints
 
         parts = {Path(place).name: digest for place, digest in entry.files.items()}
         shards.verify(folder / shards_of(entry.path), parts)
@@ -192,7 +192,7 @@ def read_index(folder: Path) -> Index:
     """Return the index of a run's checkpoints; empty if there is none yet."""
     path = folder / "index.json"
     try:
-        # Earlier versions wrote NaN and Infinity, which are no JSON, for a metric that was neither.
+        # Earlier versions wrote NaN and Infinity for such metrics, which are not JSON.
         table = json.loads(path.read_bytes(), parse_constant=lambda _: None)
         index = msgspec.convert(table, Index)
         if not all(map(_is_inside, index.checkpoints)):
@@ -202,7 +202,7 @@ def read_index(folder: Path) -> Index:
         return Index()
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{path} is damaged ({error}). It names the checkpoints beside it; restore it from a "
+            f"{path} is damaged ({error}). It lists the checkpoints; restore it from a "
             "backup, or start a new run."
         ) from error
 

@@ -23,8 +23,8 @@ _LARGE = ("model", "ema", "optimizer", "state")
 def load(folder: Path, entry: Entry, *, verified: bool = False, mesh: Any = None) -> dict[str, Any]:
     """Return a checkpoint's content, on the CPU.
 
-    Tensors under "model", "ema", "optimizer" and "state" lie in the mapped file: whoever keeps one
-    copies it first (`own_memory`), because a file that is deleted on another node takes its pages
+    Tensors under "model", "ema", "optimizer" and "state" lie in the mapped file: keep one
+    only as a copy (`own_memory`), because a file that is deleted on another node takes its pages
     along. All others are copies. The mapping ends with the last of its tensors, so let the content
     go once it is restored. The parts of a sharded checkpoint are read over `mesh`, a DeviceMesh;
     without one they are put together.
@@ -43,14 +43,14 @@ def load(folder: Path, entry: Entry, *, verified: bool = False, mesh: Any = None
         verify(folder, entry)
     state = _read(path)
     if not isinstance(state, dict) or "format" not in state:
-        raise UserError(f"{path} is no checkpoint of samestep.")
+        raise UserError(f"{path} is not a checkpoint of samestep.")
     if state["format"] != FORMAT:
         raise UserError(
             f"{path} is in checkpoint format {state['format']}; this version of samestep reads "
             f"format {FORMAT}. Use the version that wrote it, or a newer one."
         )
     if entry.files:
-        from samestep.run import shards  # noqa: PLC0415 - half a second, for FSDP alone
+        from samestep.run import shards  # noqa: PLC0415 - half a second, only for FSDP
 
         state = shards.read(folder / shards_of(entry.path), state, mesh)
     return {name: part if name in _LARGE else own_memory(part) for name, part in state.items()}
@@ -69,7 +69,7 @@ def _read(path: Path) -> Any:
         except Exception as error:  # what it raises depends on what stands in the file
             if not maps:
                 raise UserError(
-                    f"{path} is no checkpoint that can be loaded safely: {error}"
+                    f"{path} is not a checkpoint that can be loaded safely: {error}"
                 ) from error
     raise AssertionError
 

@@ -119,7 +119,7 @@ class StartRecord(Struct, kw_only=True, tag_field="event", tag="start"):
     left_out: list[Any] = []
     """Files that could not be read."""
     resumed: bool
-    """True if the run goes on."""
+    """True if the run continues."""
     notes: list[str] = []
     """What was shown at the start."""
 
@@ -454,7 +454,7 @@ def as_uninterrupted(written: Iterable[Record], path: Path) -> list[Record]:
                 records = []  # killed before its first checkpoint, and begun anew
         if record["event"] == "resume":
             # The end of an epoch has the same step as a checkpoint that a signal caused right
-            # before it, so the step alone does not tell. Where a kill came between the checkpoint
+            # before it, so the step does not decide. Where a kill came between the checkpoint
             # and its record, nothing came after it.
             records = [r for r in records if (r.get("step") or 0) <= record["step"]]
             file = f"checkpoints/{record['checkpoint']}"

@@ -1,7 +1,7 @@
 """The parts of a sharded checkpoint: each rank writes its own, any number of ranks reads them.
 
 PyTorch's distributed checkpoint (DCP) writes and reads the tensors. All else that a checkpoint
-holds is in the file beside them, where a placeholder stands for each tensor.
+holds is in the file next to them, where a placeholder stands for each tensor.
 """
 
 import errno
@@ -77,7 +77,7 @@ def write(
     """Write the parts of all ranks into a folder; return each file's SHA-256 on every rank.
 
     All ranks of the group call it, from any thread, if no one else uses the group meanwhile. None
-    is a process alone. What was in the folder goes.
+    is a single process. What was in the folder goes.
 
     Raises:
         UserError: a rank cannot write, as on a full disk; all ranks raise it.
@@ -96,7 +96,7 @@ def write(
         raise UserError(problem[0][0], remedy=problem[0][1], on_all_ranks=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a process without a group, which is no mistake
+            warnings.simplefilter("ignore")  # of a process without a group, which is not a mistake
             dcp.state_dict_saver.save(
                 dict(shards),
                 storage_writer=FileSystemWriter(folder),
@@ -152,11 +152,11 @@ def verify(folder: Path, files: Mapping[str, str]) -> None:
 def read(folder: Path, content: Any, mesh: DeviceMesh | None) -> Any:
     """Return a state with its tensors in place of the placeholders.
 
-    With a mesh they are sharded over it as FSDP does, and this rank reads its part alone; without
+    With a mesh they are sharded over it as FSDP does, and this rank reads only its part; without
     one they are whole. All lie on the CPU.
 
     Raises:
-        UserError: the folder is no checkpoint that can be loaded safely.
+        UserError: the folder is not a checkpoint that can be loaded safely.
     """
     wanted: dict[str, Tensor] = {}
 
@@ -217,7 +217,7 @@ def _metadata(folder: Path) -> Any:
         isinstance(one, TensorStorageMetadata) for one in found.state_dict_metadata.values()
     )
     if not good or any("/" in place or "\\" in place for place in _places(found)):
-        raise UserError(f"{path} is no index of tensors that samestep wrote.")
+        raise UserError(f"{path} is not an index of tensors that samestep wrote.")
     return found
 
 

@@ -155,7 +155,7 @@ def open_regular(file: Path) -> Iterator[int]:
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no file", str(file))
+            raise OSError(errno.EINVAL, "it is not a file", str(file))
         yield descriptor
     finally:
         os.close(descriptor)
@@ -193,7 +193,7 @@ def _line(text: bytes) -> Line | None:
     damaged = contextlib.suppress(ValueError, RecursionError, msgspec.MsgspecError)
     with damaged:
         return _DECODER.decode(text)
-    with damaged:  # earlier versions wrote NaN and Infinity, which are no JSON
+    with damaged:  # earlier versions wrote NaN and Infinity, which are not JSON
         return msgspec.convert(json.loads(text), Line)
     return None
 
@@ -213,7 +213,7 @@ def _uninterrupted(lines: Iterable[Line]) -> list[Line]:
 def read_runs(folder: Path | str = "runs") -> list[RunSummary]:
     """Return what is known of each run in a folder, the newest first.
 
-    Runs are also found in folders of it that are no runs themselves. Hidden entries are left out,
+    Runs are also found in folders of it that are not runs themselves. Hidden entries are left out,
     and so are files like notes.txt and folders without a run.
     """
     folder = Path(folder)
@@ -265,7 +265,7 @@ def _runs_at(folder: Path, name: str) -> Iterator[RunSummary]:
     path = folder / name
     try:
         if not path.is_dir():
-            path.stat()  # a link that leads nowhere, or to itself, is told
+            path.stat()  # a link that leads nowhere, or to itself, raises here
             if not path.suffix:
                 yield _damaged(name, path, "it is a file, not a directory")
             return
@@ -289,7 +289,7 @@ def _damaged(name: str, path: Path, reason: str) -> RunSummary:
 
 
 def _summary(name: str, path: Path) -> RunSummary | None:
-    """Return a run in short; None for what `samestep profile` wrote, which is no training."""
+    """Return a run in short; None for what `samestep profile` wrote, which is not a training."""
     damage: list[str] = []
     seen = _glimpse(path / "events.jsonl", damage)
     if not seen.size and (path / "profile.json").exists():
@@ -345,7 +345,7 @@ def _glimpse(file: Path, damage: list[str]) -> _Glimpse:
 def _object(file: Path, damage: list[str]) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is none."""
     try:
-        # Earlier versions wrote NaN and Infinity, which are no JSON.
+        # Earlier versions wrote NaN and Infinity, which are not JSON.
         found = json.loads(_content(file), parse_constant=lambda _: None)
     except FileNotFoundError:
         return {}

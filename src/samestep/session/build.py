@@ -222,7 +222,7 @@ def _carried(
     if isinstance(train, StreamSource):
         raise UserError(
             "Recipe(carry=…) needs training data of a known order, so that a slot's samples follow "
-            "each other on any number of ranks; this is a stream. Give tensors or a map-style "
+            "each other on any number of ranks; a stream has none. Give tensors or a map-style "
             "Dataset."
         )
     if settings.batch_tokens is not None:
@@ -310,7 +310,7 @@ def _agree_on_size(source: Source, world: World) -> int:
         if differing := [name for name in order if order[name] != found[0][1].get(name)]:
             raise UserError(
                 f"Rank {rank} has other {differing[0]} of the training samples than rank 0. Make "
-                "them from the data alone, or with a generator that is seeded.",
+                "them only from the data, or with a generator that is seeded.",
                 on_all_ranks=True,
             )
     return sizes[0]
@@ -339,7 +339,7 @@ def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> 
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that a run goes on from."""
+    """A checkpoint that a run continues from."""
 
     entry: Entry
     content: dict[str, Any]

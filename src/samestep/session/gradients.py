@@ -52,7 +52,7 @@ def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
         found |= {id(p): p for p in parameters if p.requires_grad}
     if not found:
         raise UserError(
-            "run.backward(loss, …) was given nothing to train: name the modules or the optimizers "
+            "run.backward(loss, …) got no parameters to train: name the modules or the optimizers "
             "whose gradients are wanted, as in run.backward(loss, model)."
         )
     return list(found.values())
@@ -190,7 +190,7 @@ class _GradBucket:
             torch._foreach_copy_(self.parts, there)
 
     def give(self, used: Sequence[float]) -> None:
-        """Put the sums in place of the gradients, and of those that other ranks alone have."""
+        """Put the sums in place of the gradients, and of those that only other ranks have."""
         there = [p.grad for p in self.parameters if p.grad is not None]
         if not self.is_buffer:
             total, self.flat = self.flat, torch.empty(0)  # else its memory is held for ever

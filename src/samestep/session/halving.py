@@ -1,7 +1,7 @@
-"""Successive halving: of a sweep's trainings only the best of those that came as far go on.
+"""Successive halving: of a sweep's trainings only the best of those that came as far continue.
 
 ASHA of Li et al. 2018, "A System for Massively Parallel Hyperparameter Tuning", in the form that
-stops a training instead of pausing it: nobody waits, so the first to come to a rung goes on.
+stops a training instead of pausing it: no training waits, so the first to come to a rung continues.
 """
 
 import math
@@ -18,7 +18,7 @@ _RUNGS = ".rungs"
 
 
 def check_halving(run: Path, factor: int | None) -> None:
-    """Raise UserError if a run that halves is no training of a sweep."""
+    """Raise UserError if a run that halves is not a training of a sweep."""
     if factor is not None and not (run.parent / SWEEP).is_file():
         raise UserError(
             f"--halving compares the trainings of a sweep, and {run} is none. Start it with "
@@ -30,10 +30,10 @@ def check_halving(run: Path, factor: int | None) -> None:
 def halving_of(
     run: Path, factor: int | None, mode: str, world: World
 ) -> Callable[[int, float], bool]:
-    """Return what tells after an evaluation whether a training is to stop; never without a factor.
+    """Return what says after an evaluation whether to stop; without a factor, it never does.
 
     All ranks call it with the number of the evaluation, of those after epochs, and the monitored
-    metric. With the factor N, 1, N, N², … are rungs; there the best 1/N so far go on, at least one.
+    metric. With the factor N, 1, N, N², … are rungs; there only the best 1/N so far continue.
     """
     if factor is None:
         return lambda _number, _metric: False

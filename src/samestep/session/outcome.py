@@ -73,7 +73,7 @@ def finish_run(
 ) -> Outcome:
     """Evaluate the best checkpoint on the test set, and write the result.
 
-    A run that is stopped within that evaluation repeats it when it goes on.
+    A run that is stopped within that evaluation repeats it when it continues.
     """
     watched.turn_to(watched.END)
     session.world.on_main(session.saver.settle_well)

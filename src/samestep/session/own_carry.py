@@ -40,7 +40,7 @@ class SlotState:
 
 
 class RankState:
-    """State of each rank by itself: another number of ranks cannot go on from it."""
+    """State of each rank by itself: another number of ranks cannot continue from it."""
 
     def __init__(self, carry: Carry, world: World, seed: int) -> None:
         self._carry, self._world, self._seed = carry, world, seed
@@ -84,7 +84,7 @@ class RankState:
         return self._world.gather(map_tensors(lambda leaf: leaf.cpu(), self._now))
 
     def load(self, saved: Any) -> None:
-        """Go on from what a checkpoint holds, if it is of as many ranks."""
+        """Continue from what a checkpoint holds, if it is of as many ranks."""
         if saved is None:
             return
         if len(saved) == self._world.world_size:
@@ -96,7 +96,7 @@ class RankState:
 
 
 def carried_state(carry: Carry, slots: int, world: World, seed: int) -> SlotState | RankState:
-    """Return the state that `carry` makes: for so many rows, or without rows one for each rank."""
+    """Return the state that `carry` makes: for these rows, or without rows one for each rank."""
     if not callable(carry):
         raise UserError(f"run.batches(carry=…) takes a function, not {carry!r:.80}.")
     if {*inspect.signature(carry).parameters} <= {"carried"}:

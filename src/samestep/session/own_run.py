@@ -260,7 +260,7 @@ class OwnRun:
         """Yield the epochs that are to be trained, as `range(num_epochs)` does.
 
         With `resume`, the state is first restored from the newest whole checkpoint, and the epochs
-        go on from there. What the script does after the batches of an epoch (a
+        continue from there. What the script does after the batches of an epoch (a
         validation, `scheduler.step()`) belongs to the epoch: its checkpoint comes afterwards.
 
         Args:
@@ -324,7 +324,7 @@ class OwnRun:
     def finish(self, reason: str = "finished early") -> None:
         """Let this epoch be the last, on all ranks, once any of them has called it.
 
-        The same command does not train a finished run any further. It goes on only if the script
+        The same command does not train a finished run any further. It continues only if the script
         asks for more epochs than before.
 
         Args:
@@ -443,8 +443,8 @@ class OwnRun:
             carry: rows → tensors with a row for each slot of the global batch, or a tree of them,
                 for what `run.carry` has of this batch's slots. An epoch begins anew; with a
                 parameter `carried` it is given what the epoch before has left, or None. A
-                function without rows makes one state for each rank, which only as many ranks go
-                on from.
+                function without rows makes one state for each rank, which only as many ranks can
+                continue.
 
         Raises:
             UserError: it is called outside of an epoch, or twice within one, or the run was begun
@@ -635,8 +635,8 @@ class OwnRun:
             for batch in run.batches(text, 20, order="columns", carry=new_hidden):
                 outputs, run.carry = model(batch.data, run.carry)
 
-        What is assigned goes on in the next step, without its graph; checkpoints hold it, and
-        another number of ranks goes on from it.
+        What is assigned continues in the next step, without its graph; checkpoints hold it, and
+        another number of ranks continues from it.
 
         Raises:
             UserError: it is used outside of a batch of the training, or `batches` got no `carry`;
@@ -654,7 +654,7 @@ class OwnRun:
         if carried is None:
             raise UserError(
                 f"{what}: nothing is carried. Give run.batches(…, carry=f) a function f(rows) that "
-                "makes the state of so many slots."
+                "makes the state of that many slots."
             )
         return carried
 
@@ -843,7 +843,7 @@ def open_run(
     stall_s: float | None = None,
     keep_checkpoints: int | None = None,
 ) -> OwnRun:
-    """Return a run for a training loop of your own, alone or as one of the ranks of a launcher.
+    """Return a run for a training loop of your own, on one rank or several.
 
     Open it by `with`; `OwnRun` has an example.
 
@@ -851,10 +851,10 @@ def open_run(
         path: the run directory, which all nodes share; by default that of the job of `samestep
             slurm submit`, or a new one in runs/.
         seed: of the order, of the initial weights, and of all random numbers.
-        resume: whether to go on with the run that is there; where there is none, it begins.
+        resume: whether to continue the run that is there; where there is none, it begins.
         settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts. A
             value equal to `path` is left out.
-        may_change: names of settings that may differ when the run goes on.
+        may_change: names of settings that may differ when the run continues.
         name: of the program, for `samestep compare`; by default that of the script.
         log_every: steps between two `step` records; by default the length decides: 200 to 500
             records, and in long runs one every 50 steps.

@@ -115,7 +115,7 @@ class OwnSession:
         self.carried: SlotState | RankState | None = None
         """State of each slot of the global batch, or of each rank, where the script carries any."""
         self.carried_before: Any = None
-        """That of the checkpoint which the run goes on from."""
+        """That of the checkpoint which the run continues from."""
         self.values: dict[str, Any] = {}
         """Numbers and texts that the script keeps, by name."""
         self.watch: Watch | None = None
@@ -150,7 +150,7 @@ class OwnSession:
             how = "Continue it with open_run(…, resume=True), or name another directory."
             refuse_taken(path, how)
         elif not named:
-            say(self.world, f"{path} is a new run: to go on with it, name it in open_run.")
+            say(self.world, f"{path} is a new run: to continue it, name it in open_run.")
         return path
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -248,7 +248,7 @@ class OwnSession:
             checkpoint, problems = self._resumed
             if changed := listed(script_changes(self.path / _SCRIPT_COPY, Path(sys.argv[0])), 5):
                 problems.append(f"{sys.argv[0]} has changed since the run began: {changed}.")
-            goes_on = f"{self.path} goes on after step {position.step}, from {checkpoint}."
+            goes_on = f"{self.path} continues after step {position.step}, from {checkpoint}."
             say(world, " ".join([goes_on, *problems]))
             resume = resume_record(world, position.step, checkpoint, problems)
         everything: Iterable[Any] = self.state.values()
@@ -299,7 +299,7 @@ class OwnSession:
             self.session.emit({"event": "metrics", **where, **now})
 
     def check_loss(self, means: dict[str, float]) -> None:
-        """Refuse to go on with a loss that is NaN or infinite."""
+        """Refuse to continue with a loss that is NaN or infinite."""
         if not math.isfinite(means.get("loss", 0.0)):
             raise UserError(
                 f"The loss is NaN or infinite at step {self.position.step} or before. The run has "
@@ -391,7 +391,7 @@ class OwnSession:
         status, reason = "completed", "finished"
         if isinstance(error, Stopped):
             status, reason = "stopped", Signals(error.signum).name
-            text = f"Stopped by {reason} after step {step}; {self.path} goes on from there"
+            text = f"Stopped by {reason} after step {step}; {self.path} continues from there"
             say(self.world, f"{text} with resume=True.")
         elif error is not None:
             status, reason = "failed", f"failed: {error or type(error).__name__}"
@@ -399,7 +399,7 @@ class OwnSession:
             reason = self.finished["reason"]
         elif self.left:
             reason = self.left
-            more = "With resume=True it goes on from there; run.finish() ends it for good."
+            more = "With resume=True it continues from there; run.finish() ends it for good."
             say(self.world, f"The run was {reason}. {more}")
         self.session.emit({"event": "stop", "step": step, "reason": reason})
         how = {"recipe": self.options.name, "status": status, "reason": reason}

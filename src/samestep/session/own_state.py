@@ -87,7 +87,7 @@ def check_same_program(
     if "program" not in saved:
         raise UserError(
             f"{path} holds a run of samestep train.",
-            remedy=f"Go on with it by samestep train {path} --resume, or name another directory "
+            remedy=f"Continue with it by samestep train {path} --resume, or name another directory "
             "in open_run.",
         )
     if saved["program"] != name:
@@ -101,7 +101,7 @@ def check_same_program(
         if before.get(key) != now.get(key):
             raise UserError(
                 f"{path} was begun with {key} = {before.get(key)}, and now it is {now.get(key)}: "
-                "that is another training. Take the value of before, name it in "
+                "that is another training. Restore the earlier value, name it in "
                 f"open_run(…, may_change=[{key!r}]), or begin a run in another directory."
             )
 
@@ -170,7 +170,7 @@ def check_order(
 
     Each epoch may have data of its own, such as games played in it: `now` gets "changes" then. It
     `may_be_new` if this process trained the epoch before, or there was only one. `within`: whether
-    the run goes on within the epoch.
+    the run continues within the epoch.
     """
     if not before:
         return
@@ -184,9 +184,9 @@ def check_order(
             continue
         what = f"{name} = {was}, and now it is {value}" if name != "data" else "other data"
         more = (
-            " Where each epoch makes its data with the model, a run cannot go on within an epoch: "
-            "delete the newest checkpoint to go on from the one before, or make the data in the "
-            "loop over run.batches(torch.arange(…), …)."
+            " Where each epoch makes its data with the model, a run cannot continue within an "
+            "epoch: delete the newest checkpoint to continue from the one before, or make the data "
+            "in the loop over run.batches(torch.arange(…), …)."
         )
         raise UserError(
             f"{path} was begun with {what}: the order of the samples would change within the run. "

@@ -166,7 +166,7 @@ def picture_records(
 
 
 _left: list[Thread] = []
-"""Threads that still draw what nobody waits for any more."""
+"""Threads that still draw what no caller waits for any more."""
 
 
 def end_while_drawing(code: int) -> None:
@@ -237,7 +237,7 @@ def _look(source: PictureSource, album: Album) -> None:
     """Keep what is fitting of predictions: rows of `show`, images, points, or nothing."""
     recipe, classes, seed = source.recipe, source.splits.classes, source.work.settings.seed
     if recipe.forward is not None and recipe.show is None:
-        return  # what is in its batches, the recipe alone knows
+        return  # only the recipe knows what is in its batches
     data = getattr(source.splits, str(source.split))
     few = _some_of(data, _NUM_ROWS, seed)
     if not len(few):

@@ -1,4 +1,4 @@
-"""Predict what is in files with a checkpoint of a run, from its directory alone."""
+"""Predict what is in files with a checkpoint of a run, read from its directory."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,7 +199,7 @@ def as_table(prediction: Prediction) -> dict[str, Any]:
 def _class_scores(
     outputs: Any, classes: Sequence[str], top: int, *, numbered: bool
 ) -> list[tuple[tuple[str, float], ...]] | None:
-    """Return the `top` most probable classes of each sample; None if outputs are no class scores.
+    """Return the `top` most probable classes of each sample; None if outputs are not class scores.
 
     `numbered`: whether they are class scores even without names; then numbers are the names.
     """

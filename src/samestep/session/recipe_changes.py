@@ -50,7 +50,7 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
     if recipe is None or before.get("python") != _PYTHON:  # another version has other byte code
         return []
     then, now = before["pieces"], pieces_of(recipe)
-    # A field that the run's version did not have yet is no change where it has its default.
+    # A field that the run's version did not have yet is not a change where it has its default.
     left = {one.name for one in fields(recipe) if getattr(recipe, one.name) is one.default}
     now = {name: text for name, text in now.items() if name in then or name not in left}
     if before.get("record") != _RECORD:
@@ -76,10 +76,10 @@ def accepted_changes(
     changes = recipe_changes(run, source, recipe) if run is not None else []
     if changes and "recipe" not in allowed:
         is_file = source.endswith(".py")
-        kept = "go on with the run's own copy: --recipe-of-run; " if is_file else ""
+        kept = "continue with the run's own copy: --recipe-of-run; " if is_file else ""
         raise UserError(
             f"{recipe.file if is_file else 'The recipe'} is not the recipe that {run} began with: "
-            f"{listed(changes, 5)}. When the run goes on this would make it another training: "
+            f"{listed(changes, 5)}. Resuming with it would make it another training: "
             f"{kept}start a new run without --resume; or insist with --allow-change recipe."
         )
     return tuple(changes)

@@ -114,7 +114,7 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
         if "recipe" not in of_run and not any("recipe" in table for _, table in tables):
             raise UserError(
                 f"{file} names no recipe: {run} comes from a loop of your own, and only its script "
-                "can go on with it or evaluate it. The weights: torch.load("
+                "can continue it or evaluate it. The weights: torch.load("
                 f'"{best_file(run / "checkpoints")}")["state"].'
             )
         source = str(of_run.get("recipe") or tables[0][1]["recipe"])
@@ -196,7 +196,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no valid TOML: {error}.") from error
+        raise UserError(f"{path} is not valid TOML: {error}.") from error
     options = table.pop("options", {})
     if not isinstance(options, dict):
         raise UserError(f"{path}: [options] must be a table of the recipe's options.")
@@ -396,7 +396,7 @@ def _refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
             "--resume."
         )
     return UserError(
-        f"{begun}. When a run is resumed this would make it another training: leave it out, start "
+        f"{begun}. Resuming with this value would make it another training: leave it out, start "
         f"a new run without --resume, or insist with --allow-change {name}."
     )
 
@@ -419,9 +419,9 @@ def changes_since(made_with: str, now: str, request: Request, where: str) -> lis
             ", ".join(f"{k} = {_shown(pair[n])}" for k, pair in changes.items() if k in others)
             for n in (0, 1)
         )
-        insist = f", or add --allow-change {','.join(changes)} to go on with the new one"
+        insist = f", or add --allow-change {','.join(changes)} to continue with the new one"
         raise UserError(
-            f"{where} was made with {was}; the run would go on with {would}, from its "
+            f"{where} was made with {was}; the run would continue with {would}, from its "
             "settings.toml or the command. Write the old value back"
             f"{'' if _FIXED & others else insist}."
         )

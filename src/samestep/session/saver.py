@@ -1,4 +1,4 @@
-"""The checkpoints that a run writes: copied, written while the training goes on, announced."""
+"""The checkpoints that a run writes: copied, written while the training continues, announced."""
 
 import math
 import sys
@@ -35,7 +35,7 @@ def _cleared_on_error(file: Path) -> Iterator[None]:
 
 
 class _Writing:
-    """A checkpoint that a thread writes while the training goes on."""
+    """A checkpoint that a thread writes while the training continues."""
 
     def __init__(self, write: Callable[[], None], record: Record) -> None:
         self.record, self._write = record, write
@@ -67,7 +67,7 @@ class Saver:
         self._unwritten: list[UserError] = []
 
     def begin(self, step: int, watch: Watch | None) -> None:
-        """Take over the index of a run that goes on; all ranks call it.
+        """Take over the index of a run that continues; all ranks call it.
 
         It forgets checkpoints after `step`, which were damaged, and values of another metric than
         the watched one, whose files are never deleted.
@@ -153,7 +153,7 @@ class Saver:
         """Return what rank 0 writes, and this rank's parts; without `sync` both are copies."""
         if not sharded:
             return content if sync else self._copies.take(content), {}
-        from samestep.run import shards  # noqa: PLC0415 - half a second, for FSDP alone
+        from samestep.run import shards  # noqa: PLC0415 - half a second, only for FSDP
 
         self._group = self._group or self._world.own_group()
         content, parts = shards.split(content)
@@ -190,7 +190,7 @@ class Saver:
             self._emit(writing.record)
         elif isinstance(error, UserError):
             if not self._unwritten:
-                more = "The training goes on; earlier checkpoints are whole. Free some space."
+                more = "The training continues; earlier checkpoints are whole. Free some space."
                 say(self._world, f"warning: {error.what} {more}")
             self._unwritten.append(error)
         else:

@@ -54,9 +54,9 @@ class Session:
         self.run = Run(self.path)
 
     def begin(self, start: Record, resume: Record | None, step: int, watch: Watch | None) -> None:
-        """Write the `start` record and, when the run goes on, the `resume` record.
+        """Write the `start` record and, when the run continues, the `resume` record.
 
-        `step` is where it goes on, `watch` how it will choose its best checkpoint.
+        `step` is where it continues, `watch` how it will choose its best checkpoint.
         """
         self.saver.begin(step, watch)
         self.begun = True

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a model, from the run's directory alone; and its evaluation."""
+"""A checkpoint of a run as a model, read from the run's directory; and its evaluation."""
 
 from collections.abc import Sized
 from dataclasses import dataclass, fields, replace

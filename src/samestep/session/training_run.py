@@ -178,7 +178,7 @@ def _train(
 
 
 def _restored(request: Request, built: Built, path: Path) -> Loaded | None:
-    """Go on from a run's newest checkpoint, of which nothing but the entry stays in memory."""
+    """Continue from a run's newest checkpoint, of which nothing but the entry stays in memory."""
     mesh = mesh_of(built.work.learner.model)
     found = load_newest(path, built.work.world, mesh)
     return found and go_on(request, built.work, built.state, path, found)
@@ -192,7 +192,7 @@ def retention_of(settings: Settings) -> Retention:
 
 
 def completed(request: Request, world: World) -> Request:
-    """Return the request with its options completed by what only the data can tell."""
+    """Return the request, with the options that depend on the data filled in."""
     if request.recipe.complete is None:
         return request
     options = world.on_main(lambda: request.recipe.complete_options(request.options))
@@ -200,7 +200,7 @@ def completed(request: Request, world: World) -> Request:
 
 
 def choose_path(request: Request) -> Path:
-    """Return the directory of a run that is to begin or to go on."""
+    """Return the directory of a run that is to begin or to continue."""
     wanted = request.settings.run_dir
     path = Path(wanted) if wanted else new_run_path(request.recipe.name)
     if request.folder != Path.cwd():
@@ -274,7 +274,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
     work, settings, plan = built.work, built.work.settings, built.work.plan
     if request.settings_of is not None:
         notes.append(
-            f"This is a new run with the settings of {request.settings_of}. To go on with that "
+            f"This is a new run with the settings of {request.settings_of}. To continue that "
             f"run: samestep train {request.settings_of} --resume."
         )
     notes += _without_effect(work)
@@ -292,18 +292,22 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         )
     if request.recipe_changes:
         changes = listed(request.recipe_changes, 5)
-        notes.append(f"The run goes on with the recipe as it is now; what has changed: {changes}.")
+        notes.append(
+            f"The run continues with the recipe as it is now; what has changed: {changes}."
+        )
     elif resumed and (found := recipe_changes(path, request.source)):
         changes = listed(found, 5)
         notes.append(
-            f"{request.source} has changed ({changes}); the run goes on with its own copy."
+            f"{request.source} has changed ({changes}); the run continues with its own copy."
         )
     average = work.learner.average
     extra = () if average is None else average.state().values()
     held = state_bytes([work.learner.model], [work.learner.optimizer], extra)
     notes += room_notes(path, held)
     if resumed and is_done(work, built.state):
-        notes.append("The run is finished; --epochs or --max-steps with a larger number goes on.")
+        notes.append(
+            "The run is finished; To train further, give a larger --epochs or --max-steps."
+        )
     return notes
 
 
@@ -325,7 +329,7 @@ def _without_effect(work: Work) -> list[str]:
             settings.shuffle_buffer and not is_stream
         ),
         "The stream's state_dict does not lead back to the same element, or cannot be saved: a run "
-        "that goes on will read the earlier elements again, and skip them.": (
+        "that continues will read the earlier elements again, and skip them.": (
             isinstance(train, StreamSource) and train.loses_its_place
         ),
         "With --max-steps and no epochs, a stream that does not end is saved and evaluated only "
@@ -352,7 +356,7 @@ def _without_effect(work: Work) -> list[str]:
 
 
 def _other_bits(work: Work, path: Path) -> list[str]:
-    """Return a note if a run with virtual ranks goes on where arithmetic rounds differently."""
+    """Return a note if a run with virtual ranks continues where arithmetic rounds differently."""
     if not (work.world.virtual_ranks and work.world.is_main):
         return []
     starts = [r["arithmetic"] for r in read_records(path) if "arithmetic" in r]

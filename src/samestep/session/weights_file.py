@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as a file that other programs read, from the run's files alone."""
+"""The weights of a checkpoint as a file that other programs read, made from the run's files."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +34,7 @@ def write_weights(
 
     Returns:
         What was written: `file`, `checkpoint`, `step`, `tensors`, `bytes`, and `left_out`, the
-        names of what is no tensor and so has no place in a safetensors file.
+        names of what is not a tensor and so has no place in a safetensors file.
 
     Raises:
         UserError: the name, the run or the checkpoint does not fit, the file is there already, or

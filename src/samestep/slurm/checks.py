@@ -170,7 +170,7 @@ def advice(
     if not (options.time or _GIVES_TIME.search(more) or environment.get("SBATCH_TIMELIMIT")):
         notes.append(
             "Without --time the partition's limit holds (sinfo -o '%P %L %l' shows it), and Slurm "
-            "cannot fit the job into gaps. Give the time of one start: a job goes on after it."
+            "cannot fit the job into gaps. Give the time of one start: a job continues after it."
         )
     if options.gpus_per_node and not (options.mem or _GIVES_MEMORY.search(more)):
         notes.append(

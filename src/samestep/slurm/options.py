@@ -74,10 +74,10 @@ class JobOptions:
     output: str | None = None
     """Log file, `%j` in it is the job's number; by default slurm-%j.out in the run directory."""
     requeue: bool = True
-    """Go on by itself after the time limit, preemption or a failed node."""
+    """Continue by itself after the time limit, preemption or a failed node."""
     signal_s: int = 120
-    """Seconds before the time limit at which the ranks are told to save and end; Slurm may be up to
-    60 s early."""
+    """Seconds before the time limit at which the ranks get the signal to save and end; Slurm may
+    be up to 60 s early."""
     restarts: int = 2
     """Restarts in a row without a newer checkpoint after which the job gives up."""
     after: Words = ()
@@ -129,7 +129,7 @@ class JobOptions:
             if limit_s <= self.signal_s:
                 raise UserError(
                     f"--time {self.time} is no longer than --signal-s {self.signal_s}: the ranks "
-                    "would be told to end before they begin. Ask for more time or warn later."
+                    "would get the signal before they begin. Ask for more time or warn later."
                 )
         if self.mem is not None and not _MEMORY.fullmatch(self.mem):
             raise UserError(
@@ -148,8 +148,8 @@ class JobOptions:
     def _check_words(self) -> None:
         if self.allow_edit and self.snapshot:
             raise UserError(
-                "--allow-edit has no effect with a copy of the code, which nobody edits: leave it "
-                "out, or run the files themselves with --no-snapshot."
+                "--allow-edit has no effect with a copy of the code, which cannot be edited: leave "
+                "it out, or run the files themselves with --no-snapshot."
             )
         for after in self.after:
             dependency(after)
@@ -359,7 +359,7 @@ def _layer(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no valid TOML: {error}.") from error
+        raise UserError(f"{path} is not valid TOML: {error}.") from error
     if unknown := sorted(document.keys() - {"slurm"}):
         raise UserError(f"{path}: {unknown[0]!r} is unknown here; the only table is [slurm].")
     table = document.get("slurm", {})

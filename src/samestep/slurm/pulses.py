@@ -71,5 +71,5 @@ def read_pulses(run: Path, since: float = 0.0) -> list[LastSign]:
             )
             for r in node.ranks
         ]
-    # Of ranks that wait for each other, the one that began to wait last is no cause.
+    # Of ranks that wait for each other, the one that began to wait last is not a cause.
     return sorted(pulses, key=lambda pulse: (-pulse.age_s, pulse.rank))

@@ -320,7 +320,7 @@ class Progress:
     why: str = ""
     quiet_s: float | None = None
     """Seconds since the last step or record, of a job that runs; None for any other."""
-    damage: str = ""  # why nothing can be told, where the records cannot be read
+    damage: str = ""  # why these are unknown, where the records cannot be read
 
 
 def read_progress(run: Path) -> Progress | None:
@@ -343,7 +343,7 @@ def read_progress(run: Path) -> Progress | None:
     plan, eta_s = starts[-1], None
     moved = [r for r in records if r["event"] in ("step", "epoch", "checkpoint", "stop")]
     step = max((r["step"] for r in moved if isinstance(r.get("step"), int)), default=0)
-    total = plan.get("total_steps") or 0  # nobody knows when a stream ends
+    total = plan.get("total_steps") or 0  # the end of a stream is unknown
     epochs = plan.get("epochs") or 0
     epoch = max((r.get("epoch") or 1 for r in moved), default=1)  # for a stream
     if plan["steps_per_epoch"] is not None:

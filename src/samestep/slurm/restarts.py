@@ -59,7 +59,7 @@ class Ending:
     """The signal that the script received: USR1, USR2, TERM or nothing; LATE if ranks did not end
     after USR1 and were killed, PREFLIGHT if they were not started."""
     step: int | None
-    """Step of the newest announced checkpoint; None for a script without a samestep run."""
+    """Step of the newest saved checkpoint; None for a script without a samestep run."""
     saved: bool  # whether this start announced that checkpoint
     stepped: bool = True  # whether any start took a step, as far as is known
     mistake: bool  # whether the next start would fail in the same way, as after exit code 2
@@ -116,7 +116,7 @@ def decide(
         return Decision(word="completed", text=text, restarts=before)
     if ending.told in _ENDED:
         word, text = _ENDED[ending.told]
-        unsaved = "its ranks were told" if ending.step is None else "nothing is saved"
+        unsaved = "its ranks got the signal" if ending.step is None else "nothing is saved"
         newest = "saved at" if ending.stopped else "the newest checkpoint is from"
         saved = f"{newest} step {ending.step:,}" if ending.step else unsaved
         return Decision(word=word, text=f"{text}; {saved}.", restarts=before)
@@ -136,7 +136,7 @@ def decide(
     cause = f"stopped{at}" if signalled else ending.why.rstrip(".")
     if not requeue:
         word, text = ("ended", cause) if signalled else ("failed", f"failed: {cause}")
-        text += f"; the job is not requeued. Go on with: {go_on or 'samestep slurm submit RUN'}"
+        text += f"; the job is not requeued. Continue with: {go_on or 'samestep slurm submit RUN'}"
         return Decision(word=word, text=text, restarts=before)
     count = 0 if progressed else before.without_progress + (not (unfit and without))
     if count > limit:
@@ -149,7 +149,7 @@ def decide(
     excluded = (*before.excluded, *without)
     restarts = replace(before, restarts=again, without_progress=count, step=step, excluded=excluded)
     if ending.step:
-        follows = "goes on from there" if signalled else f"goes on from step {ending.step:,}"
+        follows = "continues from there" if signalled else f"continues from step {ending.step:,}"
     else:  # a script's checkpoints are unknown
         follows = "starts again" if ending.step is None else "begins again, without a checkpoint"
     follows += f", and excludes {', '.join(without)}" * bool(without)

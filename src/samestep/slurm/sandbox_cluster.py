@@ -82,7 +82,7 @@ AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 MpiDefault=none
 
-# CPUs alone are handed out, and as many as each node claims; memory is not counted.
+# Only CPUs are handed out, and as many as each node claims; memory is not counted.
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
@@ -161,7 +161,7 @@ def make_folder(folder: Path) -> None:
     try:
         if folder.is_dir() and not is_sandbox(folder) and any(folder.iterdir()):
             raise UserError(
-                f"{folder} holds files and is no sandbox. Give a new or empty folder with --dir."
+                f"{folder} holds files and is not a sandbox. Give a new or empty folder with --dir."
             )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)

@@ -104,7 +104,7 @@ def _part_of(folder: Path, environment: dict[str, str]) -> str | None:
     """Return the part of the sandbox that a process's environment names."""
     if environment.get(MARK) == str(folder):
         return environment.get(MARK_DAEMON)
-    # The shell of salloc has SLURM_CONF, too, but belongs to the user: it is no task.
+    # The shell of salloc has SLURM_CONF, too, but belongs to the user: it is not a task.
     is_task = "SLURM_TASK_PID" in environment
     if is_task and environment.get("SLURM_CONF") == f"{folder}/slurm.conf":
         return environment.get("SLURMD_NODENAME", "slurmctld")

@@ -161,8 +161,8 @@ def _cpus_per_node(options: JobOptions) -> int:
 def _signal_handlers(job: JobScript) -> list[str]:
     patience_s = job.options.signal_s
     listen_s = min(_LISTEN_S, patience_s // 2)
-    # samestep keeps a USR1 that comes while it imports. For a user's script, USR1 may mean to go on
-    # later.
+    # samestep keeps a USR1 that comes while it imports. For a user's script, USR1 may mean to
+    # continue later.
     cancels = "USR1" if job.kind == "recipe" else "TERM"
     # The verdict and the requeue need some of the time that is left until the limit.
     saves_s = patience_s - min(_VERDICT_S, patience_s // 3)
@@ -178,14 +178,14 @@ told='' step=''
 trap 'told=USR1; [[ -z $step ]] || warn' USR1
 trap 'told=USR2; [[ -z $step ]] || cancel' USR2
 trap 'told=${{told:-TERM}}' TERM
-# From here on it can be told; `samestep slurm cancel` waits for this file.
+# From here on it handles signals; `samestep slurm cancel` waits for this file.
 echo "$SLURM_JOB_ID ${{SLURM_RESTART_COUNT:-0}}" >"$run/{BEGUN}"
 running() {{ kill -0 "$step" 2>/dev/null; }}
 starts() {{ squeue --noheader --steps --jobs="$job" --format=%i | grep -q '[.][0-9]'; }}
 pass_on() {{
   # Slurm may warn in the first second; the ranks must run, and have come far enough to listen.
   while running && {{ ((SECONDS < began + {listen_s})) || ! starts; }}; do sleep 1; done
-  scancel --signal="$1" "$job"  # the ranks alone, not this script
+  scancel --signal="$1" "$job"  # only the ranks, not this script
 }}
 end_ranks() {{  # those that still run until the second $1; $2 says after what
   while running && ((SECONDS < $1)); do sleep 1; done
@@ -234,7 +234,7 @@ def _environment(job: JobScript) -> list[str]:
     lines += [f"[[ -e /sys/class/net/{name} ]] || fail '--interface {name}'" for name in names]
     if options.interface:
         lines.append(f"export NCCL_SOCKET_IFNAME={shlex.quote(options.interface)}")
-    if names:  # Gloo knows names alone; ^docker or =ib0 are NCCL's
+    if names:  # Gloo knows only names; ^docker or =ib0 are NCCL's
         lines.append(f"export GLOO_SOCKET_IFNAME={','.join(names)}")
     if options.gpus_per_node:
         # A lost peer ends the job with a message instead of a hang.
@@ -399,7 +399,7 @@ def _torchrun(job: JobScript) -> tuple[list[str], list[str]]:
         '--rdzv-endpoint="$endpoint"',
         # Otherwise torchrun looks up the node's own name, which may lead to 127.0.1.1.
         '--rdzv-conf="is_host=$((SLURM_NODEID == 0))"',
-        # A node without scontrol knows the first address alone.
+        # A node without scontrol knows only the first address.
         '${address[SLURM_NODEID]:+--local-addr="${address[SLURM_NODEID]}"}',
         f"--max-restarts={options.max_restarts}",
     ]
@@ -454,7 +454,7 @@ def _end(job: JobScript) -> list[str]:
     if job.kind == "recipe":
         go_on = f"samestep slurm submit {shlex.quote(job.run)}"
     lines = [
-        "# Say how it ended, and whether it goes on.",
+        "# Say how it ended, and whether it continues.",
         *(["again=--exclude; if no_requeue; then again=--no-requeue; fi"] * job.options.requeue),
         f'verdict=$({samestep} slurm verdict "$run" --code "$code" --told "$told" \\',
         f"  --kind {job.kind} --restarts {job.options.restarts} {again})",
@@ -473,11 +473,11 @@ def _end(job: JobScript) -> list[str]:
             '      said=$(scontrol requeue "$job" 2>&1) && break',
             '      echo "samestep: the requeue: $said" >&2',
             "      case $said in *contact*|*[Tt]ime*out*|*[Tt]imed*|*[Tt]emporar*) sleep 5 ;; *)",
-            '        echo "samestep: Slurm refused the requeue. Go on with: $go_on" >&2',
+            '        echo "samestep: Slurm refused the requeue. Continue with: $go_on" >&2',
             "        break ;;",
             "      esac",
             "    done",
-            "    exclude=${verdict#again}  # nodes that failed; only a job that waits can be told",
+            "    exclude=${verdict#again}  # nodes that failed; only a job that waits takes it",
             "    [[ -z $exclude || $said ]] ||",
             '      scontrol update JobId="$job" ExcNodeList="${exclude# }"',
             "    ;;",

@@ -89,7 +89,7 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
             script = path / "job.sbatch"
             again = f" To submit its job once more: sbatch {shlex.quote(str(script))}"
             raise UserError(
-                f"{path} has no settings.toml, so no training has begun there that could go on."
+                f"{path} has no settings.toml, so no training has begun there that could continue."
                 + again * script.is_file()
             )
     if is_file and not _is_recipe_file(path):

@@ -156,7 +156,7 @@ class _Case:
         busy = [stand for stand in self.stands.values() if stand.doing == "computes"]
         if busy and len(busy) < len(self.stands):
             return self.keep_waiting(busy)
-        return self._verdict("unknown", [], f"no rank is missing, and none goes on: {told}")
+        return self._verdict("unknown", [], f"no rank is missing, and none moves: {told}")
 
     def _meeting(self, but: Sequence[int]) -> list[tuple[Visit, list[int]]]:
         """Return the calls that the other ranks wait in, each with its ranks."""
@@ -170,7 +170,7 @@ class _Case:
     def _parting(self) -> list[str]:
         """Return where the ranks first met in one call from different lines, in a list, or none.
 
-        A rank that evaluates by itself in a wrapped model goes on one call ahead of the others.
+        A rank that evaluates by itself in a wrapped model continues one call ahead of the others.
         """
         stands = [*self.stands.values()]
         for met in sorted(_meetings(stands), key=_begin):

@@ -35,7 +35,7 @@ WORLD, NO_GROUP, PEER = "", "-", "peer:"
 what waits for one."""
 
 RAISED, UNKNOWN = "raised", "wait"
-"""The state of a call that has raised; the kind of a wait for nobody knows what."""
+"""The state of a call that has raised; the kind of a wait for an unknown cause."""
 
 TIMED_OUT = "timed out"
 """What a rank does that has waited in vain: another one hangs."""
@@ -116,7 +116,7 @@ class Pulse:
         _HEAD.pack_into(self._map, 0, _MAGIC, rank, 0, os.getpid(), threading.get_ident())
 
     def become(self, folder: Path, rank: int) -> None:
-        """Go on as a rank that only now has its number."""
+        """Continue as a rank that only now has its number."""
         for name in (PULSE, STACKS):
             (folder / name.format(rank=self.rank)).rename(folder / name.format(rank=rank))
         self._be(rank)
@@ -128,7 +128,7 @@ class Pulse:
         self._be_mapped(bytearray(_SIZE))
 
     def alive(self) -> None:
-        """Note that something went on, as a batch that was read."""
+        """Note a sign of life, as a batch that was read."""
         life = time.monotonic(), self._cells[5], self._calls, self._code
         _LIFE.pack_into(self._map, _AT_LIFE, *life)
 
@@ -158,7 +158,7 @@ class Pulse:
         """Note a call that may wait for others, from its beginning to its end.
 
         Calls of a group get the next number of it. One that has its `seq` already, as a wait for
-        what was begun before, keeps that and is no new call.
+        what was begun before, keeps that and is not a new call.
         """
         again = seq > 0 or group == NO_GROUP
         if not again:
@@ -201,7 +201,7 @@ class Pulse:
 
 
 def _let_go(pulse: weakref.ref[Pulse]) -> None:
-    """In a forked child, as a loader worker: what it does is no sign of life of the rank."""
+    """In a forked child, as a loader worker: what it does is not a sign of life of the rank."""
     if (own := pulse()) is not None:
         own._be_mapped(bytearray(_SIZE))  # noqa: SLF001 - a part of the class
 

@@ -108,7 +108,7 @@ def _dump(
 ) -> tuple[StackFrame, ...]:
     """Let a process write its stacks, and return that of its main thread; nothing if it cannot.
 
-    A stopped process goes on for that moment.
+    A stopped process continues for that moment.
     """
     path = folder / STACKS.format(rank=pulse.rank)
     if doing[pid] == "gone" or not _listens(pid):
@@ -141,8 +141,8 @@ def _dump(
 
 
 def _wake(pid: int) -> None:
-    """Let a stopped process go on, and write its stacks first."""
-    # To the main thread: by `os.kill` another one may get it, while the main thread goes on.
+    """Let a stopped process continue, and write its stacks first."""
+    # To the main thread: by `os.kill` another one may get it, while the main thread continues.
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
     if tgkill is None or tgkill(pid, pid, DUMP_SIGNAL):
         os.kill(pid, DUMP_SIGNAL)

@@ -158,7 +158,7 @@ def _message(
         return f"{who} did not say where it stands; {listed(verdict.lines, between='; ')}"
     who = f"rank {rank} on {told.host}"
     if len(verdict.culprits) != 1 or verdict.cause in ("different", "shapes", "left", "unknown"):
-        return f"no rank went on {still}: {sentence}"
+        return f"no rank moved {still}: {sentence}"
     does = verdict.does[rank]
     it = f"it {does}" if verdict.cause != "ended" else does
     pulse = told.stand.pulse

@@ -29,7 +29,7 @@ class OptunaChoice:
             raise UserError(f"--optuna needs Optuna. {what_to_install(error)}") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._sweep, self._failed = sweep, optuna.trial.TrialState.FAIL
-        # Trainings that still run count as bad, lest the next are all beside them.
+        # Trainings that still run count as bad, lest the next are all next to them.
         sampler = optuna.samplers.TPESampler(seed=sweep.seed, constant_liar=True)
         self._study = optuna.create_study(sampler=sampler)
         self._space: dict[str, Any] = {

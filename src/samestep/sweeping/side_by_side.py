@@ -110,7 +110,7 @@ def run_here(
                     taken = {one.place for one in running.values()}
                     place = next(k for k in range(at_once) if k not in taken)
                     running[name] = _start(sweep, name, command, place, at_once, gpus=gpus)
-                    if received:  # it came before this one was there to be told
+                    if received:  # it came before this one could receive it
                         running[name].process.send_signal(received[-1])
                 if not running:
                     break
@@ -185,7 +185,7 @@ def _ended(sweep: SweepPlan, name: str, code: int) -> EndedTraining:
         halved = ", ended by --halving" * (result.get("reason") == "successive halving")
         return EndedTraining(name, "completed", best_text(result) + halved)
     if code > 128 and result.get("status") == "stopped":
-        return EndedTraining(name, "stopped", "saved; the same command goes on")
+        return EndedTraining(name, "stopped", "saved; the same command continues")
     log = sweep.folder / LOGS / f"{name}.log"
     lines = log.read_text(errors="replace").splitlines()
     at = next((k for k, line in enumerate(lines) if re.match("samestep: |╭─", line)), None)

@@ -1,7 +1,7 @@
 """Which trainings a sweep has: flags with several values, the points they span, `sweep.json`.
 
 The file in the sweep's folder says what the sweep is. It is written before the first training, so
-that the same command goes on where it was and another one is refused.
+that the same command continues where it was and another one is refused.
 """
 
 import csv
@@ -44,7 +44,7 @@ class SweepPlan:
     sample: int | None = None
     """Train this many points, drawn at random, instead of all."""
     optuna: bool = False
-    """Whether Optuna chooses the sample as the sweep goes on, instead of one random draw."""
+    """Whether Optuna chooses the sample as the sweep continues, instead of one random draw."""
     seed: int = 42
     points: Mapping[str, Point] = field(init=False)
     """Each training's settings by the name of its directory; all that Optuna may choose from."""

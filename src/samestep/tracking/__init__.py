@@ -70,7 +70,7 @@ class Started:
     client: Any
     """Whatever `record` and `finish` need."""
     run: str | None = None
-    """The tracker's own name of the run, given back as `TrackedRun.known` when it goes on."""
+    """The tracker's own name of the run, given back as `TrackedRun.known` when it continues."""
     link: str | None = None
     """Where to look at the run; shown, and kept in the run directory."""
     lines: int | None = None
@@ -122,7 +122,7 @@ class TrackedResult:
     """How the run ended."""
 
     status: Literal["completed", "stopped", "failed", "killed"]
-    """`stopped` goes on with --resume; `killed` left no word."""
+    """`stopped` continues with --resume; `killed` left no word."""
     values: Mapping[str, Scalar]
     """result.json, flat: `test.accuracy`, `best.value`, `steps`; without what `facts` have."""
 

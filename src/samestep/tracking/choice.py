@@ -133,7 +133,7 @@ def _check_file(path: Path) -> None:
     except OSError as error:
         raise UserError(f"--track {path}: it cannot be read: {error.strerror}.") from error
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"--track {path}: it is no Python: {error}.") from error
+        raise UserError(f"--track {path}: it is not Python: {error}.") from error
     missing = [name for name in ("start", "record", "finish") if name not in names]
     if missing and b"import *" not in text:
         raise UserError(

@@ -37,7 +37,7 @@ def find_server() -> Server:
 
 
 def start(run: TrackedRun) -> Started:
-    """Open the experiment: its key is our id, so that it is the same whenever the run goes on."""
+    """Open the experiment: its key is our id, so that it is the same whenever the run continues."""
     config = comet_ml.ExperimentConfig(
         offline_directory=str(run.folder),
         name=run.name,

@@ -222,7 +222,7 @@ class Reports:
         return without_credentials(text)
 
 
-# How often a run that goes on is looked at; its records wait in their file meanwhile.
+# How often a run that continues is looked at; its records wait in their file meanwhile.
 _LOOK_EVERY_S = 0.5
 # Of environment.json; the variables and the command stay in the run directory.
 _FACTS = (
@@ -397,7 +397,7 @@ class _FollowedRun:
         try:
             settings = tomllib.loads((path / "settings.toml").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            settings = {}  # said by whoever gave the order
+            settings = {}  # said by the command that gave the order
         own = settings.get(HYPERPARAMETERS)  # of a script that is not samestep's
         environment, start = read_object(path / "environment.json"), first_start(path)
         facts = {key: environment[key] for key in _FACTS if key in environment}

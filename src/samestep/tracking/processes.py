@@ -48,7 +48,7 @@ FOLDER = "tracking"
 """In a run directory: what was sent, a log and a folder of files, for each tracker."""
 
 END_S, STOP_S = 30.0, 3.0
-"""How long trackers are waited for once the training is done, and once it was told to stop.
+"""How long trackers are waited for once the training is done, and once it got the signal to stop.
 One that is offline, or has not started yet, has --track-timeout: a busy machine may need it to
 import the tracker."""
 _ALL_IN_TIMEOUTS = 10.0
@@ -408,7 +408,7 @@ def send_run(
         )
     check_choice(settings)
     check_installed(trackers)
-    with lock_run(run):  # a training that goes on is followed by its own trackers
+    with lock_run(run):  # a training that continues is followed by its own trackers
         records = RecordStream(run)
         for _ in records.read():
             pass

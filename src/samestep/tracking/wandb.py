@@ -21,7 +21,7 @@ COUNTS_AT_END = True
 class _Client:
     run: Any
     measures: bool
-    """Whether W&B measures the machine by itself, as it can while a training goes on."""
+    """Whether W&B measures the machine by itself, as it can while a training continues."""
     drawn_over_steps: set[str] = field(default_factory=set)
     system: dict[str, list[float]] = field(default_factory=dict)
 
@@ -36,7 +36,7 @@ def find_server() -> Server:
 
 
 def start(run: TrackedRun) -> Started:
-    """Open the run: its id is ours, so that it is the same run whenever it goes on."""
+    """Open the run: its id is ours, so that it is the same run whenever it continues."""
     # Copies of checkpoints wait here, not in the home directory, until they are sent.
     os.environ.setdefault("WANDB_DATA_DIR", str(run.folder))
     settings = wandb.Settings(
@@ -100,7 +100,7 @@ def _place(entry: TrackedRecord) -> dict[str, Any]:
 def _image(picture: Picture) -> Any:
     """Return a picture as W&B takes it; None where it is gone, or Pillow is not installed."""
     try:
-        from PIL import Image  # noqa: PLC0415 - W&B needs it for images alone
+        from PIL import Image  # noqa: PLC0415 - W&B needs it only for images
     except ImportError:
         return None
     content = picture.png()

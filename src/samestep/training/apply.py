@@ -265,7 +265,7 @@ def describe_terms(found: Any) -> str:
 
 
 def as_scalar(terms: Any, like: Tensor) -> Tensor:
-    """Return a number of terms as a scalar beside `like`, without waiting for the device."""
+    """Return a number of terms as a scalar like `like`, without waiting for the device."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     if isinstance(terms, Tensor):
         return terms.to(dtype)

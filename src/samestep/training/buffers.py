@@ -70,7 +70,7 @@ class StepBuffers:
         """Return what a virtual rank did to the buffers, and undo it.
 
         In the first step, whether each was changed; then how far the floating-point ones moved, and
-        the bytes of the others, from virtual rank 0 alone.
+        the bytes of the others, only from virtual rank 0.
         """
         if not self._all:
             return []
@@ -216,7 +216,7 @@ class WriteCheck:
     def begin(self) -> None:
         """Remember them as they are before a step."""
         self._marks = self._mark()
-        if self._first:  # what is written by way of `.data` leaves no mark
+        if self._first:  # what is written through `.data` leaves no mark
             self._kept = [tensor.detach().clone() for tensor in self._tensors]
 
     def check(self) -> None:

@@ -61,7 +61,7 @@ class Carried:
         self._carry, self._slots, self._world, self._dtype = carry, slots, world, dtype
         self._seed = seed
         self._keeps = "carried" in inspect.signature(carry).parameters
-        """Whether what an epoch has left goes on in the next one."""
+        """Whether what an epoch has left continues in the next one."""
         self._size = 0
         """Slots of the step that the rows are laid out for; 0 before there are any."""
         self._first = 0
@@ -73,7 +73,7 @@ class Carried:
         """First slot → what the forward of these samples has left, until the step is over."""
 
     def alone(self, slots: int) -> "Carried":
-        """Return new state for so many slots on one rank, to try a step."""
+        """Return new state for `slots` slots on one rank, to try a step."""
         return Carried(self._carry, slots, World(), self._dtype, self._seed)
 
     def begin(self, first_step: int, size: int, step: int) -> None:
@@ -112,7 +112,7 @@ class Carried:
         return part_of(range(self._size), part, self._world).start
 
     def new(self, rows: int) -> Any:
-        """Return new state for so many rows, which no one keeps."""
+        """Return new state for `rows` rows, which is not kept."""
         return made(self._carry, rows, self._world.device, self._dtype)
 
     def given(self, slots: range) -> Any:
@@ -157,7 +157,7 @@ class Carried:
         return map_tensors(lambda leaf: leaf.cpu(), self.whole()) if self._size else None
 
     def load(self, saved: Any) -> None:
-        """Go on from what a checkpoint holds, on any number of ranks."""
+        """Continue from what a checkpoint holds, on any number of ranks."""
         if saved is None:
             return
         more = {"carried": None} if self._keeps else {}

@@ -168,7 +168,7 @@ def choose_threads(wanted: int | None, model: nn.Module, cores: int, neighbours:
     """Return how many threads a rank uses: those wanted, else OMP_NUM_THREADS, else a guess.
 
     One for a small model: that is as fast, and two that wait for each other slow down many times
-    over beside a busy neighbour. Ranks of other models share the cores.
+    over next to a busy neighbour. Ranks of other models share the cores.
     """
     guess = 1 if is_small(model) else max(1, cores // neighbours)
     return wanted or threads_wished() or guess

@@ -134,7 +134,7 @@ def _undisturbed(takes: nn.Module, model: nn.Module) -> Iterator[None]:
 def _names_of_losses(
     recipe: Recipe, loss: Callable[[Any, Any], Any], targets: Any, *forwards: Callable[[], Any]
 ) -> tuple[str, ...]:
-    """Return the names of the losses where nothing is evaluated; other mistakes are told later.
+    """Return the names of the losses where nothing is evaluated; other mistakes are reported later.
 
     The first of the forwards counts whose outputs the loss takes: a model may have them only in
     training.
@@ -196,7 +196,7 @@ def _check_labels(name: str, source: Source, outputs: Any, loss: object) -> None
     if bool(wrong.any()):
         place = int(wrong.nonzero()[0])
         raise UserError(
-            f"Target {int(targets[place])} of the {name} sample {place} is no class: the "
+            f"Target {int(targets[place])} of the {name} sample {place} is not a class: the "
             f"recipe's model has {num} outputs, so classes are 0 to {num - 1}. "
             f"{int(wrong.sum())} of {len(targets)} {name} targets are out of range."
         )

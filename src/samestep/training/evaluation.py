@@ -1,4 +1,4 @@
-"""Evaluate a model: every sample counts once, sums and counts are reduced, then divided once."""
+"""Evaluate a model: every sample counts once, and metrics are averaged exactly over all samples."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -52,7 +52,7 @@ class Evaluable(Protocol):
 class Interruptible:
     """Data to evaluate, of which a rank skips the rest once it got a stop signal.
 
-    Ranks do not meet within an evaluation: one that alone got the signal waits for the others.
+    Ranks do not meet within an evaluation: if only one got the signal, it waits for the others.
     """
 
     def __init__(self, source: Evaluable, agreement: Agreement) -> None:

@@ -54,7 +54,7 @@ class RunControl:
     minutes: SaveTimer
     save: Callable[[float | None], None]
     """Take a checkpoint with this value of the monitored metric; its record comes once it is
-    announced."""
+    reported."""
     is_hopeless: Callable[[int, float], bool]
     """Number of an evaluation after an epoch, its monitored metric → whether to stop by --halving;
     all ranks call it."""

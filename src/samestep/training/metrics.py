@@ -72,7 +72,7 @@ def remedy_of(error: Exception, outputs: Any, targets: Any, function: object) ->
     if defined_at(function) or isinstance(targets, dict):
         return ""
     if not isinstance(outputs, Tensor):
-        hint = "end forward with `return`" if outputs is None else "return it alone"
+        hint = "end forward with `return`" if outputs is None else "return only it"
         return f"The model returns a {type(outputs).__name__} where a tensor is needed: {hint}."
     if not isinstance(targets, Tensor):
         return ""
@@ -108,7 +108,7 @@ class Objects:
     def reset(self) -> None:
         """Begin anew."""
         self._earlier: list[States] = []
-        """What other ranks had gathered, before the training went on on another number of them:
+        """What other ranks had gathered, before the training continued on another number of them:
         only sums can be continued from the states of several."""
         for metric in self._metrics.values():
             metric.reset()

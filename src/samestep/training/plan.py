@@ -261,7 +261,7 @@ def _check_schedule(plan: Plan, settings: Settings) -> None:
         if settings.warmup_steps:
             raise UserError(
                 f"--warmup-steps {settings.warmup_steps}: the recipe's scheduler{place} sets the "
-                "learning rates alone. Leave the setting out, and let a scheduler warm up: "
+                "learning rates by itself. Leave the setting out, and let a scheduler warm up: "
                 "SequentialLR of LinearLR and yours."
             )
         return

@@ -114,7 +114,7 @@ def _synchronise(model: nn.Module, world: World) -> nn.Module:
         return model  # one rank sees the whole batch already
     if world.device.type != "cuda":
         raise UserError(
-            f"--sync-batchnorm: PyTorch synchronises batch normalisation on NVIDIA GPUs alone, "
+            f"--sync-batchnorm: PyTorch synchronises batch normalisation only on NVIDIA GPUs, "
             f"and these {world.world_size} ranks are on {world.device.type}. Leave it out, or "
             "train on one rank."
         )
@@ -184,7 +184,7 @@ Wrap = Callable[[nn.Module, World, Settings, nn.Parameter | None], nn.Module]
 
 
 def make_counter(model: nn.Module, world: World, settings: Settings) -> nn.Parameter | None:
-    """Return a weight, always 0, whose gradient ranks add up with the model's; None if alone."""
+    """Return a weight, always 0, whose gradient ranks add up with the model's; None on one rank."""
     if world.world_size == 1 or settings.allows_unused or settings.virtual_ranks is not None:
         return None  # DDP then follows the forward, in which it does not appear
     if settings.strategy == "fsdp":

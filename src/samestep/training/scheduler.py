@@ -84,7 +84,7 @@ class Scheduler:
         return {"lr": self._plan.lr, "made": _plain(self.made.state_dict()), "groups": moved}
 
     def load(self, saved: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint; without a state, begin with the rates of the first step."""
+        """Continue from a checkpoint; without a state, begin with the rates of the first step."""
         for group, built in zip(self._optimizer.param_groups, self._built, strict=True):
             group.update(built)
         if saved is None:

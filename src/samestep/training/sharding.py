@@ -1,7 +1,7 @@
 """Share a model out over all ranks by FSDP2: which blocks are gathered and freed at once.
 
 Each rank holds its part of every weight, gradient and optimizer state. A block's weights are
-gathered for its forward and backward alone.
+gathered only for its forward and backward.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _LEAST_SHARE = 16
 
 
 def is_fsdp(settings: Settings, world: World) -> bool:
-    """Whether the model is shared out: alone, a rank holds all of it anyway."""
+    """Whether the model is shared out: a single rank holds all of it anyway."""
     return settings.strategy == "fsdp" and world.connected
 
 

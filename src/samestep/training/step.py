@@ -274,7 +274,7 @@ class EagerStep:
         return outputs
 
     def _as_compiled(self, part: Block) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which a compiled model runs compiled for its usual sizes alone."""
+        """Return the context in which a compiled model runs compiled only for its usual sizes."""
         if self.compiled_sizes is None or part.rows in self.compiled_sizes:
             return _AS_IT_IS
         eager: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

@@ -435,7 +435,7 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
         loss = loss_of(call(model, inputs), targets)
     check_loss(loss, learner.loss)
     if device.type == "cpu" and not torch.equal(state, torch.get_rng_state()):
-        return "the model draws random numbers beside nn.Dropout, maybe used before they are drawn"
+        return "the model draws random numbers outside nn.Dropout, maybe used before they are drawn"
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     for name, gradient in zip(trained, gradients, strict=True):
         if gradient is None:

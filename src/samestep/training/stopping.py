@@ -100,7 +100,7 @@ class SaveTimer:
 class Agreement:
     """Let all ranks act on what one of them knows: a signal it got, or a wish of rank 0.
 
-    Alone, it costs a comparison per step. Together, ranks meet about twice a second, at a step
+    On one rank, it costs a comparison per step. Several ranks meet about twice a second, at a step
     agreed on the time before; the reduction runs on the CPU and never waits for the device.
     """
 
@@ -170,7 +170,7 @@ class Watch:
         return value < than - by if self.mode == "min" else value > than + by
 
     def after(self, value: float, epoch: int, min_delta: float) -> "Watch":
-        """Return the watch after another evaluation; NaN and infinity are no improvement."""
+        """Return the watch after another evaluation; NaN and infinity are not improvements."""
         watch, finite = self, math.isfinite(value)
         if finite and self.better(value, self.best):
             watch = replace(watch, best=value, best_epoch=epoch)

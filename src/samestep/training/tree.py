@@ -192,7 +192,7 @@ class TreeReduce:
         room = self._rooms.get((name, like.dtype))
         if room is None or room.numel() < rows * columns:
             room = like.new_empty(rows * columns)
-            if room.nbytes <= 4 * self._bucket_bytes:  # a tensor larger than a bucket is alone
+            if room.nbytes <= 4 * self._bucket_bytes:  # a larger tensor has a bucket to itself
                 self._rooms[name, like.dtype] = room
         return room[: rows * columns].view(rows, columns)
 
@@ -206,7 +206,7 @@ def _add_roots(rows: Sequence[Tensor], roots: Sequence[Root[None]]) -> Tensor:
 
 
 def _buckets(like: Sequence[Tensor], world_size: int, most_bytes: int) -> list[_Bucket]:
-    """Cut tensors into buckets, each of one type, none larger than `most_bytes` unless alone."""
+    """Cut tensors into buckets, each of one type, none larger than `most_bytes` but single ones."""
     starts, size = [0], 0
     for place, tensor in enumerate(like):
         other = tensor.dtype != like[starts[-1]].dtype

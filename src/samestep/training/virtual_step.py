@@ -112,7 +112,7 @@ class SelfCheck:
         if named := differing(*self._updates):
             raise UserError(
                 f"--virtual-ranks: each step changes {named[0]}, which checkpoints do not hold: a "
-                "run that goes on would have other weights. Keep it in self.state[parameter], "
+                "resumed run would have other weights. Keep it in self.state[parameter], "
                 f"{_OR}.",
                 on_all_ranks=True,
             )
@@ -262,7 +262,7 @@ class VirtualStep(EagerStep):
         return result
 
     def _keeps_graph(self, _global_size: int) -> bool:
-        return False  # a share is computed alike whatever its rank has beside it
+        return False  # a share is computed alike whatever else its rank has
 
     def _begin_part(self, part: int) -> None:
         super()._begin_part(part)

@@ -1,7 +1,7 @@
 """A loss made over the whole global batch: every rank sees the outputs of all of them.
 
 Outputs and targets of all ranks and micro-steps are gathered, the loss goes back to the outputs,
-and each micro-step goes on from there into the model: the gradient caching of Gao et al. (2021),
+and each micro-step continues from there into the model: the gradient caching of Gao et al. (2021),
 "Scaling deep contrastive learning batch size under memory limited setup" (arXiv:2101.06983).
 """
 
@@ -46,7 +46,7 @@ class WholeBatch:
     def __init__(
         self, parts: Sequence[Block], outputs: Sequence[Any], world: World, named: int = 0
     ) -> None:
-        """Gather them; the loss will be the sum of so many `named` ones, if of any."""
+        """Gather them; the loss will be the sum of `named` ones, if of any."""
         self._parts, self._outputs, self._world = parts, outputs, world
         self._no_loss = torch.zeros((1 + named,) if named else (), device=world.device)
         # A part without a weight only stands in, so that its rank takes part in collectives.
@@ -120,8 +120,8 @@ def _refuse_weights(loss: Tensor, named: Mapping[str, Tensor]) -> None:
     if read:
         raise UserError(
             f'Recipe(loss_over="batch"): the loss reads {listed(read)} of the model by itself, and '
-            "its gradient goes back through the outputs alone. Let the model return what the loss "
-            "needs of it, beside its outputs: one number for the batch, or a row for each sample."
+            "its gradient goes back only through the outputs. Let the model return what the loss "
+            "needs of it, with its outputs: one number for the batch, or a row for each sample."
         )
 
 

@@ -111,7 +111,7 @@ OVER_RANKS = Cause(
     "metric averaged over ranks",
     "{metric} of a rank's samples changes with what other ranks measure: it is averaged over ranks "
     "inside the metric.",
-    "Return one value per sample, of this rank alone; samestep adds up sums and counts over ranks.",
+    "Return one value per sample, of only this rank; samestep adds up sums and counts over ranks.",
 )
 OVER_BATCH = replace(
     OVER_RANKS,
@@ -168,9 +168,9 @@ BATCHNORM = Cause(
 DROPOUT = Cause(
     "dropout",
     "The model draws from torch{lines}. Each rank draws other numbers for its samples; with the "
-    "draws held still the difference is gone.",
+    "random draws fixed, the difference disappears.",
     'Is it intended? Then accept it: --accept dropout, in the recipe accepts=("dropout",); or '
-    "compare losses alone, up to --tolerance 0.1. Otherwise set its probability to 0.",
+    "compare only losses, up to --tolerance 0.1. Otherwise set its probability to 0.",
 )
 
 # State that no checkpoint holds.
@@ -194,7 +194,7 @@ OWN_GENERATOR = Cause(
 OTHER_GENERATORS = Cause(
     OUTSIDE_MODULE.name,
     "The model or the loss draws from {names}, whose state differs on every rank and after a stop; "
-    "with it held still the difference is gone.",
+    "with it fixed, the difference disappears.",
     "Draw from torch, which is seeded in every step.",
 )
 IN_LOSS = Cause(
@@ -202,13 +202,13 @@ IN_LOSS = Cause(
     "The loss gives something else ({change:.0e}) when it is called again with equal outputs and "
     "targets: it keeps a number from call to call. No checkpoint holds that, each rank has one, "
     "and evaluations change it too.{kept}",
-    "Compute the loss from outputs and targets alone. What has to change may be a buffer of the "
-    "model, which returns it beside its outputs.",
+    "Compute the loss only from outputs and targets. What has to change may be a buffer of the "
+    "model, which returns it with its outputs.",
 )
 CLOCK = Cause(
     "forward or loss that reads the clock",
     "Forward or loss reads {lines}, and gives something else each time.",
-    "Compute from inputs, weights and buffers alone.",
+    "Compute only from inputs, weights and buffers.",
 )
 OPTIMIZER = Cause(
     "state outside the optimizer's own",
@@ -226,7 +226,7 @@ LEARNED = Cause(
     "The loss depends on {names}, which is not among the model's parameters: its gradient is not "
     "added up over ranks, and no checkpoint holds it.",
     "Make it an nn.Parameter of the model, so that the optimizer gets it; the model may return it "
-    "beside its outputs for the loss.",
+    "with its outputs for the loss.",
 )
 
 # A loop of the user's own.

@@ -113,7 +113,7 @@ def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
     except (Exception, SystemExit) as raised:
         error: Exception = raised if isinstance(raised, Exception) else _exited(name, raised, log)
     if isinstance(error, EOFError):
-        error = UserError(f"{name} asks for input, and nobody answers. Give it by an argument.")
+        error = UserError(f"{name} asks for input, and there is none. Give it by an argument.")
     failure = failure_of(trace, error)
     # Among several ranks, what all of them have found together is a difference.
     found = task.start.world_size == 1 or getattr(error, "on_all_ranks", False)
@@ -182,7 +182,7 @@ class WatchedRun(OwnRun):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End this process, unless there is an error, which is told outside."""
+        """End this process, unless there is an error, which is reported outside."""
         if error is None:
             self._finish()
 
@@ -372,7 +372,7 @@ def _generators() -> tuple[object, object]:
 
 
 def few_steps(data: Any, batch: int, drop_last: bool, most_ranks: int) -> TrainingSize:
-    """Return the smallest training that has an uneven last batch, and goes on after it."""
+    """Return the smallest training that has an uneven last batch, and continues after it."""
     total = num_samples(data)
     full = min(total // batch, 3 if drop_last else 2)
     rest = min(total - full * batch, batch - 1) * (not drop_last)

@@ -85,7 +85,7 @@ class RecipeUnderTest:
     splits: Splits
     size: TrainingSize
     world: World
-    """Of this process alone."""
+    """Of only this process."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -20,9 +20,9 @@ _STYLES = {
     "different": "red",
 }
 _HELD = {
-    "batchnorm": "BatchNorm frozen",
-    "dropout": "draws from torch constant",
-    "state": "draws from Python and NumPy alike",
+    "batchnorm": "BatchNorm statistics",
+    "dropout": "torch's random draws",
+    "state": "random draws of Python and NumPy",
 }
 
 
@@ -77,10 +77,10 @@ def _summary(found: Verification) -> Table:
     rows: list[tuple[Cell, str]] = [(Styled("ran", "bold"), ran)]
     rows += [(Styled("note", "yellow"), note) for note in notes]
     if held := ", ".join(words for kind, words in _HELD.items() if kind in facts.present):
-        rows.append((Styled("held still", "bold"), f"{held}, except in the rows of their names"))
+        rows.append((Styled("fixed", "bold"), f"{held}, except in the rows named after them"))
     if facts.virtual_ranks:
-        text = "nothing: draws and BatchNorm are as they are"
-        rows.append((Styled("held still", "bold"), text))
+        text = "nothing: random draws and BatchNorm are unchanged"
+        rows.append((Styled("fixed", "bold"), text))
     return Table(columns=("verified  ", found.recipe), rows=rows, gap=1, fold=True)
 
 

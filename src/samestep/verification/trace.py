@@ -247,7 +247,7 @@ def difference(
 
     Losses and norms are relative to the larger of both; each gradient or weight to the largest
     entry of all, as one that is zero but for rounding has no scale of its own. The first parameter
-    beyond the tolerance is named also where losses alone decide.
+    beyond the tolerance is named also where only losses decide.
     """
     largest, first = 0.0, TrainingDifference()
     for step in sorted(other.losses):

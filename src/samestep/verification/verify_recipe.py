@@ -53,7 +53,7 @@ class VerifyOptions:
     accept: tuple[str, ...] = ()
     """What may differ by intent."""
     tolerance: float | None = None
-    """Compare losses alone, up to this relative difference."""
+    """Compare only losses, up to this relative difference."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from samestep.checking.readings import (
     together,
 )
 
-_MUCH = 0.1  # of samples that are told apart by their content
+_MUCH = 0.1  # of samples that differ in content
 
 
 @rule(
@@ -106,7 +106,7 @@ def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
     "SS103",
     "warning",
     "set_epoch is never called: every epoch has the same order",
-    "A DistributedSampler shuffles by the number of its epoch, which stays 0 until it is told.",
+    "A DistributedSampler shuffles by the number of its epoch, which stays 0 until it is set.",
 )
 def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the first two passes of a sampler that knows epochs."""
@@ -320,7 +320,7 @@ def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
         least = min((n for n, ended in lengths if ended), default=None)
         if least is None or all(n <= least for n, _ in lengths) or seen.any("join"):
             continue
-        # Without gradients that meet, nobody waits.
+        # Without an exchange of gradients, no rank waits.
         reduced = [c for c in seen.any("collective") if c.step and not c.evaluating]
         if not seen.any("wrap") and not any(c["kind"] == "all_reduce" for c in reduced):
             continue

@@ -44,7 +44,7 @@ class _Evaluation:
     "The number depends on which samples lie on the rank that reports it.",
 )
 def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for a number that is told after an evaluation of shards that nothing joined."""
+    """Look for a number that is shown after an evaluation of shards that nothing joined."""
     if (alone := _alone_on_a_shard(seen)) is not None:
         yield alone
         return
@@ -62,7 +62,7 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
             continue
         shown = next((events[-1] for events in told if events), None)
         if shown is None and any(e.kind == "report" for part in parts for e in part.events):
-            continue  # each with its rank beside it
+            continue  # each with its rank next to it
         event = shown or next(event for event in read if event is not None)
         verb = "shown" if shown is not None else "read"
         yield Found(
@@ -119,7 +119,7 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS403",
     "error",
-    "one rank evaluates alone through the wrapped model",
+    "only one rank evaluates through the wrapped model",
     "The wrapper's forward pass is a collective: it waits for ranks that never come, or meets "
     "another call of theirs.",
 )
@@ -273,7 +273,7 @@ def _evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:
                     found.append(now)
                 now.forwards.append(event)
         elif event.kind in ("backward", "step"):
-            # What came just before was no evaluation but a step in evaluation mode.
+            # What came just before was not an evaluation but a step in evaluation mode.
             while now is not None and now.forwards and now.forwards[-1]["grad"]:
                 now.forwards.pop()
             now = None
@@ -290,7 +290,7 @@ def _pairs(seen: Seen) -> Iterator[tuple[_Evaluation, ...]]:
 
 
 def _with_loader(seen: Seen, rank: RankSeen) -> Iterator[tuple[Event, bool]]:
-    """Yield each forward pass, and whether its batch is of samples that nobody trains on."""
+    """Yield each forward pass, and whether its batch is of samples that no rank trains on."""
     trained: dict[int, set[int]] = {}  # indices, by data set
     own: set[int] = set()
     for one in seen.ranks:
@@ -350,7 +350,7 @@ def _reads_all(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
 
 
 def _alone_on_a_shard(seen: Seen) -> Found | None:
-    """Return what is wrong if one rank alone evaluates, with a sampler that leaves samples out."""
+    """Return what is wrong if only one rank evaluates, with a sampler that leaves samples out."""
     each = [(rank, parts) for rank in seen.ranks if (parts := _evaluations(seen, rank))]
     if len(each) != 1 or not seen.complete:
         return None
@@ -365,8 +365,8 @@ def _alone_on_a_shard(seen: Seen) -> Found | None:
         return None
     return Found(
         shown.where,
-        f"rank {rank.rank} alone evaluates, and its sampler gives it {order['count']} of "
-        f"{made['length']} samples; nobody evaluates the others",
+        f"only rank {rank.rank} evaluates, and its sampler gives it {order['count']} of "
+        f"{made['length']} samples; no rank evaluates the others",
         "Evaluate with a loader of the whole set there, or on every rank and join the counts.",
     )
 
@@ -404,7 +404,7 @@ def _is_told(mean: float, parts: Sequence[_Evaluation]) -> bool:
 
 
 def _went_on(rank: RankSeen, step: int) -> bool:
-    """Whether a rank did something else once it had taken so many steps."""
+    """Whether a rank did something else after this step."""
     return any(
         (event.kind in ("collective", "destroy", "end") and event.step == step) or event.step > step
         for event in rank.events
@@ -434,7 +434,7 @@ def _training_forwards(rank: RankSeen) -> dict[int, list[Event]]:
             continue
         trains = any(one["training"] for one in pending)
         for one in pending:
-            # Beside a model in training mode, one in evaluation mode is a teacher or a critic.
+            # Next to a model in training mode, one in evaluation mode is a teacher or a critic.
             if one["training"] or not trains:
                 found.setdefault(one["model_id"], []).append(one)
         pending = []

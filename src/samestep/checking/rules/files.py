@@ -25,10 +25,10 @@ def named(ranks: Any) -> str:
 
 
 def on_rank_0(seen: Seen, where: str) -> str:
-    """Return the diff that lets rank 0 alone execute a line."""
+    """Return the diff that lets only rank 0 execute a line."""
     line = seen.line(where)
     if not line or line.count("(") != line.count(")"):
-        return "Let rank 0 alone do this: `if dist.get_rank() == 0:`."
+        return "Let only rank 0 do this: `if dist.get_rank() == 0:`."
     inner = f"+ if dist.get_rank() == 0:\n+     {line}"
     return f"- {line}\n{inner}"
 
@@ -170,8 +170,8 @@ def no_map_location(seen: Seen) -> Iterator[Found | NotSeen]:
     "SS505",
     "warning",
     "torch.load unpickles arbitrary objects",
-    "A pickle runs code as it is loaded: whoever can change or send the file runs theirs in your "
-    "job.",
+    "A pickle runs code as it is loaded: anyone who can change or send the file runs "
+    "theirs in your job.",
     least_ranks=1,
 )
 def arbitrary_pickle(seen: Seen) -> Iterator[Found | NotSeen]:

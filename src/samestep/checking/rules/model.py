@@ -103,7 +103,7 @@ def _differing(events: tuple[Event, ...], fact: str) -> list[str]:
     "SS201",
     "error",
     "the model is not wrapped: each rank trains a model of its own",
-    "Without an exchange of gradients every rank learns from its share of the data alone, and only "
+    "Without an exchange of gradients every rank learns only from its share of the data, and only "
     "the model of the rank that saves is kept.",
 )
 def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
@@ -253,7 +253,7 @@ def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     "SS206",
     "warning",
     "buffers differ between the ranks",
-    "Each rank goes on, evaluates and saves with state of its own, which no gradient makes equal.",
+    "Each rank trains, evaluates and saves with its own state, which no gradient makes equal.",
 )
 def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
     """Buffers that DDP does not broadcast, and that the ranks do not change alike."""
@@ -283,7 +283,7 @@ def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule(
     "SS207",
     "error",
-    "parameters get no gradient, which DDP was not told",
+    "parameters get no gradient, which DDP does not expect",
     "DDP waits for the gradient of every parameter: those that share a bucket with an unused one "
     "are not all-reduced, and the next forward pass fails.",
 )

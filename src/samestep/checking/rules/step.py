@@ -182,7 +182,7 @@ def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
             f"{event['scheduler']} was made, and not stepped once in {rank.steps} optimizer steps "
             f"of {rank.epochs} epochs",
             "Call its `step()` after each epoch, or after each optimizer step if it counts those.",
-            # It may be stepped every so many batches, of which too few were run.
+            # It may be stepped every N batches, of which too few were run.
             None if whole else "advice",
         )
 

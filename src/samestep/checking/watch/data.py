@@ -158,7 +158,7 @@ class _Loaders:
     def reset(
         self, original: Callable[..., Any], iterator: Any, loader: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Cut the order of a loader with workers, before they are told what to read."""
+        """Cut the order of a loader with workers, before they learn what to read."""
         original(iterator, loader, *args, **kwargs)
         self._cut(iterator, loader)
 
@@ -203,7 +203,7 @@ class _Loaders:
     ) -> None:
         flat = found if single else itertools.chain.from_iterable(found)
         indices = [number_of(index) for index in itertools.islice(flat, _MOST_INDICES)]
-        with contextlib.suppress(Exception):  # indices that are no numbers
+        with contextlib.suppress(Exception):  # indices that are not numbers
             _, indices = base_of(loader.dataset, indices)
         self._recorder.note(
             "order",

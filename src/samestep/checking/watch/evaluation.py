@@ -1,7 +1,7 @@
 """Watch how a rank reads numbers from tensors, reports them, and reduces them over the ranks.
 
 Notes "item" {value} for a tensor of one element that becomes a Python number; "report"
-{numbers: as they were printed, labelled: whether the text names this rank beside its number}; and
+{numbers: as they were printed, labelled: whether the text names this rank with its number}; and
 "reduced" {op, values: of a small tensor before its all-reduce, metric: no count of a library's}.
 """
 

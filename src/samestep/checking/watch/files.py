@@ -79,14 +79,14 @@ class _Files:
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Note what Python opens, renames and asks for: called very often, and never to raise.
 
-        A loader's worker is no rank.
+        A loader's worker is not a rank.
         """
         if event not in self._audited or not self.is_on or get_worker_info() is not None:
             return
         if event == "open":
             path, mode, flags = arguments
             how = _mode(mode, flags)
-            # With an opener, `tempfile` names the folder alone.
+            # With an opener, `tempfile` names only the folder.
             if how and isinstance(path, str | bytes | os.PathLike) and not os.path.isdir(path):  # noqa: PTH112 - bytes, too
                 self._write(path, how)
         elif event == "os.rename":
@@ -204,7 +204,7 @@ class _Files:
         return self._recorder.name(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 - bytes, too
 
     def _is_own(self, name: str) -> bool:
-        """Whether a file is of the check itself; the script's temporary files lie beside them."""
+        """Whether a file is of the check itself; the script's temporary files lie there too."""
         return name.startswith(self._own) and not name.startswith(self._temporary)
 
     def _is_logged(self) -> bool:
@@ -225,7 +225,7 @@ def _mode(mode: str | None, flags: int) -> str:
     if mode is None:
         emptied = flags & os.O_TRUNC and not flags & os.O_EXCL
         return "w" if emptied else "a" if flags & os.O_APPEND else ""
-    # `x` lets one rank alone write; `r+` changes parts of a file, as a memory map of numpy's does.
+    # `x` lets only one rank write; `r+` changes parts of a file, as a memory map of numpy's does.
     return "w" if "w" in mode else "a" if "a" in mode else ""
 
 

@@ -34,7 +34,7 @@ _VARIABLES = frozenset(
 _GLOO_DROPS_S = 0.02
 _LONGEST = 100
 _COPIES = frozenset({"copy", "__or__", "__ror__", "__iter__"})
-# Calls in which an exception that is caught in the script may be told, or the exit code lost.
+# Calls in which an exception that is caught in the script may be shown, or the exit code lost.
 _TELLING = (
     (builtins, "print"),
     (traceback, "print_exc"),
@@ -90,11 +90,11 @@ class _Life:
         return original()
 
     def around_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Note which rank of how many this process takes itself for, even if nobody answers."""
+        """Note which rank of how many this process takes itself for, even if no rank answers."""
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
         by_environment = (given.get("init_method") or "env://").startswith("env://")
         numbers: dict[str, Any] = {}
-        variables = os.environ.copy()  # which is no reader
+        variables = os.environ.copy()  # which is not a reader
         for fact, variable in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
             number = given.get(fact, -1)
             if number < 0 and by_environment and variables.get(variable, "").isdecimal():

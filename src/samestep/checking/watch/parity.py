@@ -299,7 +299,7 @@ def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
     if not all(0 < float(gradient.norm()) < math.inf for gradient in (joint, given)):
         raise _Unseen("a gradient is 0 or not finite")
     along = float(given @ joint) / float(joint @ joint)
-    # What a sum is divided by, for a batch of this size, cannot be told from one step.
+    # What a sum is divided by, for a batch of this size, does not show in one step.
     if part.clipped or (parts[0]["loss"] or [{}])[-1].get("reduction") == "sum":
         factor = along
     else:  # that of the loss, unless it was this rank's share of the batch: shares are added up

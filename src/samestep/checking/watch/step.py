@@ -4,7 +4,7 @@ Notes "gradients" at each optimizer step {optimizer, optimizer_id, left: whether
 before were still there when the backward pass began, cleared: line of a `zero_grad` after the last
 backward pass, tensors, missing: tensors without a gradient}; "reach" {leaves, parameters} of the
 first losses; "average" {weight: of each summand in the loss, by: the count it is divided by,
-other: the product of its factors that are no counts}; "clip" {name, most, norm, scaled, sizes};
+other: the product of its factors that are not counts}; "clip" {name, most, norm, scaled, sizes};
 "scaler" {scale, skipped}; "scheduler" {scheduler, scheduler_id, total, inner} as one
 is made, and "schedule" {scheduler_id, lr} as it is stepped.
 """

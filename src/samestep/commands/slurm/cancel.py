@@ -23,7 +23,7 @@ class _Cancel:
     job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
     """The job's number, or the run directory."""
     now: Switch = False
-    """Stop at once; only the newest announced checkpoint is left."""
+    """Stop at once; only the newest saved checkpoint is left."""
 
 
 def main(arguments: list[str]) -> int:
@@ -57,6 +57,6 @@ def main(arguments: list[str]) -> int:
     patience = (kept_options(job.run) or UncheckedOptions()).signal_s
     sys.stdout.write(
         f"Job {job.target} saves and stops; ranks that hang are killed after {patience} s (--now: "
-        f"at once).\nGo on later with: {again}\n"
+        f"at once).\nContinue later with: {again}\n"
     )
     return 0

@@ -86,7 +86,7 @@ def _file(rank: str | None, job: QueuedJob | None, run: Path | None) -> tuple[Pa
 
 
 def _show(logs: dict[Path, int | None], job: QueuedJob | None) -> None:
-    """Print files, of some only the lines of one rank; with a job, go on until that has ended."""
+    """Print files, of some only the lines of one rank; with a job, until that has ended."""
     asked = time.monotonic()
     positions = dict.fromkeys(logs, 0)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0

@@ -162,7 +162,7 @@ def _check_flags(target: str, flags: list[str]) -> None:
         name = word.removeprefix("--").partition("=")[0].replace("_", "-")
         if word.startswith("--") and name not in known:
             raise UserError(
-                f"--{name} is no flag of a job. {did_you_mean(name, known)}If it belongs to the "
+                f"--{name} is not a flag of a job. {did_you_mean(name, known)}If it belongs to the "
                 f"training or the script, put it after `--`: samestep slurm submit {target} … -- "
                 f"--{name} …"
             )

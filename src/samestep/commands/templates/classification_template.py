@@ -66,7 +66,7 @@ class TableRows(Dataset[Tensor]):
 
     def __getitem__(self, place: int) -> Tensor:
         row = self.rows[place]
-        try:  # `predict` shows what is wrong with a row, and goes on with the next
+        try:  # `predict` shows what is wrong with a row, and continues with the next
             return self.ready(torch.tensor([float(row[name]) for name in self.names]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"row {place + 1}: {error}") from None

@@ -1,4 +1,4 @@
-"""A training loop of your own: alone, on several ranks and resumed, it is the same training.
+"""A training loop of your own: on one rank, on several and resumed, it is the same training.
 
     python NAME.py runs/one                         # train; without a name, in a new folder
     torchrun --nproc_per_node=2 NAME.py runs/two    # the same training, shared by two processes
@@ -6,7 +6,7 @@
     samestep compare runs/one runs/two              # is it the same?
 
 It trains at once, on data that it makes up. Change it from the top down. Ctrl-C stops it with a
-checkpoint, and the same command goes on, also on another number of ranks.
+checkpoint, and the same command continues, also on another number of ranks.
 """
 
 import sys

@@ -73,17 +73,17 @@ def collate(samples: list[Sample]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 class Classifier(nn.Module):
-    """Looks at each word beside its neighbours; the strongest signs of a sentence decide."""
+    """Looks at each word with its neighbours; the strongest signs of a sentence decide."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(NUM_WORDS, width, padding_idx=0)
-        self.beside = nn.Conv1d(width, width, kernel_size=3, padding=1)
+        self.neighbours = nn.Conv1d(width, width, kernel_size=3, padding=1)
         self.head = nn.Linear(width, len(CLASSES))
 
     def forward(self, words: Tensor, mask: Tensor) -> Tensor:  # the names in the batch's dict
-        signs = self.beside(self.embedding(words).transpose(1, 2)).relu()
-        # What padding shows does not count: a sentence means the same beside a longer one.
+        signs = self.neighbours(self.embedding(words).transpose(1, 2)).relu()
+        # What padding shows does not count: a sentence means the same next to a longer one.
         return self.head((signs * mask[:, None, :]).amax(dim=2))
 
 

@@ -38,7 +38,7 @@ def map_shared(num_bytes: int, world: World) -> mmap.mmap:
         NoRoomError: on every rank, if a node has no room or a rank cannot reach its node's file.
     """
     if max(world.gather(world.local_world_size)) == 1:
-        return mmap.mmap(-1, num_bytes)  # nobody to share with
+        return mmap.mmap(-1, num_bytes)  # no process to share with
     made: list[Path] = []
     opened: list[tuple[int, mmap.mmap]] = []
 
@@ -131,7 +131,7 @@ class ImageFiles(Dataset[Any]):
             # Leaving it out now would change the order of samples on this rank only.
             raise UserError(
                 f"{path} could be read when the run began, and now it cannot: {error}. Bring it "
-                "back and go on with --resume, or start a new run without it."
+                "back and continue with --resume, or start a new run without it."
             ) from error
 
     def prepare_on_ranks(self, splits: Mapping[str, "ImageFiles"], world: World) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _orientation(image: "PillowImage.Image") -> int:
         return 1  # asking all the same would be a tenth of a small image's time
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # broken EXIF beside good pixels
+    except Exception:  # broken EXIF, good pixels
         return 1
 
 

@@ -74,9 +74,7 @@ def class_names(root: Path) -> tuple[str, ...]:
             )
     if len(names) < 2:
         found = f"one class only, {names[0]}/" if names else "no folders"
-        raise UserError(
-            f"{train} holds {found}. {_LAYOUT}; two classes are the least to tell apart."
-        )
+        raise UserError(f"{train} holds {found}. {_LAYOUT}; at least two classes are needed.")
     return tuple(names)
 
 

@@ -228,7 +228,7 @@ def _check_bad(corpus: Corpus, path: Path, skip_bad: int) -> None:
 
 
 def _about(corpus: Corpus) -> Iterator[str]:
-    reasons = {"bad": "cannot be read", "passed": "are no twenty-over matches with balls"}
+    reasons = {"bad": "cannot be read", "passed": "are not twenty-over matches with balls"}
     for name, what in reasons.items():
         if found := corpus.lists[name]:
             shown = listed(found, between="; ")

@@ -112,7 +112,7 @@ def load(file: BinaryIO) -> Corpus:
     """Return what `Corpus.save` wrote.
 
     Raises:
-        ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile: it is no such file.
+        ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile: it is not such a file.
     """
     with np.load(file, allow_pickle=False) as arrays:
         tables = {t: {name: arrays[f"{t}.{name}"] for name in _TYPES[t]} for t in _TYPES}

@@ -25,7 +25,7 @@ _IDENTITY_WIDTH = 16
 _CENTRE, _SPREAD = 35.0, 15.0
 """What is predicted to begin with, and how far from it an output of 1 is."""
 _BESIDE = (*CONTEXTS, "query")
-"""Types of nodes, one a graph, whose features are read beside the query."""
+"""Types of nodes, one a graph, whose features are read with the query."""
 
 
 class BallGraphNetwork(nn.Module):

@@ -218,7 +218,7 @@ def decode(document: bytes) -> Scorecard:
     """Return the match in a JSON document.
 
     Raises:
-        BadMatchError: it is no such match; the message names the path inside.
+        BadMatchError: it is not such a match; the message names the path inside.
     """
     try:
         card = _DECODER.decode(document)

@@ -147,7 +147,7 @@ def baselines(
 
 
 def _by_run_rate(known: Situation, actual: Array, fitted: Array, horizon: int | None) -> Array:
-    """Go on at the rate so far; before the first legal ball, at the mean rate of the others."""
+    """Continue at the rate so far; before the first legal ball, at the mean rate of the others."""
     end = np.minimum(last_over(known.over, horizon), OVERS)
     # In overs, the unfinished one as the part that is left.
     ahead = np.maximum(end - known.over - np.minimum(known.legal_in_over / 6, 1), 0)

@@ -159,7 +159,7 @@ def last_over(over: Array, horizon: int | None) -> Array:
     """Return the over before which the runs to be predicted end.
 
     That is the horizon itself up to there, the end of the innings in its last overs, and otherwise
-    so many overs on. Without a horizon it is the end of the innings.
+    that many overs later. Without a horizon it is the end of the innings.
     """
     if horizon is None:
         return np.full_like(over, 255)

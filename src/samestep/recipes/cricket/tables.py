@@ -105,8 +105,8 @@ class Tables:
     target: Tensor
     """Runs to come (balls,) float32."""
     group: Tensor
-    """(balls, 4) uint8: phase (0 to 2) and innings, by which errors are told; the over from 0, and
-    the ball of the over from 1, wides and no-balls among them."""
+    """(balls, 4) uint8: phase (0 to 2) and innings, by which errors are grouped; the over from 0,
+    and the ball of the over from 1, wides and no-balls among them."""
 
 
 def make_tables(

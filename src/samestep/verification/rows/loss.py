@@ -208,7 +208,7 @@ def _last_batch(evidence: Evidence) -> Check:
     # If full batches differ too, this one says nothing more.
     if bent_in_full_batches:
         return Check("skipped", "the loss is bent in full batches too")
-    return cause_check(evidence, f"{compared}, and 1 alone", None, uneven)
+    return cause_check(evidence, f"{compared}, and only 1", None, uneven)
 
 
 LAST_BATCH = TableRow(

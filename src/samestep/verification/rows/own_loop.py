@@ -35,13 +35,13 @@ _ADVICE: dict[str | None, str] = {
     causes.BATCHNORM.name: "GroupNorm needs no batch; or accept it: --accept batchnorm.",
     causes.DROPOUT.name: (
         f"{_BY_SAMPLE}. Dropout may be intended: then accept it, --accept dropout, or compare "
-        "losses alone, up to --tolerance 0.1."
+        "only losses, up to --tolerance 0.1."
     ),
     causes.OTHER_GENERATORS.name: f"{_BY_SAMPLE}; torch's own is seeded in every step.",
 }
 OF_BATCH = replace(
     causes.OF_BATCH,
-    why="The gradient of the batch is no weighted sum of those of its shares: the loss is made "
+    why="The gradient of the batch is not a weighted sum of those of its shares: the loss is made "
     "over the batch, as a contrastive loss or a dice is, samples see each other in the model, or "
     "something reads the rank.",
     advice="Gather what the loss compares: samestep.gather(outputs) has the rows of all ranks.",

@@ -53,7 +53,7 @@ def _ranks_of(evidence: Evidence, start: Start) -> Check:
     smallest, larger = divmod(virtual or size.global_batch, start.world_size)
     shares = [smallest + (rank < larger) for rank in range(start.world_size)]
     parts = " + ".join(map(str, shares)) if larger else f"{start.world_size} × {smallest}"
-    # The weights of ranks are compared with each other even where losses alone decide.
+    # The weights of ranks are compared with each other even where only losses decide.
     what = "losses, ranks' weights" if evidence.losses_only() else "loss, gradients, weights"
     compared = f"{parts} virtual ranks" if virtual else f"{what}: {parts}"
     trace = evidence.trace(start.place, MAIN)
