@@ -1,6 +1,6 @@
 """Every command that the README and the handbook show is run as it stands there.
 
-The torchrun of the README is typed. What else `python`, `torchrun` and `samestep` would start
+The torchrun of docs/index.md is typed. What else `python`, `torchrun` and `samestep` would start
 is forked from one process, which has torch: each rank imports it for seconds.
 """
 
@@ -23,7 +23,7 @@ from tests.image_files import write_images
 from tests.processes import TIMEOUT_S
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -93,8 +93,8 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch)
         kind = KIND.get(page.name, "spiral")
         runs = sorted((folder / "runs").glob(f"{kind}-*"), key=lambda run: run.stat().st_mtime)
         words = line.replace("runs/ID", str(runs[-1]) if runs else "runs/ID").split()
-        in_readme = page == README and words[0] == "torchrun"
-        code, said = (typed if in_readme else forked)(words, folder)
+        as_typed = page == INDEX and words[0] == "torchrun"
+        code, said = (typed if as_typed else forked)(words, folder)
         assert "Traceback" not in said, f"{line}\n{said}"
         # Our small files have other hashes, and no mirror is reached from a test.
         allowed = (0, 2) if line.startswith("samestep data get") else (0,)
@@ -151,12 +151,19 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
 
 
-def test_the_readme_shows_the_numbers_of_a_real_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    epoch = re.compile(r"epoch 1  loss (\S+)  accuracy \S+  validation: loss (\S+)  accuracy \S+ ")
-    ((*shown,),) = epoch.findall((ROOT / "README.md").read_text())
-    code, said = forked(["samestep", "train", "spiral", "--epochs", "1"], tmp_path)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_readme_shows_the_numbers_of_its_recipe_on_one_and_two_ranks(ranks, tmp_path):
+    readme = README.read_text()
+    shown = dict(re.findall(r"^(\d) ranks? +(epoch 2  .*)$", readme, re.MULTILINE))
+    (code_of_recipe,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "my_recipe.py").write_text(code_of_recipe)
+    nproc = ["--nproc", str(ranks)] if ranks > 1 else []
+    program = str(Path(sys.executable).parent / "samestep")
+    words = [program, "train", str(tmp_path / "my_recipe.py"), "--epochs", "2", *nproc]
+    code, said = forked([*words, "--run-dir", str(tmp_path / "run")], tmp_path)
     assert code == 0, said
-    ((*found,),) = epoch.findall(said)
-    for one, other in zip(shown, found, strict=True):
-        assert float(one) == pytest.approx(float(other), abs=1.5e-4)
+    (line,) = re.findall(r"^epoch 2 .*$", said, re.MULTILINE)
+    numbers = re.compile(r"[01]\.\d{4}")
+    expected = [pytest.approx(float(n), abs=1.5e-4) for n in numbers.findall(shown[str(ranks)])]
+    assert [float(n) for n in numbers.findall(line)] == expected
+    assert len(expected) == 4

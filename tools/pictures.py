@@ -7,13 +7,17 @@ It needs Debian's chromium and chromium-driver.
 
 import argparse
 import contextlib
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from browser import MISSING, chromium
 from PIL import Image
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
 
 import samestep
 
@@ -24,6 +28,8 @@ SHOTS = {
     "report-dark.png": ("dark", 1100, 860),
     "report-phone.png": ("light", 360, 860),
 }
+SHOWN = "samestep train spiral --epochs 3 --nproc 2 --virtual-ranks 4"
+"""What the picture of a terminal shows."""
 
 
 def main() -> int:
@@ -39,6 +45,7 @@ def main() -> int:
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        terminal(out / "terminal.svg")
         run = samestep.train("spiral", epochs=12, run_dir="runs/spiral")
         page = run.report().as_uri()
         for name, (theme, width, height) in SHOTS.items():
@@ -51,6 +58,18 @@ def main() -> int:
         for name in ("run-plot.png", "boundary.png"):
             _keep(out / name)
     return 0
+
+
+def terminal(file: Path) -> None:
+    """Draw a terminal in which a command has run, as SVG without fonts from elsewhere."""
+    command = [str(Path(sys.executable).parent / "samestep"), *SHOWN.split()[1:]]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    with Path("/dev/null").open("w") as nowhere:
+        console = Console(record=True, width=100, file=nowhere, highlight=False)
+        console.print(f"$ {SHOWN}\n{done.stdout}", markup=False)
+    drawn = console.export_svg(title="samestep", theme=MONOKAI, unique_id="terminal")
+    drawn = re.sub(r"@font-face \{.*?\}\n?", "", drawn, flags=re.DOTALL)
+    file.write_text(drawn.replace("Fira Code, monospace", "monospace"))
 
 
 def _keep(file: Path, width: int = 0, height: int = 0) -> None:
