@@ -65,6 +65,7 @@ def passages_of_page(text: str) -> Iterator[Passage]:
         if opening and (not fence or opening[1].startswith(fence)):
             fence = "" if fence else opening[1]
         skipped = bool(opening or fence) or line.lstrip().startswith(("|", "<!--", "[!"))
+        skipped |= not lines and line.startswith("    ")  # code
         if (skipped or not line.strip() or MARK.match(line)) and lines:
             yield Passage(line=first, text=ADDRESS.sub("", CODE.sub(_blank, "\n".join(lines))))
             lines = []
