@@ -121,7 +121,7 @@ def findings(path: Path, rules: Rules) -> Iterator[tuple[int, str]]:
     for number, written in enumerate(text.splitlines() if page else (), 1):
         fenced ^= written.lstrip().startswith("```")
         long = len(ADDRESS.sub("]", written)) > rules.page_line
-        if long and not fenced and not written.lstrip().startswith("|"):
+        if long and not fenced and not written.lstrip(" ").startswith("|") and written[:4].strip():
             yield number, f"{len(written)} characters in the line: at most {rules.page_line}"
 
 
