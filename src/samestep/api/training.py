@@ -103,8 +103,8 @@ def train(
             "recipe" for an edited recipe.
         recipe_of_run: with `resume`, whether to take the recipe from the run's own copy.
         quiet: whether to show nothing.
-        settings: any setting of `samestep train`, and any option of the recipe. `help(samestep.
-            Settings)` explains them; the recipe's own defaults win over those listed here.
+        settings: any setting of `samestep train`, and any option of the recipe.
+            `help(samestep.Settings)` explains them; the recipe's defaults win over those there.
 
     Raises:
         UserError: a mistake that the user can correct, or a failed rank.

@@ -69,9 +69,9 @@ usage: samestep profile TARGET [flags]
        samestep profile SCRIPT.py [flags] [-- ARGUMENTS OF THE SCRIPT]
        samestep profile -m MODULE [flags] [-- ARGUMENTS OF THE MODULE]
 
-Measures some steps of a training without a profiler, traces a few more with
-torch.profiler, and says what bounds it, with numbers per step, what would bound
-it next, and what to change.
+Measure some steps of a training without a profiler, and trace a few more with
+torch.profiler. The result, with numbers per step: what limits the speed, what
+would limit it next, and what to change.
 
 TARGET is a recipe ({recipes}), a recipe file, or the
 directory of a run; all flags of `samestep train TARGET` are taken too.

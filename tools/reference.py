@@ -1,0 +1,257 @@
+"""Write the reference of the handbook from the source: python tools/reference.py.
+
+Flags, settings, fields, signatures, records and the codes of `samestep check` have their only
+source in src/. What a page says above its marker is written by hand.
+"""
+
+import ast
+import contextlib
+import importlib
+import inspect
+import io
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+import samestep
+import samestep.checking.rules  # registers them
+from samestep.checking.findings import RULES
+from samestep.cli import VERBS
+from samestep.commands import help as flags_help
+from samestep.commands.completion import COMMANDS
+from samestep.errors import AlreadyTold
+from samestep.recipes import RECIPES
+from samestep.run import records
+from samestep.session.own_data import OwnBatch
+from samestep.settings import MERGED, Settings, field_docs, flag_name, free_names
+
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+MARKER = "<!-- What follows is written by tools/reference.py. -->\n"
+_FENCE = "```"
+_ON_OTHER_PAGES = {"Recipe", "Settings", "Splits", "__version__"}
+_SANDBOX = ("slurm sandbox up", "slurm sandbox status", "slurm sandbox down")
+_FLAGS = "flag | takes | default | what it does"
+
+
+def table(header: str, rows: Iterable[Iterable[str]]) -> str:
+    """Return a table in Markdown; nothing if it has no rows."""
+    marks = re.compile(r"`[^`]*`|[*<]")
+    lines = []
+    for row in rows:
+        texts = (marks.sub(lambda m: "\\" * (len(m[0]) == 1) + m[0], cell) for cell in row)
+        cells = (" ".join(text.split()).replace("|", "\\|") for text in texts)
+        lines.append(f"| {' | '.join(cells)} |")
+    rule = "|" + "---|" * (header.count("|") + 1)
+    return "\n".join([f"| {header} |", rule, *lines, "", ""]) if lines else ""
+
+
+def paragraph(text: str, indent: str = "") -> str:
+    """Return a text as a paragraph of the handbook."""
+    one, end = " ".join(text.split()), "\n" if indent else "\n\n"
+    return textwrap.fill(one, 120, break_on_hyphens=False, subsequent_indent=indent) + end
+
+
+def code(text: str, language: str = "text") -> str:
+    """Return a block of code."""
+    return f"{_FENCE}{language}\n{text.rstrip()}\n{_FENCE}\n\n" if text.strip() else ""
+
+
+def default_of(field: Field[Any]) -> str:
+    """Return the default of a field; empty for None, False and empty values."""
+    value = field.default if field.default_factory is MISSING else None
+    if value is MISSING or isinstance(value, bool):
+        return {MISSING: "needed", True: "on", False: ""}[value]
+    shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else value
+    return "" if shown in (None, "") else f"`{getattr(value, '__name__', shown)}`"
+
+
+def flag_rows(form: type) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the flags of a dataclass: name, what it takes, default, text."""
+    docs = field_docs(form)
+    for field, kind, extras in flags_help.typed_fields(form):
+        merged = field.name.removesuffix("_epochs")
+        if form is Settings and merged in MERGED:
+            takes, text = MERGED[merged]
+            yield f"`--{flag_name(merged)}`", f"`{takes}`", "", text
+        if tyro.conf.Suppress in extras:
+            continue
+        metavars = [e.metavar for e in extras if getattr(e, "metavar", None)]
+        takes = str(metavars[0]) if metavars else flags_help._word(kind)  # noqa: SLF001
+        name = f"`--{flag_name(field.name)}`"
+        if tyro.conf.Positional in extras:
+            name, takes = f"`{takes}`", ""
+        elif kind is bool:
+            name, takes = name + f" `--no-{flag_name(field.name)}`" * bool(field.default), ""
+        takes = " ".join(f"`{word}`" for word in takes.split("|") if word)
+        yield name, takes, default_of(field), docs.get(field.name, "")
+
+
+def help_of(verb: str) -> tuple[str, str, str]:
+    """Return what `--help` of a verb prints: usage, description, examples."""
+    module, *words = verb.split()
+    out, os.environ["COLUMNS"] = io.StringIO(), "100"
+    with contextlib.redirect_stdout(out), contextlib.suppress(AlreadyTold, SystemExit):
+        importlib.import_module(f"samestep.commands.{module}").main([*words, "--help"])
+    shown, _, examples = out.getvalue().partition("examples:\n")
+    if " " in verb:  # those of its group
+        examples = "\n".join(x for x in examples.splitlines() if f" {verb} " in f"{x} ")
+    usage, _, about = shown.strip().partition("\n\n")
+    if verb in _SANDBOX:  # functions, not dataclasses
+        return usage, re.sub(r"\n +-+$|\n +(?=\n)| +$", "", about, flags=re.MULTILINE), examples
+    about = re.split(r"\n\n(?=[ ╭]\S* ?(?:options|positional|sub)|\S+:\n  --)", about)[0]
+    return usage, re.split(r"\sTARGET\sis\sa\srecipe\s\(", about)[0], examples
+
+
+def commands() -> Iterator[str]:
+    """Yield every verb with its flags."""
+    inner = [command for command in (*COMMANDS, *_SANDBOX) if " " in command]
+    for verb in sorted([*VERBS, *inner], key=lambda words: [*VERBS].index(words.split()[0])):
+        usage, about, examples = help_of(verb)
+        yield f"## samestep {verb}\n\n{code(usage)}"
+        is_text = verb in COMMANDS or "  " not in about
+        yield "".join(map(paragraph, about.split("\n\n"))) if is_text else code(about)
+        place, plus, refused = COMMANDS.get(verb, ("", ""))[0].partition("+")
+        if place:
+            module_name, _, form = place.partition(":")
+            module = importlib.import_module(f"samestep.commands.{module_name}")
+            yield table(_FLAGS, flag_rows(getattr(module, form)))
+            left = [f"`--{flag_name(name)}`" for name in getattr(module, refused or "_", ())]
+            but = f", except for these: {', '.join(left)}" if left else ""
+            yield paragraph(f"All [settings](settings.md) are flags as well{but}.") if plus else ""
+        yield code(textwrap.dedent(examples))
+
+
+def settings() -> Iterator[str]:
+    """Yield every setting, in the groups of `--help-all`."""
+    free, group = free_names(Settings), ""
+    grouped: dict[str, list[tuple[str, ...]]] = {}
+    for name, takes, default, text in flag_rows(Settings):
+        field = name.split("`")[1].removeprefix("--").replace("-", "_")
+        group = flags_help._GROUPS.get(field, group)  # noqa: SLF001
+        changes = "yes" if field in free or field in MERGED else ""
+        grouped.setdefault(group, []).append((name, takes, default, changes, text))
+    for title, rows in grouped.items():
+        yield f"## {title.capitalize()}\n\n"
+        yield table("setting | takes | default | may change on resume | what it does", rows)
+
+
+def body_of(thing: Any) -> Any:
+    """Return the syntax of a function or a class."""
+    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))).body[0]
+
+
+def signature(name: str, function: Any) -> str:
+    """Return a function with its parameters as the source has them."""
+    node, parts, depth = body_of(function), [""], 0
+    for letter in ast.unparse(node.args):
+        depth += (letter in "[({") - (letter in "])}")
+        parts = [*parts, ""] if letter == "," and not depth else [*parts[:-1], parts[-1] + letter]
+    given = [re.sub(r"^([^=:]+:[^=]+)=", r"\1 = ", part.strip()) for part in parts]
+    given = [part for part in given if part not in ("", "self")]
+    inner, end = ", ".join(given), f") -> {ast.unparse(node.returns)}"
+    if len(name + inner + end) > 100:
+        inner = "\n" + "".join(f"    {part},\n" for part in given)
+    return code(f"{name}({inner}{end}", "python")
+
+
+def docstring(text: str) -> str:
+    """Return a docstring of Google's form in Markdown."""
+    found = ""
+    for block in inspect.cleandoc(text).split("\n\n"):
+        head, _, rest = block.partition("\n")
+        if head in ("Args:", "Returns:", "Raises:"):
+            rest = textwrap.dedent(rest)
+            items = [rest] if head == "Returns:" else re.split(r"\n(?=\S)", rest)
+            named = (re.sub(r"^(\w+): ", r"`\1`: ", item) for item in items)
+            found += f"{head}\n\n{''.join(paragraph(f'- {item}', '  ') for item in named)}\n"
+        else:
+            is_code = head.startswith("    ")
+            found += code(textwrap.dedent(block), "python") if is_code else paragraph(block)
+    return found
+
+
+def field_table(form: type) -> str:
+    """Return the fields of a dataclass, with their types as the source has them."""
+    nodes = [n for n in body_of(form).body if isinstance(n, ast.AnnAssign)]
+    types = {ast.unparse(n.target): f"`{ast.unparse(n.annotation)}`" for n in nodes}
+    docs = field_docs(form)
+    names = ((one, one.name) for one in fields(form))
+    rows = ((f"`{n}`", types[n], default_of(one), docs.get(n, "")) for one, n in names)
+    return table("field | type | default | what it is", rows)
+
+
+def members(name: str, owner: Any) -> Iterator[str]:
+    """Yield the public properties and methods of a class, or the functions of a module."""
+    bases = [b for b in getattr(owner, "__mro__", ()) if not b.__module__.startswith("samestep")]
+    own_module = getattr(owner, "__module__", owner.__name__)
+    for one, member in vars(owner).items():
+        what = getattr(member, "fget", None) or getattr(member, "func", None) or member
+        if one.startswith("_") or not inspect.isfunction(what) or what.__module__ != own_module:
+            continue
+        text = what.__doc__ or ""
+        if not text.startswith("The old name") and not any(hasattr(base, one) for base in bases):
+            head = signature(f"{name}.{one}", what) if what is member else ""
+            yield f"### {name}.{one}\n\n{head}{docstring(text)}"
+
+
+def python_names() -> Iterator[str]:
+    """Yield what `samestep` offers in Python."""
+    names = sorted({*samestep.__all__} - _ON_OTHER_PAGES, key=str.lower)
+    things = {f"samestep.{name}": getattr(samestep, name) for name in names}
+    for name, thing in {**things, "OwnBatch": OwnBatch}.items():
+        is_made = name.startswith(("samestep.Lit", "samestep.Tracker"))
+        made = vars(thing)["__init__"] if is_made else thing
+        shown = signature(name, made) if inspect.isfunction(made) else ""
+        yield f"## {name}\n\n{shown}{docstring(thing.__doc__ or '')}"
+        yield field_table(thing) if isinstance(thing, type) and is_dataclass(thing) else ""
+        owner = name if thing is samestep.dist else thing.__name__
+        yield from () if made is thing and shown else members(owner, thing)
+
+
+def recipe_fields() -> Iterator[str]:
+    """Yield the fields of a recipe and of its splits, and the options of the built-in recipes."""
+    yield f"## Recipe\n\n{field_table(samestep.Recipe)}## Splits\n\n{field_table(samestep.Splits)}"
+    yield "## Options of the built-in recipes\n\n"
+    for name in sorted(RECIPES):
+        options = importlib.import_module(RECIPES[name]).recipe.options
+        yield f"### {name}\n\n{table(_FLAGS, flag_rows(options))}" if options else ""
+
+
+def record_fields() -> Iterator[str]:
+    """Yield every kind of record with its fields."""
+    for event, kind in records.KINDS.items():
+        rows = ((f"`{name}`", text) for name, text in field_docs(kind).items())
+        about = paragraph(ast.get_docstring(body_of(kind)) or "")
+        yield f"### {event}\n\n{about}{table('field | what it says', rows)}"
+
+
+def outdated() -> Iterator[tuple[Path, str]]:
+    """Yield each file that does not say what the source says, and what it has to be."""
+    codes = sorted(RULES.items())
+    for name, rule in codes:
+        page = REFERENCE / "check" / f"{name}.md"
+        _, fence, example = page.read_text().partition(_FENCE)
+        why = paragraph(f"**{rule.severity}** · {rule.why}")
+        if page.read_text() != (text := f"# {name}: {rule.title}\n\n{why}{fence}{example}"):
+            yield page, text
+    written = {"commands": commands(), "settings": settings(), "recipe": recipe_fields()}
+    written |= {"python": python_names(), "records": record_fields()}
+    rows = ((f"[{name}](check/{name}.md)", rule.severity, rule.title) for name, rule in codes)
+    written["check-codes"] = iter([table("code | severity | what is wrong", rows)])
+    for name, parts in written.items():
+        page = REFERENCE / f"{name}.md"
+        by_hand = page.read_text().partition(MARKER)[0]
+        if page.read_text() != (text := f"{by_hand}{MARKER}\n{''.join(parts).rstrip()}\n"):
+            yield page, text
+
+
+if __name__ == "__main__":
+    for path, text in outdated():
+        path.write_text(text)
+        print(path)
