@@ -36,8 +36,15 @@ def commands(page: Path) -> list[str]:
 
 OF_THE_HANDBOOK = {line for page in PAGES[1:] for line in commands(page) if "runs/ID" not in line}
 """Where the README shows them too, they are run for the handbook's page alone."""
-KIND = {"data.md": "images", "any-batch.md": "csv_regression", "cricket.md": "cricket"}
+KIND = {
+    "data.md": "images",
+    "any-batch.md": "csv_regression",
+    "cricket.md": "cricket",
+    "your-model.md": "prices",
+    "two-nodes.md": "my_recipe",
+}
 """The recipe of which a page shows a run, where it is not the spiral."""
+SANDBOX = ["samestep", "slurm", "sandbox"]
 OF_ONE_PROCESS = {
     *("train", "evaluate", "predict", "explain", "new", "completion", "track", "runs", "compare"),
     *("report", "data", "doctor", "slurm", "checkpoint"),
@@ -72,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 # Pages with a Slurm of their own: the jobs of both begin at 1, and so take the same ports.
 SLURM = pytest.mark.xdist_group("slurm pages")
 RUN_PAGES = [
-    pytest.param(page, marks=SLURM if "slurm" in page.name else ())
+    pytest.param(page, marks=SLURM if "slurm" in page.name or page.name == "two-nodes.md" else ())
     for page in PAGES
     if commands(page)
 ]
@@ -80,12 +87,22 @@ RUN_PAGES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch):
+def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch, request):
     bin_folder = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.chdir(folder)
+    # As in a new terminal; what a page exports is taken back afterwards.
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    if page.name == "two-nodes.md":
+        if shutil.which("slurmd") is None:
+            pytest.skip("needs Slurm: apt-get install slurm-wlm munge")
+        request.addfinalizer(lambda: typed([*SANDBOX, "down", "--dir", "my-slurm"], folder))
     for line in commands(page):
+        if line.startswith("export "):
+            name, _, value = line.removeprefix("export ").partition("=")
+            monkeypatch.setenv(name, value.replace("$PWD", str(folder)))
+            continue
         if line.startswith("make "):
             continue  # `make test-all` runs this test; `make train` is the README's next command
         if page == README and line in OF_THE_HANDBOOK:
@@ -117,6 +134,8 @@ def forked(line: list[str], folder: Path) -> tuple[int, str]:
     Lightning tells rank 0 apart when it is imported: a script that relies on that is typed.
     """
     program, *words = line
+    if program not in {"python", "torchrun", "samestep"} or line[:3] == SANDBOX:
+        return typed(line, folder)
     ranks = 1
     if program == "torchrun":
         option, *words = words

@@ -99,6 +99,15 @@ def test_a_folder_without_git_is_copied_but_for_runs_environments_and_caches(tmp
     assert not (run / DIFF).exists()
 
 
+def test_a_folder_whose_gitignore_leaves_out_all_is_linked_without_git_too(tmp_path):
+    """As that of a sandbox, which holds the key of its munge."""
+    write(tmp_path / "f", **{"a.py": "", "sandbox/.gitignore": "*\n", "sandbox/munge/key": ""})
+    write(tmp_path / "f", **{"lib/.gitignore": "*.o\n", "lib/b.py": ""})
+    code = find_code(tmp_path / "f" / "a.py")
+    assert {*code.files} == {"a.py", "lib/.gitignore", "lib/b.py"}
+    assert code.linked == {"sandbox/": "ignored by its .gitignore"}
+
+
 def test_a_file_that_git_ignores_is_copied_with_its_folder(repository):
     write(repository, **{"data/try.py": "", "data/helper.py": ""})
     code = find_code(repository / "data" / "try.py")

@@ -174,6 +174,16 @@ def _is_run(folder: Path) -> bool:
     return any(all((folder / name).is_file() for name in marks) for marks in _RUN_MARKS)
 
 
+def _why_not_code(folder: Path) -> str:
+    if (folder / "pyvenv.cfg").is_file():
+        return "a virtual environment"
+    try:
+        ignored = (folder / ".gitignore").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    return "ignored by its .gitignore" if ignored == "*" else ""
+
+
 def _in_folder(root: Path) -> tuple[list[str], dict[str, str]]:
     """Return the files of a folder that git does not know, and the folders that are not code."""
     names, linked = list[str](), dict[str, str]()
@@ -186,8 +196,8 @@ def _in_folder(root: Path) -> tuple[list[str], dict[str, str]]:
                 names.append(start + folder)
             elif _is_run(path) or folder == "runs":
                 linked[f"{start}{folder}/"] = "runs"
-            elif (path / "pyvenv.cfg").is_file():
-                linked[f"{start}{folder}/"] = "a virtual environment"
+            elif why := _why_not_code(path):
+                linked[f"{start}{folder}/"] = why
             elif folder.startswith("."):
                 if not _CACHES.search(f"{folder}/"):
                     linked[f"{start}{folder}/"] = "hidden"

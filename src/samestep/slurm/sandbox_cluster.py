@@ -135,7 +135,7 @@ def check_folder(folder: Path, *, nodes: int) -> None:
 # All that a sandbox writes, and all that `down` removes; slurm.conf goes last, since the folder is
 # recognized by it.
 _FOLDERS = ("munge", "state", "spool", "log")
-_FILES = ("task_prolog.sh", "slurm.conf")
+_FILES = ("task_prolog.sh", ".gitignore", "slurm.conf")
 
 
 def default_folder() -> Path:
@@ -191,6 +191,8 @@ def write_files(folder: Path, *, nodes: int, cpus: int, first_job: int = 1) -> N
     )
     # First: by it the folder is recognized as a sandbox, should we be killed in between.
     (folder / "slurm.conf").write_text(text)
+    # Neither git nor the copy of the code that a job runs takes the key and the logs.
+    (folder / ".gitignore").write_text("*\n")
     for name in (*_FOLDERS, *(f"spool/{node}" for node in node_names(nodes))):
         (folder / name).mkdir(mode=0o700)
     (folder / "munge" / "key").write_bytes(secrets.token_bytes(128))
