@@ -15,7 +15,6 @@ from samestep.checking.sarif import as_sarif
 from tests.checking.planted import BASE, forked, line_of, planted
 from tests.command_line import call
 from tests.processes import free_port, launch_environment
-from tools.check_pages import outdated
 
 NO_SET_EPOCH = planted(("        sampler.set_epoch(epoch)\n", ""))
 PAGES = Path(__file__).parents[2] / "docs" / "reference" / "check"
@@ -252,9 +251,7 @@ def test_the_list_has_every_code_and_a_page_for_each(capfd):
     assert capfd.readouterr().out == (PAGES / f"{code}.md").read_text()
 
 
-def test_the_handbook_says_what_the_rules_say_and_shows_an_example_of_each():
-    """Where it does not, `python tools/check_pages.py` writes it."""
-    assert [path for path, _ in outdated()] == []
+def test_the_page_of_each_code_shows_an_example():
     for page in PAGES.glob("*.md"):
         text = page.read_text()
         assert len(text.splitlines()) <= 25, page

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from samestep.run.directory import Run
 from samestep.run.records import RUN_FORMAT, parse_lines
 from samestep.tracking.processes import send_run
 from tests.reporting.made_runs import change_start, lines_of, write_run
-from tests.run.record_table import handbook_table
 from tests.tiny import files
 
 READERS = {
@@ -53,12 +51,6 @@ def test_a_line_that_a_kill_tore_off_is_cut_away_before_the_next_record(tmp_path
         run.append({"event": "stop"})
         run.close()
         assert path.read_text() == '{"event": "compile"}\n{"event": "stop"}\n'
-
-
-def test_the_handbook_has_each_record_with_its_fields():
-    page = Path("docs/how-to/recipes.md")
-    missing = f"{page} needs this table:\n{handbook_table()}"
-    assert handbook_table() in page.read_text(encoding="utf-8"), missing
 
 
 @pytest.mark.parametrize(
