@@ -53,7 +53,7 @@ bench: $(VENV)/.ready-bench ## measure side by side with peers, write benchmarks
 	$(BIN)/python benchmarks/run.py
 
 docs: $(VENV)/.ready ## build the handbook as a site, in site/: open site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # --quiet would hide warnings from --strict
 
 pictures: $(VENV)/.ready ## make every screenshot that the docs show (Debian's chromium, chromium-driver)
 	$(BIN)/python tools/pictures.py
