@@ -36,7 +36,7 @@ MARKER = "<!-- What follows is written by tools/reference.py. -->\n"
 _FENCE = "```"
 _ON_OTHER_PAGES = {"Recipe", "Settings", "Splits", "__version__"}
 _SANDBOX = ("slurm sandbox up", "slurm sandbox status", "slurm sandbox down")
-_FLAGS = "flag | takes | default | what it does"
+_FLAGS = "flag | default | what it does"
 
 
 def table(header: str, rows: Iterable[Iterable[str]]) -> str:
@@ -71,14 +71,14 @@ def default_of(field: Field[Any]) -> str:
     return "" if shown in (None, "") else f"`{getattr(value, '__name__', shown)}`"
 
 
-def flag_rows(form: type) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the flags of a dataclass: name, what it takes, default, text."""
+def flag_rows(form: type) -> Iterator[tuple[str, str, str]]:
+    """Yield the flags of a dataclass: name and what it takes, default, text."""
     docs = field_docs(form)
     for field, kind, extras in flags_help.typed_fields(form):
         merged = field.name.removesuffix("_epochs")
         if form is Settings and merged in MERGED:
             takes, text = MERGED[merged]
-            yield f"`--{flag_name(merged)}`", f"`{takes}`", "", text
+            yield f"`--{flag_name(merged)}` `{takes}`", "", text
         if tyro.conf.Suppress in extras:
             continue
         metavars = [e.metavar for e in extras if getattr(e, "metavar", None)]
@@ -88,8 +88,8 @@ def flag_rows(form: type) -> Iterator[tuple[str, str, str, str]]:
             name, takes = f"`{takes}`", ""
         elif kind is bool:
             name, takes = name + f" `--no-{flag_name(field.name)}`" * bool(field.default), ""
-        takes = " ".join(f"`{word}`" for word in takes.split("|") if word)
-        yield name, takes, default_of(field), docs.get(field.name, "")
+        takes = "".join(f" `{word}`" for word in takes.split("|") if word)
+        yield name + takes, default_of(field), docs.get(field.name, "")
 
 
 def help_of(verb: str) -> tuple[str, str, str]:
@@ -129,16 +129,18 @@ def commands() -> Iterator[str]:
 
 def settings() -> Iterator[str]:
     """Yield every setting, in the groups of `--help-all`."""
-    free, group = free_names(Settings), ""
+    free, to_the_bit, group = free_names(Settings), free_names(Settings, virtual_ranks=1), ""
     grouped: dict[str, list[tuple[str, ...]]] = {}
-    for name, takes, default, text in flag_rows(Settings):
+    for name, default, text in flag_rows(Settings):
         field = name.split("`")[1].removeprefix("--").replace("-", "_")
         group = flags_help._GROUPS.get(field, group)  # noqa: SLF001
-        changes = "yes" if field in free or field in MERGED else ""
-        grouped.setdefault(group, []).append((name, takes, default, changes, text))
+        changes = (
+            "to rounding" if field in free - to_the_bit else "free" * (field in {*free, *MERGED})
+        )
+        grouped.setdefault(group, []).append((name, default, changes, text))
     for title, rows in grouped.items():
         yield f"## {title.capitalize()}\n\n"
-        yield table("setting | takes | default | may change on resume | what it does", rows)
+        yield table("setting | default | on resume | what it does", rows)
 
 
 def body_of(thing: Any) -> Any:

@@ -14,6 +14,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
+BAR = re.compile(r"(?<=\| )`[^`\n]*\\\|[^`\n]*`")
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
@@ -50,5 +51,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         there = path if path.is_relative_to(DOCS) else DOCS / "source" / path.relative_to(ROOT)
         return f"[{label}]({os.path.relpath(there, shown.parent)}{anchor})"
 
+    def shown_part(text: str) -> str:
+        # In a table GitHub wants `a \| b`, where Python-Markdown would show the backslash.
+        text = BAR.sub(lambda code: code[0].replace("\\|", "|"), text)
+        return LINK.sub(moved, text)
+
     parts = FENCED.split(markdown)
-    return "".join(p if p.startswith("```") else LINK.sub(moved, p) for p in parts)
+    return "".join(part if part.startswith("```") else shown_part(part) for part in parts)
