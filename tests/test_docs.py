@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -94,14 +95,17 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch,
     monkeypatch.chdir(folder)
     # As in a new terminal; what a page exports is taken back afterwards.
     monkeypatch.delenv("SLURM_CONF", raising=False)
+    short = tempfile.TemporaryDirectory(dir="/tmp")  # a socket's path has at most 107 bytes
+    request.addfinalizer(short.cleanup)
+    sandbox = f"{short.name}/my-slurm"
     if page.name == "two-nodes.md":
         if shutil.which("slurmd") is None:
             pytest.skip("needs Slurm: apt-get install slurm-wlm munge")
-        request.addfinalizer(lambda: typed([*SANDBOX, "down", "--dir", "my-slurm"], folder))
+        request.addfinalizer(lambda: typed([*SANDBOX, "down", "--dir", sandbox], folder))
     for line in commands(page):
         if line.startswith("export "):
             name, _, value = line.removeprefix("export ").partition("=")
-            monkeypatch.setenv(name, value.replace("$PWD", str(folder)))
+            monkeypatch.setenv(name, value.replace("$PWD", short.name))
             continue
         if line.startswith("make "):
             continue  # `make test-all` runs this test; `make train` is the README's next command
@@ -109,7 +113,8 @@ def test_every_command_of_the_page_works_in_its_order(page, folder, monkeypatch,
             continue
         kind = KIND.get(page.name, "spiral")
         runs = sorted((folder / "runs").glob(f"{kind}-*"), key=lambda run: run.stat().st_mtime)
-        words = line.replace("runs/ID", str(runs[-1]) if runs else "runs/ID").split()
+        newest = str(runs[-1]) if runs else "runs/ID"
+        words = line.replace("my-slurm", sandbox).replace("runs/ID", newest).split()
         as_typed = page == INDEX and words[0] == "torchrun"
         code, said = (typed if as_typed else forked)(words, folder)
         assert "Traceback" not in said, f"{line}\n{said}"
