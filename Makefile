@@ -16,7 +16,7 @@ WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
-.PHONY: train test test-all lint lowest constraints bench pictures gpu-kit dist clean help
+.PHONY: train test test-all lint docs lowest constraints bench pictures gpu-kit dist clean help
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
@@ -52,6 +52,9 @@ lint: $(VENV)/.ready ## ruff, mypy, spelling, and plain English (tools/words.tom
 bench: $(VENV)/.ready-bench ## measure side by side with peers, write benchmarks/results/
 	$(BIN)/python benchmarks/run.py
 
+docs: $(VENV)/.ready ## build the handbook as a site, in site/: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 pictures: $(VENV)/.ready ## make every screenshot that the docs show (Debian's chromium, chromium-driver)
 	$(BIN)/python tools/pictures.py
 
@@ -70,4 +73,4 @@ constraints: $(VENV)/.ready-bench ## write constraints.txt anew from what is ins
 	$(PIP) freeze --exclude-editable | grep -vE '^(torch|torchvision|pip|triton|nvidia-.*)==' > constraints.txt
 
 clean: ## remove the virtual environment, what was built, and caches
-	rm -rf $(VENV) build dist .gpu-kit .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .gpu-kit .pytest_cache .mypy_cache .ruff_cache .hypothesis

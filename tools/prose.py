@@ -65,6 +65,7 @@ def passages_of_page(text: str) -> Iterator[Passage]:
         if opening and (not fence or opening[1].startswith(fence)):
             fence = "" if fence else opening[1]
         skipped = bool(opening or fence) or line.lstrip().startswith(("|", "<!--", "[!"))
+        skipped |= not lines and line.startswith("    ")  # code
         if (skipped or not line.strip() or MARK.match(line)) and lines:
             yield Passage(line=first, text=ADDRESS.sub("", CODE.sub(_blank, "\n".join(lines))))
             lines = []
@@ -120,7 +121,7 @@ def findings(path: Path, rules: Rules) -> Iterator[tuple[int, str]]:
     for number, written in enumerate(text.splitlines() if page else (), 1):
         fenced ^= written.lstrip().startswith("```")
         long = len(ADDRESS.sub("]", written)) > rules.page_line
-        if long and not fenced and not written.lstrip().startswith("|"):
+        if long and not fenced and not written.lstrip(" ").startswith("|") and written[:4].strip():
             yield number, f"{len(written)} characters in the line: at most {rules.page_line}"
 
 
