@@ -69,6 +69,10 @@ def terminal(file: Path) -> None:
         console.print(f"$ {SHOWN}\n{done.stdout}", markup=False)
     drawn = console.export_svg(title="samestep", theme=MONOKAI, unique_id="terminal")
     drawn = re.sub(r"@font-face \{.*?\}\n?", "", drawn, flags=re.DOTALL)
+    # A picture without a size of its own shrinks in a table.
+    drawn = re.sub(
+        r'viewBox="0 0 (\d+)[\d.]* (\d+)', r'width="\1" height="\2" \g<0>', drawn, count=1
+    )
     file.write_text(drawn.replace("Fira Code, monospace", "monospace"))
 
 

@@ -212,7 +212,7 @@ def test_a_draw_that_leaves_nothing_to_test_is_refused_before_the_training():
         ({"validation_from": "2024-02-02", "test_from": "2024-02-01"}, "--validation-from"),
         ({"validation_from": "2024-13-01", "test_from": "2025"}, "--validation-from"),
         ({"synthetic": True, "data_dir": "matches"}, "--data-dir"),
-        ({"without": ("precedes",)}, "precedes"),
+        ({"without": ("preceeds",)}, "precedes"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, told):
