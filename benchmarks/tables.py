@@ -25,6 +25,7 @@ from measure import (
 
 PEERS = Path(__file__).parent / "peers"
 EXAMPLES = Path(__file__).parent.parent / "examples"
+_GPT = str(EXAMPLES / "char_gpt.py")
 PYTHON = sys.executable
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 SAMESTEP = (PYTHON, "-m", "samestep", "train")
@@ -272,31 +273,35 @@ def _graphs(epochs: int) -> Table:
     )
 
 
-def _fsdp(epochs: int) -> Table:
-    size = ("--nproc", "2", "--strategy", "fsdp", "--dim", "256")
-    mine = _samestep("samestep --strategy fsdp", str(EXAMPLES / "char_gpt.py"), epochs, *size)
-    peer = _peer("hand-written fully_shard", "gpt_ddp", epochs, "--fsdp", "--width", "256")
-    return Table(
-        name="fsdp",
-        title="Two ranks, Gloo: examples/char_gpt.py with --dim 256, each block sharded by FSDP2",
-        unit="samples/s",
-        baseline=("hand-written fully_shard",),
-        rows=tuple(replace(row, measure=fastest(row.measure)) for row in (peer, mine)),
-        targets=(Target(row="samestep --strategy fsdp", limit=0.97),),
-        notes=("In this table throughput is that of the fastest epoch, for both rows.",),
+def _gpt(epochs: int) -> Table:
+    return _two_ranks(
+        "gpt",
+        "examples/char_gpt.py, batch 16 per rank, AdamW, clipped",
+        _peer("hand-written DDP", "gpt_ddp", epochs),
+        _samestep("samestep --nproc 2", _GPT, epochs, "--nproc", "2"),
+        limit=0.98,
     )
 
 
-def _gpt(epochs: int) -> Table:
-    mine = _samestep("samestep --nproc 2", str(EXAMPLES / "char_gpt.py"), epochs, "--nproc", "2")
-    peer = _peer("hand-written DDP", "gpt_ddp", epochs)
+def _fsdp(epochs: int) -> Table:
+    size = ("--nproc", "2", "--strategy", "fsdp", "--dim", "256")
+    return _two_ranks(
+        "fsdp",
+        "examples/char_gpt.py with --dim 256, each block sharded by FSDP2",
+        _peer("hand-written fully_shard", "gpt_ddp", epochs, "--fsdp", "--width", "256"),
+        _samestep("samestep --strategy fsdp", _GPT, epochs, *size),
+        limit=0.97,
+    )
+
+
+def _two_ranks(name: str, title: str, peer: Row, mine: Row, *, limit: float) -> Table:
     return Table(
-        name="gpt",
-        title="Two ranks, Gloo: examples/char_gpt.py, batch 16 per rank, AdamW, clipped",
+        name=name,
+        title=f"Two ranks, Gloo: {title}",
         unit="samples/s",
-        baseline=("hand-written DDP",),
+        baseline=(peer.name,),
         rows=tuple(replace(row, measure=fastest(row.measure)) for row in (peer, mine)),
-        targets=(Target(row="samestep --nproc 2", limit=0.98),),
+        targets=(Target(row=mine.name, limit=limit),),
         notes=("In this table throughput is that of the fastest epoch, for both rows.",),
     )
 

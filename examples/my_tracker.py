@@ -13,7 +13,7 @@ from samestep.tracking import Started, TrackedRecord, TrackedResult, TrackedRun
 
 
 def start(run: TrackedRun) -> Started:
-    """Open the file; a resumed run goes on in it."""
+    """Open the file; a resumed run continues in it."""
     path = run.folder / "numbers.csv"
     file = path.open("a", newline="")
     if run.known is None:

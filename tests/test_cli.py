@@ -138,8 +138,10 @@ def test_torch_is_not_imported_before_the_verb_is_known(arguments, code, printed
         assert said == []
 
 
-def test_a_reader_that_leaves_early_sees_no_traceback():
-    # A pipe that nobody reads, as after `samestep runs --help | head -1`.
-    program = f"exec {sys.executable} -m samestep runs --help | true; exit ${{PIPESTATUS[0]}}"
+@pytest.mark.parametrize("words", ["runs --help", "train spiral --epochs 1 --run-dir"])
+def test_a_reader_that_leaves_early_sees_no_traceback(words, tmp_path):
+    # A pipe without a reader, as after `samestep runs --help | head -1`.
+    words += f" {tmp_path / 'run'}" * words.endswith("--run-dir")
+    program = f"exec {sys.executable} -m samestep {words} | true; exit ${{PIPESTATUS[0]}}"
     done = typed("bash", "-c", program)
     assert (done.returncode, done.stderr) == (141, "")

@@ -1,6 +1,6 @@
 """Find sentences that are not plain English: python tools/prose.py [FILE ...].
 
-The rules are in tools/words.toml. Pages are read without code, tables and addresses. Of Python
+The rules are in tools/words.toml. Pages are read without code and addresses. Of Python
 files, it reads docstrings, comments, and strings of at least three words.
 """
 
@@ -28,6 +28,8 @@ class Passage:
 
     line: int
     text: str
+    is_row: bool = False
+    """Whether it is a row of a table, whose cells are no sentences to count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ def passages_of_page(text: str) -> Iterator[Passage]:
         if not skipped and line.strip():
             first = first if lines else number
             lines.append(MARK.sub("", line))
+        if not fence and line.lstrip().startswith("|"):
+            yield Passage(line=number, text=ADDRESS.sub("", CODE.sub("X", line)), is_row=True)
 
 
 def passages_of_python(text: str) -> Iterator[Passage]:
@@ -110,7 +114,7 @@ def findings(path: Path, rules: Rules) -> Iterator[tuple[int, str]]:
                     line = passage.line + passage.text[: match.start()].count("\n")
                     yield line, f'"{" ".join(match[0].split())}": {say}'
         at = 0
-        for sentence in SENTENCE.split(passage.text) if page else ():
+        for sentence in SENTENCE.split(passage.text) if page and not passage.is_row else ():
             at = passage.text.index(sentence, at)
             words = len(WORD.findall(sentence))
             if words > rules.sentence_words:

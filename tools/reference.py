@@ -82,7 +82,7 @@ def flag_rows(form: type) -> Iterator[tuple[str, str, str]]:
         if tyro.conf.Suppress in extras:
             continue
         metavars = [e.metavar for e in extras if getattr(e, "metavar", None)]
-        takes = str(metavars[0]) if metavars else flags_help._word(kind)  # noqa: SLF001
+        takes = str(metavars[0]) if metavars else flags_help.word_of(kind)
         name = f"`--{flag_name(field.name)}`"
         if tyro.conf.Positional in extras:
             name, takes = f"`{takes}`", ""
@@ -133,7 +133,7 @@ def settings() -> Iterator[str]:
     grouped: dict[str, list[tuple[str, ...]]] = {}
     for name, default, text in flag_rows(Settings):
         field = name.split("`")[1].removeprefix("--").replace("-", "_")
-        group = flags_help._GROUPS.get(field, group)  # noqa: SLF001
+        group = flags_help.GROUPS.get(field, group)
         changes = (
             "to rounding" if field in free - to_the_bit else "free" * (field in {*free, *MERGED})
         )

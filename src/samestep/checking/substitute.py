@@ -1,6 +1,6 @@
 """Let the CPU answer a script's calls to CUDA, and note which device each rank asks for.
 
-Notes `device` {asked, rank, local_rank, …}: the index of a CUDA device that the user's code
+Notes `device` `{asked, rank, local_rank, alone}`: the index of a CUDA device that the user's code
 asks for; `note` {text}: that something else answered than was asked.
 """
 

@@ -31,7 +31,7 @@ RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 HELP_ALL = "--help-all"
 HELP = frozenset({"-h", "--help", HELP_ALL})
 # A group begins with this setting and ends before the next one here.
-_GROUPS = {
+GROUPS = {
     "epochs": "length",
     "batch_size": "batch",
     "optimizer": "optimizer",
@@ -123,7 +123,7 @@ def help_text(
         settings, heading = isinstance(instance, Settings), title
         for name, takes, text, common, default in _rows(instance):
             if settings:
-                heading = (_GROUPS if whole else _SHORT_GROUPS).get(name, heading)
+                heading = (GROUPS if whole else _SHORT_GROUPS).get(name, heading)
             if name in left_out or not (whole or common or not settings):
                 continue
             if f"{heading}:" not in lines:
@@ -152,7 +152,7 @@ def _rows(instance: Any) -> Iterator[tuple[str, str, str, bool, Any]]:
             yield merged, *MERGED[merged], True, None
         if tyro.conf.Suppress not in extras:
             metavar = next((e.metavar for e in extras if getattr(e, "metavar", None)), None)
-            takes = "" if kind is bool else metavar or _word(kind)
+            takes = "" if kind is bool else metavar or word_of(kind)
             common = bool(field.metadata.get("common"))
             yield name, takes, docs.get(name, ""), common, getattr(instance, name)
 
@@ -170,11 +170,12 @@ def typed_fields(form: type) -> Iterator[tuple[Field[Any], Any, list[Any]]]:
         yield field, kind, extras
 
 
-def _word(kind: Any) -> str:
+def word_of(kind: Any) -> str:
+    """Return what a flag of this type takes, as `--help` shows it: INT, a|b."""
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
     if get_origin(kind) in (tuple, list):
-        return f"{_word(get_args(kind)[0])} …"
+        return f"{word_of(get_args(kind)[0])} …"
     return _WORDS.get(kind, "VALUE")
 
 

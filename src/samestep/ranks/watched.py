@@ -36,7 +36,7 @@ PULSES = "samestep-pulses-{own}"
 STALL_S = "SAMESTEP_STALL_S"
 """A user's word for scripts: seconds without a sign of life that count as a stall; 0: never."""
 
-_SCRIPT_LEAST_S = 480.0  # only rank 0 may evaluate, for minutes; NCCL gives up after 10
+_SCRIPT_LEAST_S = 480.0  # others may wait minutes for rank 0 to evaluate; NCCL gives up after 10
 
 RUN = "run"
 """In that folder: the run directory, once there is one."""

@@ -157,7 +157,7 @@ class _Watcher:
         """Whether the ranks of all other nodes stand still, too, as far as these have told."""
         run, others = self._run, {*range(self._node.num_nodes)} - {self._node.node}
         found = [read_object(run / HEARTBEAT.format(node=n)) for n in others] if run else []
-        # A file system may show an old one: what it shows continues.
+        # A file system may show an old one: its ranks have stood still since then, too.
         return all(
             told["still_s"] + time.time() - told["time"] >= told["limit_s"]
             for told in found

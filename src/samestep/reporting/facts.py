@@ -54,7 +54,7 @@ def _trained(run: RunData) -> str:
 
 
 def _left(run: RunData) -> str:
-    """Return how long a run that is running will still train, by its latest steps."""
+    """Return how long a run will still train, by its latest steps."""
     whole, steps = run.plan.get("total_steps"), run.of("step")[-20:]
     if run.status != "running" or not isinstance(whole, int) or len(steps) < 2:
         return ""

@@ -231,7 +231,7 @@ class RunServer(ThreadingHTTPServer):
         """Return what the run tells now; its files are read again only if they have changed."""
         with self._lock:
             now = self._state()
-            # That a run was killed changes no file, so one that continues is always read.
+            # That a run was killed changes no file, so one that has not ended is always read.
             stale = self._read is None or self._read[0] != now or not self._read[1].ended
             began = time.monotonic()
             if self._read is None or (stale and began >= self._due):

@@ -173,6 +173,12 @@ class NotebookBar:
             self._handle.update(shown, raw=True)
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise what the command line expects, where Rich would exit: `head` has read enough."""
+        raise BrokenPipeError("the reader of the output has gone")
+
+
 NOT_FINITE = "not finite"
 
 
@@ -197,7 +203,7 @@ class Screen:
         self._go_on = go_on
         # A kernel says that it is a terminal; what it prints is wrapped by the notebook, if at all.
         terminal = False if in_notebook() else None
-        self._console = console or Console(
+        self._console = console or _Output(
             highlight=False, force_jupyter=False, force_terminal=terminal
         )
         self._plan: Record = {}

@@ -242,7 +242,7 @@ def time_line(run: RunData) -> TimeLine | None:
     ]
     summary = f"{count(last, 'step')}, {count(len(saved), 'checkpoint')}, "
     if len(attempts) == 1:
-        summary += f"in one continue {attempts[0].ranks}."
+        summary += f"in a single start on {attempts[0].ranks}."
     else:
         told = ", then ".join(one.ranks for one in attempts[:8])
         more = " …" if len(attempts) > 8 else ""

@@ -443,8 +443,8 @@ class OwnRun:
             carry: rows → tensors with a row for each slot of the global batch, or a tree of them,
                 for what `run.carry` has of this batch's slots. An epoch begins anew; with a
                 parameter `carried` it is given what the epoch before has left, or None. A
-                function without rows makes one state for each rank, which only as many ranks can
-                continue.
+                function without rows makes one state for each rank; only the same number of
+                ranks can continue from it.
 
         Raises:
             UserError: it is called outside of an epoch, or twice within one, or the run was begun

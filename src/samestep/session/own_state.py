@@ -87,7 +87,7 @@ def check_same_program(
     if "program" not in saved:
         raise UserError(
             f"{path} holds a run of samestep train.",
-            remedy=f"Continue with it by samestep train {path} --resume, or name another directory "
+            remedy=f"Continue it with samestep train {path} --resume, or name another directory "
             "in open_run.",
         )
     if saved["program"] != name:

@@ -306,7 +306,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
     notes += room_notes(path, held)
     if resumed and is_done(work, built.state):
         notes.append(
-            "The run is finished; To train further, give a larger --epochs or --max-steps."
+            "The run is finished. To train further, give a larger --epochs or --max-steps."
         )
     return notes
 

@@ -222,7 +222,7 @@ class Reports:
         return without_credentials(text)
 
 
-# How often a run that continues is looked at; its records wait in their file meanwhile.
+# How often a run is looked at until it ends; its records wait in their file meanwhile.
 _LOOK_EVERY_S = 0.5
 # Of environment.json; the variables and the command stay in the run directory.
 _FACTS = (

@@ -199,19 +199,17 @@ memory, and cost 40% of the throughput: activations would be mapped anew in each
 
 
 def choose_allocation(device: torch.device, *, sharded: bool) -> None:
-    """Choose what glibc does with freed memory (CPU only): reuse it, or return it if `sharded`.
+    """Let glibc keep freed memory for the next step (CPU only), but for large tensors if `sharded`.
 
     By default glibc returns freed activations to the system, which maps every page again at the
     next step: 10% of a ResNet-18's step (docs/project/log.md). So tensors of up to 32 MiB stay on
-    the heap, and the process never shrinks. With FSDP the heap grows to three times what is in
+    the heap, and the process never shrinks. With FSDP the heap would grow to three times what is in
     use: glibc cannot put an aligned tensor into the gap that one of the same size has left.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
     trim_threshold, mmap_threshold = -1, -3  # of glibc's malloc.h
-    if sharded:
-        libc.mallopt(mmap_threshold, _GATHERED_BYTES)
-        return
-    libc.mallopt(mmap_threshold, 32 << 20)  # glibc takes no more than that
+    # glibc takes no more than 32 MiB.
+    libc.mallopt(mmap_threshold, _GATHERED_BYTES if sharded else 32 << 20)
     libc.mallopt(trim_threshold, 2**31 - 1)  # never

@@ -72,7 +72,7 @@ def remedy_of(error: Exception, outputs: Any, targets: Any, function: object) ->
     if defined_at(function) or isinstance(targets, dict):
         return ""
     if not isinstance(outputs, Tensor):
-        hint = "end forward with `return`" if outputs is None else "return only it"
+        hint = "end forward with `return`" if outputs is None else "return only that"
         return f"The model returns a {type(outputs).__name__} where a tensor is needed: {hint}."
     if not isinstance(targets, Tensor):
         return ""

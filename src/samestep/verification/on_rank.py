@@ -198,7 +198,7 @@ class _Start:
 
         recipe = replace(inner, model=model, data=lambda *_: few)
         tested, held = self._tested(settings.precision), ALL_KINDS - training.free
-        holds = self._facts.virtual_ranks is None  # else nothing is held still, or looked into
+        holds = self._facts.virtual_ranks is None  # else nothing is fixed, or looked into
         if holds:
             loss = watched(tested.placed_loss, RandomDraws(), held)
             forward = None if inner.forward is None else tested.exactly(inner.forward)

@@ -47,7 +47,7 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class FreeStep(NamedTuple):
-    """A forward and backward with nothing held still."""
+    """A forward and backward with nothing fixed."""
 
     model: nn.Module
     """With its gradients."""
@@ -67,7 +67,7 @@ class FreeStep(NamedTuple):
 
 
 class HeldForward(NamedTuple):
-    """A forward with all draws held still."""
+    """A forward with all draws fixed."""
 
     model: nn.Module
     block: Block
@@ -119,7 +119,7 @@ class RecipeUnderTest:
 
     @cached_property
     def free_step(self) -> FreeStep:
-        """One step with nothing held still, watched."""
+        """One step with nothing fixed, watched."""
         seen, block, model = RandomDraws(), self.batch(), self.build()
         hold_model(model, seen, frozenset())
         loss = watched(self.placed_loss, seen)
@@ -133,7 +133,7 @@ class RecipeUnderTest:
 
     @cached_property
     def held_outputs(self) -> HeldForward | None:
-        """A forward with all draws held still; None if outputs are not one per sample.
+        """A forward with all draws fixed; None if outputs are not one per sample.
 
         Some may be one number for the whole batch, such as a learned temperature.
         """
@@ -161,7 +161,7 @@ class RecipeUnderTest:
         return model.train()
 
     def held_model(self) -> nn.Module:
-        """Return the model with all that it draws held still."""
+        """Return the model with all that it draws fixed."""
         model = self.build()
         hold_model(model, RandomDraws(), ALL_KINDS, partial(self.calibrate, model))
         return model
@@ -225,13 +225,13 @@ class RecipeUnderTest:
             return call(self.applied(model), inputs)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the loss with all that it draws held still."""
+        """Return the loss with all that it draws fixed."""
         held = watched(self.placed_loss, RandomDraws(), ALL_KINDS)
         with autocast(self.settings.precision, self.world.device):
             return cast("Tensor", held(outputs, targets))
 
     def free_loss(self, model: nn.Module, block: Block, loss: Callable[..., Any]) -> Tensor:
-        """Return the loss of a batch with nothing held still."""
+        """Return the loss of a batch with nothing fixed."""
         with autocast(self.settings.precision, self.world.device):
             outputs = call(self.applied(model), block.inputs)
             return cast("Tensor", loss(outputs, block.targets))

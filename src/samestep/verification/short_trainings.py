@@ -65,7 +65,7 @@ class RecipeFacts:
     inexact: str = ""
     """Why this is not float64."""
     virtual_ranks: int | None = None
-    """With virtual ranks all trainings must be equal to the last bit, and nothing is held still."""
+    """With virtual ranks all trainings must be equal to the last bit, and nothing is fixed."""
     lightning: bool = False
     """Whether Lightning is installed and takes these settings."""
     allows_unused: bool = False
@@ -132,7 +132,7 @@ class ShortTraining:
     own_precision: bool = False
     """Whether it computes in the precision of the user's settings, not in the most exact one."""
     free: frozenset[Kind] = frozenset()
-    """What is left as it is; the rest of what differs with the number of ranks is held still."""
+    """What is left as it is; the rest of what differs with the number of ranks is fixed."""
     halves: bool = False
     """Whether each rank, or each virtual rank, takes its share in two micro-steps."""
     resumes: bool = False

@@ -44,7 +44,7 @@ _OTHERS = "; the other ranks"
 _MAIN = ShortTraining(name=MAIN)
 _OWN = ShortTraining(name=OWN_PRECISION, own_precision=True)
 _LOOK = ShortTraining(name=MAIN, free=ALL_KINDS)
-"""What the first start runs: everything as it is, so that it shows what has to be held still."""
+"""What the first start runs: everything as it is, so that it shows what has to be fixed."""
 
 
 class _FailedError(UserError):

@@ -1,8 +1,8 @@
 """How teams and venues have done on earlier days, against what is usual and whom they met.
 
-Each side, bowling attack and venue has a rating: runs and wickets a ball beyond what is usual with
-these overs bowled and wickets lost. An innings is expected to go by the sum of its three ratings,
-and moves each by a part of what it went beyond that, as Elo's ratings move; the more balls a rating
+Each side, bowling attack and venue has a rating: runs and wickets per ball beyond what is usual
+after this many overs and wickets. An innings is expected to go by the sum of its three ratings, and
+moves each by a part of what it went beyond that, as Elo's ratings move; the more balls a rating
 has seen, the less. A run keeps the ratings after all its matches, and later matches continue from
 there, so that a new season does not begin with unknown teams.
 """

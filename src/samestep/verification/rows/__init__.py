@@ -46,7 +46,7 @@ def _how_late(training: ShortTraining) -> tuple[bool, ...]:
 def look(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:
     """Return the facts with what the experiments of all rows found in this process."""
     found = {row.name: row.look(tested) for row in rows_of(facts) if row.look}
-    # With virtual ranks nothing is held still.
+    # With virtual ranks nothing is fixed.
     held = tested.free_step.kinds if facts.virtual_ranks is None else frozenset()
     kept = {name: value for name, value in found.items() if value is not None}
     return replace(facts, present=held, found=kept)
