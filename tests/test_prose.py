@@ -65,11 +65,18 @@ def test_a_long_sentence_and_a_long_line_of_a_page_are_found_where_they_begin(tm
     assert "page.md:35: 126 characters" in lines[1]
 
 
+def test_a_row_of_a_table_is_read_for_words_but_not_for_length(tmp_path):
+    table = f"| Rank 0 alone | {'word ' * 40}|\n|---|---|\n| `alone` | x |\n"
+    code, lines = lint(tmp_path / "page.md", f"# A page\n\n{table}")
+    assert code == 1
+    assert [line.split(":")[1] for line in lines] == ["3"]
+
+
 def test_good_text_passes_and_so_do_code_tables_links_and_exceptions(tmp_path):
     page = (
         "# A page\n\nRank 0 only writes. There is no error. Run `goes on` or "
         "[this](https://example.org/alone).\n\n```console\n$ nobody goes on\n```\n\n"
-        f"| alone | {'word ' * 40}|\n|---|---|\n"
+        f"| only | {'word ' * 40}|\n|---|---|\n"
     )
     assert lint(tmp_path / "page.md", page) == (0, [])
     assert lint(tmp_path / "module.py", 'alone = "alone"\n"""Return the sum."""\n') == (0, [])

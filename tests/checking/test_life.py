@@ -93,17 +93,23 @@ def test_a_rank_that_cannot_begin_beside_another_rank_0_fails_for_that_reason_al
     first, tmp_path
 ):
     """Whichever has the port first trains, and saves as its rank 0."""
-    wait = f"""\
-    import socket
+    own = """\
     import time
-    while int(os.environ["RANK"]) != {first}:
-        with socket.socket() as other:
-            if not other.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
-                break
-        time.sleep(0.01)  # a port that somebody listens on can only be asked for
+    from pathlib import Path
+    mine, is_first = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)), os.environ["RANK"] == "FIRST"
+    while not is_first and not Path("begun").exists():
+        time.sleep(0.01)
+    try:
+        dist.init_process_group("gloo", rank=mine, world_size=1)
+    except BaseException:
+        Path("failed").touch()
+        raise
+    Path("begun").touch()
+    while is_first and not Path("failed").exists():
+        time.sleep(0.01)
+    rank = dist.get_rank()
 """
-    own = 'dist.init_process_group("gloo", rank=int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)), '
-    text = planted((INIT, f"{wait}    {own}world_size=1)\n    rank = dist.get_rank()\n"))
+    text = planted((INIT, own.replace("FIRST", str(first))))
     assert codes(check(tmp_path, text)) == {"SS604"}
 
 
