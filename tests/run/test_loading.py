@@ -1,6 +1,7 @@
 """A checkpoint is mapped, copied where it is kept, and let go once it is restored."""
 
 import hashlib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,19 @@ def test_what_is_written_to_a_loaded_tensor_does_not_reach_the_file(tmp_path):
     entry = written(tmp_path)
     loading.load(tmp_path, entry)["model"]["w"].zero_()
     index.verify(tmp_path, entry)
+
+
+def test_a_checkpoint_leaves_out_crcs_and_a_file_that_a_user_saves_does_not(tmp_path):
+    entry = written(tmp_path)
+    torch.save({"w": torch.ones(3)}, tmp_path / "own.pt")
+    with (
+        zipfile.ZipFile(tmp_path / entry.path) as ours,
+        zipfile.ZipFile(tmp_path / "own.pt") as own,
+    ):
+        assert ours.testzip() is not None
+        assert own.testzip() is None
+    for loaded in (torch.load(tmp_path / entry.path), torch.load(tmp_path / entry.path, mmap=True)):
+        assert torch.equal(loaded["model"]["w"], torch.arange(50_000.0))
 
 
 def test_a_verified_checkpoint_is_not_hashed_again(tmp_path):
