@@ -41,6 +41,7 @@ _WITH_FSDP: _Allowed = {
 _WITH_DDP: _Allowed = {
     "shard_within": (("all",), "DDP shards nothing"),
     "reshard_after_forward": ((True,), "DDP gathers no weights, so there are none to free"),
+    "gather_dtype": ((None,), "DDP gathers no weights"),
     "cpu_offload": ((False,), "only shards can be kept in the CPU's memory"),
 }
 

@@ -201,6 +201,9 @@ class Settings:
     reshard_after_forward: bool = field(default=True, metadata=_FREE)
     """With fsdp, free a block's gathered weights after its forward; off keeps them for the
     backward: more memory, less communication."""
+    gather_dtype: ParamDtype | None = None
+    """With fsdp, the type in which weights are gathered; by default their own. bf16 halves the
+    traffic and needs --precision bf16; weights of normalization layers are rounded too."""
     cpu_offload: bool = field(default=False, metadata=_FREE)
     """With fsdp on GPUs, keep weights, gradients and optimizer state in the CPU's memory."""
     bucket_cap_mb: int | None = field(default=None, metadata=_FREE)
@@ -309,6 +312,13 @@ class Settings:
                 remedy="Leave one of them out.",
                 flags=["param_dtype", "precision"],
             )
+        if self.gather_dtype and self.precision not in (self.gather_dtype, "bf16", "fp16"):
+            raise UserError(
+                f"--gather-dtype {self.gather_dtype} does not go with --precision "
+                f"{self.precision}, which computes with weights of that type.",
+                remedy="Add --precision bf16, or leave --gather-dtype out.",
+                flags=["gather_dtype", "precision"],
+            )
         check_flags(self, ("virtual_ranks",), lambda value: value <= 4096, "be 4096 or less")
         if conflict := conflict_in(self):
             raise UserError(conflict.message, remedy=conflict.remedy, flags=[*conflict.flags])
@@ -375,7 +385,7 @@ def in_precision(settings: Settings, precision: Precision) -> Settings:
     """Return the settings in another precision, and weights of its type."""
     if precision == settings.precision:
         return settings
-    return replace(settings, precision=precision, param_dtype=None)
+    return replace(settings, precision=precision, param_dtype=None, gather_dtype=None)
 
 
 # A layer that sets one of them drops the others from the layers below.

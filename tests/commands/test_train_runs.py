@@ -233,7 +233,8 @@ num_workers=1 log_every=4
 eval_every_epochs=3 eval_every_steps=11 checkpoint_every_epochs=5 checkpoint_every_steps=6
 checkpoint_every_minutes=0.5 checkpoint_sync=true
 keep_newest=3 keep_hours=2.5 strategy="fsdp" shard_within="node" reshard_after_forward=false
-cpu_offload=true keep_top_k=2 monitor="loss" mode="max" patience=4 min_delta=0.0625
+gather_dtype="bf16" cpu_offload=true
+keep_top_k=2 monitor="loss" mode="max" patience=4 min_delta=0.0625
 halving=3
 pictures=false channels_last=true cudnn_benchmark=true deterministic=true find_unused=true
 checkpoint_activations=true static_graph=true sync_batchnorm=true engine="lightning"
@@ -307,7 +308,15 @@ APART = [
     {"deterministic"},
     {"group_by_length"},
     {"batch_tokens"},
-    {"strategy", "shard_within", "reshard_after_forward", "cpu_offload"},
+    {
+        "strategy",
+        "shard_within",
+        "reshard_after_forward",
+        "cpu_offload",
+        "gather_dtype",
+        "precision",
+        "param_dtype",
+    },
 ]
 
 
@@ -330,6 +339,7 @@ OTHER_VALUES = {
     "momentum": 0.25,
     "run_dir": "third",
     "param_dtype": "fp32",
+    "gather_dtype": "fp32",
     "matmul_precision": "highest",
     "monitor": "accuracy",
     "hidden_dims": (5,),
@@ -378,7 +388,7 @@ def test_a_run_of_all_settings_keeps_them(here):
     # two could apply to, and the others have tests of their own.
     table |= {"cudnn_benchmark": False, "checkpoint_activations": False, "sync_batchnorm": False}
     table |= {"engine": "native", "track": "none"}
-    sharding = ("strategy", "shard_within", "reshard_after_forward", "cpu_offload")
+    sharding = ("strategy", "shard_within", "reshard_after_forward", "cpu_offload", "gather_dtype")
     for name in (
         "run_dir",
         "halving",

@@ -202,6 +202,7 @@ REFUSED = {
     "offload": ("", ("--cpu-offload",), ("--cpu-offload",)),
     "virtual": ("", ("--virtual-ranks", "2"), ("--virtual-ranks",)),
     "lightning": ("", ("--engine", "lightning"), ("--engine lightning",)),
+    "gathered": ("", ("--gather-dtype", "bf16"), ("--gather-dtype bf16", "--precision")),
     "fp16": ("", ("--precision", "fp16"), ("--precision fp16",)),
 }
 
@@ -227,7 +228,12 @@ def test_what_is_no_class_of_a_block_is_refused_at_once():
 
 
 def test_settings_of_fsdp_without_it_are_refused():
-    for how in ({"shard_within": "node"}, {"cpu_offload": True}, {"reshard_after_forward": False}):
+    for how in (
+        {"shard_within": "node"},
+        {"cpu_offload": True},
+        {"reshard_after_forward": False},
+        {"gather_dtype": "bf16", "precision": "bf16"},
+    ):
         with pytest.raises(UserError, match="--strategy ddp"):
             Settings(**how)
 
@@ -381,6 +387,41 @@ def test_in_bf16_it_computes_what_ddp_computes(tmp_path):
     ]
     tiny.train_all(trainings, on=2, folder=tmp_path)
     tiny.assert_same_training(tmp_path / "fsdp", tmp_path / "ddp", tolerance=1e-6)
+
+
+IN_BF16 = """
+from dataclasses import replace
+
+class Looking(Block):
+    def forward(self, x):
+        assert self.norm.weight.dtype == self.inner.weight.dtype == torch.bfloat16
+        return super().forward(x)
+
+def looking():
+    made = Net()
+    made.blocks[1].__class__ = Looking  # a new one would draw other weights
+    return made
+
+recipe = replace(recipe, model=looking)
+"""
+
+
+def test_gathered_in_bf16_it_trains_float32_weights_close_to_ddp_and_resumes_exactly(tmp_path):
+    recipe = write_blocks(tmp_path)
+    flags = ("--precision", "bf16", *HOW["sgd"])
+    tiny.trained(recipe, tmp_path / "ddp", *flags, on=2)
+    recipe.write_text(recipe.read_text() + IN_BF16)
+    own = ("--gather-dtype", "bf16")
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    tiny.trained(recipe, once, *flags, *FSDP, *own, on=2)
+    tiny.trained(recipe, twice, *flags, *FSDP, *own, "--epochs", "1", on=2)
+    tiny.resumed(twice, "--epochs", "2", on=2)
+    tiny.assert_same_training(twice, once)
+    tiny.assert_same_training(once, tmp_path / "ddp", tolerance=0.1)
+    weights = tiny.last_state(once)["model"]
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    rounded = [torch.equal(w, w.bfloat16().float()) for w in weights.values()]
+    assert not any(rounded)
 
 
 STREAM = """

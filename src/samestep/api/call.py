@@ -88,6 +88,7 @@ class SettingsArguments(TypedDict, total=False):
     strategy: Strategy
     shard_within: ShardWithin
     reshard_after_forward: bool
+    gather_dtype: ParamDtype | None
     cpu_offload: bool
     bucket_cap_mb: int | None
     find_unused: bool

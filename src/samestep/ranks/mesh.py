@@ -44,17 +44,32 @@ def make_mesh(world: World, within: Literal["all", "node"]) -> "DeviceMesh":
 
 
 def shard_module(
-    module: nn.Module, mesh: "DeviceMesh", *, reshard_after_forward: bool, cpu_offload: bool
+    module: nn.Module,
+    mesh: "DeviceMesh",
+    *,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
+    gather_dtype: torch.dtype | None = None,
 ) -> None:
     """Shard a module's parameters, but for those that are sharded already; blocks come first.
 
-    The module stays where it is; its class becomes a subclass that gathers and frees.
+    The module stays where it is; its class becomes a subclass that gathers and frees. With
+    `gather_dtype` it computes with weights of that type; gradients are reduced in float32.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # noqa: PLC0415
+    from torch.distributed.fsdp import (  # noqa: PLC0415
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    exact = torch.float32 if gather_dtype else None
     fully_shard(
-        module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=offload
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=exact),
+        offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     )
 
 

@@ -20,6 +20,7 @@ from samestep.recipe import Recipe
 from samestep.settings import Settings
 from samestep.training.alike import check_same_model, rng_state, set_rng_state
 
+_GATHERED = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _LEAST_SHARE = 16
 """A layer of its own class counts as a block with 1 / this many of the parameters."""
 
@@ -65,6 +66,7 @@ def shard(
             # The backward begins with what the root holds, so it need not be freed before.
             reshard_after_forward=settings.reshard_after_forward and block is not takes,
             cpu_offload=settings.cpu_offload,
+            gather_dtype=_GATHERED[settings.gather_dtype],
         )
     if blocks:  # their hooks do what PyTorch warns that the root's may miss
         root = re.escape(type(takes).__name__)
