@@ -310,6 +310,28 @@ def test_a_job_that_slurm_forgot_stays_listed_and_one_that_failed_says_how_to_go
     assert f"samestep slurm submit {run}" in capfd.readouterr().out
 
 
+def test_of_two_jobs_of_one_run_the_later_has_its_steps(slurm, run, capfd):
+    (run / BEGUN).write_text("7 0\n")
+    slurm.add(5, run, state="CANCELLED")
+    slurm.add(7, run)
+    rows = {row[0]: row for line in told(capfd).splitlines() if (row := line.split())[1:2] == ["x"]}
+    assert "10" in rows["7"]
+    assert "10" not in rows["5"]
+    assert json.loads(told(capfd, "5", "--json"))["training"] is None
+    shown = told(capfd, "5")
+    assert "samestep slurm status 7" in shown
+    assert "slurm submit" not in shown
+
+
+def test_an_empty_log_is_said_to_be_empty(slurm, run, capfd):
+    slurm.add(5, run, state="COMPLETED")
+    (run / "rank-1.log").touch()
+    assert main(["slurm", "logs", "5", "--rank", "1"]) == 0
+    printed, told_so = capfd.readouterr()
+    assert not printed
+    assert "rank-1.log" in told_so
+
+
 def test_watching_ends_with_the_jobs_and_asks_once_for_each_picture(slurm, run, capfd, monkeypatch):
     slurm.add(5, run)
     monkeypatch.setattr(

@@ -283,7 +283,7 @@ def _find_number(number: str) -> JobAndRun:
         return JobAndRun(run=logs[0].parent.absolute(), queue_error=queue_error)
     raise queue_error or UserError(
         f"Slurm knows no job {number}, and no run in ./runs has its log. It forgets a job some "
-        "minutes after its end; then give the run directory: samestep slurm status runs/ID."
+        "minutes after its end; then give the run directory, runs/ID, in its place."
     )
 
 

@@ -58,6 +58,8 @@ def main(arguments: list[str]) -> int:
     if command.rank == "all" and found.run is not None:  # a training's ranks have a file each
         shown |= dict.fromkeys(sorted(found.run.glob("rank-*.log"), key=_rank_of))
     _show(shown, job if command.follow else None)
+    if not any(place.is_file() and place.stat().st_size for place in shown):
+        sys.stderr.write(f"samestep: {path} is empty: nothing was printed.\n")
     return 0
 
 

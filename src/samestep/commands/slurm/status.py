@@ -107,7 +107,9 @@ def _show(command: _Status, clear: str = "") -> bool:
 
 
 def _seen(found: JobAndRun) -> Progress | None:
-    """Return the progress of a run, corrected by its job's state."""
+    """Return a run's progress, corrected by its job's state; None if a later job continued it."""
+    if _continued_by(found):
+        return None
     progress = read_progress(found.run) if found.run else None
     if progress is not None and found.run is not None:  # a rank's pulse is newer than the records
         steps = [sign.step or 0 for sign in _signs(found)]
@@ -121,6 +123,14 @@ def _seen(found: JobAndRun) -> Progress | None:
         return replace(progress, eta_s=None)
     quiet_s = seconds_since_sign(found.run)
     return replace(progress, quiet_s=None if quiet_s is None else min(quiet_s, job.elapsed_s))
+
+
+def _continued_by(found: JobAndRun) -> int | None:
+    """Return the job that has continued the run since this one ended; None if none has."""
+    if found.run is None or found.job is None or not found.job.ended:
+        return None
+    newest = job_of(found.run) or 0
+    return newest if newest > found.job.job else None
 
 
 def _signs(found: JobAndRun) -> list[LastSign]:
@@ -157,6 +167,8 @@ def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
         rows["training"] = "your own script; samestep does not see its steps"
         if job is not None and job.ended:
             rows["ended"] = f"{job.state.lower()}, exit code {job.exit_code.partition(':')[0]}"
+    elif newest := _continued_by(found):
+        rows["training"] = f"continued by job {newest}: samestep slurm status {newest}"
     elif progress is None:
         rows["training"] = "has not begun"
     if progress is not None:
@@ -176,7 +188,8 @@ def _run_rows(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
         rows["excluded"] = f"{', '.join(excluded)}, which failed this job"
     rows["run"] = str(found.run)
     done = progress is not None and progress.status == "completed"
-    if found.job is not None and found.job.ended and found.job.state != "COMPLETED" and not done:
+    failed = found.job is not None and found.job.ended and found.job.state != "COMPLETED"
+    if failed and not done and not _continued_by(found):
         rows["go on"] = go_on_command(found.run)
     return rows
 
@@ -220,6 +233,7 @@ def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
             lines.append((number, printable(run.name), state, "", f"{p.step:,}", "", "", ""))
             continue
         eta = "" if p.eta_s is None else duration(p.eta_s)
+        step = f"{p.step:,}" + (f" {p.step / p.total_steps:.0%}" if p.total_steps else "")
         if _is_quiet(p):
             eta = f"no step for {duration(p.quiet_s or 0)}"
         lines.append(
@@ -228,10 +242,10 @@ def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
                 printable(job.run.name if job.array_task and job.run else job.name),
                 job.state,
                 duration(job.elapsed_s),
-                f"{p.step:,}" + (f" {p.step / p.total_steps:.0%}" if p.total_steps else ""),
+                "" if progress is None else step,
                 "" if p.loss is None else f"{p.loss:.4f}",
                 "" if job.ended else eta,
-                str(p.starts),
+                "" if progress is None else str(p.starts),
             )
         )
     columns = ("job", "name", "state", "time", "step", "loss", "ETA", "starts")
