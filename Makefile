@@ -22,7 +22,8 @@ help: ## show the targets
 
 # The pip of a new environment may be too old to know --group.
 $(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	@echo "Installing PyTorch and samestep in $(VENV): 2.3 GB, some minutes."
+	@$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade 'pip>=25.1'
 	$(PIP) install --quiet "$(TORCH)"
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' --group dev
@@ -35,6 +36,7 @@ $(VENV)/.ready-bench: $(VENV)/.ready
 
 train: $(VENV)/.ready ## set up, train the spiral recipe, make a page of the result
 	$(BIN)/samestep train spiral --report
+	@echo "For the command samestep in this terminal: . $(BIN)/activate"
 
 test: $(VENV)/.ready lint ## set up, lint, run the tests that need nothing but this machine
 	$(PYTEST) -m "not slow and not cluster"
@@ -54,6 +56,7 @@ bench: $(VENV)/.ready-bench ## measure side by side with peers, write benchmarks
 
 docs: $(VENV)/.ready ## build the handbook as a site, in site/: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # --quiet would hide warnings from --strict
+	@echo "Open site/index.html."
 
 pictures: $(VENV)/.ready ## make every screenshot that the docs show (Debian's chromium, chromium-driver)
 	$(BIN)/python tools/pictures.py

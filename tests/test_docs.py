@@ -135,10 +135,13 @@ def typed(words: list[str], folder: Path) -> tuple[int, str]:
 def forked(line: list[str], folder: Path) -> tuple[int, str]:
     """Run a command without its seconds of imports; type it if it starts ranks of its own.
 
+    What is forked has the environment of the first test, so a page with a sandbox is typed, too.
     Lightning tells rank 0 apart when it is imported: a script that relies on that is typed.
     """
     program, *words = line
     if program not in {"python", "torchrun", "samestep"} or line[:3] == SANDBOX:
+        return typed(line, folder)
+    if "SLURM_CONF" in os.environ:
         return typed(line, folder)
     ranks = 1
     if program == "torchrun":

@@ -59,7 +59,7 @@ def test_a_file_names_itself_and_the_place_for_data_and_is_short(kind, here, cap
     printed, told = capfd.readouterr()
     assert told == ""
     lines = (here / "houses.py").read_text().splitlines()
-    assert 40 <= len(lines) <= 110
+    assert 40 <= len(lines) <= 120
     assert not [line for line in lines if "NAME" in line]
     assert len([line for line in lines if "your data here" in line]) == 1
     shown = re.findall(r"(?:samestep|python|torchrun) .*houses\.py.*", printed)
@@ -274,6 +274,26 @@ def test_it_trains_on_a_file_put_at_the_place_for_it_and_predicts_it(kind, tmp_p
         assert [name in one for one in found] == [True, False, True]
         assert "row 2" in found[1]["problem"]
         assert "n/a" in found[1]["problem"]
+
+
+def test_a_target_of_another_scale_is_refused_with_the_numbers_to_write(tmp_path, refused):
+    recipe, run = written("regression", tmp_path), tmp_path / "run"
+    header, *rows = TABLE.splitlines()
+    (tmp_path / "data").write_text("\n".join([header, *(f"{row}000" for row in rows)]))
+    at_the_place(recipe, tmp_path / "data")
+    said = refused("train", str(recipe), "--run-dir", str(run))
+    mean, deviation = re.findall(r"\[([0-9.]+)\]", said)
+    text = recipe.read_text()
+    assert "TARGET_DEVIATION = 345.0, 137.0" in text
+    recipe.write_text(text.replace("345.0, 137.0", f"{mean}, {deviation}"))
+    train_here(str(recipe), "--run-dir", str(run), "--epochs", "1")
+
+
+def test_columns_of_another_scale_are_refused(tmp_path, refused):
+    recipe = written("classification", tmp_path)
+    (tmp_path / "data").write_text(FISH.replace("\n2", "\n2000"))
+    at_the_place(recipe, tmp_path / "data")
+    assert "2000" in refused("train", str(recipe))
 
 
 def test_a_table_without_a_column_and_a_broken_image_are_named(tmp_path, refused):

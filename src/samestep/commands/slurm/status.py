@@ -248,5 +248,5 @@ def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
                 "" if progress is None else str(p.starts),
             )
         )
-    columns = ("job", "name", "state", "time", "step", "loss", "ETA", "starts")
+    columns = ("job", "name", "state", "time", "step", "loss", "left", "starts")
     return Table(columns=columns, rows=lines, left=frozenset({"name", "state"}), cut=1)

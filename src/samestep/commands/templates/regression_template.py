@@ -23,7 +23,8 @@ DATA_FILE: Path | None = None  # --- your data here --- such as Path("houses.csv
 COLUMNS = ("area", "rooms", "age")  # what to predict from: names in the first line of the file
 TARGET = "price"  # what to predict
 # A network learns best from numbers around 0, about as large as 1. These are the mean and the
-# standard deviation of each column of the training data. `predict` needs them, too.
+# standard deviation of each column of the training data, and of what to predict. `predict` needs
+# them, too. With other data, training stops with the numbers to write here.
 MEAN, DEVIATION = (105.0, 3.5, 40.0), (43.0, 1.7, 23.0)
 TARGET_MEAN, TARGET_DEVIATION = 345.0, 137.0
 
@@ -69,12 +70,21 @@ def scaled(columns: Tensor) -> Tensor:
     return (columns - torch.tensor(MEAN)) / torch.tensor(DEVIATION)
 
 
+def check_scale(numbers: Tensor, ready: Tensor, what: str) -> None:
+    """Refuse columns that the means and deviations of other data do not bring near 0."""
+    if ready.mean(0).abs().max() > 2 or ready.std(0).max() > 4:
+        mean, deviation = numbers.mean(0).tolist(), numbers.std(0).tolist()
+        raise ValueError(f"{what} do not fit: mean {mean}, standard deviation {deviation}")
+
+
 def data() -> Splits:
     """Hold out a tenth to choose the best epoch by, and a tenth to test the result once."""
     columns, numbers = table()
-    inputs, targets = scaled(columns), (numbers - TARGET_MEAN) / TARGET_DEVIATION
-    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(len(columns), generator=torch.Generator().manual_seed(1))
     test, validation, train = order.tensor_split([len(order) // 10, len(order) // 5])
+    inputs, targets = scaled(columns), (numbers - TARGET_MEAN) / TARGET_DEVIATION
+    check_scale(columns[train], inputs[train], "MEAN and DEVIATION")
+    check_scale(numbers[train], targets[train], "TARGET_MEAN and TARGET_DEVIATION")
     return Splits(
         train=(inputs[train], targets[train]),
         validation=(inputs[validation], targets[validation]),
