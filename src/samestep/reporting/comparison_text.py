@@ -210,8 +210,9 @@ def _reasons(found: Comparison, place: int) -> str:
     # Steps were compared, so both have a plan.
     if found.runs[0].plan["world_size"] != found.runs[place].plan["world_size"]:
         return (
-            " No such setting differs. On another number of ranks dropout draws other numbers, as "
-            "does augmentation that is not keyed by sample; samestep verify names the cause."
+            " The settings that decide the training are equal. On another number of ranks rounding "
+            "grows differently, and dropout and augmentation that is not keyed by sample draw "
+            "other numbers; samestep verify names the cause."
         )
     return " No setting that decides the training differs; samestep verify looks for the cause."
 

@@ -102,7 +102,10 @@ def evaluate_run(
     check_classes(opened.content, splits.classes)
     data = getattr(splits, split)
     if data is None:
-        raise UserError(f"Recipe {recipe.name} has no {split} data.")
+        raise UserError(
+            f"Recipe {recipe.name} has no {split} data.",
+            remedy="Evaluate the other: --split validation, or --split train.",
+        )
     if isinstance(data, Sized) and not len(data):
         place = f" in {data_dir}" if data_dir is not None else ""
         raise UserError(

@@ -170,7 +170,8 @@ DROPOUT = Cause(
     "The model draws from torch{lines}. Each rank draws other numbers for its samples; with the "
     "random draws fixed, the difference disappears.",
     'Is it intended? Then accept it: --accept dropout, in the recipe accepts=("dropout",); or '
-    "compare only losses, up to --tolerance 0.1. Otherwise set its probability to 0.",
+    "compare only losses, up to --tolerance 0.1. Otherwise train with --virtual-ranks, or set its "
+    "probability to 0.",
 )
 
 # State that no checkpoint holds.

@@ -44,7 +44,7 @@ def _lines(found: Verification, width: int, *, colour: bool) -> Iterator[str]:
     for checks in explained.values():
         check = checks[0]
         where = [f"from step {check.first_step}"] if check.first_step else []
-        where += [f"first in {check.first_parameter}"] if check.first_parameter else []
+        where += [f"first in {check.first_parameter!r}"] if check.first_parameter else []
         names = ", ".join(c.name for c in checks) + ": " * bool(where) + ", ".join(where)
         name = check.cause.name or "failure"
         first, *more = wrapped(f"{name}  {names}", "", width)
