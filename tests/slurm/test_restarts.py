@@ -115,6 +115,15 @@ def test_a_stop_that_an_earlier_start_left_does_not_count(run):
     assert read(run, 1).stopped
 
 
+def test_exit_code_2_of_a_rank_is_a_mistake_though_srun_ended_the_others(run):
+    log = run / "log"
+    said = "samestep: job 1, start 1, on n\nsrun: error: node2: task 1: Exited with exit code 2\n"
+    log.write_text(f"{said}srun: Terminating StepId=1.0\nsrun: error: node1: task 0: Terminated\n")
+    end = read_ending(run, code=143, told="", kind="script", log=log)
+    assert end.mistake
+    assert decide(end, Restarts(job=1), 2).word == "failed"
+
+
 def test_a_mistake_that_a_rank_left_counts_whatever_the_launcher_made_of_it(run):
     name, left = FAILURE.format(rank=1), {"rank": 1, "code": 2, "message": "There is no data.csv."}
     write(run, name, left, before=True)

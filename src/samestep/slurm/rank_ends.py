@@ -53,6 +53,7 @@ _CGROUPS = (
 )
 _SACCT_S = 10.0
 _LABEL = re.compile(r"^ *\d+: ")
+_USER_ERROR = 2  # what to mend comes first, as after wrong arguments
 _NOT_FOUND = (126, 127)  # a shell's exit codes for a program that cannot be run
 
 
@@ -88,7 +89,7 @@ class RankEnd:
     @property
     def comes_again(self) -> bool:
         """Whether the next start would end in the same way, before it could do anything."""
-        return self.code in _NOT_FOUND or _SAME_AGAIN.match(self.said) is not None
+        return self.code in (_USER_ERROR, *_NOT_FOUND) or _SAME_AGAIN.match(self.said) is not None
 
 
 def latest_start(log: Path) -> list[str]:
