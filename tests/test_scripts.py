@@ -36,6 +36,14 @@ def test_a_loop_of_its_own_is_not_run_to_find_that_it_has_no_recipe(call, tmp_pa
     assert not Path(tmp_path, "ran").exists()
 
 
+def test_a_plain_training_script_is_not_run_to_find_that_it_has_no_recipe(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"import pathlib\npathlib.Path(r'{tmp_path}', 'ran').touch()\n")
+    with pytest.raises(UserError, match=rf"samestep check .*{path.name}"):
+        find_recipe(str(path))
+    assert not Path(tmp_path, "ran").exists()
+
+
 def test_a_recipe_beside_which_a_loop_is_written_stays_a_recipe(tmp_path):
     path = tmp_path / "both.py"
     path.write_text(

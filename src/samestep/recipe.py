@@ -43,7 +43,13 @@ from samestep.recipe_checks import (
     shown,
     telling_options,
 )
-from samestep.recipe_source import all_with_options, opens_run, schedule_asks, with_options
+from samestep.recipe_source import (
+    all_with_options,
+    names_none,
+    opens_run,
+    schedule_asks,
+    with_options,
+)
 from samestep.settings import ALSO_ACCEPTED, Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
@@ -376,6 +382,8 @@ def _from_file(path: Path, original: Path) -> Recipe:
             f"Start it as it is: python {path}, or torchrun --nproc-per-node 2 {path}. "
             "`samestep verify` and `samestep profile` take it as well; other verbs need a recipe."
         )
+    if names_none(path.read_bytes()):  # it may be a script that would train as it is imported
+        raise _no_recipe(path, "no `recipe`")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -408,8 +416,13 @@ def _from_file(path: Path, original: Path) -> Recipe:
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
         found = "no `recipe`" if recipe is None else f"a `recipe` of type {type(recipe).__name__}"
-        raise UserError(
-            f"{path} has {found}. End it with: recipe = Recipe(model=…, data=…), "
-            "after `from samestep import Recipe`."
-        )
+        raise _no_recipe(path, found)
     return replace(recipe, name=original.stem, file=file)
+
+
+def _no_recipe(path: Path, found: str) -> UserError:
+    return UserError(
+        f"{path} has {found}. End it with: recipe = Recipe(model=…, data=…), after `from samestep "
+        f"import Recipe`. If it is a training script, `samestep check {path}` looks for mistakes "
+        "in it as it is."
+    )

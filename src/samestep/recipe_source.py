@@ -6,6 +6,7 @@ Also whether a Python file is a recipe or a loop of its own, without running it.
 import ast
 import inspect
 import os
+import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -227,6 +228,15 @@ def opens_run(source: bytes) -> int | None:
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     names = ((getattr(c.func, "attr", getattr(c.func, "id", "")), c.lineno) for c in calls)
     return next((line for name, line in names if name == "open_run"), None)
+
+
+def names_none(source: bytes) -> bool:
+    """Whether a file surely has no recipe, which is found without running it."""
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):  # running it says more
+        return False
+    return re.search(rb"\brecipe\b|import\s*\*", source) is None
 
 
 def loop_of(target: str | os.PathLike[str]) -> Path | None:

@@ -41,7 +41,7 @@ def test_the_number_of_one_shard_shown_as_the_whole_is_found(tmp_path):
     report = check(tmp_path, text)
     found = only(report, "SS401")
     assert found.line == line_of(text, "print(")
-    assert "rank 0 evaluated 16, rank 1 evaluated 16" in found.evidence
+    assert "rank 0 evaluated 16 samples, rank 1 another 16" in found.evidence
     assert report.exit_code == 1
 
 
@@ -134,7 +134,7 @@ def test_the_best_by_the_number_of_one_shard_is_found(tmp_path):
     )
     found = only(check(tmp_path, text), "SS404")
     assert found.line == line_of(text, "torch.save(")
-    assert "rank 0 evaluated 16, rank 1 evaluated 16" in found.evidence
+    assert "rank 0 evaluated 16 samples, rank 1 another 16" in found.evidence
 
 
 def test_evaluation_mode_that_is_left_on_is_found(tmp_path):

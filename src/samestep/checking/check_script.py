@@ -29,8 +29,8 @@ from samestep.errors import UserError
 from samestep.stall.judge import StallVerdict
 
 _OF_ONE_PROCESS = (
-    "The script never asks for its rank, so it was judged as one process; started on several, each "
-    "would train a model of its own. With --nproc 2 it is judged as a script for 2 ranks."
+    "The script never asks for its rank, so each rank was judged as a training of its own, which "
+    "it would be on several. With --nproc 2 it is judged as a script for 2 ranks."
 )
 # A guess at who starts the ranks: a wrong one costs a start.
 _STARTS, _IS_STARTED = re.compile(r"\b(spawn|start_processes|Process)\("), re.compile(r"RANK\b")

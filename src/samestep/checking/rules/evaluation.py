@@ -69,7 +69,7 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
             event.where,
             f"after step {parts[0].step} {_counted(parts)}; no collective joined anything before "
             f"a number was {verb} here"
-            + (f" ({', '.join(shown['numbers'])})" if shown is not None else ""),
+            + (f": {', '.join(shown['numbers'])}" if shown is not None else ""),
             "All-reduce the sum and the count on every rank, then divide once.",
             None if shown is not None else "advice",
         )
@@ -377,8 +377,9 @@ def _loader_of(rank: RankSeen, forward: Event) -> int | None:
 
 
 def _counted(parts: Sequence[_Evaluation]) -> str:
-    counts = ", ".join(f"rank {number} evaluated {p.samples}" for number, p in enumerate(parts))
-    return f"{counts} other samples"
+    first, *others = [part.samples for part in parts]
+    more = (f"rank {number} another {count}" for number, count in enumerate(others, 1))
+    return ", ".join([f"rank 0 evaluated {first} samples", *more])
 
 
 def _last_read(part: _Evaluation) -> Event | None:

@@ -27,7 +27,7 @@ def other_collectives(seen: Seen) -> Iterator[Found | NotSeen]:
         causes = (uneven_batches, evaluates_alone, wrong_variables)
         if any(isinstance(said, Found) for cause in causes for said in cause(seen)):
             return  # they say why
-        yield Found(seen.stall.where, seen.stall.sentence)
+        yield Found(seen.stall.where, seen.stall.sentence, _ALIKE if seen.world_size > 1 else "")
         return
     groups: dict[str, dict[int, list[Event]]] = defaultdict(dict)
     for rank in seen.ranks:
@@ -155,6 +155,12 @@ def swallowed(seen: Seen) -> Iterator[Found | NotSeen]:
             "Raise the exception again where it is caught (`raise`), or exit with another code "
             "than 0: `sys.exit(1)`.",
         )
+
+
+_ALIKE = (
+    "Let every rank make the same collective calls in the same order: none of them under a "
+    "condition on the rank, and equally many batches on each."
+)
 
 
 @rule(
