@@ -33,6 +33,8 @@ from samestep.slurm.submission import is_script
 
 _EXAMPLES = ("slurm status", "slurm status 1234 --json")
 _REDRAW_S = 5.0
+_SILENT_S = 5.0
+"""A healthy rank's last sign may be a few seconds old."""
 _QUIET_S = 30.0  # an evaluation or a checkpoint may take as long
 
 
@@ -180,7 +182,7 @@ def _run_rows(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
     if found.run is None:
         return {}
     rows = {}
-    if signs := _signs(found):
+    if (signs := _signs(found)) and signs[0].age_s >= _SILENT_S:
         rows["ranks"] = signs[0].sentence
         if len(signs) > 1:
             rows["ranks"] += f"; the others: at most {signs[1].age_s:.0f} s"
