@@ -174,7 +174,7 @@ class Cifar10Options:
     data_dir: str = may_change("data/cifar10")
     """Folder of the binary version (*.bin, or cifar-10-batches-bin/), or of train/CLASS/*.jpg."""
     download: bool = may_change(False)
-    """Fetch the binary version into the folder first if no data is there, once a node."""
+    """Fetch the binary version into the folder first if no data is there, once per node."""
     width: int = 64
     """Channels of the first stage; 64 is ResNet-18, fewer train faster and reach less."""
     validation_fraction: float = 0.1

@@ -45,7 +45,7 @@ class ImagesOptions:
     width: int = 64
     """Channels of the first stage; 64 is ResNet-18, fewer train faster and reach less."""
     cache: Cache = may_change("auto")
-    """Keep decoded images in memory, once a node; auto: if they take at most half of it."""
+    """Keep decoded images in memory, once per node; auto: if they take at most half of it."""
     max_corrupt: float = may_change(0.01)
     """Largest fraction of images that may be unreadable; they are named and left out."""
     validation_fraction: float = 0.1

@@ -161,7 +161,7 @@ class MnistOptions:
     data_dir: str = may_change("data/mnist")
     """Folder of the IDX files, gzipped or not; also its raw/ or MNIST/raw/."""
     download: bool = may_change(False)
-    """Fetch MNIST into the folder first if it is not there, once a node."""
+    """Fetch MNIST into the folder first if it is not there, once per node."""
     model: Literal["simple", "convnet"] = "simple"
     """simple: 784-128-10; convnet: two convolutions and two linear layers."""
     validation_fraction: float = 1 / 12

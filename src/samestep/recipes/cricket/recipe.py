@@ -166,7 +166,7 @@ class CricketOptions:
     form: tuple[float, ...] = ()
     """Their ratings after all matches of the run: runs, wickets and balls of each."""
     form_usual: tuple[float, ...] = ()
-    """Runs and wickets a ball in training, by over and wickets lost."""
+    """Runs and wickets per ball in training, by over and wickets lost."""
     form_until: str = ""
     """Last date of these matches; ratings of later ones continue from there."""
 
