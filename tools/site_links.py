@@ -1,4 +1,4 @@
-"""Let the handbook's site show the files outside docs/ that its pages link to; a hook of MkDocs.
+"""Let the handbook's site show the files outside docs/ that its pages link to: hooks of MkDocs.
 
 Pages link to examples and results as they lie in the repository. The site gets copies of these
 files under source/; Markdown among them becomes pages. A link to a folder becomes plain text.
@@ -15,6 +15,10 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 BAR = re.compile(r"(?<=\| )`[^`\n]*\\\|[^`\n]*`")
+CODE = re.compile(r"(?<!</span>)<code>([^<]+)</code>")
+DRAWN = re.compile(r'<div class="language-text highlight">(?=<pre><span></span><code>[^<]*│)')
+MOST_WHOLE = 28
+"""A longer word of code may break at a dot, a slash, an underscore or a comma."""
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
@@ -58,3 +62,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     parts = FENCED.split(markdown)
     return "".join(part if part.startswith("```") else shown_part(part) for part in parts)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep flags and names whole, where browsers break at hyphens; keep the lines of drawings."""
+
+    def kept(word: str) -> str:
+        if len(word) > MOST_WHOLE:
+            return re.sub(r"(?<=[\w\])])([._/,]+)(?=\w)", r"\1<wbr>", word)
+        return f'<span class="whole">{word}</span>' if "-" in word[:-1] else word
+
+    html = DRAWN.sub('<div class="highlight">', html)
+    return CODE.sub(lambda m: f"<code>{' '.join(map(kept, m[1].split(' ')))}</code>", html)
