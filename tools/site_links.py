@@ -17,6 +17,7 @@ LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 BAR = re.compile(r"(?<=\| )`[^`\n]*\\\|[^`\n]*`")
 CODE = re.compile(r"(?<!</span>)<code>([^<]+)</code>")
 DRAWN = re.compile(r'<div class="language-text highlight">(?=<pre><span></span><code>[^<]*│)')
+TABLE = re.compile(r"<table>(?P<head>.*?)(?P<body><tbody>.*?)</table>", re.DOTALL)
 MOST_WHOLE = 28
 """A longer word of code may break at a dot, a slash, an underscore or a comma."""
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
@@ -72,5 +73,19 @@ def on_page_content(html: str, **_: Any) -> str:
             return re.sub(r"(?<=[\w\])])([._/,]+)(?=\w)", r"\1<wbr>", word)
         return f'<span class="whole">{word}</span>' if "-" in word[:-1] else word
 
-    html = DRAWN.sub('<div class="highlight">', html)
+    html = TABLE.sub(_stacked, DRAWN.sub('<div class="highlight">', html))
     return CODE.sub(lambda m: f"<code>{' '.join(map(kept, m[1].split(' ')))}</code>", html)
+
+
+def _stacked(table: re.Match[str]) -> str:
+    """Mark a table of flags or fields: on a narrow screen its cells stand below each other."""
+    heads = re.findall(r"<th>(.*?)</th>", table["head"])
+    if len(heads) < 3 or not heads[-1].startswith("what it"):
+        return table[0]
+    cells = ["<td>", *(f'<td data-label="{head}">' for head in heads[1:-1]), "<td>"]
+    rows = [row.split("<td>") for row in table["body"].split("<tr>")]
+    body = "<tr>".join(
+        "".join(part for pair in zip(["", *cells], row, strict=False) for part in pair)
+        for row in rows
+    )
+    return f"<table data-stacked>{table['head']}{body}</table>"
