@@ -40,10 +40,16 @@ _FLAGS = "flag | default | what it does"
 
 def table(header: str, rows: Iterable[Iterable[str]]) -> str:
     """Return a table in Markdown; nothing if it has no rows."""
-    marks = re.compile(r"`[^`]*`|[*<]")
+    marks = re.compile(r"`[^`]*`|[*<]|(?<![\w-])--[a-z][a-z-]*[a-z](?:=\S*\w)?")
+
+    def marked(found: re.Match[str]) -> str:
+        """Return a flag as code, and a mark of Markdown as the letter that it is."""
+        text = found[0]
+        return f"`{text}`" if text[0] == "-" else "\\" * (len(text) == 1) + text
+
     lines = []
     for row in rows:
-        texts = (marks.sub(lambda m: "\\" * (len(m[0]) == 1) + m[0], cell) for cell in row)
+        texts = (marks.sub(marked, cell) for cell in row)
         cells = (" ".join(text.split()).replace("|", "\\|") for text in texts)
         lines.append(f"| {' | '.join(cells)} |")
     rule = "|" + "---|" * (header.count("|") + 1)
@@ -76,7 +82,7 @@ def flag_rows(form: type) -> Iterator[tuple[str, str, str]]:
         merged = field.name.removesuffix("_epochs")
         if form is Settings and merged in MERGED:
             takes, text = MERGED[merged]
-            yield f"`--{flag_name(merged)}` `{takes}`", "", text
+            yield f"`--{flag_name(merged)}`" + words(takes), "", text
         if tyro.conf.Suppress in extras:
             continue
         takes = flags_help.takes_of(form, field, kind, extras)
@@ -85,8 +91,12 @@ def flag_rows(form: type) -> Iterator[tuple[str, str, str]]:
             name, takes = f"`{takes}`", ""
         elif kind is bool:
             name, takes = name + f" `--no-{flag_name(field.name)}`" * bool(field.default), ""
-        takes = "".join(f" `{word}`" for word in takes.split("|") if word)
-        yield name + takes, default_of(field), docs.get(field.name, "")
+        yield name + words(takes), default_of(field), docs.get(field.name, "")
+
+
+def words(takes: str) -> str:
+    """Return what a flag takes as code, a word for each alternative."""
+    return "".join(f" `{word}`" for word in takes.split("|") if word)
 
 
 def help_of(verb: str) -> tuple[str, str, str]:

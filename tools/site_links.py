@@ -14,7 +14,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
-BAR = re.compile(r"(?<=\| )`[^`\n]*\\\|[^`\n]*`")
+ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
+BAR = re.compile(r"`[^`\n]*`")
 CODE = re.compile(r"(?<!</span>)<code>([^<]+)</code>")
 DRAWN = re.compile(r'<div class="language-text highlight">(?=<pre><span></span><code>[^<]*│)')
 TABLE = re.compile(r"<table>(?P<head>.*?)(?P<body><tbody>.*?)</table>", re.DOTALL)
@@ -58,7 +59,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def shown_part(text: str) -> str:
         # In a table GitHub wants `a \| b`, where Python-Markdown would show the backslash.
-        text = BAR.sub(lambda code: code[0].replace("\\|", "|"), text)
+        text = ROW.sub(lambda row: BAR.sub(lambda code: code[0].replace("\\|", "|"), row[0]), text)
         return LINK.sub(moved, text)
 
     parts = FENCED.split(markdown)
