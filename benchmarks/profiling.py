@@ -137,7 +137,7 @@ def overhead(_folder: Path, *, quick: bool) -> tuple[list[str], bool]:
         "## What measuring the phases costs",
         "",
         (
-            f"The spiral recipe, {steps} steps an epoch of {step * 1e6:.0f} µs each, {rounds} "
+            f"The spiral recipe, {steps} steps per epoch of {step * 1e6:.0f} µs each, {rounds} "
             "epochs with the laps in turns with as many in which they are empty calls."
         ),
         "",
@@ -275,7 +275,7 @@ def workers(folder: Path, *, quick: bool) -> tuple[list[str], bool]:
         "",
         (
             f"Chosen by `--workers {','.join(map(str, values))}`; then every value trains {rounds} "
-            "times as a run of its own, in turns, and its median samples a second count."
+            "times as a run of its own, in turns, and its median samples per second count."
         ),
         "",
         "| a sample | chosen | best | chosen / best | samples/s by workers |",
@@ -320,7 +320,7 @@ def _recipe_with(folder: Path, work: str, batch: int) -> Path:
 def _exhaustive(
     folder: Path, recipe: Path, values: tuple[int, ...], rounds: int, seconds: float
 ) -> dict[int, float]:
-    """Return the median samples a second of each value, warm, of runs that take turns."""
+    """Return the median samples per second of each value, warm, of runs that take turns."""
     speeds: dict[int, list[float]] = {value: [] for value in values}
     for number in range(rounds):
         for value in values:

@@ -42,7 +42,7 @@ def _section(run: Path) -> list[str]:
     versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items())
     what = (
         f"{start['parameters']:,} parameters, {start['num_samples']:,} training samples, "
-        f"{start['world_size']} rank(s), {start['global_batch_size']} samples a step, engine "
+        f"{start['world_size']} rank(s), {start['global_batch_size']} samples per step, engine "
         f"{engine}; {environment['cores']} cores, {environment['device']}, {versions}."
     )
     became = (

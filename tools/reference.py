@@ -35,16 +35,21 @@ REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 MARKER = "<!-- What follows is written by tools/reference.py. -->\n"
 _FENCE = "```"
 _ON_OTHER_PAGES = {"Recipe", "Settings", "Splits", "__version__"}
-_SANDBOX = ("slurm sandbox up", "slurm sandbox status", "slurm sandbox down")
 _FLAGS = "flag | default | what it does"
 
 
 def table(header: str, rows: Iterable[Iterable[str]]) -> str:
     """Return a table in Markdown; nothing if it has no rows."""
-    marks = re.compile(r"`[^`]*`|[*<]")
+    marks = re.compile(r"`[^`]*`|[*<]|(?<![\w-])--[a-z][a-z-]*[a-z](?:=\S*\w)?")
+
+    def marked(found: re.Match[str]) -> str:
+        """Return a flag as code, and a mark of Markdown as the letter that it is."""
+        text = found[0]
+        return f"`{text}`" if text[0] == "-" else "\\" * (len(text) == 1) + text
+
     lines = []
     for row in rows:
-        texts = (marks.sub(lambda m: "\\" * (len(m[0]) == 1) + m[0], cell) for cell in row)
+        texts = (marks.sub(marked, cell) for cell in row)
         cells = (" ".join(text.split()).replace("|", "\\|") for text in texts)
         lines.append(f"| {' | '.join(cells)} |")
     rule = "|" + "---|" * (header.count("|") + 1)
@@ -67,8 +72,7 @@ def default_of(field: Field[Any]) -> str:
     value = field.default if field.default_factory is MISSING else None
     if value is MISSING or isinstance(value, bool):
         return {MISSING: "needed", True: "on", False: ""}[value]
-    shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else value
-    return "" if shown in (None, "") else f"`{getattr(value, '__name__', shown)}`"
+    return "" if value in (None, "", (), []) else f"`{flags_help.shown_value(value)}`"
 
 
 def flag_rows(form: type) -> Iterator[tuple[str, str, str]]:
@@ -78,18 +82,21 @@ def flag_rows(form: type) -> Iterator[tuple[str, str, str]]:
         merged = field.name.removesuffix("_epochs")
         if form is Settings and merged in MERGED:
             takes, text = MERGED[merged]
-            yield f"`--{flag_name(merged)}` `{takes}`", "", text
+            yield f"`--{flag_name(merged)}`" + words(takes), "", text
         if tyro.conf.Suppress in extras:
             continue
-        metavars = [e.metavar for e in extras if getattr(e, "metavar", None)]
-        takes = str(metavars[0]) if metavars else flags_help.word_of(kind)
+        takes = flags_help.takes_of(form, field, kind, extras)
         name = f"`--{flag_name(field.name)}`"
         if tyro.conf.Positional in extras:
             name, takes = f"`{takes}`", ""
         elif kind is bool:
             name, takes = name + f" `--no-{flag_name(field.name)}`" * bool(field.default), ""
-        takes = "".join(f" `{word}`" for word in takes.split("|") if word)
-        yield name + takes, default_of(field), docs.get(field.name, "")
+        yield name + words(takes), default_of(field), docs.get(field.name, "")
+
+
+def words(takes: str) -> str:
+    """Return what a flag takes as code, a word for each alternative."""
+    return "".join(f" `{word}`" for word in takes.split("|") if word)
 
 
 def help_of(verb: str) -> tuple[str, str, str]:
@@ -102,15 +109,13 @@ def help_of(verb: str) -> tuple[str, str, str]:
     if " " in verb:  # those of its group
         examples = "\n".join(x for x in examples.splitlines() if f" {verb} " in f"{x} ")
     usage, _, about = shown.strip().partition("\n\n")
-    if verb in _SANDBOX:  # functions, not dataclasses
-        return usage, re.sub(r"\n +-+$|\n +(?=\n)| +$", "", about, flags=re.MULTILINE), examples
-    about = re.split(r"\n\n(?=[ ╭]\S* ?(?:options|positional|sub)|\S+:\n  --)", about)[0]
-    return usage, re.split(r"\sTARGET\sis\sa\srecipe\s\(", about)[0], examples
+    about = re.split(r"\n\n(?=arguments:\n|[\w ]+:\n  -|  -h)", about)[0]
+    return usage, re.split(r"\s+TARGET\sis\sa\srecipe\s\(", about)[0], examples
 
 
 def commands() -> Iterator[str]:
     """Yield every verb with its flags."""
-    inner = [command for command in (*COMMANDS, *_SANDBOX) if " " in command]
+    inner = [command for command in COMMANDS if " " in command]
     for verb in sorted([*VERBS, *inner], key=lambda words: [*VERBS].index(words.split()[0])):
         usage, about, examples = help_of(verb)
         yield f"## samestep {verb}\n\n{code(usage)}"

@@ -1,4 +1,4 @@
-"""Let the handbook's site show the files outside docs/ that its pages link to; a hook of MkDocs.
+"""Let the handbook's site show the files outside docs/ that its pages link to: hooks of MkDocs.
 
 Pages link to examples and results as they lie in the repository. The site gets copies of these
 files under source/; Markdown among them becomes pages. A link to a folder becomes plain text.
@@ -14,7 +14,13 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
-BAR = re.compile(r"(?<=\| )`[^`\n]*\\\|[^`\n]*`")
+ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
+BAR = re.compile(r"`[^`\n]*`")
+CODE = re.compile(r"(?<!</span>)<code>([^<]+)</code>")
+DRAWN = re.compile(r'<div class="language-text highlight">(?=<pre><span></span><code>[^<]*│)')
+TABLE = re.compile(r"<table>(?P<head>.*?)(?P<body><tbody>.*?)</table>", re.DOTALL)
+MOST_WHOLE = 28
+"""A longer word of code may break at a dot, a slash, an underscore or a comma."""
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
@@ -53,8 +59,34 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def shown_part(text: str) -> str:
         # In a table GitHub wants `a \| b`, where Python-Markdown would show the backslash.
-        text = BAR.sub(lambda code: code[0].replace("\\|", "|"), text)
+        text = ROW.sub(lambda row: BAR.sub(lambda code: code[0].replace("\\|", "|"), row[0]), text)
         return LINK.sub(moved, text)
 
     parts = FENCED.split(markdown)
     return "".join(part if part.startswith("```") else shown_part(part) for part in parts)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep flags and names whole, where browsers break at hyphens; keep the lines of drawings."""
+
+    def kept(word: str) -> str:
+        if len(word) > MOST_WHOLE:
+            return re.sub(r"(?<=[\w\])])([._/,]+)(?=\w)", r"\1<wbr>", word)
+        return f'<span class="whole">{word}</span>' if "-" in word[:-1] else word
+
+    html = TABLE.sub(_stacked, DRAWN.sub('<div class="highlight">', html))
+    return CODE.sub(lambda m: f"<code>{' '.join(map(kept, m[1].split(' ')))}</code>", html)
+
+
+def _stacked(table: re.Match[str]) -> str:
+    """Mark a table of flags or fields: on a narrow screen its cells stand below each other."""
+    heads = re.findall(r"<th>(.*?)</th>", table["head"])
+    if len(heads) < 3 or not heads[-1].startswith("what it"):
+        return table[0]
+    cells = ["<td>", *(f'<td data-label="{head}">' for head in heads[1:-1]), "<td>"]
+    rows = [row.split("<td>") for row in table["body"].split("<tr>")]
+    body = "<tr>".join(
+        "".join(part for pair in zip(["", *cells], row, strict=False) for part in pair)
+        for row in rows
+    )
+    return f"<table data-stacked>{table['head']}{body}</table>"

@@ -12,22 +12,22 @@ from samestep.version import __version__
 _STARTED_AT = time.time()
 
 VERBS = {
-    "demo": "see it work: one rank, killed on two, resumed on three, the same bits",
+    "demo": "see a run, killed and resumed on other ranks, end in the same bits",
     "new": "write a starter file: a recipe, or a loop of your own",
     "train": "train a recipe or a recipe file; with --resume, continue a run",
-    "sweep": "train a recipe with many settings, some at once; repeat to continue",
-    "explain": "show what a training will do before it runs: batches, memory, rates, files",
+    "sweep": "train a recipe with many settings, several at a time",
+    "explain": "show a training's batches, memory and learning rate before it runs",
     "evaluate": "evaluate a checkpoint of a run on one device",
     "predict": "run a trained model on files",
     "checkpoint": "list, verify and export the checkpoints of a run",
-    "track": "send a run to a tracker: Comet, MLflow, TensorBoard, Weights & Biases",
-    "profile": "show where the time of a recipe or any script goes, and what to change",
-    "verify": "check that one process and many train the same",
-    "check": "find what is wrong with any distributed script, while it runs",
+    "track": "send a run to Comet, MLflow, TensorBoard or Weights & Biases",
+    "profile": "show where a recipe or script spends its time, and what to change",
+    "verify": "check that training is the same on one rank and on several",
+    "check": "run any distributed script, and report its mistakes",
     "runs": "list the runs in a folder: state, best metric, duration, curve",
-    "compare": "put runs side by side: settings, the same training or not, speed, curves",
-    "report": "make one page of a run or of several: curves, classes, ranks",
-    "watch": "show the same page in the browser while a run trains",
+    "compare": "compare runs: settings, speed, curves; is it the same training?",
+    "report": "write a page about one or more runs: curves, classes, ranks",
+    "watch": "show the report of a run in the browser while it trains",
     "scale": "measure 1, 2, 4 … ranks, and show where scaling loses time",
     "data": "download data sets, verified by hash",
     "doctor": "check this machine, or every node of an allocation",
@@ -44,8 +44,8 @@ verbs:
 {verbs}
 
 options:
-  -h, --help     show this help; `samestep VERB --help` shows a verb's
-  --version      show the version
+  -h, --help   show this help; `samestep VERB --help` shows that of a verb
+  --version    show the version
 
 examples:
   samestep train spiral

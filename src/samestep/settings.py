@@ -108,46 +108,48 @@ class Settings:
     batch_size: int | None = field(default=None, metadata=_COMMON)
     """Samples per step over all ranks."""
     batch_size_per_rank: int | None = None
-    """Instead of --batch-size: samples per rank and step, so that more ranks take larger steps."""
+    """Instead of --batch-size: samples per step on each rank; more ranks then mean larger steps."""
     batch_tokens: int | None = None
-    """Instead of --batch-size: the most tokens per step with padding, by the recipe's lengths."""
+    """Instead of --batch-size: the most tokens per step, padding included. The recipe gives the
+    samples' lengths."""
     micro_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
     """The most samples that a rank computes at once; the number of micro-steps follows."""
     accumulate: int | None = field(default=None, metadata=_BITS_ALONE)
     """Instead of --micro-batch-size: micro-steps per optimizer step."""
     eval_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
-    """Samples per rank and forward pass of an evaluation; by default as in a micro-step."""
+    """Samples per rank in each forward pass of an evaluation; by default those of a micro-step."""
     virtual_ranks: int | None = field(default=None, metadata=_COMMON)
-    """Cut each batch into this many shares: the same bits on any number of ranks."""
+    """Cut each batch into this many fixed shares, for the same bits on any number of ranks."""
     self_check: bool = field(default=True, metadata=_FREE)
     """With virtual ranks, compute one share of the first step twice and compare."""
     drop_last: bool = False
     """Leave out the last batch of an epoch if it is incomplete."""
     order: OrderName = "shuffled"
-    """Order of training samples; columns: each slot of a batch reads its own contiguous part;
-    weighted: drawn by weights."""
+    """Order of the training samples. columns: each slot of a batch reads its own contiguous part;
+    replacement: drawn with replacement; weighted: drawn by the recipe's weights."""
     group_by_length: bool = False
-    """Shuffle so that the samples of a batch are of similar length, by the recipe's lengths."""
+    """Shuffle so that the samples of a batch have similar lengths. The recipe gives the lengths."""
     shuffle_buffer: int = 0
-    """Elements of a stream that are shuffled together; 0 keeps their order."""
+    """Elements of a stream that are shuffled together; 0 keeps the stream's order."""
 
     optimizer: Literal["adam", "adamw", "sgd"] = field(default="adam", metadata=_COMMON)
     """The optimizer, unless the recipe makes its own."""
     lr: float = field(default=1e-3, metadata=_COMMON)
-    """Learning rate, before scaling."""
+    """Learning rate, before --lr-scaling."""
     momentum: float = 0.0
     """Momentum, for sgd."""
     weight_decay: float = field(default=0.0, metadata=_COMMON)
     """Weight decay; decoupled in adamw, an L2 penalty in adam and sgd."""
     clip_norm: float | None = None
-    """Clip the gradient to this norm."""
+    """Clip the gradient to this norm; by default it is not clipped."""
 
     ema: float | None = None
-    """Evaluate an exponential moving average of the weights with this decay (0.999); checkpoints
-    hold it next to the weights."""
+    """Evaluate an exponential moving average of the weights with this decay, such as 0.999.
+    Checkpoints hold both the average and the weights."""
 
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate follows batch size / base batch size (linear: Goyal et al. 2017)."""
+    """Multiply --lr by batch size / base batch size (linear: Goyal et al. 2017), or by its square
+    root."""
     base_batch_size: int | None = None
     """The batch size that --lr was tuned for; needed for --lr-scaling."""
     warmup_steps: int = field(default=0, metadata=_COMMON)
@@ -169,24 +171,24 @@ class Settings:
     seed: int = field(default=42, metadata=_COMMON)
     """Seed of all random numbers: initial weights, sample order, augmentation, dropout."""
     device: Device = field(default="auto", metadata=_COMMON | _FREE)
-    """The device; auto takes the best one here."""
+    """Device to train on; auto takes the best one of this machine."""
     backend: Backend = field(default="auto", metadata=_FREE)
-    """Communication between the ranks; auto chooses by platform and device."""
+    """Communication between the ranks; auto: nccl for CUDA devices on Linux, else gloo."""
     timeout_s: float = field(default=600.0, metadata=_FREE)
     """Seconds that ranks wait for the slowest one before they give up."""
     stall_s: float | None = field(default=None, metadata=_FREE)
     """Seconds without a step after which the ranks count as hung, and the one that hangs is named;
-    by default 20 times the median step, at least 60; 0: never."""
+    by default 20 times the median step, at least 60; 0 turns this off."""
     compile: Literal["off", "on"] = field(default="off", metadata=_COMMON | _BITS_ALONE)
-    """Compile each step into one graph: slow to start, then fast."""
+    """Compile the step with torch.compile: a slow start, then faster steps."""
     channels_last: bool = field(default=False, metadata=_BITS_ALONE)
     """Store images in channels-last layout: faster convolutions on many devices."""
     cudnn_benchmark: bool = field(default=False, metadata=_FREE)
-    """Let cuDNN time its convolutions and take the fastest; for inputs of one shape."""
+    """Let cuDNN try its convolution algorithms and take the fastest; for inputs of one shape."""
     deterministic: bool = field(default=False, metadata=_BITS_ALONE)
     """Use only operations that give the same bits each time; slower on GPUs."""
     checkpoint_activations: bool = field(default=False, metadata=_FREE)
-    """Recompute activations of marked blocks in the backward pass: less memory, more time."""
+    """Recompute the activations of marked blocks in the backward pass: less memory, more time."""
     threads: int | None = field(default=None, metadata=_BITS_ALONE)
     """CPU threads per rank; by default OMP_NUM_THREADS, else chosen from cores and model."""
     num_workers: int = field(default=0, metadata=_COMMON | _FREE)
@@ -195,25 +197,26 @@ class Settings:
     """Allow more than 4 ranks or loader processes per core, or several ranks on one GPU."""
 
     strategy: Strategy = field(default="ddp", metadata=_FREE)
-    """ddp: each rank holds the whole model; fsdp: the ranks share it out, if it does not fit."""
+    """ddp: each rank holds the whole model; fsdp: each rank holds a shard, for models that do not
+    fit."""
     shard_within: ShardWithin = field(default="all", metadata=_FREE)
-    """With fsdp, share the model out over all ranks, or over those of each node (HSDP)."""
+    """With fsdp, shard the model over all ranks, or within each node (HSDP)."""
     reshard_after_forward: bool = field(default=True, metadata=_FREE)
-    """With fsdp, free a block's gathered weights after its forward; off keeps them for the
-    backward: more memory, less communication."""
+    """With fsdp, free a block's gathered weights after its forward pass. Off keeps them for the
+    backward pass: more memory, less communication."""
     gather_dtype: ParamDtype | None = None
-    """With fsdp, the type in which weights are gathered; by default their own. bf16 halves the
-    traffic and needs --precision bf16; weights of normalization layers are rounded too."""
+    """With fsdp, the type in which weights are gathered; by default their own. bf16 needs
+    --precision bf16 and halves the traffic, and also rounds weights of normalization layers."""
     cpu_offload: bool = field(default=False, metadata=_FREE)
-    """With fsdp on GPUs, keep weights, gradients and optimizer state in the CPU's memory."""
+    """With fsdp on GPUs, keep weights, gradients and optimizer state in CPU memory."""
     bucket_cap_mb: int | None = field(default=None, metadata=_FREE)
-    """MiB of gradients per all-reduce; by default PyTorch's 25."""
+    """MiB of gradients in each all-reduce; by default 25, as in PyTorch."""
     find_unused: bool = field(default=False, metadata=_BITS_ALONE)
-    """Allow steps that leave parameters unused, as in a model with branches (DDP); costs time."""
+    """With ddp, allow steps that leave parameters unused, as in models with branches; slower."""
     static_graph: bool = field(default=False, metadata=_BITS_ALONE)
-    """Promise that every step uses the same parameters in the same way (DDP)."""
+    """With ddp, promise that every step uses the same parameters in the same way."""
     sync_batchnorm: bool = False
-    """Normalise over the samples of all ranks instead of each; only on NVIDIA GPUs."""
+    """Let BatchNorm use the samples of all ranks, not only its own; only on NVIDIA GPUs."""
 
     run_dir: str | None = field(default=None, metadata=_COMMON | _FREE)
     """Directory of the run; by default a new one in runs/."""
@@ -225,16 +228,16 @@ class Settings:
     eval_every_steps: int | None = field(default=None, metadata=_FREE)
     """Steps between two evaluations, in addition to those after epochs."""
     checkpoint_every_epochs: int = field(default=1, metadata=_FREE)
-    """Epochs between two checkpoints; the end always has one."""
+    """Epochs between two checkpoints; the end of the run always saves one."""
     checkpoint_every_steps: int | None = field(default=None, metadata=_FREE)
     """Steps between two checkpoints, in addition to those after epochs."""
     checkpoint_every_minutes: float | None = field(default=None, metadata=_FREE)
-    """Minutes between two checkpoints, in addition to the others."""
+    """Minutes between two checkpoints, in addition to those after epochs."""
     checkpoint_sync: bool = field(default=False, metadata=_FREE)
-    """Wait until each checkpoint is written, instead of writing it while the training continues; it
-    saves the memory of one copy of the state."""
+    """Wait until each checkpoint is written, instead of writing it while the training continues.
+    This saves the memory of one copy of the state."""
     keep_top_k: int | None = field(default=None, metadata=_FREE)
-    """Keep only the last checkpoint and the best K by --monitor; by default all."""
+    """Keep only the last checkpoint and the best K by --monitor; by default all are kept."""
     keep_newest: int | None = field(default=None, metadata=_FREE)
     """Keep only the newest N checkpoints and the best; with --keep-top-k, the best K."""
     keep_hours: float | None = field(default=None, metadata=_FREE)
@@ -243,29 +246,29 @@ class Settings:
     """Validation metric that decides which checkpoint is best, as in loss:min; by default accuracy,
     else loss."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether the best value is the smallest or the largest; auto: min for the loss and the
-    recipe's lower_is_better, max for others."""
+    """Whether the smallest or the largest value of --monitor is best; auto: min for the loss and
+    the recipe's lower_is_better, max for others."""
     patience: int | None = field(default=None, metadata=_COMMON | _FREE)
-    """Stop after this many evaluations without a new best; by --monitor."""
+    """Stop after this many evaluations without a new best; --monitor says which is best."""
     min_delta: float = field(default=0.0, metadata=_FREE)
-    """The least change that counts as an improvement for --patience."""
+    """Smallest change that counts as an improvement for --patience."""
     halving: int | None = field(default=None, metadata=_FREE)
-    """In a sweep, stop after epochs 1, N, N² … (of those that are evaluated) unless among the best
-    1/N that came so far (ASHA); by --monitor."""
+    """In a sweep, compare trainings by --monitor after their evaluations 1, N, N² …, and stop those
+    that are not among the best 1/N so far (ASHA). Only evaluations after epochs count."""
 
     pictures: bool = field(default=True, metadata=_FREE)
     """Save pictures at the end of the run: predictions, and what the recipe draws."""
 
     track: str | None = field(default=None, metadata=_COMMON | _FREE)
     """Trackers, separated by commas: comet, mlflow, tensorboard, wandb, or your own (my_tracker.py,
-    package.module); none drops those of a resumed run. In TOML a table [track], with `to` and the
+    package.module); none stops those of a resumed run. In TOML, a table [track] with `to` and the
     names below without `track_`."""
     track_project: str | None = field(default=None, metadata=_FREE)
-    """Project (MLflow: experiment) at the tracker; by default the recipe's name."""
+    """Project at the tracker (MLflow: experiment); by default the recipe's name."""
     track_name: str | None = field(default=None, metadata=_FREE)
-    """Name of the run at the tracker; by default that of its directory."""
+    """Name of the run at the tracker; by default the name of its directory."""
     track_workspace: str | None = field(default=None, metadata=_FREE)
-    """Workspace at Comet, entity at W&B; by default the account's own."""
+    """Workspace at Comet, entity at W&B; by default that of your account."""
     track_tags: str | None = field(default=None, metadata=_FREE)
     """Tags of the run at the tracker, separated by commas."""
     track_offline: bool = field(default=False, metadata=_FREE)
@@ -273,7 +276,7 @@ class Settings:
     track_checkpoints: bool = field(default=False, metadata=_FREE)
     """Also send the checkpoints, as artifacts."""
     track_timeout: float = field(default=120.0, metadata=_FREE)
-    """Seconds that a tracker may take to start and to answer."""
+    """Seconds to wait for a tracker to start, and for each of its answers."""
 
     def __post_init__(self) -> None:
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")

@@ -49,7 +49,12 @@ def test_an_unknown_name_is_left_to_the_caller_to_show(tmp_path):
         main(["get", "fashion_mnist", "--data-dir", str(tmp_path)])
 
 
-@pytest.mark.parametrize("arguments", [[], ["get"], ["get", "mnist"], ["put"], ["list", "mnist"]])
+def test_an_unknown_verb_is_answered_with_the_verbs():
+    with pytest.raises(UserError, match=r"'put'.*get, list"):
+        main(["put"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["get"], ["get", "mnist"], ["list", "mnist"]])
 def test_wrong_arguments_end_the_command_with_code_2(arguments):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

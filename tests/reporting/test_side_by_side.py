@@ -124,7 +124,7 @@ def test_equal_steps_of_other_batches_are_not_compared(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "two", global_batch=20)
     found = compare_runs([one, other])
     assert found.alike[0].verdict == "unknown"
-    assert found.alike[0].why.startswith("20 samples a step against 10,")
+    assert found.alike[0].why.startswith("20 samples per step against 10,")
     assert "(global batches of 10, 20 samples)" in found.notes[0]
 
 

@@ -96,7 +96,7 @@ def train(
         what: a recipe: its name ("spiral"), its file ("my_recipe.py"), or a `samestep.Recipe`,
             which may be made in a notebook; or the directory of a run, whose settings are taken.
         nproc: ranks to start on this machine; "auto": one per GPU, else one per core.
-        resume: whether to continue the run, from its newest whole checkpoint.
+        resume: whether to continue the run, from its newest intact checkpoint.
         recipe: the recipe of that run, if the run names no file.
         config: a TOML file of settings and options; the other arguments win over it.
         allow_change: with `resume`, names of settings that may differ from the checkpoint's;

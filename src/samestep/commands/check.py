@@ -33,29 +33,32 @@ _DEFAULT_RANKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class CheckFlags:
-    """Run a script of yours on a few ranks of the CPU, and say what is wrong with it.
+    """Run a training script on a few CPU ranks, and report what is wrong with it.
 
-    Nothing in the script has to change; it runs in a copy of its folder, for some steps of two
-    epochs. A module is named as for Python: samestep check -m MODULE. What follows `--` is the
-    script's own. Exit codes: 0 nothing but advice, 1 something is wrong, 2 it could not be checked.
+    The script runs unchanged, in a copy of its folder, for some steps of two epochs. To check a
+    module, name it as for Python: samestep check -m MODULE. Arguments after `--` are passed to the
+    script.
+
+    Exit codes: 0 at most advice, 1 something is wrong, 2 the script could not be checked.
     """
 
     nproc: int | None = None
-    """Ranks to start (default: 2)."""
+    """Ranks to start; by default 2."""
     steps: int = 10
-    """Batches of each of the first two epochs; then comes the last of the epoch."""
+    """Batches to run in each of the first two epochs, before the last batch of the epoch."""
     seconds: float = 40.0
-    """End the script this long after its first step; later steps count as not seen."""
+    """End the script this many seconds after its first step; what comes later is not checked."""
     stall_s: float | None = None
-    """Report a hang if no rank moves for this long (default: 20 median steps, at least 30 s)."""
+    """Report a hang if no rank makes progress for this many seconds; by default 20 times the median
+    step, at least 30."""
     here: Switch = False
-    """Inside a job that srun or torchrun started: check on its ranks and its devices."""
+    """Check on the ranks and devices of the job that srun or torchrun has started."""
     json: Switch = False
     """Print one JSON object instead of the text."""
     sarif: Path | None = None
-    """Write the findings to this file, too, for a code scanning service: SARIF 2.1.0."""
+    """Also write the findings to this file in SARIF 2.1.0, for a code scanning service."""
     list: Switch = False
-    """Show all codes instead; with a code, as --list SS104, its page."""
+    """Show all codes instead of checking; with a code, as in --list SS104, show its page."""
 
 
 def main(arguments: list[str]) -> int:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-from tyro.conf import arg, subcommand
+from tyro.conf import arg
 
-from samestep.commands.help import RunPath, Switch, examples
+from samestep.commands.help import CheckpointName, RunPath, Switch, inner_verb, parse_flags
 from samestep.reporting.checkpoint_list import (
     checked_checkpoints,
     checkpoint_lines,
@@ -19,12 +18,21 @@ from samestep.reporting.checkpoint_list import (
 from samestep.reporting.words import count, size
 from samestep.run.directory import plain
 
-_EXAMPLES = ("checkpoint list runs/ID", "checkpoint export runs/ID -o model.safetensors")
+_EXAMPLES = (
+    "checkpoint list runs/ID",
+    "checkpoint verify runs/ID",
+    "checkpoint export runs/ID -o model.safetensors",
+)
+_VERBS = {
+    "list": "show the step, metric and size of each, and which is best and last",
+    "verify": "hash the files of every checkpoint, to find missing and damaged ones",
+    "export": "write a checkpoint's weights to a file for other programs",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ListCheckpoints:
-    """List the checkpoints of a run: step, metric, size, and which is the best and the last."""
+    """List the checkpoints of a run: step, metric, size, and which is best and last."""
 
     run: RunPath
     """Directory of the run."""
@@ -34,7 +42,10 @@ class _ListCheckpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class _VerifyCheckpoints:
-    """Hash every file that the index names; the exit code is 1 if one is missing or damaged."""
+    """Hash the files of every checkpoint of a run.
+
+    The exit code is 1 if a file is missing or damaged.
+    """
 
     run: RunPath
     """Directory of the run."""
@@ -44,34 +55,32 @@ class _VerifyCheckpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class _ExportWeights:
-    """Write the weights that are evaluated, the average with --ema, for other programs."""
+    """Write the weights of a checkpoint to a file for other programs.
+
+    They are the weights that evaluations use: with --ema, the moving average.
+    """
 
     run: RunPath
     """Directory of the run."""
     output: Annotated[Path, arg(aliases=["-o"], metavar="FILE")]
-    """A file that ends in .safetensors (samestep[safetensors]), .pt or .pth."""
-    checkpoint: str = "best"
+    """File to write. Its name ends in .safetensors (needs samestep[safetensors]), .pt or .pth."""
+    checkpoint: CheckpointName = "best"
     """`best`, `last`, or the name of a file in checkpoints/."""
     force: Switch = False
-    """Overwrite the file if it is there."""
+    """Overwrite the file if it exists."""
     json: Switch = False
     """Print one JSON object."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    with examples(*_EXAMPLES):
-        command = tyro.cli(
-            Annotated[_ListCheckpoints, subcommand(name="list")]
-            | Annotated[_VerifyCheckpoints, subcommand(name="verify")]
-            | Annotated[_ExportWeights, subcommand(name="export")],
-            prog="samestep checkpoint",
-            description="List, verify and export the checkpoints of a run.",
-            args=arguments,
-        )
-    if isinstance(command, _ListCheckpoints):
-        return _list(command)
-    return _verify(command) if isinstance(command, _VerifyCheckpoints) else _export(command)
+    about = "List, verify and export the checkpoints of a run."
+    verb, flags = inner_verb("checkpoint", about, _VERBS, arguments, *_EXAMPLES)
+    if verb == "list":
+        return _list(parse_flags(_ListCheckpoints, "checkpoint list", flags, *_EXAMPLES))
+    if verb == "verify":
+        return _verify(parse_flags(_VerifyCheckpoints, "checkpoint verify", flags, *_EXAMPLES))
+    return _export(parse_flags(_ExportWeights, "checkpoint export", flags, *_EXAMPLES))
 
 
 def _list(command: _ListCheckpoints) -> int:

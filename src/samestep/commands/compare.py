@@ -17,18 +17,18 @@ _EXAMPLES = ("compare runs/ONE runs/OTHER", "compare runs/spiral-* --target 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class CompareFlags:
-    """Compare runs: settings that differ, whether it is the same training, speed, curves."""
+    """Compare runs: which settings differ, whether it is the same training, speed, curves."""
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN…")]
     """Directories of two or more runs, or of one with --plot. Running and damaged runs are read as
     far as possible."""
     metric: str | None = None
-    """A metric of the validation set (loss, accuracy …), or train_loss; default: accuracy, else
-    loss."""
+    """Metric to compare: one of the validation set (loss, accuracy …), or train_loss; by default
+    accuracy, else loss."""
     target: float | None = None
     """Show when the metric first reached this value."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """Draw the curves into a file (samestep[plot])."""
+    """Draw the curves into a file; needs samestep[plot]."""
     any_recipe: Switch = False
     """Also compare runs of different recipes."""
     json: Switch = False

@@ -56,6 +56,9 @@ COMMANDS: dict[str, tuple[str, Target]] = {
     "slurm status": ("slurm.status:_Status", "run"),
     "slurm logs": ("slurm.logs:_Logs", "run"),
     "slurm cancel": ("slurm.cancel:_Cancel", "run"),
+    "slurm sandbox up": ("slurm.sandbox:Up", "none"),
+    "slurm sandbox status": ("slurm.sandbox:Status", "none"),
+    "slurm sandbox down": ("slurm.sandbox:Down", "none"),
 }
 _INNER = {
     "new": (*KINDS,),

@@ -4,16 +4,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from rich.console import Console
-from tyro.conf import Positional, UseAppendAction, arg, subcommand
+from tyro.conf import Positional, UseAppendAction, arg
 
-from samestep.commands.help import examples
+from samestep.commands.help import inner_verb, parse_flags
 from samestep.data.catalog import CATALOG
 from samestep.data.download import download
 from samestep.reporting.words import count, wrapped
 
 _EXAMPLES = ("data list", "data get mnist --data-dir data/mnist")
+_VERBS = {
+    "get": "download a data set into a folder",
+    "list": "show the data sets with their size, licence and source",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +24,11 @@ class _Get:
     """Download a data set into a folder; files that are already correct are kept."""
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
-    """The data set, one of those that `samestep data list` shows."""
+    """Name of the data set; `samestep data list` shows them all."""
     data_dir: Annotated[Path, arg(metavar="DIR")]
-    """The folder for the files; created if missing."""
+    """Folder for the files; created if missing."""
     mirror: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="URL")] = ()
-    """URL of a folder with the files, used instead of the known mirrors."""
+    """URL of a folder with the files, used instead of the known mirrors. Repeatable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +38,15 @@ class _List:
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    with examples(*_EXAMPLES):
-        command = tyro.cli(
-            Annotated[_Get, subcommand(name="get")] | Annotated[_List, subcommand(name="list")],
-            prog="samestep data",
-            description="Download data sets.",
-            args=arguments,
-        )
-    if isinstance(command, _Get):
+    about = "Download a data set, verified by hash, or list the data sets."
+    verb, flags = inner_verb("data", about, _VERBS, arguments, *_EXAMPLES)
+    if verb == "get":
+        command = parse_flags(_Get, "data get", flags, *_EXAMPLES)
         paths = download(command.name, command.data_dir, mirrors=command.mirror)
         files = count(len(paths), "file")
         print(f"{command.name} is in {command.data_dir}: {files}, checked.")  # noqa: T201
     else:
+        parse_flags(_List, "data list", flags, *_EXAMPLES)
         width = Console().width
         for dataset in CATALOG.values():
             size = sum(file.size_bytes for file in dataset.files) / 1e6

@@ -59,14 +59,14 @@ class Killed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoFlags:
-    """Show that kills and the number of ranks do not change a training, in a minute.
+    """Show in a minute that neither a kill nor the number of ranks changes a training.
 
     It trains a small network on one rank. Then it trains it again on two ranks, kills all their
     processes in the middle, resumes on three, and compares both trainings.
     """
 
     runs: Path = Path("runs")
-    """Folder of the two runs; they are kept."""
+    """Folder for the two runs, which are kept."""
 
 
 def main(arguments: list[str]) -> int:

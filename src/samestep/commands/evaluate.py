@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import samestep
-from samestep.commands.help import RunPath, Switch, parse_flags
+from samestep.commands.help import CheckpointName, RunPath, Switch, parse_flags
 from samestep.reporting.words import class_table
 from samestep.run.directory import plain
 from samestep.settings import Device
@@ -28,19 +28,19 @@ class EvaluateFlags:
 
     run: RunPath
     """Directory of the run."""
-    checkpoint: str = "best"
+    checkpoint: CheckpointName = "best"
     """`best`, `last`, or the name of a file in checkpoints/."""
     split: Literal["train", "validation", "test"] = "test"
-    """The part of the data to evaluate."""
+    """Part of the data to evaluate."""
     recipe: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The recipe's file, if it has changed since the run began; the run's own copy is recipe.py in
-    its directory."""
+    """Recipe file to use, if the recipe has changed since the run began; the run's own copy is
+    recipe.py in its directory."""
     device: Device = "auto"
-    """The device; auto takes the best one here."""
-    data_dir: str | None = None
+    """Device to use; auto takes the best one of this machine."""
+    data_dir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the data, if it has moved since the training."""
     skip_bad: int | None = None
-    """How many of its files may be unreadable, for a recipe that has this option."""
+    """How many files of the data may be unreadable, if the recipe has this option."""
     json: Switch = False
     """Print one JSON object."""
 

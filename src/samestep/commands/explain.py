@@ -35,17 +35,18 @@ class ExplainFlags:
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
     nproc: Nproc = 1
-    """Ranks per node, on any machine; auto: as many as `train` would start here."""
+    """Ranks per node; this machine need not have room for them. auto: as many as `samestep train`
+    would start here."""
     nodes: int = 1
     """Number of nodes."""
     new: Switch = False
-    """Explain a new run with the settings of this one, as `samestep train RUN` starts it."""
+    """With a RUN, explain a new run with its settings, as `samestep train RUN` starts it."""
     resume: Switch = False
-    """Explain how a run is resumed, the default for a RUN."""
+    """With a RUN, explain how it is resumed; this is the default."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
-    """Settings that may differ, as for `samestep train RUN --resume`."""
+    """Settings that may differ, as in `samestep train RUN --resume`."""
     recipe_of_run: Switch = False
-    """Use the run's own copy of its recipe, as for `samestep train RUN --resume`."""
+    """Use the run's own copy of its recipe, as in `samestep train RUN --resume`."""
     json: Switch = False
     """Print one JSON object with all numbers."""
 

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from samestep.commands.help import RunPath, Switch, check_positive, parse_flags
+from samestep.commands.help import CheckpointName, RunPath, Switch, check_positive, parse_flags
 from samestep.errors import UserError
 from samestep.reporting.plot import check_picture, picture
 from samestep.reporting.words import Columns, word
@@ -29,25 +29,25 @@ _EXAMPLES = ("predict runs/ID photo.jpg", "predict runs/ID a.jpg b.png --top 1 -
 
 @dataclass(frozen=True, kw_only=True)
 class PredictFlags:
-    """Predict files with a checkpoint of a run: classes, numbers, or what the recipe shows."""
+    """Predict files with a trained model: classes, numbers, or what the recipe shows."""
 
     run: RunPath
     """Directory of the run."""
     files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE…")]
-    """The files to predict."""
-    checkpoint: str = "best"
+    """Files to predict."""
+    checkpoint: CheckpointName = "best"
     """`best`, `last`, or the name of a file in checkpoints/."""
     top: int = 5
-    """How many classes to name for each file, or row of a file."""
+    """Number of classes to show for each file, or for each row of a file."""
     recipe: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The recipe's file, if it has changed since the run began; the run's own copy is recipe.py in
-    its directory."""
+    """Recipe file to use, if the recipe has changed since the run began; the run's own copy is
+    recipe.py in its directory."""
     device: Device = "auto"
-    """The device; auto takes the best one here."""
+    """Device to use; auto takes the best one of this machine."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """Draw the predictions of one file, for a recipe with a `plot` (samestep[plot])."""
+    """Draw the predictions of one file, if the recipe has a `plot`; needs samestep[plot]."""
     json: Switch = False
-    """Print one JSON object per file, or per row of a file, a line each."""
+    """Print one line of JSON for each file, or for each row of a file."""
 
 
 def main(arguments: list[str]) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from samestep.commands.help import (
+    MaybeNumbers,
     Nproc,
     Switch,
     check_positive,
@@ -70,13 +71,14 @@ usage: samestep profile TARGET [flags]
        samestep profile -m MODULE [flags] [-- ARGUMENTS OF THE MODULE]
 
 Measure some steps of a training without a profiler, and trace a few more with
-torch.profiler. The result, with numbers per step: what limits the speed, what
+torch.profiler. It shows, with numbers per step, what limits the speed, what
 would limit it next, and what to change.
 
-TARGET is a recipe ({recipes}), a recipe file, or the
-directory of a run; all flags of `samestep train TARGET` are taken too.
-SCRIPT.py is any other Python program that trains, best with a torch.optim
-optimizer; nothing in it has to change. `samestep profile TARGET --help` shows all flags.
+TARGET is a recipe ({recipes}), a recipe
+file, or the directory of a run; it takes all flags of `samestep train TARGET`,
+too. SCRIPT.py is any other Python program that trains, preferably with an
+optimizer of torch.optim. It runs unchanged.
+`samestep profile TARGET --help` shows all flags.
 """
 
 
@@ -87,7 +89,7 @@ class _Profile(Extent):
     nproc: Nproc = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
     json: Switch = False
-    """Print one JSON object instead of the tables; what a script prints goes to standard error."""
+    """Print one JSON object instead of the tables. What a script prints goes to standard error."""
 
     def __post_init__(self) -> None:
         check_positive(epoch=self.epoch, seconds=self.seconds, steps=self.steps)
@@ -101,19 +103,19 @@ class ProfileFlags(_Profile):
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
-    workers: str | None = None
-    """Try these numbers of loader workers, and recommend one: 0,1,2,4."""
-    batch_sizes: str | None = None
-    """Try these batch sizes, and show the fastest: 32,64,128. The batch size changes the
+    workers: MaybeNumbers = None
+    """Try these numbers of loader workers, such as 0,1,2,4, and recommend one."""
+    batch_sizes: MaybeNumbers = None
+    """Try these batch sizes, such as 32,64,128, and show the fastest. Another batch size is another
     training."""
     apply: Switch = False
-    """Write the results of --workers and --batch-sizes into the file of --config, or into a new
-    RECIPE.toml."""
+    """Write the results of --workers and --batch-sizes into the file that --config names, or into a
+    new RECIPE.toml."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCommand(_Profile):
-    """Profile a script. What follows `--` is the script's own."""
+    """Profile a script. Arguments after `--` are passed to the script."""
 
     out: Path | None = None
     """Directory for the traces; by default a new one in runs/."""

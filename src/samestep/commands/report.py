@@ -16,13 +16,14 @@ _EXAMPLES = ("report runs/ID --open", "report runs/ONE runs/OTHER --target 0.95 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFlags:
-    """Make one self-contained page of runs: curves, classes, ranks, settings."""
+    """Write one self-contained page about runs: curves, classes, ranks, settings."""
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN…")]
-    """Directories of runs, also running or killed ones; or files of `samestep scale --json`."""
+    """Directories of runs, which may still run or have been killed; or files of `samestep scale
+    --json`."""
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = None
-    """The page's file; default: report.html in the directory of a single run, else in the current
-    one."""
+    """File to write; by default report.html, in the run's directory if there is one run, else in
+    the current directory."""
     target: float | None = None
     """With several runs: show when their metric first reached this value."""
     open: Switch = False

@@ -23,9 +23,9 @@ class RunsFlags:
     """List the runs in a folder: state, best metric, duration, and the curve of the loss."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")] = Path("runs")
-    """Folder with runs."""
+    """Folder that holds the runs."""
     sort: Sort = "date"
-    """metric: the best first; duration: the longest; date: the newest."""
+    """Order of the list. metric: best first; duration: longest first; date: newest first."""
     recipe: str | None = None
     """List only the runs of this recipe."""
     json: Switch = False

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import tyro
 
-from samestep.commands.help import Switch, check_positive, numbers
+from samestep.commands.help import Numbers, Switch, check_positive, numbers
 from samestep.commands.target import parse_target
 from samestep.errors import AlreadyTold, UserError
 from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
@@ -37,14 +37,14 @@ class ScaleFlags:
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
-    nproc: str = "1,2,4"
+    nproc: Numbers = "1,2,4"
     """Numbers of ranks to start on this machine, one after the other."""
     mode: Literal["weak", "strong", "both"] = "both"
-    """Keep the batch of a rank (weak), or the global batch (strong)."""
+    """Keep the batch size per rank (weak), or the global batch size (strong)."""
     seconds: float = 1.5
     """Seconds of training per measurement, after the warm-up."""
     rounds: int = 3
-    """How many times to repeat all measurements, in turn."""
+    """How many times to repeat the whole series of measurements."""
     json: Switch = False
     """Print one JSON object."""
 

@@ -32,9 +32,9 @@ from samestep.sweeping.sweep_plan import (
 )
 
 _ABOUT = (
-    "Train {} once for each combination of the values, each in a directory of the sweep's folder, "
-    "--run-dir. Every setting and option may have several values, with commas between them. The "
-    "same command again continues where it stopped."
+    "Train {} once for each combination of values. Any setting or option may have several values, "
+    "separated by commas. Each training has its own directory in the sweep's folder, --run-dir. "
+    "Repeat the command to continue an interrupted sweep."
 )
 _EXAMPLES = (
     "sweep spiral --lr 1e-3,3e-3,1e-2 --epochs 3",
@@ -50,11 +50,11 @@ class SweepFlags:
     """Flags of `sweep`, in addition to the settings."""
 
     at_once: int | None = None
-    """Trainings at once; by default one per GPU, else one per core."""
+    """Trainings that run at the same time; by default one per GPU, else one per core."""
     sample: int | None = None
-    """Train only this many of the combinations, drawn at random by --seed."""
+    """Train only this many combinations, drawn at random with --seed."""
     optuna: Switch = False
-    """Let Optuna choose that sample, by how the trainings before ended."""
+    """Let Optuna choose the combinations of --sample from the results so far."""
     nproc: int = 1
     """Ranks of each training."""
     slurm: Switch = False

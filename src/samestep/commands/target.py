@@ -41,7 +41,7 @@ def parse_target(
     """
     if not arguments or arguments[0] in HELP:
         text = (
-            f"{about.format('TARGET')} TARGET is a recipe ({', '.join(RECIPES)}), a recipe file "
+            f"{about.format('TARGET')}\n\nTARGET is a recipe ({', '.join(RECIPES)}), a recipe file "
             "(my_recipe.py), or the directory of a run. "
             f"`samestep {verb} TARGET --help` shows its own defaults and options."
         )

@@ -2,9 +2,11 @@
 
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
 from rich.console import Console
 from rich.markup import escape
+from tyro.conf import arg
 
 from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.ranks.process import print_error
@@ -18,26 +20,27 @@ _EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrackFlags:
-    """Send a run to trackers: whatever they lack of it, exactly once."""
+    """Send a run to trackers: each record once, and only what they do not have yet."""
 
     run: RunPath
     """Directory of the run."""
-    to: str
-    """comet, mlflow, tensorboard, wandb, or your own (my_tracker.py), separated by commas."""
+    to: Annotated[str, arg(metavar="NAMES")]
+    """Trackers, separated by commas: comet, mlflow, tensorboard, wandb, or your own
+    (my_tracker.py)."""
     project: str | None = None
-    """Project at the tracker; by default the run's --track-project, else its recipe."""
+    """Project at the tracker; by default the run's --track-project, else the recipe's name."""
     name: str | None = None
-    """Name of the run at the tracker; by default that of its directory."""
+    """Name of the run at the tracker; by default the name of its directory."""
     workspace: str | None = None
     """Workspace at Comet, entity at W&B."""
-    tags: str | None = None
-    """Tags, separated by commas."""
+    tags: Annotated[str | None, arg(metavar="TAGS")] = None
+    """Tags of the run at the tracker, separated by commas."""
     offline: Switch = False
     """Write the tracker's files into the run directory and send nothing."""
     checkpoints: Switch = False
-    """Also send the checkpoints."""
+    """Also send the checkpoints, as artifacts."""
     timeout: float | None = None
-    """Seconds to wait for a tracker's start and for each of its answers; 120 by default."""
+    """Seconds to wait for a tracker to start and for each of its answers; by default 120."""
 
 
 def main(arguments: list[str]) -> int:

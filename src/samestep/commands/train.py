@@ -32,10 +32,10 @@ class TrainFlags:
     nproc: Nproc = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
     resume: Switch = False
-    """Continue the run from its newest whole checkpoint; without it a new run begins."""
+    """Continue the run from its newest intact checkpoint; without --resume a new run begins."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
-    """With --resume, settings that may differ from the checkpoint: lr,weight_decay; or `recipe` for
-    an edited recipe. The run then becomes another training."""
+    """With --resume, settings that may differ from the checkpoint, such as lr,weight_decay;
+    `recipe` allows an edited recipe. The run then becomes another training."""
     recipe_of_run: Switch = False
     """With --resume, use the run's own copy of the recipe, not the current file."""
     report: Switch = False
@@ -53,7 +53,7 @@ def parse(arguments: list[str], verb: str = "train") -> "tuple[TrainFlags, Reque
     The `verb` is the one that the user typed: a mistake is answered with its help.
     """
     lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
-    about = "Train {}: the same step on one process and on many."
+    about = "Train {}. Every step is the same on one process and on many."
     command, request = parse_target(verb, about, TrainFlags, arguments, *lines)
     check_resume(request)
     return command, request

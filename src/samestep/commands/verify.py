@@ -10,12 +10,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from samestep.commands.help import Switch, check_positive, numbers, parse_flags
+from samestep.commands.help import Numbers, Switch, check_positive, numbers, parse_flags
 from samestep.commands.target import names_given, own_flags, parse_target
 from samestep.errors import UserError
 from samestep.ranks.nproc import refuse_inside_launcher
@@ -34,11 +35,12 @@ _EXAMPLES = (
     "verify my_loop.py -- --epochs 3",
 )
 _ABOUT = (
-    "Train {} for a few steps on one process and on several ranks, and compare: losses, gradients, "
-    "weights, samples, metrics. Each difference is shown with its likely cause. Exit codes: 0 the "
-    "same training, 1 different (or every rank writes a file), 2 a mistake in the command or the "
-    "recipe. With --virtual-ranks everything must be equal to the last bit, randomness included. "
-    "A script with a loop of its own (samestep.open_run) takes its arguments after `--`."
+    "Train {} for a few steps on one process and on several ranks, and compare losses, gradients, "
+    "weights, samples and metrics. Each difference is shown with its likely cause. With "
+    "--virtual-ranks everything must be equal to the last bit, including random numbers.\n\n"
+    "Exit codes: 0 the same training; 1 different, or every rank writes the same file; 2 a mistake "
+    "in the command or the recipe.\n\n"
+    "A script with its own loop (samestep.open_run) takes its arguments after `--`."
 )
 # Ranks that wait for each other are a finding: verify reports them after this time.
 _TIMEOUT_S = 120.0
@@ -50,15 +52,17 @@ class VerifyFlags:
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
-    world_sizes: str = "1,2,3"
-    """Numbers of ranks to compare; 1 is always among them."""
+    world_sizes: Numbers = "1,2,3"
+    """Numbers of ranks to compare; 1 is always one of them."""
     quick: Switch = False
-    """Skip the slowest checks: a third size of ranks (unless --world-sizes names it), the
+    """Skip the slowest checks: a third number of ranks (unless --world-sizes names it), the
     recipe's own precision, accumulation, resuming, Lightning, a checkpoint on one device."""
-    accept: str = ""
-    """What may differ by design: batchnorm, dropout, or both. A recipe can also accept them."""
+    accept: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
+    """What may differ by design: batchnorm, dropout, or batchnorm,dropout. A recipe can also accept
+    them."""
     tolerance: float | None = None
-    """Compare only the losses, up to this relative difference, for training that is random."""
+    """Compare only the losses, and allow this relative difference: for training that is random by
+    design."""
     json: Switch = False
     """Print one JSON object instead of the table."""
 

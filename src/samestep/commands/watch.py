@@ -24,12 +24,12 @@ _EXAMPLES = ("watch runs/ID", "watch runs/ID --port 0 --open")
 
 @dataclass(frozen=True, kw_only=True)
 class WatchFlags:
-    """Show the page of a run in the browser, and update it while the run trains."""
+    """Serve the report of a run as a page for the browser, updated while the run trains."""
 
     run: Annotated[Positional[Path], arg(metavar="RUN|JOB")]
     """Directory of the run, or the number of its Slurm job."""
     port: int = 8008
-    """Port on 127.0.0.1; 0 takes a free one."""
+    """Port on 127.0.0.1; 0 takes any free port."""
     open: Switch = False
     """Open the page in the browser."""
 

@@ -22,17 +22,17 @@ class DoctorOptions:
     recipe: Annotated[Positional[Path | None], arg(metavar="[RECIPE.py]")] = None
     """A recipe file, which must be the same for every rank."""
     run_dir: Annotated[Path, arg(metavar="DIR")] = Path("runs")
-    """Where runs will be written; the directory of a run gives its checkpoints' size and more."""
+    """Folder for the runs; name a run's directory to use its settings and checkpoint size, too."""
     num_workers: int | None = None
-    """Loader workers per rank in training; by default the run's, or 0."""
+    """Loader workers per rank in training; by default those of the run, or 0."""
     timeout_s: float = 30.0
     """Seconds to wait for the other ranks."""
     budget_s: float = 20.0
-    """Seconds that the all-reduce's measurements may take."""
+    """Seconds that measuring the all-reduce may take."""
     device: Device = "auto"
-    """Where training will be; auto takes the best device here."""
+    """Device for the training; auto takes the best one of this machine."""
     backend: Backend = "auto"
-    """What connects the ranks; auto chooses by platform and device."""
+    """Communication between the ranks; auto: nccl for CUDA devices on Linux, else gloo."""
 
 
 @dataclass(frozen=True, kw_only=True)

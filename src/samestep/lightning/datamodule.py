@@ -216,7 +216,7 @@ class CIFAR10DataModule(LitData):
         super().__init__(recipe, settings, options)
 
     def prepare_data(self) -> None:
-        """Fetch what is not there; Lightning calls this once a node."""
+        """Fetch what is not there; Lightning calls this once per node."""
         cifar10.fetch(self.options)
 
 

@@ -12,16 +12,16 @@ class Extent:
     """How much of a training to profile; the verb's flags."""
 
     epoch: int | None = None
-    """Trace this epoch as a whole, counted from 1; by default a few steps."""
+    """Trace this whole epoch, counted from 1; by default only a few steps are traced."""
     seconds: float = 3.0
-    """Measure at least this long."""
+    """Measure for at least this many seconds."""
     steps: int | None = None
     """Measure this many steps instead of --seconds."""
     record_shapes: bool = False
     """Write the shapes of each operation's inputs into the trace."""
     with_stack: bool = False
-    """Write the Python calls that lead to each operation into the trace; this slows the traced
-    steps, so the shares of the verdict are less exact."""
+    """Write the Python calls that lead to each operation into the trace. This slows the traced
+    steps, so the verdict's shares are less exact."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,13 +174,13 @@ class Cifar10Options:
     data_dir: str = may_change("data/cifar10")
     """Folder of the binary version (*.bin, or cifar-10-batches-bin/), or of train/CLASS/*.jpg."""
     download: bool = may_change(False)
-    """Fetch the binary version into the folder first if no data is there, once a node."""
+    """Download the binary version into the folder first if no data is there, once per node."""
     width: int = 64
-    """Channels of the first stage; 64 is ResNet-18, fewer train faster and reach less."""
+    """Channels of the first stage; 64 is ResNet-18, fewer train faster and are less accurate."""
     validation_fraction: float = 0.1
-    """Part of the training set that is held out for validation: 5,000 of 50,000."""
+    """Fraction of the training set that is held out for validation: 5,000 of 50,000."""
     split_seed: int = 42
-    """Seed of that split."""
+    """Seed of the split into training and validation set."""
 
     def __post_init__(self) -> None:
         check_flags(self, ["width"], lambda value: value >= 1, "be 1 or more")

@@ -39,21 +39,22 @@ class ImagesOptions:
     """The options of this recipe."""
 
     data_dir: str = may_change("data/images")
-    """Folder that holds train/CLASS/*.jpg (.jpeg, .png), and maybe val/ and test/ like it."""
+    """Folder with train/CLASS/*.jpg (.jpeg, .png), and val/ and test/ like it, if any."""
     image_size: int | None = None
-    """Edge of the square that the model sees; by default that of small images, else 160."""
+    """Side of the square that the model sees, in pixels; by default that of small images, else 160.
+    """
     width: int = 64
-    """Channels of the first stage; 64 is ResNet-18, fewer train faster and reach less."""
+    """Channels of the first stage; 64 is ResNet-18, fewer train faster and are less accurate."""
     cache: Cache = may_change("auto")
-    """Keep decoded images in memory, once a node; auto: if they take at most half of it."""
+    """Keep decoded images in memory, once per node; auto: if they take at most half of it."""
     max_corrupt: float = may_change(0.01)
     """Largest fraction of images that may be unreadable; they are named and left out."""
     validation_fraction: float = 0.1
-    """Part of train/ that is held out for validation where there is no val/."""
+    """Fraction of train/ that is held out for validation if there is no val/."""
     test_fraction: float = 0.1
-    """Part of train/ that is held out for the test where there is no test/; 0 for none."""
+    """Fraction of train/ that is held out for the test if there is no test/; 0 for no test."""
     split_seed: int = 42
-    """Seed of these parts."""
+    """Seed of these splits."""
     classes: tuple[str, ...] = ()
     """Class names in the order of the model's outputs; by default the folders of train/, sorted."""
 

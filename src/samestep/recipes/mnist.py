@@ -161,13 +161,13 @@ class MnistOptions:
     data_dir: str = may_change("data/mnist")
     """Folder of the IDX files, gzipped or not; also its raw/ or MNIST/raw/."""
     download: bool = may_change(False)
-    """Fetch MNIST into the folder first if it is not there, once a node."""
+    """Download MNIST into the folder first if it is not there, once per node."""
     model: Literal["simple", "convnet"] = "simple"
     """simple: 784-128-10; convnet: two convolutions and two linear layers."""
     validation_fraction: float = 1 / 12
-    """Part of the training set that is held out for validation."""
+    """Fraction of the training set that is held out for validation: 5,000 of 60,000."""
     split_seed: int = 42
-    """Seed of that split."""
+    """Seed of the split into training and validation set."""
 
     def __post_init__(self) -> None:
         within = "lie between 0 and 1"

@@ -96,7 +96,7 @@ def data(options: SpiralOptions) -> Splits:
 
 
 def read(_: SpiralOptions, file: Path) -> list[Tensor]:
-    """Return the points of a file: two numbers a line, `x,y`, below a heading or not."""
+    """Return the points of a file: two numbers per line, `x,y`, below a heading or not."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -264,7 +264,7 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
     """Compare the losses of equal steps, epochs and evaluations, and gradient norms of steps."""
     if not one.plan or not other.plan:
         return SameTraining(verdict="unknown", why="one of them has no start record")
-    sizes = {"num_samples": "training samples", "global_batch_size": "samples a step"}
+    sizes = {"num_samples": "training samples", "global_batch_size": "samples per step"}
     for name, what in sizes.items():
         mine, its = one.plan[name], other.plan[name]
         if mine != its:

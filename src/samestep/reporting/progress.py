@@ -265,10 +265,10 @@ class Screen:
         order = f", order: {o}" if (o := plan.get("order", "shuffled")) != "shuffled" else ""
         known = plan["num_samples"]
         samples = "a stream" if known is None else f"{known:,} training samples"
-        batch = f"{plan['global_batch_size']} samples a step = {parts}"
+        batch = f"{plan['global_batch_size']} samples per step = {parts}"
         if tokens := plan.get("batch_tokens"):
             most = plan["global_batch_size"]
-            batch = f"{tokens} tokens a step, at most {most} samples, on {shares} × {steps}"
+            batch = f"{tokens} tokens per step, at most {most} samples, on {shares} × {steps}"
         rows = {
             plan["recipe"]: f"{plan['parameters']:,} parameters, {samples}",
             "where": f"{ranks}{nodes}, {plan['device']}{backend}{threads}, {plan['precision']}",

@@ -362,7 +362,7 @@ def go_on(request: Request, work: Work, state: State, path: Path, found: Loaded)
 
 
 def load_newest(path: Path, world: World, mesh: Any = None) -> Loaded | None:
-    """Return a run's newest whole checkpoint on every rank; on a mesh, each has its parts.
+    """Return a run's newest intact checkpoint on every rank; on a mesh, each has its parts.
 
     Files that a killed process wrote and did not announce are deleted.
     """
@@ -405,7 +405,7 @@ def on_all_ranks(
 
 
 def newest_whole(path: Path, mesh: Any = None) -> Loaded | None:
-    """Return a run's newest whole checkpoint, on one rank; leave the directory as it is."""
+    """Return a run's newest intact checkpoint, on one rank; leave the directory as it is."""
     found = loading.load_newest(path / "checkpoints", mesh)
     if found is not None:
         return Loaded(*found)

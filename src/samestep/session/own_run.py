@@ -259,7 +259,7 @@ class OwnRun:
     def epochs(self, num_epochs: int, *, state: Mapping[str, Stateful]) -> Iterator[int]:
         """Yield the epochs that are to be trained, as `range(num_epochs)` does.
 
-        With `resume`, the state is first restored from the newest whole checkpoint, and the epochs
+        With `resume`, the state is first restored from the newest intact checkpoint, and the epochs
         continue from there. What the script does after the batches of an epoch (a
         validation, `scheduler.step()`) belongs to the epoch: its checkpoint comes afterwards.
 

@@ -219,7 +219,7 @@ def _rows_of(name: str, tree: Any, count: int) -> list[dict[str, Any]]:
     if not _fits(tree, count):
         raise UserError(
             f"The model's outputs for {count} samples are {describe(tree)}, and predict shows one "
-            "number or one row of numbers a sample. Say what to show: Recipe(show=…), a function "
+            "number or one row of numbers per sample. Say what to show: Recipe(show=…), a function "
             "(outputs, targets) → a dict for each sample; with forward, (outputs, batch)."
         )
     here = map_leaves(Tensor.cpu, tree)

@@ -60,57 +60,57 @@ class JobOptions:
     qos: str | None = None
     """Quality of service."""
     nodes: Annotated[str, arg(metavar="N|FEWEST-MOST")] = "1"
-    """Nodes: 4, or 1-4 to take as many as are free at each start of the job, at least one."""
+    """Number of nodes: 4; or 1-4 for one to four, as many as are free at each start of the job."""
     gpus_per_node: int = 0
     """GPUs on each node; 0 asks for none."""
     ntasks_per_node: int | None = None
-    """Ranks on each node; by default one for each GPU, or one."""
+    """Ranks on each node; by default one per GPU, or one without GPUs."""
     cpus_per_task: int | None = None
-    """Cores of each rank; by default what the cluster gives."""
+    """CPU cores of each rank; by default the cluster decides."""
     mem: str | None = None
-    """Memory of each node: a number and K, M, G or T."""
+    """Memory of each node, such as 64G: a number with K, M, G or T."""
     time: str | None = None
     """Time limit: minutes, HH:MM:SS or D-HH:MM:SS."""
     output: str | None = None
-    """Log file, `%j` in it is the job's number; by default slurm-%j.out in the run directory."""
+    """Log file; %j stands for the job's number. By default slurm-%j.out in the run directory."""
     requeue: bool = True
-    """Continue by itself after the time limit, preemption or a failed node."""
+    """Let the job continue by itself after its time limit, preemption or a failed node."""
     signal_s: int = 120
     """Seconds before the time limit at which the ranks get the signal to save and end; Slurm may
     be up to 60 s early."""
     restarts: int = 2
-    """Restarts in a row without a newer checkpoint after which the job gives up."""
-    after: Words = ()
-    """Job that must have ended first: JOB, JOB:ok, JOB:notok or JOB:any. Repeatable."""
-    module: Words = ()
+    """Give up after this many restarts in a row without a new checkpoint."""
+    after: Annotated[Words, arg(metavar="JOB")] = ()
+    """Start only after this job has ended: JOB, JOB:ok, JOB:notok or JOB:any. Repeatable."""
+    module: Annotated[Words, arg(metavar="NAME")] = ()
     """Environment module to load. Repeatable."""
     venv: str | None = None
-    """Virtual environment to enter; by default the one that this command runs in."""
+    """Virtual environment to activate; by default the one that this command runs in."""
     conda: str | None = None
-    """Conda environment to enter, in place of a virtual environment."""
+    """Conda environment to activate, instead of a virtual environment."""
     container: str | None = None
     """Apptainer image in which the ranks run; samestep must be installed in it."""
     container_image: str | None = None
-    """Image in which the ranks run where Slurm has Pyxis, such as nvcr.io#nvidia/pytorch:25.01-py3;
-    samestep must be installed in it."""
-    env: Words = ()
-    """NAME=VALUE to set for the ranks. Repeatable."""
+    """With Pyxis, image in which the ranks run, such as nvcr.io#nvidia/pytorch:25.01-py3; samestep
+    must be installed in it."""
+    env: Annotated[Words, arg(metavar="NAME=VALUE")] = ()
+    """Environment variable to set for the ranks. Repeatable."""
     interface: str | None = None
-    """Network interface of the ranks' traffic: ib0, several with commas between, or ^docker,lo for
-    all but these (NCCL only)."""
+    """Network interface between the ranks: ib0, or ib0,ib1 for several, or ^docker,lo for all but
+    these (NCCL only)."""
     launcher: Literal["srun", "torchrun"] = "srun"
-    """What starts the ranks: srun each one, or one torchrun per node."""
+    """What starts the ranks: srun starts each rank; torchrun starts those of its node."""
     max_restarts: int = 1
-    """Restarts of all ranks within one start of the job, with --launcher torchrun."""
+    """With --launcher torchrun, how often it restarts all ranks within one start of the job."""
     preflight: bool = False
-    """Run `samestep doctor` on all nodes before the ranks of each start; a node that fails is
-    excluded."""
+    """Run `samestep doctor` on all nodes before each start of the ranks, and exclude nodes that
+    fail."""
     snapshot: bool = True
-    """Run a copy of the code, made now in the run directory."""
+    """Copy the code into the run directory now, and run that copy."""
     allow_edit: bool = False
-    """With --no-snapshot, start also when a file has changed since the submit."""
-    sbatch: Words = ()
-    """One more option for sbatch as it stands, such as --sbatch=--constraint=a100. Repeatable."""
+    """With --no-snapshot, start even if a file has changed since the job was submitted."""
+    sbatch: Annotated[Words, arg(metavar="OPTION")] = ()
+    """Further option to pass to sbatch, as in --sbatch=--constraint=a100. Repeatable."""
 
     def __post_init__(self) -> None:
         """Check what sbatch would refuse, and what it would take and misunderstand."""

@@ -180,7 +180,7 @@ class Objects:
 
 def _number(name: str, metric: Any, *, early: bool = False) -> float:
     """Return what a metric computes; `early`: of few samples, perhaps all of one class."""
-    # It has the states of all ranks already: torchmetrics would add up equal ones once a rank. It
+    # It has the states of all ranks already: torchmetrics would add up equal ones once per rank. It
     # reads `sync_on_compute` when a metric is made, and this from then on.
     metric._to_sync = False  # noqa: SLF001
     try:

@@ -18,12 +18,15 @@ _EXAMPLES = ("slurm cancel 1234", "slurm cancel runs/ID --now")
 
 @dataclass(frozen=True, kw_only=True)
 class _Cancel:
-    """Stop a job: its ranks finish their step, save, and end; ranks that hang are killed."""
+    """Stop a job: its ranks finish their step, save a checkpoint, and end.
+
+    Ranks that hang are killed.
+    """
 
     job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
-    """The job's number, or the run directory."""
+    """Number of the job, or directory of the run."""
     now: Switch = False
-    """Stop at once; only the newest saved checkpoint is left."""
+    """Stop at once; what was trained since the newest checkpoint is lost."""
 
 
 def main(arguments: list[str]) -> int:

@@ -26,12 +26,12 @@ class _Logs:
     """Show what a job printed."""
 
     job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
-    """The job's number, or the run directory."""
+    """Number of the job, or directory of the run."""
     rank: Annotated[str | None, arg(metavar="N|all")] = None
-    """Whose output, or all with their labels; by default the job's log: the screen of a training's
-    rank 0, all ranks of a script."""
+    """Rank whose output to show; all: every rank, with a label on each line. By default the job's
+    log: rank 0 of a training, all ranks of a script."""
     follow: Switch = False
-    """Continue until the job has ended."""
+    """Show new lines as they come, until the job has ended."""
 
 
 def main(arguments: list[str]) -> int:

@@ -2,69 +2,87 @@
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import arg
-from tyro.extras import subcommand_cli_from_dict
 
-from samestep.commands.help import examples
+from samestep.commands.help import Switch, inner_verb, parse_flags
 from samestep.slurm import sandbox_cluster as cluster
 from samestep.slurm.sandbox_cluster import default_folder, down_line, export_line
 
 _EXAMPLES = (
     "slurm sandbox up --nodes 2",
     'eval "$(samestep slurm sandbox up --nodes 2 --quiet)"; srun -N2 hostname',
+    "slurm sandbox down",
 )
+_ABOUT = "Run a real Slurm on this one machine, as your own user, to learn and to test on."
+_VERBS = {
+    "up": "start it, and wait until it can run jobs",
+    "status": "show whether it is up, with its nodes and daemons",
+    "down": "cancel its jobs, stop its daemons and remove its files",
+}
 
-_Folder = Annotated[Path | None, arg(name="dir", metavar="DIR")]
+
+@dataclass(frozen=True, kw_only=True)
+class Up:
+    """Start a Slurm whose nodes are all this machine, and wait until it can run jobs."""
+
+    nodes: int = 2
+    """Number of nodes."""
+    cpus: int | None = None
+    """CPUs that each node reports; by default those of this machine, and at least 4."""
+    dir: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Folder for its files; by default one in your state folder (~/.local/state)."""
+    quiet: Switch = False
+    """Print only the line to export, for `eval`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Show whether the sandbox is up, with its nodes and daemons.
+
+    The exit code is 0 if it is up, and 1 if it is not.
+    """
+
+    dir: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Folder that was passed to `up`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Down:
+    """Cancel the sandbox's jobs, stop its daemons and remove its files, also after a crash."""
+
+    dir: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Folder that was passed to `up`."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the verb."""
-    with examples(*_EXAMPLES):
-        code: int = subcommand_cli_from_dict(
-            {"up": _up, "status": _status, "down": _down},
-            prog="samestep slurm sandbox",
-            description="A real Slurm on this one machine, as this user, to learn and to test on.",
-            args=arguments,
-        )
-    return code
+    verb, flags = inner_verb("slurm sandbox", _ABOUT, _VERBS, arguments, *_EXAMPLES)
+    if verb == "up":
+        return _up(parse_flags(Up, "slurm sandbox up", flags, *_EXAMPLES))
+    if verb == "status":
+        return _status(parse_flags(Status, "slurm sandbox status", flags, *_EXAMPLES).dir)
+    return _down(parse_flags(Down, "slurm sandbox down", flags, *_EXAMPLES).dir)
 
 
-def _up(
-    nodes: Annotated[int, arg(metavar="N")] = 2,
-    cpus: Annotated[int | None, arg(metavar="C")] = None,
-    folder: _Folder = None,
-    quiet: bool = False,
-) -> int:
-    """Start a Slurm whose nodes are all this machine, and wait until it can run jobs.
-
-    Args:
-        nodes: How many nodes it has.
-        cpus: CPUs that each node claims to have; without it the machine's, and at least 4.
-        folder: The folder for its files; without it one in your state folder (~/.local/state).
-        quiet: Print nothing but the line to export, for `eval`.
-    """
-    now = cluster.up(folder or default_folder(), nodes=nodes, cpus=cpus)
+def _up(command: Up) -> int:
+    nodes, folder = command.nodes, command.dir or default_folder()
+    now = cluster.up(folder, nodes=nodes, cpus=command.cpus)
     line = export_line(now.folder)
-    if quiet:
+    if command.quiet:
         _show(line)
         return 0
     _show(
         f"A Slurm of {nodes} node{'s' * (nodes > 1)} is up. To use it, say:\n\n{line}\n\n"
-        f"Then try `sinfo`, `srun -N{nodes} hostname`. This ends it:\n"
-        + down_line(folder or default_folder())
+        f"Then try `sinfo`, `srun -N{nodes} hostname`. This ends it:\n" + down_line(folder)
     )
     return 0
 
 
-def _status(folder: _Folder = None) -> int:
-    """Show whether it is up, its nodes and daemons; exit code 0 if it is up, 1 if not.
-
-    Args:
-        folder: The folder that was given to `up`.
-    """
+def _status(folder: Path | None) -> int:
     now = cluster.status(folder or default_folder())
     if not now.is_up and now.num_job_processes == 0 and not any(now.daemons.values()):
         _show(f"No sandbox is up in {now.folder}.")
@@ -78,12 +96,7 @@ def _status(folder: _Folder = None) -> int:
     return 0 if now.is_up else 1
 
 
-def _down(folder: _Folder = None) -> int:
-    """Cancel its jobs, stop its daemons, remove its files; also after a crash.
-
-    Args:
-        folder: The folder that was given to `up`.
-    """
+def _down(folder: Path | None) -> int:
     folder = (folder or default_folder()).absolute().resolve()
     was_there = cluster.down(folder)
     _show(f"The sandbox in {folder} is down." if was_there else f"No sandbox is up in {folder}.")

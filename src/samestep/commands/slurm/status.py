@@ -40,14 +40,14 @@ _QUIET_S = 30.0  # an evaluation or a checkpoint may take as long
 
 @dataclass(frozen=True, kw_only=True)
 class _Status:
-    """Show jobs: what the queue says and how far the training has come."""
+    """Show jobs: their state in the queue, and the progress of their training."""
 
     job: Annotated[Positional[str | None], arg(metavar="JOB|RUN")] = None
-    """A job's number or a run directory; without it, all your jobs that samestep submitted."""
+    """Number of a job, or directory of a run; by default all your jobs that samestep submitted."""
     json: Switch = False
-    """Print JSON."""
+    """Print one JSON object for a job, or a JSON array for all jobs."""
     watch: Switch = False
-    """Show it anew every few seconds, until the jobs have ended or Ctrl-C."""
+    """Refresh every few seconds, until the jobs have ended or you press Ctrl-C."""
 
 
 def main(arguments: list[str]) -> int:

@@ -6,10 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from tyro.conf import arg
 
-from samestep.commands.help import Switch, example_text, examples, show_general_help, show_notes
+from samestep.commands.help import Switch, example_text, parse_flags, show_general_help, show_notes
 from samestep.errors import UserError, did_you_mean
 from samestep.recipes import RECIPES
 from samestep.run.code_copy import CODE, kept_code
@@ -38,28 +37,44 @@ _EXAMPLES = (
     "slurm submit spiral --nodes 2 --gpus-per-node 8 --time 02:00:00 -- --epochs 50",
     "slurm submit spiral --nodes 1-4 --gpus-per-node 8 --time 60 -- --virtual-ranks 32",
 )
+_GROUPS = {
+    "job_name": "job",
+    "nodes": "resources",
+    "output": "job",
+    "requeue": "restarts",
+    "after": "job",
+    "module": "environment",
+    "launcher": "start of the ranks",
+    "snapshot": "code",
+    "sbatch": "job",
+    "array": "submitting",
+}
+"""A group of `--help` begins with this option."""
 _ALL_CHECKED = 200
 """Of an array with more tasks, the flags of the first are checked."""
 _USAGE = """\
 usage: samestep slurm submit TARGET [flags] [-- arguments of the training or the script]
 
-TARGET is a recipe, a recipe file, the directory of a run to continue, or any Python script.
-`samestep slurm submit TARGET --help` shows all flags. Put values that stay the same into [slurm]
-of samestep.toml, here or in a folder above, or in the user's config folder.
+Submit TARGET as a job. It is a recipe, a recipe file, the directory of a run to
+continue, or any Python script. `samestep slurm submit TARGET --help` shows all
+flags.
+
+Put values that stay the same into the table [slurm] of samestep.toml: in this
+folder or one above it, or in ~/.config/samestep.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Submit(UncheckedOptions):
-    """The job's options, and those of this command itself."""
+    """Submit it as a job. Arguments of the training or of the script follow `--`."""
 
     array: Annotated[str | None, arg(metavar="TASKS")] = None
-    """Submit a job array, each task in a run directory of its own: 0-9, or 0-9%2 for two at a time.
-    %a in the arguments is the task's number: --array 0-4 -- --seed %a."""
+    """Submit a job array, each task with its own run directory: 0-9, or 0-9%2 for two at a time. %a
+    in the arguments stands for the task's number: --array 0-4 -- --seed %a."""
     dry_run: Switch = False
-    """Print the script and submit nothing."""
+    """Print the job's script instead of submitting it."""
     script: Annotated[Path | None, arg(aliases=["-o"], metavar="FILE")] = None
-    """Write the script to a file, to edit and submit with sbatch; submit nothing."""
+    """Write the job's script to a file instead of submitting it; edit it and use sbatch."""
 
 
 def main(arguments: list[str]) -> int:
@@ -72,14 +87,8 @@ def main(arguments: list[str]) -> int:
     _check_flags(target, flags[:cut])
     # A recipe's name wins over a folder of this name.
     defaults, files = options_before(None if target in RECIPES else Path(target))
-    with examples(*_EXAMPLES):
-        command = tyro.cli(
-            _Submit,
-            prog=f"samestep slurm submit {target}",
-            description=f"Submit {target} as a job.",
-            args=flags[:cut],
-            default=_Submit(**vars(defaults)),
-        )
+    verb, default = f"slurm submit {target}", _Submit(**vars(defaults))
+    command = parse_flags(_Submit, verb, flags[:cut], *_EXAMPLES, default=default, groups=_GROUPS)
     options = apply_flags(defaults, command, files)
     if command.array is not None:
         return _submit_array(target, flags[cut + 1 :], options, command)

@@ -152,7 +152,7 @@ class ImageFiles(Dataset[Any]):
         left = [files.take(some) for some in np.split(whole, np.searchsorted(whole, ends[:-1]))]
         _check_left(splits, left)
         if images is not None and broken:
-            if world.local_rank == 0:  # closes the gaps, once a node
+            if world.local_rank == 0:  # closes the gaps, once per node
                 for place, source in enumerate(whole.tolist()):
                     if place != source:
                         images[place] = images[source]
@@ -204,7 +204,7 @@ def _room(num_files: int, side: int, world: World, cache: Cache) -> tuple[Tensor
         except NoRoomError as error:
             problem = str(error)
         else:
-            shared = ", once a node" if world.world_size > 1 else ""
+            shared = ", once per node" if world.world_size > 1 else ""
             flat = torch.frombuffer(memory, dtype=torch.uint8)
             return flat.view(num_files, 3, side, side), f"Kept in memory{shared}: {size}."
     if cache == "memory":

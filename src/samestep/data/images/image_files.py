@@ -43,7 +43,7 @@ class FileList:
 
     def path(self, index: int) -> str:
         """Return the path of a file."""
-        return os.path.join(self.root, self.name(index))  # noqa: PTH118 - once a sample
+        return os.path.join(self.root, self.name(index))  # noqa: PTH118 - once per sample
 
     def name(self, index: int) -> str:
         """Return a file's path below the folder."""
@@ -247,7 +247,7 @@ def _digest(files: FileList, start: int) -> bytes:
     for place in range(start, min(start + _FILES_PER_DIGEST, len(files))):
         facts: tuple[object, ...] = ()
         with contextlib.suppress(OSError):  # the scan says what is wrong with it
-            status = os.stat(files.path(place))  # noqa: PTH116 - once a file
+            status = os.stat(files.path(place))  # noqa: PTH116 - once per file
             facts = (status.st_size, status.st_mtime_ns, status.st_mode)
         digest.update(repr((bytes(files.paths[place]), facts)).encode())
     return digest.digest()

@@ -26,7 +26,7 @@ WIDTH = 11
 """Features: three each of the batting side, of the bowling side and of the venue, and two sums."""
 
 Rating = list[float]
-"""Runs a ball, wickets a ball, and the balls that they come from."""
+"""Runs per ball, wickets per ball, and the balls that they come from."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def form(corpus: Corpus, kept: KeptForm | None) -> Array:
 
 
 def _usual_of(corpus: Corpus, matches: Array) -> tuple[float, ...]:
-    """Return runs and wickets a ball by over and wickets lost; rare ones lean on their over."""
+    """Return runs and wickets per ball by over and wickets lost; rare ones lean on their over."""
     known = situation(corpus)
     cells = _cells(known.over, known.wickets)
     rows = np.isin(corpus.innings["match"], matches)[known.innings]

@@ -79,8 +79,8 @@ def _folder(path: Path) -> MatchFiles:
     found = []
     for place, _folders, files in os.walk(path, onerror=_raise):
         for file in filter(_wanted, files):
-            whole = os.path.join(place, file)  # noqa: PTH118 - once a file
-            status = os.stat(whole)  # noqa: PTH116 - once a file
+            whole = os.path.join(place, file)  # noqa: PTH118 - once per file
+            status = os.stat(whole)  # noqa: PTH116 - once per file
             name = os.path.relpath(whole, path)
             found.append((name, f"{name} {status.st_size} {status.st_mtime_ns}"))
     _check_any(path, found)

@@ -117,33 +117,33 @@ class CricketOptions:
     cache_dir: str | None = may_change(None)
     """Where read matches are kept; by default ~/.cache/samestep/cricket."""
     skip_bad: int = may_change(0)
-    """Most files that may be unreadable; they are named and left out."""
+    """How many files may be unreadable; they are named and left out."""
     synthetic: bool = False
-    """Make matches up instead of reading any."""
+    """Make up matches instead of reading files."""
     synthetic_matches: int = 100
-    """How many are made up."""
+    """Number of matches to make up with --synthetic."""
     horizon: Literal["5", "innings"] = "5"
     """Predict the runs of the next 5 overs (see the handbook), or of the rest of the innings."""
     split_by: Literal["date", "random"] = "date"
     """Test on the last tenth of the dates, or on a tenth of the matches drawn at random."""
     split_seed: int = 42
-    """Seed of that draw, and of --balls-per-match."""
+    """Seed of the random split, and of --balls-per-match."""
     balls_per_match: int | None = None
     """Train on this many balls of each match, drawn once; by default on all."""
     convolution: Convolution = "sage"
-    """What sends the messages along edges: GraphSAGE, GATv2 or a graph transformer."""
+    """Layer that sends messages along edges: GraphSAGE, GATv2 or a graph transformer."""
     width: int = 32
     """Channels of each node."""
     rounds: int = 1
     """Rounds of messages between balls and players, before the query reads them."""
     history: int = 40
-    """Most balls before the query that a graph has."""
+    """The most balls before the query that a graph holds."""
     without: tuple[str, ...] = ()
     """Types of edges to leave out, such as precedes or same_bowler."""
     dropout: float = 0.1
-    """In the layers that read the query."""
+    """Dropout in the layers that read the query."""
     unknown: float = 1.0
-    """Part of the players, teams and venues that training takes for unknown ones; 1: no identities,
+    """Fraction of the players, teams and venues that training treats as unknown; 1: no identities,
     since with them the network learns its matches by heart."""
     fewest_balls: int = 60
     """Players who faced and bowled fewer than this in training are unknown."""
@@ -154,7 +154,7 @@ class CricketOptions:
     teams: tuple[str, ...] = ()
     """Teams with an embedding."""
     trees: bool = may_change(True)
-    """Fit boosted trees, too, for what the test is compared with; half a minute on all matches."""
+    """Also fit boosted trees, as a baseline for the test; half a minute on all matches."""
     validation_from: str = ""
     """First date (YYYY-MM-DD) of the validation, with --split-by date."""
     test_from: str = ""
@@ -166,7 +166,7 @@ class CricketOptions:
     form: tuple[float, ...] = ()
     """Their ratings after all matches of the run: runs, wickets and balls of each."""
     form_usual: tuple[float, ...] = ()
-    """Runs and wickets a ball in training, by over and wickets lost."""
+    """Runs and wickets per ball in training, by over and wickets lost."""
     form_until: str = ""
     """Last date of these matches; ratings of later ones continue from there."""
 

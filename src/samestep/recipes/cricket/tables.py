@@ -143,7 +143,7 @@ def _table(*columns: Array) -> Tensor:
 
 
 def _rate(runs: Array, balls: Array, usual: float = 1.25) -> Array:
-    """Return runs a ball, drawn towards a usual rate while the balls are few."""
+    """Return runs per ball, drawn towards a usual rate while the balls are few."""
     rate: Array = (runs + 6 * usual) / (balls + 6)
     return rate
 
