@@ -41,3 +41,19 @@ def test_what_a_page_loads_is_a_file_of_the_site(site):
             path = target.partition("#")[0].partition("?")[0]
             found = target.startswith("data:") or not path or (page.parent / path).exists()
             assert found, f"{page.relative_to(site)}: {target}"
+
+
+def test_no_page_shows_markup_that_the_site_cannot_draw(site):
+    """A bar in the code of a table has no backslash, and a drawing is a picture."""
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert not re.findall(r"<td[^>]*>.*?<code>[^<]*\\\|", text), page
+        assert "<code>flowchart" not in text, page
+        assert "language-mermaid" not in text, page
+
+
+def test_the_columns_of_a_table_of_flags_keep_their_headings_on_a_narrow_screen(site):
+    text = (site / "reference" / "settings.html").read_text()
+    row = text[text.index('<span class="whole">--warmup-steps</span>') :].partition("</tr>")[0]
+    assert '<td data-label="default"><code>0</code></td>' in row
+    assert '<td data-label="on resume">' in row

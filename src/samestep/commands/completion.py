@@ -56,9 +56,9 @@ COMMANDS: dict[str, tuple[str, Target]] = {
     "slurm status": ("slurm.status:_Status", "run"),
     "slurm logs": ("slurm.logs:_Logs", "run"),
     "slurm cancel": ("slurm.cancel:_Cancel", "run"),
-    "slurm sandbox up": ("slurm.sandbox:Up", "none"),
-    "slurm sandbox status": ("slurm.sandbox:Status", "none"),
-    "slurm sandbox down": ("slurm.sandbox:Down", "none"),
+    "slurm sandbox up": ("slurm.sandbox:SandboxUp", "none"),
+    "slurm sandbox status": ("slurm.sandbox:SandboxStatus", "none"),
+    "slurm sandbox down": ("slurm.sandbox:SandboxDown", "none"),
 }
 _INNER = {
     "new": (*KINDS,),

@@ -26,7 +26,7 @@ _VERBS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Up:
+class SandboxUp:
     """Start a Slurm whose nodes are all this machine, and wait until it can run jobs."""
 
     nodes: int = 2
@@ -40,7 +40,7 @@ class Up:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
+class SandboxStatus:
     """Show whether the sandbox is up, with its nodes and daemons.
 
     The exit code is 0 if it is up, and 1 if it is not.
@@ -51,7 +51,7 @@ class Status:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Down:
+class SandboxDown:
     """Cancel the sandbox's jobs, stop its daemons and remove its files, also after a crash."""
 
     dir: Annotated[Path | None, arg(metavar="DIR")] = None
@@ -62,13 +62,13 @@ def main(arguments: list[str]) -> int:
     """Run the verb."""
     verb, flags = inner_verb("slurm sandbox", _ABOUT, _VERBS, arguments, *_EXAMPLES)
     if verb == "up":
-        return _up(parse_flags(Up, "slurm sandbox up", flags, *_EXAMPLES))
+        return _up(parse_flags(SandboxUp, "slurm sandbox up", flags, *_EXAMPLES))
     if verb == "status":
-        return _status(parse_flags(Status, "slurm sandbox status", flags, *_EXAMPLES).dir)
-    return _down(parse_flags(Down, "slurm sandbox down", flags, *_EXAMPLES).dir)
+        return _status(parse_flags(SandboxStatus, "slurm sandbox status", flags, *_EXAMPLES).dir)
+    return _down(parse_flags(SandboxDown, "slurm sandbox down", flags, *_EXAMPLES).dir)
 
 
-def _up(command: Up) -> int:
+def _up(command: SandboxUp) -> int:
     nodes, folder = command.nodes, command.dir or default_folder()
     now = cluster.up(folder, nodes=nodes, cpus=command.cpus)
     line = export_line(now.folder)
