@@ -44,3 +44,6 @@ def test_a_recipe_is_for_verify(here):
     )
     with pytest.raises(samestep.UserError, match="verify"):
         samestep.check("mine.py")
+    (here / "own.py").write_text("import samestep\nsamestep.open_run('x')\n")
+    with pytest.raises(samestep.UserError, match="verify"):
+        samestep.check("own.py")

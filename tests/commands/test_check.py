@@ -215,6 +215,14 @@ def test_a_recipe_is_given_to_verify(here, capfd, monkeypatch, refused):
     assert "--" in refused("check", "mine.py", "--", "--epochs", "1")
 
 
+def test_a_loop_of_ones_own_is_given_to_verify_with_its_arguments(here, monkeypatch):
+    asked = []
+    monkeypatch.setattr("samestep.commands.verify.main", lambda words: asked.append(words) or 7)
+    (here / "own.py").write_text("import samestep\nwith samestep.open_run('x') as run:\n    pass\n")
+    assert call("check", "own.py", "--json", "--", "runs/x", "--epochs", "1") == 7
+    assert asked == [["own.py", "--json", "--", "runs/x", "--epochs", "1"]]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -8,7 +8,7 @@ from samestep.checking.check_report import CheckReport
 from samestep.checking.check_script import check_script
 from samestep.errors import UserError
 from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
-from samestep.recipe_source import is_recipe_file
+from samestep.recipe_source import is_recipe_file, loop_of
 
 
 @one_line_errors
@@ -50,6 +50,10 @@ def check(
     path = path_of(script, "script")
     if not module and is_recipe_file(path):
         raise UserError(f"{path} is a recipe: samestep.verify({str(path)!r}) checks those.")
+    if not module and loop_of(path):
+        raise UserError(
+            f"{path} is a loop with samestep.open_run: samestep.verify({str(path)!r}) checks those."
+        )
     return check_script(
         path,
         [str(one) for one in args],

@@ -15,7 +15,7 @@ from samestep.commands.script_target import ScriptTarget, script_target, target_
 from samestep.errors import AlreadyTold, UserError
 from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.ranks.process import run_as_rank
-from samestep.recipe_source import is_recipe_file
+from samestep.recipe_source import is_recipe_file, loop_of
 from samestep.recipes import RECIPES
 from samestep.reporting.words import count
 
@@ -80,8 +80,11 @@ def _check(arguments: list[str]) -> int:
     command = parse_flags(CheckFlags, f"check {target.name}", target.flags, *_EXAMPLES)
     if command.list:
         return _list([])
-    if not target.module and (target.name in RECIPES or is_recipe_file(Path(target.name))):
-        return _verify(target, command)
+    if not target.module:
+        if target.name in RECIPES or is_recipe_file(Path(target.name)):
+            return _verify(target, command, "a recipe")
+        if loop_of(target.name):
+            return _verify(target, command, "a loop with samestep.open_run")
     _check_flags(command)
     if target.module:
         target.check_importable()
@@ -171,17 +174,20 @@ def _list(codes: list[str]) -> int:
     return 0
 
 
-def _verify(target: ScriptTarget, command: CheckFlags) -> int:
-    """Run the verb that is for recipes, which run no loop of the user's."""
-    from samestep.commands import verify  # noqa: PLC0415 - only for a recipe
+def _verify(target: ScriptTarget, command: CheckFlags, kind: str) -> int:
+    """Run the verb for what samestep itself runs: its collectives and files are no mistakes."""
+    from samestep.commands import verify  # noqa: PLC0415 - only for these
 
-    if command.sarif is not None or target.words:
-        what = "-- and what follows it" if target.words else "--sarif"
+    takes_words = loop_of(target.name) is not None
+    if command.sarif is not None or (target.words and not takes_words):
+        what = "--sarif" if command.sarif is not None else "-- and what follows it"
         raise UserError(
-            f"{target.name} is a recipe, which `samestep verify` checks. Leave {what} out."
+            f"{target.name} is {kind}, which `samestep verify` checks. Leave {what} out."
         )
     words = [target.name, *(["--json"] * command.json)]
     if command.nproc is not None:
         words += ["--world-sizes", f"1,{command.nproc}"]
-    sys.stderr.write(f"{target.name} is a recipe: samestep verify {' '.join(words)}\n")
+    if target.words:
+        words += ["--", *target.words]
+    sys.stderr.write(f"{target.name} is {kind}: samestep verify {' '.join(words)}\n")
     return verify.main(words)
