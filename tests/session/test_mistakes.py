@@ -239,3 +239,27 @@ def test_an_error_alone_is_python_s_own(tmp_path):
     assert "samestep:" not in ranks.output()
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["status"] == "failed"
+
+
+ADAM, SGD = (f"optim.{name}(model.parameters(), lr=0.1)" for name in ("Adam", "SGD"))
+SCHEDULED = f"{SGD}\n    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)"
+IN_STATE = '"optimizer": optimizer}'
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state", "named"),
+    [
+        (ADAM, "}", "the optimizer (Adam)"),
+        (ADAM, IN_STATE, ""),
+        (SGD, "}", ""),  # it has nothing to keep
+        (SCHEDULED, IN_STATE, "the scheduler of the optimizer (SGD)"),
+        (SCHEDULED, '"optimizer": optimizer, "scheduler": scheduler}', ""),
+    ],
+)
+def test_what_a_resumed_run_would_begin_anew_is_told_once(tmp_path, capfd, optimizer, state, named):
+    path = script(tmp_path, SGD, optimizer)
+    path.write_text(path.read_text().replace(IN_STATE, state))
+    assert run_here(path) == 0
+    said = [line for line in capfd.readouterr().err.splitlines() if "warning:" in line]
+    assert len(said) == bool(named)
+    assert all(named in line for line in said)

@@ -175,7 +175,7 @@ def _list(codes: list[str]) -> int:
 
 
 def _verify(target: ScriptTarget, command: CheckFlags, kind: str) -> int:
-    """Run the verb for what samestep itself runs: its collectives and files are no mistakes."""
+    """Run the verb for what samestep itself runs; a script that is checked calls it."""
     from samestep.commands import verify  # noqa: PLC0415 - only for these
 
     takes_words = loop_of(target.name) is not None

@@ -133,6 +133,8 @@ class OwnSession:
         """The weights of the modules in `state`, and what else `run.backward` was given."""
         self.passed: list[Sequence[Tensor] | torch.optim.Optimizer] = []
         """Of the running batch: what each `run.backward` was for, and which optimizers stepped."""
+        self._stepped: set[int] = set()
+        """The ids of the optimizers that have stepped."""
         self._resumed: tuple[str, list[str]] | None = None
         self._saved_at: tuple[int, int] | None = None  # epochs and steps of the newest checkpoint
         self._signals = catch_signals()
@@ -156,6 +158,14 @@ class OwnSession:
     def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         torch.clear_autocast_cache()
         self.passed.append(optimizer)
+        if self.state and id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            if left_out := own_state.left_out(self.state, optimizer, self.trained.values()):
+                say(
+                    self.world,
+                    f"warning: {left_out} is not in state=…, so checkpoints do not hold it, and a "
+                    "resumed run would begin it anew. Name it in run.epochs(…, state={…}).",
+                )
 
     def is_accumulating(self) -> bool:
         """Whether an optimizer of the state has not applied gradients of this batch yet.

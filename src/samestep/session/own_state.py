@@ -1,7 +1,7 @@
 """What the checkpoints of a user's own loop hold, with its means: checked, collected, restored."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -215,6 +215,25 @@ def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int
             "state={…}), and a parameter by itself as nn.ParameterList([parameter])."
         )
     return {id(one) for one in (*trained, *(piece for _, piece in pieces))}
+
+
+def left_out(
+    state: Mapping[str, Stateful], optimizer: torch.optim.Optimizer, trained: Iterable[Tensor]
+) -> str:
+    """Return what of an optimizer that has stepped is in no entry of the state; "" if all is.
+
+    Only its numbers per weight and its scheduler count, and only where it steps trained weights.
+    """
+    entries, weights = list(state.values()), {id(tensor) for tensor in trained}
+    steps = any(id(p) in weights for group in optimizer.param_groups for p in group["params"])
+    if not steps or any(not isinstance(one, _KNOWN) for one in entries):
+        return ""  # an object of the user's own may hold it
+    kind = type(optimizer).__name__
+    if optimizer.state and not any(one is optimizer for one in entries):
+        return f"the optimizer ({kind})"
+    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # as LRScheduler marks it
+    has_scheduler = any(isinstance(one, torch.optim.lr_scheduler.LRScheduler) for one in entries)
+    return f"the scheduler of the optimizer ({kind})" if scheduled and not has_scheduler else ""
 
 
 def _pieces(one: Any) -> list[tuple[str, Any]]:
