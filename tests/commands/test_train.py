@@ -208,10 +208,16 @@ BAD_RECIPES = {
     "no recipe": ("x = 1\n", ("bad.py", "recipe = Recipe(")),
     "something else": ("recipe = 3\n", ("bad.py", "int")),
     "syntax error": ("x = 1\n\ndef f(:\n", ("bad.py:3: ",)),
-    "raises": ("import os\n\n\nraise RuntimeError('boom')\n", ("bad.py:4: RuntimeError: boom",)),
-    "raises further inside": ("import json\n\njson.loads('{')\n", ("bad.py:3: JSONDecodeError",)),
+    "raises": (
+        "import os\n\n\nraise RuntimeError('boom')\nrecipe = 1\n",
+        ("bad.py:4: RuntimeError: boom",),
+    ),
+    "raises further inside": (
+        "import json\n\njson.loads('{')\nrecipe = 1\n",
+        ("bad.py:3: JSONDecodeError",),
+    ),
     "imports what is absent": (
-        "import samestep\nimport nothing_of_this_name\n",
+        "import samestep\nimport nothing_of_this_name\nrecipe = 1\n",
         ("bad.py:2: ModuleNotFoundError",),
     ),
     "unknown setting": (RECIPE.replace('"epochs"', '"epoch"'), ("bad.py", "'epoch'", "'epochs'")),
