@@ -100,6 +100,11 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
                 f"\nSLURM_CONF is {conf}. If that is a sandbox's, `samestep slurm sandbox status` "
                 "shows whether it is up."
             )
+        if "configuration source" in said and not conf:
+            said = (
+                "no Slurm is configured in this terminal. For a sandbox, set SLURM_CONF as "
+                "`samestep slurm sandbox up` has printed it."
+            )
         raise ProgramError(name, arguments, said)
     return done.stdout
 
