@@ -310,6 +310,14 @@ def test_a_job_that_slurm_forgot_stays_listed_and_one_that_failed_says_how_to_go
     assert f"samestep slurm submit {run}" in capfd.readouterr().out
 
 
+def test_programs_without_a_configuration_are_told_with_the_variable(slurm, refusal, monkeypatch):
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    (slurm.folder / "squeue").write_text(
+        "#!/bin/sh\necho 'squeue: fatal: Could not establish a configuration source' >&2\nexit 1\n"
+    )
+    assert "SLURM_CONF" in refusal("status")
+
+
 def test_of_two_jobs_of_one_run_the_later_has_its_steps(slurm, run, capfd):
     (run / BEGUN).write_text("7 0\n")
     slurm.add(5, run, state="CANCELLED")

@@ -101,9 +101,9 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
                 "shows whether it is up."
             )
         if "configuration source" in said and not conf:
-            said = (
-                "no Slurm is configured in this terminal. For a sandbox, set SLURM_CONF as "
-                "`samestep slurm sandbox up` has printed it."
+            raise UserError(
+                "Slurm's programs find no configuration in this terminal. For a sandbox, set "
+                "SLURM_CONF as `samestep slurm sandbox up` has printed it."
             )
         raise ProgramError(name, arguments, said)
     return done.stdout
