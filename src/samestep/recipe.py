@@ -45,7 +45,7 @@ from samestep.recipe_checks import (
 )
 from samestep.recipe_source import (
     all_with_options,
-    names_none,
+    cannot_have_recipe,
     opens_run,
     schedule_asks,
     with_options,
@@ -376,13 +376,14 @@ def _from_file(path: Path, original: Path) -> Recipe:
             f"There is no file {path}. Give the path of a recipe file, or a name of: "
             f"{', '.join(_recipes())}.{nearby(path, 'file')}"
         )
-    if opened := opens_run(path.read_bytes()):
+    source = path.read_bytes()
+    if opened := opens_run(source):
         raise UserError(
             f"{path} is a loop of your own: line {opened} opens its run, and there is no `recipe`. "
             f"Start it as it is: python {path}, or torchrun --nproc-per-node 2 {path}. "
             "`samestep verify` and `samestep profile` take it as well; other verbs need a recipe."
         )
-    if names_none(path.read_bytes()):  # it may be a script that would train as it is imported
+    if cannot_have_recipe(source):  # it may be a script that would train as it is imported
         raise _no_recipe(path, "no `recipe`")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -230,7 +230,7 @@ def opens_run(source: bytes) -> int | None:
     return next((line for name, line in names if name == "open_run"), None)
 
 
-def names_none(source: bytes) -> bool:
+def cannot_have_recipe(source: bytes) -> bool:
     """Whether a file surely has no recipe, which is found without running it."""
     try:
         ast.parse(source)

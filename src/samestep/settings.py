@@ -206,7 +206,8 @@ class Settings:
     backward pass: more memory, less communication."""
     gather_dtype: ParamDtype | None = None
     """With fsdp, the type in which weights are gathered; by default their own. bf16 needs
-    --precision bf16 and halves the traffic, and also rounds weights of normalization layers."""
+    --precision bf16. It halves the bytes that are gathered, and also rounds normalization
+    layers."""
     cpu_offload: bool = field(default=False, metadata=_FREE)
     """With fsdp on GPUs, keep weights, gradients and optimizer state in CPU memory."""
     bucket_cap_mb: int | None = field(default=None, metadata=_FREE)

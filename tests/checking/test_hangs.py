@@ -19,6 +19,7 @@ def test_a_script_that_hangs_is_ended_and_told_who_is_missing_where(case, tmp_pa
     (found,) = [finding for finding in report.findings if finding.code == "SS606"]
     culprit = 0 if case.startswith("rank 0") else 1
     assert found.evidence.startswith(f"Rank {culprit} ")
+    assert found.remedy
     assert (found.file, found.line) == ("train.py", line_of(text, BLAMED[case]))
     assert f"train.py:{line_of(text, 'loss.backward()')}" in found.evidence
 

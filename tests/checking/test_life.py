@@ -98,7 +98,7 @@ def test_a_rank_that_cannot_begin_beside_another_rank_0_fails_for_that_reason_al
     from pathlib import Path
     mine, is_first = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)), os.environ["RANK"] == "FIRST"
     while not is_first and not Path("begun").exists():
-        time.sleep(0.01)
+        time.sleep(0.01)  # a file can only be asked for
     try:
         dist.init_process_group("gloo", rank=mine, world_size=1)
     except BaseException:
@@ -106,7 +106,7 @@ def test_a_rank_that_cannot_begin_beside_another_rank_0_fails_for_that_reason_al
         raise
     Path("begun").touch()
     while is_first and not Path("failed").exists():
-        time.sleep(0.01)
+        time.sleep(0.01)  # as above
     rank = dist.get_rank()
 """
     text = planted((INIT, own.replace("FIRST", str(first))))

@@ -81,8 +81,8 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
         following = _FileHash(Path(file.name))
         writer = _Writer(file, following.grown)
         try:
-            # Computing CRCs takes a fifth of the time, and the file gets a SHA-256. `patch` holds
-            # for this thread only.
+            # A CRC of each tensor takes time (docs/project/log.md), and the file gets a SHA-256.
+            # `patch` holds for this thread only.
             with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 torch.save(on_host(state), cast("BinaryIO", writer))
             file.flush()

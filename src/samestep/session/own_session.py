@@ -135,6 +135,8 @@ class OwnSession:
         """Of the running batch: what each `run.backward` was for, and which optimizers stepped."""
         self._stepped: set[int] = set()
         """The ids of the optimizers that have stepped."""
+        self._left_out: set[str] = set()
+        """What was said to be in no checkpoint."""
         self._resumed: tuple[str, list[str]] | None = None
         self._saved_at: tuple[int, int] | None = None  # epochs and steps of the newest checkpoint
         self._signals = catch_signals()
@@ -160,12 +162,17 @@ class OwnSession:
         self.passed.append(optimizer)
         if self.state and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
-            if left_out := own_state.left_out(self.state, optimizer, self.trained.values()):
-                say(
-                    self.world,
-                    f"warning: {left_out} is not in state=…, so checkpoints do not hold it, and a "
-                    "resumed run would begin it anew. Name it in run.epochs(…, state={…}).",
-                )
+            self._warn_of(own_state.left_out(self.state, optimizer, self.trained.values()))
+
+    def _warn_of(self, left_out: str) -> None:
+        """Say once that checkpoints lack something: a loop may make an optimizer in each epoch."""
+        if left_out and left_out not in self._left_out:
+            self._left_out.add(left_out)
+            say(
+                self.world,
+                f"warning: {left_out} is not in state=…, so checkpoints do not hold it, and a "
+                "resumed run would begin it anew. Name it in run.epochs(…, state={…}).",
+            )
 
     def is_accumulating(self) -> bool:
         """Whether an optimizer of the state has not applied gradients of this batch yet.

@@ -11,6 +11,14 @@ from samestep.checking.rules.files import named
 
 # Those that Slurm, Open MPI and MPICH give, and torchrun does not.
 _OTHERS = ("SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_ALIKE = (
+    "Let all ranks call the same collectives in the same order, on tensors of the same shape and "
+    "type."
+)
+_ARRIVE = (
+    "Every rank has to reach the call that the others wait in: give all ranks equally many "
+    "batches, and put no collective under a condition on the rank."
+)
 _CALL = ("kind", "op", "root", "shapes", "dtype")
 
 
@@ -27,7 +35,7 @@ def other_collectives(seen: Seen) -> Iterator[Found | NotSeen]:
         causes = (uneven_batches, evaluates_alone, wrong_variables)
         if any(isinstance(said, Found) for cause in causes for said in cause(seen)):
             return  # they say why
-        yield Found(seen.stall.where, seen.stall.sentence, _ALIKE if seen.world_size > 1 else "")
+        yield Found(seen.stall.where, seen.stall.sentence, _ALIKE)
         return
     groups: dict[str, dict[int, list[Event]]] = defaultdict(dict)
     for rank in seen.ranks:
@@ -44,8 +52,7 @@ def other_collectives(seen: Seen) -> Iterator[Found | NotSeen]:
                     other[1].where,
                     f"collective {number}{of}: rank {first} calls {_text(call)} at {call.where}, "
                     f"rank {other[0]} calls {_text(other[1])} at {other[1].where}",
-                    "Let all ranks call the same collectives in the same order, on tensors of the "
-                    "same shape and type.",
+                    _ALIKE,
                 )
                 break
 
@@ -157,12 +164,6 @@ def swallowed(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-_ALIKE = (
-    "Let every rank make the same collective calls in the same order: none of them under a "
-    "condition on the rank, and equally many batches on each."
-)
-
-
 @rule(
     "SS606",
     "error",
@@ -174,7 +175,8 @@ _ALIKE = (
 def hangs(seen: Seen) -> Iterator[Found | NotSeen]:
     """Tell who is missing where, as the stacks and the last collectives of all ranks show it."""
     if seen.stall is not None and not any(rank.exit_code for rank in seen.ranks):
-        yield Found(seen.stall.where, seen.stall.sentence)
+        remedy = _ARRIVE if seen.world_size > 1 else ""
+        yield Found(seen.stall.where, seen.stall.sentence, remedy)
 
 
 def _failures(seen: Seen) -> list[tuple[RankSeen, Event]]:
