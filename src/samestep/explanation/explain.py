@@ -17,8 +17,9 @@ from samestep.ranks.world import ImaginedWorld, World
 from samestep.run.directory import is_run
 from samestep.run.index import read_index
 from samestep.run.records import read_records
-from samestep.session.build import Built, Loaded, build, go_on, newest_whole, planned
+from samestep.session.build import Built, build, planned
 from samestep.session.request import Request
+from samestep.session.restoring import Loaded, go_on
 from samestep.session.training_run import choose_path, completed, notes_of, retention_of
 from samestep.settings import Settings, as_table
 from samestep.training.alike import seed_alike
@@ -153,8 +154,8 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         own_world = replace(built.work.world, device=torch.device(device))
         work = replace(built.work, settings=settings, plan=plan, world=own_world)
         as_trained = replace(built, work=work)
-        found = newest_whole(path) if request.resume and is_run(path) else None
-        resumed = found and go_on(request, work, built.state, path, found)
+        resumes = request.resume and is_run(path)
+        resumed = go_on(request, work, built.state, path, World()) if resumes else None
         before = read_index(path / "checkpoints").up_to(built.state.position.step)
         shares = schedule.full_step(plan, settings, world)
         memory, drawn, problem = _measured(request, built, plan, shares.most, device, why)

@@ -4,7 +4,7 @@ A checkpoint of gigabytes is resumed by all ranks of a node at once. They map on
 are in memory once for all of them, and each rank copies only what it keeps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,20 @@ from torch import Tensor
 from samestep.errors import UserError
 from samestep.run.checkpoints import FORMAT
 from samestep.run.host_copy import map_state
-from samestep.run.index import Entry, read_index, shards_of, verify
+from samestep.run.index import Entry, shards_of, verify
 
 _LARGE = ("model", "ema", "optimizer", "state")
 """What nearly all of a checkpoint's bytes are in."""
 
 
-def load(folder: Path, entry: Entry, *, verified: bool = False, mesh: Any = None) -> dict[str, Any]:
+def load(
+    folder: Path,
+    entry: Entry,
+    *,
+    verified: bool = False,
+    mesh: Any = None,
+    own: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """Return a checkpoint's content, on the CPU.
 
     Tensors under "model", "ema", "optimizer" and "state" lie in the mapped file: keep one
@@ -32,8 +39,9 @@ def load(folder: Path, entry: Entry, *, verified: bool = False, mesh: Any = None
     Args:
         folder: the run's checkpoints/.
         entry: what the index says of the checkpoint.
-        verified: whether a rank has checked the hash and told this one.
+        verified: whether the hash is checked elsewhere; use nothing of the content before it is.
         mesh: over which sharded tensors are cut.
+        own: what is copied besides, as "optimizer" or "state/adam".
 
     Raises:
         UserError: the file is missing, damaged, or no checkpoint that this version can load.
@@ -53,7 +61,11 @@ def load(folder: Path, entry: Entry, *, verified: bool = False, mesh: Any = None
         from samestep.run import shards  # noqa: PLC0415 - half a second, only for FSDP
 
         state = shards.read(folder / shards_of(entry.path), state, mesh)
-    return {name: part if name in _LARGE else own_memory(part) for name, part in state.items()}
+    own = tuple(f"{path}/" for path in own)
+    content: dict[str, Any] = own_memory(
+        state, lambda path: path.split("/")[0] not in _LARGE or path.startswith(own)
+    )
+    return content
 
 
 def _read(path: Path) -> Any:
@@ -74,12 +86,15 @@ def _read(path: Path) -> Any:
     raise AssertionError
 
 
-def own_memory(value: Any) -> Any:
-    """Return a part of a checkpoint with copies of its tensors. Those that are one stay one."""
+def own_memory(value: Any, chosen: Callable[[str], bool] = lambda _: True) -> Any:
+    """Return a part of a checkpoint with copies of its tensors, those at the `chosen` paths.
+
+    Those that are one stay one.
+    """
     copies: dict[int, Tensor] = {}
 
-    def copy(_path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+    def copy(path: str, leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and chosen(path)):
             return leaf
         if id(leaf) not in copies:
             with torch.no_grad():
@@ -92,21 +107,3 @@ def own_memory(value: Any) -> Any:
 def without_tensors(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's content without its large parts, to keep once they are restored."""
     return {name: part for name, part in content.items() if name not in _LARGE}
-
-
-def load_newest(folder: Path, mesh: Any = None) -> tuple[Entry, dict[str, Any], list[str]] | None:
-    """Return the newest checkpoint that verifies, and what was wrong with newer ones.
-
-    Returns:
-        Its entry, its content as `load` returns it, and a message for each newer one that had to be
-        passed over; None where no checkpoint was ever announced.
-    """
-    problems: list[str] = []
-    for entry in sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step):
-        try:
-            return entry, load(folder, entry, mesh=mesh), problems
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("No checkpoint of this run is whole. " + " ".join(problems))
-    return None

@@ -1,12 +1,10 @@
-"""Build what a training needs, data, model, optimizer, or restore it from the newest checkpoint."""
+"""Build what a training needs: data, model, optimizer."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,10 +22,7 @@ from samestep.ranks.mesh import any_sharded
 from samestep.ranks.nproc import check_workers
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
-from samestep.run import loading
-from samestep.run.index import Entry, remove_unannounced
-from samestep.run.records import read_records
-from samestep.session.request import Request, changes_since, to_toml
+from samestep.session.request import Request
 from samestep.settings import Settings
 from samestep.training.alike import arithmetic, random_numbers, seed_alike, seed_rank
 from samestep.training.apply import applied, measure_of, summed, terms_of
@@ -39,6 +34,7 @@ from samestep.training.device import (
     choose_threads,
     data_dtype,
     make_scaler,
+    return_freed_memory,
 )
 from samestep.training.dry_run import Tried, dry_run
 from samestep.training.learner import Learner
@@ -49,7 +45,6 @@ from samestep.training.plan import Plan, learning_rate, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
 from samestep.training.scheduler import Scheduler
 from samestep.training.sharding import build_once, compile_blocks, is_fsdp, shard
-from samestep.training.snapshot import restore
 from samestep.training.stopping import Watch
 from samestep.training.work import State, Work
 
@@ -135,6 +130,8 @@ def build(
     measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)
     state = State(watch=_watch(settings, recipe, splits, tried), measured=measured)
     _check_followed(learner, plan, state.watch, splits)
+    if is_fsdp(settings, world):
+        return_freed_memory(world.device)
     return Built(with_forward(work), state, splits, threads)
 
 
@@ -336,83 +333,3 @@ def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> 
     if mode == "auto":
         mode = "min" if metric in (*recipe.falling(), *tried.parts) else "max"
     return Watch(metric=metric, mode=mode)
-
-
-class Loaded(NamedTuple):
-    """A checkpoint that a run continues from."""
-
-    entry: Entry
-    content: dict[str, Any]
-    problems: list[str]
-    """What was wrong with newer ones."""
-    changes: Sequence[str] = ()
-    """What --allow-change has let differ from what it was made with."""
-
-
-def go_on(request: Request, work: Work, state: State, path: Path, found: Loaded) -> Loaded:
-    """Restore a training from a checkpoint of a run; refuse what would make it another training."""
-    made_with, changes = found.content.get("made_with"), list[str]()
-    if made_with:  # checkpoints of earlier versions do not say
-        where, now = f"{path / 'checkpoints' / found.entry.path}", to_toml(request, work.plan)
-        changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
-    restore(work, state, request.recipe.name, found.content)
-    return found._replace(
-        content={}, changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)]
-    )
-
-
-def load_newest(path: Path, world: World, mesh: Any = None) -> Loaded | None:
-    """Return a run's newest intact checkpoint on every rank; on a mesh, each has its parts.
-
-    Files that a killed process wrote and did not announce are deleted.
-    """
-
-    def clean() -> None:
-        records = list(read_records(path, superseded=True))
-        announced = [Path(r["path"]).name for r in records if r["event"] == "checkpoint"]
-        since = min((r["time"] for r in records if r["event"] == "start"), default=math.inf)
-        remove_unannounced(path / "checkpoints", announced, since)
-
-    found = on_all_ranks(world, path / "checkpoints", lambda: newest_whole(path, mesh), mesh)
-    if found is not None:
-        world.on_main(clean)
-    return found
-
-
-def on_all_ranks(
-    world: World, folder: Path, find: Callable[[], Loaded | None], mesh: Any = None
-) -> Loaded | None:
-    """Return on every rank the checkpoint that `find` returns on rank 0.
-
-    Rank 0 chooses it and checks its hash. The others load the same file.
-    """
-    mine: list[Loaded | None] = []
-
-    def choose() -> Loaded | None:
-        mine.append(find())
-        return mine[0] and mine[0]._replace(content={})
-
-    told = world.on_main(choose)
-    if told is None:
-        return None
-
-    def content() -> dict[str, Any]:
-        if mine and mine[0] is not None:
-            return mine[0].content
-        return loading.load(folder, told.entry, verified=True, mesh=mesh)
-
-    return told._replace(content=world.on_every(content))
-
-
-def newest_whole(path: Path, mesh: Any = None) -> Loaded | None:
-    """Return a run's newest intact checkpoint, on one rank; leave the directory as it is."""
-    found = loading.load_newest(path / "checkpoints", mesh)
-    if found is not None:
-        return Loaded(*found)
-    if any(r["event"] == "checkpoint" for r in read_records(path)):
-        raise UserError(
-            f"{path / 'checkpoints' / 'index.json'} names no checkpoint, though the run announced "
-            "some.",
-            remedy="Restore it from a backup, or start a new run.",
-        )
-    return None

@@ -15,12 +15,13 @@ from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
 from samestep.ranks import watched
 from samestep.ranks.mesh import any_sharded, mesh_of
+from samestep.ranks.world import World
 from samestep.recipe import Recipe
-from samestep.run import loading
 from samestep.run.index import read_index
-from samestep.session.build import Built, Loaded, on_all_ranks
+from samestep.session.build import Built
 from samestep.session.picture_making import PictureSource, picture_records
 from samestep.session.request import Request
+from samestep.session.restoring import load_first
 from samestep.session.session import Session, run_result
 from samestep.training.device import data_dtype, peak_memory_bytes
 from samestep.training.evaluation import Interruptible
@@ -116,7 +117,7 @@ def _test(
     folder = session.path / "checkpoints"
     problems: list[str] = []
     mesh = mesh_of(work.learner.model)
-    best = on_all_ranks(world, folder, lambda: _best_whole(folder, problems, mesh), mesh)
+    best = load_first(world, folder, lambda: read_index(folder).ranked(), problems, mesh)
     if best is not None:
         _load(work, best.content)
         best = best._replace(content={})  # the rest of the file is not needed any more
@@ -199,7 +200,7 @@ def _draw_pictures(
         if tested is not None:  # the first time, the model still holds them
             name, tested = tested, None
             return name
-        best = _best_whole(folder, [])
+        best = load_first(World(), folder, lambda: read_index(folder).ranked(), [])
         if best is None:
             return "last"
         _load(work, best.content)
@@ -216,16 +217,6 @@ def _load(work: Work, content: dict[str, Any]) -> None:
     load_evaluated(work.learner.model, content)
     if work.learner.average is not None:
         work.learner.average.load(None)
-
-
-def _best_whole(folder: Path, problems: list[str], mesh: Any = None) -> Loaded | None:
-    """Return the best checkpoint that can be read; note what is wrong with better ones."""
-    for entry in read_index(folder).ranked():
-        try:
-            return Loaded(entry, loading.load(folder, entry, mesh=mesh), problems)
-        except UserError as error:
-            problems.append(str(error))
-    return None
 
 
 def _result(

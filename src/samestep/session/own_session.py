@@ -22,18 +22,18 @@ from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.process import RankLog
 from samestep.ranks.startup import JOB_RUN
-from samestep.run import checkpoints, loading
+from samestep.run import checkpoints
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.index import Retention, find_checkpoint
 from samestep.run.records import Record
 from samestep.session import own_state
-from samestep.session.build import Loaded, load_newest, on_all_ranks
 from samestep.session.free_space import room_notes, state_bytes
 from samestep.session.gradients import parameters_in
 from samestep.session.own_carry import RankState, SlotState, carried_state
 from samestep.session.own_state import Means, Stateful, added_up
 from samestep.session.recipe_changes import script_changes
+from samestep.session.restoring import load_first, load_newest, remove_unfinished
 from samestep.session.saver import say
 from samestep.session.session import (
     Session,
@@ -206,7 +206,9 @@ class OwnSession:
             for parameter in module.parameters():
                 world.take_from_main(parameter.detach())
         resumes = self.options.resume and world.on_main(lambda: is_run(self.path))
-        if resumes and (found := load_newest(self.path, world)):
+        plain = tuple(f"state/{name}" for name in state if name not in self.modules())
+        if resumes and (found := load_newest(self.path, world, own=plain)):
+            world.on_main(lambda: remove_unfinished(self.path))
             world.on_every(lambda: self._restore(found.content))
             sums = found.content["sums"]
             if len(sums) == world.world_size:
@@ -354,13 +356,10 @@ class OwnSession:
             raise UserError("run.load_best: no epoch was rated. Call run.best(…) in each epoch.")
         self.settle()
         folder = self.path / "checkpoints"
-
-        def best() -> Loaded:
-            entry = find_checkpoint(folder, "best")
-            return Loaded(entry, loading.load(folder, entry), [])
-
-        found = on_all_ranks(self.world, folder, best)
-        assert found is not None
+        problems: list[str] = []
+        found = load_first(self.world, folder, lambda: [find_checkpoint(folder, "best")], problems)
+        if found is None:
+            raise UserError(problems[0], on_all_ranks=True)
         for name, module in self.modules().items():
             own_state.load_one(name, module, found.content["state"][name])
         return found.entry.epoch

@@ -13,7 +13,6 @@ from samestep.errors import UserError, blame, listed
 from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.directory import names_secret
-from samestep.run.loading import own_memory
 from samestep.run.records import TAKEN_NAMES
 from samestep.training.prepare import check_dense
 from samestep.training.snapshot import load_model
@@ -107,7 +106,10 @@ def check_same_program(
 
 
 def load_state(state: Mapping[str, Stateful], saved: Mapping[str, Any], path: Path) -> None:
-    """Load what a checkpoint holds into the state."""
+    """Load what a checkpoint holds into the state.
+
+    An optimizer keeps the tensors it is given: what is not a module's must not lie in the file.
+    """
     if saved.keys() != state.keys():
         raise UserError(
             f"The checkpoints of {path} hold {', '.join(saved)}; state has {', '.join(state)}. A "
@@ -123,7 +125,7 @@ def load_one(name: str, one: Stateful, saved: Any) -> None:
         if isinstance(one, nn.Module):
             load_model(one, {"model": saved})
         else:
-            one.load_state_dict(own_memory(saved))  # an optimizer keeps the tensors it is given
+            one.load_state_dict(saved)
     except UserError as error:
         raise UserError(f"state[{name!r}]: {error}") from error
     except Exception as error:

@@ -12,19 +12,20 @@ from typing import Any
 from samestep.data.memory_source import MemorySource
 from samestep.data.stream_source import StreamSource
 from samestep.errors import listed, no_exit
-from samestep.ranks.mesh import any_sharded, mesh_of
+from samestep.ranks.mesh import any_sharded
 from samestep.ranks.world import World, gpu_uuid
 from samestep.run.code_copy import kept_code
 from samestep.run.directory import Run, check_free, git_commit, is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.index import Retention
 from samestep.run.records import Record, read_records
-from samestep.session.build import Built, Loaded, build, go_on, load_newest
+from samestep.session.build import Built, build
 from samestep.session.free_space import room_notes, state_bytes
 from samestep.session.halving import check_halving, halving_of
 from samestep.session.outcome import Outcome, finish_run, record_failure
 from samestep.session.recipe_changes import FROM_PYTHON, keep_recipe, recipe_changes
 from samestep.session.request import Request, to_toml
+from samestep.session.restoring import Loaded, go_on, remove_unfinished
 from samestep.session.session import (
     Session,
     Show,
@@ -123,7 +124,8 @@ def _train(
     work, state, world = built.work, built.state, built.work.world
     resumed = None
     if request.resume and world.on_main(lambda: is_run(session.path)):
-        resumed = _restored(request, built, session.path)
+        resumed = go_on(request, work, state, session.path, world)
+        world.on_main(lambda: remove_unfinished(session.path))
     gpus = world.gather(gpu_uuid(world.device))
     start = _start_record(request, built, session.path, named, resumed)
     if session.run is not None:
@@ -175,13 +177,6 @@ def _train(
         first = session.first_record_s
         first_step_s = None if first is None else first - started_at
         return finish_run(request, built, session, agreement, first_step_s)
-
-
-def _restored(request: Request, built: Built, path: Path) -> Loaded | None:
-    """Continue from a run's newest checkpoint, of which nothing but the entry stays in memory."""
-    mesh = mesh_of(built.work.learner.model)
-    found = load_newest(path, built.work.world, mesh)
-    return found and go_on(request, built.work, built.state, path, found)
 
 
 def retention_of(settings: Settings) -> Retention:

@@ -206,10 +206,21 @@ def choose_allocation(device: torch.device, *, sharded: bool) -> None:
     the heap, and the process never shrinks. With FSDP the heap would grow to three times what is in
     use: glibc cannot put an aligned tensor into the gap that one of the same size has left.
     """
-    if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
+    if (libc := _glibc(device)) is None:
         return
-    libc = ctypes.CDLL(None)
     trim_threshold, mmap_threshold = -1, -3  # of glibc's malloc.h
     # glibc takes no more than 32 MiB.
     libc.mallopt(mmap_threshold, _GATHERED_BYTES if sharded else 32 << 20)
     libc.mallopt(trim_threshold, 2**31 - 1)  # never
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """Give the system what building a sharded model has left on glibc's heap (CPU only)."""
+    if (libc := _glibc(device)) is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc(device: torch.device) -> ctypes.CDLL | None:
+    """Return glibc where a rank's tensors lie in its memory."""
+    uses = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
+    return ctypes.CDLL(None) if uses else None

@@ -94,17 +94,20 @@ def to_channels_last(model: nn.Module) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def match_layouts(optimizer: torch.optim.Optimizer) -> None:
+def match_layouts(optimizer: torch.optim.Optimizer, *, owned: bool = False) -> None:
     """Lay out each parameter's optimizer state as the parameter is.
 
-    Fused kernels treat both as plain vectors, so another layout would mix up the weights.
+    Fused kernels treat both as plain vectors, so another layout would mix up the weights. State
+    that may lie in a file, which is not `owned`, is copied in any case.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.shape != parameter.shape:
+                state[name] = value if owned else value.clone()
+            elif not (owned and value.stride() == parameter.stride()):
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-            elif isinstance(value, torch.Tensor):  # what was loaded may lie in a file
-                state[name] = value.clone()
 
 
 def _synchronise(model: nn.Module, world: World) -> nn.Module:

@@ -13,7 +13,7 @@ from samestep.data.blocks import held_parts
 from samestep.data.keyed_random import mix
 from samestep.data.stream_source import StreamSource
 from samestep.errors import UserError, listed
-from samestep.ranks.mesh import is_sharded, sharded_as, whole
+from samestep.ranks.mesh import any_sharded, is_sharded, sharded_as, whole
 from samestep.run.checkpoints import FORMAT
 from samestep.run.loading import own_memory
 from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng_state
@@ -103,8 +103,17 @@ def _order(work: Work) -> dict[str, Any]:
     return order | work.train.order_record()
 
 
+def kept_parts(work: Work) -> tuple[str, ...]:
+    """Return the parts of a checkpoint that a restored training keeps as they were read."""
+    copies = work.world.device.type != "cpu" or any_sharded(work.learner.model)
+    return () if copies else ("optimizer",)
+
+
 def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
-    """Restore a checkpoint into a new training, on any number of ranks."""
+    """Restore a checkpoint into a new training, on any number of ranks.
+
+    The tensors of `kept_parts` are the training's from now on, so they must not lie in the file.
+    """
     check_recipe(saved, recipe)
     check_classes(saved, work.classes)
     order = _order(work)
@@ -115,7 +124,7 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
                 f"The checkpoint was trained with {name} = {before}, now it is {now}: the order of "
                 "samples would change within the run. Start a new run instead."
             )
-    _restore_learner(work.learner, saved)
+    _restore_learner(work.learner, saved, owned="optimizer" in kept_parts(work))
     state.validated = saved.get("validated", {})
     state.position = Position(**saved["position"])
     if isinstance(work.train, StreamSource):
@@ -145,7 +154,7 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     state.sums = Sums(loss_sum, saved.get("terms", 0.0), part_sums)
 
 
-def _restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
+def _restore_learner(learner: Learner, saved: dict[str, Any], *, owned: bool) -> None:
     load_model(learner.model, saved)
     if learner.average is not None:
         learner.average.load(saved.get("ema"))
@@ -154,7 +163,7 @@ def _restore_learner(learner: Learner, saved: dict[str, Any]) -> None:
     load_state(learner.optimizer, saved["optimizer"])
     if learner.scheduler is not None:
         learner.scheduler.load(saved.get("scheduler"))
-    match_layouts(learner.optimizer)
+    match_layouts(learner.optimizer, owned=owned)
     if learner.scaler is not None and saved["scaler"] is not None:
         learner.scaler.load_state_dict(saved["scaler"])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from samestep.data.order import share
 from samestep.data.trees import map_leaves, narrow
 from samestep.ranks.world import World
-from samestep.run import loading
+from samestep.session.restoring import load_newest
 from samestep.training.apply import measure_of, terms_of
 from samestep.training.evaluation import evaluate
 from samestep.training.side_effects import ALL_KINDS, RandomDraws
@@ -134,11 +134,11 @@ METRICS = TableRow(
 
 def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     """Evaluate the newest checkpoint of a run without any other rank."""
-    newest = loading.load_newest(run / "checkpoints")
+    newest = load_newest(run, World())
     if newest is None or tested.splits.validation is None:
         return {}
     model = tested.build()
-    load_evaluated(model, newest[1])
+    load_evaluated(model, newest.content)
     virtual, loss = tested.settings.virtual_ranks, tested.placed_loss
     world = replace(tested.world, virtual_ranks=virtual or 0)
     if virtual is None:
