@@ -30,7 +30,8 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 def commands(page: Path) -> list[str]:
     """Return the command lines of a page's console blocks, in their order."""
-    blocks = re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)
+    text = re.sub(r" \\\n +", " ", page.read_text())  # a long command goes on in the next line
+    blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
     lines = [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
     return [line.split(" #")[0].strip() for line in lines]
 
