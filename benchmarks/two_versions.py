@@ -72,8 +72,9 @@ def main() -> int:
         "|---|---:|---:|---:|",
         *(_line(name, **one) for name, one in seconds.items()),
         "",
-        "- Trainings: the median epoch after the first, without checkpoints; checkpoints: the median",
-        "  time for which one blocks the training; the others: a whole process. One thread per rank.",
+        "- Trainings: the median epoch after the first, without checkpoints; checkpoints: the",
+        "  median time for which one blocks the training; the others: a whole process.",
+        "- One thread per rank.",
     ]
     PAGE.write_text("\n".join([*lines, ""]))
     print("\n".join(lines))
