@@ -51,7 +51,7 @@ def go_on(request: Request, work: Work, state: State, path: Path, world: World) 
 def load_newest(
     path: Path, world: World, mesh: Any = None, own: tuple[str, ...] = ()
 ) -> Loaded | None:
-    """Return a run's newest whole checkpoint on every rank, as `load_first` does; leave the run.
+    """Return a run's newest whole checkpoint on every rank, by `load_first`.
 
     Raises:
         UserError: none is whole, or the index names none though some were announced.
