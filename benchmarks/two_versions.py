@@ -8,7 +8,6 @@ means that nothing got slower. Writes `benchmarks/results/two-versions.md`.
 """
 
 import argparse
-import contextlib
 import json
 import shutil
 import statistics
@@ -98,10 +97,11 @@ def _rows(data_dir: Path | None) -> dict[str, tuple[tuple[str, ...], Callable | 
     }
 
 
-def _recorded(run: Path, event: str, field: str) -> list[float]:
+def _recorded(run: Path, event: str, *fields: str) -> list[float]:
+    """Return of each such record the first of these fields that it has."""
     lines = (run / "events.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [record[field] for record in records if record["event"] == event]
+    records = [record for record in map(json.loads, lines) if record["event"] == event]
+    return [next(record[field] for field in fields if field in record) for record in records]
 
 
 def _epoch_seconds(run: Path) -> float:
@@ -109,11 +109,8 @@ def _epoch_seconds(run: Path) -> float:
 
 
 def _checkpoint_seconds(run: Path) -> float:
-    # What blocks is less than what a checkpoint takes, since another thread writes it.
-    for field in ("blocked_seconds", "seconds"):
-        with contextlib.suppress(KeyError):
-            return statistics.median(_recorded(run, "checkpoint", field)[1:-1])
-    raise AssertionError
+    # Before another thread wrote a checkpoint, all of its seconds blocked.
+    return statistics.median(_recorded(run, "checkpoint", "blocked_seconds", "seconds")[1:-1])
 
 
 def _listing(python: str, folder: Path, env: dict[str, str]) -> None:

@@ -93,7 +93,12 @@ def attempt(run: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("damages", "on", "step"),
-    [([empty], 1, 28), ([Path.unlink], 2, 28), ([truncate, flip_a_bit, Path.unlink], 1, 22)],
+    [
+        ([empty], 1, 28),
+        ([Path.unlink], 2, 28),
+        ([flip_a_bit], 2, 28),  # both ranks can read it, and have when rank 0 knows the hash
+        ([truncate, flip_a_bit, Path.unlink], 1, 22),
+    ],
 )
 def test_where_the_newest_are_damaged_an_older_whole_one_is_taken_and_the_user_is_told(
     uninterrupted, run, damages, on, step

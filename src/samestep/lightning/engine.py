@@ -91,7 +91,7 @@ class _Records(Callback):
     def on_train_start(self, *_: Any) -> None:
         signal.signal(signal.SIGTERM, self._heed)
         optimizer, phases = self._work.learner.optimizer, self._work.phases
-        match_layouts(optimizer)  # Lightning has loaded its state
+        match_layouts(optimizer, owned=True)  # Lightning has loaded its state
         optimizer.register_step_post_hook(lambda *_: phases.lap("optimizer"))
         self._task.control.agreement.start(self._state.position.step)
         self._meter = Meter(self._work, self._state)

@@ -206,8 +206,8 @@ class OwnSession:
             for parameter in module.parameters():
                 world.take_from_main(parameter.detach())
         resumes = self.options.resume and world.on_main(lambda: is_run(self.path))
-        plain = tuple(f"state/{name}" for name in state if name not in self.modules())
-        if resumes and (found := load_newest(self.path, world, own=plain)):
+        kept = tuple(f"state/{name}" for name in state if name not in self.modules())
+        if resumes and (found := load_newest(self.path, world, own=kept)):
             world.on_main(lambda: remove_unfinished(self.path))
             world.on_every(lambda: self._restore(found.content))
             sums = found.content["sums"]

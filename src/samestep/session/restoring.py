@@ -91,10 +91,14 @@ def load_first(
     mesh: Any = None,
     own: tuple[str, ...] = (),
 ) -> Loaded | None:
-    """Return on every rank the first of some checkpoints that is whole; `candidates` is of rank 0.
+    """Return on every rank the first of some checkpoints that is whole; None if none is.
 
-    Rank 0 checks the hash. Meanwhile all ranks read the file and copy what is `own` (see
-    `loading.load`): of a damaged file that is dropped, and `problems` gets what is wrong with it.
+    Rank 0 calls `candidates` and checks the hash. Meanwhile all ranks read the file and copy what
+    is `own` (see `loading.load`). If the file is damaged, that is dropped, and `problems` gets a
+    message.
+
+    Raises:
+        UserError: a rank cannot read a file that rank 0 has found whole.
     """
     for entry in world.on_main(lambda: [*candidates()]):
         with ThreadPoolExecutor(2) as both:
@@ -105,6 +109,7 @@ def load_first(
             world.on_main(partial(_raise_first, checked, read))
         except UserError as error:
             problems.append(str(error))
+            del read  # its copies, before those of the next one are made
         else:
             return Loaded(entry, world.on_every(read.result), problems)
     return None

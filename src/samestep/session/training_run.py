@@ -125,7 +125,8 @@ def _train(
     resumed = None
     if request.resume and world.on_main(lambda: is_run(session.path)):
         resumed = go_on(request, work, state, session.path, world)
-        world.on_main(lambda: remove_unfinished(session.path))
+        if resumed is not None:
+            world.on_main(lambda: remove_unfinished(session.path))
     gpus = world.gather(gpu_uuid(world.device))
     start = _start_record(request, built, session.path, named, resumed)
     if session.run is not None:
