@@ -12,11 +12,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 # More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.
 WORKERS ?= 4
+WORKERS_ALL ?= 6
 # Where Python may not keep compiled modules, each process that a test starts compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --dist loadgroup --numprocesses
+FAST := $(WORKERS) -m "not slow and not cluster"
 
-.PHONY: train test test-all lint docs lowest constraints bench pictures gpu-kit dist clean help
+.PHONY: train test test-all test-times lint docs lowest constraints bench pictures gpu-kit dist clean help
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
@@ -38,11 +40,14 @@ train: $(VENV)/.ready ## set up, train the spiral recipe, make a page of the res
 	$(BIN)/samestep train spiral --report
 	@echo "For the command samestep in this terminal: . $(BIN)/activate"
 
-test: $(VENV)/.ready lint ## set up, lint, run the tests that need nothing but this machine
-	$(PYTEST) -m "not slow and not cluster"
+test: $(VENV)/.ready ## set up, lint, run the tests that need nothing but this machine
+	$(PYTEST) $(FAST)
 
-test-all: test ## the same, then every command of the documentation, and a real Slurm
-	$(PYTEST) -m "slow or cluster"
+test-all: $(VENV)/.ready ## the same, every command of the documentation, and a real Slurm
+	$(PYTEST) $(WORKERS_ALL)
+
+test-times: $(VENV)/.ready ## run `make test`, show what the 60 heaviest tests cost
+	$(PYTEST) $(FAST) --heaviest 60
 
 lint: $(VENV)/.ready ## ruff, mypy, spelling, and plain English (tools/words.toml)
 	$(BIN)/ruff check

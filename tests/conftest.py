@@ -6,6 +6,7 @@ Tests marked `gpu` are the exception: they may be skipped in CI too.
 """
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -42,6 +43,12 @@ def pytest_collection_modifyitems(items):
     """Begin with the longest tests that stand alone, lest one of them is what all wait for."""
     long = ("test_docs.py", "test_gpu_bench.py", "test_gpu_kit.py")
     items.sort(key=lambda item: item.path.name not in long)
+
+
+def pytest_collection_finish():
+    """Let no test's full collection look at the million objects that stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_memory_for_files() -> bool:

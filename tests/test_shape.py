@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ def room_of(module: str) -> str:
     return module.partition(".")[0]
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """Return the syntax tree of each module of the package by its dotted name."""
     found = {}
@@ -83,9 +85,6 @@ def modules() -> dict[str, ast.Module]:
         if not name.endswith("__init__") and not name.startswith(TEMPLATES):
             found[name] = ast.parse(path.read_text())
     return found
-
-
-MODULES = modules()
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -101,24 +100,24 @@ def imports(tree: ast.AST) -> set[str]:
 
 def own_imports(name: str) -> set[str]:
     """Return the modules of samestep that a module imports, without `samestep.`."""
-    own = {t.removeprefix("samestep.") for t in imports(MODULES[name]) if t.startswith("samestep.")}
-    return {t if t in MODULES else t.rpartition(".")[0] for t in own}
+    own = {t.removeprefix("samestep.") for t in imports(modules()[name]) if t.startswith("samestep.")}
+    return {t if t in modules() else t.rpartition(".")[0] for t in own}
 
 
 def test_every_room_is_on_one_floor():
-    rooms = {room_of(name) for name in MODULES}
+    rooms = {room_of(name) for name in modules()}
     assert sorted(room for floor in FLOORS for room in floor) == sorted(rooms)
 
 
 def test_no_module_imports_a_template():
-    assert not {name for name in MODULES for own in own_imports(name) if own.startswith(TEMPLATES)}
+    assert not {name for name in modules() for own in own_imports(name) if own.startswith(TEMPLATES)}
 
 
 def test_imports_point_one_way():
     floor_of = {room: place for place, floor in enumerate(FLOORS) for room in floor}
     wrong = {
         f"{name} imports {target}"
-        for name in MODULES
+        for name in modules()
         for target in own_imports(name)
         if room_of(target) != room_of(name) and floor_of[room_of(target)] >= floor_of[room_of(name)]
     }
@@ -126,13 +125,13 @@ def test_imports_point_one_way():
 
 
 def test_no_module_imports_itself_through_others():
-    graphlib.TopologicalSorter({name: own_imports(name) for name in MODULES}).prepare()
+    graphlib.TopologicalSorter({name: own_imports(name) for name in modules()}).prepare()
 
 
 def test_only_the_world_talks_to_torch_distributed():
     parts = ("torch.distributed", "torch.nn.parallel", "torch.multiprocessing")
     found = {}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         used = {part for target in imports(tree) for part in parts if target.startswith(part)}
         attributes = {
             f"torch.{node.attr}"
@@ -146,7 +145,7 @@ def test_only_the_world_talks_to_torch_distributed():
 
 def test_no_recipe_and_no_data_source_asks_for_its_rank():
     asked = {"rank", "local_rank", "world_size", "is_main"}
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         if name.startswith("recipes."):
             found = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} & asked
             assert not found, name
@@ -178,7 +177,7 @@ def test_what_needs_no_torch_does_not_import_it():
 def test_a_file_is_one_subject():
     lengths = {
         name: len((SOURCE / f"{name.replace('.', '/')}.py").read_text().splitlines())
-        for name in MODULES
+        for name in modules()
     }
     long = {name: n for name, n in lengths.items() if n > LONGEST_FILE}
     assert long.keys() == LONG_FILES.keys(), long
@@ -190,14 +189,14 @@ def test_a_file_is_one_subject():
 def test_a_name_means_one_thing():
     classes = [
         node.name
-        for tree in MODULES.values()
+        for tree in modules().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     ]
     assert [name for name, times in Counter(classes).items() if times > 1] == []
     # A watcher and the rules that read its events have one name, that of their subject.
     pairs = ("checking.rules.", "checking.watch.")
-    files = Counter(name.rpartition(".")[2] for name in MODULES if not name.startswith(pairs))
+    files = Counter(name.rpartition(".")[2] for name in modules() if not name.startswith(pairs))
     assert sum(times > 1 for times in files.values()) <= MOST_REPEATED_FILE_NAMES, files
 
 
