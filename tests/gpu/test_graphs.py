@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from samestep.data.blocks import Batch
 from samestep.ranks.world import World
 from samestep.training import step_graph
 from samestep.training.compiled import FullBatches
@@ -126,6 +127,7 @@ def test_losses_of_earlier_calls_are_kept(cuda):
     assert [losses.tolist() for losses in kept] == read
 
 
+@pytest.mark.gpu(dry=True)
 def test_a_run_that_goes_on_takes_the_same_steps_and_its_new_state_is_captured_anew(cuda):
     settings = settings_of(**OPTIMIZERS["adamw"])
     through, stopped, resumed = several(3, settings, cuda)
@@ -191,7 +193,8 @@ def test_a_capture_that_fails_leaves_the_device_usable(cuda):
 def test_a_compiled_evaluation_gives_the_same_means(cuda):
     net = model(large=True, dropout=0.5).to(cuda)
     x = torch.randn(20, 8, dtype=torch.float64, device=cuda)
-    batches = [(x[start : start + 8], (x[start : start + 8, 0] > 0).long()) for start in (0, 8, 16)]
+    parts = [(start, x[start : start + 8]) for start in (0, 8, 16)]
+    batches = [Batch(part, (part[:, 0] > 0).long(), len(part), first) for first, part in parts]
 
     class Batches:
         def evaluation(self, _batch_size):

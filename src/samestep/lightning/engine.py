@@ -278,6 +278,8 @@ def _drive(task: Task) -> None:
             return
         except MisconfigurationException as error:
             raise UserError(f"Lightning refuses these settings: {error}") from error
+        finally:
+            model.to(work.world.device)  # Lightning moves it to the CPU as it ends
     if state.position.step >= work.plan.total_steps:
         state.stop_reason = "finished"
     else:

@@ -178,12 +178,9 @@ class StepGraph:
         momentum = ("momentum_buffer",) if settings.momentum else ()
         self._keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if adam else momentum
         self._update = self._adam if adam else self._sgd
-        self._make_state()
+        self._make_state(step)
         self._guarded: list[Any] = []
         """Of the samples that the compiler's guards have let pass: shapes, strides and types."""
-        # Its own count is on the device, and reading it at every call would make the host wait.
-        count = self._optimizer.state[self._parameters[0]].get("step")
-        self._ahead = (0 if count is None else int(count)) - step
         # The C++ wrapper spares Python's overhead per kernel call; it exists for CPUs only. On a
         # GPU the mode is the default one: "reduce-overhead" captures no function that changes its
         # inputs, as this one does, so it is captured here.
@@ -204,6 +201,8 @@ class StepGraph:
         """
         like = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in tree_leaves((inputs, targets))]
         unchanged, self._guarded = unchanged and like == self._guarded, like
+        if self._optimizer.state[self._parameters[0]].get("step") is not self._first_count:
+            self._make_state(step)  # a state was loaded since the last call
         states = [self._optimizer.state[p] for p in self._parameters]
         kept = [
             [p.detach() for p in self._parameters],
@@ -238,8 +237,11 @@ class StepGraph:
                 counts[0].add_(len(rates))
         return results
 
-    def _make_state(self) -> None:
-        """Give the optimizer the state that its own first step would create: zeros."""
+    def _make_state(self, step: int) -> None:
+        """Give the optimizer the state that its own first step would create: zeros.
+
+        Where it has a state, take its count of steps as that of `step` steps of the run.
+        """
         for parameter in self._parameters:
             state = self._optimizer.state[parameter]
             if self._keys and self._keys[0] not in state:
@@ -251,6 +253,9 @@ class StepGraph:
         self._counts = [torch.stack([s["step"] for s in states])] if "step" in states[0] else []
         for number, state in enumerate(states if self._counts else ()):
             state["step"] = self._counts[0][number]
+        self._first_count = states[0].get("step")
+        # It is on the device, and reading it at every call would make the host wait.
+        self._ahead = (0 if self._first_count is None else int(self._first_count)) - step
 
     def _rates(self, taken: int, lrs: list[float]) -> Tensor:
         """Return what varies by step (steps, 3): lr / (1 - β₁ᵗ), √(1 - β₂ᵗ), lr.
