@@ -5,6 +5,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import pytest
 import torch
 
 from samestep.commands.train import parse
@@ -82,9 +83,15 @@ def no_synchronisation() -> Iterator[None]:
 
 
 def first_steps(device: torch.device, target: object, *flags: object, steps: int = 10) -> Steps:
-    """Take the first steps of a training; `--log-every 1` asks for the norm of each."""
-    with built(device, target, *flags, "--log-every", "1") as training:
-        return take(training, steps)
+    """Take the first steps of a training; `--log-every 1` asks for the norm of each.
+
+    Convolutions add in one order: by default cuDNN's backward adds as its threads arrive, and not
+    even two trainings from the same memory have the same bits.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "deterministic", True)
+        with built(device, target, *flags, "--log-every", "1") as training:
+            return take(training, steps)
 
 
 def first_25_steps(device: torch.device, target: object, *flags: object) -> Steps:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from samestep.profiling.measured import MeasuredSteps
+from samestep.profiling.measured import MeasuredSteps, Operations
 from samestep.reporting.words import count
 from samestep.run.records import COMPUTE
 
@@ -96,17 +96,30 @@ def split(measured: MeasuredSteps) -> list[StepPart]:
         seconds["straggler"] = seconds["communication-bound"] - link
         seconds["communication-bound"] = link
     computing = sum(phases.get(phase, 0.0) for phase in COMPUTE)
-    shares = {"untraced": 1.0}
-    if operations is not None:
-        shares = {
-            "launch-bound": operations.launch,
-            "host-sync": operations.sync,
-            "memory-bound": operations.memory,
-            "compute-bound": operations.matmul,
-        }
-    whole = sum(shares.values()) or 1.0
-    seconds |= {kind: computing * share / whole for kind, share in shares.items()}
+    seconds |= _split_computing(computing, operations)
     return [StepPart(kind=kind, seconds=part) for kind, part in seconds.items()]
+
+
+def _split_computing(seconds: float, operations: Operations | None) -> dict[str, float]:
+    """Split what an untraced step computes by what limits it.
+
+    Tracing delays the host, but no kernel: on a GPU the kernels take as long in an untraced step,
+    and the rest of it waits for the host. So the verdict does not depend on the tracer's cost.
+    """
+    if operations is None:
+        return {"untraced": seconds}
+    waits = {"launch-bound": operations.launch, "host-sync": operations.sync}
+    works = {"memory-bound": operations.memory, "compute-bound": operations.matmul}
+    if operations.gpu_busy is None:
+        parts = [(waits | works, seconds)]
+    else:
+        worked = min(operations.gpu_busy, seconds)
+        parts = [(works, worked), (waits, seconds - worked)]
+    return {
+        kind: part * share / (sum(shares.values()) or 1.0)
+        for shares, part in parts
+        for kind, share in shares.items()
+    }
 
 
 def milliseconds(seconds: float) -> str:

@@ -4,6 +4,7 @@ import gzip
 import json
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,10 @@ class Tracer:
         """Begin to trace, and to mark the end of each phase in the trace."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # earlier work does not belong to a traced step
-        self._profile.start()
+        with warnings.catch_warnings():
+            # There is one cycle: no event of it is cleared.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            self._profile.start()
         with record_function(FLOOR):
             one = torch.ones(())
             for _ in range(200):

@@ -39,8 +39,17 @@ def shard(
 
     Raises:
         UserError: the recipe names a block that the model does not have, weights are tied across
-            blocks, or the settings do not fit the device.
+            blocks, or the settings or the backend do not fit the device.
     """
+    if world.device.type == "cuda" and world.backend == "gloo":
+        # By PyTorch's table of backends. On an H200 two ranks that shared it trained, and one was
+        # killed by SIGSEGV at the end (torch 2.11).
+        raise UserError(
+            "--strategy fsdp needs NCCL on GPUs: PyTorch's Gloo gathers and scatters no CUDA "
+            "tensors. Start one rank per GPU, without --backend gloo and --oversubscribe; or use "
+            "--strategy ddp, or --device cpu.",
+            on_all_ranks=True,
+        )
     if settings.cpu_offload and world.device.type != "cuda":
         raise UserError(
             f"--cpu-offload keeps a GPU's shards in the CPU's memory; this rank computes on "
