@@ -13,11 +13,14 @@ import matplotlib.backends.backend_agg
 import matplotlib.backends.backend_svg
 import matplotlib.figure  # noqa: F401 - each run of the spiral ends with a picture
 import torch._dynamo  # DDP imports it when it is built: a second of each rank's
-import torch.distributed  # noqa: F401
+import torch.distributed
 import typeguard  # noqa: F401
 
-with contextlib.suppress(ImportError):
-    import torch_geometric  # noqa: F401 - half a second of each rank that trains on graphs
+# Half a second of each rank that trains on graphs. On import it asks PyTorch for its configuration,
+# which asks the CUDA driver; no process that is forked after that can use a GPU.
+if torch.version.cuda is None:
+    with contextlib.suppress(ImportError):
+        import torch_geometric  # noqa: F401
 
 import samestep.api.training
 import samestep.checking.check_script

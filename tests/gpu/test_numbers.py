@@ -52,11 +52,15 @@ def test_the_losses_of_the_first_steps_are_those_of_the_cpu(
         "cifar10": ("cifar10", "--data-dir", cifar10, *(TINY_WIDTH if DRY else WIDTH)),
         "augmented": (tiny.write_recipe(tmp_path, IN_MEMORY),),
     }[recipe]
-    flags += ["--precision", precision, "--clip-norm", "1"]
-    ours, theirs = (first_steps(device, target, *flags) for device in (cuda, CPU))
+    flags += ["--clip-norm", "1", "--precision"]
+    ours, theirs = (first_steps(device, target, *flags, precision) for device in (cuda, CPU))
     assert len(ours.losses) == 10
     assert_close(ours.losses, theirs.losses, CLOSE[precision])
-    assert_close(ours.norms, theirs.norms, CLOSE[precision] * 10)
+    # Ten steps of a ResNet amplify rounding: the CPU's own norms in fp32 are 5e-3 off those in fp64
+    # by then. So the GPU may be as far off, on another side.
+    exact = first_steps(CPU, target, *flags, "fp64").norms
+    rounding = float((theirs.norms / exact - 1).abs().max())
+    assert_close(ours.norms, exact, max(CLOSE[precision] * 10, 2 * rounding))
 
 
 @pytest.mark.gpu(dry=True)

@@ -4,11 +4,15 @@ One GPU is enough. `SAMESTEP_GROUP_OF_ONE=1` makes the process group exist at wo
 DDP, its all-reduce, and how a group begins and ends are those of many ranks.
 """
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tests import tiny
 from tests.command_line import read_json, run
 from tests.gpu.trainings import TINY
+from tests.processes import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +35,18 @@ def train(recipe, folder, name, *flags, world_size=1, environment=None):
         environment=environment,
     )
     return path
+
+
+def _devices_of_the_fork_server():
+    """Return the GPU's device files that the process which forked this one has open."""
+    opened = Path(f"/proc/{os.getppid()}/fd").iterdir()
+    return [link for link in map(os.readlink, opened) if link.startswith("/dev/nvidia")]
+
+
+@pytest.mark.gpu(dry=True)
+def test_the_fork_server_never_asks_the_driver(cuda, tmp_path):
+    """Once it had, no rank that is forked from it could use a GPU."""
+    assert run_ranks(_devices_of_the_fork_server, 1, tmp_path) == [[]]
 
 
 @pytest.mark.parametrize("flags", [(), ("--batch-size", "12", "--accumulate", "3")])
