@@ -178,6 +178,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_readme_shows_the_numbers_of_its_recipe_on_one_and_two_ranks(ranks, tmp_path):
     readme = README.read_text()

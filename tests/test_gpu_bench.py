@@ -92,6 +92,7 @@ print(json.dumps([code(arguments) for arguments in json.loads(sys.argv[1])]))
 """
 
 
+@pytest.mark.slow
 def test_what_may_not_be_is_refused_with_code_2(tmp_path):
     before = files(RESULTS)
     refused = (

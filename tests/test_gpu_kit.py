@@ -87,6 +87,7 @@ def test_samesteps_own_needs_and_the_tools_of_the_gpu_tests_are_asked_for():
     assert not names & {"mypy", "ruff", "mlflow"}
 
 
+@pytest.mark.slow
 def test_a_probe_says_what_is_there(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "gpu_probe.py"], capture_output=True, check=True
@@ -170,6 +171,7 @@ def test_a_test_that_was_cut_off_is_told_beside_those_that_ended(tmp_path):
     assert rows[1]["message"] == "AssertionError: 1"
 
 
+@pytest.mark.slow
 def test_what_is_started_finds_the_kits_packages_and_data(tmp_path):
     """As on the machine: the kit lies beside its code, and nothing but it is installed."""
     code, wheels = tmp_path / "code", tmp_path / "wheels"
@@ -207,6 +209,7 @@ def gpu_sh(*arguments, root=ROOT, **variables):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [("check",), ("check", "part", "--dry")])
 def test_what_cannot_be_done_here_is_refused(wrong, tmp_path):
     done = gpu_sh(*wrong, OUT=tmp_path, CUDA_VISIBLE_DEVICES="")
@@ -249,6 +252,7 @@ def test_a_failure_ends_the_check_with_1(tmp_path):
         assert told in row["message"]
 
 
+@pytest.mark.slow
 def test_the_bench_passes_its_part_on_and_its_exit_code_back(tmp_path):
     root, part = tmp_path / "copy", ("start-up",)
     shutil.copytree(ROOT / "tools", root / "tools")

@@ -100,7 +100,9 @@ def imports(tree: ast.AST) -> set[str]:
 
 def own_imports(name: str) -> set[str]:
     """Return the modules of samestep that a module imports, without `samestep.`."""
-    own = {t.removeprefix("samestep.") for t in imports(modules()[name]) if t.startswith("samestep.")}
+    own = {
+        t.removeprefix("samestep.") for t in imports(modules()[name]) if t.startswith("samestep.")
+    }
     return {t if t in modules() else t.rpartition(".")[0] for t in own}
 
 
@@ -110,7 +112,9 @@ def test_every_room_is_on_one_floor():
 
 
 def test_no_module_imports_a_template():
-    assert not {name for name in modules() for own in own_imports(name) if own.startswith(TEMPLATES)}
+    assert not {
+        name for name in modules() for own in own_imports(name) if own.startswith(TEMPLATES)
+    }
 
 
 def test_imports_point_one_way():

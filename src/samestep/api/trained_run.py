@@ -23,7 +23,10 @@ from samestep.run.index import Index, read_index
 from samestep.run.records import Record, metric_values, read_records
 from samestep.settings import settings_of_run
 
-_NOT_DRAWN = {*("epoch", "step", "samples", "seconds", "train_seconds", "samples_per_s")}
+_NOT_DRAWN = {
+    *("epoch", "step", "samples", "seconds", "train_seconds", "samples_per_s", "terms_per_s"),
+    *("flops_per_s", "mfu", "peak_memory_bytes"),
+}
 """Numbers in a row that are neither a loss nor a metric."""
 _MOST_PICTURE = 150_000
 """Bytes; as base64 they become 200 kB."""

@@ -11,7 +11,7 @@ from samestep.reporting.curves import Aligned, Point, has_epochs
 from samestep.reporting.plot import picture
 from samestep.reporting.run_data import TRAIN_LOSS
 from samestep.reporting.table import Table, number, text_lines
-from samestep.reporting.words import count, short, wrapped
+from samestep.reporting.words import count, short, size, wrapped
 
 _WIDTH = 80
 _LABEL, _LEAST_VALUE = 24, 12
@@ -240,6 +240,14 @@ def throughput(found: Comparison) -> Table | None:
         _row("ms per step", speeds, lambda s: f"{s.ms_per_step:,.3f}"),
         _row("measured over", speeds, lambda s: s.basis),
     ]
+    for name, field, shown in (
+        ("model FLOP/s", "flops_per_s", short),
+        ("MFU", "mfu", "{:.1%}".format),
+        ("peak memory", "peak_memory_bytes", size),
+    ):
+        values = [speed and getattr(speed, field) for speed in speeds]
+        if any(value is not None for value in values):
+            rows.append(_row(name, values, shown))
     return _beside(found, "Throughput", rows)
 
 

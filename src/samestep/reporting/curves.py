@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from samestep.reporting.run_data import TRAIN_LOSS, RunData
+from samestep.reporting.words import short
 from samestep.run.records import IN_ORDER, Record
 
 ROWS = 6
@@ -171,6 +172,18 @@ class Throughput:
     """What it was measured over."""
     ms_per_step: float
     us_per_sample: float
+    flops_per_s: float | None = None
+    """Model FLOPs of all ranks, if they were counted."""
+    mfu: float | None = None
+    """The part of what the GPUs can do at most, if they are known."""
+    peak_memory_bytes: int | None = None
+    """The most that a rank held, if it was recorded."""
+
+    @property
+    def beyond_samples(self) -> str:
+        """What else people quote, such as "1.2T FLOP/s, 41% MFU"; empty if nothing is known."""
+        flops = [] if self.flops_per_s is None else [f"{short(self.flops_per_s)} FLOP/s"]
+        return ", ".join([*flops, *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"])])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +212,7 @@ def measured_epochs(run: RunData) -> list[Record]:
 def throughput(run: RunData) -> Throughput | None:
     """Return how fast a run trained, or None if too little is recorded."""
     epochs, marks = measured_epochs(run), run.of("step")
+    most = [r["peak_memory_bytes"] for r in run.of("epoch") if r.get("peak_memory_bytes")]
     if epochs:
         names = ("samples", "num_steps", "train_seconds")
         samples, steps, seconds = (sum(r[name] for r in epochs) for name in names)
@@ -220,7 +234,19 @@ def throughput(run: RunData) -> Throughput | None:
         basis=basis,
         ms_per_step=1000 / (steps / seconds),
         us_per_sample=1e6 / (samples / seconds),
+        flops_per_s=_mean_rate(epochs, "flops_per_s"),
+        mfu=_mean_rate(epochs, "mfu"),
+        peak_memory_bytes=max(most, default=None),
     )
+
+
+def _mean_rate(epochs: list[Record], name: str) -> float | None:
+    """Return a rate over some epochs, each by its seconds; None unless all of them have it."""
+    if not epochs or any(record.get(name) is None for record in epochs):
+        return None
+    seconds: list[float] = [record["train_seconds"] for record in epochs]
+    parts = (record[name] * own for record, own in zip(epochs, seconds, strict=True))
+    return float(sum(parts)) / sum(seconds)
 
 
 def phases(run: RunData) -> dict[str, float] | None:

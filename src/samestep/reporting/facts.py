@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from samestep.reporting.curves import throughput
+from samestep.reporting.curves import Throughput, throughput
 from samestep.reporting.run_data import RunData
 from samestep.reporting.table import Table, number
 from samestep.reporting.words import count, duration, short, size
@@ -30,7 +30,7 @@ def header(run: RunData) -> Pairs:
         "test": _test(run),
         "duration": _duration(run),
         "ranks": _where(run),
-        "throughput": f"{short(speed.samples_per_s)} samples/s over {speed.basis}" if speed else "",
+        "throughput": _speed(speed) if speed else "",
         "parameters": f"{plan['parameters']:,}" if isinstance(plan.get("parameters"), int) else "",
         "memory": f"{size(most)} at most, on rank 0" if isinstance(most, int) else "",
         "precision": str(plan.get("precision", "")),
@@ -38,6 +38,11 @@ def header(run: RunData) -> Pairs:
         "code": _code(run),
     }
     return tuple((name, value) for name, value in told.items() if value)
+
+
+def _speed(speed: Throughput) -> str:
+    told = f"{short(speed.samples_per_s)} samples/s over {speed.basis}"
+    return f"{told}, {speed.beyond_samples}" if speed.beyond_samples else told
 
 
 def last_step(run: RunData) -> int:

@@ -24,7 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from samestep.reporting.words import class_table, count, duration, short, wrapped
+from samestep.reporting.words import class_table, count, duration, short, size, wrapped
 from samestep.run.records import Record, metric_values, samples_per_step
 
 _LEAST_BAR = 12
@@ -350,7 +350,7 @@ class Screen:
             values = "  ".join(f"{name} {value}" for name, value in trained.items())
             self._numbers(
                 f"epoch {record['epoch']:>{width}}  {values}{more}"
-                f"  {short(record['samples_per_s'])} samples/s"
+                f"  {short(record['samples_per_s'])} samples/s{_quoted(record)}"
             )
         elif more:
             self._numbers(f"step {at_step:,}{more}")
@@ -401,6 +401,14 @@ class Screen:
             self._row(name, value, 9)
         if result["status"] == "stopped":
             self._print(f"\nContinue from here with: {escape(self._go_on.format(shown_path))}")
+
+
+def _quoted(record: Record) -> str:
+    """Return what people quote of an epoch on a GPU whose peak rate is known; else nothing."""
+    if record.get("mfu") is None:
+        return ""
+    held = record.get("peak_memory_bytes")
+    return f"  {record['mfu']:.1%} MFU" + (f"  {size(held)}" if held else "")
 
 
 def _baseline_rows(baselines: dict[str, dict[str, float | None]]) -> list[tuple[str, str]]:

@@ -14,11 +14,11 @@ def count(number: int, noun: str) -> str:
 
 def short(number: float) -> str:
     """Return a number in at most five characters: 942, 9.42k, 94.2k, 9.42M."""
-    for unit in ("", "k", "M"):
+    for unit in ("", "k", "M", "G"):
         if number < 999.5:
             return f"{number:.3g}{unit}"
         number /= 1000
-    return f"{number:.3g}G"
+    return f"{number:.3g}T"
 
 
 def size(num_bytes: int) -> str:

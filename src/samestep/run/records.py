@@ -161,6 +161,14 @@ class EpochRecord(Struct, kw_only=True, tag_field="event", tag="epoch"):
     """Training time of this epoch."""
     samples_per_s: float | None = None
     """In this epoch."""
+    terms_per_s: float | None = None
+    """Of what `loss_terms` counts, such as tokens."""
+    flops_per_s: float | None = None
+    """Model FLOPs: floating-point operations of the model's forward and backward, of all ranks."""
+    mfu: float | None = None
+    """The part of what the GPUs can do at most in this precision; missing for unknown ones."""
+    peak_memory_bytes: int | None = None
+    """The most that a rank held so far: PyTorch on a GPU, else the whole process."""
     phases: dict[str, float] | None = None
     """The seconds of each phase of its steps, on rank 0."""
     metrics: dict[str, Any] = {}

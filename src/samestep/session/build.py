@@ -37,6 +37,7 @@ from samestep.training.device import (
     return_freed_memory,
 )
 from samestep.training.dry_run import Tried, dry_run
+from samestep.training.flops import workload
 from samestep.training.learner import Learner
 from samestep.training.metrics import EpochMetrics
 from samestep.training.optimizer import Average, check_groups, optimizer_of
@@ -103,7 +104,7 @@ def build(
     trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world, takes)
     untried = Tried(recipe.metrics)
     tried = _try_out(trial, validation, test, source, world) if tries else untried
-    metrics, parts, _ = tried
+    metrics, parts = tried.metrics, tried.parts
     own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
     compiles = what_compiles(settings, world, model, own=own)
     loss = summed(loss, recipe.loss_weights, parts) if parts else loss
@@ -125,6 +126,7 @@ def build(
         measure=measure_of(recipe, model, tried.measured),
         phases=phases,
         classes=splits.classes,
+        workload=workload(tried.forward_flops, settings, world),
     )
     virtual = world.virtual_ranks > 0
     measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)

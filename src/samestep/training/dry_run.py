@@ -27,6 +27,7 @@ from samestep.training.apply import applied, measure_of, parts_of, summed, terms
 from samestep.training.buffers import keep_buffers
 from samestep.training.device import autocast
 from samestep.training.evaluation import Totals, as_evaluated, outputs_of
+from samestep.training.flops import count_flops
 
 _SAMPLES = 8
 
@@ -42,6 +43,8 @@ class Tried(NamedTuple):
     """Names of the losses, where `loss` returns a dict."""
     measured: tuple[str, ...] = ()
     """Names that `evaluate_batch` returns."""
+    forward_flops: int = 0
+    """Floating-point operations of a forward of one sample; 0 where they are not known."""
 
 
 def dry_run(
@@ -94,18 +97,20 @@ def dry_run(
             return forward()
 
         try:
-            outputs = forward()
+            outputs, flops = count_flops(forward)
         except UserError:
             if told_later:
                 return Tried(metrics, named(in_training))
             raise
+        flops //= max(1, batch.samples)
         for name, source in (("training", train), ("evaluated", evaluated)):
             _check_labels(name, source, outputs, loss)
         with autocast(precision, world.device):
             loss_of = summed(trial_loss, recipe.loss_weights)
             _check_pairs(loss_of, outputs, batch.targets, loss)
             if told_later:
-                return Tried(metrics, named(lambda: outputs, in_training))
+                names = named(lambda: outputs, in_training)
+                return Tried(metrics, names, forward_flops=flops)
             measure = measure_of(recipe, trial) if measures else None
             totals = Totals(loss_of, trial_metrics, world, classes, terms, measure=measure)
             totals.add(outputs, batch)
@@ -114,7 +119,7 @@ def dry_run(
     _check_names(recipe, parts, measured)
     if measures:
         check_lower(recipe.lower_is_better, (*recipe.metrics, *parts, *measured))
-    return Tried(metrics, parts, measured)
+    return Tried(metrics, parts, measured, flops)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.records import Record
+from samestep.training.device import peak_memory_bytes
 from samestep.training.phases import compute_of
 from samestep.training.work import Position, State, StepsTaken, Sums, Work, newest_lr
 
@@ -193,10 +194,12 @@ def epoch_record(work: Work, state: State) -> Record:
     if plan.is_stream or plan.by_tokens is not None:
         samples = position.samples - position.samples_before
     # Each rank fills its own row, so that the sum over the ranks is all of them.
-    mine = [state.sums.loss, *_spread(work.phases.seconds()).values(), *state.sums.parts]
+    peak = peak_memory_bytes(work.world.device)
+    mine = [state.sums.loss, float(peak or 0)]
+    mine += [*_spread(work.phases.seconds()).values(), *state.sums.parts]
     rows = torch.zeros(plan.world_size, len(mine), dtype=torch.float64)
     rows[work.world.rank] = torch.tensor(mine, dtype=torch.float64)
-    losses, *columns = work.world.reduce(rows).T.tolist()
+    losses, peaks, *columns = work.world.reduce(rows).T.tolist()
     seconds = position.seconds - position.epoch_started_s
     terms = state.sums.terms if work.learner.terms else samples
     parts = zip(work.learner.parts, columns[3:], strict=False)
@@ -210,6 +213,9 @@ def epoch_record(work: Work, state: State) -> Record:
         "samples": samples,
         "train_seconds": seconds,
         "samples_per_s": samples / max(seconds, 1e-9),
+        **({"terms_per_s": terms / max(seconds, 1e-9)} if work.learner.terms else {}),
+        **work.workload.rates(samples / max(seconds, 1e-9)),
+        **({} if peak is None else {"peak_memory_bytes": int(max(peaks))}),
         "phases": position.phases,
         **({"metrics": metrics} if metrics else {}),
         **({"ranks": dict(zip(_spread({}), columns, strict=False))} if plan.world_size > 1 else {}),
