@@ -62,6 +62,7 @@ SHORT_FILES = {
     "data.recipe_splits": "recipes import it, without the sources",
     "checking.rank": "what `python -m` runs as a rank",
     "doctor.timeouts": "six modules share it",
+    "ranks.peak_rates": "data sheets, which the doctor and training share",
     "slurm.preflight": "the script and the verdict share it",
 }
 MOST_REPEATED_FILE_NAMES = 7

@@ -9,7 +9,15 @@ from operator import attrgetter
 from rich.console import Console
 from rich.markup import escape
 
-from samestep.doctor import addresses, all_ranks, measurements, node, run_directory, slurm_job
+from samestep.doctor import (
+    addresses,
+    all_ranks,
+    gpu_health,
+    measurements,
+    node,
+    run_directory,
+    slurm_job,
+)
 from samestep.doctor.between_ranks import CutOffError, follow, lead
 from samestep.doctor.findings import Finding, merge, red, run_checks, size_name, worst
 from samestep.doctor.rank_facts import Allocation, AllReduce, DoctorOptions, RankFacts
@@ -95,7 +103,7 @@ def _read_rank(
     machine = node.read_machine(options.recipe, environment, look_outside=first)
     folder = run_directory.read_folder(options.run_dir) if first else None
     of_run = folder.num_workers if folder else 0
-    on_gpu = world.device.type == "cuda"
+    own = machine.gpus[world.device.index] if world.device.type == "cuda" else None
     return RankFacts(
         launch=launch,
         machine=machine,
@@ -103,7 +111,8 @@ def _read_rank(
         folder=folder,
         slurm=slurm_job.read_slurm(environment),
         device=str(world.device),
-        device_uuid=machine.gpus[world.device.index].uuid if on_gpu else "",
+        device_uuid=own.uuid if own else "",
+        gpu=gpu_health.read_gpu(world.device, own.uuid, own.name) if own else None,
         elastic=bool(environment.get("TORCHELASTIC_RUN_ID")),
         num_workers=of_run if options.num_workers is None else options.num_workers,
     )
@@ -116,6 +125,7 @@ def _check(allocation: Allocation, findings: list[Finding]) -> Diagnosis:
     tables = []
     for rank in (main, *others):
         table = run_checks(slurm_job.CHECKS, rank) + run_checks(node.CHECKS, rank.machine)
+        table += run_checks(gpu_health.CHECKS, rank)
         table += run_checks(run_directory.CHECKS, rank.folder) if rank.folder else []
         tables.append((rank.label, table))
     return Diagnosis(

@@ -46,6 +46,28 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuHealth:
+    """What a rank's GPU was measured to do, and what nvidia-smi says of it."""
+
+    bf16_tflop_s: float
+    """A large product of matrices, in 10¹² operations per second; `peak_tflop_s` is what its data
+    sheet says."""
+    peak_tflop_s: float | None = None
+    to_gpu_gb_s: float
+    """From pinned memory, in 10⁹ bytes per second; `link_gb_s` is what the link carries at most."""
+    from_gpu_gb_s: float
+    link_gb_s: float | None = None
+    clock_mhz: int | None = None
+    most_mhz: int | None = None
+    slowed_by: tuple[str, ...] = ()
+    """Why its clocks are below what they could be, where something is wrong."""
+    uncorrected: int | None = None
+    """Errors of its memory since the driver was loaded that could not be corrected."""
+    others: tuple[int, ...] = ()
+    """Other processes that compute on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """One machine as one process sees it."""
 
@@ -148,6 +170,7 @@ class RankFacts:
     device: str = "cpu"
     device_uuid: str = ""
     device_problem: str = ""
+    gpu: GpuHealth | None = None  # of its device, if that is a GPU
     elastic: bool = False  # whether torchrun started it
     num_workers: int = 0
 

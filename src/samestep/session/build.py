@@ -37,7 +37,7 @@ from samestep.training.device import (
     return_freed_memory,
 )
 from samestep.training.dry_run import Tried, dry_run
-from samestep.training.flops import workload
+from samestep.training.flops import model_cost
 from samestep.training.learner import Learner
 from samestep.training.metrics import EpochMetrics
 from samestep.training.optimizer import Average, check_groups, optimizer_of
@@ -126,7 +126,7 @@ def build(
         measure=measure_of(recipe, model, tried.measured),
         phases=phases,
         classes=splits.classes,
-        workload=workload(tried.forward_flops, settings, world),
+        cost=model_cost(tried.forward_flops, settings, world),
     )
     virtual = world.virtual_ranks > 0
     measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)

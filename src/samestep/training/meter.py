@@ -214,7 +214,7 @@ def epoch_record(work: Work, state: State) -> Record:
         "train_seconds": seconds,
         "samples_per_s": samples / max(seconds, 1e-9),
         **({"terms_per_s": terms / max(seconds, 1e-9)} if work.learner.terms else {}),
-        **work.workload.rates(samples / max(seconds, 1e-9)),
+        **work.cost.rates(samples / max(seconds, 1e-9)),
         **({} if peak is None else {"peak_memory_bytes": int(max(peaks))}),
         "phases": position.phases,
         **({"metrics": metrics} if metrics else {}),

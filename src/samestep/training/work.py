@@ -12,7 +12,7 @@ from samestep.data.source import Source
 from samestep.ranks.world import World
 from samestep.settings import Settings
 from samestep.training.apply import Measure
-from samestep.training.flops import Workload
+from samestep.training.flops import ModelCost
 from samestep.training.learner import Learner, StepResult
 from samestep.training.metrics import EpochMetrics
 from samestep.training.phases import Phases
@@ -87,7 +87,7 @@ class Work:
     """Names of the classes, if the data has them."""
     measure: Measure | None = None
     """The recipe's `evaluate_batch`."""
-    workload: Workload = field(default_factory=Workload)
+    cost: ModelCost = field(default_factory=ModelCost)
     """What a sample costs to train."""
     forward: Callable[[Any], Any] | None = None
     """What evaluations call in the model's place: the model, compiled for them."""
