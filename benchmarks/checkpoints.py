@@ -6,6 +6,7 @@ All write the same tensors to the same disk, in turn. Writes `benchmarks/results
 """
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -49,6 +50,8 @@ def main() -> int:
     parser.add_argument("--mib", default="128,1024", help="sizes of the state")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary")
+    parser.add_argument("--device", default="cpu", help="where the tensors are")
+    parser.add_argument("--way", help="measure one, and print one line of JSON in place of a page")
     asked = parser.parse_args()
     facts = machine()
     rows, missed = [], []
@@ -56,11 +59,18 @@ def main() -> int:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         for size in map(int, asked.mib.split(",")):
             with tempfile.TemporaryDirectory(dir=asked.folder) as place:
-                lines, failed = _measure(Path(place), size, asked.rounds)
+                blocked, whole = _measure(Path(place), size, asked)
+            if asked.way:
+                seconds = {"blocked_s": blocked[asked.way], "until_on_disk_s": whole[asked.way]}
+                print(json.dumps({name: statistics.median(s) for name, s in seconds.items()}))
+                continue
+            lines, failed = _judge(size, blocked, whole)
             print("\n".join(lines), flush=True)
             rows += lines
             missed += failed
         dist.destroy_process_group()
+    if asked.way:
+        return 0
     lines = [
         *heading("Checkpoints: how long one blocks the training", facts),
         "| MiB | way | blocked, ms (min-max) | over torch.save | until it is on the disk, s |",
@@ -78,15 +88,22 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def _measure(folder: Path, mib: int, rounds: int) -> tuple[list[str], list[str]]:
+Times = dict[str, list[float]]
+"""Of each way the seconds of each round."""
+
+
+def _measure(folder: Path, mib: int, asked: argparse.Namespace) -> tuple[Times, Times]:
+    """Return how long each way blocks, and until all is on the disk."""
     rows = mib * 2**20 // 4 // TENSORS
-    model = {f"weight {n}": torch.randn(rows) for n in range(TENSORS)}
+    model = {f"weight {n}": torch.randn(rows, device=asked.device) for n in range(TENSORS)}
     state: dict[str, Any] = {"format": checkpoints.FORMAT, "model": model}
-    ways = _ways(folder, state, mib)
+    ways = [way for way in _ways(folder, state, mib) if asked.way in (None, way.name)]
     blocked: dict[str, list[float]] = {way.name: [] for way in ways}
     whole: dict[str, list[float]] = {way.name: [] for way in ways}
-    for turn in range(rounds + 1):
+    for turn in range(asked.rounds + 1):
         for way in ways if turn % 2 else reversed(ways):  # a disk may be slower after a write
+            if asked.device == "cuda":
+                torch.cuda.synchronize()
             began = time.perf_counter()
             finish = way.save(folder, turn)
             stopped = time.perf_counter() - began
@@ -95,13 +112,18 @@ def _measure(folder: Path, mib: int, rounds: int) -> tuple[list[str], list[str]]
                 blocked[way.name].append(stopped)
                 whole[way.name].append(time.perf_counter() - began)
             os.sync()  # what one has left to the kernel is not written in another's time
+    return blocked, whole
+
+
+def _judge(mib: int, blocked: Times, whole: Times) -> tuple[list[str], list[str]]:
+    """Return the rows of the page, and the targets that were missed."""
     plain = statistics.median(blocked["torch.save + fsync"])
     lines = []
-    for way in ways:
-        times, until = sorted(blocked[way.name]), statistics.median(whole[way.name])
+    for name in blocked:
+        times, until = sorted(blocked[name]), statistics.median(whole[name])
         middle = statistics.median(times)
         spread = f"{middle * 1e3:.0f} ({times[0] * 1e3:.0f}-{times[-1] * 1e3:.0f})"
-        lines.append(f"| {mib} | {way.name} | {spread} | {middle / plain:.2f} | {until:.2f} |")
+        lines.append(f"| {mib} | {name} | {spread} | {middle / plain:.2f} | {until:.2f} |")
     ours = statistics.median(blocked["samestep"])
     others = min(statistics.median(blocked[n]) for n in blocked if n not in ("samestep", "dd"))
     rate = statistics.median(whole["dd"]) / (statistics.median(whole["samestep"]) - ours)

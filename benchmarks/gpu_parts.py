@@ -8,6 +8,8 @@ from pathlib import Path
 
 from measure import (
     Measure,
+    blocked_seconds,
+    equal,
     fastest,
     peer_throughput,
     profiled,
@@ -31,7 +33,7 @@ _CIFAR10 = ("--data-dir", "{data}/cifar10")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one call measures, in at most 8 minutes."""
+    """What one call measures, in at most 150 s."""
 
     name: str
     tables: tuple[Table, ...] = ()
@@ -46,14 +48,19 @@ class Part:
 
 def all_parts(*, dry: bool) -> dict[str, Part]:
     """Return the parts by name, in the order of `all`."""
-    parts = (_small(dry=dry), _resnet(dry=dry), _time_to_94(dry=dry), _startup(dry=dry))
+    parts = (
+        *(_spiral(dry=dry), _mnist(dry=dry), _resnet(dry=dry), _resnet_compiled(dry=dry)),
+        *(_time_to_94(dry=dry), _startup(dry=dry), _bits(dry=dry), _determinism(dry=dry)),
+        _async_checkpoint(dry=dry),
+    )
     return {part.name: part for part in parts}
 
 
 def _samestep(name: str, verb: str, words: tuple[str, ...], measure: Measure) -> Row:
-    # The hand-written loops let cuDNN choose its kernels, too.
-    alike = ("--run-dir", "{run}", "--cudnn-benchmark")
-    return Row(name=name, command=(PYTHON, "-m", "samestep", verb, *words, *alike), measure=measure)
+    # The hand-written loops let cuDNN choose its kernels, too; equal bits do not go with that.
+    chooses = () if {"--deterministic", "--virtual-ranks"} & {*words} else ("--cudnn-benchmark",)
+    command = (PYTHON, "-m", "samestep", verb, *words, "--run-dir", "{run}", *chooses)
+    return Row(name=name, command=command, measure=measure)
 
 
 def _trained(name: str, epochs: int, *words: str) -> Row:
@@ -73,34 +80,20 @@ def _peer(name: str, script: str, epochs: int, *words: str, needs: str = "") -> 
     return Row(name=name, command=command, measure=fastest(peer_throughput), needs=needs)
 
 
-def _small(*, dry: bool) -> Part:
+def _spiral(*, dry: bool) -> Part:
     spiral = ("spiral", *_SMALL, "--dropout", "0.1")
+    title = "Spiral: 7,000 training samples, MLP 2-64-32-16-2, batch 32, Adam"
+    table = _small_table("spiral", title, 1 if dry else 20, spiral, ())
+    profiles = (_profile("spiral, compile on", *spiral, "--compile", "on", dry=dry),)
+    return Part(name="spiral", tables=(table,), profiles=profiles[: 0 if dry else None])
+
+
+def _mnist(*, dry: bool) -> Part:
     mnist = ("mnist", *_SMALL, *_MNIST, "--model", "simple")
-    profiles = [
-        _profile(f"{recipe[0]}, {name}", *recipe, *compiles, dry=dry)
-        for recipe in (spiral, mnist)
-        for name, compiles in (("compile on", ("--compile", "on")), ("eager", ()))
-    ]
-    return Part(
-        name="small",
-        tables=(
-            _small_table(
-                "small-spiral",
-                "Spiral: 7,000 training samples, MLP 2-64-32-16-2, batch 32, Adam",
-                1 if dry else 20,
-                spiral,
-                (),
-            ),
-            _small_table(
-                "small-mnist",
-                "MNIST's shape: SimpleModel 784-128-10, batch 32, Adam",
-                1 if dry else 4,
-                mnist,
-                _MNIST,
-            ),
-        ),
-        profiles=tuple(profiles[: 1 if dry else None]),
-    )
+    title = "MNIST's shape: SimpleModel 784-128-10, batch 32, Adam"
+    table = _small_table("mnist", title, 1 if dry else 4, mnist, _MNIST)
+    profiles = (_profile("mnist, eager", *mnist, dry=dry),)
+    return Part(name="mnist", tables=(table,), profiles=profiles[: 0 if dry else None])
 
 
 def _small_table(
@@ -120,59 +113,132 @@ def _small_table(
             _trained(on, epochs, *mine, "--compile", "on"),
         ),
         targets=(
+            Target(row="samestep, eager", against=plain, limit=1.5),
             Target(row=on, against=plain, limit=8.0),
             Target(row=on, against=graph, limit=0.9),
         ),
     )
 
 
-def _resnet(*, dry: bool) -> Part:
-    epochs, batch, workers = (1, 16, 2) if dry else (4, 512, 16)
+def _of_resnet(*, dry: bool) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+    """Return the epochs, and what the peers and samestep are called with."""
+    epochs, batch = (1, 16) if dry else (4, 512)
     size = ("--batch-size", str(batch), *(("--width", "2") if dry else ()))
     mine = (
         *("cifar10", *size, *_CIFAR10, "--lr", "0.05", "--warmup-steps", "0"),
         *("--precision", "bf16", "--channels-last", "--drop-last"),
     )
-    on = ("--compile", "on")
-    hand, compiled = "hand-written, images on the GPU", "hand-written, model compiled"
-    loader, lightning = (
-        f"torchvision, DataLoader, {workers} workers",
-        "Lightning, images on the GPU",
-    )
-    words = (*size, *_CIFAR10)
+    return epochs, (*size, *_CIFAR10), mine
+
+
+_RESNET = "CIFAR-10's shape: ResNet-18, batch 512, bf16, channels last, crop and flip"
+_NO_REST = ("Each row leaves out the incomplete last batch of an epoch.",)
+
+
+def _resnet(*, dry: bool) -> Part:
+    epochs, words, mine = _of_resnet(dry=dry)
+    hand, lightning = "hand-written, images on the GPU", "Lightning, images on the GPU"
     table = Table(
         name="resnet",
-        title=f"CIFAR-10's shape: ResNet-18, batch {batch}, bf16, channels last, crop and flip",
+        title=_RESNET,
         unit="samples/s",
         baseline=(hand,),
         rows=(
             _peer(hand, "gpu_resnet", epochs, *words),
             _trained("samestep", epochs, *mine),
             _peer(lightning, "gpu_lightning", epochs, *words, needs="lightning"),
-            _peer(compiled, "gpu_resnet", epochs, *words, "--compile"),
-            _trained("samestep, compile on", epochs, *mine, *on),
-            _peer(
-                loader, "gpu_torchvision", 1, *words, "--workers", str(workers), needs="torchvision"
-            ),
         ),
         targets=(
             Target(row="samestep", against=hand, limit=1.0),
-            Target(row="samestep, compile on", against=compiled, limit=1.0),
-            Target(row="samestep", against=loader, limit=3.0),
             Target(row="samestep", against=lightning, limit=1.05),
         ),
-        notes=("Each row leaves out the incomplete last batch of an epoch.",),
+        notes=_NO_REST,
+    )
+    profiles = (_profile("ResNet-18, eager", *mine, dry=dry),)
+    idle = tuple(row.name for row in profiles)
+    return Part(name="resnet", tables=(table,), profiles=profiles, idle=idle)
+
+
+def _resnet_compiled(*, dry: bool) -> Part:
+    epochs, words, mine = _of_resnet(dry=dry)
+    compiled, on = "hand-written, model compiled", "samestep, compile on"
+    table = Table(
+        name="resnet-compiled",
+        title=f"{_RESNET}, compiled",
+        unit="samples/s",
+        baseline=(compiled,),
+        rows=(
+            _peer(compiled, "gpu_resnet", epochs, *words, "--compile"),
+            _trained(on, epochs, *mine, "--compile", "on"),
+        ),
+        targets=(Target(row=on, against=compiled, limit=1.0),),
+        notes=_NO_REST,
     )
     profiles = (
-        _profile("ResNet-18, eager", *mine, dry=dry),
-        _profile("ResNet-18, compile on", *mine, *on, dry=dry),
+        () if dry else (_profile("ResNet-18, compile on", *mine, "--compile", "on", dry=dry),)
     )
-    return Part(
-        name="resnet",
-        tables=(table,),
-        profiles=profiles[: 1 if dry else None],
-        idle=tuple(row.name for row in profiles),
+    idle = tuple(row.name for row in profiles)
+    return Part(name="resnet-compiled", tables=(table,), profiles=profiles, idle=idle, rounds=1)
+
+
+def _bits(*, dry: bool) -> Part:
+    cases = ("convnet-fp32", "convnet-bf16", "resnet-fp32", "resnet-bf16", "gpt-fp32", "gpt-bf16")
+    resumed = ("resumed", "resumed-compiled")
+    script = (PYTHON, str(PEERS.parent / "gpu_bits.py"))
+    dried = ("--dry",) if dry else ()
+    table = Table(
+        name="bits",
+        title="Equal to the last bit: the whole process, and 1 where all is equal",
+        unit="s",
+        baseline=(),
+        rows=tuple(
+            Row(name=case, command=(*script, case, "--data-dir", "{data}", *dried), measure=equal)
+            for case in (resumed[:1] if dry else (*cases, *resumed))
+        ),
+        targets=(),
+        notes=(
+            "NAME-PRECISION: 4 virtual ranks on one rank and on two that share the GPU.",
+            "resumed: killed and resumed, against uninterrupted, both with --deterministic.",
+        ),
     )
+    return Part(name="bits", tables=(table,), rounds=1)
+
+
+def _determinism(*, dry: bool) -> Part:
+    epochs, _, mine = _of_resnet(dry=dry)
+    plain = "samestep"
+    table = Table(
+        name="determinism",
+        title=f"{_RESNET}: what equal bits cost",
+        unit="samples/s",
+        baseline=(plain,),
+        rows=(
+            _trained(plain, epochs, *mine),
+            _trained("--deterministic", epochs, *mine, "--deterministic"),
+            _trained("--virtual-ranks 4", epochs, *mine, "--virtual-ranks", "4"),
+        ),
+        targets=(Target(row="--deterministic", against=plain, limit=0.85),),
+    )
+    return Part(name="determinism", tables=(table,))
+
+
+def _async_checkpoint(*, dry: bool) -> Part:
+    script = (PYTHON, str(PEERS.parent / "checkpoints.py"), "--mib", "8" if dry else "1024")
+    words = (*script, "--rounds", "3", "--device", "cpu" if dry else "cuda", "--way")
+    plain, mine = "torch.save + fsync", "samestep"
+    names = (plain, mine, "Lightning, AsyncCheckpointIO", "DCP, async_save")
+    table = Table(
+        name="async-checkpoint",
+        title="A checkpoint of 1 GiB from the GPU: seconds that training waits",
+        unit="s",
+        baseline=(plain,),
+        rows=tuple(
+            Row(name=name, command=(*words, name), measure=blocked_seconds, needs="lightning")
+            for name in names[: 2 if dry else None]
+        ),
+        targets=(Target(row=mine, against=plain, limit=0.1, kind="at most"),),
+    )
+    return Part(name="async-checkpoint", tables=(table,), rounds=1)
 
 
 def _time_to_94(*, dry: bool) -> Part:

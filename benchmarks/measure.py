@@ -118,6 +118,22 @@ def profiled(command: list[str], _run: Path, env: dict[str, str]) -> Measurement
     }
 
 
+def equal(command: list[str], _run: Path, env: dict[str, str]) -> Measurement:
+    """Read whether two trainings were equal to the last bit; one that differs has failed."""
+    output, wall_s = _finish(command, env)
+    found = json.loads(output.splitlines()[-1])
+    if not found["equal"]:
+        raise FailedError(f"not equal after {found['steps']} steps")
+    return {"value": wall_s, **found}
+
+
+def blocked_seconds(command: list[str], _run: Path, env: dict[str, str]) -> Measurement:
+    """Read the one JSON line of `checkpoints.py --way`."""
+    output, wall_s = _finish(command, env)
+    found = json.loads(output.splitlines()[-1])
+    return {"value": found["blocked_s"], "wall_s": wall_s, **found}
+
+
 def seconds_to_line(command: list[str], _run: Path, env: dict[str, str]) -> Measurement:
     """Time from the start of the process until it prints that its first step is done."""
     start = time.perf_counter()

@@ -66,11 +66,16 @@ def measured(tmp_path) -> Path:
     folder = tmp_path / "measured"
     folder.mkdir()
     for one in (
-        record("small", {"small-spiral": {"rounds": spiral, "failed": {}}}),
+        record("spiral", {"spiral": {"rounds": spiral, "failed": {}}}),
         record(
             "resnet",
             {"resnet": {"rounds": {}, "failed": {"samestep": "exit code 1: oh | no"}}},
-            {"ResNet-18, eager": idle, "ResNet-18, compile on": {**idle, "gpu_idle": 0.2}},
+            {"ResNet-18, eager": idle},
+        ),
+        record(
+            "resnet-compiled",
+            {"resnet-compiled": {"rounds": {}, "failed": {}}},
+            {"ResNet-18, compile on": {**idle, "gpu_idle": 0.2}},
         ),
         record("time-to-94", {"time-to-94": {"rounds": seeds, "failed": {}}}),
     ):
@@ -157,7 +162,10 @@ def test_all_parts_run_dry_and_the_page_shows_their_rows(tmp_path):
     done = bench("all", "--dry", "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = {path.stem: json.loads(path.read_text()) for path in out.iterdir()}
-    assert set(parts) == {"small", "resnet", "time-to-94", "startup"}
+    assert set(parts) == {
+        *("spiral", "mnist", "resnet", "resnet-compiled", "time-to-94", "startup"),
+        *("bits", "determinism", "async-checkpoint"),
+    }
     for name, record in parts.items():
         assert (record["part"], record["dry"], record["machine"]["device"]) == (name, True, "cpu")
         for table in record["tables"].values():

@@ -21,12 +21,12 @@ from gpu_report import NOT_ENDED, REPORT, counts, read_notes, table
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
-LIMIT_S = 450
-"""Of the tests: with what is installed and unpacked before, below 8 minutes."""
-PART_LIMIT_S = 480
-"""Of a part of the benchmarks, which starts nothing that would last longer than 470 s."""
-TEST_LIMIT_S = 150
-WORKERS = 4
+LIMIT_S = 210
+"""Of the tests: with what is installed and unpacked before, below 4 minutes."""
+PART_LIMIT_S = 150
+"""Of a part of the benchmarks, which starts nothing that would last longer than 140 s."""
+TEST_LIMIT_S = 90
+WORKERS = 8
 DATA, DRY = "SAMESTEP_GPU_DATA", "SAMESTEP_GPU_DRY"
 """What tests/gpu and the benchmarks find the kit's data by; and that no GPU is meant."""
 
