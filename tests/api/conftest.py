@@ -7,11 +7,6 @@ import torch._dynamo  # noqa: F401 - it sets a variable of the environment, once
 
 
 @pytest.fixture(autouse=True)
-def _own_modules(monkeypatch, tmp_path):
-    """Forget the modules of recipe files, and the folders that they were found in."""
+def _own_path(monkeypatch):
+    """Forget the folders that recipe files were found in."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]

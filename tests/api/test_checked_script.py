@@ -38,12 +38,8 @@ def test_what_cannot_be_checked_raises_one_error(here, script, more):
         samestep.check(script, **more)
 
 
-def test_a_recipe_is_for_verify(here):
-    (here / "mine.py").write_text(
-        "from samestep import Recipe\nrecipe = Recipe(model=dict, data=list)\n"
-    )
+@pytest.mark.parametrize("text", ["recipe = samestep.Recipe()", "samestep.open_run('x')"])
+def test_a_recipe_and_a_loop_are_for_verify(here, text):
+    (here / "mine.py").write_text(f"import samestep\n{text}\n")
     with pytest.raises(samestep.UserError, match="verify"):
         samestep.check("mine.py")
-    (here / "own.py").write_text("import samestep\nsamestep.open_run('x')\n")
-    with pytest.raises(samestep.UserError, match="verify"):
-        samestep.check("own.py")

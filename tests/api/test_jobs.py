@@ -28,13 +28,10 @@ def test_a_recipe_and_a_script_become_jobs_with_their_flags(slurm, here):
     assert "#SBATCH --nodes=2\n" in script
     other = samestep.submit("script.py", arguments=["--x", 3])
     assert "--x 3" in " ".join((other.path / "job.sbatch").read_text().split())
-
-
-def test_a_recipe_made_in_python_is_kept_for_every_start_of_the_job(slurm, here):
-    job = samestep.submit(recipe(), lr=0.5, run_dir="runs/made")
-    kept = job.path / ".call"
+    made = samestep.submit(recipe(), lr=0.5, run_dir="runs/made")  # kept for every start
+    kept = made.path / ".call"
     assert kept.stat().st_mode & 0o077 == 0
-    assert f"SAMESTEP_TASK={kept}" in (job.path / "job.sbatch").read_text()
+    assert f"SAMESTEP_TASK={kept}" in (made.path / "job.sbatch").read_text()
 
 
 def test_a_run_goes_on_with_the_options_of_its_last_job(slurm, here):
@@ -57,7 +54,7 @@ def test_a_mistake_is_refused_before_anything_is_submitted(wrong, slurm, here):
 
 
 def test_a_job_is_waited_for_and_gives_its_run(slurm, here):
-    run = write_run(here / "run") or here / "run"
+    write_run(here / "run")
     slurm.add(77, here / "run", "RUNNING")
     job = SubmittedJob(77, here / "run")
     assert job.status()["state"] == "RUNNING"
@@ -65,7 +62,6 @@ def test_a_job_is_waited_for_and_gives_its_run(slurm, here):
     slurm.add(77, here / "run", "COMPLETED")
     assert job.wait()
     assert job.result().path == here / "run"
-    assert run
 
 
 def test_the_error_of_a_failed_job_has_what_its_rank_said(slurm, here):

@@ -44,7 +44,6 @@ def test_a_recipe_made_in_python_is_trained_with_each_value(here, monkeypatch):
         {"lr": [0.1, 0.1]},
         {"lr": []},
         {"lr": 0.1},
-        {"lr": [0.1, 0.01], "momentum": [0.0, 0.9]},
         {"lr": [0.1, 0.01], "no_such": 1},
         {"lr": [0.1, 0.01], "at_once": 0},
         {"lr": [0.1, 0.01], "run_dir": "x"},

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -61,10 +62,7 @@ def test_a_notebook_shows_facts_and_the_loss_and_no_markup_of_the_users(trained)
 
 
 def test_a_notebook_shows_the_boundary_where_it_is_small(trained, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    for name in ("settings.toml", "events.jsonl", "result.json"):
-        (run / name).write_bytes((trained.path / name).read_bytes())
+    run = shutil.copytree(trained.path, tmp_path / "run")
     small, large = png(bytes(12), 2, 2, 3), png(bytes(12), 2, 2, 3) + bytes(300_000)
     for content in (small, large):
         album = Album()

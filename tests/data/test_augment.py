@@ -1,7 +1,6 @@
 """Crops and flips of whole batches: equal to one image at a time, and the sample's own."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 from samestep import uniform
 from samestep.data.augment import crop, flip, normalise
 from samestep.data.keyed_random import sample_keys
-from samestep.recipes import cifar10
 
 
 def slowly(image, draws, padding):
@@ -51,33 +49,6 @@ def test_draws_at_the_ends_stay_inside_the_border():
     low, high = torch.zeros(2, 2), torch.full((2, 2), 1 - 2.0**-24)
     assert (crop(images, low, padding=4)[:, :, 4:, 4:] == images[:, :, :28, :28]).all()
     assert (crop(images, high, padding=4)[:, :, :28, :28] == images[:, :, 4:, 4:]).all()
-
-
-def test_every_place_and_both_sides_come_up_equally_often():
-    keys = sample_keys(1, 0, torch.arange(40_000))
-    point = torch.zeros(1, 1, 9, 9)
-    point[..., 4, 4] = 1
-    moved = crop(point.expand(len(keys), 1, 9, 9), uniform(keys, 3)[:, :2], padding=4)
-    counts = moved.sum(dim=(0, 1))
-    assert counts.sum() == len(keys)
-    assert float((counts - len(keys) / 81).abs().max()) < 6 * (len(keys) / 81) ** 0.5
-    flipped = (uniform(keys, 3)[:, 2] < 0.5).float().mean()
-    assert float(flipped) == pytest.approx(0.5, abs=0.015)
-
-
-def test_a_sample_is_augmented_alike_in_any_batch_and_otherwise_in_another_epoch():
-    images = some_images(50)
-    before = images.clone()
-    indices = torch.arange(50)
-    whole = cifar10.augment(images, sample_keys(42, 3, indices))
-    assert (whole.dtype, whole.shape) == (torch.uint8, images.shape)
-    assert (images == before).all()
-    shuffled = torch.randperm(50, generator=torch.Generator().manual_seed(1))
-    for part in torch.split(shuffled, 7):
-        again = cifar10.augment(images[part], sample_keys(42, 3, indices[part]))
-        assert (again == whole[part]).all()
-    assert (cifar10.augment(images, sample_keys(42, 4, indices)) != whole).any()
-    assert (cifar10.augment(images, sample_keys(43, 3, indices)) != whole).any()
 
 
 def test_normalising_gives_each_channel_the_mean_0_and_the_deviation_1_of_its_constants():

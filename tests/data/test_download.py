@@ -1,21 +1,22 @@
 """Downloads from a loopback server that is slow, torn, wrong or gone: right bytes or no file."""
 
 import hashlib
+import itertools
+import os
 import random
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import samestep.data.download as downloading
 from samestep.data import catalog
 from samestep.data.catalog import RemoteDataset, RemoteFile
 from samestep.data.download import download
 from samestep.errors import UserError
 from tests.data.loopback import Answer, Mirror
+from tests.processes import start_ranks
 
 FILES = {name: random.Random(name).randbytes(20_000) for name in ("one.gz", "two.gz")}
 ONE, HALF = FILES["one.gz"], 10_000
@@ -26,15 +27,18 @@ def md5(data):
     return hashlib.md5(data).hexdigest()
 
 
+LISTED = tuple(RemoteFile(name, md5(data), len(data)) for name, data in FILES.items())
+CATALOG = {
+    name: RemoteDataset(
+        name=name, files=files, mirrors=(), description="noise", licence="none", source="here"
+    )
+    for name, files in (("both", LISTED), ("one", LISTED[:1]))
+}
+
+
 @pytest.fixture(autouse=True)
 def small_catalog(monkeypatch):
-    files = tuple(
-        RemoteFile(name=name, md5=md5(data), size_bytes=len(data)) for name, data in FILES.items()
-    )
-    words = {"description": "noise", "licence": "none", "source": "here"}
-    both = RemoteDataset(name="both", files=files, mirrors=(), **words)
-    one = RemoteDataset(name="one", files=files[:1], mirrors=(), **words)
-    monkeypatch.setattr(catalog, "CATALOG", {"both": both, "one": one})
+    monkeypatch.setattr(catalog, "CATALOG", CATALOG)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -63,15 +67,6 @@ def test_all_files_arrive_in_a_new_folder_and_nothing_else_is_left(tmp_path, cap
     assert capfd.readouterr() == ("", ""), "no bar without a terminal"
 
 
-def test_files_that_are_right_are_kept_without_any_request(tmp_path):
-    (tmp_path / "one.gz").write_bytes(ONE)
-    inode = (tmp_path / "one.gz").stat().st_ino
-    with Mirror(FILES) as mirror:
-        assert get_one(tmp_path, mirror) == [tmp_path / "one.gz"]
-    assert mirror.asked == []
-    assert (tmp_path / "one.gz").stat().st_ino == inode
-
-
 def test_a_slow_mirror_may_take_longer_than_the_timeout_while_bytes_come(tmp_path):
     with Mirror(FILES, Answer(piece_bytes=2_500, pause_s=0.2)) as mirror:
         get_one(tmp_path, mirror, timeout_s=1.2)
@@ -88,13 +83,11 @@ def test_a_mirror_that_stalls_is_given_up_after_the_timeout(tmp_path, stop_after
     assert "0.3 s" in message
 
 
-TORN = Answer(stop_after=HALF)
 PACKED = Answer(headers=(("Content-Encoding", "gzip"),))
 ELSEWHERE = Answer(content_range="bytes 5-19999/20000")
 WAYS = {  # what is there, what the server does, and from where it is asked for how much
     "nothing": ({}, (), [(None, 20_000)]),
     "a file of other bytes": ({"one.gz": WRONG}, (), [(None, 20_000)]),
-    "cut": ({}, (TORN, Answer()), [(None, HALF), (HALF, HALF)]),
     "cut, without a length": (
         {},
         (Answer(stop_after=HALF, says_length=False), Answer()),
@@ -142,7 +135,8 @@ def test_whatever_is_there_and_however_it_is_sent_the_right_bytes_arrive(
 
 
 def test_the_next_mirror_goes_on_where_the_first_one_failed(tmp_path):
-    with Mirror(FILES, TORN, Answer(status=503)) as first, Mirror(FILES) as second:
+    torn, gone = Answer(stop_after=HALF), Answer(status=503)
+    with Mirror(FILES, torn, gone) as first, Mirror(FILES) as second:
         get_one(tmp_path, first, second)
     assert [(each.start, each.num_sent) for each in second.asked] == [(HALF, HALF)]
 
@@ -184,52 +178,35 @@ def test_two_downloads_into_one_folder_take_turns_and_fetch_each_file_once(tmp_p
     assert (tmp_path / "one.gz").read_bytes() == ONE
 
 
-CHILD = """
-    import sys
-    from pathlib import Path
-    from samestep.data import catalog, download
+def kill_after_two_chunks(folder, url):
+    def advance(_self, _task, _num_bytes, written=itertools.count(1)):  # noqa: B008 - one for all
+        if next(written) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def advance(self, task, n):
-        print(n, flush=True)  # after these bytes were written
-
-    download.Progress.advance = advance
-    file = catalog.RemoteFile(name="one.gz", md5=sys.argv[3], size_bytes=20000)
-    catalog.CATALOG["one"] = catalog.RemoteDataset(
-        name="one", description="", licence="", source="", files=(file,), mirrors=(sys.argv[2],)
-    )
-    download.download("one", Path(sys.argv[1]))
-"""
+    catalog.CATALOG, os.environ["NO_PROXY"] = CATALOG, "127.0.0.1"
+    downloading.Progress.advance = advance
+    get_one(folder, url)
 
 
 def test_a_killed_download_leaves_no_file_and_the_next_one_goes_on(tmp_path):
-    with Mirror(FILES, Answer(stop_after=HALF, stalls=True), Answer()) as mirror:
-        script = [sys.executable, "-c", textwrap.dedent(CHILD)]
-        with subprocess.Popen(
-            [*script, tmp_path, mirror.url, md5(ONE)], stdout=subprocess.PIPE, text=True
-        ) as child:
-            # Two whole chunks; the rest of the half waits for a third.
-            num_written = sum(int(child.stdout.readline()) for _ in range(2))
-            child.send_signal(signal.SIGKILL)
-        assert child.returncode == -signal.SIGKILL
-        assert names_in(tmp_path) == ["one.gz.part"]
-        get_one(tmp_path, mirror)
+    data, num_written = tmp_path / "data", 2 * downloading._CHUNK_BYTES
+    with Mirror(FILES) as mirror:
+        child = start_ranks(kill_after_two_chunks, 1, tmp_path / "output", data, mirror.url)
+        assert child.wait() == [-signal.SIGKILL], child.output()
+        assert names_in(data) == ["one.gz.part"]
+        get_one(data, mirror)
     assert [each.start for each in mirror.asked] == [None, num_written]
     assert mirror.asked[1].num_sent == len(ONE) - num_written
-    assert (tmp_path / "one.gz").read_bytes() == ONE
+    assert (data / "one.gz").read_bytes() == ONE
 
 
-@pytest.mark.parametrize("mirror", ["somewhere", "file:///data", "https://"])
-def test_a_mirror_that_is_no_web_address_is_refused(tmp_path, mirror):
-    with pytest.raises(UserError, match=f"'{mirror}'"):
-        get_one(tmp_path, mirror)
+def test_a_mirror_that_is_no_web_address_is_refused(tmp_path):
+    for mirror in ("somewhere", "file:///data", "https://"):
+        with pytest.raises(UserError, match=f"'{mirror}'"):
+            get_one(tmp_path, mirror)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=str(tmp_path / "file")):
         get_one(tmp_path / "file", "http://127.0.0.1:1/")
-
-
-def test_an_unknown_data_set_gives_the_nearest_name_and_all_names(tmp_path):
-    with pytest.raises(UserError, match=r"(?s)'boht'.*'both'.*both, one"):
-        download("boht", tmp_path)

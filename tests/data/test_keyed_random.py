@@ -1,8 +1,7 @@
 """Random numbers from keys: the same for the same key anywhere, and plausible as random numbers."""
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import uniform
@@ -44,17 +43,11 @@ def test_a_samples_key_is_the_mixture_of_seed_epoch_and_sample(seed, epoch, samp
     st.integers(1, 6),
 )
 def test_what_is_drawn_for_a_sample_does_not_depend_on_its_batch(seed, epoch, order, cuts, draws):
-    whole = uniform(sample_keys(seed, epoch, torch.arange(40)), draws)
+    """Nor on how many numbers are drawn for it: the first stay the same."""
+    whole = uniform(sample_keys(seed, epoch, torch.arange(40)), draws + 3)[:, :draws]
     batches = torch.tensor(order).tensor_split(sorted(cuts))
     drawn = torch.cat([uniform(sample_keys(seed, epoch, batch), draws) for batch in batches])
     assert torch.equal(drawn, whole[torch.tensor(order)])
-
-
-@given(SEEDS, EPOCHS, st.integers(1, 6), st.integers(1, 6))
-@settings(max_examples=30)
-def test_drawing_more_numbers_does_not_change_the_first(seed, epoch, few, more):
-    key = sample_keys(seed, epoch, torch.arange(10))
-    assert torch.equal(uniform(key, few + more)[:, :few], uniform(key, few))
 
 
 @given(st.lists(SEEDS, min_size=1, max_size=4), st.lists(SEEDS, min_size=1, max_size=4))
@@ -63,10 +56,9 @@ def test_mix_gives_63_bits_and_tells_its_arguments_apart(one, other):
     assert (mix(*one) == mix(*other)) == (one == other)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 42, 2**62])
-def test_drawn_numbers_are_uniform_in_the_half_open_interval(seed):
+def test_drawn_numbers_are_uniform_in_the_half_open_interval():
     """Mean 1/2 and variance 1/12 within five standard errors; every twentieth equally full."""
-    floats = uniform(sample_keys(seed, 0, torch.arange(50_000)), 2)
+    floats = uniform(sample_keys(42, 0, torch.arange(50_000)), 2)
     assert (floats.dtype, floats.shape) == (torch.float32, (50_000, 2))
     assert 0 <= floats.min() <= floats.max() < 1
     drawn = floats.double()
@@ -78,14 +70,13 @@ def test_drawn_numbers_are_uniform_in_the_half_open_interval(seed):
     assert chi_squared < 19 + 5 * 38**0.5
 
 
-@pytest.mark.parametrize("seed", [0, 42])
-def test_neighbouring_samples_epochs_seeds_and_draws_are_uncorrelated(seed):
+def test_neighbouring_samples_epochs_seeds_and_draws_are_uncorrelated():
     indices = torch.arange(50_000)
-    here = uniform(sample_keys(seed, 5, indices), 2)
+    here = uniform(sample_keys(42, 5, indices), 2)
     first, second = here.T
     pairs = [(first[:-lag], first[lag:]) for lag in (1, 2, 32, 64)]
     pairs += [(first, second), (second[:-1], first[1:])]
-    for next_seed, next_epoch in ((seed, 6), (seed + 1, 5)):
+    for next_seed, next_epoch in ((42, 6), (43, 5)):
         pairs.append((first, uniform(sample_keys(next_seed, next_epoch, indices), 2)[:, 0]))
     for pair in pairs:
         correlation = torch.corrcoef(torch.stack(pair).double())[0, 1]
@@ -95,16 +86,6 @@ def test_neighbouring_samples_epochs_seeds_and_draws_are_uncorrelated(seed):
 def test_no_two_samples_of_a_run_share_a_key():
     drawn = torch.cat([sample_keys(42, epoch, torch.arange(20_000)) for epoch in range(10)])
     assert len(drawn.unique()) == 200_000
-
-
-def test_one_bit_of_a_key_changes_half_of_the_result():
-    changed = [
-        (keys._mix64(value) ^ keys._mix64(value ^ (1 << bit))).bit_count()
-        for value in (0x0123456789ABCDEF, 0xFEDCBA9876543210, 2**63 + 12345)
-        for bit in range(64)
-    ]
-    assert 31 < sum(changed) / len(changed) < 33
-    assert min(changed) > 12
 
 
 def test_the_numbers_are_those_that_earlier_versions_drew():

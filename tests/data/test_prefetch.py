@@ -4,8 +4,8 @@ import contextlib
 import itertools
 import os
 import signal
-import types
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,18 +15,16 @@ from samestep import UserError, uniform
 from samestep.data import memory_source, prefetch
 from samestep.data.batches import open_source
 from samestep.data.blocks import untimed
-from samestep.data.memory_source import MemorySource
-from samestep.data.prefetch import SideStream, on_device, send
+from samestep.data.prefetch import SideStream, on_device
 from samestep.data.trees import map_leaves
 from samestep.ranks.world import World
-from samestep.run.records import PHASES
-from samestep.training.phases import DevicePhases
 from tests import tiny
 from tests.command_line import read_json
 from tests.data.test_batches import BOTH_KINDS, Listed, Noisy, same, samples, source, steps_of
 from tests.processes import run_ranks
+from tests.session.test_training_run import FLAGS, session
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Copier:
@@ -114,32 +112,6 @@ def test_an_interrupt_is_not_put_off(copier):
         next(on_device(interrupted(), CPU, untimed))
 
 
-def test_who_stops_early_ends_the_reader(copier):
-    ended = []
-
-    def read():
-        try:
-            yield from pairs(9)
-        finally:
-            ended.append(True)
-
-    batches = on_device(read(), CPU, untimed)
-    next(batches)
-    batches.close()
-    del batches
-    assert (ended, copier.started) == ([True], 2)
-
-
-def test_on_the_cpu_batches_pass_as_they_are():
-    given = [((torch.ones(2), {"a": [torch.zeros(3)]}), torch.ones(1)) for _ in range(3)]
-    log = []
-    for (inputs, targets), pair in zip(on_device(given, CPU, log.append), given, strict=True):
-        assert inputs[0] is pair[0][0]
-        assert inputs[1]["a"][0] is pair[0][1]["a"][0]
-        assert targets is pair[1]
-    assert log == ["data", "to_device"] * 3
-
-
 class Leaf:
     """A stand-in for a tensor that says what is done to it, and in which stream."""
 
@@ -177,7 +149,7 @@ class Cuda:
         def wait_event(event):
             self.log.append((name, "waits for", event.of, event.after))
 
-        stream = types.SimpleNamespace(name=name, record_event=record_event, wait_event=wait_event)
+        stream = SimpleNamespace(name=name, record_event=record_event, wait_event=wait_event)
         return stream
 
     def Event(self, **_how):  # noqa: N802
@@ -186,7 +158,7 @@ class Cuda:
             event.of, event.after = stream.name, max(copied, default=None)
             self.log.append(("marks", stream.name))
 
-        event = types.SimpleNamespace(of=None, after=None, record=record)
+        event = SimpleNamespace(of=None, after=None, record=record)
         event.synchronize = lambda: self.log.append(("host waits", event.of))
         return event
 
@@ -213,14 +185,15 @@ def cuda(monkeypatch):
 
 def test_copies_run_on_a_stream_of_their_own_from_pinned_memory(cuda):
     """The computation waits for the copy, and keeps its memory; the host waits a batch later."""
-    stream = SideStream(torch.device("cuda", 0))
+    stream = SideStream(GPU)
     zero = stream.start(({"a": [Leaf(cuda, 0)]}, (Leaf(cuda, 1),)))
     assert [entry for entry in cuda.log if entry[0] in ("pin", "copy")] == [
         *(("pin", 0), ("copy", 0, "side"), ("pin", 1), ("copy", 1, "side"))
     ]
     assert ("host waits", None) in cuda.log, "nothing has begun yet: it returns at once"
-    cuda.log.append(("pin", "the next"))
-    stream.start((Leaf(cuda, 2), Leaf(cuda, 3)))
+    stream.start((Leaf(cuda, 2), Leaf(cuda, 3, "cuda:0")))
+    pinned = [entry[1] for entry in cuda.log if entry[0] == "pin"]
+    assert pinned == [0, 1, 2], "what is on the device stays there"
     cuda.log.clear()
     inputs, (target,) = stream.wait(zero)
     assert inputs["a"][0].device.type == target.device.type == "cuda"
@@ -236,59 +209,6 @@ def test_copies_run_on_a_stream_of_their_own_from_pinned_memory(cuda):
     assert cuda.current is cuda.compute
 
 
-def test_what_is_sent_to_a_gpu_is_pinned_first_and_what_is_there_stays():
-    cuda = Cuda()
-    gpu = torch.device("cuda", 0)
-    assert send(Leaf(cuda, 7), gpu).device == gpu
-    assert send(Leaf(cuda, 8, "cuda:0"), gpu).device == gpu
-    assert [entry for entry in cuda.log if entry[0] == "pin"] == [("pin", 7)]
-    rows = torch.arange(3)
-    assert send(rows, CPU) is rows
-
-
-def test_phases_by_events_add_up_and_waiting_for_the_copy_is_to_device(monkeypatch):
-    """The reader takes 5, the rest of a copy 3 and a step 11, by the clock of the device."""
-    now = [0]
-
-    class Event:
-        def record(self):
-            self.at = now[0]
-
-        def query(self):
-            return True
-
-        def synchronize(self):
-            pass
-
-        def elapsed_time(self, later):
-            return float(later.at - self.at)
-
-    class Slow(Copier):
-        def wait(self, started):
-            now[0] += 3
-            return super().wait(started)
-
-    def read():
-        for pair in pairs(4):
-            now[0] += 5
-            yield pair
-
-    monkeypatch.setattr(prefetch, "_copier", lambda _device: Slow())
-    phases = DevicePhases(Event)
-    phases.begin()
-    for _ in on_device(read(), CPU, phases.lap):
-        now[0] += 11
-        phases.lap("forward")
-    seconds = phases.total()
-    assert tuple(seconds) == PHASES
-    assert {p: round(s * 1000) for p, s in seconds.items() if s} == {
-        "data": 20,
-        "to_device": 12,
-        "forward": 44,
-    }
-    assert now[0] == 76
-
-
 def shifted(inputs, keys):
     return inputs.float() + uniform(keys, 2)
 
@@ -302,25 +222,20 @@ def opened(data, rank=0, world_size=1, **how):
 
 
 @BOTH_KINDS
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("first_step", [0, 3, 7])
-def test_what_is_copied_ahead_is_what_is_read_in_place(monkeypatch, kind, world_size, first_step):
+@pytest.mark.parametrize(("rank", "first_step"), [(0, 3), (2, 0)])
+def test_what_is_copied_ahead_is_what_is_read_in_place(monkeypatch, kind, rank, first_step):
     """Bit for bit, from any step on; the reader of data in memory gathers several steps."""
     monkeypatch.setattr(memory_source, "_STEPS_PER_GATHER", 2)
-    for rank in range(world_size):
-        plain = opened(kind(samples(31)), rank, world_size)
-        its, evaluated = steps_of(plain, 2, first_step), plain.evaluation(4)
-        num_blocks = len(list(plain.blocks(2, first_step, global_batch=4, drop_last=False)))
-        with monkeypatch.context() as patch:
-            copier = Copier()
-            use_instead(copier, patch.setattr)
-            data = samples(31)
-            ahead = opened(kind(data), rank, world_size)
-            assert same(steps_of(ahead, 2, first_step), its)
-            assert copier.waited == num_blocks
-            again = dict(enumerate(ahead.evaluation(4)))
-            assert torch.equal(data[0], samples(31)[0])
-        assert same(again, dict(enumerate(evaluated)))
+    plain = opened(kind(samples(31)), rank, 3)
+    its, evaluated = steps_of(plain, 2, first_step), dict(enumerate(plain.evaluation(4)))
+    num_blocks = len(list(plain.blocks(2, first_step, global_batch=4, drop_last=False)))
+    copier, data = Copier(), samples(31)
+    use_instead(copier, monkeypatch.setattr)
+    ahead = opened(kind(data), rank, 3)
+    assert same(steps_of(ahead, 2, first_step), its)
+    assert copier.waited == num_blocks
+    assert same(dict(enumerate(ahead.evaluation(4))), evaluated)
+    assert torch.equal(data[0], samples(31)[0])
 
 
 class Counted(Listed):
@@ -443,131 +358,82 @@ def test_a_worker_that_ends_is_told_with_its_end_the_data_set_and_the_samples(tm
     assert as_before, "PyTorch would raise in whatever line the rank is at"
 
 
-LISTED = """
-class Listed(torch.utils.data.Dataset):
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-    def __len__(self):
-        return len(self.x)
-    def __getitem__(self, i):
-        return self.x[i], self.y[i]
-
-"""
-LOADED = tiny.RECIPE.replace("def data(", LISTED + "def data(").replace(
-    "train=(x[:n], y[:n])", "train=Listed(x[:n], y[:n])"
-)
-
-
-def _train(recipe, folder):
-    """Train whole; then copy ahead, stop within an epoch, and go on."""
-    from tests.session.test_training_run import execute
-
-    flags = ("--epochs", "2", "--threads", "1")
-    execute(recipe, (*flags, "--run-dir", f"{folder}/whole"))
+def test_a_training_that_copies_ahead_is_the_same_also_stopped_and_resumed(tmp_path, monkeypatch):
+    recipe, whole, ahead = tiny.write_recipe(tmp_path), tmp_path / "whole", tmp_path / "ahead"
+    tiny.trained(recipe, whole, *FLAGS)
     copier = Copier()
-    use_instead(copier)
-    memory_source._STEPS_PER_GATHER = 2
-    stopped = execute(recipe, (*flags, "--run-dir", f"{folder}/ahead"), 7)
-    execute(f"{folder}/ahead", ("--resume",))
-    return stopped["outcome"].signum, copier.waited
-
-
-@pytest.mark.parametrize("text", [tiny.RECIPE, LOADED], ids=["memory", "loader"])
-def test_a_training_that_copies_ahead_is_the_same_also_stopped_and_resumed(tmp_path, text):
-    recipe = tiny.write_recipe(tmp_path, text)
-    ((signum, copied),) = run_ranks(_train, 1, tmp_path / "output", str(recipe), str(tmp_path))
-    assert signum
-    assert copied > 11
-    ahead = tmp_path / "ahead"
-    tiny.assert_same_training(ahead, tmp_path / "whole", tolerance=0)
+    use_instead(copier, monkeypatch.setattr)
+    monkeypatch.setattr(memory_source, "_STEPS_PER_GATHER", 2)
+    assert session(recipe, *FLAGS, "--run-dir", str(ahead), stop_at=7)["outcome"].signum
+    tiny.resumed(ahead)
+    assert copier.waited > 11
+    tiny.assert_same_training(ahead, whole, tolerance=0)
     assert read_json(ahead / "result.json")["status"] == "completed"
     records = tiny.all_records(ahead)
     for record in (r for r in records if r["event"] == "epoch"):
         total = sum(record["phases"].values())
         assert total == pytest.approx(record["train_seconds"], rel=0.02, abs=1e-3)
-    starts = [r for r in records if r["event"] == "start"]
-    told = [any("CPU memory" in note for note in start["notes"]) for start in starts]
-    assert told == [text is tiny.RECIPE] * 2, "data that could have been on the device is named"
+    for start in (r for r in records if r["event"] == "start"):
+        assert any("CPU memory" in note for note in start["notes"]), "it could be on the device"
 
 
 GIB = 1 << 30
 
 
-class Gpu:
-    """A GPU of 80 GiB whose memory is counted."""
+@pytest.fixture
+def gpus(monkeypatch):
+    """GPUs of 80 GiB; what the memory of each holds is counted."""
+    held = SimpleNamespace(count=1, others=0, allocated=0, cached=0)
 
-    def __init__(self, monkeypatch, count=1):
-        self.others, self.allocated, self.cached = 0, 0, 0
-        self.free = lambda: 80 * GIB - self.others - self.allocated - self.cached
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _d: (self.free(), 80 * GIB))
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _d: self.allocated)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _d: self.allocated + self.cached)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    def free():
+        return 80 * GIB - held.others - held.allocated - held.cached
 
-
-def on_gpu(local_ranks=1, backend="none", local_rank=0):
-    return World(
-        rank=local_rank,
-        world_size=local_ranks,
-        local_rank=local_rank,
-        local_world_size=local_ranks,
-        device=torch.device("cuda", 0),
-        backend=backend,
-    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _d: (free(), 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _d: held.allocated)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _d: held.allocated + held.cached)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: held.count)
+    return held
 
 
-@pytest.mark.parametrize(
-    ("memory", "room"),
-    [
-        ({}, 20),
-        ({"allocated": 15}, 5),  # the training set
-        ({"allocated": 18, "cached": 30}, 2),  # and what PyTorch keeps for itself
-        ({"others": 60}, 5),  # another program's
-    ],
-)
-def test_data_takes_a_quarter_of_a_gpu_all_splits_together(monkeypatch, memory, room):
-    gpu = Gpu(monkeypatch)
-    for name, gib in memory.items():
-        setattr(gpu, name, gib * GIB)
-    assert memory_source._room(on_gpu()) == room * GIB
+def on_gpu(ranks=1, backend="none"):
+    return World(world_size=ranks, local_world_size=ranks, device=GPU, backend=backend)
+
+
+def test_data_takes_a_quarter_of_a_gpu_all_splits_together(gpus):
+    assert memory_source._room(on_gpu()) == 20 * GIB
+    gpus.allocated = 15 * GIB  # the training set
+    assert memory_source._room(on_gpu()) == 5 * GIB
+    gpus.allocated, gpus.cached = 18 * GIB, 30 * GIB  # and what PyTorch keeps for itself
+    assert memory_source._room(on_gpu()) == 2 * GIB
 
 
 @pytest.mark.parametrize(
-    ("local_ranks", "backend", "gpus", "sharing"),
-    [(2, "gloo", 1, 2), (3, "gloo", 2, 2), (4, "gloo", 2, 2), (8, "nccl", 8, 1), (8, "nccl", 1, 1)],
+    ("ranks", "backend", "count", "sharing"),
+    [(3, "gloo", 2, 2), (8, "nccl", 8, 1), (8, "nccl", 1, 1)],
 )
-def test_ranks_that_share_a_gpu_share_the_quarter(monkeypatch, local_ranks, backend, gpus, sharing):
+def test_ranks_that_share_a_gpu_share_the_quarter(gpus, ranks, backend, count, sharing):
     """Under mpirun each rank may see its own GPU alone: NCCL tells that it is not shared."""
-    gpu = Gpu(monkeypatch, gpus)
-    world = on_gpu(local_ranks, backend)
-    assert memory_source._room(world) == 20 * GIB / sharing
-    gpu.others = 10 * GIB  # another of these ranks was faster
-    assert memory_source._room(world) < 20 * GIB / sharing
+    gpus.count = count
+    assert memory_source._room(on_gpu(ranks, backend)) == 20 * GIB / sharing
+    gpus.others = 10 * GIB  # another of these ranks was faster
+    assert memory_source._room(on_gpu(ranks, backend)) < 20 * GIB / sharing
 
 
-def test_what_does_not_fit_is_left_to_the_cpu_and_what_a_recipe_put_there_stays(monkeypatch):
-    gpu, world = Gpu(monkeypatch), on_gpu()
-    stored = tuple(Leaf(Cuda(), 0) for _ in range(2))
-    for leaf in stored:
-        leaf.nbytes = 8 * GIB
+def test_what_does_not_fit_is_left_to_the_cpu_and_what_a_recipe_put_there_stays(gpus):
+    world = on_gpu()
+    stored = [SimpleNamespace(nbytes=8 * GIB, device=CPU) for _ in range(2)]
     assert memory_source._fits(stored, world)
-    gpu.allocated = 5 * GIB
+    gpus.allocated = 5 * GIB
     assert not memory_source._fits(stored, world)
-    for leaf in stored:
-        leaf.device = world.device
+    for tensor in stored:
+        tensor.device = world.device
     assert memory_source._fits(stored, world)
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch", "ranks", "on_cpu", "on_cuda"),
-    [((3, 32, 32), 512, 1, 1, 8), ((3, 32, 32), 512, 8, 1, 64), ((2,), 32, 1, 64, 64)],
-    ids=["cifar", "cifar on 8 ranks", "spiral"],
-)
-def test_a_block_for_a_gpu_holds_more_steps(monkeypatch, rows, batch, ranks, on_cpu, on_cuda):
-    monkeypatch.setattr(memory_source, "_fits", lambda _stored, _world: False)
-    data = torch.zeros((4, *rows), dtype=torch.uint8), torch.arange(4)
-    for device, expected in ((CPU, on_cpu), (torch.device("cuda", 0), on_cuda)):
-        world = World(rank=0, world_size=ranks, device=device)
-        one = open_source(data, world, seed=1, dtype=torch.float32, num_workers=0)
-        assert isinstance(one, MemorySource)
-        assert one.steps_per_block(batch) == expected
+@pytest.mark.parametrize(("ranks", "on_cuda"), [(1, 8), (8, 64)])
+def test_a_block_for_a_gpu_holds_more_steps(copier, ranks, on_cuda):
+    images = torch.zeros((4, 3, 32, 32), dtype=torch.uint8), torch.arange(4)
+    for device, expected in ((CPU, 1), (GPU, on_cuda)):
+        world = World(world_size=ranks, device=device)
+        one = open_source(images, world, seed=1, dtype=torch.float32, num_workers=0)
+        assert one.steps_per_block(512) == expected

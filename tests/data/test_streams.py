@@ -1,11 +1,9 @@
 """Which elements of a stream make up each global batch, on whichever rank, from whichever place."""
 
 import itertools
-import runpy
 import signal
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +27,6 @@ from samestep.data.stream_source import StreamBatches
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.session.build import _try_out
-from tests import streams
 from tests.data.test_prefetch import Copier
 
 
@@ -376,22 +373,16 @@ class Waits(Numbers):
             yield element
 
 
-def test_a_worker_that_waits_for_an_element_is_ended():
+def test_a_worker_that_is_killed_is_no_mistake_of_the_streams_and_one_that_waits_is_ended():
     source = opened(numbers(60, kind=Waits), num_workers=2)
     blocks = source.blocks(0, 0, global_batch=12, drop_last=False)
     assert next(blocks).first_step == 0
     workers = list(source._iterators[0]._workers)
-    source.close()
-    assert {worker.exitcode for worker in workers} == {-signal.SIGKILL}
-
-
-def test_a_worker_that_is_killed_is_no_mistake_of_the_streams():
-    source = opened(numbers(60, kind=Waits), num_workers=1)
-    blocks = source.blocks(0, 0, global_batch=12, drop_last=False)
-    next(blocks)
-    source._iterators[0]._workers[0].kill()
+    workers[0].kill()
     with pytest.raises(RuntimeError, match=r"(?i)killed.*--num-workers|exited.*--num-workers"):
         list(blocks)
+    source.close()
+    assert {worker.exitcode for worker in workers} == {-signal.SIGKILL}
 
 
 def test_marks_of_lanes_that_have_ended_are_kept():
@@ -401,20 +392,6 @@ def test_marks_of_lanes_that_have_ended_are_kept():
     source.start_from(0, 2, {0: (24, None, True)})
     assert list(source.blocks(0, 2, global_batch=12, drop_last=False)) == []
     assert source.marks_at(0, 2) == {0: (24, None, True)}
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_webdataset_reads_its_own_files_alone(tmp_path):
-    pytest.importorskip("webdataset")
-    streams.write_tars(tmp_path / "tars")
-    scope = runpy.run_path(str(streams.write_recipe(tmp_path)))
-    files = sorted(map(str, (tmp_path / "tars").glob("*.tar")))
-    for file in files[1:]:
-        Path(file).write_bytes(b"no tar")
-    stream = scope["Tars"](files)
-    way = replace(route(stream, 12), mine=range(4))
-    assert len(Lane(stream, way, 0).take(100)) == 44
-    assert [way.own_lanes(), num_shards(stream)] == [range(1), 3]
 
 
 def test_what_cannot_be_read_is_told():

@@ -23,12 +23,12 @@ def events_of(samples=30, *, position=None, evaluates=True, **told):
     return planned_events(plan, run, position or Position(), evaluates=evaluates)
 
 
-def test_each_epoch_evaluates_and_saves():
-    found = events_of(epochs=2)
-    assert [(e.step, e.evaluates, e.saves) for e in found] == [
-        (3, True, "checkpoint_epoch_1.pt"),
-        (6, True, "checkpoint_epoch_2.pt"),
-    ]
+def test_each_epoch_saves_and_evaluates_where_there_is_something_to_evaluate():
+    saved = [(3, "checkpoint_epoch_1.pt"), (6, "checkpoint_epoch_2.pt")]
+    for evaluates in (True, False):
+        found = events_of(epochs=2, evaluates=evaluates)
+        assert [(e.step, e.saves) for e in found] == saved
+        assert all(e.evaluates == evaluates for e in found)
 
 
 def test_what_is_due_by_steps_comes_between_and_not_twice_at_the_end_of_an_epoch():
@@ -44,12 +44,7 @@ def test_what_is_due_by_steps_comes_between_and_not_twice_at_the_end_of_an_epoch
 def test_a_run_that_goes_on_has_only_what_is_left():
     at = Position(step=4, epoch=1, step_in_epoch=1)
     assert [e.step for e in events_of(epochs=3, position=at)] == [6, 9]
-    done = Position(step=4, epoch=1, step_in_epoch=1)
-    assert events_of(max_steps=4, position=done) == ()
-
-
-def test_without_validation_data_nothing_evaluates():
-    assert not [e for e in events_of(epochs=2, evaluates=False) if e.evaluates]
+    assert events_of(max_steps=4, position=at) == ()
 
 
 def test_a_stream_has_no_calendar():

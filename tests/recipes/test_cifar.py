@@ -7,8 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from samestep.errors import UserError
@@ -22,25 +20,20 @@ def refusal(folder, split="train"):
     return " ".join(str(caught.value).split())
 
 
-@given(counts=st.lists(st.integers(1, 4), min_size=5, max_size=5), seed=st.integers(0, 2**32 - 1))
-def test_the_binary_version_gives_every_record_in_the_order_of_its_files(
-    tmp_path_factory, counts, seed
-):
-    folder = tmp_path_factory.mktemp("data")
-    generator = np.random.default_rng(seed)
-    images = generator.integers(0, 256, (sum(counts), 3, 32, 32), dtype=np.uint8)
-    labels = generator.integers(0, 10, sum(counts), dtype=np.uint8)
-    starts = np.cumsum([0, *counts])
-    for number, (start, stop) in enumerate(itertools.pairwise(starts), start=1):
+def test_the_binary_version_gives_every_record_in_the_order_of_its_files(tmp_path):
+    images, labels = images_and_labels(11, seed=1)
+    for number, (start, stop) in enumerate(itertools.pairwise((0, 2, 3, 7, 10, 11)), start=1):
         content = records(images[start:stop], labels[start:stop])
-        (folder / f"data_batch_{number}.bin").write_bytes(content)
-    read, targets = read_cifar10(folder, "train")
+        (tmp_path / f"data_batch_{number}.bin").write_bytes(content)
+    read, targets = read_cifar10(tmp_path, "train")
     assert (read.numpy() == images).all()
     assert targets.tolist() == labels.tolist()
 
 
 def test_the_files_may_lie_where_their_archive_is_unpacked(tmp_path):
+    """Also next to the Python version."""
     write_binary(tmp_path / "cifar-10-batches-bin", num_test=7)
+    (tmp_path / "batches.meta").write_bytes(b"")
     images, labels = read_cifar10(tmp_path, "test")
     assert (images.numpy() == images_and_labels(7, seed=5)[0]).all()
     assert labels.tolist() == [0, 1, 2, 3, 4, 5, 6]
@@ -55,40 +48,24 @@ def test_a_folder_a_class_gives_the_same_pixels_and_labels(tmp_path):
     assert labels.tolist() == sorted(targets.tolist())
 
 
-def test_jpegs_are_decoded_as_pillow_decodes_them_grey_ones_too(tmp_path):
-    write_folders(tmp_path)
-    grey = tmp_path / "test" / "cat" / "zzz.JPEG"
-    Image.new("L", (32, 32), 77).save(grey)
-    images, labels = read_cifar10(tmp_path, "test")
-    assert images.shape == (21, 3, 32, 32)
-    cats = images[labels == 3].numpy()
-    first = min((tmp_path / "test" / "cat").glob("*.jpg"))
-    assert (cats[0] == np.asarray(Image.open(first)).transpose(2, 0, 1)).all()
-    assert (cats[-1] == 77).all()
-
-
 def test_the_names_of_the_classes_are_in_alphabetical_order_so_labels_agree():
     assert list(CLASSES) == sorted(CLASSES)
 
 
-@pytest.mark.parametrize("place", ["", "cifar-10-batches-py"])
 @pytest.mark.parametrize("name", ["data_batch_1", "batches.meta", "cifar-10-python.tar.gz"])
-def test_the_python_version_is_refused_before_a_byte_of_it_runs(tmp_path, name, place):
+def test_the_python_version_is_refused_before_a_byte_of_it_runs(tmp_path, name):
     class Bomb:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "it ran"),))
 
-    (tmp_path / place).mkdir(exist_ok=True)
-    (tmp_path / place / name).write_bytes(pickle.dumps(Bomb()))
-    message = refusal(tmp_path)
-    assert name in message
-    assert f"samestep data get cifar10 --data-dir {tmp_path}" in message
+    for folder in (tmp_path, tmp_path / "cifar-10-batches-py"):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(pickle.dumps(Bomb()))
+        message = refusal(tmp_path)
+        (folder / name).unlink()
+        assert name in message
+        assert f"samestep data get cifar10 --data-dir {tmp_path}" in message
     assert not (tmp_path / "it ran").exists()
-
-
-def test_the_binary_version_is_read_where_both_lie_beside_each_other(tmp_path):
-    (tmp_path / "batches.meta").write_bytes(b"")
-    assert len(read_cifar10(write_binary(tmp_path), "train")[0]) == 100
 
 
 @pytest.mark.parametrize(
@@ -109,17 +86,16 @@ def test_a_file_of_the_wrong_size_or_label_is_named_with_what_was_expected(tmp_p
     assert says in message
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_files_that_are_missing_are_named(tmp_path, there):
-    folder = tmp_path if there else tmp_path / "nowhere"
-    message = refusal(folder)
-    assert str(folder) in message
-    assert "data_batch_1.bin" in message
-    assert "train/CLASS/" in message
-    write_binary(folder)
+def test_files_that_are_missing_are_named(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        message = refusal(folder)
+        assert str(folder) in message
+        assert "data_batch_1.bin" in message
+        assert "train/CLASS/" in message
+    write_binary(tmp_path)
     for number in (2, 5):
-        (folder / f"data_batch_{number}.bin").unlink()
-    assert "data_batch_2.bin, data_batch_5.bin" in refusal(folder)
+        (tmp_path / f"data_batch_{number}.bin").unlink()
+    assert "data_batch_2.bin, data_batch_5.bin" in refusal(tmp_path)
 
 
 def test_an_archive_that_is_not_unpacked_yet_says_how(tmp_path):
@@ -132,12 +108,7 @@ SPOILED = {
     "class too many": (lambda cats, _: (cats.parent / "lion").mkdir(), "train/lion"),
     "empty class": (lambda cats, _: [p.unlink() for p in cats.iterdir()], "train/cat has no"),
     "empty file": (lambda _, first: first.write_bytes(b""), "0003.jpg: it is empty"),
-    "no image": (lambda _, first: first.write_bytes(b"words"), "0003.jpg: Pillow does not"),
     "other size": (lambda _, first: Image.new("RGB", (40, 32)).save(first), "40 x 32"),
-    "cut off": (
-        lambda _, first: first.write_bytes(first.read_bytes()[:-200]),
-        "0003.jpg: it is truncated",
-    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""The recipe cifar10 from the command line, on small files of both kinds."""
+"""The recipe cifar10 from the command line, on small files."""
 
 from pathlib import Path
 
@@ -9,16 +9,11 @@ from samestep import UserError, read_records
 from samestep.recipe import find_recipe
 from samestep.recipes.cifar10 import CLASSES, Cifar10Options
 from tests import tiny
-from tests.cifar_files import write_binary, write_folders
-from tests.command_line import read_json, run, train_here
+from tests.cifar_files import write_binary
+from tests.command_line import read_json, train_here
 
 # One thread: two that wait for each other are no faster on a network of this size.
 SMALL = ("--width", "2", "--batch-size", "10", "--log-every", "1", "--threads", "1")
-
-
-FEW_STEPS = ("--max-steps", "4", "--lr", "0.01")
-# Several tests compare with one plain run.
-pytestmark = pytest.mark.xdist_group("cifar10")
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +21,10 @@ def binary(tmp_path_factory):
     return write_binary(tmp_path_factory.mktemp("binary"))
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return write_folders(tmp_path_factory.mktemp("folders"))
-
-
-def train(data_dir, folder, *flags, name="run", world_size=1, recipe="cifar10"):
-    target = (recipe, "--data-dir", str(data_dir), "--run-dir", str(folder / name), *SMALL, *flags)
-    if world_size == 1:
-        train_here(*target)
-    else:
-        run("train", *target, world_size=world_size, folder=folder / "outputs")
-    return folder / name
-
-
-@pytest.fixture(scope="module")
-def plain(binary, tmp_path_factory):
-    """A run of four steps in single precision."""
-    return train(binary, tmp_path_factory.mktemp("plain"), *FEW_STEPS)
+def train(data_dir, folder, *flags, name="run"):
+    run = folder / name
+    train_here("cifar10", "--data-dir", str(data_dir), "--run-dir", str(run), *SMALL, *flags)
+    return run
 
 
 def losses(run):
@@ -74,17 +55,13 @@ def test_validation_is_carved_from_the_training_set_by_seed(binary):
     assert any("100" in note and "50,000" in note for note in splits.notes), "it is a part of it"
 
 
-@pytest.mark.parametrize(
-    ("kind", "flags", "accuracy"),
-    [("binary", ("--epochs", "8", "--width", "8"), 0.3), ("folders", ("--epochs", "1"), 0)],
-)
-def test_it_trains_on_either_kind_and_tells_each_class(request, tmp_path, kind, flags, accuracy):
-    folder = train(request.getfixturevalue(kind), tmp_path, *flags)
+def test_it_trains_and_tells_each_class(binary, tmp_path):
+    folder = train(binary, tmp_path, "--epochs", "4", "--width", "8")
     test = read_json(folder / "result.json")["test"]
     assert list(test["per_class"]) == list(CLASSES)
-    assert sum(map(sum, test["confusion"])) == test["samples"]
+    assert [sum(row) for row in test["confusion"]] == [3] * 10, "each test sample once"
     assert tiny.last_state(folder)["classes"] == list(CLASSES)
-    assert test["accuracy"] >= accuracy, "the colours of the images tell the class; chance: 0.1"
+    assert test["accuracy"] >= 0.3, "the colours of the images tell the class; chance: 0.1"
 
 
 def test_the_settings_file_of_the_fast_training_is_accepted(binary, tmp_path):
@@ -98,18 +75,12 @@ def test_the_settings_file_of_the_fast_training_is_accepted(binary, tmp_path):
     assert any("--sync-batchnorm" in note for note in start["notes"]), "it has no effect"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precisions_train_as_single_precision_does(binary, plain, tmp_path, precision):
-    half = train(binary, tmp_path, "--precision", precision, *FEW_STEPS)
-    assert losses(half) == pytest.approx(losses(plain), rel=0.03)
-    assert losses(half) != losses(plain)
-    assert (tiny.last_state(half)["scaler"] is None) == (precision == "bf16")
-
-
-def test_recomputed_activations_and_the_other_layout_compute_the_same(binary, plain, tmp_path):
-    again = train(binary, tmp_path, *FEW_STEPS, "--checkpoint-activations", name="again")
+def test_recomputed_activations_and_the_other_layout_compute_the_same(binary, tmp_path):
+    few = ("--max-steps", "4", "--lr", "0.01")
+    plain = train(binary, tmp_path, *few, name="plain")
+    again = train(binary, tmp_path, *few, "--checkpoint-activations", name="again")
     tiny.assert_same_training(again, plain, tolerance=0)
-    other = train(binary, tmp_path, *FEW_STEPS, "--no-channels-last", name="other")
+    other = train(binary, tmp_path, *few, "--no-channels-last", name="other")
     assert losses(other) == pytest.approx(losses(plain), rel=1e-3)
 
 
@@ -125,46 +96,6 @@ def test_a_run_goes_on_in_another_layout_with_activations_computed_again(binary,
     train_here(str(part), *more, "--no-channels-last", "--checkpoint-activations")
     assert len(losses(part)) == 9
     assert losses(part)[6:] == pytest.approx(losses(whole)[6:], rel=1e-9)
-
-
-FROZEN = """
-from dataclasses import replace
-from torch import nn
-from samestep.recipes import cifar10
-
-class Frozen(nn.Module):
-    # Each rank normalises by its own share, so statistics that do not move are what can agree.
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, images):
-        return self.inner(images)
-
-    def train(self, mode=True):
-        super().train(mode)
-        for module in self.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.eval()
-        return self
-
-recipe = replace(cifar10.recipe, model=lambda options: Frozen(cifar10.model(options)))
-"""
-
-
-def test_two_ranks_take_the_steps_of_one_where_batch_norm_is_frozen(binary, tmp_path):
-    """Crops and flips belong to the samples; 90 samples in batches of 12 end with a part of one."""
-    recipe = tmp_path / "frozen.py"
-    recipe.write_text(FROZEN)
-    flags = ("--batch-size", "12", "--epochs", "2", "--lr", "0.01", "--precision", "fp64")
-    runs = [
-        train(binary, tmp_path, *flags, name=f"{size}", world_size=size, recipe=str(recipe))
-        for size in (1, 2)
-    ]
-    tiny.assert_same_training(runs[1], runs[0], tolerance=1e-9)
-    tests = [read_json(folder / "result.json")["test"] for folder in runs]
-    assert tests[0]["confusion"] == tests[1]["confusion"]
-    assert [sum(row) for row in tests[1]["confusion"]] == [3] * 10, "each test sample once"
 
 
 @pytest.mark.parametrize(

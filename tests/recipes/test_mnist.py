@@ -1,7 +1,6 @@
 """The classes of MNIST's files and of Fashion-MNIST's; images in files of their own."""
 
 import gzip
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +8,9 @@ import pytest
 from PIL import Image
 
 from samestep import UserError
-from samestep.cli import main
-from samestep.recipes.mnist import MnistOptions, data, read, read_images_and_labels
+from samestep.recipes.mnist import MnistOptions, data, read
 from samestep.training.snapshot import check_classes
 from tests.idx_files import write_mnist
-from tests.image_files import BROKEN
 
 DIGITS = [str(digit) for digit in range(10)]
 # The first labels of its training set, as its publishers' files have them.
@@ -69,26 +66,3 @@ def test_any_size_and_colour_is_read_as_28_x_28_grey(tmp_path):
     assert (found.shape, found.dtype) == ((28, 28), np.uint8)
     assert found[14, 14] > 200, "blue on yellow is dark on light"
     assert found[0, 0] < 40
-
-
-def test_predict_names_the_digits_in_files_and_the_files_that_are_none(tmp_path, capsys):
-    folder = write_mnist(tmp_path / "data", num_train=600)
-    run = str(tmp_path / "run")
-    train = ("--epochs", "3", "--lr", "0.01", "--run-dir", run)
-    assert main(["train", "mnist", "--data-dir", str(folder), "--threads", "1", *train]) == 0
-    images, labels = read_images_and_labels(folder, "test")
-    files = [tmp_path / f"{place}.png" for place in range(20)]
-    for place, file in enumerate(files):
-        Image.fromarray(255 - images[place] if place % 2 else images[place]).save(file)
-    capsys.readouterr()
-    assert main(["predict", run, *map(str, files), "--json"]) == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["classes"][0]["class"] for one in told] == [str(n) for n in labels[:20]]
-    for kind in ("empty", "truncated", "text"):
-        BROKEN[kind][0](tmp_path / f"{kind}.png")
-    broken = [str(tmp_path / f"{kind}.png") for kind in ("empty", "truncated", "text")]
-    assert main(["predict", run, str(files[0]), *broken, "--json"]) == 1
-    good, *bad = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert good["classes"][0]["class"] == str(labels[0])
-    assert [one["file"] for one in bad] == broken
-    assert all(one["problem"] for one in bad)

@@ -4,60 +4,41 @@ import errno
 import os
 import signal
 import stat
-import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from samestep import UserError
 from samestep.run.directory import check_free
 from samestep.run.files import cannot_write, write_atomically, write_text
 from tests.processes import start_ranks
-
-contents = st.lists(st.binary(max_size=200), max_size=8)
-
-
-@settings(deadline=None)  # it waits for a disk
-@given(st.none() | st.binary(max_size=50), contents)
-def test_after_writing_the_file_is_the_new_one_and_nothing_else_is_there(old, pieces):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "file"
-        if old is not None:
-            path.write_bytes(old)
-        write_atomically(path, lambda file: [file.write(piece) for piece in pieces])
-        assert path.read_bytes() == b"".join(pieces)
-        assert [p.name for p in Path(folder).iterdir()] == ["file"]
+from tests.tiny import files
 
 
-@given(
-    st.none() | st.binary(max_size=50),
-    contents,
-    st.integers(0, 8),
-    st.sampled_from([ValueError("x"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")]),
+@pytest.mark.parametrize("old", [{}, {"file": b"old"}], ids=["none", "old"])
+@pytest.mark.parametrize(
+    "error", [None, ValueError("x"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")]
 )
-def test_an_error_while_writing_leaves_the_old_file_and_no_other(old, pieces, fails_at, error):
-    """A reader sees at every moment the old file, or none where there was none."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "file"
-        if old is not None:
-            path.write_bytes(old)
+def test_a_reader_sees_the_old_file_until_the_new_one_is_whole_and_no_other(tmp_path, old, error):
+    """It stays the old one, or none where there was none, if writing fails."""
+    for name, content in old.items():
+        (tmp_path / name).write_bytes(content)
 
-        def is_as_before() -> bool:
-            return (path.read_bytes() if path.exists() else None) == old
-
-        def write(file) -> None:
-            for piece in pieces[:fails_at]:
-                file.write(piece)
-                file.flush()
-                assert is_as_before()
+    def write(file) -> None:
+        for piece in (b"ne", b"", b"w"):
+            file.write(piece)
+            file.flush()
+            assert (tmp_path / "file").exists() == bool(old)
+            assert not old or (tmp_path / "file").read_bytes() == b"old"
+        if error is not None:
             raise error
 
+    if error is None:
+        write_atomically(tmp_path / "file", write)
+    else:
         with pytest.raises(UserError if isinstance(error, OSError) else type(error)):
-            write_atomically(path, write)
-        assert is_as_before()
-        assert [p.name for p in Path(folder).iterdir()] == ([] if old is None else ["file"])
+            write_atomically(tmp_path / "file", write)
+    assert files(tmp_path) == (old if error else {"file": b"new"})
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])

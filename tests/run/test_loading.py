@@ -1,6 +1,5 @@
 """A checkpoint is mapped, copied where it is kept, and let go once it is restored."""
 
-import hashlib
 import zipfile
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from samestep.run.checkpoints import FORMAT, save
 from samestep.run.index import Entry
 from tests.needs import needs
 from tests.processes import run_ranks
-from tests.tiny import RECIPE, write_recipe
+from tests.session.scripts import run_here
+from tests.tiny import RECIPE, trained, write_recipe
 
 
 def written(folder: Path, **more) -> Entry:
@@ -72,15 +72,6 @@ def test_a_checkpoint_leaves_out_crcs_and_a_file_that_a_user_saves_does_not(tmp_
         assert torch.equal(loaded["model"]["w"], torch.arange(50_000.0))
 
 
-def test_a_verified_checkpoint_is_not_hashed_again(tmp_path):
-    entry = written(tmp_path)
-    other = Entry(path="a.pt", step=1, epoch=1, sha256="0" * 64)
-    with pytest.raises(UserError, match="damaged"):
-        loading.load(tmp_path, other)
-    assert loading.load(tmp_path, other, verified=True)["format"] == FORMAT
-    assert loading.load(tmp_path, entry)["format"] == FORMAT
-
-
 def test_a_file_in_the_old_format_of_torch_is_loaded_without_a_mapping(tmp_path):
     content = {"format": FORMAT, "model": {"w": torch.ones(3)}}
     torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
@@ -123,25 +114,24 @@ def mapped_in_training(arguments: list[str], folder: Path) -> tuple[list[str], i
         return sha256_of(path)
 
     Session.begin, index.sha256_of = look, count
-    try:
-        assert main(arguments) == 0
-    finally:
-        Session.begin, index.sha256_of = begin, sha256_of
+    assert main(arguments) == 0
     (lines,) = found
     assert not mappings(folder)
     return lines, len(hashed)
 
 
+LIGHTNING = pytest.param("lightning", marks=[needs("lightning"), pytest.mark.slow])
+
+
 @ON_LINUX
-@pytest.mark.parametrize("engine", ["native", pytest.param("lightning", marks=needs("lightning"))])
+@pytest.mark.parametrize("engine", ["native", LIGHTNING])
 def test_a_resumed_training_has_no_mapping_left_and_rank_0_alone_hashes(tmp_path, engine):
     recipe, run = write_recipe(tmp_path, LARGER), tmp_path / "run"
     if engine == "lightning":
         recipe.write_text(LARGER.replace('"ema": 0.5, ', "").replace(EVERY_4, ""))
-    words = ["train", str(recipe), "--run-dir", str(run), "--max-steps", "5", "--engine", engine]
-    run_ranks(mapped_in_training, 2, tmp_path / "first", words, run)
+    trained(recipe, run, "--max-steps", "5", "--engine", engine)
     words = ["train", str(run), "--resume", "--max-steps", "9"]
-    found = run_ranks(mapped_in_training, 2, tmp_path / "second", words, run)
+    found = run_ranks(mapped_in_training, 2, tmp_path / "output", words, run)
     assert [lines for lines, _ in found] == [[], []]
     assert found[0][1] > 0
     assert found[1][1] == 0
@@ -171,23 +161,19 @@ with samestep.open_run(sys.argv[1], resume=True) as run:
 
 @ON_LINUX
 def test_a_resumed_loop_of_ones_own_has_no_mapping_left(tmp_path):
-    from tests.session.scripts import run as run_script
-
     script = tmp_path / "own.py"
     script.write_text(OWN)
     for epochs in ("1", "2"):
-        run_script(script, str(tmp_path / "run"), epochs, folder=tmp_path)
+        assert run_here(script, str(tmp_path / "run"), epochs) == 0
 
 
-def test_a_damaged_file_is_named_with_both_hashes(tmp_path):
-    entry = written(tmp_path)
-    content = (tmp_path / "a.pt").read_bytes()
-    (tmp_path / "a.pt").write_bytes(content[:-9])
-    other = hashlib.sha256(content[:-9]).hexdigest()
+def test_a_damaged_file_is_named_with_both_hashes_unless_it_is_verified_already(tmp_path):
+    entry, other = written(tmp_path), Entry(path="a.pt", step=1, epoch=1, sha256="0" * 64)
     with pytest.raises(UserError) as caught:
-        loading.load(tmp_path, entry)
-    assert other[:12] in str(caught.value)
+        loading.load(tmp_path, other)
     assert entry.sha256[:12] in str(caught.value)
+    assert other.sha256[:12] in str(caught.value)
+    assert loading.load(tmp_path, other, verified=True)["format"] == FORMAT
     (tmp_path / "a.pt").unlink()
     with pytest.raises(UserError, match="cannot be read"):
         loading.load(tmp_path, entry, verified=True)

@@ -2,8 +2,10 @@
 
 import hashlib
 import pickle
+import shutil
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from samestep.errors import UserError
 from samestep.run import shards
 from samestep.run.host_copy import HostCopies
 from tests.processes import run_ranks
+
+# Ranks are started once for all of them.
+pytestmark = pytest.mark.xdist_group("shards")
 
 ROWS = {"model": (7, 3), "bias": (5,), "few": (2, 2)}
 
@@ -27,11 +32,8 @@ def the_state() -> dict:
 
 
 def mesh_of(dims: tuple[int, ...]):
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     return init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
 
 
@@ -60,80 +62,88 @@ def write(folder: Path, dims: tuple[int, ...]) -> dict:
     if dist.get_rank() == 0:
         torch.save(content, folder.with_suffix(".pt"))
     dist.barrier()
-    dist.destroy_process_group()
     return hashes
+
+
+def parts_of(state: dict) -> dict:
+    """Return each part of a state by its path; of what is sharded this rank's rows, and where."""
+    from torch.distributed.tensor import DTensor
+
+    found = {}
+
+    def note(path: str, leaf):
+        if isinstance(leaf, DTensor):
+            found[path] = (leaf.placements, leaf.shape, leaf.dtype, leaf.to_local().tolist())
+        elif isinstance(leaf, torch.Tensor):
+            found[path] = (leaf.dtype, leaf.tolist())
+        else:
+            found[path] = leaf
+
+    shards.map_state(note, state)
+    return found
 
 
 def read(folder: Path, dims: tuple[int, ...]) -> bool:
     """Read it on these ranks; return whether each part is that of the state."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-
     content = torch.load(folder.with_suffix(".pt"), weights_only=True)
-    found, wanted = shards.read(folder, content, mesh_of(dims)), sharded(the_state(), dims)
-    pairs: list[tuple] = []
-    shards.map_state(lambda path, leaf: pairs.append((path, leaf)), found)
-    expected = {}
-    shards.map_state(expected.setdefault, wanted)
-    good = len(pairs) == len(expected)
-    for path, leaf in pairs:
-        other = expected[path]
-        if isinstance(other, DTensor):
-            good = good and leaf.placements == other.placements and leaf.shape == other.shape
-            good = good and torch.equal(leaf.to_local(), other.to_local())
-        elif isinstance(other, torch.Tensor):
-            good = good and torch.equal(leaf, other)
-        else:
-            good = good and leaf == other
+    found = shards.read(folder, content, mesh_of(dims))
+    return parts_of(found) == parts_of(sharded(the_state(), dims))
+
+
+def read_and_write(reads: list[tuple], writes: tuple | None = None) -> tuple[list[bool], dict]:
+    """Read folders over meshes of these ranks, then write one; return what was good, and hashes."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    good = [read(folder, dims) for folder, dims in reads]
+    hashes = write(*writes) if writes else {}
     dist.barrier()
     dist.destroy_process_group()
-    return good
+    return good, hashes
 
 
-@pytest.fixture(scope="module", params=[(2,), (3,), (2, 2)], ids=str)
-def written(request, tmp_path_factory) -> tuple[Path, dict[str, str]]:
-    """Give a folder that ranks of some mesh have written, and the hashes that they told."""
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory) -> SimpleNamespace:
+    """What 3 ranks wrote and 4 read, then these on a mesh of 2 x 2, and what 2 read of both."""
     base = tmp_path_factory.mktemp("shards")
-    ranks = 1
-    for size in request.param:
-        ranks *= size
-    told = run_ranks(write, ranks, base / "out", base / "parts", request.param)
-    assert all(one == told[0] for one in told)
-    return base / "parts", told[0]
+    three, four = base / "three", base / "four"
+    by_three = run_ranks(read_and_write, 3, base / "out-3", [], (three, (3,)))
+    reads = [(three, (4,)), (three, (2, 2))]
+    by_four = run_ranks(read_and_write, 4, base / "out-4", reads, (four, (2, 2)))
+    by_two = run_ranks(read_and_write, 2, base / "out-2", [(three, (2,)), (four, (2,))])
+    told = {
+        folder: [hashes for _, hashes in by] for folder, by in ((three, by_three), (four, by_four))
+    }
+    return SimpleNamespace(folder=three, told=told, good=[good for good, _ in (*by_four, *by_two)])
 
 
-@pytest.mark.parametrize("dims", [(2,), (4,), (2, 2)], ids=str)
-def test_another_number_of_ranks_reads_what_each_has_to_hold(written, tmp_path, dims):
-    ranks = 4 if dims != (2,) else 2
-    assert run_ranks(read, ranks, tmp_path / "out", written[0], dims) == [True] * ranks
+def test_another_number_of_ranks_reads_what_each_has_to_hold(on_ranks):
+    assert on_ranks.good == [[True, True]] * 6
 
 
-def test_one_process_reads_whole_tensors(written):
-    folder, _ = written
-    found = shards.read(folder, torch.load(folder.with_suffix(".pt"), weights_only=True), None)
-    expected = the_state()
-    assert found["model"]._metadata == expected["model"]._metadata
-    assert all(torch.equal(found["model"][k], v) for k, v in expected["model"].items())
-    mine, its = (one["optimizer"]["state"][0] for one in (found, expected))
-    assert all(torch.equal(mine[key], its[key]) for key in its)
-    assert found["optimizer"]["groups"] == expected["optimizer"]["groups"]
+def test_one_process_reads_whole_tensors(on_ranks):
+    for folder in on_ranks.told:
+        content = torch.load(folder.with_suffix(".pt"), weights_only=True)
+        found, expected = shards.read(folder, content, None), the_state()
+        assert found["model"]._metadata == expected["model"]._metadata
+        assert all(torch.equal(found["model"][k], v) for k, v in expected["model"].items())
+        mine, its = (one["optimizer"]["state"][0] for one in (found, expected))
+        assert all(torch.equal(mine[key], its[key]) for key in its)
+        assert found["optimizer"]["groups"] == expected["optimizer"]["groups"]
 
 
-def test_the_hashes_are_those_of_all_files(written):
-    folder, hashes = written
-    found = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
-    assert found == hashes
-    shards.verify(folder, hashes)
+def test_the_hashes_that_all_ranks_are_told_are_those_of_all_files(on_ranks):
+    for folder, told in on_ranks.told.items():
+        hashes = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+        assert told == [hashes] * len(told)
+        shards.verify(folder, hashes)
 
 
 @pytest.fixture
-def damaged(written, tmp_path) -> tuple[Path, dict[str, str]]:
-    """Give a copy that a test may damage."""
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    for path in written[0].iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder, written[1]
+def damaged(on_ranks, tmp_path) -> tuple[Path, dict[str, str]]:
+    """Give a copy that a test may damage, and its hashes."""
+    folder = shutil.copytree(on_ranks.folder, tmp_path / "parts")
+    return folder, on_ranks.told[on_ranks.folder][0]
 
 
 @pytest.mark.parametrize("how", ["missing", "changed", "cut"])
@@ -168,30 +178,20 @@ def test_code_in_the_index_is_not_run(damaged, monkeypatch, tmp_path):
     assert Path("sprung").exists()
 
 
-def test_an_entry_that_would_be_unpickled_is_refused(damaged):
+def test_parts_that_are_pickled_or_outside_the_folder_or_not_there_are_refused(damaged):
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     folder, _ = damaged
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.state_dict_metadata["w"] = BytesStorageMetadata()
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="cannot be loaded"):
         shards.read(folder, {"w": "in shards: float32 2"}, None)
-
-
-def test_a_part_outside_the_folder_is_refused(damaged):
-    folder, _ = damaged
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    for place in metadata.storage_data.values():
+    pickled, outside = (pickle.loads((folder / ".metadata").read_bytes()) for _ in range(2))
+    pickled.state_dict_metadata["w"] = BytesStorageMetadata()
+    for place in outside.storage_data.values():
         place.relative_path = "../elsewhere"
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError):
-        shards.read(folder, {"w": "in shards: float32 2"}, None)
-
-
-def test_a_part_that_was_never_written_is_refused_in_words(damaged):
-    with pytest.raises(UserError):
-        shards.read(damaged[0], {"unknown": "in shards: float32 2"}, None)
+    for metadata, told in ((pickled, "safely"), (outside, "not an index of tensors")):
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(UserError, match=told):
+            shards.read(folder, {"w": "in shards: float32 2"}, None)
 
 
 def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):

@@ -42,15 +42,15 @@ def run(
     return ranks
 
 
-def run_here(script: Path) -> int:
-    """Run a script alone in this process and in its own folder; return its exit code."""
+def run_here(script: Path, *arguments: str, folder: Path | None = None) -> int:
+    """Run a script alone in this process, in its own folder or another; return its exit code."""
     import runpy
 
     import torch
 
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
-        patch.chdir(script.parent)
-        patch.setattr(sys, "argv", [str(script)])
+        patch.chdir(folder or script.parent)
+        patch.setattr(sys, "argv", [str(script), *arguments])
         torch.set_default_dtype(torch.float64)
         try:
             runpy.run_path(str(script), run_name="__main__")

@@ -59,9 +59,9 @@ def test_it_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path):
     strike = scripts.Strike(4, signal.SIGKILL, rank=None)
     ranks = scripts.start(script, world_size=2, folder=killed, strike=strike)
     assert ranks.wait() == [-signal.SIGKILL] * 2
-    scripts.run(script, folder=killed)
+    assert scripts.run_here(script) == 0
     assert losses(killed) == pytest.approx(losses(straight), rel=1e-11)
-    scripts.run(written(anew, ("run.carry = hidden.squeeze(0)", "pass")), folder=anew)
+    assert scripts.run_here(written(anew, ("run.carry = hidden.squeeze(0)", "pass"))) == 0
     assert losses(anew)[1] != pytest.approx(losses(straight)[1], rel=1e-6)
 
 
@@ -93,7 +93,6 @@ def test_one_state_a_rank_goes_on_on_as_many_ranks(tmp_path):
         (", carry=new_hidden", ""),
         ("torch.zeros(rows, 6)", "torch.zeros(6)"),
     ],
-    ids=["None", "other rows", "another shape", "no function", "made of other rows"],
 )
-def test_state_that_cannot_be_carried_is_refused(change, tmp_path):
-    assert scripts.refused(written(tmp_path, change), folder=tmp_path)
+def test_state_that_cannot_be_carried_is_refused(change, tmp_path, refused_here):
+    assert refused_here(written(tmp_path, change))

@@ -24,12 +24,12 @@ def opened(tmp_path):
     """Return a function that opens the run at a step, as a process that goes on does."""
     sessions = []
 
-    def begin(step: int = 0, metric: str = "loss") -> Session:
+    def begin(step: int = 0) -> Session:
         for session in sessions:
             session.close()
         session = Session(tmp_path, World(), lambda _: None)
         sessions.append(session)
-        session.watch = Watch(metric=metric, mode="min")
+        session.watch = Watch(metric="loss", mode="min")
         session.begin({"event": "start", "resumed": step > 0}, None, step, session.watch)
         return session
 
@@ -43,17 +43,19 @@ def save(
     metric: float | None = None,
     keep: int | None = None,
     *,
+    content: dict | None = None,
     sync: bool = True,
-    weights: torch.Tensor | None = None,
+    sharded: bool = False,
 ) -> None:
     session.saver.save(
-        {"weights": weights if weights is not None else step},
+        content or {"weights": step},
         Position(step=step, epoch=step // 10, step_in_epoch=step % 10),
         metric=metric,
         watch=session.watch,
         retention=Retention(top_k=keep),
         began=time.perf_counter(),
         sync=sync,
+        sharded=sharded,
     )
 
 
@@ -103,14 +105,6 @@ def test_a_checkpoint_is_written_named_in_the_index_and_told_with_its_hash(opene
     assert index["last"] == entry
 
 
-def test_the_last_and_the_best_are_kept(opened, tmp_path):
-    session = opened()
-    for step, metric in ((10, 0.5), (20, 0.1), (30, 0.9), (40, None)):
-        save(session, step, metric, keep=1)
-    assert steps_kept(tmp_path) == [20, 40]
-    assert read_index(tmp_path)["best"]["step"] == 20
-
-
 def test_a_run_that_goes_on_from_an_earlier_step_forgets_the_later_ones(opened, tmp_path):
     """They were damaged, and their steps are trained again."""
     session = opened()
@@ -120,57 +114,36 @@ def test_a_run_that_goes_on_from_an_earlier_step_forgets_the_later_ones(opened, 
     assert [entry["step"] for entry in read_index(tmp_path)["checkpoints"]] == [10, 15]
 
 
-def test_with_another_metric_to_watch_no_earlier_checkpoint_counts_as_best_or_is_deleted(
-    opened, tmp_path
-):
-    save(opened(), 10, metric=0.1)
-    session = opened(10, metric="error")
-    for step, metric in ((20, 0.7), (30, 0.9)):
-        save(session, step, metric, keep=1)
-    assert steps_kept(tmp_path) == [10, 20, 30]
-    assert read_index(tmp_path)["best"]["step"] == 20
-
-
 def test_the_training_goes_on_while_a_checkpoint_is_written_and_holds_what_was_saved(
     opened, tmp_path, gate
 ):
     session, weights = opened(), torch.zeros(4)
-    save(session, 10, sync=False, weights=weights)
+    save(session, 10, sync=False, content={"weights": weights})
     weights.add_(1)  # the next step
     session.emit({"event": "step", "step": 11})
     assert not told(tmp_path)
     assert not (tmp_path / "checkpoints" / "index.json").exists()
     gate.set()
-    session.saver.settle_well()
-    assert [record["step"] for record in told(tmp_path)] == [10]
+    session.saver._writing.thread.join(60)
+    session.emit({"event": "step", "step": 12})
+    told_of = [record["event"] for record in all_records(tmp_path)]
+    assert told_of == ["start", "step", "checkpoint", "step"], "with the next record"
     assert torch.equal(last_state(tmp_path)["weights"], torch.zeros(4))
 
 
-def test_a_whole_checkpoint_is_told_with_the_next_record(opened, tmp_path):
-    session = opened()
-    save(session, 10, sync=False)
-    session.saver._writing.thread.join(60)
-    session.emit({"event": "step", "step": 11})
-    assert [r["event"] for r in all_records(tmp_path)] == ["start", "checkpoint", "step"]
-
-
-def test_the_next_checkpoint_waits_for_the_one_before(opened, tmp_path, gate):
+def test_the_next_checkpoint_waits_for_the_one_before_and_a_close_for_the_last(
+    opened, tmp_path, gate
+):
     session = opened()
     save(session, 10, sync=False)
     threading.Timer(0.1, gate.set).start()
     save(session, 20, sync=False)
     assert [record["step"] for record in told(tmp_path)] == [10]
     assert told(tmp_path)[0]["seconds"] >= 0.1
-    session.saver.settle_well()
-    assert steps_kept(tmp_path) == [10, 20]
-
-
-def test_a_closed_session_has_announced_what_it_saved(opened, tmp_path, gate):
-    session = opened()
-    save(session, 10, sync=False)
+    gate.clear()
     threading.Timer(0.1, gate.set).start()
     session.close()
-    assert steps_kept(tmp_path) == [10]
+    assert steps_kept(tmp_path) == [10, 20]
 
 
 def test_a_disk_that_is_full_for_a_while_costs_that_checkpoint_and_the_end_tells(
@@ -193,15 +166,6 @@ def test_a_disk_that_is_full_for_a_while_costs_that_checkpoint_and_the_end_tells
         session.saver.settle_well()
     assert steps_kept(tmp_path) == [10, 40]
     assert capsys.readouterr().err.count("samestep: ") == 1
-
-
-def test_with_sync_a_full_disk_is_told_at_once(opened, monkeypatch):
-    def full(*_args):
-        raise UserError("The disk is full.")
-
-    monkeypatch.setattr(checkpoints, "save", full)
-    with pytest.raises(UserError):
-        save(opened(), 10, sync=True)
 
 
 def test_an_error_that_no_user_can_mend_ends_the_training(opened, monkeypatch):
@@ -233,8 +197,8 @@ def test_a_second_checkpoint_of_a_step_leaves_the_announced_one_whole_until_it_i
     assert steps_kept(tmp_path) == [14]
 
 
-def save_sharded(run: Path, sync: bool) -> list[str]:
-    """Save two sharded checkpoints on these ranks, of which the last is kept."""
+def save_sharded(run: Path) -> list[list[str]]:
+    """Save two sharded checkpoints on these ranks, of which the last is kept, in both ways."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -242,41 +206,35 @@ def save_sharded(run: Path, sync: bool) -> list[str]:
 
     dist.setup_distributed("cpu")
     world = dist.current_world()
-    session = Session(run, world, lambda _: None)
-    session.begin({"event": "start", "resumed": False}, None, 0, None)
     mesh = init_device_mesh("cpu", (world.world_size,))
-    for step in (10, 20):
-        weights = distribute_tensor(torch.arange(5.0) + step, mesh, [Shard(0)])
-        session.saver.save(
-            {"model": {"w": weights}, "step": step},
-            Position(step=step, epoch=step // 10),
-            metric=None,
-            watch=None,
-            retention=Retention(top_k=1),
-            began=time.perf_counter(),
-            sync=sync,
-            sharded=True,
-        )
-        weights.to_local().zero_()  # the next step
-    world.on_main(session.saver.settle_well)
-    session.close()
-    world.barrier()
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
+    kept = []
+    for sync in (True, False):
+        folder = run / str(sync)
+        session = Session(folder, world, lambda _: None)
+        session.watch = None
+        session.begin({"event": "start", "resumed": False}, None, 0, None)
+        for step in (10, 20):
+            weights = distribute_tensor(torch.arange(5.0) + step, mesh, [Shard(0)])
+            content = {"model": {"w": weights}, "step": step}
+            save(session, step, keep=1, sync=sync, content=content, sharded=True)
+            weights.to_local().zero_()  # the next step
+        world.on_main(session.saver.settle_well)
+        session.close()
+        world.barrier()
+        kept.append(sorted(path.name for path in (folder / "checkpoints").iterdir()))
+    return kept
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_each_rank_writes_its_part_of_a_sharded_checkpoint_and_the_index_has_all_hashes(
-    tmp_path, sync
-):
-    run = tmp_path / "run"
-    kept = run_ranks(save_sharded, 2, tmp_path / "out", run, sync)
-    assert kept == [["checkpoint_epoch_2.pt", "checkpoint_epoch_2.shards", "index.json"]] * 2
-    assert [record["step"] for record in told(run)] == [10, 20]
-    (entry,) = read_index(run)["checkpoints"]
-    folder = run / "checkpoints"
-    files = {str(p.relative_to(folder)): sha256(p) for p in folder.glob("*.shards/*")}
-    assert entry["files"] == files
-    assert {Path(name).name for name in files} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
-    found = shards.read(folder / "checkpoint_epoch_2.shards", last_state(run), None)
-    assert found["step"] == 20
-    assert torch.equal(found["model"]["w"], torch.arange(5.0) + 20)
+def test_each_rank_writes_its_part_of_a_sharded_checkpoint_and_the_index_has_all_hashes(tmp_path):
+    names = ["checkpoint_epoch_2.pt", "checkpoint_epoch_2.shards", "index.json"]
+    assert run_ranks(save_sharded, 2, tmp_path / "out", tmp_path) == [[names] * 2] * 2
+    for run in (tmp_path / "True", tmp_path / "False"):
+        assert [record["step"] for record in told(run)] == [10, 20]
+        (entry,) = read_index(run)["checkpoints"]
+        folder = run / "checkpoints"
+        files = {str(p.relative_to(folder)): sha256(p) for p in folder.glob("*.shards/*")}
+        assert entry["files"] == files
+        assert {Path(name).name for name in files} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+        found = shards.read(folder / "checkpoint_epoch_2.shards", last_state(run), None)
+        assert found["step"] == 20
+        assert torch.equal(found["model"]["w"], torch.arange(5.0) + 20)

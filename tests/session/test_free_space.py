@@ -1,7 +1,7 @@
 """Before the first step it is known how much a checkpoint takes, and whether there is room."""
 
 import shutil
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +12,9 @@ from samestep.run.checkpoints import FORMAT, save
 from samestep.run.files import check_room
 from samestep.session.free_space import room_notes, state_bytes
 from tests.command_line import train_here
-from tests.session.scripts import run_here
+from tests.session.test_going_on import ended
+from tests.session.test_loops import Training
 from tests.tiny import all_records, write_recipe
-
-
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
-
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -38,7 +32,7 @@ def free(monkeypatch):
     """Give a function that makes so many bytes free on every disk."""
 
     def set_free(num_bytes):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 60, 0, num_bytes))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=num_bytes))
 
     return set_free
 
@@ -67,7 +61,7 @@ def test_tied_weights_count_once():
 @pytest.mark.parametrize(("fitting", "noted"), [(0, True), (3, True), (4, False), (1000, False)])
 def test_only_a_disk_with_room_for_few_checkpoints_is_noted(fitting, noted, free, tmp_path):
     free(fitting * 1000 + 500)
-    (*notes,) = room_notes(tmp_path / "not" / "there", 1000)
+    notes = [*room_notes(tmp_path / "not" / "there", 1000)]
     assert bool(notes) == noted
     if noted and fitting:
         assert "3 checkpoints" in notes[0]
@@ -92,28 +86,11 @@ def test_a_training_says_so_when_it_starts(free, tmp_path):
     flags = ("--epochs", "1", "--ema", "0.5", "--hidden", "6000")
     train_here(str(recipe), "--run-dir", str(tmp_path / "run"), *flags)
     assert any("checkpoint takes about" in note for note in start_notes(tmp_path / "run"))
-    free(1 << 40)
-    train_here(str(recipe), "--run-dir", str(tmp_path / "other"), "--epochs", "1")
-    assert not any("checkpoint takes" in note for note in start_notes(tmp_path / "other"))
-
-
-OWN = """
-import torch
-import samestep
-with samestep.open_run("run") as run:
-    model = run.place(torch.nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in run.epochs(1, state={"model": model, "optimizer": optimizer}):
-        for batch in run.batches(torch.ones(4, 1), 4):
-            loss = model(batch.data).sum()
-            run.backward(loss, optimizer)
-            optimizer.step()
-"""
 
 
 def test_so_does_a_loop_of_ones_own(free, tmp_path, capfd):
-    (tmp_path / "own.py").write_text(OWN)
     free(20)
-    assert run_here(tmp_path / "own.py") == 2  # without room for any, none was written
-    assert any("checkpoint takes about" in note for note in start_notes(tmp_path / "run"))
+    with ended(2):  # without room for any, none was written
+        Training(tmp_path).train(1)
+    assert any("checkpoint takes about" in note for note in start_notes(tmp_path))
     assert "note: " in capfd.readouterr().err

@@ -34,64 +34,59 @@ with samestep.open_run(sys.argv[1], log_every=1) as run:
 def test_a_contrastive_loop_is_the_same_on_any_number_of_ranks(tmp_path):
     script = tmp_path / "loop.py"
     script.write_text(LOOP)
-    for ranks in (1, 2, 3):
-        scripts.run(script, str(ranks), world_size=ranks, folder=tmp_path)
-    one, *others = ([*map(_numbers, events(tmp_path / str(n), "step"))] for n in (1, 2, 3))
-    assert len(one) == 8
-    for other in others:
-        assert other == [pytest.approx(numbers, rel=1e-11) for numbers in one]
+    assert scripts.run_here(script, "alone") == 0
+    scripts.run(script, "three", world_size=3, folder=tmp_path)
+    alone, three = (
+        [(step["step"], step["loss"], step["slope"]) for step in events(tmp_path / name, "step")]
+        for name in ("alone", "three")
+    )
+    assert len(alone) == 8
+    assert three == [pytest.approx(numbers, rel=1e-11) for numbers in alone]
 
 
-def _numbers(record):
-    return record["step"], record["loss"], record["slope"]
-
-
-def test_a_rank_that_leaves_it_out_is_told_and_nobody_waits(tmp_path):
-    script = tmp_path / "loop.py"
-    only = "one, other = (samestep.gather(v) if run.is_main else v for v in (one, other))"
-    skipped = LOOP.replace("one, other = samestep.gather(one), samestep.gather(other)", only)
-    script.write_text(skipped.replace("batch.global_size", "len(one)"))
-    assert "samestep.gather" in scripts.refused(script, "run", world_size=2, folder=tmp_path)
-
-
-def test_rows_that_do_not_fit_those_of_another_rank_are_refused(tmp_path):
-    script = tmp_path / "loop.py"
-    wrong = LOOP.replace("samestep.gather(one)", "samestep.gather(one[:, :8 - run.rank])")
-    script.write_text(wrong)
-    told = scripts.refused(script, "run", world_size=2, folder=tmp_path)
-    assert "rank 1" in told
-    assert "(7,)" in told
+ONLY = "(samestep.gather(v) if run.is_main else v for v in (one, other))"
 
 
 @pytest.mark.parametrize(
-    "place", ["for batch in run.batches(x, 9): pass\n        samestep.gather(x)", "validation"]
+    ("changes", "told"),
+    [
+        ({"samestep.gather(one), samestep.gather(other)": ONLY}, "samestep.gather"),
+        ({"samestep.gather(one)": "samestep.gather(one[:, :8 - run.rank])"}, "(7,)"),
+    ],
+    ids=["left out", "other rows"],
 )
-def test_outside_of_a_training_batch_it_is_refused(place, tmp_path):
+def test_what_one_rank_does_otherwise_is_told_and_nobody_waits(tmp_path, changes, told):
+    script, text = tmp_path / "loop.py", LOOP
+    for old, new in {**changes, "batch.global_size": "len(one)"}.items():
+        assert old in text
+        text = text.replace(old, new)
+    script.write_text(text)
+    assert told in scripts.refused(script, "run", world_size=2, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "for batch in run.batches(x, 9): pass\n        samestep.gather(x)",
+        "for batch in run.validation(x, 9): samestep.gather(batch.data)",
+    ],
+    ids=["after the batches", "validation"],
+)
+def test_outside_of_a_training_batch_it_is_refused(place, tmp_path, refused_here):
     script, head = tmp_path / "loop.py", LOOP.partition("        for batch in")[0]
-    inside = place
-    if place == "validation":
-        inside = "for batch in run.validation(x, 9): samestep.gather(batch.data)"
-    script.write_text(f"{head}        {inside}\n")
-    assert scripts.refused(script, "run", folder=tmp_path)
+    script.write_text(f"{head}        {place}\n".replace("sys.argv[1]", "'run'"))
+    assert "samestep.gather" in refused_here(script)
 
 
-def test_after_setup_distributed_it_needs_no_run():
+def test_outside_of_a_run_it_is_refused_but_where_the_ranks_are_set_up(tmp_path):
     x = torch.ones(3, 2)
+    for given in (x, torch.ones(()), [1.0]):
+        with pytest.raises(UserError):
+            samestep.gather(given)
     samestep.dist.setup_distributed(device="cpu")
     assert samestep.gather(x) is x
     samestep.dist.cleanup()
-    with pytest.raises(UserError):
-        samestep.gather(x)
-
-
-def test_after_a_run_that_failed_it_is_refused(tmp_path):
     with pytest.raises(RuntimeError), samestep.open_run(tmp_path / "run"):
         raise RuntimeError
     with pytest.raises(UserError):
-        samestep.gather(torch.ones(3, 2))
-
-
-def test_without_a_run_it_is_refused():
-    for given in (torch.ones(3, 2), torch.ones(()), [1.0]):
-        with pytest.raises(UserError):
-            samestep.gather(given)
+        samestep.gather(x)

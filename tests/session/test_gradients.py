@@ -10,25 +10,20 @@ from samestep.session import gradients
 from samestep.session.gradients import backward, parameters_of, weight_of
 from tests.processes import run_ranks
 
-SHARES = {1: [range(7)], 2: [range(4), range(4, 7)], 3: [range(3), range(3, 5), range(5, 7)]}
+SHARES = {1: [range(7)], 3: [range(3), range(3, 5), range(5, 7)]}
 
 
 def normalise(parameter: torch.Tensor) -> None:
     parameter.grad.div_(parameter.grad.norm())
 
 
-def gradients_on(world_size: int, bucket: int, large: int) -> list[torch.Tensor | None]:
+def gradients_of(rank: int, world: World) -> list[torch.Tensor | None]:
     """Return the gradients of two losses, one after the other into the same place."""
-    from samestep import dist
-
-    gradients._BUCKET_BYTES, gradients._LARGE_BYTES = bucket, large
-    rank, _, world_size = dist.setup_distributed(device="cpu")
-    world = dist.current_world()
     torch.manual_seed(0)
     x, terms = torch.randn(7, 3, dtype=torch.float64), torch.arange(1.0, 8)
     parts = nn.ModuleList([nn.Linear(3, 2) for _ in range(4)]).double()
     first, rare, never, other = parts
-    mine = list(SHARES[world_size][rank])
+    mine = list(SHARES[world.world_size][rank])
 
     def loss_of(rows: list[int], weights: torch.Tensor) -> torch.Tensor:
         outputs = first(x[rows]).square().sum(1)
@@ -56,20 +51,31 @@ def gradients_on(world_size: int, bucket: int, large: int) -> list[torch.Tensor 
     found += [p.grad for p in extra.parameters()]
     with pytest.raises(UserError, match="0 terms"):
         weight_of(len(mine) / 7, 0, loss, world)
-    dist.cleanup()
     return [*found, global_loss]
 
 
-@pytest.mark.parametrize(("world_size", "bucket", "large"), [(2, 8, 1), (3, 8, 99), (3, 99, 33)])
-def test_two_losses_add_up_to_what_one_process_has(tmp_path, world_size, bucket, large):
+def gradients_by_sizes(sizes: list[tuple[int, int]]) -> list[list[torch.Tensor | None]]:
+    """Return them for each size of a bucket and of a gradient that travels by itself."""
+    from samestep import dist
+
+    rank, *_ = dist.setup_distributed(device="cpu")
+    found = []
+    for bucket, large in sizes:
+        gradients._BUCKET_BYTES, gradients._LARGE_BYTES = bucket, large
+        found.append(gradients_of(rank, dist.current_world()))
+    dist.cleanup()
+    return found
+
+
+def test_two_losses_add_up_to_what_one_process_has(tmp_path):
     """Whether each gradient travels by itself, in a bucket of its own, or with others."""
-    expected = run_ranks(gradients_on, 1, tmp_path / "1", 1, bucket, large)[0]
-    how = world_size, bucket, large
-    for found in run_ranks(gradients_on, world_size, tmp_path / "n", *how):
-        for one, other in zip(found, expected, strict=True):
-            assert (one is None) == (other is None)
-            if one is not None:
-                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    expected, sizes = gradients_of(0, World()), [(8, 1), (8, 99), (99, 33)]
+    for of_rank in run_ranks(gradients_by_sizes, 3, tmp_path, sizes):
+        for found in of_rank:
+            for one, other in zip(found, expected, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     used = [gradient is not None for gradient in expected[:-1]]
     # Of the second part its weight alone, nothing of the third; nobody named the fourth.
     assert used == [True, True, True, False, False, False, False, False, True, True]
@@ -84,16 +90,6 @@ def test_what_is_to_be_trained_may_be_a_module_an_optimizer_or_a_parameter():
     for nothing in ([], [frozen], ["model"]):
         with pytest.raises(UserError, match=r"run\.backward"):
             parameters_of(nothing)
-
-
-def test_a_process_alone_computes_what_pytorch_does():
-    torch.manual_seed(0)
-    model, x = nn.Linear(3, 1), torch.randn(5, 3)
-    backward(model(x).square().mean(), parameters_of([model]), World(), 0.3)
-    mine = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    model(x).square().mean().backward()
-    assert all(torch.equal(a, p.grad) for a, p in zip(mine, model.parameters(), strict=True))
 
 
 class Recorded(World):

@@ -4,19 +4,18 @@ import math
 import tempfile
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.ranks.world import World
 from samestep.run.directory import SWEEP
 from samestep.session.halving import halving_of
 
+MODES = st.sampled_from(["min", "max"])
 
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=20),
-    st.integers(2, 5),
-    st.sampled_from(["min", "max"]),
-)
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(2, 5), MODES)
+@settings(max_examples=40)
 def test_at_a_rung_the_best_nth_of_those_that_came_so_far_go_on(values, factor, mode):
     with tempfile.TemporaryDirectory() as place:
         sweep = Path(place)
@@ -30,6 +29,7 @@ def test_at_a_rung_the_best_nth_of_those_that_came_so_far_go_on(values, factor, 
 
 
 @given(st.integers(2, 5), st.integers(1, 130))
+@settings(max_examples=40)
 def test_between_the_rungs_all_go_on(factor, epoch):
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / SWEEP).touch()

@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import shutil
 import tomllib
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,14 +10,8 @@ from torch import nn
 
 import samestep
 from samestep.data.order import Ordering, epoch_order
+from tests.session.same import assert_close
 from tests.tiny import all_records, read_index
-
-
-@pytest.fixture(autouse=True)
-def _generators():
-    """Leave PyTorch's generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        yield
 
 
 class Training:
@@ -119,17 +111,6 @@ def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):
     assert steps == [1, *range(3, 11)]  # each of so short a run but that of the break
 
 
-def test_after_a_break_out_of_the_batches_a_closed_run_has_no_means(tmp_path):
-    t = Training(tmp_path / "run")
-    with t.run as run:
-        for _ in run.epochs(5, state=t.state):
-            for batch in run.batches(t.data, 3):
-                t.step(batch)
-                break
-            break
-    assert run.means == {}
-
-
 @pytest.mark.parametrize(("hours", "kept"), [(1e-9, 1), (1.0, 3)])
 def test_checkpoints_are_kept_for_as_many_hours_as_asked_and_the_last_in_any_case(
     tmp_path, hours, kept
@@ -194,25 +175,6 @@ def test_stopped_early_a_run_has_its_best_checkpoint_and_is_not_trained_on(tmp_p
     assert best == 6
 
 
-def test_what_a_state_cannot_hold_and_what_cannot_be_the_best_are_named(tmp_path, capfd):
-    def train(**wrong):
-        t = Training(tmp_path / "run")
-        with t.run as run:
-            run.state["seen"] = wrong.get("value", 1)
-            for _ in run.epochs(1, state=t.state):
-                for batch in run.batches(t.data, 5):
-                    t.step(batch)
-                run.best(wrong.get("name", "loss"), mode=wrong.get("mode", "min"))
-
-    for wrong in ({"value": torch.ones(2)}, {"name": "lost"}, {"mode": "up"}):
-        with pytest.raises(SystemExit) as ended:
-            train(**wrong)
-        assert ended.value.code == 2
-        told = capfd.readouterr().err
-        assert any(text in told for text in ("run.state['seen']", "run.best('lost')", "mode='up'"))
-        shutil.rmtree(tmp_path / "run")
-
-
 def test_a_directory_is_open_once_in_a_process(tmp_path, capfd):
     with Training(tmp_path / "run").run, pytest.raises(SystemExit) as ended:
         Training(tmp_path / "run", resume=True).run.__enter__()
@@ -232,8 +194,7 @@ def test_the_run_directory_is_none_of_the_settings(tmp_path):
     assert t.run.step == 4
 
 
-@pytest.mark.parametrize("around", ["the loop", "an evaluation and the loop"])
-def test_in_one_autocast_around_the_loop_it_learns_as_in_one_around_each_pass(tmp_path, around):
+def test_in_one_autocast_around_the_loop_it_learns_as_in_one_around_each_pass(tmp_path):
     """PyTorch forgets the weights it has cast when the outermost context ends, and not before."""
 
     def autocast():
@@ -244,7 +205,7 @@ def test_in_one_autocast_around_the_loop_it_learns_as_in_one_around_each_pass(tm
         torch.manual_seed(0)
         t = Training(tmp_path / f"run-{len(found)}", log_every=1)
         with outer(), t.run as run:
-            for _ in run.epochs(5, state=t.state):
+            for epoch in run.epochs(5, state=t.state):
                 for batch in run.batches(t.data, 3):
                     for _ in range(2):  # two steps in a batch, as of a GAN
                         with inner():
@@ -253,7 +214,7 @@ def test_in_one_autocast_around_the_loop_it_learns_as_in_one_around_each_pass(tm
                         run.backward(loss, t.model)
                         t.optimizer.step()
                     run.log(loss=loss)
-                if around != "the loop":
+                if epoch % 2:
                     with torch.no_grad(), inner():
                         for batch in run.validation(t.data, 5):
                             run.log(loss=t.model(batch.data).square().mean())
@@ -266,43 +227,34 @@ def test_without_a_loss_its_values_are_metrics(tmp_path):
     t = Training(tmp_path / "run", log_every=2)
     with t.run as run:
         for _ in run.epochs(1, state=t.state):
-            for batch in run.batches((t.data, torch.arange(10)), 5):
-                _inputs, numbers = batch.data
-                run.log(number=numbers.double().mean())
+            for batch in run.batches(torch.arange(10), 5):
+                run.log(number=batch.data.double().mean())
             assert run.means == {"number": 4.5}
-    (record,) = (r for r in all_records(tmp_path / "run") if r["event"] == "metrics")
-    assert record["step"] == 2
-    assert not [r for r in all_records(tmp_path / "run") if r["event"] in ("step", "epoch")]
+    found = all_records(tmp_path / "run")
+    assert [r["step"] for r in found if r["event"] == "metrics"] == [2]
+    assert not [r for r in found if r["event"] in ("step", "epoch")]
 
 
-def test_a_batch_is_as_large_as_a_tensor_data_set_or_collate_makes_it(tmp_path):
-    t = Training(tmp_path / "run")
+def test_a_batch_is_as_a_tensor_a_data_set_or_collate_makes_it(tmp_path):
+    t, numbers = Training(tmp_path / "run"), torch.arange(10)
     forms = [
-        (t.data, {}, (3, 2)),
-        (torch.utils.data.TensorDataset(t.data, t.data[:, 0]), {}, [(3, 2), (3,)]),
-        ((t.data, t.data, t.data), {}, [(3, 2)] * 3),
-        ([*t.data], {"collate": lambda rows: {"x": torch.stack(rows)}}, {"x": (3, 2)}),
+        (t.data, {}, t.data[:3]),
+        ((t.data, numbers, numbers / 10), {}, [t.data[:3], numbers[:3], numbers[:3] / 10]),
+        (torch.utils.data.TensorDataset(t.data, numbers), {}, [t.data[:3], numbers[:3]]),
+        ([*t.data], {"collate": lambda rows: {"x": torch.stack(rows)}}, {"x": t.data[:3]}),
     ]
     with t.run as run:
         for epoch in run.epochs(4, state=t.state):
-            data, how, shape = forms[epoch]
+            data, how, expected = forms[epoch]
             (batch, *_) = list(run.validation(data, 3, **how))
-            assert shape_of(batch.data) == shape
-            for _batch in run.batches(t.data, 10):
-                pass
-
-
-def shape_of(tree):
-    if isinstance(tree, dict):
-        return {key: shape_of(value) for key, value in tree.items()}
-    return tuple(tree.shape) if isinstance(tree, torch.Tensor) else [shape_of(t) for t in tree]
+            assert_close(batch.data, expected, 0)
+            for batch in run.batches((t.data, numbers), 10):
+                assert torch.equal(batch.data[0], t.data[batch.data[1]])
 
 
 def test_normal_numbers_are_normal_and_belong_to_their_keys():
     keys = torch.arange(20_000)
     drawn = samestep.normal(keys, 5)
-    assert drawn.shape == (20_000, 5)
-    assert drawn.dtype == torch.float32
     assert abs(float(drawn.mean())) < 0.01
     assert abs(float(drawn.std()) - 1) < 0.01
     assert float((drawn.abs() < 1.959964).float().mean()) == pytest.approx(0.95, abs=0.003)
@@ -310,19 +262,3 @@ def test_normal_numbers_are_normal_and_belong_to_their_keys():
     assert float(correlation.abs().max()) < 0.03
     assert torch.equal(samestep.normal(keys[7:8], 5), drawn[7:8])
     assert samestep.normal(keys[:0], 5).shape == (0, 5)
-
-
-def test_a_batch_of_several_tensors_has_the_rows_of_each(tmp_path):
-    data = (torch.arange(20.0).view(10, 2), torch.arange(10), torch.arange(10.0) / 10)
-    training, seen = Training(tmp_path / "run"), []
-    with training.run as run:
-        for _ in run.epochs(1, state=training.state):
-            for batch in run.batches(data, 4):
-                rows = [part[batch.indices] for part in data]
-                assert [type(batch.data), *map(torch.equal, batch.data, rows)] == [
-                    list,
-                    *[True] * 3,
-                ]
-                seen += batch.data[1].tolist()
-                training.step(replace(batch, data=batch.data[0]))
-    assert sorted(seen) == list(range(10))

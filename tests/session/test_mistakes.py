@@ -1,11 +1,10 @@
 """What a script does wrong ends it, on all ranks, with one message and exit code 2."""
 
-import json
 import shutil
 
 import pytest
 
-from tests.command_line import one_message
+from tests.command_line import read_json
 from tests.session.scripts import refused, run_here, start
 from tests.tiny import files
 
@@ -41,103 +40,62 @@ def script(folder, old="", new="", name="mine.py"):
     return path
 
 
-MISTAKES = {
-    "state without state_dict": (
-        '"optimizer": optimizer}',
-        '"optimizer": 1}',
-        "state['optimizer']",
-    ),
-    "a sparse buffer": (
-        "state, size",
-        "model.register_buffer('graph', torch.eye(2).to_sparse())\n    state, size",
-        "graph",
-    ),
-    "no state": ("state, size = {", "state, size = {} and {", "state="),
-    "batch size 0": ("}, 6", "}, 0", "global_batch_size"),
-    "parameters that nobody keeps": ("loss, model)", "loss, model, other)", "state"),
-    "nothing to train": ("loss, model)", "loss)", "run.backward"),
-    "a loss without a gradient": ("loss, model)", "loss.detach(), model)", "without a gradient"),
-    "a loss of each sample": ("loss, model)", "model(batch.data), model)", "shape (6, 1)"),
-    "a vector is logged": ("log(loss=loss)", "log(loss=batch.data)", "loss"),
-    "a name of the records": ("log(loss=loss)", "log(loss=loss, step=1)", "step"),
-    "NaN": ("log(loss=loss)", "log(loss=loss * float('nan'))", "NaN"),
-    "exit within the run": ("run.log(loss=loss)", "sys.exit(0)", "mine.py:20"),
-    "a loader": ("batches(data,", "batches(torch.utils.data.DataLoader(data),", "DataLoader"),
-    "an order that there is not": ("data, size)", "data, size, order='sorted')", "sequential"),
-    "weights of another number": (
-        "data, size)",
-        "data, size, order='weighted', weights=[1, 2])",
-        "run.batches(weights=…) has 2 numbers",
-    ),
-    "an order by no weights": ("data, size)", "data, size, order='weighted')", "weights=…"),
-    "weights of no order": ("data, size)", "data, size, weights=data[:, 0])", "weighted"),
-    "draws that are left out": (
-        "data, size)",
-        "data, size, order='replacement', drop_last=True)",
-        "drop_last",
-    ),
-    "more columns than samples": ("data, size)", "data, 21, order='columns')", "21 columns"),
-    "inputs and targets of different length": (
-        "batches(data,",
-        "batches((data, data[1:]),",
-        "The data has 20 inputs",
-    ),
-    "a seed below 0": (OPENED, 'opened = {"path": "run", "seed": -1}', "seed"),
-    "batches outside of epochs": (
-        "for epoch in run.epochs(2, state=state):",
-        "if 1:",
-        "run.epochs",
-    ),
-    "no batches": ("for batch in run.batches(data, size):", "while False:", "run.batches"),
-    "after the with": (
-        "            run.log(loss=loss)",
-        "run.log(loss=1)",
-        "with samestep.open_run",
-    ),
-    "a state that cannot be loaded": (
-        "state, size",
-        "optimizer.param_groups[0]['why'] = torch.nn.Linear(1, 1)\n    state, size",
-        "state['optimizer']",
-    ),
-}
+LOG, DATA, MADE = "run.log(loss=loss)", "data, size)", "\n    state, size"
+BATCHES = "for batch in run.batches(data, size):"
+NOBODY_KEEPS = ("loss, model)", "loss, model, other)", "state")
+MISTAKES = [
+    ('"optimizer": optimizer}', '"optimizer": 1}', "state['optimizer']"),
+    ("state, size = {", "state, size = {} and {", "state="),
+    ("}, 6", "}, 0", "global_batch_size"),
+    NOBODY_KEEPS,
+    ("loss, model)", "loss)", "run.backward"),
+    ("loss, model)", "loss.detach(), model)", "without a gradient"),
+    ("loss, model)", "model(batch.data), model)", "shape (6, 1)"),
+    (LOG, "run.log(loss=batch.data)", "loss"),
+    (LOG, "run.log(loss=loss, step=1)", "step"),  # a name of the records
+    (LOG, "run.log(loss=loss * float('nan'))", "NaN"),
+    (LOG, "sys.exit(0)", "mine.py:20"),
+    (DATA, "torch.utils.data.DataLoader(data), size)", "DataLoader"),
+    (DATA, "data, size, order='sorted')", "sequential"),
+    (DATA, "data, size, order='weighted', weights=[1, 2])", "has 2 numbers"),
+    (DATA, "data, size, weights=data[:, 0])", "weighted"),
+    (DATA, "data, size, order='replacement', drop_last=True)", "drop_last"),
+    (DATA, "data, 21, order='columns')", "21 columns"),
+    (DATA, "(data, data[1:]), size)", "The data has 20 inputs"),
+    (OPENED, 'opened = {"path": "run", "seed": -1}', "seed"),
+    ("for epoch in run.epochs(2, state=state):", "if 1:", "run.epochs"),
+    (BATCHES, "while False:", "run.batches"),
+    (f"            {LOG}", "run.log(loss=1)", "with samestep.open_run"),
+    (BATCHES, "for batch in run.validation(data, size):", "run.backward"),
+    (LOG, f"{LOG}\n        run.state['seen'] = torch.ones(2)", "run.state['seen']"),
+    (LOG, f"{LOG}\n        run.best('lost')", "run.best('lost')"),
+    (LOG, f"{LOG}\n        run.best(mode='up')", "mode='up'"),
+    (MADE, f"\n    model.register_buffer('graph', torch.eye(2).to_sparse()){MADE}", "graph"),
+    (MADE, f"\n    optimizer.param_groups[0]['why'] = nn.Linear(1, 1){MADE}", "state['optimizer']"),
+]
 
 
-@pytest.fixture
-def refused_here(capfd):
-    """Run a script that is refused in this process; return its one message."""
-
-    def call(path) -> str:
-        capfd.readouterr()
-        code = run_here(path)
-        return one_message(code, "".join(capfd.readouterr()))
-
-    return call
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_once_with_exit_code_2(tmp_path, refused_here, mistake):
-    old, new, named = MISTAKES[mistake]
+@pytest.mark.parametrize(("old", "new", "named"), MISTAKES)
+def test_a_mistake_is_told_once_with_exit_code_2(tmp_path, refused_here, old, new, named):
     assert named in refused_here(script(tmp_path, old, new))
 
 
 def test_after_a_with_that_failed_nothing_is_saved_any_more(tmp_path, refused_here):
+    path = script(tmp_path, LOG, "raise ValueError")
     suppressed = "import contextlib\nwith contextlib.suppress(ValueError), samestep"
-    path = script(tmp_path, "with samestep", suppressed)
-    failing = path.read_text().replace("run.log(loss=loss)", "raise ValueError")
-    path.write_text(f"{failing}run.load_best()\n")
+    path.write_text(path.read_text().replace("with samestep", suppressed) + "run.load_best()\n")
     assert "with samestep.open_run" in refused_here(path)
 
 
 def test_all_ranks_end_with_the_one_message(tmp_path):
-    old, new, named = MISTAKES["parameters that nobody keeps"]
+    old, new, named = NOBODY_KEEPS
     assert named in refused(script(tmp_path, old, new), world_size=2, folder=tmp_path)
 
 
-@pytest.mark.parametrize("leaves", ["", "        break\n"])
-def test_a_best_epoch_that_one_rank_alone_asks_for_is_told(tmp_path, leaves):
-    logs = "            run.log(loss=loss)\n"
-    asks = f"{logs}        if run.is_main and run.best(): pass\n{leaves}"
-    assert "run.best" in refused(script(tmp_path, logs, asks), world_size=2, folder=tmp_path)
+def test_a_best_epoch_that_one_rank_alone_asks_for_is_told(tmp_path):
+    log = f"            {LOG}\n"
+    asks = f"{log}        if run.is_main and run.best(): pass\n        break\n"
+    assert "run.best" in refused(script(tmp_path, log, asks), world_size=2, folder=tmp_path)
 
 
 @pytest.mark.parametrize("first", [0, 25])
@@ -176,7 +134,7 @@ def trained(tmp_path_factory):
     """A folder with a finished run in it; only to be copied."""
     folder = tmp_path_factory.mktemp("trained")
     assert run_here(script(folder)) == 0
-    result = json.loads((folder / "run" / "result.json").read_text())
+    result = read_json(folder / "run" / "result.json")
     assert (result["status"], result["steps"]) == ("completed", 8)
     return folder
 
@@ -192,53 +150,43 @@ def test_a_run_of_something_else_is_refused_and_left_as_it_is(finished, refused_
     old, new, named = OTHER_RUNS[change]
     changed = script(finished, old, new)
     changed.write_text(changed.read_text().replace("epochs(2", "epochs(3"))
-    before = files(finished / "run" / "checkpoints"), (finished / "run/events.jsonl").read_bytes()
+    kept = finished / "run"
+    before = files(kept / "checkpoints"), (kept / "events.jsonl").read_bytes()
     assert named in refused_here(changed)
-    after = files(finished / "run" / "checkpoints"), (finished / "run/events.jsonl").read_bytes()
-    assert after == before
+    assert (files(kept / "checkpoints"), (kept / "events.jsonl").read_bytes()) == before
 
 
 def test_a_run_of_another_script_is_refused_and_more_epochs_go_on(finished, refused_here):
     other = script(finished, "epochs(2", "epochs(3", name="other.py")
     assert "'mine'" in refused_here(other)
     assert run_here(script(finished, "epochs(2", "epochs(3")) == 0
-    result = json.loads((finished / "run" / "result.json").read_text())
+    result = read_json(finished / "run" / "result.json")
     assert (result["status"], result["steps"], result["epochs"]) == ("completed", 12, 3)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_on_one_rank_ends_all_and_is_told_once(tmp_path, failing):
-    raising = f"if rank == {failing} and epoch: raise ValueError('mine')"
-    changed = script(tmp_path, "run.log(loss=loss)", f"{raising}\n            run.log(loss=loss)")
-    ranks = start(changed, world_size=2, folder=tmp_path)
+@pytest.mark.parametrize(
+    ("raising", "told"),
+    [
+        ("        if rank == 0 and epoch: raise ValueError('mine')", "ValueError: mine"),
+        ("1 / (1 - rank)", "ZeroDivisionError"),
+    ],
+    ids=["in a step", "after the epochs"],
+)
+def test_an_error_on_one_rank_ends_all_and_is_told_once(tmp_path, raising, told):
+    log = f"            {LOG}\n"
+    ranks = start(script(tmp_path, log, f"{log}    {raising}\n"), world_size=2, folder=tmp_path)
     # No launcher ends the other rank here: it meets the loss of its peer by itself.
-    assert ranks.wait()[failing] == 1
-    assert ranks.wait()[1 - failing] == 1
-    assert ranks.output().count("ValueError: mine") == 1
-    assert "Traceback" not in ranks.output()
-
-
-def test_an_error_of_one_rank_after_the_epochs_ends_a_run_as_failed(tmp_path):
-    changed = script(
-        tmp_path,
-        "            run.log(loss=loss)",
-        "            run.log(loss=loss)\n    1 / (1 - rank)",
-    )
-    ranks = start(changed, world_size=2, folder=tmp_path)
     assert ranks.wait() == [1, 1]
-    assert "ZeroDivisionError" in ranks.output()
+    assert ranks.output().count(told) == 1
     assert "Traceback" not in ranks.output()
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+    assert read_json(tmp_path / "run" / "result.json")["status"] == "failed"
 
 
-def test_an_error_alone_is_python_s_own(tmp_path):
-    changed = script(tmp_path, "run.log(loss=loss)", "raise ValueError('mine')")
-    ranks = start(changed, folder=tmp_path)
-    assert ranks.wait() == [1]
-    assert "Traceback" in ranks.output()
-    assert "samestep:" not in ranks.output()
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["status"] == "failed"
+def test_an_error_alone_is_python_s_own(tmp_path, capfd):
+    with pytest.raises(ValueError, match="mine"):
+        run_here(script(tmp_path, "run.log(loss=loss)", "raise ValueError('mine')"))
+    assert "samestep:" not in capfd.readouterr().err
+    assert read_json(tmp_path / "run" / "result.json")["status"] == "failed"
 
 
 ADAM, SGD = (f"optim.{name}(model.parameters(), lr=0.1)" for name in ("Adam", "SGD"))

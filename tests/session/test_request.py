@@ -1,10 +1,11 @@
 import re
 import tomllib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
+from torch import nn
 
 import samestep
 from samestep import Recipe, UserError
@@ -14,6 +15,7 @@ from samestep.recipes import RECIPES
 from samestep.session.request import Request, to_toml, typed
 from samestep.settings import Settings
 from samestep.training.plan import make_plan
+from tests.api.recipes import made
 
 
 @dataclass(frozen=True)
@@ -57,47 +59,32 @@ def test_choices_are_named_where_there_is_nothing_else_to_choose(name, value, to
         typed({name: value}, recipe, "mine.toml")
 
 
-WITH_OPTIONS = """
-from dataclasses import dataclass, replace
-import torch
-from torch import nn
-from samestep import Recipe, Splits
-
 @dataclass(frozen=True)
 class Options:
     smooth: float = 0.0
-    data_seed: int = 7
     rate: float = 0.1
     scale: float = 1.0
     unread: int = 0
 
-def data(mine):
-    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(mine.data_seed))
-    return Splits(train=(x, (x[:, 0] > 0).long()), validation=(x, (x[:, 0] > 0).long()))
-
-def model():
-    return nn.Linear(4, 2)
 
 def loss(outputs, targets, options):
     return nn.functional.cross_entropy(outputs, targets, label_smoothing=options.smooth)
 
-def optimizer(options, model, settings):
+
+def optimizer(options, model, _settings):
     return torch.optim.SGD(model.parameters(), lr=options.rate)
 
-def big(outputs, targets, *, options):
-    return outputs[:, 0] * 0 + options.scale
 
-recipe = Recipe(model=model, data=data, loss=loss, optimizer=optimizer, metrics={"big": big},
-                options=Options, read=lambda path: torch.ones(4) * len(path.name),
-                settings={"epochs": 1, "batch_size": 10})
-"""
+def big(outputs, _targets, *, options):
+    return outputs[:, 0] * 0 + options.scale
 
 
 def test_options_go_to_each_function_that_asks_and_one_that_nothing_reads_is_refused(here):
-    Path("mine.py").write_text(WITH_OPTIONS)
+    functions = {"loss": loss, "optimizer": optimizer, "metrics": {"big": big}}
+    recipe = made(options=Options, read=lambda path: torch.ones(4) * len(path.name), **functions)
 
     def trained(**options):
-        run = samestep.train("mine.py", quiet=True, **options)
+        run = samestep.train(recipe, quiet=True, epochs=1, **options)
         return run, run.per_epoch[-1]
 
     (run, plain), (_, smooth), (_, slow) = trained(), trained(smooth=0.3), trained(rate=0.001)
@@ -105,7 +92,7 @@ def test_options_go_to_each_function_that_asks_and_one_that_nothing_reads_is_ref
     other, row = trained(scale=3.0)
     assert (row["validation_big"], row["big"]) == (3.0, 3.0)
     assert samestep.evaluate(other, split="validation")["big"] == 3.0
-    assert "problem" not in samestep.predict(run, "mine.py")[0]
+    assert "problem" not in samestep.predict(run, __file__)[0]
     with pytest.raises(UserError, match=r"unread 5.*model"):
         trained(unread=5)
 

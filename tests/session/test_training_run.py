@@ -1,38 +1,28 @@
-"""One execution of a run as a function call: its records, its end by a signal, its failure."""
+"""One execution of a run as a function call: what it shows."""
 
+import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from samestep import read_records
+from samestep.api.call import as_in_fresh_process
+from samestep.commands.train import parse
+from samestep.ranks.world import World
 from samestep.run.records import KINDS
+from samestep.session.training_run import run_session
+from samestep.training.stopping import ReceivedSignal
 from tests import tiny
 from tests.command_line import read_json
-from tests.processes import run_ranks
 
 FLAGS = ("--epochs", "2", "--threads", "1")
-NAN_LATER = tiny.RECIPE.replace(
-    "    return nn.functional.cross_entropy(outputs, targets)",
-    "    seen.append(1)\n"
-    "    if len(seen) == 15:\n"
-    '        raise KeyError("lost")\n'
-    "    return nn.functional.cross_entropy(outputs, targets)",
-).replace("\nrecipe = ", "\nseen = []\nrecipe = ")
 
 
-def execute(target: str, flags: tuple[str, ...], stop_at: int | None = None) -> dict[str, Any]:
+def session(target: Path, *flags: str, stop_at: int | None = None) -> dict[str, Any]:
     """Call run_session alone; a signal comes in when the record of step `stop_at` is shown."""
-    import time
-
-    from samestep.commands.train import parse
-    from samestep.ranks.world import World
-    from samestep.session.training_run import run_session
-    from samestep.training.stopping import ReceivedSignal
-
-    _, request = parse([target, *flags])
     received, shown, begun = ReceivedSignal(), [], []
 
     def show(record):
@@ -40,37 +30,21 @@ def execute(target: str, flags: tuple[str, ...], stop_at: int | None = None) -> 
         if record["event"] == "step" and record["step"] == stop_at:
             received.signum = signal.SIGUSR1
 
-    told: dict[str, Any] = {"shown": shown, "begun": begun}
-    try:
-        told["outcome"] = run_session(
-            request,
+    with as_in_fresh_process():
+        outcome = run_session(
+            parse([str(target), *flags])[1],
             World(),
             received=received,
             show=show,
             begin=lambda path: begun.append((str(path), len(shown))),
             started_at=time.time(),
         )
-    except Exception as error:
-        told["error"] = type(error).__name__
-    return told
+    return {"shown": shown, "begun": begun, "outcome": outcome}
 
 
-def session(target: Path, *flags: str, folder: Path, stop_at: int | None = None) -> dict[str, Any]:
-    output = folder / f"output-{len(list(folder.iterdir()))}"
-    (told,) = run_ranks(execute, 1, output, str(target), flags, stop_at)
-    return told
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    """The directory of a whole run, beside its recipe, and what was told of it."""
-    folder = tmp_path_factory.mktemp("whole")
-    recipe, run = tiny.write_recipe(folder), folder / "run"
-    return run, session(recipe, "--run-dir", str(run), *FLAGS, folder=folder)
-
-
-def test_every_record_that_is_kept_was_shown_and_the_run_is_there_before_the_first(whole):
-    run, told = whole
+def test_every_record_that_is_kept_was_shown_and_the_run_is_there_before_the_first(tmp_path):
+    run = tmp_path / "run"
+    told = session(tiny.write_recipe(tmp_path), "--run-dir", str(run), *FLAGS)
     assert told["begun"] == [(str(run), 0)]
     shown = [record for record in told["shown"] if record["event"] != "progress"]
     assert shown == list(read_records(run))
@@ -81,40 +55,20 @@ def test_every_record_that_is_kept_was_shown_and_the_run_is_there_before_the_fir
         if record["event"] != "evaluation":
             assert record.keys() <= {"event", *kind.__struct_fields__}
     assert (told["outcome"].path, told["outcome"].signum) == (run, 0)
-    assert read_json(run / "result.json")["status"] == "completed"
-
-
-def test_a_run_that_a_signal_stopped_is_not_tested_and_goes_on_from_the_exact_step(whole, tmp_path):
-    recipe, run = tiny.write_recipe(tmp_path), tmp_path / "run"
-    told = session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path, stop_at=7)
-    assert told["outcome"].signum == signal.SIGUSR1
-    stopped_at = told["shown"][-1]["step"]
-    assert 7 <= stopped_at <= 8
     result = read_json(run / "result.json")
-    assert result.keys() == read_json(whole[0] / "result.json").keys()
-    assert (result["status"], result["reason"]) == ("stopped", "SIGUSR1")
-    assert (result["steps"], result["test"]) == (stopped_at, None)
-    told = session(run, "--resume", folder=tmp_path)
-    (resumed,) = (r for r in told["shown"] if r["event"] == "resume")
-    assert resumed["step"] == stopped_at
-    tiny.assert_same_training(run, whole[0], tolerance=0)
+    assert result["status"] == "completed"
+    assert result["test"]["checkpoint"] == tiny.read_index(run)["best"]["path"]
+    assert 50e6 < result["peak_memory_bytes"] < 50e9
 
 
-def test_a_run_that_failed_says_why_and_keeps_its_checkpoints(tmp_path):
-    recipe, run = tiny.write_recipe(tmp_path, NAN_LATER), tmp_path / "run"
-    told = session(recipe, "--run-dir", str(run), *FLAGS, folder=tmp_path)
-    assert told["error"] == "EvaluationError"
-    result = read_json(run / "result.json")
-    assert result["status"] == "failed"
-    assert "lost" in result["reason"]
-    *_, last = tiny.all_records(run)
-    assert (last["event"], last["reason"]) == ("stop", result["reason"])
-    assert tiny.newest_announced(run) > 0
-
-
-def test_a_run_directory_that_is_taken_is_left_as_it_was(whole, tmp_path):
-    run, before = whole[0], tiny.files(whole[0])
-    told = session(run.parent / "tiny.py", "--run-dir", str(run), *FLAGS, folder=tmp_path)
-    assert told["error"] == "UserError"
-    assert told["shown"] == told["begun"] == []
-    assert tiny.files(run) == before
+def test_where_the_best_checkpoint_is_damaged_the_next_best_is_tested_and_it_is_told(
+    uninterrupted, tmp_path
+):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    best = tiny.read_index(run)["best"]["path"]
+    (run / "checkpoints" / best).write_bytes(b"")
+    tiny.resumed(run)
+    *_, tested = (r for r in tiny.all_records(run) if r.get("split") == "test")
+    assert any(best in problem for problem in tested["problems"])
+    assert tested["checkpoint"] != best
+    assert read_json(run / "result.json")["test"]["checkpoint"] == tested["checkpoint"]

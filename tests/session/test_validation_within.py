@@ -1,6 +1,7 @@
 """A validation between two steps: recorded where it stands, and nothing of the training differs."""
 
 import contextlib
+import os
 import random
 import signal
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.processes import free_port, run_ranks
 from tests.session.same import account, assert_close, assert_same
-from tests.session.scripts import refused, run, weights
-from tests.session.test_going_on import _generators, ended, records  # noqa: F401 - a fixture
+from tests.session.scripts import weights
+from tests.session.test_going_on import ended, records
 from tests.session.test_loops import Training
 
 
@@ -20,23 +22,25 @@ def train(path, where, stops=None):
     torch.manual_seed(0)
     t = Training(path, resume=True, log_every=1, checkpoint_every_steps=1)
     norm = nn.BatchNorm1d(2)
-    t.model = nn.Sequential(norm, nn.Dropout(0.5), t.model)
+    t.model, t.data = nn.Sequential(norm, nn.Dropout(0.5), t.model), torch.rand(13, 2)
 
     def validate(run):
         t.model.eval()
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            for batch in run.validation(t.data + 1, 4):
+            for batch in run.validation(t.data[:1] + 1, 4):  # a second rank has none of it
                 noise = torch.rand(()) + random.random() + float(np.random.rand())  # noqa: NPY002
                 run.log(loss=t.model(batch.data).float().square().mean(), noise=noise)
         t.model.train()
 
     with torch.autocast("cpu", dtype=torch.bfloat16), t.run as run:
         for _ in run.epochs(2, state={**t.state, "model": t.model}):
-            for batch in run.batches(t.data, 3, drop_last=True):
+            for batch in run.batches(t.data, 4, drop_last=True):
                 if where == "before" and batch.step % 2:
                     validate(run)
                 own = random.random() + float(torch.rand(()))
                 loss = t.model(batch.data + own).float().square().mean() + np.random.rand()  # noqa: NPY002
+                # The statistics count in training, as those of spectral normalisation do.
+                loss = loss + norm.running_mean.sum()
                 t.optimizer.zero_grad()
                 run.backward(loss, t.model)
                 t.optimizer.step()
@@ -46,6 +50,14 @@ def train(path, where, stops=None):
                 if run.step + 1 == stops:
                     signal.raise_signal(signal.SIGTERM)
     return t
+
+
+def assert_untouched(folder):
+    """Assert that of two trainings the one with validations is the other one, bit by bit."""
+    whole, without = account(folder / "with"), account(folder / "without")
+    assert [r for r in whole if r["event"] != "evaluation"] == without
+    assert len(whole) == len(without) + 3
+    assert_close(weights(folder / "with"), weights(folder / "without"), 0)
 
 
 @pytest.mark.parametrize(("where", "second"), [("before", 2), ("after", 1)])
@@ -58,9 +70,7 @@ def test_with_a_validation_between_steps_the_training_is_the_same_bit_by_bit(
         with ended(128 + signal.SIGTERM):
             train(tmp_path / "parts", where, stops)
     train(tmp_path / "parts", where)
-    whole = account(tmp_path / "with")
-    assert [r for r in whole if r["event"] != "evaluation"] == account(tmp_path / "without")
-    assert_close(weights(tmp_path / "with"), weights(tmp_path / "without"), 0)
+    assert_untouched(tmp_path)
     assert_same(tmp_path / "parts", tmp_path / "with", tolerance=0)
     evaluations = records(tmp_path / "with", "evaluation")
     assert [(r["step"], r["epoch"]) for r in evaluations] == [(1, 1), (3, second), (5, 2)]
@@ -144,41 +154,14 @@ def test_a_validation_while_gradients_wait_for_their_optimizer_is_refused(tmp_pa
     assert ("optimizer.step()" in capfd.readouterr().err) == bool(code)
 
 
-SCRIPT = """
-import sys, torch
-from torch import nn
-import samestep
-
-with samestep.open_run("run", seed=3, log_every=1) as run:
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(2, 1))
-    optimizer = torch.optim.Adam(model.parameters())
-    data = torch.rand(24, 2)
-    for epoch in run.epochs(1, state={"model": model, "optimizer": optimizer}):
-        for batch in run.batches(data, 6):
-            # The statistics count in training, as those of spectral normalisation do.
-            loss = (model(batch.data) + model[0].running_mean.sum()).square().mean()
-            optimizer.zero_grad()
-            run.backward(loss, model)
-            optimizer.step()
-            run.log(loss=loss)
-            if batch.step % 2 and sys.argv[1] != "never":
-                model.eval()
-                for held in run.validation(data[:1], 4):  # the second rank has none of it
-                    torch.rand(5)
-                    run.log(value=model(held.data).mean())
-                model.train()
-"""
+def train_with_and_without(folder):
+    """Train both on the ranks that this process is one of."""
+    train(folder / "without", None)
+    os.environ["MASTER_PORT"] = (folder / "port").read_text()
+    train(folder / "with", "after")
 
 
 def test_two_ranks_train_the_same_with_a_validation_of_which_one_has_no_share(tmp_path):
-    script = tmp_path / "within.py"
-    script.write_text(SCRIPT)
-    for when in ("never", "often"):
-        (tmp_path / when).mkdir()
-        run(script, when, world_size=2, folder=tmp_path / when)
-    without, often = (account(tmp_path / when / "run") for when in ("never", "often"))
-    assert [r for r in often if r["event"] != "evaluation"] == without
-    assert [r["step"] for r in often if r["event"] == "evaluation"] == [2, 4]
-    assert_close(weights(tmp_path / "often/run"), weights(tmp_path / "never/run"), 0)
-    script.write_text(SCRIPT.replace("optimizer.step()\n", "pass\n"))
-    assert "optimizer.step()" in refused(script, "often", world_size=2, folder=tmp_path)
+    (tmp_path / "port").write_text(str(free_port()))
+    run_ranks(train_with_and_without, 2, tmp_path / "outputs", tmp_path)
+    assert_untouched(tmp_path)

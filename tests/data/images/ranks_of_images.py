@@ -53,8 +53,7 @@ def batches(data, world: World, *, epochs=(0, 1), global_batch=5, num_workers=0)
     rows = []
     for epoch in epochs:
         for block in source.blocks(epoch, 0, global_batch=global_batch, drop_last=False):
-            for k in range(block.num_steps):
-                part = block.part(k, 1)
+            for part in block.singles():
                 step = (epoch, part.first_step)
                 if part.weight:
                     rows += [(step, x, int(y)) for x, y in zip(part.inputs, part.targets)]  # noqa: B905
@@ -63,43 +62,36 @@ def batches(data, world: World, *, epochs=(0, 1), global_batch=5, num_workers=0)
     return rows
 
 
-def train_rows(root: Path, cache: str, side: int, num_workers: int):
-    """Return a rank's rows, and what was left out."""
+def on_two_ranks(root: Path, others: list[Path], kinds: dict[int, tuple[str, int]]):
+    """Return what a rank reads for each kind, what it is refused, and what of memory it shares."""
     with joined() as world:
-        found = ready(root, world, cache=cache, side=side)
-        rows = batches(found.splits["train"], world, num_workers=num_workers)
-        return rows, found.left_out
+        read = {}
+        for side, (cache, num_workers) in kinds.items():
+            found = ready(root, world, cache=cache, side=side)
+            rows = batches(found.splits["train"], world, num_workers=num_workers)
+            read[side] = rows, found.left_out
+        broken = [refusal(root, world, cache=cache, max_corrupt=0.1) for cache in ("memory", "off")]
+        other = [refusal((root, path)[world.rank], world, cache="off") for path in others]
+        return SimpleNamespace(
+            read=read, broken=broken, other=other, shared=shares_one_memory(root, world)
+        )
 
 
-def what_is_refused(root: Path, cache: str, max_corrupt: float):
-    """Return the message that each rank gets."""
-    with joined() as world:
-        try:
-            ready(root, world, cache=cache, max_corrupt=max_corrupt)
-        except UserError as error:
-            return str(error), error.on_all_ranks
+def refusal(root: Path, world: World, **how):
+    """Return the message of what cannot be made ready, and whether all ranks have it."""
+    try:
+        ready(root, world, **how)
+    except UserError as error:
+        return str(error), error.on_all_ranks
     return None
 
 
-def other_files(root: Path, other: Path):
-    """Let one rank see another folder than the rest; return the message."""
-    with joined() as world:
-        try:
-            ready(other if world.rank else root, world, cache="off")
-        except UserError as error:
-            return str(error)
-    return None
-
-
-def shares_one_memory(root: Path):
+def shares_one_memory(root: Path, world: World):
     """Write into one rank's images and look at another's; return what it sees, and where."""
-    with joined() as world:
-        found = ready(root, world, cache="memory")
-        images, _labels = found.splits["train"]
-        world.barrier()
-        if world.rank == 0:
-            images[0] = 77
-        world.barrier()
-        maps = Path("/proc/self/maps").read_text()
-        mapped = [line for line in maps.splitlines() if PREFIX in line]
-        return np.unique(images[0]).tolist(), mapped
+    images, _labels = ready(root, world, cache="memory").splits["train"]
+    world.barrier()
+    if world.rank == 0:
+        images[0] = 77
+    world.barrier()
+    maps = Path("/proc/self/maps").read_text()
+    return np.unique(images[0]).tolist(), [line for line in maps.splitlines() if PREFIX in line]

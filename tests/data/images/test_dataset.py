@@ -6,6 +6,7 @@ The rows are compared as the model sees them: decoded, augmented and normalised,
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,18 +15,16 @@ from samestep import UserError
 from samestep.data.images import dataset, image_files
 from samestep.data.images.dataset import ImageFiles
 from samestep.ranks.world import World
-from tests.data.images.ranks_of_images import (
-    batches,
-    other_files,
-    ready,
-    shares_one_memory,
-    train_rows,
-    what_is_refused,
-)
-from tests.image_files import BROKEN, write_images
+from tests.data.images.ranks_of_images import batches, on_two_ranks, ready
+from tests.image_files import write_images
 from tests.processes import run_ranks
 
+# Two ranks are started once for all of them.
+pytestmark = pytest.mark.xdist_group("image-files")
+
 ALONE = World()
+KINDS = {20: ("off", 1), 75: ("memory", 0)}
+"""Side of the images → how two ranks read them: the cache, and workers each."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +34,29 @@ def cache_home(tmp_path, monkeypatch) -> Path:
     return tmp_path / "xdg" / "samestep" / "images"
 
 
-@pytest.fixture
-def root(tmp_path) -> Path:
+def write_root(folder: Path) -> Path:
     """Two classes of seven images, one of them broken in the middle and one at the end."""
-    folder = write_images(tmp_path / "data", count=7)
+    write_images(folder, count=7)
     for name in ("cat/003.png", "dog/006.JPG"):
         (folder / "train" / name).write_bytes(b"")
     return folder
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return write_root(tmp_path / "data")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What each of two ranks reads of such a folder, or is refused; two others for its fellow."""
+    folder = tmp_path_factory.mktemp("two-ranks")
+    root, others = write_root(folder / "data"), [folder / "more", folder / "renamed"]
+    write_images(others[0], count=8)
+    write_root(others[1])
+    (others[1] / "train" / "cat" / "000.JPG").rename(others[1] / "train" / "cat" / "zebra.JPG")
+    found = run_ranks(on_two_ranks, 2, folder / "out", root, others, KINDS)
+    return SimpleNamespace(root=root, ranks=found)
 
 
 def assert_same(one, other):
@@ -54,48 +69,23 @@ def empty(folder):
         path.write_bytes(b"")
 
 
-@pytest.mark.parametrize(
-    ("side", "on_two_ranks"), [(20, ("off", 1)), (75, ("memory", 0))], ids=["small", "large"]
-)
-def test_rows_are_the_same_with_any_cache_workers_and_ranks(tmp_path, root, side, on_two_ranks):
+@pytest.mark.parametrize("side", KINDS, ids=["small", "large"])
+def test_rows_are_the_same_with_any_cache_workers_and_ranks(two_ranks, side):
     """75 pixels are seen as 65, cropped at a random scale; 20 are shifted."""
-    files = ready(root, ALONE, cache="off", side=side)
+    files = ready(two_ranks.root, ALONE, cache="off", side=side)
     expected = batches(files.splits["train"], ALONE)
     assert len(expected) == 3 * 12
-    kept = ready(root, ALONE, cache="memory", side=side)
+    kept = ready(two_ranks.root, ALONE, cache="memory", side=side)
     assert isinstance(kept.splits["train"], tuple)
     assert kept.left_out == files.left_out
     assert_same(batches(kept.splits["train"], ALONE), expected)
     assert_same(batches(files.splits["train"], ALONE, num_workers=2), expected)
-    cache, num_workers = on_two_ranks
-    ranks = run_ranks(train_rows, 2, tmp_path / "out", root, cache, side, num_workers)
+    ranks = [found.read[side] for found in two_ranks.ranks]
     assert [left_out for _, left_out in ranks] == [files.left_out] * 2
     # Within a step the ranks' shares lie one after the other.
     rows = sorted((row for found, _ in ranks for row in found), key=lambda row: row[0])
     evaluated = [row for row in rows if row[0] == (-1, 0)]
     assert_same([*(row for row in rows if row[0] != (-1, 0)), *evaluated], expected)
-
-
-def test_samples_of_an_augmented_batch_do_not_depend_on_each_other(root):
-    """Else a batch of another size, on another number of ranks, would hold other images."""
-    data = ready(root, ALONE, cache="memory", side=75).splits["train"]
-    whole = batches(data, ALONE, epochs=(0,), global_batch=12)[:12]
-    single = batches(data, ALONE, epochs=(0,), global_batch=1)[:12]
-    assert all(torch.equal(a, b) for (_, a, _), (_, b, _) in zip(whole, single, strict=True))
-
-
-@pytest.mark.parametrize("cache", ["memory", "off"])
-def test_a_broken_file_is_named_and_left_out(tmp_path, cache):
-    folder = write_images(tmp_path / "data", count=3)
-    write_it, says = BROKEN["truncated"]
-    write_it(folder / "train" / "cat" / "0010.jpg")
-    found = ready(folder, ALONE, cache=cache)
-    (left_out,) = found.left_out
-    assert left_out.startswith("train/cat/0010.jpg: ")
-    assert says in left_out
-    assert found.notes[0].startswith("1 of 7 images ")
-    assert left_out in found.notes[0]
-    assert len(batches(found.splits["train"], ALONE, epochs=(0,))) == 12
 
 
 def test_a_split_after_a_broken_file_keeps_its_own_images(tmp_path, root):
@@ -111,14 +101,19 @@ def test_a_split_after_a_broken_file_keeps_its_own_images(tmp_path, root):
             assert labels[k] == label
 
 
-def test_too_many_broken_files_end_the_run_with_one_message(tmp_path, root):
-    for cache in ("memory", "off"):
-        refused = run_ranks(what_is_refused, 2, tmp_path / cache, root, cache, 0.1)
-        for message, on_all_ranks in refused:
-            assert on_all_ranks
-            assert message.startswith("2 of 14 images ")
-            assert f"{root}/train/cat/003.png: it is empty" in message
-            assert "--max-corrupt 0.15" in message
+def test_broken_files_are_named_and_left_out(root):
+    found = ready(root, ALONE, cache="off")
+    assert found.left_out == ("train/cat/003.png: it is empty", "train/dog/006.JPG: it is empty")
+    assert found.notes[0].startswith("2 of 14 images ")
+    assert all(name in found.notes[0] for name in found.left_out)
+
+
+def test_too_many_broken_files_end_the_run_with_one_message(two_ranks, root):
+    for message, on_all_ranks in (told for found in two_ranks.ranks for told in found.broken):
+        assert on_all_ranks
+        assert message.startswith("2 of 14 images ")
+        assert f"{two_ranks.root}/train/cat/003.png: it is empty" in message
+        assert "--max-corrupt 0.15" in message
     empty(root / "train")
     with pytest.raises(UserError, match="and 11 more"):
         ready(root, ALONE, cache="off")
@@ -146,14 +141,12 @@ def test_a_broken_file_is_named_on_one_line_whatever_its_name(tmp_path):
     assert left_out == r"train/cat/\udcff\n.png: it is empty"
 
 
-def test_ranks_that_see_different_files_are_told(tmp_path, root):
-    other = write_images(tmp_path / "other", count=8)
-    for place, numbers in enumerate((["0", "14", "1", "16"], ["0", "16", "1", "16"])):
-        first, second = run_ranks(other_files, 2, tmp_path / f"out{place}", root, other)
-        assert first == second
-        assert re.findall(r"\d+", first) == numbers
-        for name in ("cat", "dog"):  # as many as the other, by other names
-            (root / "train" / name / "zebra.png").write_bytes(b"")
+def test_ranks_that_see_different_files_are_told(two_ranks):
+    """Also where there are as many, by other names."""
+    first, second = (found.other for found in two_ranks.ranks)
+    assert first == second
+    numbers = [re.findall(r"\d+", message) for message, _on_all_ranks in first]
+    assert numbers == [["0", "14", "1", "16"], ["0", "14", "1", "14"]]
 
 
 def test_a_scan_is_remembered_until_a_file_changes(root, cache_home, tmp_path, monkeypatch):
@@ -182,23 +175,11 @@ def test_a_file_that_breaks_later_is_named_without_a_traceback(root, num_workers
     assert "Traceback" not in str(caught.value)
 
 
-def test_nothing_is_decoded_after_memory_is_filled(root, monkeypatch):
-    data = ready(root, ALONE, cache="memory").splits["train"]
-    for module in (image_files, dataset):
-        monkeypatch.setattr(module, "decode", None, raising=False)
-    for path in (root / "train").rglob("*.*"):
-        path.unlink()
-    assert len(batches(data, ALONE)) == 36
-
-
-def test_the_ranks_of_a_node_share_one_memory_that_has_no_name(tmp_path, root):
-    before = set(Path("/dev/shm").glob("samestep-*"))
-    found = run_ranks(shares_one_memory, 2, tmp_path / "out", root)
-    for values, mapped in found:
+def test_the_ranks_of_a_node_share_one_memory_that_has_no_name(two_ranks):
+    for values, mapped in (found.shared for found in two_ranks.ranks):
         assert values == [77]
-        assert len(mapped) == 1
-        assert mapped[0].endswith("(deleted)")
-    assert set(Path("/dev/shm").glob("samestep-*")) <= before
+        assert mapped
+        assert all(line.endswith("(deleted)") for line in mapped)
 
 
 def test_auto_keeps_what_takes_at_most_half_of_the_free_memory(root, monkeypatch):

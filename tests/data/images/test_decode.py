@@ -1,20 +1,11 @@
 """Decoding: one square of bytes for each file, upright, in RGB, whatever the file is like."""
 
-import builtins
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from samestep import UserError
-from samestep.data.images.decode import (
-    UnreadableImageError,
-    decode,
-    model_side,
-    pillow,
-    stored_side,
-)
+from samestep.data.images.decode import UnreadableImageError, decode, model_side, stored_side
 from tests.image_files import BROKEN, pixels
 
 BILINEAR = Image.Resampling.BILINEAR
@@ -109,29 +100,6 @@ def test_what_is_wrong_with_a_file_is_said_in_a_few_words(tmp_path, kind):
         decode(tmp_path / "a.jpg", 20)
     assert says in str(caught.value)
     assert str(tmp_path) not in str(caught.value), "whoever tells of it names the file"
-
-
-def test_a_file_that_may_not_be_read_is_named_as_such(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    path = write(tmp_path / "a.png", pixels(11))
-    monkeypatch.setattr(builtins, "open", refuse)
-    with pytest.raises(UnreadableImageError, match="Permission denied"):
-        decode(path, 20)
-
-
-def test_without_pillow_the_command_that_installs_it_is_said(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *more):
-        if name.split(".")[0] == "PIL":
-            raise ImportError(name)
-        return real(name, *more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"pip install 'samestep\[images\]'"):
-        pillow()
 
 
 @pytest.mark.parametrize("size", [8, 32, 64, 65, 100, 160, 224, 333, 1024])

@@ -36,15 +36,6 @@ def test_endings_count_in_any_case_and_other_files_do_not(tmp_path):
     assert found == ["000.JPG", "a.JPEG", "b.Png", "000.JPG"]
 
 
-def test_names_may_hold_any_bytes(tmp_path):
-    root = write_images(tmp_path, count=1)
-    for name in (b"\xff\xfe.jpg", "ünï côdé 日本.png".encode()):
-        with open(os.path.join(os.fsencode(root / "train" / "cat"), name), "wb"):  # noqa: PTH118, PTH123
-            pass
-    files = find_files(root, "train", CLASSES)
-    assert all(os.path.exists(files.path(k)) for k in range(4))  # noqa: PTH110
-
-
 @pytest.mark.parametrize("name", ["val", "validation"])
 def test_the_validation_folder_has_two_names_and_may_lack_a_class(tmp_path, name):
     write_images(tmp_path)

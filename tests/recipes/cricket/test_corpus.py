@@ -1,5 +1,3 @@
-import io
-
 import numpy as np
 
 from samestep.recipes.cricket.corpus import (
@@ -10,7 +8,6 @@ from samestep.recipes.cricket.corpus import (
     PENALTY,
     WIDE,
     from_documents,
-    load,
     merge,
 )
 from samestep.recipes.cricket.synthetic import documents
@@ -131,20 +128,3 @@ def test_matches_are_sorted_by_date_however_they_come():
             [corpus.lists["players"][k] for k in corpus.balls[player]] for corpus in (whole, parts)
         )
         assert one == other
-
-
-def test_a_corpus_comes_back_from_its_file():
-    corpus = merge([from_documents(documents(3, seed=0))])
-    file = io.BytesIO()
-    corpus.save(file)
-    file.seek(0)
-    same(load(file), corpus)
-
-
-def test_made_up_matches_are_read_as_real_ones_and_are_the_same_for_a_seed():
-    once, again, other = (list(documents(5, seed)) for seed in (1, 1, 2))
-    assert once == again
-    assert once != other
-    corpus = merge([from_documents(once)])
-    assert corpus.lists["bad"] == corpus.lists["passed"] == ()
-    assert len(corpus.matches["date"]) == 5

@@ -61,12 +61,6 @@ def test_later_matches_go_on_from_what_a_run_has_kept():
     np.testing.assert_allclose(form(corpus, kept), whole, atol=1e-4)
 
 
-def test_what_is_kept_is_of_plain_numbers_which_torch_loads_without_trust():
-    corpus = of(day(1, 4), day(2, 0))
-    kept = keep_form(corpus, every(corpus))
-    assert {type(number) for number in (*kept.ratings, *kept.usual)} == {float}
-
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_no_matches_have_no_form(kept):
     corpus = of(day(1, 4))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from samestep.data.trees import num_rows
 from samestep.recipes.cricket.corpus import from_documents, merge
-from samestep.recipes.cricket.graphs import EDGES, BallGraphs, GraphSource, build, collate
+from samestep.recipes.cricket.graphs import EDGES, GraphSource, build
 from samestep.recipes.cricket.synthetic import documents
 from samestep.recipes.cricket.tables import CONTEXTS, Vocabularies, make_tables, vocabularies
 from tests.needs import needs
@@ -77,12 +77,9 @@ def test_distances_grow_with_the_balls_between(source):
     far = graph["ball", "before", "query"].edge_attr.squeeze(1)
     assert torch.all(far[1:] < far[:-1])
     assert far[-1] == 0
-    index, near = (
-        graph["ball", "precedes", "ball"].edge_index,
-        graph["ball", "precedes", "ball"].edge_attr.squeeze(1),
-    )
-    apart = (index[1] - index[0]).float()
-    torch.testing.assert_close(near, torch.log(apart) / np.log(120))
+    near = graph["ball", "precedes", "ball"]
+    apart = (near.edge_index[1] - near.edge_index[0]).float()
+    torch.testing.assert_close(near.edge_attr.squeeze(1), torch.log(apart) / np.log(120))
 
 
 @settings(max_examples=10)
@@ -197,14 +194,6 @@ def test_the_balls_before_do_change_the_input(files):
         for c in (card, other)
     ]
     assert any(not torch.equal(value, graphs[1][key]) for key, value in graphs[0].items())
-
-
-def test_samples_are_references_that_collate_builds_graphs_of(source):
-    data = BallGraphs(source, np.array([5, 100, 7]))
-    assert len(data) == 3
-    graphs = collate([data[0], data[2]])
-    assert graphs["query"].y.tolist() == source.tables.target[[5, 7]].tolist()
-    assert graphs["ball"].batch.bincount().tolist() == [5, 7]
 
 
 def test_edges_that_are_left_out_are_empty(source):

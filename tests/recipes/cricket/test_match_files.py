@@ -62,25 +62,21 @@ def test_one_file_is_a_match(tmp_path):
     assert [name for name, _ in open_match_files(path).read()] == ["m.json"]
 
 
-@pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz", "tar.xz"])
-@pytest.mark.parametrize("left", [0.3, 0.7, 0.98])
-def test_a_truncated_archive_is_told(tmp_path, kind, left):
-    path = tmp_path / f"m.{kind}"
-    if kind == "zip":
-        as_zip(path)
-    else:
-        as_tar(path, mode="w" + kind[3:].replace(".", ":"))
+@pytest.mark.parametrize("left", [0.7, 0.98])
+@pytest.mark.parametrize("mode", ["zip", "w:gz", "w:xz"])
+def test_a_truncated_archive_is_told(tmp_path, mode, left):
+    path = tmp_path / "m"
+    as_zip(path) if mode == "zip" else as_tar(path, mode=mode)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * left)])
-    if kind == "tar" and left > 0.5:
-        return  # a tar ends with up to 20 blocks of zeros: nothing is lost
     refused(path)
 
 
-def test_a_tar_that_ends_between_two_files_is_truncated(tmp_path):
+def test_a_tar_that_ends_within_a_file_or_between_two_is_truncated(tmp_path):
     path = as_tar(tmp_path / "m.tar")
     size = 512 + -(-len(FILES["b.json"]) // 512) * 512
-    path.write_bytes(path.read_bytes()[:size])
-    refused(path)
+    for left in (size, size - 512):
+        path.write_bytes(path.read_bytes()[:left])
+        refused(path)
 
 
 @pytest.mark.parametrize("name", ["../m.json", "/etc/m.json", "a/../../m.json", "C:\\m.json"])
@@ -114,13 +110,6 @@ def test_a_file_too_large_for_a_match_is_refused_unread(tmp_path):
     assert "1,000,000,000,000" in refused(sparse)
 
 
-def test_a_link_to_nowhere_is_named(tmp_path):
-    write(tmp_path, FILES)
-    link = tmp_path / "gone.json"
-    link.symlink_to(tmp_path / "nowhere")
-    assert str(link) in refused(tmp_path)
-
-
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     write(tmp_path, FILES)
     scan, closed = os.scandir, str(tmp_path / "deep")
@@ -143,11 +132,3 @@ def test_where_there_are_no_matches_that_is_said(tmp_path):
     (tmp_path / "m.csv").write_text("a,b\n")
     refused(tmp_path / "m.csv")
     refused(tmp_path / "nowhere")
-
-
-def test_the_stamp_changes_with_the_files(tmp_path):
-    write(tmp_path, FILES)
-    before = open_match_files(tmp_path).stamp
-    assert open_match_files(tmp_path).stamp == before
-    write(tmp_path, {"c.json": match()})
-    assert open_match_files(tmp_path).stamp != before

@@ -4,16 +4,7 @@ import numpy as np
 import pytest
 
 from samestep.errors import UserError
-from samestep.recipes.cricket.corpus import (
-    at_random,
-    balls_of,
-    boundaries,
-    by_date,
-    digests,
-    from_documents,
-    merge,
-    without_known,
-)
+from samestep.recipes.cricket.corpus import at_random, boundaries, by_date, from_documents, merge
 from samestep.recipes.cricket.scores import baselines, errors
 from samestep.recipes.cricket.synthetic import documents
 from tests.cricket_files import corpus_of, match
@@ -43,11 +34,6 @@ def test_three_dates_are_one_for_each_and_fewer_are_refused():
             boundaries(of_days(*days))
 
 
-def test_later_matches_are_all_of_the_test():
-    found = by_date(of_days(30, 31, 40), ("2024-01-10", "2024-01-20"))
-    assert [len(rows) for rows in found.values()] == [0, 0, 3]
-
-
 def test_a_random_split_takes_whole_matches_and_depends_on_nothing_but_their_names():
     few, many = of_days(*range(10)), of_days(*range(40))
     first, second = at_random(few, seed=1), at_random(many, seed=1)
@@ -57,28 +43,12 @@ def test_a_random_split_takes_whole_matches_and_depends_on_nothing_but_their_nam
     assert at_random(many, seed=2)["train"].tolist() != second["train"].tolist()
 
 
-def test_the_balls_of_some_matches_are_theirs_alone():
-    corpus = of_days(0, 1, 2)
-    assert balls_of(corpus, np.array([1])).tolist() == [5, 6, 7, 8, 9]
-    assert balls_of(corpus, np.array([], int)).tolist() == []
-
-
 def test_errors_are_over_all_balls():
     found = errors(np.array([1.0, 2.0, 6.0]), np.array([1.0, 4.0, 1.0]))
     assert found["mae"] == pytest.approx(7 / 3)
     assert found["rmse"] == pytest.approx(np.sqrt(29 / 3))
     assert found["r2"] == pytest.approx(1 - 29 / 6)
     assert found["median_error"] == 2
-
-
-def test_each_baseline_knows_more_than_a_constant():
-    corpus = merge([from_documents(documents(60, seed=0))])
-    parts = by_date(corpus, boundaries(corpus))
-    fitted, tested = (balls_of(corpus, parts[name]) for name in ("train", "test"))
-    found = baselines(corpus, fitted, tested, 5)
-    for name in ("run_rate", "table", "trees_mae", "trees_mse"):
-        assert found[name]["mae"] < found["constant"]["mae"]
-    assert found["constant"]["r2"] <= 0
 
 
 def test_without_scikit_learn_the_trees_are_left_out_and_that_is_said(monkeypatch):
@@ -90,20 +60,3 @@ def test_without_scikit_learn_the_trees_are_left_out_and_that_is_said(monkeypatc
     assert {name for name, told in found.items() if told != found["trees"]} == {
         *("constant", "run_rate", "table")
     }
-
-
-def test_a_match_is_known_again_whatever_its_file_is_called():
-    files = dict(documents(20, seed=0))
-    corpus = merge([from_documents(files.items())])
-    renamed = merge([from_documents((f"x/{name}", file) for name, file in files.items())])
-    assert digests(corpus).tolist() == digests(renamed).tolist()
-    assert len(set(digests(corpus).tolist())) == 20
-    parts = by_date(corpus, boundaries(corpus))
-    used = tuple(digests(corpus)[np.concatenate([parts["train"], parts["validation"]])].tolist())
-    again = without_known(corpus, parts, used)
-    assert {name: some.tolist() for name, some in again.items()} == {
-        name: some.tolist() for name, some in parts.items()
-    }
-    others = merge([from_documents(documents(5, seed=9))])
-    apart = without_known(others, at_random(others, 0), used)
-    assert [len(apart[name]) for name in ("train", "validation", "test")] == [0, 0, 5]
