@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.processes import TIMEOUT_S, Ranks, run_ranks, start_ranks
+from tests.processes import TIMEOUT_S, Ranks, start_ranks
 
 AGENT_LOOKS_EVERY_S = 0.3
 
@@ -156,15 +156,11 @@ def _process_as_it_was() -> Iterator[None]:
         signal.signal(signal.SIGUSR1, handler)
 
 
-def files_written(*arguments: str, world_size: int, folder: Path) -> list[set[Path]]:
-    """Run the command line on N ranks; return what each opened for writing, or renamed.
+def files_written(arguments: list[str]) -> set[Path]:
+    """Run the command line on the rank that calls; return what it opened for writing, or renamed.
 
     What Python keeps of a compiled module is written by whichever rank imports it first.
     """
-    return run_ranks(_watched, world_size, folder, list(arguments))
-
-
-def _watched(arguments: list[str]) -> set[Path]:
     from samestep.cli import main
 
     written: set[Path] = set()

@@ -15,6 +15,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# As samestep's command line does before it imports torch: threads that spin take the cores from the
+# other tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import psutil
 import pytest
 

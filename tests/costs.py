@@ -51,7 +51,7 @@ class _Costs:
         return report
 
     def pytest_runtest_logreport(self, report):
-        self.seconds[report.nodeid] += report.cpu_seconds
+        self.seconds[report.nodeid] += getattr(report, "cpu_seconds", 0.0)  # a worker may crash
 
     def pytest_terminal_summary(self, terminalreporter):
         heaviest = sorted(self.seconds.items(), key=lambda cost: -cost[1])[: self.num_shown]

@@ -14,9 +14,7 @@ from samestep.checking.findings import RULES, Mistake, without_silenced
 from samestep.checking.sarif import as_sarif
 from tests.checking.planted import BASE, forked, line_of, planted
 from tests.command_line import call
-from tests.processes import free_port, launch_environment
 
-NO_SET_EPOCH = planted(("        sampler.set_epoch(epoch)\n", ""))
 PAGES = Path(__file__).parents[2] / "docs" / "reference" / "check"
 EXAMPLES = PAGES.parents[2] / "examples"
 
@@ -48,47 +46,14 @@ def report_of(folder: Path, *severities: str, source: str = BASE, **more) -> Che
     return CheckReport(**lists | facts | more)
 
 
-def test_what_is_found_is_printed_as_json_and_ends_with_exit_code_1(here, capfd):
-    (here / "code").mkdir()
-    (here / "code" / "train.py").write_text(NO_SET_EPOCH)
-    assert call("check", "code/train.py", "--json", "--sarif", "found.sarif") == 1
-    found = json.loads(capfd.readouterr().out)
-    assert {"findings", "not_seen", "steps", "seconds"} <= found.keys()
-    (finding,) = found["findings"]
-    assert finding.keys() == {
-        *("code", "severity", "file", "line", "title", "evidence", "why", "remedy")
-    }
-    assert (finding["code"], finding["severity"]) == ("SS103", "warning")
-    line = line_of(NO_SET_EPOCH, "in train_loader:")
-    assert (finding["file"], finding["line"]) == ("code/train.py", line)
-    assert found["steps"] == 9
-    assert 0 < found["seconds"] < 60
-    (run,) = json.loads((here / "found.sarif").read_text())["runs"]
-    assert [one["ruleId"] for one in run["results"]] == ["SS103"]
-    assert (here / "code" / "train.py").read_text() == NO_SET_EPOCH
-    assert {path.name for path in here.rglob("*")} == {"code", "train.py", "found.sarif"}
-
-
-def test_a_script_without_a_mistake_ends_with_exit_code_0(here, capfd):
-    (here / "train.py").write_text(BASE)
-    assert call("check", "--nproc", "2", "train.py") == 0
-    assert "9 steps" in capfd.readouterr().out
-
-
-def test_a_module_is_checked_with_the_arguments_behind_the_dashes(here, capfd):
-    (here / "pkg").mkdir()
-    source = planted(
-        ("range(3)", "range(int(sys.argv[1]))"), ("import os\n", "import os\nimport sys\n")
-    )
-    (here / "pkg" / "train.py").write_text(source)
-    assert call("check", "-m", "pkg.train", "--json", "--", "1") == 0
-    assert json.loads(capfd.readouterr().out)["steps"] == 4
-
-
 def test_the_example_has_the_mistakes_that_the_handbook_shows(here, capfd):
     source = (EXAMPLES / "check_me.py").read_text()
-    (here / "check_me.py").write_text(source)
-    assert call("check", "check_me.py", "--json") == 1
+    (here / "code").mkdir()
+    (here / "code" / "check_me.py").write_text(source)
+    assert call("check", "code/check_me.py", "--json", "--sarif", "found.sarif") == 1
+    report = json.loads(capfd.readouterr().out)
+    assert {"findings", "not_seen", "steps", "seconds"} <= report.keys()
+    assert report["seconds"] > 0
     lines = {
         "SS103": "in enumerate(train_loader)",
         "SS301": "loss.backward()",
@@ -98,12 +63,35 @@ def test_the_example_has_the_mistakes_that_the_handbook_shows(here, capfd):
         "SS503": "torch.save(",
         "SS603": "dist.init_process_group(",
     }
-    found = json.loads(capfd.readouterr().out)["findings"]
+    found = report["findings"]
     expected = {code: line_of(source, part) for code, part in lines.items()}
     assert {one["code"]: one["line"] for one in found} == expected
+    keys = {"code", "severity", "file", "line", "title", "evidence", "why", "remedy"}
+    assert all(one.keys() == keys and one["file"] == "code/check_me.py" for one in found)
+    (run,) = json.loads((here / "found.sarif").read_text())["runs"]
+    assert {one["ruleId"] for one in run["results"]} == expected.keys()
+    left = {path.name for path in here.rglob("*")}
+    assert left == {"code", "check_me.py", "found.sarif"}, "it runs in a copy"
     shown = (PAGES.parents[1] / "how-to" / "check.md").read_text()
     for code, line in expected.items():
         assert re.search(rf"^\w+ +{code}  .*\n +examples/check_me.py:{line}$", shown, re.MULTILINE)
+
+
+def test_a_module_is_checked_with_its_arguments_and_what_a_comment_silences_is_no_failure(
+    here, capfd
+):
+    source = planted(
+        ("        sampler.set_epoch(epoch)\n", ""),
+        ("in train_loader:", "in train_loader:  # samestep: ignore[SS103]"),
+        ("range(3)", "range(int(sys.argv[1]))"),
+        ("import os\n", "import os\nimport sys\n"),
+    )
+    (here / "pkg").mkdir()
+    (here / "pkg" / "train.py").write_text(source)
+    assert call("check", "--nproc", "2", "-m", "pkg.train", "--", "2") == 0
+    text = capfd.readouterr().out
+    assert "8 steps" in text
+    assert "1 finding silenced" in text
 
 
 @pytest.mark.parametrize(
@@ -113,8 +101,7 @@ def test_advice_alone_is_no_failure(tmp_path, severities, code):
     assert report_of(tmp_path, *severities).exit_code == code
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize(("width", "colour"), [(60, False), (120, True)])
 def test_the_text_fits_the_terminal_and_shows_the_users_line(tmp_path, width, colour):
     long = "counts += " + " + ".join(f"number_{n}" for n in range(40))
     source = BASE.replace("loss.backward()", long)
@@ -158,15 +145,6 @@ def test_a_comment_silences_the_codes_that_it_names_at_its_line(tmp_path, line, 
         assert bool(found) == (kept or (number == 1 and "ignore" in above))
 
 
-def test_what_a_comment_silences_is_counted_and_no_failure(here, capfd):
-    loop = "in train_loader:"
-    silent = NO_SET_EPOCH.replace(loop, f"{loop}  # samestep: ignore[SS103]")
-    (here / "train.py").write_text(silent)
-    assert call("check", "train.py", "--json") == 0
-    found = json.loads(capfd.readouterr().out)
-    assert (found["findings"], found["silenced"]) == ([], 1)
-
-
 def test_sarif_has_what_its_schema_requires(here):
     report = report_of(here / "code", "error", "warning", "advice")
     found = as_sarif(report)
@@ -196,31 +174,24 @@ def test_sarif_of_a_finding_without_a_line_points_at_the_script(here):
     assert as_table(report)["findings"][0]["file"] == ""
 
 
-def test_where_sarif_goes_is_checked_before_anything_runs(here, refused):
-    (here / "train.py").write_text("open('began', 'w')")
-    assert "nowhere" in refused("check", "train.py", "--sarif", "nowhere/found.sarif")
-
-
-def test_a_recipe_is_given_to_verify(here, capfd, monkeypatch, refused):
+def test_a_recipe_and_a_loop_of_ones_own_are_given_to_verify(here, capfd, monkeypatch, refused):
     asked = []
     monkeypatch.setattr("samestep.commands.verify.main", lambda words: asked.append(words) or 7)
     (here / "mine.py").write_text(
         "from samestep import Recipe\nrecipe = Recipe(model=dict, data=list)\n"
     )
+    (here / "own.py").write_text("import samestep\nwith samestep.open_run('x') as run:\n    pass\n")
     assert call("check", "mine.py", "--json", "--nproc", "3") == 7
+    assert call("check", "own.py", "--json", "--", "runs/x", "--epochs", "1") == 7
     assert call("check", "spiral") == 7
-    assert asked == [["mine.py", "--json", "--world-sizes", "1,3"], ["spiral"]]
+    assert asked == [
+        ["mine.py", "--json", "--world-sizes", "1,3"],
+        ["own.py", "--json", "--", "runs/x", "--epochs", "1"],
+        ["spiral"],
+    ]
     assert "samestep verify spiral" in capfd.readouterr().err
     assert "--sarif" in refused("check", "mine.py", "--sarif", "found.sarif")
     assert "--" in refused("check", "mine.py", "--", "--epochs", "1")
-
-
-def test_a_loop_of_ones_own_is_given_to_verify_with_its_arguments(here, monkeypatch):
-    asked = []
-    monkeypatch.setattr("samestep.commands.verify.main", lambda words: asked.append(words) or 7)
-    (here / "own.py").write_text("import samestep\nwith samestep.open_run('x') as run:\n    pass\n")
-    assert call("check", "own.py", "--json", "--", "runs/x", "--epochs", "1") == 7
-    assert asked == [["own.py", "--json", "--", "runs/x", "--epochs", "1"]]
 
 
 @pytest.mark.parametrize(
@@ -235,18 +206,12 @@ def test_a_loop_of_ones_own_is_given_to_verify_with_its_arguments(here, monkeypa
         ("-m no.such.module", "no.such.module"),
         ("--json", "--json"),
         ("--list SS999", "SS999"),
+        ("train.py --sarif nowhere/found.sarif", "nowhere"),
     ],
 )
-def test_a_mistake_in_the_command_is_one_message(here, refused, words, told):
-    (here / "train.py").write_text("print(1)\n")
+def test_a_mistake_in_the_command_is_one_message_before_anything_runs(here, refused, words, told):
+    (here / "train.py").write_text("open('began', 'w')\n")
     assert told in refused("check", *words.split())
-
-
-def test_inside_a_launcher_it_starts_no_ranks(here, refused, monkeypatch):
-    (here / "train.py").write_text("print(1)\n")
-    for name, value in launch_environment(0, 2, free_port()).items():
-        monkeypatch.setenv(name, value)
-    assert "samestep check" in refused("check", "train.py")
 
 
 def test_the_list_has_every_code_and_a_page_for_each(capfd):
@@ -254,13 +219,10 @@ def test_the_list_has_every_code_and_a_page_for_each(capfd):
     shown = capfd.readouterr().out
     assert re.findall(r"^SS\d{3}", shown, re.MULTILINE) == sorted(RULES)
     assert {path.stem for path in check_report._PAGES.glob("*.md")} == {*RULES}
-    code = min(RULES)
-    assert call("check", "--list", code) == 0
-    assert capfd.readouterr().out == (PAGES / f"{code}.md").read_text()
-
-
-def test_the_page_of_each_code_shows_an_example():
     for page in PAGES.glob("*.md"):
         text = page.read_text()
         assert len(text.splitlines()) <= 25, page
-        assert text.count("```") == 2, page
+        assert text.count("```") == 2, "an example"
+    code = min(RULES)
+    assert call("check", "--list", code) == 0
+    assert capfd.readouterr().out == (PAGES / f"{code}.md").read_text()

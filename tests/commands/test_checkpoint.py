@@ -10,7 +10,7 @@ from torch import nn
 import samestep
 from samestep.run.checkpoints import FORMAT, save
 from samestep.run.index import Entry, Index, Retention, announce
-from tests.command_line import call, one_message, train_here
+from tests.command_line import call, train_here
 from tests.needs import needs
 from tests.reporting.made_runs import write_run
 from tests.tiny import RECIPE, read_index, write_recipe
@@ -33,10 +33,9 @@ def printed(capfd, *arguments, code=0):
     return capfd.readouterr().out
 
 
-def refused(capfd, *arguments):
-    code = call("checkpoint", *map(str, arguments))
-    out, error = capfd.readouterr()
-    return one_message(code, out + error)
+@pytest.fixture
+def refuse(refused):
+    return lambda *words: refused("checkpoint", *map(str, words))
 
 
 @pytest.fixture
@@ -64,20 +63,19 @@ def test_the_list_has_what_the_index_says_and_marks_the_best_and_the_last(traine
     assert [line.split()[0] for line in lines if "best" in line] == [index["best"]["path"]]
 
 
-def test_a_run_without_checkpoints_has_an_empty_list(tmp_path, capfd):
-    write_run(tmp_path / "run")
-    assert json.loads(printed(capfd, "list", tmp_path / "run", "--json")) == []
-    assert printed(capfd, "list", tmp_path / "run")
-    assert printed(capfd, "verify", tmp_path / "run")
-
-
-def test_what_is_no_run_is_refused(tmp_path, capfd):
-    for words in (("list",), ("verify",), ("export", "-o", str(tmp_path / "a.pt"))):
-        assert str(tmp_path) in refused(capfd, *words, tmp_path)
+def test_a_run_without_checkpoints_has_an_empty_list_and_no_run_is_refused(tmp_path, capfd, refuse):
+    run = write_run(tmp_path / "run")
+    assert json.loads(printed(capfd, "list", run, "--json")) == []
+    assert printed(capfd, "list", run)
+    assert printed(capfd, "verify", run)
+    for words in (("list",), ("verify",), ("export", "-o", tmp_path / "a.pt")):
+        assert str(tmp_path) in refuse(*words, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["changed", "cut", "missing"])
-def test_verify_names_what_is_damaged_and_ends_with_1(copy, capfd, how):
+def test_verify_names_what_is_damaged_and_ends_with_1_and_it_is_not_exported(
+    copy, tmp_path, capfd, refuse, how
+):
     assert printed(capfd, "verify", copy)
     damaged = copy / "checkpoints" / "checkpoint_epoch_2.pt"
     content = bytearray(damaged.read_bytes())
@@ -93,10 +91,19 @@ def test_verify_names_what_is_damaged_and_ends_with_1(copy, capfd, how):
     assert [row["path"] for row in rows if row["bytes"] is None] == [damaged.name] * (
         how == "missing"
     )
+    words = ("export", copy, "-o", tmp_path / "w.pt", "--checkpoint", damaged.stem)
+    assert str(damaged) in refuse(*words)
+    assert not (tmp_path / "w.pt").exists()
 
 
-@pytest.mark.parametrize("name", [pytest.param("w.safetensors", marks=SAFETENSORS), "w.pt"])
-@pytest.mark.parametrize("checkpoint", ["best", "last", "checkpoint_epoch_1.pt"])
+@pytest.mark.parametrize(
+    ("name", "checkpoint"),
+    [
+        ("w.pt", "best"),
+        ("w.pt", "checkpoint_epoch_1.pt"),
+        pytest.param("w.safetensors", "last", marks=SAFETENSORS),
+    ],
+)
 def test_the_weights_that_are_exported_are_those_that_are_evaluated(
     trained, tmp_path, capfd, name, checkpoint
 ):
@@ -119,27 +126,25 @@ def test_the_weights_that_are_exported_are_those_that_are_evaluated(
     assert not torch.equal(found["0.weight"], content["model"]["0.weight"])
 
 
-def test_a_file_that_is_there_is_kept_unless_forced(trained, tmp_path, capfd):
+def test_a_file_that_is_there_is_kept_unless_forced(trained, tmp_path, capfd, refuse):
     file = tmp_path / "w.pt"
     file.write_text("mine")
-    assert "--force" in refused(capfd, "export", trained, "-o", file)
+    assert "--force" in refuse("export", trained, "-o", file)
     assert file.read_text() == "mine"
     printed(capfd, "export", trained, "-o", file, "--force")
     assert torch.load(file, weights_only=True)
     assert [path.name for path in tmp_path.iterdir()] == ["w.pt"]
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "model", "nowhere/model.pt"])
-def test_another_kind_of_file_or_a_missing_folder_is_refused(trained, tmp_path, capfd, name):
-    assert name in refused(capfd, "export", trained, "-o", tmp_path / name)
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_safetensors_it_says_how_to_install_it(trained, tmp_path, capfd, monkeypatch):
+def test_what_cannot_be_written_is_refused(trained, tmp_path, refuse, monkeypatch):
+    """Another kind of file, one in no folder, and one that a missing package would write."""
+    for name in ("model.onnx", "model", "nowhere/model.pt"):
+        assert name in refuse("export", trained, "-o", tmp_path / name)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    said = refused(capfd, "export", trained, "-o", tmp_path / "w.safetensors")
+    said = refuse("export", trained, "-o", tmp_path / "w.safetensors")
     assert "pip install 'samestep[safetensors]'" in said
+    assert not list(tmp_path.iterdir())
 
 
 class Told(nn.Module):
@@ -197,14 +202,6 @@ def test_several_modules_have_their_names_in_front_and_tied_weights_are_written_
     samestep.export(run, tmp_path / "w.pt")
     kept = torch.load(tmp_path / "w.pt", weights_only=True)
     assert kept["told._extra_state"] == {"seen": 3}
-
-
-def test_a_damaged_checkpoint_is_not_exported(copy, tmp_path, capfd):
-    file = copy / "checkpoints" / "checkpoint_epoch_3.pt"
-    file.write_bytes(file.read_bytes()[:-1])
-    said = refused(capfd, "export", copy, "-o", tmp_path / "w.pt", "--checkpoint", "last")
-    assert str(file) in said
-    assert not (tmp_path / "w.pt").exists()
 
 
 def test_a_sharded_checkpoint_is_listed_verified_and_exported_whole(tmp_path, capfd):

@@ -7,37 +7,35 @@ import pytest
 
 from samestep.run.records import read_records
 from tests import tiny
-from tests.command_line import call, train_here
+from tests.command_line import call
 from tests.reporting.made_runs import write_run
 
 pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once for all of them
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Train the same on one rank and on two, the latter stopped and resumed on one."""
+def of_two_ranks(tmp_path_factory):
+    """The training of two ranks, stopped and resumed on one."""
     folder = tmp_path_factory.mktemp("trained")
-    recipe = tiny.write_recipe(folder)
-    train_here(str(recipe), "--run-dir", str(folder / "one"))
-    two = ("--run-dir", str(folder / "two"))
-    tiny.train(recipe, *two, "--max-steps", "30", world_size=2, folder=folder)
-    train_here(str(folder / "two"), "--resume", "--max-steps", "66")
-    return folder
+    run = folder / "run"
+    tiny.trained(tiny.write_recipe(folder), run, "--max-steps", "30", on=2)
+    tiny.resumed(run, "--max-steps", "66")
+    return run
 
 
 @pytest.fixture
-def compare(trained, capfd):
-    """Compare the two runs in this process; return what is printed."""
+def compare(uninterrupted, of_two_ranks, capfd):
+    """Compare the run of one rank and that of two in this process; return what is printed."""
 
     def compared(*flags):
         capfd.readouterr()
-        assert call("compare", str(trained / "one"), str(trained / "two"), *flags) == 0
+        assert call("compare", str(uninterrupted), str(of_two_ranks), *flags) == 0
         return capfd.readouterr().out
 
     return compared
 
 
-def test_one_rank_and_two_are_told_to_be_the_same_training(trained, compare):
+def test_one_rank_and_two_are_told_to_be_the_same_training(uninterrupted, compare):
     found = json.loads(compare("--metric", "loss", "--json"))
     (same,) = found["same_training"]
     assert same["verdict"] in ("equal", "rounding")
@@ -51,22 +49,24 @@ def test_one_rank_and_two_are_told_to_be_the_same_training(trained, compare):
         # The clocks of both are read one after the other, and an epoch takes 20 ms: it is seen when
         # the system runs something else between the two readings.
         assert sum(phases.values()) == pytest.approx(speed["ms_per_step"], rel=0.02, abs=0.2)
-    epochs = [r for r in read_records(trained / "one") if r["event"] == "evaluation"]
+    epochs = [r for r in read_records(uninterrupted) if r["event"] == "evaluation"]
     assert found["by_samples"]["as_recorded"]
     assert found["by_samples"]["values"][0][0] == epochs[0]["loss"]
     assert found["by_samples"]["places"][0] == epochs[0]["epoch"] * 131
 
 
-def test_the_tables_fit_a_terminal(trained, compare, monkeypatch):
+def test_the_tables_fit_a_terminal(uninterrupted, of_two_ranks, compare, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    lines = [line for line in compare("--target", "0.6").splitlines() if str(trained) not in line]
+    lines = compare("--target", "0.6").splitlines()
+    runs = (str(uninterrupted), str(of_two_ranks))
+    lines = [line for line in lines if not any(run in line for run in runs)]
     assert "The same training?" in lines
     assert max(map(len, lines)) <= 80
 
 
-def test_the_curves_are_drawn_into_a_file(trained, compare):
+def test_the_curves_are_drawn_into_a_file(tmp_path, compare):
     pytest.importorskip("matplotlib")
-    picture = trained / "curves.png"
+    picture = tmp_path / "curves.png"
     compare("--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -1,4 +1,4 @@
-"""`samestep new`: each file it writes trains, learns, goes on exactly and verifies as it stands."""
+"""`samestep new`: each file it writes trains, learns and verifies as it stands."""
 
 import json
 import re
@@ -11,11 +11,8 @@ import pytest
 from PIL import Image
 
 from samestep import read_records
-from samestep.cli import main
 from samestep.commands.new import KINDS, TEMPLATES
-from tests import tiny
 from tests.command_line import _process_as_it_was, call, read_json, train_here, tree, typed
-from tests.faults import Fault
 from tests.session import same, scripts
 from tests.verification.forked import check, differing, verified
 
@@ -76,18 +73,15 @@ def test_the_folder_of_the_name_is_where_it_goes_and_commands_can_be_pasted(here
     assert "samestep train reviews.py" in (folder / "reviews.py").read_text()
 
 
-def test_help_has_a_line_for_each_kind(capfd):
+def test_help_has_a_line_for_each_kind_and_is_what_is_shown_without_a_name(here, capfd):
     assert call("new", "--help") == 0
     printed = capfd.readouterr().out
     for kind in KINDS:
         assert f"\n  {kind} " in printed
     assert max(len(line) for line in printed.splitlines()) <= 80
-
-
-@pytest.mark.parametrize("arguments", [(), ("text",)], ids=["nothing", "a kind alone"])
-def test_without_a_name_the_help_is_shown_and_nothing_written(arguments, here, capfd):
-    assert call("new", *arguments) == 2
-    assert "usage: samestep new" in capfd.readouterr().out
+    for arguments in ((), ("text",)):
+        assert call("new", *arguments) == 2
+        assert "usage: samestep new" in capfd.readouterr().out
     assert tree(here) == set()
 
 
@@ -103,14 +97,11 @@ REFUSED = {
     "another ending": (["text", "data.csv"], "text data_csv.py"),
     "no name before .py": (["text", ".py"], "text recipe.py"),
     "a hyphen": (["text", "my-reviews.py"], "text my_reviews.py"),
-    "a dot": (["text", "reviews.v2.py"], "text reviews_v2.py"),
     "a digit first": (["text", "2nd.py"], "text my_2nd.py"),
     "a keyword": (["text", "class.py"], "text my_class.py"),
     "a quote in a script": (["own-loop", "a'b.py"], "own-loop a_b.py"),
     "PyTorch": (["regression", "torch.py"], "regression my_torch.py"),
-    "Python's random": (["regression", "random.py"], "regression my_random.py"),
     "Python's statistics": (["own-loop", "statistics.py"], "own-loop my_statistics.py"),
-    "a module without a file": (["text", "time.py"], "text my_time.py"),
     "samestep": (["graph", "samestep.py"], "graph my_samestep.py"),
     "an installed module without .py": (["graph", "numpy"], "graph my_numpy.py"),
     "what runs": (["text", "__main__.py"], "text my___main__.py"),
@@ -161,42 +152,27 @@ def test_without_pytorch_geometric_both_new_and_train_say_how_to_install_it(
 @pytest.mark.parametrize("kind", RECIPES)
 def test_it_learns_with_its_own_settings(kind, tmp_path):
     run = tmp_path / "run"
-    train_here(str(written(kind, tmp_path)), "--run-dir", str(run))
+    # One thread: more would wait for each other wherever other processes have the cores.
+    train_here(str(written(kind, tmp_path)), "--run-dir", str(run), "--threads", "1")
     metric, guessed, reached = LEARNS[kind]
     found = [r[metric] for r in read_records(run) if r["event"] == "evaluation"]
     assert (min(found) < reached) if reached < guessed else (max(found) > reached), found
-
-
-@pytest.mark.parametrize("kind", RECIPES)
-def test_killed_within_an_epoch_it_goes_on_to_the_same_bits(kind, tmp_path):
-    recipe = written(kind, tmp_path)
-    flags = ("--epochs", "2", "--checkpoint-every-steps", "6", "--log-every", "1")
-    train_here(str(recipe), "--run-dir", str(tmp_path / "whole"), *flags)
-    path = ("--run-dir", str(tmp_path / "killed"))
-    kill = (Fault("after a step", 21, signal.SIGKILL),)
-    ranks = tiny.start(recipe, *path, *flags, faults=kill, folder=tmp_path)
-    assert ranks.wait() == [-signal.SIGKILL], ranks.output()
-    assert 0 < tiny.newest_announced(tmp_path / "killed") < 21
-    train_here(str(tmp_path / "killed"), "--resume")
-    tiny.assert_same_training(tmp_path / "killed", tmp_path / "whole", tolerance=0)
-    ours, theirs = (read_json(tmp_path / name / "result.json") for name in ("killed", "whole"))
-    assert ours["weights_sha256"] == theirs["weights_sha256"]
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
         ("regression", (1, 2)),
-        *(pytest.param(kind, (1, 2, 3), marks=pytest.mark.slow) for kind in RECIPES),
+        *(pytest.param(kind, (1, 3), marks=pytest.mark.slow) for kind in RECIPES[1:]),
     ],
 )
 def test_verify_finds_the_same_training_and_nothing_to_accept(kind, sizes, tmp_path):
+    """It also stops and resumes it, to the same bits."""
     found = verified(written(kind, tmp_path), folder=tmp_path / "ranks", sizes=sizes)
     assert found.same, [(c.name, c.cause.name) for c in found.checks if not c.passed]
     assert differing(found) == {}
     assert {c.status for c in found.checks} <= {"same", "skipped"}
-    ranks = [f"{size} ranks" for size in sizes[1:]]
-    for row in (*ranks, "accumulation", "stop and resume", "samples apart", "loss"):
+    for row in (f"{sizes[1]} ranks", "accumulation", "stop and resume", "samples apart", "loss"):
         assert check(found, row).status == "same", row
 
 
@@ -241,7 +217,7 @@ def at_the_place(recipe: Path, data: Path) -> None:
 
 def predicted(run: Path, *files: Path, capfd) -> tuple[int, list[dict]]:
     capfd.readouterr()
-    code = main(["predict", str(run), *map(str, files), "--json"])
+    code = call("predict", str(run), *map(str, files), "--json")
     return code, [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
 
@@ -289,17 +265,14 @@ def test_a_target_of_another_scale_is_refused_with_the_numbers_to_write(tmp_path
     train_here(str(recipe), "--run-dir", str(run), "--epochs", "1")
 
 
-def test_columns_of_another_scale_are_refused(tmp_path, refused):
-    recipe = written("classification", tmp_path)
-    (tmp_path / "data").write_text(FISH.replace("\n2", "\n2000"))
-    at_the_place(recipe, tmp_path / "data")
+def test_columns_of_another_scale_a_missing_one_and_a_broken_image_are_named(tmp_path, refused):
+    data, recipe = tmp_path / "data", written("classification", tmp_path, "fish.py")
+    data.write_text(FISH.replace("\n2", "\n2000"))
+    at_the_place(recipe, data)
     assert "2000" in refused("train", str(recipe))
-
-
-def test_a_table_without_a_column_and_a_broken_image_are_named(tmp_path, refused):
-    (tmp_path / "data").write_text("area,rooms\n1,2\n")
+    data.write_text("area,rooms\n1,2\n")
     recipe = written("regression", tmp_path, "houses.py")
-    at_the_place(recipe, tmp_path / "data")
+    at_the_place(recipe, data)
     assert "no column age" in refused("train", str(recipe))
     recipe, photos = written("images", tmp_path, "photos_of.py"), write_photos(tmp_path)
     at_the_place(recipe, photos)
@@ -310,25 +283,23 @@ def test_a_table_without_a_column_and_a_broken_image_are_named(tmp_path, refused
 # --- the script
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Path:
+@pytest.fixture
+def alone(tmp_path) -> Path:
     """The script's run in one process."""
-    folder = tmp_path_factory.mktemp("alone")
+    folder = tmp_path / "alone"
+    folder.mkdir()
     scripts.run(written("own-loop", folder), "run", folder=folder)
     return folder / "run"
 
 
-def test_the_script_learns(alone):
+def test_the_script_learns_and_trains_the_same_on_two_ranks_as_compare_says(alone, tmp_path, capfd):
     held_out = [r["loss"] for r in read_records(alone) if r["event"] == "evaluation"]
     assert len(held_out) == 10
     assert held_out[-1] < held_out[0] / 4
-
-
-def test_the_script_trains_the_same_on_two_ranks_and_compare_says_so(alone, tmp_path, capfd):
     scripts.run(written("own-loop", tmp_path), "run", world_size=2, folder=tmp_path)
     same.assert_same(tmp_path / "run", alone)
     capfd.readouterr()
-    assert main(["compare", str(alone), str(tmp_path / "run"), "--json"]) == 0
+    assert call("compare", str(alone), str(tmp_path / "run"), "--json") == 0
     found = json.loads(capfd.readouterr().out)
     assert found["same_training"][0]["verdict"] in ("equal", "rounding")
 
@@ -342,11 +313,10 @@ def test_the_script_that_was_killed_goes_on_to_the_same_bits(alone, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [["python"], ["torchrun", "--nproc_per_node=2"]], ids=len)
-def test_the_script_runs_by_the_commands_that_it_names(launcher, tmp_path):
-    program = [Path(sys.executable).with_name(launcher[0]), *launcher[1:]]
+def test_the_script_runs_by_the_command_that_it_names(tmp_path):
+    torchrun = Path(sys.executable).with_name("torchrun")
     script = written("own-loop", tmp_path)
-    done = typed(*program, script.name, "runs/one", folder=tmp_path)
+    done = typed(torchrun, "--nproc_per_node=2", script.name, "runs/one", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if line.startswith("epoch ")]) == 10
     assert read_json(tmp_path / "runs" / "one" / "result.json")["status"] == "completed"

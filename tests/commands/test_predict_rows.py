@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from samestep.cli import main
 from samestep.recipe import find_recipe
 from samestep.session.trained_model import evaluate_run
 from tests import tiny
-from tests.command_line import train_here
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.command_line import call, train_here
+from tests.session.scripts import EXAMPLES
 
 
 def predicted(capsys, *arguments, code: int = 0) -> list[dict]:
     """Return what predict says in JSON, a dict for each line."""
-    assert main(["predict", *map(str, arguments), "--json"]) == code
+    assert call("predict", *map(str, arguments), "--json") == code
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -44,7 +42,7 @@ def test_each_row_of_a_table_is_predicted_beside_its_actual_value(tmp_path, caps
     error = sum(abs(one["price"] / one["actual"] - 1) for one in found)
     measured = evaluate_run(run, split="validation")
     assert error == pytest.approx(measured["error_percent"], rel=1e-5)
-    assert main(["predict", str(run), str(table)]) == 0
+    assert call("predict", str(run), str(table)) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == str(table)
     assert shown[1].split() == ["row", "price", "actual"]
@@ -192,66 +190,6 @@ def test_outputs_that_cannot_be_shown_are_one_message(numbers, refused, form, sh
     assert [word for word in told if word not in message] == [], message
 
 
-GRAPHS = """
-from dataclasses import replace
-
-def show(outputs, graphs):
-    best = outputs.argmax(dim=1)
-    pairs = zip(best, graphs.y, torch.bincount(graphs.batch), strict=True)
-    return [{"predicted": own, "actual": y, "nodes": nodes} for own, y, nodes in pairs]
-
-recipe = replace(recipe, show=show, read=lambda options, path: RandomGraphs(40, seed=1).graphs)
-"""
-
-
-def test_a_file_of_many_graphs_is_predicted_beside_what_each_is(tmp_path, capsys):
-    text = (EXAMPLES / "graphs.py").read_text() + GRAPHS
-    recipe = tiny.write_recipe(tmp_path, text, name="own_graphs.py")
-    run = trained(recipe, tmp_path, "--num-graphs", "60", "--batch-size", "8")
-    found = predicted(capsys, run, recipe)
-    assert [one["row"] for one in found] == list(range(1, 41))
-    assert {one["actual"] for one in found} == {0, 1}
-    assert {type(one["nodes"]) for one in found} == {int}
-
-
-# The tiny recipe with batches that are one thing: inputs, targets and a zero.
-WHOLE = """
-from dataclasses import replace
-from torch.utils.data import TensorDataset
-
-def whole(options):
-    def of(part):
-        return TensorDataset(*part, torch.zeros(len(part[0])))
-    splits = data(options)
-    return Splits(train=of(splits.train), test=of(splits.test), classes=("no", "yes"))
-
-recipe = replace(
-    recipe,
-    data=whole,
-    forward=lambda model, batch: model(batch[0]),
-    loss=lambda outputs, batch: loss(outputs, batch[1]),
-    metrics={"right": lambda outputs, batch: accuracy(outputs, batch[1])},
-    read=lambda options, path: whole(options).test,
-)
-"""
-
-
-def test_classes_have_names_where_a_batch_is_one_thing_and_no_test_counts_them(tmp_path, capsys):
-    recipe, run = tiny.write_recipe(tmp_path, tiny.RECIPE + WHOLE), tmp_path / "run"
-    train_here(str(recipe), "--run-dir", str(run), "--epochs", "1")
-    file = tmp_path / "any.txt"
-    file.write_text("")
-    found = predicted(capsys, run, file, "--top", "1")
-    measured = evaluate_run(run)
-    assert "per_class" not in measured
-    assert len(found) == measured["samples"]
-    built = find_recipe(str(recipe))
-    targets = built.load_data(built.options()).test.tensors[1].tolist()
-    names = [one["classes"][0]["class"] for one in found]
-    right = [name == ("no", "yes")[t] for name, t in zip(names, targets, strict=True)]
-    assert sum(right) / len(right) == pytest.approx(measured["right"])
-
-
 PICTURE = """
 from dataclasses import replace
 
@@ -265,14 +203,13 @@ recipe = replace(recipe, plot=picture)
 """
 
 
-def test_a_file_is_drawn_where_the_recipe_says_how(numbers, tmp_path, refused):
+def test_a_file_is_drawn_where_the_recipe_says_how(numbers, tmp_path, refused, monkeypatch):
     pytest.importorskip("matplotlib")
     _folder, path = numbers
     drawn, plain = run_of(tmp_path, "pairs", PICTURE), run_of(tmp_path, "dataset")
-    png = tmp_path / "rows.png"
-    assert main(["predict", str(drawn), str(path), "--plot", str(png)]) == 0
+    png, long = tmp_path / "rows.png", tmp_path / "long.txt"
+    assert call("predict", str(drawn), str(path), "--plot", str(png)) == 0
     assert png.read_bytes().startswith(b"\x89PNG")
-    long = tmp_path / "long.txt"
     long.write_text("1 2 3 " * 3)
     for run, files, plot, told in (
         (plain, [path], png, "plot"),
@@ -282,10 +219,6 @@ def test_a_file_is_drawn_where_the_recipe_says_how(numbers, tmp_path, refused):
     ):
         message = refused("predict", str(run), *map(str, files), "--plot", str(plot))
         assert told in message
-
-
-def test_without_matplotlib_a_plot_says_how_to_get_it(numbers, refused, monkeypatch):
-    folder, path = numbers
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = refused("predict", str(folder), str(path), "--plot", "a.png")
+    message = refused("predict", str(drawn), str(path), "--plot", "a.png")
     assert "pip install 'samestep[plot]'" in message

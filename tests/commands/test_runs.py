@@ -1,14 +1,11 @@
 """`samestep runs` as a user runs it."""
 
 import json
-import os
-import pty
-import subprocess
 import sys
 
 import pytest
 
-from tests.command_line import call, one_message
+from tests.command_line import call
 from tests.reporting.made_runs import write_run
 from tests.run.test_summary import damaged_folder
 
@@ -31,14 +28,11 @@ def listed(capfd, *arguments):
     return json.loads(capfd.readouterr().out)
 
 
-def test_by_default_the_runs_of_the_folder_runs_are_listed(folder, capfd):
+def test_the_runs_of_a_folder_are_listed_by_default_those_of_runs(folder, capfd):
     assert call("runs") == 0
     heading, *lines = capfd.readouterr().out.splitlines()
     assert heading.split()[0] == "run"
     assert {line.split()[0] for line in lines} == {"one", "two"}
-
-
-def test_json_has_an_object_for_each_run(folder, capfd):
     found = listed(capfd, str(folder), "--sort", "name")
     assert [run["name"] for run in found] == ["one", "two"]
     assert all(set(run) == KEYS for run in found)
@@ -53,25 +47,20 @@ def test_one_recipe_may_be_asked_for(folder, capfd):
     assert "spiral, toy" in capfd.readouterr().out
 
 
-def test_where_there_is_no_run_yet_it_says_how_to_begin_one(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
+def test_where_there_is_no_run_yet_it_says_how_to_begin_one(here, capfd):
     assert listed(capfd) == []
     assert call("runs") == 0
     assert "samestep train spiral" in capfd.readouterr().out
-    (tmp_path / "empty").mkdir()
+    (here / "empty").mkdir()
     assert listed(capfd, "empty") == []
 
 
 @pytest.mark.parametrize(
-    ("target", "told"), [("runs/one", "samestep runs runs"), ("nothing", "nothing")]
+    ("words", "told"),
+    [("runs/one", "samestep runs runs"), ("nothing", "nothing"), ("--sort size", "metric")],
 )
-def test_what_is_no_folder_of_runs_is_refused(folder, capfd, target, told):
-    assert told in one_message(call("runs", target), capfd.readouterr().err)
-
-
-def test_an_unknown_order_is_refused(folder, capfd):
-    assert call("runs", "--sort", "size") == 2
-    assert "metric" in capfd.readouterr().err
+def test_an_unknown_order_and_what_is_no_folder_of_runs_are_refused(folder, refused, words, told):
+    assert told in refused("runs", *words.split())
 
 
 def test_damaged_runs_are_listed_as_such(tmp_path, capfd):
@@ -80,29 +69,14 @@ def test_damaged_runs_are_listed_as_such(tmp_path, capfd):
     assert {run["name"] for run in found if run["state"] == "damaged"} == names
 
 
-def on_a_terminal(*arguments, columns):
-    """Return what a command prints on a terminal."""
-    parent, child = pty.openpty()
-    variables = {**os.environ, "COLUMNS": str(columns)}
-    command = [sys.executable, "-m", "samestep", *arguments]
-    with subprocess.Popen(command, stdout=child, env=variables) as process:
-        os.close(child)
-        printed = b""
-        try:
-            while more := os.read(parent, 2**16):
-                printed += more
-        except OSError:  # Linux's end of a terminal
-            pass
-    os.close(parent)
-    assert process.returncode == 0
-    return printed.decode().splitlines()
-
-
-def test_on_a_terminal_the_table_fits_it(tmp_path):
+def test_on_a_terminal_the_table_fits_it(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "runs"
     damaged_folder(folder)
     write_run(folder / ("a-run-with-a-name-that-is-longer-than-any-that-train-gives" * 2))
-    lines = on_a_terminal("runs", str(folder), columns=80)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert call("runs", str(folder)) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3, "the damaged ones are counted in a line"
     assert max(map(len, lines)) <= 80
     assert "completed" in lines[1]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from samestep.commands.completion import COMMANDS
+from samestep.commands.completion import COMMANDS, completion_words
 from samestep.commands.help import help_text
 from samestep.settings import Settings, flag_name
 from tests.command_line import call
@@ -64,32 +64,26 @@ def test_without_being_asked_for_all_the_help_has_the_common_settings(capfd, mon
     assert len(text.splitlines()) <= 73
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("verb", ["train", "verify", "profile", "scale"])
-@pytest.mark.parametrize("flag", ["--help", "--help-all"])
-def test_the_help_fits_the_terminal_and_names_no_none(capfd, monkeypatch, verb, width, flag):
-    monkeypatch.setenv("COLUMNS", str(width))
-    text = help_of(capfd, verb, "images", flag=flag)
-    before, _, _ = text.partition("examples:")
-    assert max(map(len, before.splitlines())) <= width
-    assert "None" not in text
-    assert "usage: samestep " + verb in text
+@pytest.fixture(scope="module")
+def completed():
+    """The flags that are completed: all of each verb."""
+    return completion_words().flags
 
 
-WITHOUT_SETTINGS = [verb for verb, (place, _) in COMMANDS.items() if "+" not in place]
-
-
-@pytest.mark.parametrize("width", [60, 80])
-@pytest.mark.parametrize("verb", WITHOUT_SETTINGS)
-def test_the_help_of_other_verbs_fits_too_and_shows_only_defaults_that_can_be_typed(
-    capfd, monkeypatch, verb, width
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_the_help_of_a_verb_has_all_its_flags_fits_and_shows_only_defaults_that_can_be_typed(
+    capfd, monkeypatch, completed, verb
 ):
-    monkeypatch.setenv("COLUMNS", str(width))
-    target = ("spiral",) if COMMANDS[verb][1] == "recipe" else ()
-    text = help_of(capfd, *verb.split(), *target, flag="--help")
-    before, _, _ = text.partition("examples:")
-    assert max(map(len, before.splitlines())) <= width
-    assert not re.search(r"None|False|default: \)|STR\b", text)
+    monkeypatch.setenv("COLUMNS", "60")
+    place, kind = COMMANDS[verb]
+    target = ("images",) if kind == "recipe" else ()
+    for flag in ("--help", "--help-all") if "+" in place else ("--help",):
+        text = help_of(capfd, *verb.split(), *target, flag=flag)
+        before, _, _ = text.partition("examples:")
+        assert max(map(len, before.splitlines())) <= 60
+        assert not re.search(r"None|False|default: \)|STR\b", text)
+        assert f"usage: samestep {verb}" in text
+    assert {flag.name for flag in completed[verb]} <= set(re.findall(r"--[a-z-]+", text))
 
 
 ADDRESS = "https://example.org/where/the/data/of/this/recipe/come/from"
@@ -108,18 +102,15 @@ def test_a_word_that_is_longer_than_its_line_stays_whole_beside_its_flag(monkeyp
     assert line.startswith("  --url ")
 
 
-def test_a_switch_that_a_recipe_turns_on_says_how_to_turn_it_off(capfd):
+def test_the_defaults_are_those_of_the_recipe_and_of_the_file_that_config_names(capfd, here):
     text = " ".join(help_of(capfd, "train", "images").split())
     assert "(default: on; --no-channels-last turns it off)" in text
-
-
-@pytest.mark.parametrize(("verb", "flag"), [("verify", "max-steps"), ("scale", "patience")])
-def test_a_flag_without_effect_is_not_shown(capfd, verb, flag):
-    shown = groups_of(help_of(capfd, verb, "spiral"))
-    assert not any(flag in flags for flags in shown.values())
-
-
-def test_the_defaults_are_those_of_the_file_that_config_names(capfd, here):
     (here / "my.toml").write_text("epochs = 7\n")
     text = help_of(capfd, "train", "spiral", "--config", "my.toml")
     assert "Passes over the training set. (default: 7)" in text
+
+
+def test_a_flag_without_effect_is_not_shown(capfd):
+    for verb, flag in (("verify", "max-steps"), ("scale", "patience")):
+        shown = groups_of(help_of(capfd, verb, "spiral"))
+        assert not any(flag in flags for flags in shown.values())

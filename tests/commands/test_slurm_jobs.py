@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.cli import main
 from samestep.run.directory import STEPPED
 from samestep.slurm import queue
 from samestep.slurm.options import JobOptions, keep_options
 from samestep.slurm.restarts import BEGUN
+from tests.command_line import call
 from tests.slurm.fake_slurm import install
 
 STEP = {"event": "step", "step": 10, "loss": 0.5, "samples_per_s": 16.0}
@@ -45,6 +45,18 @@ def run(tmp_path):
 
 
 @pytest.fixture
+def told(capfd):
+    """Give a function that runs `samestep slurm` to a good end; it returns what it printed."""
+
+    def run(*words: str) -> str:
+        capfd.readouterr()
+        assert call("slurm", *words) == 0
+        return capfd.readouterr().out
+
+    return run
+
+
+@pytest.fixture
 def refusal(refused):
     return lambda *words: refused("slurm", *words)
 
@@ -56,17 +68,15 @@ def refusal(refused):
     "states", [("COMPLETED", "RUNNING"), ("RUNNING", "FAILED"), ("COMPLETED", "FAILED")]
 )
 def test_a_run_directory_names_its_job_that_has_not_ended_or_else_the_newest(
-    slurm, run, capfd, states
+    slurm, run, told, states
 ):
     for job, state in zip((3, 5), states, strict=True):
         slurm.add(job, run, state, log=f"{run}/slurm-{job}.out")
     expected = 3 if states[0] == "RUNNING" else 5
-    assert main(["slurm", "status", str(run), "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["queue"]["job"] == expected
-    assert main(["slurm", "logs", str(run)]) == 0
-    assert capfd.readouterr().out == f"log of {expected}\n"
+    assert json.loads(told("status", str(run), "--json"))["queue"]["job"] == expected
+    assert told("logs", str(run)) == f"log of {expected}\n"
     if "RUNNING" in states:
-        assert main(["slurm", "cancel", str(run)]) == 0
+        told("cancel", str(run))
         assert slurm.calls[-1] == f"scancel --batch --signal=USR2 {expected}"
 
 
@@ -77,21 +87,18 @@ def test_a_job_of_another_user_is_refused(slurm, run, refusal, verb):
     assert not [call for call in slurm.calls if call.startswith("scancel")]
 
 
-def test_your_own_is_decided_by_the_kernel_and_not_by_the_shell(slurm, run, capfd, monkeypatch):
+def test_the_controller_is_asked_once_for_the_jobs_of_the_kernels_user_and_not_of_the_shells(
+    slurm, run, told, monkeypatch
+):
     monkeypatch.setenv("LOGNAME", "eve")
     monkeypatch.setenv("USER", "eve")
-    slurm.add(8, run)
     slurm.add(9, run, uid=os.getuid() + 1, user="eve")
-    assert main(["slurm", "status"]) == 0
-    _, *lines = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["8"]
-
-
-def test_the_controller_is_asked_for_this_users_jobs_alone(slurm, run, capfd):
-    slurm.add(5, run)
-    assert main(["slurm", "status"]) == 0
-    assert slurm.calls[0].startswith("squeue --me --all --states=all ")
-    assert slurm.calls[1:] == [], "one query, whatever the number of jobs"
+    for job in (12, 3, 7):
+        slurm.add(job, run)
+    rows = [row for row in map(str.split, told("status").splitlines()) if "x" in row[1:2]]
+    assert [row[0] for row in rows] == ["3", "7", "12"]
+    (query,) = slurm.calls
+    assert query.startswith("squeue --me --all --states=all ")
 
 
 def test_a_filter_of_the_users_own_hides_no_job(slurm, run, monkeypatch):
@@ -112,7 +119,7 @@ def test_a_filter_of_the_users_own_hides_no_job(slurm, run, monkeypatch):
 @pytest.mark.parametrize("how", ["none", "down"])
 @pytest.mark.parametrize("name", ["runs/one", "5"])
 def test_status_and_logs_go_on_with_the_runs_files_where_slurm_is_silent(
-    slurm, run, capfd, refusal, monkeypatch, how, name
+    slurm, run, told, capfd, refusal, monkeypatch, how, name
 ):
     if how == "none":
         monkeypatch.setenv("PATH", str(run))
@@ -120,22 +127,30 @@ def test_status_and_logs_go_on_with_the_runs_files_where_slurm_is_silent(
     else:
         slurm.break_down()
         says = "(connect failure)"
-    assert main(["slurm", "status", name]) == 0
-    shown = capfd.readouterr().out
+    shown = told("status", name)
     assert says in shown
     assert "step 10/100" in shown
-    assert main(["slurm", "status", name, "--json"]) == 0
-    table = json.loads(capfd.readouterr().out)
+    table = json.loads(told("status", name, "--json"))
     assert table["queue"] is None
     assert says in table["queue_error"]
-    assert main(["slurm", "logs", name]) == 0
+    assert call("slurm", "logs", name) == 0
     said = capfd.readouterr()
     assert said.out == "log of 5\n"
     assert says in said.err
     assert says in refusal("cancel", name)
 
 
-def test_the_settings_of_a_sandbox_that_is_down_are_named(slurm, tmp_path, refusal, monkeypatch):
+def test_programs_without_a_configuration_or_with_that_of_a_sandbox_that_is_down_are_told(
+    slurm, tmp_path, refusal, monkeypatch
+):
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    program = slurm.folder / "squeue"
+    text = program.read_text()
+    program.write_text(
+        "#!/bin/sh\necho 'squeue: fatal: Could not establish a configuration source' >&2\nexit 1\n"
+    )
+    assert "SLURM_CONF" in refusal("status")
+    program.write_text(text)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     said = refusal("status")
     assert f"SLURM_CONF is {tmp_path}/slurm.conf" in said
@@ -145,22 +160,16 @@ def test_the_settings_of_a_sandbox_that_is_down_are_named(slurm, tmp_path, refus
     assert "sandbox status" in refusal("status")
 
 
-def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, capfd):
+def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, told):
     slurm.add(5, run)
     (run / "events.jsonl").write_text(f"{json.dumps(START)}\n{{torn\n{json.dumps(STEP)}\n")
-    assert main(["slurm", "status", "5"]) == 0
-    shown = capfd.readouterr().out
+    shown = told("status", "5")
     assert "RUNNING" in shown
     assert "events.jsonl" in shown
-    assert main(["slurm", "status"]) == 0
+    assert told("status")
 
 
 # --- how far it has come
-
-
-def told(capfd, *words: str) -> str:
-    assert main(["slurm", "status", *words]) == 0
-    return capfd.readouterr().out
 
 
 def of_age(run, seconds: float) -> None:
@@ -171,64 +180,49 @@ def of_age(run, seconds: float) -> None:
         os.utime(run / name, (at, at))
 
 
-@pytest.mark.parametrize(("age_s", "elapsed", "quiet"), [(5, "00:10:00", 0), (80, "00:10:00", 80)])
-def test_a_training_that_hangs_shows_for_how_long_it_took_no_step_and_no_eta(
-    slurm, run, capfd, age_s, elapsed, quiet
-):
-    slurm.add(5, run, elapsed=elapsed)
-    of_age(run, age_s)
-    shown, table = told(capfd, "5"), told(capfd)
-    if quiet:
+def test_a_training_that_hangs_shows_for_how_long_it_took_no_step_and_no_eta(slurm, run, told):
+    slurm.add(5, run, elapsed="00:10:00")
+    of_age(run, 5)
+    assert re.search(r"^ETA +0:45", told("status", "5"), re.MULTILINE)  # 90 steps of 8, 16 a second
+    of_age(run, 80)
+    for words in (("status", "5"), ("status",)):
+        shown = told(*words)
         assert re.search(r"no step for 1:2\d", shown)
-        assert re.search(r"no step for 1:2\d", table)
-    else:
-        assert re.search(r"^ETA +0:45", shown, re.MULTILINE)  # 90 steps of 8 samples, 16 a second
-    assert json.loads(told(capfd, "5", "--json"))["training"]["quiet_s"] == pytest.approx(
-        age_s, abs=5
-    )
-
-
-def test_a_job_that_has_just_begun_anew_is_not_called_silent(slurm, run, capfd):
-    slurm.add(5, run, elapsed="00:00:03")
-    of_age(run, 500)
-    assert "no step for" not in told(capfd, "5")
+        assert not re.search(r"^ETA +\d", shown, re.MULTILINE)
+    quiet_s = json.loads(told("status", "5", "--json"))["training"]["quiet_s"]
+    assert quiet_s == pytest.approx(80, abs=5)
+    slurm.add(5, run, elapsed="00:00:03")  # it has just begun anew
+    assert "no step for" not in told("status", "5")
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "CANCELLED"])
-def test_what_ended_an_earlier_start_is_told_of_an_ended_job_alone(slurm, run, capfd, state):
+def test_what_ended_an_earlier_start_is_told_of_an_ended_job_alone(slurm, run, told, state):
     slurm.add(5, run, state)
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": "stop", "step": 10, "reason": "SIGUSR1"}) + "\n")
     (run / "result.json").write_text('{"status": "stopped", "reason": "SIGUSR1"}')
-    rows = dict(line.split(None, 1) for line in told(capfd, "5").splitlines())
+    rows = dict(line.split(None, 1) for line in told("status", "5").splitlines())
     assert ("ended" in rows) is (state == "CANCELLED")
     assert ("ETA" in rows) is (state == "RUNNING")
-    training = json.loads(told(capfd, "5", "--json"))["training"]
+    training = json.loads(told("status", "5", "--json"))["training"]
     assert training["status"] == ("stopped" if state == "CANCELLED" else "")
     assert (training["eta_s"] is None) is (state != "RUNNING")
 
 
-def test_a_script_that_is_done_has_begun(slurm, run, capfd):
+def test_a_script_that_is_done_has_begun(slurm, run, told):
     for name in ("settings.toml", "events.jsonl"):
         (run / name).unlink()
     (run / "job.sbatch").write_text("samestep slurm verdict --kind script --restarts 2\n")
     slurm.add(5, run, "COMPLETED")
-    rows = dict(line.split(None, 1) for line in told(capfd, "5").splitlines())
+    rows = dict(line.split(None, 1) for line in told("status", "5").splitlines())
     assert "not begun" not in rows["training"]
     assert rows["ended"] == "completed, exit code 0"
-
-
-def test_the_table_is_in_the_order_of_the_jobs(slurm, run, capfd):
-    for job in (12, 3, 7):
-        slurm.add(job, run)
-    rows = [line.split()[0] for line in told(capfd).splitlines() if line.split()[1:2] == ["x"]]
-    assert rows == ["3", "7", "12"]
 
 
 # --- going on after cancel
 
 
-def test_cancel_waits_until_the_jobs_script_can_be_told(slurm, run, capfd, monkeypatch):
+def test_cancel_waits_until_the_jobs_script_can_be_told(slurm, run, told, monkeypatch):
     slurm.add(5, run)
     begun, waited = run / BEGUN, []
     begun.write_text("5 3\n")  # of an earlier start
@@ -242,28 +236,22 @@ def test_cancel_waits_until_the_jobs_script_can_be_told(slurm, run, capfd, monke
     # Not `time.sleep` itself: another test's thread may still be sleeping in this process.
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
     monkeypatch.setattr(queue, "time", clock)
-    assert main(["slurm", "cancel", "5"]) == 0
+    told("cancel", "5")
     assert len(waited) == 3
     assert slurm.calls[-1] == "scancel --batch --signal=USR2 5"
 
 
-def test_cancel_says_when_ranks_that_hang_are_killed(slurm, run, capfd):
+def test_cancel_says_when_ranks_that_hang_are_killed_and_how_to_go_on(slurm, run, told):
     slurm.add(5, run)
     keep_options(run, JobOptions(signal_s=77))
-    assert main(["slurm", "cancel", "5"]) == 0
-    assert " 77 s " in capfd.readouterr().out
-
-
-def test_cancel_says_how_to_go_on_with_what_there_is(slurm, run, capfd):
-    slurm.add(5, run)
-    assert main(["slurm", "cancel", "5"]) == 0
-    assert f": samestep slurm submit {run}\n" in capfd.readouterr().out
+    said = told("cancel", "5")
+    assert " 77 s " in said
+    assert f": samestep slurm submit {run}\n" in said
     (run / "settings.toml").unlink()  # as of a script, or before the training has begun
-    assert main(["slurm", "cancel", "5"]) == 0
-    assert f": sbatch {run}/job.sbatch\n" in capfd.readouterr().out
+    assert f": sbatch {run}/job.sbatch\n" in told("cancel", "5")
 
 
-def test_cancel_of_a_run_without_a_job_says_so(slurm, run, capfd, refusal):
+def test_cancel_of_a_run_without_a_job_says_so(slurm, run, refusal):
     assert str(run) in refusal("cancel", str(run))
 
 
@@ -277,11 +265,10 @@ def pulse(run, ages: dict[int, float]) -> None:
     (run / ".pulse-node2.json").write_text(json.dumps(node))
 
 
-def test_the_status_of_a_hang_names_the_rank_its_node_its_step_and_since_when(slurm, run, capfd):
+def test_the_status_of_a_hang_names_the_rank_its_node_its_step_and_since_when(slurm, run, told):
     slurm.add(5, run)
     pulse(run, {0: 40.0, 3: 49.0, 2: 41.0})
-    assert main(["slurm", "status", "5"]) == 0
-    shown = capfd.readouterr().out
+    shown = told("status", "5")
     assert "step 29" in shown, "the records may be older"
     [ranks] = [line for line in shown.splitlines() if line.startswith("ranks ")]
     assert re.findall(r"rank 3 on node2|49 s|all_reduce #812|41 s", ranks) == [
@@ -289,44 +276,32 @@ def test_the_status_of_a_hang_names_the_rank_its_node_its_step_and_since_when(sl
     ]
 
 
-def test_a_job_whose_comment_was_replaced_is_found_by_its_folder(slurm, run, capfd):
+def test_a_job_whose_comment_was_replaced_is_found_by_its_folder(slurm, run, told):
     (run / "job.json").write_text("{}")
     slurm.add(5, run, comment="see ticket 12", log=str(run / "slurm-%j.out"))
-    assert main(["slurm", "status", "--json"]) == 0
-    (found,) = json.loads(capfd.readouterr().out)
+    (found,) = json.loads(told("status", "--json"))
     assert (found["queue"]["run"], found["training"]["step"]) == (str(run), 10)
     assert found["queue"]["log"].endswith("/slurm-5.out")
 
 
 def test_a_job_that_slurm_forgot_stays_listed_and_one_that_failed_says_how_to_go_on(
-    slurm, run, capfd, monkeypatch
+    slurm, run, told
 ):
-    monkeypatch.chdir(run.parents[1])
     (run / ".begun").write_text("4 0\n")
-    assert main(["slurm", "status"]) == 0
-    assert re.search(r"^4 +one ", capfd.readouterr().out, re.MULTILINE)
+    assert re.search(r"^4 +one ", told("status"), re.MULTILINE)
     slurm.add(4, run, state="TIMEOUT")
-    assert main(["slurm", "status", "4"]) == 0
-    assert f"samestep slurm submit {run}" in capfd.readouterr().out
+    assert f"samestep slurm submit {run}" in told("status", "4")
 
 
-def test_programs_without_a_configuration_are_told_with_the_variable(slurm, refusal, monkeypatch):
-    monkeypatch.delenv("SLURM_CONF", raising=False)
-    (slurm.folder / "squeue").write_text(
-        "#!/bin/sh\necho 'squeue: fatal: Could not establish a configuration source' >&2\nexit 1\n"
-    )
-    assert "SLURM_CONF" in refusal("status")
-
-
-def test_of_two_jobs_of_one_run_the_later_has_its_steps(slurm, run, capfd):
+def test_of_two_jobs_of_one_run_the_later_has_its_steps(slurm, run, told):
     (run / BEGUN).write_text("7 0\n")
     slurm.add(5, run, state="CANCELLED")
     slurm.add(7, run)
-    rows = {row[0]: row for line in told(capfd).splitlines() if (row := line.split())[1:2] == ["x"]}
+    rows = {row[0]: row for row in map(str.split, told("status").splitlines()) if "x" in row[1:2]}
     assert "10" in rows["7"]
     assert "10" not in rows["5"]
-    assert json.loads(told(capfd, "5", "--json"))["training"] is None
-    shown = told(capfd, "5")
+    assert json.loads(told("status", "5", "--json"))["training"] is None
+    shown = told("status", "5")
     assert "samestep slurm status 7" in shown
     assert "slurm submit" not in shown
 
@@ -334,17 +309,17 @@ def test_of_two_jobs_of_one_run_the_later_has_its_steps(slurm, run, capfd):
 def test_an_empty_log_is_said_to_be_empty(slurm, run, capfd):
     slurm.add(5, run, state="COMPLETED")
     (run / "rank-1.log").touch()
-    assert main(["slurm", "logs", "5", "--rank", "1"]) == 0
+    assert call("slurm", "logs", "5", "--rank", "1") == 0
     printed, told_so = capfd.readouterr()
     assert not printed
     assert "rank-1.log" in told_so
 
 
-def test_watching_ends_with_the_jobs_and_asks_once_for_each_picture(slurm, run, capfd, monkeypatch):
+def test_watching_ends_with_the_jobs_and_asks_once_for_each_picture(slurm, run, told, monkeypatch):
     slurm.add(5, run)
     monkeypatch.setattr(
         "samestep.commands.slurm.status.time.sleep",
         lambda _: slurm.add(5, run, state="COMPLETED") or (slurm.folder / "queue").write_text(""),
     )
-    assert main(["slurm", "status", "--watch"]) == 0
+    told("status", "--watch")
     assert len(slurm.calls) == 2

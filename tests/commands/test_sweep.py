@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -13,9 +12,10 @@ import pytest
 
 from samestep.sweeping.side_by_side import run_here
 from samestep.sweeping.sweep_plan import SweepPlan
-from tests.command_line import RECIPE, call, one_message, read_json, refusal, train_here
+from tests.command_line import RECIPE, call, read_json, train_here, tree
 from tests.processes import TIMEOUT_S
 from tests.slurm.fake_slurm import FakeSlurm, install
+from tests.tiny import events, until
 
 FLAGS = ("small.py", "--lr", "0.01,0.1", "--no-pictures", "--run-dir", "sweep")
 
@@ -32,23 +32,6 @@ def weights(run: Path) -> str:
 
 
 @pytest.mark.slow
-def test_each_run_is_the_training_of_its_flags_and_is_trained_once(here, capfd, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert call("sweep", *FLAGS) == 0
-    for lr in ("0.01", "0.1"):
-        train_here("small.py", "--lr", lr, "--no-pictures", "--run-dir", f"alone-{lr}")
-        assert weights(here / "sweep" / f"lr={lr}") == weights(here / f"alone-{lr}")
-    before = {file: file.stat().st_mtime_ns for file in here.glob("sweep/lr=*/events.jsonl")}
-    assert len(before) == 2
-    assert call("sweep", *FLAGS) == 0
-    assert {file: file.stat().st_mtime_ns for file in before} == before
-    capfd.readouterr()
-    assert call("runs", "sweep", "--sort", "metric", "--json") == 0
-    ranked = json.loads(capfd.readouterr().out)
-    assert [run["value"] for run in ranked] == sorted((r["value"] for r in ranked), reverse=True)
-
-
-@pytest.mark.slow
 def test_with_halving_a_training_that_falls_behind_ends_after_its_first_epoch(here, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ("--lr", "0.1,1e-9", "--epochs", "3", "--halving", "2", "--at-once", "1")
@@ -61,11 +44,6 @@ def test_with_halving_a_training_that_falls_behind_ends_after_its_first_epoch(he
     result = read_json(here / "sweep" / "lr=1e-9" / "result.json")
     assert (result["status"], result["reason"]) == ("completed", "successive halving")
     assert result["weights_sha256"]  # it is saved, and could go on
-
-
-def test_halving_outside_of_a_sweep_is_refused(here):
-    assert "--halving" in refusal("train", "small.py", "--halving", "3", folder=here)
-    assert not [*here.glob("runs/*/events.jsonl")]
 
 
 @pytest.mark.parametrize(
@@ -86,12 +64,18 @@ def test_halving_outside_of_a_sweep_is_refused(here):
         ("--lr", "1,2", "--seed"),
         ("--lr", "1,2", "--optuna"),
         ("--lr", "1", "--lr", "2,3"),
+        ("--lr", "1e-3,1e-2", "--run-dir"),
+        ("--lr", "1e-3,1e-2", "--run-dir", "--epochs", "1"),
     ],
 )
-def test_a_mistake_anywhere_is_named_before_the_first_training(flags, here, capfd):
-    code = call("sweep", "small.py", "--run-dir", "sweep", *flags)
-    one_message(code, capfd.readouterr().err)
-    assert not (here / "sweep").exists()
+def test_a_mistake_anywhere_is_named_before_the_first_training(flags, here, refused):
+    refused("sweep", "small.py", *flags)
+    assert {path.name for path in tree(here)} == {"small.py"}
+
+
+def test_halving_outside_of_a_sweep_is_refused(here, refused):
+    assert "--halving" in refused("train", "small.py", "--halving", "3")
+    assert {path.name for path in tree(here)} == {"small.py"}
 
 
 def test_a_million_combinations_of_which_some_are_drawn_need_no_question(here, capfd, monkeypatch):
@@ -139,45 +123,39 @@ def test_on_slurm_each_training_that_has_none_gets_a_job(slurm, here):
         assert f"--lr {lr}" in " ".join(script.read_text().replace("\\\n", " ").split())
 
 
-def started(*flags: str) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "samestep", "sweep", *FLAGS, "--at-once", "1", *flags]
-    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def wait_for(what) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def trained_steps(run: Path) -> bool:
-    file = run / "events.jsonl"
-    return file.exists() and b'"event": "checkpoint"' in file.read_bytes()
+def num_checkpoints(run: Path) -> int:
+    """Return how many checkpoints a run has announced so far."""
+    return len(events(run, "checkpoint")) if (run / "events.jsonl").exists() else 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_sweep_that_is_ended_goes_on_where_it_was(how, here, capfd, monkeypatch):
+def test_a_sweep_that_is_ended_goes_on_where_it_was_and_each_run_is_the_training_of_its_flags(
+    here, capfd, refused, monkeypatch
+):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    flags = ("--epochs", "60", "--checkpoint-every-epochs", "1")
+    length = ("--epochs", "120", "--checkpoint-every-epochs", "1")
+    words = ("sweep", *FLAGS, "--at-once", "1", *length)
     first, second = here / "sweep" / "lr=0.01", here / "sweep" / "lr=0.1"
-    sweeper = started(*flags)
-    wait_for(lambda: trained_steps(second))
-    children = psutil.Process(sweeper.pid).children(recursive=True)
-    one_message(call("sweep", *FLAGS, "--at-once", "1", *flags), capfd.readouterr().err)
-    os.kill(sweeper.pid, how)
-    assert sweeper.wait(TIMEOUT_S) == (-how if how == signal.SIGKILL else 128 + how)
-    psutil.wait_procs(children, timeout=TIMEOUT_S)
-    assert not any(child.is_running() for child in children)
+    for how, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        seen = num_checkpoints(second)
+        command = [sys.executable, "-m", "samestep", *words]
+        sweeper = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until(lambda seen=seen: num_checkpoints(second) > seen)
+        children = psutil.Process(sweeper.pid).children(recursive=True)
+        refused(*words)  # it runs already
+        os.kill(sweeper.pid, how)
+        assert sweeper.wait(TIMEOUT_S) == code
+        psutil.wait_procs(children, timeout=TIMEOUT_S)
+        assert not any(child.is_running() for child in children)
     before = (first / "events.jsonl").read_bytes()
-    assert call("sweep", *FLAGS, "--at-once", "1", *flags) == 0
+    assert call(*words) == 0
     assert (first / "events.jsonl").read_bytes() == before
-    assert b'"event": "resume"' in (second / "events.jsonl").read_bytes()
-    train_here("small.py", "--lr", "0.1", "--no-pictures", *flags, "--run-dir", "alone")
-    assert weights(second) == weights(here / "alone")
-
-
-@pytest.mark.parametrize("words", [["--run-dir"], ["--run-dir", "--epochs", "1"]])
-def test_a_folder_that_is_not_named_is_refused(words, refused):
-    refused("sweep", "spiral", "--lr", "1e-3,1e-2", *words)
+    assert len(events(second, "resume")) == 2
+    for run in (first, second):
+        lr = run.name.removeprefix("lr=")
+        train_here("small.py", "--lr", lr, "--no-pictures", *length, "--run-dir", f"alone-{lr}")
+        assert weights(run) == weights(here / f"alone-{lr}")
+    capfd.readouterr()
+    assert call("runs", "sweep", "--sort", "metric", "--json") == 0
+    ranked = [run["value"] for run in json.loads(capfd.readouterr().out)]
+    assert ranked == sorted(ranked, reverse=True)

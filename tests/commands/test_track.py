@@ -1,18 +1,15 @@
 """`samestep track`: runs that never had a tracker, twice, damaged ones, and what is no run."""
 
 import os
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from samestep.commands.track import main
-from samestep.errors import UserError
 from samestep.run.directory import lock_run
 from samestep.run.files import hold
 from tests import tiny
-from tests.command_line import call, train_here, typed
+from tests.command_line import call, refusal
 from tests.tracking import own_tracker
 from tests.tracking.readers import expected
 from tests.tracking.test_following import TRACKER, sent, what
@@ -22,8 +19,7 @@ from tests.tracking.test_following import TRACKER, sent, what
 def finished(tmp_path_factory):
     """A run that had no tracker."""
     folder = tmp_path_factory.mktemp("finished")
-    recipe = str(tiny.write_recipe(folder))
-    train_here(recipe, "--run-dir", str(folder / "run"), "--epochs", "1")
+    tiny.trained(tiny.write_recipe(folder), folder / "run", "--epochs", "1")
     return folder / "run"
 
 
@@ -79,7 +75,8 @@ def _damage_deliveries(run):
     (run / "tracking" / "own_tracker.json").write_text("{")
 
 
-REFUSED = {
+# What is wrong with a run → how it comes about, and the file to name.
+DAMAGED = {
     "no such directory": (shutil.rmtree, "run"),
     "no records": (lambda run: (run / "events.jsonl").unlink(), "events.jsonl"),
     "records that cannot be read": (
@@ -90,12 +87,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sent_is_refused(run, name):
-    damage, file = REFUSED[name]
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_cannot_be_sent_is_refused(track, run, name):
+    damage, file = DAMAGED[name]
     damage(run)
-    with pytest.raises(UserError, match=re.escape(file)):
-        main([str(run), "--to", TRACKER])
+    assert file in track(run, "--to", TRACKER, code=2)
     assert not own_tracker.lines(run)
 
 
@@ -107,18 +103,11 @@ def test_what_cannot_be_sent_is_refused(run, name):
         (("--to", TRACKER, "--project", "a/b"), "--track-project 'a/b'"),
         (("--to", "none"), "--to none"),
         (("--to", ","), "--to ,"),
+        ((), "--to"),
     ],
 )
-def test_a_wrong_command_is_refused(run, flags, named):
-    with pytest.raises(UserError, match=re.escape(named)):
-        main([str(run), *flags])
-
-
-def test_without_a_tracker_the_flag_is_named(run, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([str(run)])
-    assert ended.value.code == 2
-    assert "--to" in capsys.readouterr().err
+def test_a_wrong_command_is_refused(run, refused, flags, named):
+    assert named in refused("track", str(run), *flags)
 
 
 def test_without_a_key_a_run_is_not_sent_and_the_message_says_what_to_do(track, run, monkeypatch):
@@ -149,12 +138,10 @@ def test_of_a_damaged_run_what_is_there_is_sent_and_what_is_not_is_said(track, r
     assert finish["status"] == "killed", "nothing says how it ended"
 
 
-def test_a_run_that_goes_on_or_is_being_sent_is_left_to_its_own_process(track, run):
-    command = ("-m", "samestep", "track", str(run), "--to", TRACKER)
+def test_a_run_that_goes_on_or_is_being_sent_is_left_to_its_own_process(track, run, tmp_path):
     held = lock_run(run)
-    done = typed(*command)
-    assert done.returncode == 2
-    assert f"process {os.getpid()} " in done.stderr
+    message = refusal("track", str(run), "--to", TRACKER, folder=tmp_path / "output")
+    assert f"process {os.getpid()} " in message
     held.close()
     (run / "tracking").mkdir()
     held = hold(run / "tracking" / "own_tracker.lock")
@@ -175,8 +162,3 @@ def test_one_tracker_that_fails_does_not_keep_the_run_from_another(track, run, t
     assert sent(run) == expected(run)
     log = (run / "tracking" / "broken.log").read_text()
     assert "Traceback" in log, "whoever wrote it finds where"
-
-
-def test_the_help_names_every_tracker(track):
-    text = track("--help")
-    assert all(name in text for name in ("comet", "mlflow", "tensorboard", "wandb"))

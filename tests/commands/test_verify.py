@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from samestep.commands.verify import _verify
-from samestep.errors import UserError
-from tests.command_line import call, refusal, tree, typed
+from tests.command_line import call, one_message, tree
 from tests.session.scripts import EXAMPLES
 from tests.verification import planted
+from tests.verification.forked import _launch as launch
 
 
 @pytest.fixture
@@ -20,18 +19,32 @@ def here(here) -> Path:
     return here
 
 
-def run(here: Path, *arguments: str):
-    return typed("-m", "samestep", "verify", *arguments, folder=here, COLUMNS="80")
+@pytest.fixture
+def verify(tmp_path, monkeypatch, capfd):
+    """Verify on forked ranks; return the exit code and what was printed on output and on errors."""
+    folder = tmp_path / "ranks"
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(
+        "samestep.ranks.start.run_ranks",
+        lambda num_ranks, words, task: launch(words[1:], folder, num_ranks, Path(task)),
+    )
+
+    def verified(*words: str) -> tuple[int, str, str]:
+        code = call("verify", *words)
+        assert not [file for file in folder.rglob("output-*.txt") if file.read_text()]
+        return code, *capfd.readouterr()
+
+    return verified
 
 
 @pytest.mark.slow
-def test_one_json_object_is_all_of_standard_output_whatever_the_recipe_prints(here):
+def test_one_json_object_is_all_of_standard_output_whatever_the_recipe_prints(here, verify):
     # The forward is the user's own: what PyTorch caches below it is not the user's writing.
     recipe = planted.write(here, 'print("read")\n' + planted.FUNCTIONAL + planted.PRINTS)
     before = tree(here)
-    done = run(here, recipe.name, "--world-sizes", "1,2", "--json")
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
+    code, printed, told = verify(recipe.name, "--world-sizes", "1,2", "--json")
+    assert code == 1, told
+    found = json.loads(printed)
     assert found["same"] is False
     assert found["world_sizes"] == [1, 2]
     assert found["precisions"] == ["fp64", "fp32"]
@@ -49,86 +62,60 @@ def test_one_json_object_is_all_of_standard_output_whatever_the_recipe_prints(he
     assert not tree(here) - before, "a verification leaves no run and no file"
 
 
-def test_the_table_fits_eighty_columns_and_ends_with_the_answer(here):
-    done = run(here, "good.py", "--quick", "--batch-size", "6")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert max(len(line) for line in done.stdout.splitlines()) <= 80
-    assert "of 6 samples" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("The same training, as far as --quick")
-    assert "on 1 and 2 ranks" in done.stdout, "--quick leaves out a third size"
-    assert re.search(r"^skipped +stop and resume .* --quick *$", done.stdout, re.MULTILINE)
-    assert re.fullmatch(r"1 of 2 starts done: 1 rank, \d+ s\n", done.stderr)
+def test_the_table_fits_eighty_columns_and_ends_with_the_answer(here, verify):
+    code, printed, told = verify("good.py", "--quick", "--batch-size", "6")
+    assert code == 0, printed + told
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "of 6 samples" in printed
+    assert lines[-1].startswith("The same training, as far as --quick")
+    assert "on 1 and 2 ranks" in printed, "--quick leaves out a third size"
+    assert re.search(r"^skipped +stop and resume .* --quick *$", printed, re.MULTILINE)
+    assert re.fullmatch(r"1 of 2 starts done: 1 rank, \d+ s\n", told)
 
 
-def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here, refused):
+def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here, verify, refused):
     text = "recipe = replace(recipe, metrics={'mean': lambda o, t: o.mean()})\n"
-    assert "'mean'" in refused("verify", planted.write(here, text).name)
+    code, printed, told = verify(planted.write(here, text).name)
+    assert "'mean'" in one_message(code, printed + told)
+    text = 'recipe = replace(recipe, accepts=("everything",))\n'
+    message = refused("verify", planted.write(here, text, name="no_cause.py").name)
+    assert re.search(r"'everything'.*batchnorm, dropout", message)
 
 
 # What is wrong → the arguments, and what of them the one message names.
 REFUSED = {
-    "no target": (["--json"], "--json"),
-    "unknown recipe": (["spirla"], "'spiral'"),
-    "missing file": (["nope.py"], "nope.py"),
-    "sizes that are no numbers": (["good.py", "--world-sizes", "1,two"], "1,two"),
-    "sizes in superscript": (["good.py", "--world-sizes", "²"], "²"),
-    "no ranks": (["good.py", "--world-sizes", "0"], "1 to 64"),
-    "too many ranks": (["good.py", "--world-sizes", "1000"], "1 to 64"),
-    "nothing to accept": (["good.py", "--accept", "batchnrom"], "'batchnorm'"),
-    "negative tolerance": (["good.py", "--tolerance", "-1"], "-1"),
-    "a flag without effect": (["good.py", "--epochs", "3"], "--epochs"),
-    "a setting without effect": (["good.py", "--compile", "on"], "--compile"),
+    "no target": ("--json", "--json"),
+    "unknown recipe": ("spirla", "'spiral'"),
+    "missing file": ("nope.py", "nope.py"),
+    "sizes that are no numbers": ("good.py --world-sizes 1,two", "1,two"),
+    "sizes in superscript": ("good.py --world-sizes ²", "²"),
+    "no ranks": ("good.py --world-sizes 0", "1 to 64"),
+    "too many ranks": ("good.py --world-sizes 1000", "1 to 64"),
+    "nothing to accept": ("good.py --accept batchnrom", "'batchnorm'"),
+    "negative tolerance": ("good.py --tolerance -1", "-1"),
+    "a flag without effect": ("good.py --epochs 3", "--epochs"),
+    "a setting without effect": ("good.py --compile on", "--compile"),
+    "a misspelt flag": ("good.py --world-size 2", "--world-sizes"),
+    "a flag of the script before the dashes": (f"{EXAMPLES}/gan.py --points 777", "-- "),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_verified_is_refused_with_one_message(name, here):
-    arguments, named = REFUSED[name]
+def test_what_cannot_be_verified_is_refused_with_one_message(name, here, refused):
+    words, named = REFUSED[name]
     before = tree(here)
-    with pytest.raises(UserError, match=re.escape(named)):
-        _verify(arguments)
+    assert named in refused("verify", *words.split())
     assert tree(here) == before
 
 
-@pytest.mark.slow
-def test_a_script_with_a_loop_of_its_own_is_verified_with_its_arguments(here):
+def test_a_script_with_a_loop_of_its_own_is_verified_with_its_arguments(here, verify):
     before = tree(here)
-    script = EXAMPLES / "gan.py"
-    done = run(here, script, "--world-sizes", "2", "--quick", "--json", "--", "--points", "777")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    script = str(EXAMPLES / "gan.py")
+    flags = ("--world-sizes", "2", "--quick", "--json")
+    code, printed, told = verify(script, *flags, "--", "--points", "777")
+    assert code == 0, told
+    found = json.loads(printed)
     assert (found["same"], found["recipe"], found["training_samples"]) == (True, "gan.py", 299)
     assert found["world_sizes"] == [1, 2]
     assert not tree(here) - before
-
-
-def test_a_flag_of_the_script_before_the_dashes_is_told_to_follow_them(here):
-    script = str(EXAMPLES / "gan.py")
-    with pytest.raises(UserError, match=r"--points .* -- "):
-        _verify([script, "--points", "777"])
-
-
-def test_an_unknown_flag_is_refused_with_the_nearest_one_and_exit_code_2(here, refused):
-    assert "--world-sizes" in refused("verify", "good.py", "--world-size", "2")
-
-
-def test_ranks_that_something_else_started_are_refused(here, tmp_path):
-    message = refusal("verify", "good.py", world_size=2, folder=tmp_path / "output")
-    assert re.search(r"\b2\b", message)
-
-
-def test_a_recipe_cannot_accept_what_is_no_cause(here):
-    recipe = planted.write(here, 'recipe = replace(recipe, accepts=("everything",))\n')
-    with pytest.raises(UserError, match=r"'everything'.*batchnorm, dropout"):
-        _verify([recipe.name])
-
-
-def test_help_says_what_it_does_and_shows_examples(here, capsys):
-    with pytest.raises(SystemExit) as ended:
-        _verify(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert "samestep verify TARGET [flags]" in text
-    assert max(len(line) for line in text.splitlines()) <= 80
-    assert call("verify", "good.py", "--help") == 0
-    assert "--world-sizes" in capsys.readouterr().out

@@ -1,58 +1,46 @@
 """`samestep watch`: it serves until it is interrupted, and refuses what cannot be served."""
 
+import os
 import signal
 import socket
-import subprocess
-import sys
 import urllib.request
 
 import pytest
 
-from tests.command_line import call, one_message
+from tests.command_line import call, one_message, start
 from tests.processes import TIMEOUT_S
 from tests.reporting.made_runs import write_run
 from tests.slurm.fake_slurm import install
+from tests.tiny import until
 
 
-def test_it_prints_its_address_serves_the_page_and_ends_on_ctrl_c(tmp_path):
-    run = write_run(tmp_path / "run", epochs=1)
-    command = [sys.executable, "-m", "samestep", "watch", str(run), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as w:
-        try:
-            address = w.stdout.readline().strip()
-            assert address.startswith("http://127.0.0.1:")
-            with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
-                assert answer.status == 200
-            w.send_signal(signal.SIGINT)
-            assert w.wait(TIMEOUT_S) == 130
-            assert w.stderr.read() == ""
-        finally:
-            w.kill()
+def test_it_awaits_its_run_prints_its_address_serves_the_page_and_ends_on_ctrl_c(tmp_path):
+    run = tmp_path / "run"
+    watching = start("watch", str(run), "--port", "0", folder=tmp_path / "output")
+    (process,) = watching.processes
+
+    def lines() -> list[str]:
+        file = watching.folder / "output-0.txt"
+        return file.read_text().splitlines() if file.exists() else []
+
+    until(lambda: len(lines()) == 1, watching)
+    write_run(run, epochs=1)
+    until(lambda: len(lines()) == 2, watching)
+    waits, address = lines()
+    assert "60 s" in waits
+    assert address.startswith("http://127.0.0.1:")
+    with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+        assert answer.status == 200
+    os.kill(process.pid, signal.SIGINT)
+    assert watching.wait() == [130]
+    assert lines() == [waits, address]
 
 
-@pytest.mark.parametrize("port", ["-1", "65536"])
-def test_a_port_out_of_range_is_refused(tmp_path, capfd, port):
-    code = call("watch", str(write_run(tmp_path / "run", epochs=1)), f"--port={port}")
-    assert "--port" in one_message(code, capfd.readouterr().err)
-
-
-def test_a_port_that_is_taken_is_refused(tmp_path, capfd):
+def test_a_port_that_is_taken_or_out_of_range_is_refused(tmp_path, refused):
+    run = str(write_run(tmp_path / "run", epochs=1))
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        code = call("watch", str(write_run(tmp_path / "run", epochs=1)), "--port", port)
-    assert port in one_message(code, capfd.readouterr().err)
-
-
-def test_a_run_that_begins_a_moment_later_is_awaited(tmp_path):
-    command = [sys.executable, "-m", "samestep", "watch", "run", "--port", "0"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as w:
-        try:
-            assert "60 s" in w.stderr.readline()
-            write_run(tmp_path / "run", epochs=1)
-            assert w.stdout.readline().startswith("http://127.0.0.1:")
-        finally:
-            w.kill()
+        for port in ("-1", "65536", str(other.getsockname()[1])):
+            assert port in refused("watch", run, f"--port={port}")
 
 
 def test_what_is_no_run_is_refused_before_anything_is_served(tmp_path, capfd, monkeypatch):
