@@ -12,7 +12,6 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ ADDRESSES = ("10.77.5.1", "10.77.5.2")
 PORT = 29501  # nothing else listens in a namespace of our own
 NAMES = ("hosta", "hostb")
 WITHIN_S = 300
-FOLLOWS_WITHIN_S = 3
 
 
 @dataclass
@@ -108,14 +106,10 @@ class Hosts:
             more: whether to tell Gloo its interface.
         """
         started = [self._start(host, program, options[host].split(), more=more) for host in (0, 1)]
-        with ThreadPoolExecutor() as pool:
-            reading = [pool.submit(process.communicate) for process in started]
-            first, _ = wait(reading, timeout=WITHIN_S, return_when=FIRST_COMPLETED)
-            # Where one host fails, the other may wait for it as long as Gloo does: half an hour.
-            failed = any(process.returncode for process in started)
-            wait(reading, timeout=FOLLOWS_WITHIN_S if failed or not first else WITHIN_S)
+        try:
+            outputs = [process.communicate(timeout=WITHIN_S) for process in started]
+        finally:
             self.kill()
-            outputs = [future.result() for future in reading]
         return [
             subprocess.CompletedProcess(process.args, process.returncode, *output)
             for process, output in zip(started, outputs, strict=True)

@@ -1,29 +1,14 @@
-"""Doctor inside a real Slurm: well where the job is, red where it was started wrongly."""
+"""Doctor inside a real Slurm, well or red as the job was started; `check --here` of a job."""
 
-import re
+import json
 import subprocess
-import sys
 from pathlib import Path
 
-from tests.doctor.tables import reds, rows_of
+from tests.checking.planted import BASE, planted
+from tests.doctor.situations import reds, rows_of
 from tests.processes import TIMEOUT_S
 
-DOCTOR = ("samestep", "doctor", "--json", "--budget-s", "1")
-PYTHON = (sys.executable, "-m", *DOCTOR)
 TWO_EACH = ("-N2", "--ntasks-per-node=2")
-
-
-def srun(sandbox, folder, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command by srun, with its options before it and `more` variables."""
-    return subprocess.run(
-        ["srun", *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-        env=sandbox.environment | {"OMP_NUM_THREADS": "1"} | more,
-    )
 
 
 def in_script(sandbox, folder, command: str, *options: str, head: str = ""):
@@ -85,18 +70,29 @@ def test_too_few_tasks_and_a_folder_that_only_one_node_has_are_a_red_row_each(sa
     assert "rank 1 on node2" in rows["shared folder"]["found"]
 
 
-def test_a_torchrun_for_each_task_is_red(sandbox, tmp_path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "-m")
-    done = srun(sandbox, tmp_path, "-N1", "--ntasks-per-node=2", *torchrun, *DOCTOR)
-    assert done.returncode == 1
-    # Two worlds of one rank each: two tables, which is the fault itself.
-    assert done.stdout.count('"torchrun in srun"') == 2
-    assert len(re.findall(r"2 torchruns .* 1 rank\b", done.stdout)) == 2
+WITH_OWN_PORT = (
+    '    dist.init_process_group("gloo")\n',
+    """\
+    os.environ["RANK"] = os.environ["SLURM_PROCID"]
+    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+    dist.init_process_group("gloo")
+""",
+)
 
 
-def test_a_master_that_does_not_resolve_is_red_on_all_nodes_without_waiting(sandbox, tmp_path):
-    done = srun(sandbox, tmp_path, "-N2", "-n3", *PYTHON, MASTER_ADDR="no-such-host.invalid")
-    assert (done.returncode, reds(rows_of(done.stdout))) == (1, {"master address"})
-    # Rank 0 shows the table, rank 1 is on its node and silent.
-    said = "samestep: [rank 2 on node2] master address: no-such-host.invalid does not resolve."
-    assert done.stderr.count(said) == done.stderr.count("samestep: ") == 1
+def test_the_ranks_of_a_job_on_two_nodes_are_checked_together(sandbox, tmp_path):
+    text = planted(WITH_OWN_PORT, ("        sampler.set_epoch(epoch)\n", ""), base=BASE)
+    (tmp_path / "train.py").write_text(text)
+    said = subprocess.run(
+        ("srun", "-N2", "--ntasks-per-node=1", "samestep", "check", "train.py", "--here", "--json"),
+        env=sandbox.environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    findings = json.loads(said.stdout)["findings"]
+    assert [finding["code"] for finding in findings] == ["SS103"], said.stderr
+    assert said.returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

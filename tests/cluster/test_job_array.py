@@ -37,10 +37,6 @@ def test_of_a_sweep_one_task_is_requeued_another_cancelled_and_the_command_train
     left.wait("COMPLETED")
     for job in (requeued, left, waiting):
         assert job.result()["status"] == "completed"
-    alone = tmp_path / "alone"
-    done = samestep(sandbox, tmp_path, "train", "tiny.py", "--lr", "0.2", "--run-dir", "alone")
-    assert done.returncode == 0, done.stderr
-    assert left.weights() == Submitted(sandbox=sandbox, job="", run=alone).weights()
 
 
 def test_each_task_of_a_scripts_array_has_its_number_its_run_and_its_log(sandbox, tmp_path):

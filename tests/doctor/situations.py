@@ -1,6 +1,8 @@
-"""Facts of a healthy machine, rank and allocation, from which a test plants one fault."""
+"""Facts of a healthy machine, rank and allocation, to plant a fault in; what a table says."""
 
+import json
 from dataclasses import replace
+from typing import Any
 
 from samestep.doctor.findings import Finding
 from samestep.doctor.rank_facts import (
@@ -16,6 +18,8 @@ from samestep.doctor.rank_facts import (
     SlurmTask,
 )
 from samestep.ranks.launch import Launch
+
+Row = dict[str, str]
 
 GIB = 1 << 30
 H100 = Gpu(name="NVIDIA H100", uuid="0", memory_bytes=80 * GIB)
@@ -107,3 +111,20 @@ def says(finding: Finding | None, said: str, *more: str) -> None:
     words = (*text.split(" | "), *more)
     assert all(word in finding.found + finding.advice for word in words), finding
     assert finding.status == "green" or finding.advice
+
+
+def rows_of(printed: str) -> dict[str, Row]:
+    """Return the rows, by name, of the one table that was printed."""
+    return rows_in(json.loads(printed))
+
+
+def rows_in(table: dict[str, Any]) -> dict[str, Row]:
+    """Return the rows of a table by name."""
+    return {row["name"]: row for row in table["checks"]}
+
+
+def reds(rows: dict[str, Row]) -> set[str]:
+    """Return the names of the red rows; each says what to do."""
+    red = {name for name, row in rows.items() if row["status"] == "red"}
+    assert all(rows[name]["advice"] for name in red)
+    return red

@@ -32,6 +32,11 @@ def with_gpus(**changes):
     return [*healthy[:3], replace(healthy[3], **changes)]
 
 
+def each(**machine):
+    """Return four ranks of which each machine has these changes."""
+    return [replace(r, machine=replace(r.machine, **machine)) for r in four()]
+
+
 def link(gb_s: float, first: int = 0, second: int = 2) -> Link:
     return Link(first=first, second=second, gb_s=gb_s)
 
@@ -59,15 +64,7 @@ FAULTS = {
     ranks.same_code: [(allocation(four(machine={"code": "bbbb"})), "red: bbbb for rank 3")],
     ranks.recipe: [
         (allocation(four(machine={"recipe": "missing"})), "red: rank 3"),
-        (
-            allocation(
-                [
-                    replace(r, machine=replace(r.machine, recipe=f"{r.launch.rank // 2}"))
-                    for r in four()
-                ]
-            ),
-            "red: ranks 2, 3",
-        ),
+        (allocation(each(recipe="a")[:2] + each(recipe="b")[2:]), "red: ranks 2, 3"),
     ],
     ranks.nodes: [(allocation(four()[:3]), "yellow: 1 on node2 | 2 on node1")],
     ranks.device: [
@@ -77,10 +74,7 @@ FAULTS = {
     ],
     ranks.loader_workers: [
         (allocation([replace(r, num_workers=8) for r in four()]), "yellow: --num-workers 7"),
-        (
-            allocation([replace(r, machine=replace(r.machine, cores=(0,))) for r in four()]),
-            "yellow: 2 ranks | on 1 cores",
-        ),
+        (allocation(each(cores=(0,))), "yellow: 2 ranks | on 1 cores"),
     ],
     addresses.interface: [
         (
@@ -160,8 +154,7 @@ def test_on_one_host_speed_is_not_judged_by_a_networks_measure():
 
 
 def test_where_ranks_take_turns_on_a_core_a_slow_one_is_no_fault():
-    crowded = [replace(r, machine=replace(r.machine, cores=(0,))) for r in four()]
-    says(measurements.compute(allocation(crowded, matmul_s=(1, 1, 1, 9.0))), "yellow")
+    says(measurements.compute(allocation(each(cores=(0,)), matmul_s=(1, 1, 1, 9.0))), "yellow")
 
 
 def test_each_node_is_timed_with_the_next_and_two_nodes_once():
@@ -194,29 +187,23 @@ def meeting_at(address: str, port: int, number: int = 0):
     return rank(number, launch={"master_port": port}, address={"master": address})
 
 
-def test_each_fault_of_the_meeting_point_is_found():
+def test_each_fault_of_the_meeting_point_is_found(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
         says(addresses.master_port(meeting_at("127.0.0.1", port)), "red", f" {port} ")
         assert addresses.master_port(meeting_at("127.0.0.1", port, 1)) is None
+        with monkeypatch.context() as agent:  # torchrun's holds the port
+            agent.setattr(addresses, "agent_serves", lambda: True)
+            says(addresses.master_port(meeting_at("192.0.2.77", port)), "green", f"{port}")
+            says(addresses.master_address(meeting_at("192.0.2.77", port)), "green")
     says(addresses.master_port(meeting_at("127.0.0.1", port)), "green", f"{port}")
     says(addresses.master_address(meeting_at("127.0.0.1", port)), "green", "127.0.0.1")
     says(addresses.master_address(meeting_at("", port)), "red", "node1", "MASTER_ADDR")
     foreign = "192.0.2.77"  # of a net for documentation
     says(addresses.master_address(meeting_at(foreign, port)), "red", foreign)
     says(addresses.master_address(meeting_at(foreign, port, 1)), "green", foreign)
-
-
-def test_a_port_that_torchruns_agent_holds_is_no_fault(monkeypatch):
-    monkeypatch.setattr(addresses, "agent_serves", lambda: True)
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        says(addresses.master_port(meeting_at("192.0.2.77", port)), "green", f"{port}")
-    says(addresses.master_address(meeting_at("192.0.2.77", port)), "green")
 
 
 def test_facts_travel_between_ranks_unchanged():

@@ -27,9 +27,6 @@ def test_a_file_in_place_of_the_folder_is_red(tmp_path):
     for path in (tmp_path / "runs", tmp_path / "runs" / "below"):
         says(checks.run_directory(read_folder(path)), "red", str(tmp_path / "runs"), "--run-dir")
     assert (tmp_path / "runs").read_text() == "not a folder"
-
-
-def test_a_folder_that_refuses_is_red():
     # Nobody, not even root, makes a folder there.
     says(checks.run_directory(read_folder(Path("/proc/none"))), "red", "--run-dir")
 
@@ -85,10 +82,7 @@ def test_a_run_tells_the_size_of_its_checkpoints_its_workers_and_the_time_of_an_
     assert (folder.num_checkpoints, folder.num_workers, folder.epoch_s) == (5, 3, 20.0)
     (run / "settings.toml").write_text("keep_top_k = 2\n")
     assert read_folder(run).num_checkpoints == 4
-
-
-def test_a_damaged_run_is_looked_at_as_a_folder(run):
-    (run / "settings.toml").write_text("not = = toml")
+    (run / "settings.toml").write_text("not = = toml")  # then it is any folder
     folder = read_folder(run)
     assert (folder.problem, folder.epoch_s, folder.checkpoint_bytes) == ("", None, None)
 
@@ -109,7 +103,4 @@ def test_free_space_is_judged_by_the_checkpoints_that_will_be_kept(case):
     free, one, count = case
     folder = replace(FOLDER, free_bytes=int(free), checkpoint_bytes=one, num_checkpoints=count)
     says(checks.free_space(folder), SPACE[case], "measured" if one else "estimated")
-
-
-def test_a_healthy_folder_is_all_green():
-    assert worst(run_checks(checks.CHECKS, FOLDER)) == "green"
+    assert worst(run_checks(checks.CHECKS, folder)) == SPACE[case]

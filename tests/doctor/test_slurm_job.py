@@ -25,10 +25,6 @@ STEP = {
 SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
 
-def test_outside_of_slurm_there_is_nothing_to_read():
-    assert read_slurm({}) is None
-
-
 def test_a_step_is_read_from_its_variables():
     slurm = read_slurm(STEP)
     assert slurm.in_step
@@ -36,19 +32,18 @@ def test_a_step_is_read_from_its_variables():
     assert (slurm.most_step_tasks_on_node, slurm.gpus_on_node) == (2, 2)
     assert slurm.hosts == ("node1", "node2")
     assert slurm.gpu_bind == "--gpus-per-task=1"
+    # Values that are neither numbers nor names are left out.
+    slurm = read_slurm(STEP | {"SLURM_GPUS_ON_NODE": "two", "SLURM_STEP_NODELIST": "node[2-1]"})
+    assert (slurm.gpus_on_node, slurm.hosts) == (None, ())
+    assert read_slurm({}) is None
 
 
-@pytest.mark.parametrize(
-    ("variables", "bound"),
-    [
-        ({"SLURM_NTASKS_PER_GPU": "1"}, "--ntasks-per-gpu=1"),
-        ({"SLURM_GPU_BIND": "single:1"}, "--gpu-bind=single:1"),
-        ({"SLURM_GPU_BIND": "none"}, ""),
-        ({}, ""),
-    ],
-)
-def test_it_is_known_by_which_option_tasks_see_gpus_of_their_own(variables, bound):
-    assert read_slurm({"SLURM_JOB_ID": "7"} | variables).gpu_bind == bound
+def test_it_is_known_by_which_option_tasks_see_gpus_of_their_own():
+    found = {"NTASKS_PER_GPU": "--ntasks-per-gpu=1", "GPU_BIND": "--gpu-bind=single:1"}
+    for name, bound in found.items():
+        variables = {"SLURM_JOB_ID": "7", f"SLURM_{name}": bound.partition("=")[2]}
+        assert read_slurm(variables).gpu_bind == bound
+    assert read_slurm({"SLURM_JOB_ID": "7", "SLURM_GPU_BIND": "none"}).gpu_bind == ""
 
 
 @pytest.mark.parametrize(
@@ -58,11 +53,6 @@ def test_it_is_known_by_which_option_tasks_see_gpus_of_their_own(variables, boun
 def test_the_script_and_the_interactive_shell_are_no_steps(more, in_script):
     slurm = read_slurm(SCRIPT | more)
     assert (slurm.in_step, slurm.in_script, slurm.num_tasks) == (False, in_script, 4)
-
-
-def test_values_that_are_no_numbers_or_names_are_left_out():
-    slurm = read_slurm(STEP | {"SLURM_GPUS_ON_NODE": "two", "SLURM_STEP_NODELIST": "node[2-1]"})
-    assert (slurm.gpus_on_node, slurm.hosts) == (None, ())
 
 
 def test_the_signal_is_found_in_the_options_of_a_script_and_nowhere_else():
@@ -150,9 +140,7 @@ def test_what_is_right_is_green():
     says(checks.time_limit(in_job(job=replace(JOB, time_limit="UNLIMITED"))), "green", "none")
     alone = {"launch": vars(ALONE), "slurm": {"in_step": False, "num_tasks": 1}}
     says(checks.slurm_start(in_job(**alone)), "green", "job 7")
-
-
-def test_jobs_that_are_no_scripts_have_no_signal_and_no_requeue():
+    # What is not a script has neither signal nor requeue.
     interactive = in_job(job=replace(JOB, is_batch=False, signal=None, requeue=False))
     assert checks.stop_signal(interactive) is None
     assert checks.requeue(interactive) is None

@@ -1,4 +1,4 @@
-"""What a rank tells of its failure, to people and to the job that it belongs to."""
+"""What a rank tells of its failure, and the values that it hands back even if it is killed."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from samestep.errors import UserError
 from samestep.ranks import process, startup
-from samestep.ranks.process import FAILURE, RankLog, report
+from samestep.ranks.process import FAILURE, TASK, RankLog, hand_back, handed_back, report
 from samestep.ranks.start import _first_failure
 from samestep.ranks.startup import JOB_RUN
 from samestep.training.stopping import catch_signals
@@ -111,16 +111,34 @@ def fail_after(signum: int, error: Exception) -> int:
         return report(raised)
 
 
-@pytest.mark.parametrize(("signum", "told"), [(0, 1), (signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
+RESET = RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize(
+    ("signum", "error", "told"),
+    [
+        (0, RESET, 1),
+        (signal.SIGUSR1, RESET, 1),
+        (signal.SIGTERM, RESET, 0),
+        (signal.SIGTERM, KeyError("x"), 1),  # it fails by itself, although it was to stop
+    ],
+)
 def test_a_rank_that_its_launcher_ends_because_another_failed_says_nothing_of_it(
-    monkeypatch, capfd, signum, told
+    monkeypatch, capfd, signum, error, told
 ):
     monkeypatch.setattr(startup, "_held", [])
-    assert fail_after(signum, RuntimeError("Connection reset by peer")) == 1
+    assert fail_after(signum, error) == 1
     assert capfd.readouterr().err.count("samestep: ") == told
 
 
-def test_a_rank_that_fails_by_itself_says_so_although_it_was_to_stop(monkeypatch, capfd):
-    monkeypatch.setattr(startup, "_held", [])
-    assert fail_after(signal.SIGTERM, KeyError("x")) == 1
-    assert capfd.readouterr().err.count("samestep: ") == 1
+def test_values_come_in_order_without_one_that_was_cut_short(tmp_path, monkeypatch):
+    task = tmp_path / "task"
+    monkeypatch.setenv(TASK, str(task))
+    assert handed_back(task, 0) == []
+    hand_back({"loss": 0.5})
+    hand_back(["a", "b"])
+    assert handed_back(task, 0) == [{"loss": 0.5}, ["a", "b"]]
+    assert handed_back(task, 1) == []
+    (file,) = tmp_path.glob("task*")
+    file.write_bytes(file.read_bytes()[:-3])
+    assert handed_back(task, 0) == [{"loss": 0.5}]

@@ -55,9 +55,6 @@ SALLOC_SHELL = (
 PTY_SHELL = SALLOC_SHELL | env("""
     SLURM_JOB_NAME=bash SLURM_STEP_ID=0 SLURM_STEPID=0 SLURM_NTASKS=1 SLURM_TASKS_PER_NODE=1
 """)
-EIGHT_TASKS = env("""
-    SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_TASKS_PER_NODE=8 SLURM_TASKS_PER_NODE=8
-""")
 ONE_TASK = STEP | ONE_TASK_STEP | FIRST_TASK
 
 OPEN_MPI = env("""
@@ -87,9 +84,9 @@ ON_OPEN_MPI = launched("openmpi", "6/8, 2/4, 1/2")
 
 RANKS = {
     "nothing": (env("HOME=/home/me PATH=/usr/bin"), Launch()),
+    "empty variables": (env("RANK= WORLD_SIZE= SLURM_JOB_ID="), Launch()),
     "torchrun": (TORCHRUN, ON_TORCHRUN),
     "torchrun under srun": (STEP | TORCHRUN, ON_TORCHRUN),
-    "torchrun under mpirun": (OPEN_MPI | TORCHRUN, ON_TORCHRUN),
     "torchrun with one process": (
         TORCHRUN
         | env("RANK=0 LOCAL_RANK=0 GROUP_RANK=0")
@@ -110,7 +107,6 @@ RANKS = {
     ),
     "WORLD_SIZE alone is not torchrun": (env("WORLD_SIZE=8"), Launch()),
     "a step smaller than its job": (STEP | MASTER, ON_SRUN),
-    "a script for srun that exports WORLD_SIZE": (STEP | MASTER | env("WORLD_SIZE=6"), ON_SRUN),
     "srun --mpi=pmi2": (STEP | MASTER | env("PMI_RANK=4 PMI_SIZE=6 PMI_FD=12"), ON_SRUN),
     "old Slurm without step counts": (
         {name: value for name, value in STEP.items() if "SLURM_STEP_" not in name}
@@ -131,10 +127,6 @@ RANKS = {
         SALLOC_SHELL | STEP | MASTER | env("SLURM_JOB_NAME=interactive SLURM_STEP_ID=0"),
         ON_SRUN,
     ),
-    "srun typed in the shell of srun --pty": (
-        PTY_SHELL | STEP | MASTER | env("SLURM_JOB_NAME=bash"),
-        ON_SRUN,
-    ),
     "Open MPI on two nodes": (OPEN_MPI | MASTER, ON_OPEN_MPI),
     "Open MPI under sbatch": (SBATCH_SCRIPT | OPEN_MPI | MASTER, ON_OPEN_MPI),
     "Open MPI below its own srun": (DAEMON_STEP | OPEN_MPI | MASTER, ON_OPEN_MPI),
@@ -145,7 +137,6 @@ RANKS = {
         Launch(launcher="openmpi"),
     ),
     "MPICH on one node": (HYDRA, launched("pmi", "3/4, 3/4", at=(Launch().master_addr, 29500))),
-    "MPICH below its own srun": (DAEMON_STEP | HYDRA | MASTER, launched("pmi", "3/4, 3/4")),
     "PMI with one process": (env("PMI_RANK=0 PMI_SIZE=1"), Launch(launcher="pmi")),
 }
 
@@ -160,20 +151,11 @@ SHELLS = {
     "salloc without an interactive step": (ALLOCATION, "a shell"),
     "a VS Code terminal": (env("SLURM_JOB_ID=4711"), "a shell"),
     "an sbatch script": (SBATCH_SCRIPT, "the sbatch script"),
-    "an sbatch script as a step": (
-        SBATCH_SCRIPT | env("SLURM_STEP_ID=4294967291"),
-        "the sbatch script",
-    ),
     "sbatch from the shell of salloc": (SALLOC_SHELL | SBATCH_SCRIPT, "the interactive shell"),
     "salloc with an interactive step": (SALLOC_SHELL, "the interactive shell"),
     "the extern step": (ALLOCATION | env("SLURM_STEP_ID=4294967292"), "extern step"),
     "a step yet unknown": (ALLOCATION | env("SLURM_STEP_ID=4294967293"), "an internal step"),
     "srun --pty bash": (PTY_SHELL, "a terminal"),
-    "srun --job-name=debug --pty bash": (PTY_SHELL | env("SLURM_JOB_NAME=debug"), "a terminal"),
-    "srun --ntasks=8 --pty zsh": (
-        PTY_SHELL | EIGHT_TASKS | env("SLURM_JOB_NAME=zsh"),
-        "a terminal",
-    ),
 }
 
 
@@ -187,12 +169,6 @@ def test_a_shell_in_an_allocation_is_one_process_and_says_so(name):
         assert word in launch.note
 
 
-def test_srun_listens_on_the_first_host_of_the_step_at_a_port_below_the_ephemeral_ones():
-    launch = detect_launch(STEP)
-    assert launch.master_addr == "gpu013"
-    assert launch.master_port in range(12000, 30000)
-
-
 @given(job=st.integers(1, 2**31), steps=st.sets(st.integers(0, 5000), min_size=2, max_size=5))
 def test_steps_of_one_job_listen_at_different_ports(job, steps):
     numbers = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for step in steps]
@@ -201,13 +177,16 @@ def test_steps_of_one_job_listen_at_different_ports(job, steps):
 
 
 def test_all_ranks_of_a_step_agree_where_rank_0_listens():
+    """It is the first host of the step, at a port below the ephemeral ones."""
     places = set()
     for rank in range(6):
         place = {"SLURM_NODEID": rank // 3, "SLURM_LOCALID": rank % 3, "SLURM_PROCID": rank}
         launch = detect_launch(STEP | {name: str(number) for name, number in place.items()})
         assert (launch.rank, launch.node, launch.local_rank) == (rank, rank // 3, rank % 3)
         places.add((launch.master_addr, launch.master_port))
-    assert len(places) == 1
+    ((host, port),) = places
+    assert host == "gpu013"
+    assert port in range(12000, 30000)
 
 
 def test_open_mpi_on_one_node_listens_on_the_loopback_at_a_port_of_its_job():
@@ -216,28 +195,18 @@ def test_open_mpi_on_one_node_listens_on_the_loopback_at_a_port_of_its_job():
     assert launch.master_addr == "127.0.0.1"
     assert launch.master_port in range(12000, 30000)
     assert detect_launch(OPEN_MPI_ONE_NODE | other).master_port != launch.master_port
-
-
-def test_open_mpi_5_names_its_job_by_the_namespace():
-    environment = OPEN_MPI_ONE_NODE | {"PMIX_NAMESPACE": "prterun-head-1234@1"}
-    del environment["OMPI_MCA_ess_base_jobid"]
-    assert detect_launch(environment).master_port in range(12000, 30000)
-
-
-def test_an_empty_variable_counts_as_unset():
-    assert detect_launch({"RANK": "", "WORLD_SIZE": "", "SLURM_JOB_ID": ""}) == Launch()
+    version_5 = OPEN_MPI_ONE_NODE | {"PMIX_NAMESPACE": "prterun-head-1234@1"}
+    del version_5["OMPI_MCA_ess_base_jobid"]
+    assert detect_launch(version_5).master_port in range(12000, 30000)
 
 
 BY_HAND = env("RANK=3 WORLD_SIZE=4")
 ON_TWO_NODES = OPEN_MPI | MASTER
 MISTAKES = {
     "no local rank": (BY_HAND, "RANK=3", "WORLD_SIZE=4", "LOCAL_RANK"),
-    "no local world size": (BY_HAND | env("LOCAL_RANK=0"), "LOCAL_WORLD_SIZE"),
     "a word for a rank": (TORCHRUN | env("RANK=abc"), "RANK=abc"),
-    "a negative rank": (TORCHRUN | env("RANK=-1"), "RANK=-1"),
     "an Arabic digit": (TORCHRUN | env("RANK=٣"), "RANK=٣"),
     "a rank beyond the world": (TORCHRUN | env("RANK=8"), "RANK=8", "0 to 7"),
-    "a world of nobody": (TORCHRUN | env("WORLD_SIZE=0"), "WORLD_SIZE=0"),
     "a local rank beyond the node": (TORCHRUN | env("LOCAL_RANK=4"), "LOCAL_RANK=4", "0 to 3"),
     "a node larger than the world": (TORCHRUN | env("LOCAL_WORLD_SIZE=9"), "LOCAL_WORLD_SIZE=9"),
     "a group beyond the groups": (TORCHRUN | env("GROUP_RANK=2"), "GROUP_RANK=2", "0 to 1"),
@@ -247,8 +216,6 @@ MISTAKES = {
         *("2 nodes", "MASTER_ADDR", "MASTER_PORT"),
     ),
     "a task beyond the step": (STEP | env("SLURM_PROCID=6"), "SLURM_PROCID=6", "0 to 5"),
-    "a task beyond the node": (STEP | env("SLURM_LOCALID=3"), "SLURM_LOCALID=3", "0 to 2"),
-    "a node beyond the step": (STEP | env("SLURM_NODEID=2"), "SLURM_NODEID=2", "0 to 1"),
     "a step without a number": (STEP | env("SLURM_STEP_ID=batch"), "SLURM_STEP_ID=batch"),
     "a step without a task's number": (STEP | env("SLURM_PROCID="), "SLURM_PROCID"),
     "too few counts of tasks": (
@@ -317,50 +284,6 @@ def test_a_malformed_node_list_is_shown_with_a_good_one(node_list):
         expand_node_list(node_list)
     assert repr(node_list) in str(caught.value)
     assert "gpu[001-003,7],login" in str(caught.value)
-
-
-NAMES = st.text("abcxyz-.", min_size=1, max_size=6)
-RANGES = st.tuples(st.integers(0, 200), st.integers(0, 12), st.integers(1, 4))
-
-
-def compress(groups: list[tuple[str, list[tuple[int, int, int]]]]) -> tuple[str, list[str]]:
-    """Write hosts in short form; a group is a name and its ranges (first, how many more, width)."""
-    short, hosts = [], []
-    for name, ranges in groups:
-        pieces = []
-        for first, more, width in ranges:
-            numbers = [f"{number:0{width}d}" for number in range(first, first + more + 1)]
-            pieces.append(numbers[0] if more == 0 else f"{numbers[0]}-{numbers[-1]}")
-            hosts += [name + number for number in numbers]
-        short.append(f"{name}[{','.join(pieces)}]" if ranges else name)
-        hosts += [] if ranges else [name]
-    return ",".join(short), hosts
-
-
-@given(st.lists(st.tuples(NAMES, st.lists(RANGES, max_size=4)), min_size=1, max_size=4))
-def test_expanding_undoes_compressing(groups):
-    short, hosts = compress(groups)
-    assert expand_node_list(short) == hosts
-
-
-@given(st.lists(st.tuples(NAMES, RANGES), min_size=1, max_size=3))
-def test_several_brackets_give_every_combination_with_the_last_counting_fastest(groups):
-    expected = [""]
-    for group in groups:
-        _, hosts = compress([(group[0], [group[1]])])
-        expected = [before + host for before in expected for host in hosts]
-    joined = "".join(compress([(name, [numbers])])[0] for name, numbers in groups)
-    assert expand_node_list(joined) == expected
-
-
-@given(st.text("ab019[],- (", max_size=20))
-def test_any_text_is_either_expanded_or_refused(text):
-    try:
-        hosts = expand_node_list(text)
-    except UserError:
-        return
-    assert hosts
-    assert not any(set(host) & set("[], ") for host in hosts)
 
 
 def test_reading_the_launch_does_not_import_torch():

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import typed
 from tests.processes import TIMEOUT_S, start_samestep
 from tests.tiny import until, write_recipe
 
 SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261122"))
-MOMENTS, WITHIN_S = 8, 60.0
+MOMENTS, WITHIN_S = 4, 60.0
 
 
 def started_by(parent: int) -> list[int]:
@@ -32,28 +33,16 @@ def started_by(parent: int) -> list[int]:
 def test_a_rank_whose_launcher_is_gone_ends_before_it_imports_anything(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "samestep", "train", "spiral"],
-        env={**os.environ, "SAMESTEP_PARENT": str(gone.pid)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    words = ("-X", "importtime", "-m", "samestep", "train", "spiral")
+    done = typed(*words, folder=tmp_path, SAMESTEP_PARENT=str(gone.pid))
     assert done.returncode == 1
     assert "samestep.ranks.startup" in done.stderr
     assert "samestep.cli" not in done.stderr
 
 
 def test_a_command_that_a_rank_starts_is_no_rank(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "samestep", "--version"],
-        env={**os.environ, "SAMESTEP_PARENT": "1", "SAMESTEP_RANK_PROCESS": str(os.getpid())},
-        cwd=tmp_path,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    more = {"SAMESTEP_PARENT": "1", "SAMESTEP_RANK_PROCESS": str(os.getpid())}
+    done = typed("-m", "samestep", "--version", folder=tmp_path, **more)
     assert done.returncode == 0
 
 

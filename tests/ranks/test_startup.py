@@ -1,11 +1,9 @@
 """A scheduler's warning during the import of PyTorch is not lost; children end as they are told."""
 
-import json
 import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 from joblib import Parallel, delayed
 
-from tests.command_line import RECIPE
+from tests.command_line import RECIPE, read_json, typed
 from tests.processes import TIMEOUT_S, run_ranks
 
 # A process of the real command line gets the signal at the moment at which a module is imported.
@@ -36,14 +34,7 @@ sys.exit(code)
 
 
 def run(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SIGNALLED, module, *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    return typed("-c", SIGNALLED, module, *words, folder=folder)
 
 
 @pytest.fixture
@@ -55,9 +46,9 @@ def here(tmp_path) -> Path:
 def test_a_warning_during_the_import_of_torch_ends_the_training_with_a_checkpoint(here):
     done = run(here, "torch", "train", "small.py", "--run-dir", "run")
     assert done.returncode == 128 + signal.SIGUSR1, done.stderr
-    result = json.loads((here / "run" / "result.json").read_text())
+    result = read_json(here / "run" / "result.json")
     assert (result["status"], result["reason"]) == ("stopped", "SIGUSR1")
-    index = json.loads((here / "run" / "checkpoints" / "index.json").read_text())
+    index = read_json(here / "run" / "checkpoints" / "index.json")
     assert (here / "run" / "checkpoints" / index["last"]["path"]).is_file()
 
 
@@ -85,13 +76,10 @@ def _terminated(times: int) -> list[int | None]:
     return codes
 
 
-def _count_to(number: int) -> list[list[int]]:
-    found = []
-    for _ in range(number):
-        with multiprocessing.get_context("fork").Pool(2) as pool:
-            found.append(pool.map(abs, range(64)))
-    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as executor:
-        found.append(list(executor.map(abs, range(64))))
+def _count() -> list[list[int]]:
+    found, context = [], multiprocessing.get_context("fork")
+    with context.Pool(2) as pool, ProcessPoolExecutor(2, context) as executor:
+        found += [pool.map(abs, range(64)), list(executor.map(abs, range(64)))]
     found.append(Parallel(2, backend="multiprocessing")(delayed(abs)(n) for n in range(64)))
     return found
 
@@ -116,7 +104,7 @@ def _children_of_a_training() -> tuple[list[int | None], list[list[int]], bool, 
     signal.signal(signal.SIGTERM, _of_a_caller)
     before = _handlers_of_child()
     with catch_signals():
-        codes, counted = _terminated(20), _count_to(8)
+        codes, counted = _terminated(8), _count()
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.5,))
         child.start()
         for number in (signal.SIGINT, signal.SIGUSR1):
@@ -129,7 +117,7 @@ def test_a_child_that_is_started_in_a_training_ends_with_sigterm_and_leaves_othe
     tmp_path,
 ):
     ((codes, counted, lived, as_before),) = run_ranks(_children_of_a_training, 1, tmp_path)
-    assert codes == [-signal.SIGTERM] * 20
-    assert counted == [list(range(64))] * 10
+    assert codes == [-signal.SIGTERM] * 8
+    assert counted == [list(range(64))] * 3
     assert lived, "Ctrl-C and a scheduler's warning stop the training, not what serves it"
     assert as_before, "a caller's own children have the caller's handlers"

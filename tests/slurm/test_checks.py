@@ -16,7 +16,6 @@ from samestep.slurm.checks import (
 )
 from samestep.slurm.options import JobOptions
 from samestep.slurm.submission import Workload, make_script
-from tests.slurm.fake_slurm import install
 
 
 @pytest.fixture
@@ -50,26 +49,18 @@ def test_an_environment_of_other_machines_is_taken_as_it_is(venv):
         check_place(JobOptions(venv=str(venv)), "recipe")
 
 
-@pytest.mark.parametrize(
-    ("image", "says"),
-    [
-        (
-            "docker://pytorch/pytorch:2.5",
-            "apptainer build pytorch.sif docker://pytorch/pytorch:2.5",
-        ),
-        ("library://a/b", "b.sif"),
-        ("/nowhere/torch.sif", "/nowhere/torch.sif: there is no such file"),
-    ],
-)
-def test_an_image_that_is_no_file_is_refused(image, says):
-    with pytest.raises(UserError, match=says):
-        check_place(JobOptions(container=image), "recipe")
+def test_an_image_that_is_no_file_is_refused():
+    for image, says in {
+        "docker://torch:2.5": "apptainer build torch.sif docker://torch:2.5",
+        "library://a/b": "b.sif",
+        "/nowhere/torch.sif": "/nowhere/torch.sif: there is no such file",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            check_place(JobOptions(container=image), "recipe")
 
 
-def test_a_job_to_wait_for_must_be_known_to_slurm(tmp_path, monkeypatch):
-    fake = install(tmp_path / "bin")
-    monkeypatch.setenv("PATH", str(fake.folder))
-    fake.add(7, tmp_path)
+def test_a_job_to_wait_for_must_be_known_to_slurm(slurm, tmp_path):
+    slurm.add(7, tmp_path)
     check_after(JobOptions(after=("7", "7_2:notok")))
     with pytest.raises(UserError, match="--after 999999:any"):
         check_after(JobOptions(after=("7", "999999:any")))
@@ -95,34 +86,26 @@ def test_what_a_job_may_lack_is_told_with_the_flag_that_gives_it(tmp_path, optio
     told = advice(JobOptions(**options), "recipe", {}, interfaces=tmp_path)
     assert len(told) == len(flags)
     assert all(flag in text for flag, text in zip(flags, told, strict=True))
+    assert advice(JobOptions(), "recipe", {"SBATCH_TIMELIMIT": "60"}) == [], "the shell's counts"
 
 
 ELASTIC = JobOptions(nodes="1-4", ntasks_per_node=2)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"batch_size_per_rank": 32}, {"batch_size_per_rank": 32, "accumulate": 2}]
-)
-def test_a_range_of_nodes_is_refused_where_they_would_decide_on_the_global_batch(sizes):
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2}])
+def test_a_range_of_nodes_is_refused_where_they_would_decide_on_the_global_batch(more):
+    sizes = {"batch_size_per_rank": 32} | more
     with pytest.raises(UserError, match=r"--nodes 1-4: .*--batch-size N .*--virtual-ranks 8 "):
         check_ranks(ELASTIC, Settings(**sizes))
     check_ranks(JobOptions(nodes="4", ntasks_per_node=2), Settings(**sizes))
+    for same in ({"batch_size": 32}, {"virtual_ranks": 8}, {"virtual_ranks": 9}):
+        check_ranks(ELASTIC, Settings(**same))
 
 
-@pytest.mark.parametrize("sizes", [{"batch_size": 32}, {"virtual_ranks": 8}, {"virtual_ranks": 9}])
-def test_a_range_of_nodes_is_taken_where_the_training_is_the_same_on_all(sizes):
-    check_ranks(ELASTIC, Settings(**sizes))
-
-
-@pytest.mark.parametrize("nodes", ["4", "1-4"])
-def test_fewer_virtual_ranks_than_ranks_are_refused_before_the_job_waits(nodes):
-    options = JobOptions(nodes=nodes, ntasks_per_node=2)
-    with pytest.raises(UserError, match=r"--virtual-ranks 7: .*8 ranks.*--virtual-ranks 8"):
-        check_ranks(options, Settings(virtual_ranks=7, batch_size=32))
-
-
-def test_a_time_limit_of_the_shell_counts():
-    assert advice(JobOptions(), "recipe", {"SBATCH_TIMELIMIT": "60"}) == []
+def test_fewer_virtual_ranks_than_ranks_are_refused_before_the_job_waits():
+    for options in (ELASTIC, JobOptions(nodes="4", ntasks_per_node=2)):
+        with pytest.raises(UserError, match=r"--virtual-ranks 7: .*8 ranks.*--virtual-ranks 8"):
+            check_ranks(options, Settings(virtual_ranks=7, batch_size=32))
 
 
 def mounts(folder: Path, command: tuple[str, ...], **options) -> tuple[str, ...]:
@@ -159,10 +142,10 @@ PARTITIONS = (
 
 
 @pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    fake = install(tmp_path / "bin", PARTITIONS)
-    monkeypatch.setenv("PATH", str(fake.folder))
-    return fake
+def partitions(slurm):
+    """Give a Slurm with these partitions."""
+    (slurm.folder / "partitions").write_text(PARTITIONS)
+    return slurm
 
 
 @pytest.mark.parametrize(
@@ -178,7 +161,7 @@ def slurm(tmp_path, monkeypatch):
         (None, {"time": "1-00:00:00"}),
     ],
 )
-def test_a_job_that_one_of_its_partitions_may_run_is_let_through(slurm, partition, options):
+def test_a_job_that_one_of_its_partitions_may_run_is_let_through(partitions, partition, options):
     check_partitions(JobOptions(**options), partition)
 
 
@@ -197,16 +180,13 @@ def test_a_job_that_one_of_its_partitions_may_run_is_let_through(slurm, partitio
     ],
 )
 def test_a_job_that_none_can_run_is_refused_with_what_the_largest_has(
-    slurm, partition, options, says
+    partitions, partition, options, says
 ):
     with pytest.raises(UserError, match=says):
         check_partitions(JobOptions(**options), partition)
 
 
-def test_hidden_partitions_are_asked_for_and_unlike_nodes_are_told_apart(slurm):
+def test_hidden_partitions_are_asked_for_and_lines_that_name_a_cluster_passed_over(partitions):
     check_partitions(JobOptions(), None)
-    assert "--all --exact" in slurm.calls[0]
-
-
-def test_lines_that_name_a_cluster_are_no_partitions():
+    assert "--all --exact" in partitions.calls[0]
     assert list(parse_partitions("CLUSTER: north\n" + PARTITIONS)) == ["debug", "gpu", "hidden"]

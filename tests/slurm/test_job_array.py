@@ -1,6 +1,5 @@
 """A job array: which tasks it has, its script, and its jobs as Slurm lists them."""
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from samestep.errors import UserError
 from samestep.slurm.job_array import array_text, read_array, submit_array
 from samestep.slurm.options import JobOptions
 from samestep.slurm.queue import find_job, parse_job
-from tests.slurm.fake_slurm import install
 from tests.slurm.test_queue import RUNNING
 from tests.slurm.test_script import job
 
@@ -69,23 +67,19 @@ def test_a_task_of_an_array_is_known_by_its_array_and_by_its_run(tmp_path):
     assert found.log == Path("/home/ada/it's here/runs/b/3/slurm-19-of-12.out")
 
 
-def test_the_number_of_a_whole_array_is_refused_where_one_job_is_meant(tmp_path, monkeypatch):
-    fake = install(tmp_path / "programs")
-    monkeypatch.setenv("PATH", f"{fake.folder}{os.pathsep}{os.environ['PATH']}")
+def test_the_number_of_a_whole_array_is_refused_where_one_job_is_meant(slurm):
     task = RUNNING.replace("JobId=19 ", "JobId=19 ArrayJobId=12 ArrayTaskId=3 ")
     rest = task.replace("ArrayTaskId=3 ", "ArrayTaskId=4-9%2 ")
     for told in (f"{task}\n{task}\n", f"{rest}\n"):
-        (fake.folder / "job-12").write_text(told)
+        (slurm.folder / "job-12").write_text(told)
         with pytest.raises(UserError, match="12_0"):
             find_job(12)
-    (fake.folder / "job-12_3").write_text(f"{task}\n")
+    (slurm.folder / "job-12_3").write_text(f"{task}\n")
     assert find_job("12_3").target == "12_3"
 
 
-def test_an_array_that_slurm_refuses_leaves_nothing(tmp_path, monkeypatch):
-    fake = install(tmp_path / "programs")
-    monkeypatch.setenv("PATH", f"{fake.folder}{os.pathsep}{os.environ['PATH']}")
-    (fake.folder / "sbatch").write_text("#!/bin/sh\necho 'Invalid job array' >&2\nexit 1\n")
+def test_an_array_that_slurm_refuses_leaves_nothing(slurm, tmp_path):
+    (slurm.folder / "sbatch").write_text("#!/bin/sh\necho 'Invalid job array' >&2\nexit 1\n")
     folder = tmp_path / "runs" / "sweep"
     jobs = {task: job(JobOptions(), run=str(folder / str(task))) for task in (3, 7)}
     with pytest.raises(UserError, match="Invalid job array"):

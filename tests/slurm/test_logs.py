@@ -8,7 +8,6 @@ import pytest
 from samestep.cli import main
 from samestep.commands.slurm import logs
 from samestep.slurm.queue import parse_job
-from tests.slurm.fake_slurm import install
 
 
 class Clock:
@@ -45,11 +44,12 @@ def append(path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
 def test_following_asks_the_controller_every_few_seconds(tmp_path, monkeypatch, clock, state):
     asked = []
-    monkeypatch.setattr(
-        logs,
-        "find_job",
-        lambda number: asked.append(clock.now) or job(state if clock.now < 60 else "COMPLETED"),
-    )
+
+    def find(number):
+        asked.append(clock.now)
+        return job(state if clock.now < 60 else "COMPLETED")
+
+    monkeypatch.setattr(logs, "find_job", find)
     logs._show({tmp_path / "log": None}, job(state))
     assert 10 <= len(asked) <= 13, "a minute of waiting"
 
@@ -69,10 +69,8 @@ def test_a_followed_line_is_shown_once_it_is_whole(tmp_path, monkeypatch, clock,
 
 
 @pytest.fixture
-def script_run(tmp_path, monkeypatch):
+def script_run(slurm, tmp_path):
     """Give the run of a script of the user's, with a log; its job's script is left to write."""
-    fake = install(tmp_path / "bin")
-    monkeypatch.setenv("PATH", str(fake.folder))
     run = tmp_path / "run"
     run.mkdir()
     (run / "slurm-5.out").write_text("samestep: job 5\n0: a\n1: b\n")
@@ -103,10 +101,8 @@ def test_all_ranks_of_a_training_are_shown_with_their_labels(script_run, capsys)
 
 
 def test_lines_that_are_longer_than_the_terminal_are_broken_between_words():
-    words = " ".join(["word"] * 30)
-    folded = logs._folded(f"short\n{words}\nlast, torn", 80)
-    lines = folded.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert " ".join(folded.split()) == f"short {words} last, torn"
-    assert (lines[0], lines[-1], folded[-1]) == ("short", "last, torn", "n")
+    folded = logs._folded(f"short\n{'word ' * 30}\nlast, torn", 80)
+    assert max(map(len, folded.splitlines())) <= 80
+    assert folded.split() == ["short", *["word"] * 30, "last,", "torn"]
+    assert folded.endswith("\nlast, torn")
     assert logs._folded("x" * 100 + "\n", 80) == "x" * 100 + "\n"

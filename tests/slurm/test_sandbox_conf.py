@@ -38,22 +38,17 @@ def test_a_path_too_long_for_a_socket_is_refused_with_both_lengths():
         check_folder(Path("/" + 69 * "x"), nodes=10)
 
 
-@pytest.mark.parametrize("strange", [" ", ",", "#", "%", '"'])
-def test_a_path_with_a_character_of_slurm_conf_is_refused(strange):
-    with pytest.raises(UserError, match=r"slurm\.conf") as caught:
-        check_folder(Path(f"/home/ada{strange}b"), nodes=1)
-    assert repr(strange) in str(caught.value)
-
-
-def test_the_command_that_takes_a_sandbox_down_names_its_folder_unless_it_is_the_usual(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert down_line(default_folder()) == "samestep slurm sandbox down"
-    assert down_line(tmp_path / "a b") == f"samestep slurm sandbox down --dir '{tmp_path}/a b'"
+def test_a_path_with_a_character_of_slurm_conf_is_refused():
+    for strange in ' ,#%"':
+        with pytest.raises(UserError, match=r"slurm\.conf") as caught:
+            check_folder(Path(f"/home/ada{strange}b"), nodes=1)
+        assert repr(strange) in str(caught.value)
 
 
 def test_a_second_start_of_a_sandbox_says_how_that_one_is_taken_down(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert down_line(default_folder()) == "samestep slurm sandbox down"
+    assert down_line(tmp_path / "a b") == f"samestep slurm sandbox down --dir '{tmp_path}/a b'"
     up = cluster.Status(folder=tmp_path, daemons={"x": 1}, nodes={"a": "idle"}, num_job_processes=0)
     monkeypatch.setattr(cluster, "status", lambda _folder: up)
     with pytest.raises(UserError, match=f"down --dir {tmp_path}`"):

@@ -129,23 +129,27 @@ def test_of_a_range_of_nodes_nothing_holds_the_number_of_the_first_start(launche
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), min_size=1, max_size=20)
 NASTY = st.text("'\"\\$`!*?[]{}()<>|&;#~ \ta-=%", min_size=1, max_size=12)
 FUNCTIONS = re.MULTILINE | re.DOTALL
-CANCEL = """
+STUBS = """
 running() {{ (( --left > 0 )); }}
 pass_on() {{ echo "told $1"; }}
 sleep() {{ SECONDS=$((SECONDS + 1)); }}
 scancel() {{ echo "scancel $*"; }}
 job=7 left={left}
-cancel
 """
+
+
+def played(kind: str, left: int, what: str) -> subprocess.CompletedProcess[str]:
+    """Let bash run functions of a script whose ranks run for `left` seconds more."""
+    text = script(kind=kind, signal_s=30)
+    functions = re.search(r"^end_ranks\(\) \{.*?^cancel\(\) \{.*?^\}", text, FUNCTIONS)[0]
+    shell = functions + STUBS.format(left=left) + what
+    return subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
 
 
 @pytest.mark.parametrize(("left", "killed"), [(5, False), (1000, True)])
 @pytest.mark.parametrize(("kind", "told"), [("recipe", "USR1"), ("script", "TERM")])
 def test_a_cancel_tells_the_ranks_and_kills_those_that_hang(kind, told, left, killed):
-    text = script(kind=kind, signal_s=30)
-    functions = re.search(r"^end_ranks\(\) \{.*?^cancel\(\) \{.*?^\}", text, FUNCTIONS)[0]
-    shell = functions + CANCEL.format(left=left)
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    done = played(kind, left, "cancel")
     kills = ["scancel --signal=KILL 7.0"] * killed
     assert done.stdout.splitlines() == [f"told {told}", *kills]
     assert ("30 s" in done.stderr) is killed
@@ -153,11 +157,7 @@ def test_a_cancel_tells_the_ranks_and_kills_those_that_hang(kind, told, left, ki
 
 @pytest.mark.parametrize(("left", "told"), [(5, "USR1"), (1000, "LATE")])
 def test_ranks_that_pass_over_the_warning_are_killed_before_the_limit(left, told):
-    text = script(kind="recipe", signal_s=30)
-    functions = re.search(r"^end_ranks\(\) \{.*?^\}\nwarn\(\) \{.*?^\}", text, FUNCTIONS)[0]
-    shell = functions + CANCEL.format(left=left).replace("\ncancel", "\ntold=USR1\nwarn")
-    shell += 'echo "$told $SECONDS"'
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    done = played("recipe", left, 'told=USR1\nwarn\necho "$told $SECONDS"')
     first, *kills, last = done.stdout.splitlines()
     assert (first, last.split()[0], len(kills)) == ("told USR1", told, told == "LATE")
     assert int(last.split()[1]) < 30

@@ -8,14 +8,7 @@ from samestep.errors import UserError
 from samestep.slurm.options import JobOptions
 from samestep.slurm.queue import ProgramError
 from samestep.slurm.submission import Workload, make_script, submit
-from tests.slurm.fake_slurm import _DOWN, install
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    fake = install(tmp_path / "bin")
-    monkeypatch.setenv("PATH", str(fake.folder))
-    return fake
+from tests.slurm.fake_slurm import _DOWN
 
 
 def target(run: Path, *words: str) -> Workload:
@@ -37,6 +30,9 @@ def test_a_run_whose_job_has_not_ended_is_not_submitted_again(slurm, tmp_path, s
     slurm.add(3, run, "COMPLETED")
     slurm.add(5, run, state)
     slurm.add(6, tmp_path / "other")
+    slurm.add(7, tmp_path / "ended", "TIMEOUT")
+    assert hand_in(tmp_path / "ended") == 77
+    (slurm.folder / "calls").unlink()
     with pytest.raises(UserError) as error:
         hand_in(run)
     for name in (f"({state})", "cancel 5", "--after 5:any"):
@@ -51,16 +47,10 @@ def test_a_job_that_comes_after_all_unfinished_jobs_of_its_run_is_taken(slurm, t
     slurm.add(5, run)
     slurm.add(6, run, "PENDING")
     assert hand_in(run, after=("5:any", "6:notok")) == 77
-    with pytest.raises(UserError, match="Job 6 "):
-        hand_in(run, after=("5",))
-
-
-def test_a_run_is_known_by_another_path_too(slurm, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    slurm.add(5, tmp_path / "link")
-    with pytest.raises(UserError, match="Job 5 "):
-        hand_in(tmp_path / "run")
+    (tmp_path / "link").symlink_to(run)
+    for path in (run, tmp_path / "link"):
+        with pytest.raises(UserError, match="Job 6 "):
+            hand_in(path, after=("5",))
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
@@ -87,12 +77,6 @@ def test_a_controller_that_is_away_is_waited_for_a_minute(
     assert len(capsys.readouterr().err.splitlines()) == len(waited)
 
 
-def test_a_run_whose_jobs_have_ended_goes_on(slurm, tmp_path):
-    (tmp_path / "run").mkdir()
-    slurm.add(5, tmp_path / "run", "TIMEOUT")
-    assert hand_in(tmp_path / "run") == 77
-
-
 # --- the shell that submits
 
 
@@ -111,12 +95,8 @@ def test_a_job_inherits_nothing_of_the_job_it_is_submitted_from(slurm, tmp_path,
 
 def test_the_cluster_and_the_users_own_variables_reach_the_job(slurm, tmp_path, monkeypatch):
     (tmp_path / "slurm.conf").touch()
-    kept = {
-        "SLURM_CONF": f"{tmp_path}/slurm.conf",
-        "SLURM_CLUSTERS": "n",
-        "MY_RANK": "1",
-        "WANDB_API_KEY": "k",
-    }
+    kept = {"SLURM_CONF": f"{tmp_path}/slurm.conf", "SLURM_CLUSTERS": "n"}
+    kept |= {"MY_RANK": "1", "WANDB_API_KEY": "k"}
     for name, value in kept.items():
         monkeypatch.setenv(name, value)
     hand_in(tmp_path / "run")
@@ -160,35 +140,20 @@ def test_the_partition_of_the_shell_is_the_one_that_sizes_are_judged_by(
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "flag"),
     [
-        ("--api-key", "hunter2"),
-        ("--wandb.api_key=hunter2",),
-        ("--hf-token", "hunter2"),
-        ("--password", "123"),
-        ("--x", "1", "--auth", "hunter2"),
+        (("--api-key", "hunter2"), "--api-key"),
+        (("--wandb.api_key=hunter2",), "--wandb.api_key"),
+        (("--x", "1", "--auth", "hunter2"), "--auth"),
     ],
 )
-def test_a_secret_among_the_arguments_is_refused_and_not_repeated(tmp_path, words):
-    with pytest.raises(
-        UserError, match=words[-2] if len(words) > 1 else words[0].split("=")[0]
-    ) as error:
+def test_a_secret_among_the_arguments_is_refused_and_not_repeated(tmp_path, words, flag):
+    with pytest.raises(UserError, match=flag) as error:
         make_script(target(tmp_path, *words), JobOptions(), tmp_path)
     assert "hunter2" not in str(error.value)
-    assert "123" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--max-tokens", "512"),
-        ("--num-key-value-heads=8",),
-        ("--use-auth-token", "True"),
-        ("--token", "--verbose"),
-        ("--tokenizer", "gpt2"),
-        ("--keyboard=us",),
-        ("--auth",),
-    ],
-)
-def test_an_argument_that_only_sounds_like_a_secret_is_taken(tmp_path, words):
+def test_an_argument_that_only_sounds_like_a_secret_is_taken(tmp_path):
+    words = ("--max-tokens", "512", "--num-key-value-heads=8", "--use-auth-token", "True")
+    words += ("--token", "--verbose", "--tokenizer", "gpt2", "--keyboard=us", "--auth")
     make_script(target(tmp_path, *words), JobOptions(), tmp_path)

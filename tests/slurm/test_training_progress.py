@@ -36,41 +36,27 @@ def write(tmp_path):
     return _write
 
 
-def test_a_run_that_has_not_begun_has_no_progress(tmp_path, write):
-    assert read_progress(tmp_path) is None
-    assert read_progress(tmp_path / "nowhere") is None
-    assert write() is None
-
-
 def test_a_running_training_tells_its_step_epoch_loss_and_what_is_left(write):
     progress = write(START, step(10), saved(10), step(20, loss=0.25), torn='{"event": "st')
-    assert progress == Progress(
-        step=20,
-        total_steps=100,
-        epoch=3,
-        epochs=10,
-        loss=0.25,
-        checkpoint_step=10,
-        eta_s=80 * 8 / 16.0,
-        starts=1,
-    )
+    found = {"step": 20, "total_steps": 100, "epoch": 3, "epochs": 10, "loss": 0.25}
+    assert progress == Progress(**found, checkpoint_step=10, eta_s=80 * 8 / 16.0, starts=1)
 
 
-def test_a_training_that_has_only_begun_has_no_loss_and_no_eta(write):
+def test_a_training_that_has_not_or_only_just_begun_has_no_loss_and_no_eta(tmp_path, write):
+    assert read_progress(tmp_path) is None
+    assert write() is None
     progress = write(START)
     assert (progress.step, progress.epoch, progress.starts) == (0, 1, 1)
     assert (progress.loss, progress.eta_s, progress.checkpoint_step) == (None, None, None)
 
 
 def test_a_resumed_training_stands_at_its_checkpoint_and_not_where_it_was_killed(write):
-    progress = write(START, step(10), saved(10), step(20), AGAIN, resumed(10))
+    killed = (START, step(10), saved(10), step(20))
+    progress = write(*killed, AGAIN, resumed(10))
     assert (progress.step, progress.checkpoint_step, progress.starts) == (10, 10, 2)
-
-
-def test_a_stop_without_a_step_does_not_hide_the_attempt_after_it(write):
-    stop = {"event": "stop", "step": None, "reason": "failed: no disk"}
-    progress = write(START, step(10), saved(10), stop, AGAIN, resumed(10), step(20))
-    assert (progress.step, progress.starts) == (20, 2)
+    stop = {"event": "stop", "step": None, "reason": "failed: no disk"}  # at no step of its own
+    progress = write(*killed, stop, AGAIN, resumed(10), step(15))
+    assert (progress.step, progress.starts) == (15, 2)
 
 
 def test_the_last_epoch_is_never_exceeded(write):
@@ -95,7 +81,7 @@ def test_a_run_that_failed_before_it_began_has_its_reason(tmp_path):
     assert read_progress(tmp_path) == Progress(status="failed", why="failed: no such data")
 
 
-@pytest.mark.parametrize("line", ["{torn", "[]", "{}", '"x"', '{"event": "start"}', "\\xff"])
+@pytest.mark.parametrize("line", ["{torn", "[]", "{}", '{"event": "start"}', "\\xff"])
 def test_a_damaged_line_inside_the_records_is_told_and_no_traceback(tmp_path, line):
     text = f"{json.dumps(START)}\n{line}\n{json.dumps(step(10))}\n"
     (tmp_path / "events.jsonl").write_bytes(text.encode("latin-1"))

@@ -3,13 +3,11 @@
 import os
 import re
 import signal
-import threading
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from samestep.stall.collectives import watch_collectives
@@ -24,12 +22,12 @@ def line_of(mark: str) -> str:
     return f"{__file__}:{lines.index(next(x for x in lines if x.endswith('# ' + mark))) + 1}"
 
 
-def run(folder: Path, how: str, culprit: int) -> None:
+def run(folder: Path, how: str) -> None:
     rank = int(os.environ["RANK"])
     pulse = Pulse(folder, rank)
     with watch_collectives(pulse):
         dist.init_process_group("gloo")
-        globals()[how](pulse, is_culprit=rank == culprit)
+        globals()[how](pulse, is_culprit=rank == 1)
 
 
 def loop(pulse, *, is_culprit, hang=lambda: None, num_batches=9):
@@ -43,13 +41,6 @@ def loop(pulse, *, is_culprit, hang=lambda: None, num_batches=9):
 def sleeps(pulse, *, is_culprit):
     def hang():
         time.sleep(LONG_S)  # sleeps
-
-    loop(pulse, is_culprit=is_culprit, hang=hang)
-
-
-def spins(pulse, *, is_culprit):
-    def hang():
-        any(number for number in iter(int, 1))  # spins
 
     loop(pulse, is_culprit=is_culprit, hang=hang)
 
@@ -68,24 +59,9 @@ def stopped(pulse, *, is_culprit):
     loop(pulse, is_culprit=is_culprit, hang=hang)
 
 
-def locked(pulse, *, is_culprit):
-    def hang():
-        lock = threading.Lock()
-        lock.acquire()
-        lock.acquire()  # locked
-
-    loop(pulse, is_culprit=is_culprit, hang=hang)
-
-
 def left(pulse, *, is_culprit):
     loop(pulse, is_culprit=is_culprit, num_batches=4 if is_culprit else 9)
     dist.barrier()  # left
-
-
-def ended(pulse, *, is_culprit):
-    loop(pulse, is_culprit=is_culprit, num_batches=4 if is_culprit else 9)
-    pulse.ended(0)
-    time.sleep(LONG_S)  # a process that has gone would end the others, too
 
 
 def different(pulse, *, is_culprit):
@@ -95,16 +71,6 @@ def different(pulse, *, is_culprit):
         else:
             dist.all_reduce(torch.ones(4))  # alike
         pulse.step(step)
-
-
-def shapes(pulse, *, is_culprit):
-    for step in range(1, 9):
-        rows = 7 if step == 4 and is_culprit else 4
-        outputs = [torch.ones(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(outputs, torch.ones(rows), async_op=True)
-        pulse.step(step)
-        if step == 4:
-            time.sleep(LONG_S)  # what Gloo does with it depends on its version
 
 
 def peers(pulse, *, is_culprit):
@@ -121,21 +87,9 @@ all_reduce = dist.all_reduce  # before it could be noted
 
 
 def waits_later(pulse, *, is_culprit):
-    work = dist.all_reduce(torch.ones(1), async_op=not is_culprit) if not is_culprit else None
-    if work is None:
+    if is_culprit:
         time.sleep(LONG_S)  # never_began
-    else:
-        work.wait()  # waits_later
-
-
-def backward(pulse, *, is_culprit):
-    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    for step in range(1, 9):
-        if step == 4 and is_culprit:
-            break
-        model(torch.ones(3, 2)).sum().backward()  # backward
-        pulse.step(step)
-    dist.all_reduce(torch.ones(1))  # after
+    dist.all_reduce(torch.ones(1), async_op=True).wait()  # waits_later
 
 
 class Samples(Dataset):
