@@ -6,6 +6,7 @@ from pathlib import Path
 
 from samestep.checking.check_report import CheckReport
 from samestep.checking.check_script import check_script
+from samestep.checking.findings import Mistake
 from samestep.checking.ranks_of_script import RankProcess
 from tests.processes import _context, _main
 
@@ -125,6 +126,28 @@ def check(folder: Path, text: str, *arguments: str, nproc: int = 2, **options) -
     place.mkdir(exist_ok=True)
     (place / "train.py").write_text(text)
     return check_script(place / "train.py", arguments, nproc=nproc, start=forked, **options)
+
+
+def found_in(
+    folder: Path,
+    text: str,
+    code: str,
+    line: str,
+    *evidence: str,
+    beside: Sequence[str] = (),
+    **options,
+) -> Mistake:
+    """Check a script in which this is wrong, in the line that has this text, and nothing else.
+
+    `beside`: codes of what the same mistake leads to, and which may be found, too.
+    """
+    report = check(folder, text, **options)
+    assert codes(report) - set(beside) == {code}
+    (found,) = (finding for finding in report.findings if finding.code == code)
+    assert (found.file, found.line) == ("train.py", line_of(text, line))
+    for words in evidence:
+        assert words in found.evidence
+    return found
 
 
 def codes(report: CheckReport) -> set[str]:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.checking.planted import check, line_of, planted
+from tests.checking.planted import check, found_in, planted
 
 SAMPLER = "    sampler = DistributedSampler(train_set, shuffle=True, seed=0)\n"
 LOADER = "    train_loader = DataLoader(train_set, batch_size=8, sampler=sampler)\n"
@@ -68,155 +68,79 @@ WORKERS = (
 )
 
 
-def unsampled(loader: str, *more: tuple[str, str]) -> str:
+SHUFFLED = "train_loader = DataLoader(train_set, batch_size=8, shuffle=True)"
+
+
+def unsampled(*more: tuple[str, str], loader: str = SHUFFLED) -> str:
     return planted((SAMPLER, ""), (SET_EPOCH, ""), (LOADER, f"    {loader}\n"), *more)
 
 
+def and_then(line: str) -> tuple[str, str]:
+    """Return the change that adds a line below that of the training set."""
+    return TRAIN_SET, f"{TRAIN_SET}    {line}\n"
+
+
+def subset(numbers: str) -> tuple[str, str]:
+    return and_then(f"train_set = torch.utils.data.Subset(train_set, {numbers})")
+
+
+DRAWN = "        for _ in range(4):\n            inputs, labels = x[:8].normal_(), ones\n"
+SEEDED = "best, ones = 0.0, torch.ones(8).long()\n    torch.manual_seed(0)\n"
+ALIKE = planted((f"        {LOOP}:\n", DRAWN), ("best = 0.0\n", SEEDED))
+COPIES = unsampled(and_then("train_set.name = f'copy {rank}'"))
+BY_SUBSET = unsampled(subset("range(rank * 16, rank * 16 + 48)"))
+BY_SLICE = unsampled((TRAIN_SET, f"    x = x[rank * 16 :]\n{TRAIN_SET.replace('64', '48')}"))
+UNSHUFFLED = planted(("train_set, shuffle=True", "train_set, shuffle=False"))
+ALL_RANKS = planted(("first = dist.get_rank()", "first = 0"), base=STREAMED)
+ALL_WORKERS = planted(
+    ("* (worker.id if worker else 0)", "* 0"),
+    ("(train_set, batch_size=8)", "(train_set, batch_size=8, num_workers=2)"),
+    base=STREAMED,
+)
+PADDED = planted(("TensorDataset(x[64:], (x[64:]", "TensorDataset(x[63:], (x[63:]"))
+WORKERS_ALIKE = planted((WORKERS[0], WORKERS[1] + ", worker_init_fn=seed"), base=AUGMENTED)
+RANKS_ALIKE = planted(("np.random.seed(rank)", "np.random.seed(0)"), base=AUGMENTED)
+SEED_OF_RANK = planted(("shuffle=True, seed=0", "shuffle=True, seed=rank"))
+UNEVEN = unsampled(
+    subset("range(0, 33) if rank else range(33, 64)"), loader=SHUFFLED.replace("8", "1")
+)
+FIRST_AGAIN = planted(
+    (LOOP, "for (inputs, labels) in (next(iter(train_loader)) for _ in range(4))")
+)
+ONE_BATCH = planted(
+    (f"        {LOOP}:\n", "        for _ in range(4):\n            inputs, labels = batch\n"),
+    ("    best = 0.0\n", "    best = 0.0\n    batch = next(iter(train_loader))\n"),
+)
+LOADER_LINE, STREAM_LINE = "train_loader = ", "def __iter__"
+# What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 PLANTED = {
-    "one loader for all": (
-        "SS101",
-        unsampled("train_loader = DataLoader(train_set, batch_size=8, shuffle=True)"),
-        "train_loader = ",
-        "same 64 samples",
-    ),
-    "the same copy on each rank": (
-        "SS101",
-        unsampled(
-            "train_loader = DataLoader(train_set, batch_size=8, shuffle=True)",
-            (TRAIN_SET, TRAIN_SET + "    train_set.name = f'copy {rank}'\n"),
-        ),
-        "train_loader = ",
-        "same 64 samples",
-    ),
-    "no loader and one seed": (
-        "SS101",
-        planted(
-            (
-                f"        {LOOP}:\n",
-                "        for _ in range(4):\n            inputs, labels = x[:8].normal_(), ones\n",
-            ),
-            ("best = 0.0\n", "best, ones = 0.0, torch.ones(8).long()\n    torch.manual_seed(0)\n"),
-        ),
-        "loss = loss_of",
-        "same 8 samples",
-    ),
-    "shares by subset": (
-        "SS102",
-        unsampled(
-            "train_loader = DataLoader(train_set, batch_size=8, shuffle=True)",
-            (
-                TRAIN_SET,
-                TRAIN_SET + "    part = range(rank * 16, rank * 16 + 48)\n"
-                "    train_set = torch.utils.data.Subset(train_set, part)\n",
-            ),
-        ),
-        "train_loader = ",
-        "both read 32 of their 48",
-    ),
-    "shares by slice": (
-        "SS102",
-        unsampled(
-            "train_loader = DataLoader(train_set, batch_size=8, shuffle=True)",
-            (TRAIN_SET, "    x = x[rank * 16 :]\n" + TRAIN_SET.replace("64", "48")),
-        ),
-        "train_loader = ",
-        "both read 32 of their 48",
-    ),
-    "no set_epoch": ("SS103", planted((SET_EPOCH, "")), LOOP, "epoch was 0 and 0"),
-    "no shuffling": (
-        "SS104",
-        planted(("train_set, shuffle=True", "train_set, shuffle=False")),
-        "train_set, shuffle=False",
-        "0, 2, 4, 6",
-    ),
-    "a stream for all ranks": (
-        "SS105",
-        planted(("first = dist.get_rank()", "first = 0"), base=STREAMED),
-        "def __iter__",
-        "of the first",
-    ),
-    "a stream for all workers": (
-        "SS106",
-        planted(
-            ("* (worker.id if worker else 0)", "* 0"),
-            ("(train_set, batch_size=8)", "(train_set, batch_size=8, num_workers=2)"),
-            base=STREAMED,
-        ),
-        "def __iter__",
-        "all 2 workers",
-    ),
-    "a padded evaluation": (
-        "SS107",
-        planted(("TensorDataset(x[64:], (x[64:]", "TensorDataset(x[63:], (x[63:]")),
-        "val_sampler = ",
-        "33 samples were evaluated 34 times",
-    ),
-    "workers with one seed": (
-        "SS108",
-        planted((WORKERS[0], WORKERS[1] + ", worker_init_fn=seed"), base=AUGMENTED),
-        "train_loader = ",
-        "2 workers of rank 0",
-    ),
-    "ranks with one seed": (
-        "SS109",
-        planted(("np.random.seed(rank)", "np.random.seed(0)"), base=AUGMENTED),
-        "train_loader = ",
-        "same state of numpy",
-    ),
-    "a sampler seeded by rank": (
-        "SS110",
-        planted(("shuffle=True, seed=0", "shuffle=True, seed=rank")),
-        "seed=rank",
-        "rank 1 has seed 1",
-    ),
-    "uneven shares": (
-        "SS602",
-        unsampled(
-            "train_loader = DataLoader(train_set, batch_size=1, shuffle=True)",
-            (
-                TRAIN_SET,
-                TRAIN_SET + "    part = range(0, 33) if rank else range(33, 64)\n"
-                "    train_set = torch.utils.data.Subset(train_set, part)\n",
-            ),
-        ),
-        LOOP,
-        "after batch 31 rank 0 leaves",
-    ),
-    "one batch per epoch": (
-        "SS711",
-        planted((LOOP, "for (inputs, labels) in (next(iter(train_loader)) for _ in range(4))")),
-        "next(iter",
-        "of 12 batches that rank 0 read, 3 differed",
-    ),
-    "one batch for ever": (
-        "SS711",
-        planted(
-            (
-                f"        {LOOP}:\n",
-                "        for _ in range(4):\n            inputs, labels = batch\n",
-            ),
-            ("    best = 0.0\n", "    best = 0.0\n    batch = next(iter(train_loader))\n"),
-        ),
-        "batch = next",
-        "forward passes",
-    ),
+    "one loader for all": (unsampled(), "SS101", LOADER_LINE, "same 64 samples"),
+    "the same copy on each rank": (COPIES, "SS101", LOADER_LINE, "same 64 samples"),
+    "no loader and one seed": (ALIKE, "SS101", "loss = loss_of", "same 8 samples"),
+    "shares by subset": (BY_SUBSET, "SS102", LOADER_LINE, "both read 32 of their 48"),
+    "shares by slice": (BY_SLICE, "SS102", LOADER_LINE, "both read 32 of their 48"),
+    "no shuffling": (UNSHUFFLED, "SS104", "train_set, shuffle=False", "0, 2, 4, 6"),
+    "a stream for all ranks": (ALL_RANKS, "SS105", STREAM_LINE, "of the first"),
+    "a stream for all workers": (ALL_WORKERS, "SS106", STREAM_LINE, "all 2 workers"),
+    "padding": (PADDED, "SS107", "val_sampler = ", "33 samples were evaluated 34 times"),
+    "workers with one seed": (WORKERS_ALIKE, "SS108", LOADER_LINE, "2 workers of rank 0"),
+    "ranks with one seed": (RANKS_ALIKE, "SS109", LOADER_LINE, "same state of numpy"),
+    "seeded by rank": (SEED_OF_RANK, "SS110", "seed=rank", "rank 1 has seed 1"),
+    "uneven shares": (UNEVEN, "SS602", LOOP, "after batch 31 rank 0 leaves"),
+    "a batch per epoch": (FIRST_AGAIN, "SS711", "next(iter", "rank 0 read, 3 differ"),
+    "one batch for ever": (ONE_BATCH, "SS711", "batch = next", "forward passes"),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_mistake_with_the_data_is_found_at_its_line(tmp_path, name):
-    code, text, line, number = PLANTED[name]
-    report = check(tmp_path, text)
-    (found,) = report.findings
-    assert found.code == code
-    assert number in found.evidence
-    assert found.line == line_of(text, line)
-    assert report.exit_code == (found.severity != "advice")
+    found_in(tmp_path, *PLANTED[name])
 
 
 def test_the_remedy_names_the_loader_that_the_loop_wraps(tmp_path):
     loop = "for _, (inputs, labels) in enumerate(iter(train_loader)):"
-    (found,) = check(tmp_path, planted((SET_EPOCH, ""), (LOOP + ":", loop))).findings
+    text = planted((SET_EPOCH, ""), (LOOP + ":", loop))
+    found = found_in(tmp_path, text, "SS103", loop, "epoch was 0 and 0")
     assert found.remedy.splitlines() == ["+ train_loader.sampler.set_epoch(epoch)", f"  {loop}"]
 
 
@@ -344,6 +268,11 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(rank)  # as the remedy says
 
+    def step(rows):
+        optimizer.zero_grad()
+        model(rows).pow(2).mean().backward()
+        optimizer.step()
+
     def shared(dataset, **more):
         return DataLoader(dataset, 4, sampler=DistributedSampler(dataset), **more)
 
@@ -363,21 +292,15 @@ def main():
     for loader in loaders:
         for batch in loader:
             rows = batch if isinstance(batch, torch.Tensor) else batch[0]
-            optimizer.zero_grad()
-            model(rows).pow(2).mean().backward()
-            optimizer.step()
+            step(rows)
     uneven = DataLoader(Subset(data, range(20) if rank else range(20, 64)), 1, shuffle=True)
     with Join([model]):
         for (rows,) in uneven:
-            optimizer.zero_grad()
-            model(rows).pow(2).mean().backward()
-            optimizer.step()
+            step(rows)
     endless = cycle(loaders[0])
     for _ in range(30):
         (rows,) = next(endless)
-        optimizer.zero_grad()
-        model(rows).pow(2).mean().backward()
-        optimizer.step()
+        step(rows)
     model.eval()
     padded = Subset(data, range(33))
     with torch.no_grad():

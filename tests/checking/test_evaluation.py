@@ -2,11 +2,13 @@
 
 import pytest
 
-from tests.checking.planted import BASE, check, codes, line_of, planted
+from tests.checking.planted import check, codes, found_in, line_of, planted
 
 MODEL = "nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))"
+BATCHNORM = (MODEL, "nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))")
 DROPOUT = (MODEL, "nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 2))")
-UNREDUCED = ("        dist.all_reduce(counts)\n", "")
+REDUCE = "        dist.all_reduce(counts)\n"
+UNREDUCED = (REDUCE, "")
 NO_BEST = (
     """\
         if accuracy > best:
@@ -16,57 +18,59 @@ NO_BEST = (
 """,
     "",
 )
-WHOLE = (
-    "val_loader = DataLoader(val_set, batch_size=8, sampler=val_sampler)",
-    "val_loader = DataLoader(val_set, batch_size=8)",
+LOADER = "val_loader = DataLoader(val_set, batch_size=8, sampler=val_sampler)"
+WHOLE = (LOADER, "val_loader = DataLoader(val_set, batch_size=8)")
+SHUFFLED = (LOADER, "val_loader = DataLoader(val_set, batch_size=8, shuffle=True)")
+OF_A_PART = """\
+part = range(0, 24) if rank else range(24, 32)
+    val_loader = DataLoader(torch.utils.data.Subset(val_set, part), batch_size=8)"""
+UNEQUAL = (LOADER, OF_A_PART)
+MEAN = "        mean = counts[0] / counts[1]\n        dist.all_reduce(mean)\n"
+SHOWN = '            print(f"epoch {epoch}: accuracy {accuracy:.3f}")\n'
+LABELLED = (
+    f"        if rank == 0:\n{SHOWN}",
+    f"        if True:\n{SHOWN.replace('epoch', 'rank {rank} epoch', 1)}",
 )
-UNEQUAL = (
-    "val_loader = DataLoader(val_set, batch_size=8, sampler=val_sampler)",
-    (
-        "val_loader = DataLoader(torch.utils.data.Subset(val_set, range(0, 24) if rank else "
-        "range(24, 32)), batch_size=8)"
-    ),
+JOINED = """\
+        joined = [None, None]
+        dist.all_gather_object(joined, counts)
+        counts = sum(joined)
+"""
+OF_A_SHARD = planted(UNREDUCED, NO_BEST)
+OF_MEANS = planted(
+    *(UNEQUAL, NO_BEST, (REDUCE, MEAN)), ("float(counts[0] / counts[1])", "float(mean / 2)")
 )
+BEST_OF_A_SHARD = planted(
+    UNREDUCED, ("        dist.barrier()\n", REDUCE), (SHOWN, "            pass\n")
+)
+STAYS_IN_EVAL = planted(DROPOUT, ("        model.train()\n", ""))
+NEVER_IN_EVAL = planted(DROPOUT, ("        model.eval()\n", ""))
+WITH_GRADIENTS = planted(("with torch.no_grad():", "if True:"))
+EACH_16 = "rank 0 evaluated 16 samples, rank 1 another 16"
+# What is wrong → the script, its code, a part of the line to blame, and of the evidence.
+PLANTED = {
+    "a shard's number as the whole": (OF_A_SHARD, "SS401", "print(", EACH_16),
+    "a mean of means": (OF_MEANS, "SS402", "dist.all_reduce(mean)", "of 8 and 24 samples"),
+    "the best by a shard's number": (BEST_OF_A_SHARD, "SS404", "torch.save(", EACH_16),
+    "evaluation mode in training": (STAYS_IN_EVAL, "SS706", "loss = loss_of(", "from step 5 on"),
+    "training mode in evaluation": (NEVER_IN_EVAL, "SS707", "right = model(", "1 of 1 layers"),
+    "gradients in evaluation": (WITH_GRADIENTS, "SS709", "right = model("),
+}
 
 
-def only(report, code):
-    """Return the only finding of a report, which has this code."""
-    (found,) = report.findings
-    assert found.code == code
-    return found
-
-
-def test_the_number_of_one_shard_shown_as_the_whole_is_found(tmp_path):
-    text = planted(UNREDUCED, NO_BEST)
-    report = check(tmp_path, text)
-    found = only(report, "SS401")
-    assert found.line == line_of(text, "print(")
-    assert "rank 0 evaluated 16 samples, rank 1 another 16" in found.evidence
-    assert report.exit_code == 1
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_mistake_in_evaluation_is_found_at_its_line(name, tmp_path):
+    found = found_in(tmp_path, *PLANTED[name])
+    assert (found.severity == "advice") == (found.code == "SS709")
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         (UNREDUCED, WHOLE),
-        (UNREDUCED, (WHOLE[0], WHOLE[1].replace("=8)", "=8, shuffle=True)"))),
-        (
-            UNREDUCED,
-            ('"best.pt"', '"last.pt"'),  # whatever the number
-            (
-                '        if rank == 0:\n            print(f"epoch',
-                '        if True:\n            print(f"rank {rank} epoch',
-            ),
-        ),
-        (
-            (
-                "        dist.all_reduce(counts)\n",
-                (
-                    "        joined = [None, None]\n"
-                    "        dist.all_gather_object(joined, counts)\n        counts = sum(joined)\n"
-                ),
-            ),
-        ),
+        (UNREDUCED, SHUFFLED),
+        (UNREDUCED, ('"best.pt"', '"last.pt"'), LABELLED),  # it is saved whatever the number
+        ((REDUCE, JOINED),),
         (UNEQUAL, NO_BEST),
     ],
     ids=["all of it on each rank", "shuffled", "labelled", "gathered", "unequal, with counts"],
@@ -75,28 +79,10 @@ def test_a_number_of_the_whole_or_of_a_named_rank_is_right(changes, tmp_path):
     assert codes(check(tmp_path, planted(*changes))) <= {"SS107", "SS104"}
 
 
-def test_a_mean_of_means_over_unequal_counts_is_found(tmp_path):
-    text = planted(
-        UNEQUAL,
-        NO_BEST,
-        (
-            "        dist.all_reduce(counts)\n",
-            "        mean = counts[0] / counts[1]\n        dist.all_reduce(mean)\n",
-        ),
-        ("float(counts[0] / counts[1])", "float(mean / 2)"),
-    )
-    found = only(check(tmp_path, text), "SS402")
-    assert found.line == line_of(text, "dist.all_reduce(mean)")
-    assert "of 8 and 24 samples" in found.evidence
-
-
-def alone(model):
+def alone(model, *changes):
     """Return a script that evaluates on rank 0 only."""
     return planted(
-        WHOLE,
-        UNREDUCED,
-        NO_BEST,
-        (MODEL, "nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))"),
+        *(UNREDUCED, NO_BEST, BATCHNORM, *changes),
         (
             "            for inputs, labels in val_loader:",
             "            for inputs, labels in val_loader if rank == 0 else ():",
@@ -105,50 +91,18 @@ def alone(model):
     )
 
 
-def test_evaluation_on_one_rank_inside_the_wrapper_is_found(tmp_path):
-    text = alone("model")
-    report = check(tmp_path, text)
-    assert "SS403" in codes(report)
-    found = next(f for f in report.findings if f.code == "SS403")
+def test_evaluation_on_one_rank_is_wrong_inside_the_wrapper_and_right_beside_it(tmp_path):
+    text = alone("model", WHOLE)
+    (found,) = (one for one in check(tmp_path, text).findings if one.code == "SS403")
     assert found.line == line_of(text, "right = model(inputs)")
-
-
-def test_evaluation_on_one_rank_beside_the_wrapper_is_right(tmp_path):
-    report = check(tmp_path, alone("model.module"))
-    assert [f for f in report.findings if f.severity != "advice"] == []
+    report = check(tmp_path, alone("model.module", WHOLE))
+    assert {found.severity for found in report.findings} <= {"advice"}
 
 
 def test_a_shard_that_one_rank_evaluates_alone_is_found(tmp_path):
-    text = alone("model.module").replace("batch_size=8)\n", "batch_size=8, sampler=val_sampler)\n")
-    found = next(f for f in check(tmp_path, text).findings if f.severity != "advice")
-    assert found.code == "SS401"
-    assert found.line == line_of(text, "print(")
-    assert "16 of 32 samples" in found.evidence
-
-
-def test_the_best_by_the_number_of_one_shard_is_found(tmp_path):
-    text = planted(
-        ("        dist.all_reduce(counts)\n", ""),
-        ("        dist.barrier()\n", "        dist.all_reduce(counts)\n"),
-        ('            print(f"epoch {epoch}: accuracy {accuracy:.3f}")\n', "            pass\n"),
-    )
-    found = only(check(tmp_path, text), "SS404")
-    assert found.line == line_of(text, "torch.save(")
-    assert "rank 0 evaluated 16 samples, rank 1 another 16" in found.evidence
-
-
-def test_evaluation_mode_that_is_left_on_is_found(tmp_path):
-    text = planted(DROPOUT, ("        model.train()\n", ""))
-    found = only(check(tmp_path, text), "SS706")
-    assert found.line == line_of(text, "loss = loss_of(model(inputs)")
-    assert "from step 5 on" in found.evidence
-
-
-def test_training_mode_in_evaluation_is_found(tmp_path):
-    text = planted(DROPOUT, ("        model.eval()\n", ""))
-    found = only(check(tmp_path, text), "SS707")
-    assert found.line == line_of(text, "right = model(inputs)")
-    assert "1 of 1 layers" in found.evidence
+    advice = ("SS205",)
+    text = alone("model.module")
+    found_in(tmp_path, text, "SS401", "print(", "16 of 32 samples", beside=advice)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -156,24 +110,12 @@ def test_a_mode_that_no_layer_depends_on_is_silent(mode, tmp_path):
     assert check(tmp_path, planted((f"        model.{mode}()\n", ""))).findings == []
 
 
-def test_evaluation_with_gradients_is_advice(tmp_path):
-    text = planted(("with torch.no_grad():", "if True:"))
-    report = check(tmp_path, text)
-    found = only(report, "SS709")
-    assert found.line == line_of(text, "right = model(inputs)")
-    assert report.exit_code == 0
-
-
 def test_statistics_that_are_computed_anew_are_no_evaluation(tmp_path):
     text = planted(
-        (MODEL, "nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))"),
+        BATCHNORM,
         (
             "    del model, optimizer, scheduler\n",
             "    torch.optim.swa_utils.update_bn(DataLoader(train_set, batch_size=8), model)\n",
         ),
     )
     assert "SS707" not in codes(check(tmp_path, text))
-
-
-def test_the_clean_script_has_no_finding_of_its_evaluation(tmp_path):
-    assert check(tmp_path, BASE).findings == []

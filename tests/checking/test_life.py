@@ -2,47 +2,19 @@
 
 import pytest
 
-from tests.checking.planted import BASE, check, codes, line_of, planted
+from tests.checking.planted import check, codes, found_in, line_of, planted
 
 REDUCE = "        dist.all_reduce(counts)\n"
 INIT = '    dist.init_process_group("gloo")\n'
 MAIN = 'if __name__ == "__main__":\n    main()\n'
-DESTROY = "    dist.destroy_process_group()\n"
-
-
-def only(report, code):
-    (found,) = (finding for finding in report.findings if finding.code == code)
-    return found
-
-
-def test_a_collective_that_means_something_else_on_one_rank_is_found_with_both_lines(tmp_path):
-    text = planted(
-        (
-            REDUCE,
-            """\
+STEP = "            optimizer.step()\n"
+OTHERWISE = """\
         if rank == 0:
-            dist.all_reduce(counts)  # rank 0's
+            dist.all_reduce(counts)  # rank 0
         else:
             dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-""",
-        )
-    )
-    report = check(tmp_path, text)
-    found = only(report, "SS601")
-    # The ranks now have different numbers, of which other rules may tell.
-    assert {code for code in codes(report) if code.startswith("SS6")} == {"SS601"}
-    assert found.line == line_of(text, "ReduceOp.MAX")
-    assert f"train.py:{line_of(text, 'rank 0' + chr(39) + 's')}" in found.evidence
-    assert "all_reduce(float32[2], SUM)" in found.evidence
-    assert "all_reduce(float32[2], MAX)" in found.evidence
-    assert found.evidence.startswith("collective 1:")
-
-
-def test_collectives_in_another_order_are_found_although_the_script_hangs(tmp_path):
-    text = planted(
-        (
-            REDUCE,
-            """\
+"""
+IN_ANOTHER_ORDER = """\
         other = torch.zeros(3)
         if rank == 0:
             dist.all_reduce(counts)
@@ -50,41 +22,55 @@ def test_collectives_in_another_order_are_found_although_the_script_hangs(tmp_pa
         else:
             dist.all_reduce(other)  # first
             dist.all_reduce(counts)  # last
-""",
-        )
-    )
-    report = check(tmp_path, text, seconds=2)
-    found = only(report, "SS601")
-    assert found.line == line_of(text, "# first")
-    assert "float32[2]" in found.evidence
-    assert "float32[3]" in found.evidence
-
-
-def test_a_group_that_is_never_destroyed_is_advice(tmp_path):
-    text = planted((DESTROY, ""))
-    report = check(tmp_path, text)
-    assert codes(report) == {"SS603"}
-    assert only(report, "SS603").line == line_of(text, "init_process_group")
-    assert report.exit_code == 0
-
-
-def test_ranks_that_take_themselves_for_others_are_found(tmp_path):
-    text = planted(
-        (
-            INIT,
-            """\
+"""
+OTHER_RANKS = """\
     rank = int(os.environ.get("SLURM_PROCID", 0))
     world_size = int(os.environ.get("SLURM_NTASKS", 1))
     place = f"file://{os.getcwd()}/{os.getpid()}"
     dist.init_process_group("gloo", place, rank=rank, world_size=world_size)
-""",
-        )
-    )
-    report = check(tmp_path, text)
-    found = only(report, "SS604")
-    assert found.line == line_of(text, "SLURM_PROCID")
-    assert "process 1: rank 0 of 1" in found.evidence
-    assert "SLURM_PROCID" in found.evidence
+"""
+FAILS = f"""\
+{STEP}\
+            if rank == 1 and epoch == 1:
+                raise ValueError("a bad sample")
+"""
+FORGETS = """\
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception as error:
+        print("failed:", error)
+"""
+
+
+def test_a_collective_that_means_something_else_on_one_rank_is_found_with_both_lines(tmp_path):
+    text = planted((REDUCE, OTHERWISE))
+    # The ranks now have different numbers, of which another rule may tell.
+    found = found_in(tmp_path, text, "SS601", "ReduceOp.MAX", beside=["SS404"])
+    assert found.evidence.startswith("collective 1:")
+    for words in ("all_reduce(float32[2], SUM)", "all_reduce(float32[2], MAX)"):
+        assert words in found.evidence
+    assert f"train.py:{line_of(text, '# rank 0')}" in found.evidence
+
+
+def test_collectives_in_another_order_are_found_although_the_script_hangs(tmp_path):
+    text = planted((REDUCE, IN_ANOTHER_ORDER))
+    told = ("float32[2]", "float32[3]")
+    found_in(tmp_path, text, "SS601", "# first", *told, seconds=2)
+
+
+def test_a_group_that_is_never_destroyed_is_advice(tmp_path):
+    text = planted(("    dist.destroy_process_group()\n", ""))
+    found = found_in(tmp_path, text, "SS603", "init_process_group")
+    assert found.severity == "advice"
+
+
+def test_ranks_that_take_themselves_for_others_are_found(tmp_path):
+    text = planted((INIT, OTHER_RANKS))
+    told = ("process 1: rank 0 of 1", "SLURM_PROCID")
+    # Each of them trains on all samples, and saves.
+    results = ("SS101", "SS501")
+    found = found_in(tmp_path, text, "SS604", "SLURM_PROCID", *told, beside=results)
     assert found.severity == "error"
 
 
@@ -114,47 +100,19 @@ def test_a_rank_that_cannot_begin_beside_another_rank_0_fails_for_that_reason_al
 
 
 def test_a_failure_that_is_printed_and_forgotten_is_found_by_its_exit_code(tmp_path):
-    text = planted(
-        (
-            "            optimizer.step()\n",
-            """\
-            optimizer.step()
-            if rank == 1 and epoch == 1:
-                raise ValueError("a bad sample")
-""",
-        ),
-        (
-            MAIN,
-            """\
-if __name__ == "__main__":
-    try:
-        main()
-    except Exception as error:
-        print("failed:", error)
-""",
-        ),
-    )
-    report = check(tmp_path, text, seconds=10)
-    found = only(report, "SS605")
-    assert found.line == line_of(text, "raise ValueError")
+    text = planted((STEP, FAILS), (MAIN, FORGETS))
+    told = "(a bad sample) in step 6"
+    found = found_in(tmp_path, text, "SS605", "raise ValueError", told, seconds=10)
     assert found.evidence.startswith("rank 1 ended with exit code 0 after ValueError")
-    assert "(a bad sample) in step 6" in found.evidence
 
 
-def test_collectives_numbers_and_exceptions_that_are_right_are_no_finding(tmp_path):
-    text = planted(
-        (
-            INIT,
-            """\
+OF_A_VARIABLE = """\
     variable = "SLURM_PROCID" if "SLURM_PROCID" in os.environ else "RANK"
     rank = int(os.environ[variable])
     dist.init_process_group("gloo", rank=rank, world_size=2)
     alone = [dist.new_group([one]) for one in range(2)][rank]
-""",
-        ),
-        (
-            REDUCE,
-            """\
+"""
+MANY = """\
         dist.all_reduce(counts)
         for source in range(2):
             if source == rank:
@@ -173,22 +131,8 @@ def test_collectives_numbers_and_exceptions_that_are_right_are_no_finding(tmp_pa
                 model(torch.zeros(1, 99))
         except RuntimeError as error:
             print("does without", error)
-""",
-        ),
-    )
-    report = check(tmp_path, text)
-    assert report.findings == []
-
-
-def test_exceptions_that_end_no_training_by_surprise_are_no_failure(tmp_path):
-    text = planted(
-        (
-            "        scheduler.step()\n",
-            "        scheduler.step()\n        if epoch == 1:\n            raise Enough\n",
-        ),
-        (
-            MAIN,
-            """\
+"""
+ENDS_EARLY = """\
 class Enough(Exception):
     pass
 
@@ -204,11 +148,13 @@ if __name__ == "__main__":
     except OSError as error:
         print(error)
         exit(0)
-""",
-        ),
+"""
+
+
+def test_collectives_numbers_and_exceptions_that_are_right_are_no_finding(tmp_path):
+    enough = "        scheduler.step()\n        if epoch == 2:\n            raise Enough\n"
+    text = planted(
+        *((INIT, OF_A_VARIABLE), (REDUCE, MANY), (MAIN, ENDS_EARLY)),
+        ("        scheduler.step()\n", enough),
     )
     assert check(tmp_path, text).findings == []
-
-
-def test_the_script_without_a_mistake_is_silent_about_its_life(tmp_path):
-    assert not codes(check(tmp_path, BASE)) & {"SS601", "SS603", "SS604", "SS605"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.checking.planted import BASE, check, codes, line_of, planted
+from tests.checking.planted import check, codes, found_in, planted
 
 MODEL = "model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)))"
 NET = "net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))"
@@ -50,12 +50,7 @@ UNTRAINED = planted(
     ids=["held in part", "loaded", "part replaced", "copied", "restored", "frozen", "untrained"],
 )
 def test_weights_that_are_not_trained_or_not_saved_are_found(tmp_path, text, code, line, number):
-    report = check(tmp_path, text, nproc=1)
-    assert codes(report) == {code}
-    (found,) = report.findings
-    assert found.line == line_of(text, line)
-    assert number in found.evidence
-    assert report.exit_code == 1
+    found_in(tmp_path, text, code, line, number, nproc=1)
 
 
 RIGHT = """\
@@ -121,11 +116,8 @@ def test_two_optimizers_copies_frozen_parts_and_updates_by_hand_are_right(tmp_pa
 
 
 def test_what_was_not_saved_is_said(tmp_path):
-    report = check(
-        tmp_path,
-        planted(('torch.save(model.module.state_dict(), "best.pt")', "pass"), base=BASE),
-        nproc=1,
-    )
+    text = planted(('torch.save(model.module.state_dict(), "best.pt")', "pass"))
+    report = check(tmp_path, text, nproc=1)
     assert any(text.startswith("SS712") for text in report.not_seen)
 
 
@@ -164,11 +156,7 @@ PLAIN = "            loss.backward()\n            optimizer.step()\n"
     ids=["never zeroed", "zeroed too late", "detached", "infinite"],
 )
 def test_steps_that_learn_nothing_are_found(tmp_path, changes, code, line, number):
-    text = planted(*changes, base=ALONE)
-    (found,) = check(tmp_path, text, nproc=1).findings
-    assert found.code == code
-    assert found.line == line_of(text, line)
-    assert number in found.evidence
+    found_in(tmp_path, planted(*changes, base=ALONE), code, line, number, nproc=1)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from samestep.checking.watch.step import _average
-from tests.checking.planted import BASE, check, codes, line_of, planted
+from tests.checking.planted import check, codes, found_in, line_of, planted
 
-DEEP = ("nn.ReLU(), nn.Linear(16, 2)", "nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2)")
 STEP = """\
             optimizer.zero_grad()
             loss = loss_of(model(inputs), labels)
@@ -43,41 +42,72 @@ COUNTED = (
     (STEP, ACCUMULATED),
 )
 """Right: two micro-batches per step, and one all-reduce."""
+ACCUMULATING = planted(*COUNTED)
+UNSCALE = "            scaler.unscale_(optimizer)\n"
+LOSS = "            loss = loss_of(model(inputs), labels)\n"
+SCHEDULED = "        scheduler.step()\n"
+COSINE = ("StepLR(optimizer, 1, gamma=0.9)", "CosineAnnealingLR(optimizer, TOTAL)")
+SUMMED = """\
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+"""
+CLIPPED = f"""\
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+{SUMMED}\
+                p.grad /= 2
+"""
+SHARES = (
+    ("sampler = DistributedSampler(train_set, shuffle=True, seed=0)", "mine = SHARE"),
+    (
+        "DataLoader(train_set, batch_size=8, sampler=sampler)",
+        "DataLoader(mine, batch_size=8, shuffle=True)",
+    ),
+    ("        sampler.set_epoch(epoch)\n", ""),
+)
+UNEQUAL = planted(*SHARES).replace(
+    "SHARE", "torch.utils.data.Subset(train_set, range(0, 32) if rank else range(32, 60))"
+)
 
 
-def only(report, code):
-    """Return the only finding of a report, which has this code."""
-    (found,) = report.findings
-    assert found.code == code
-    return found
-
-
-def test_accumulation_that_meets_the_other_ranks_in_each_micro_batch_is_found(tmp_path):
-    text = planted(
-        ("with contextlib.nullcontext() if last else model.no_sync():", "if True:"),
-        base=planted(*COUNTED),
+def by_hand(reduces):
+    """Return a script without DDP that puts the gradients together by itself."""
+    return planted(
+        ("model = DDP(", "model = ("),
+        ("            optimizer.step()\n", f"{reduces}            optimizer.step()\n"),
+        ("model.module.state_dict()", "model.state_dict()"),
     )
-    report = check(tmp_path, text)
-    found = only(report, "SS301")
-    assert found.line == line_of(text, "loss.backward()")
-    assert "2 backward passes per optimizer step" in found.evidence
-    assert report.exit_code == 1
 
 
-def test_clipping_on_each_rank_before_the_last_micro_batch_is_found(tmp_path):
-    text = planted(
-        (
-            "            if last:\n                nn.utils.clip",
-            "            if True:\n                nn.utils.clip",
-        ),
-        (
-            "                optimizer.step()\n",
-            "            if last:\n                optimizer.step()\n",
-        ),
-        base=planted(*COUNTED),
-    )
-    found = only(check(tmp_path, text), "SS303")
-    assert found.line == line_of(text, "clip_grad_norm_")
+MEETS_TWICE = planted(
+    ("with contextlib.nullcontext() if last else model.no_sync():", "if True:"), base=ACCUMULATING
+)
+LAST = "            if last:\n    "
+CLIPS_TWICE = planted(
+    (f"{LAST}            nn.utils.clip", "            if True:\n                nn.utils.clip"),
+    ("                optimizer.step()\n", f"{LAST}            optimizer.step()\n"),
+    base=ACCUMULATING,
+)
+SCHEDULED_TWICE = planted(
+    (COSINE[0], COSINE[1].replace("TOTAL", "3")),
+    (SCHEDULED, f"        for _ in range(2):\n    {SCHEDULED}"),
+)
+NOT_SCHEDULED = planted((SCHEDULED, ""))
+BACKWARD, CLIP = "loss.backward()", "clip_grad_norm_"
+# What is wrong → the script, its code, a part of the line to blame, and of the evidence.
+PLANTED = {
+    "micro-batches meet": (MEETS_TWICE, "SS301", BACKWARD, "2 backward passes per optimizer step"),
+    "clipping too early": (CLIPS_TWICE, "SS303", CLIP),
+    "clipping before an all-reduce by hand": (by_hand(CLIPPED), "SS303", CLIP),
+    "a scheduler twice": (SCHEDULED_TWICE, "SS304", "scheduler.step()", "2 times per epoch"),
+    "a scheduler never": (NOT_SCHEDULED, "SS305", "StepLR", "not stepped once in 9 "),
+    "unequal shares": (UNEQUAL, "SS307", BACKWARD, "step 4 the ranks have 4 and 8 samples"),
+    "gradients that are added up": (by_hand(SUMMED), "SS309", BACKWARD, "is 2 times"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_mistake_in_the_step_is_found_at_its_line(name, tmp_path):
+    found_in(tmp_path, *PLANTED[name])
 
 
 @pytest.mark.parametrize(
@@ -86,12 +116,9 @@ def test_clipping_on_each_rank_before_the_last_micro_batch_is_found(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available")
 def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
     right = planted(SCALER, (STEP, SCALED.replace("cpu", device)))
-    text = planted(("            scaler.unscale_(optimizer)\n", ""), base=right)
-    text = text.replace("optimizer", "opt")
-    found = only(check(tmp_path, text), "SS302")
+    text = planted((UNSCALE, ""), base=right).replace("optimizer", "opt")
+    found = found_in(tmp_path, text, "SS302", "clip_grad_norm_", "65536")
     assert "scaler.unscale_(opt)\n" in found.remedy
-    assert found.line == line_of(text, "clip_grad_norm_")
-    assert "65536" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -101,23 +128,49 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
         (SCALER, (STEP, SCALED)),
         (
             (", 1, gamma=0.9)", ", 3 * len(train_loader), 0.9)"),
-            ("        scheduler.step()\n", ""),
-            ("optimizer.step()\n", "optimizer.step()\n            scheduler.step()\n"),
+            (SCHEDULED, ""),
+            ("optimizer.step()\n", f"optimizer.step()\n    {SCHEDULED}"),
         ),
-        (
-            SCALER,
-            (
-                STEP,
-                SCALED.replace("            scaler.unscale_(optimizer)\n", "").replace(
-                    "1.0)", "float('inf'))"
-                ),
-            ),
-        ),
+        (SCALER, (STEP, SCALED.replace(UNSCALE, "").replace("1.0)", "float('inf'))"))),
     ],
     ids=["accumulation", "a scaler", "a scheduler of steps", "a norm that is only read"],
 )
 def test_what_looks_alike_and_is_right_stays_silent(changes, tmp_path):
     assert check(tmp_path, planted(*changes)).findings == []
+
+
+def test_dropout_is_not_compared_with_the_joined_batch_and_a_scaled_loss_is(tmp_path):
+    report = check(tmp_path, planted(("nn.ReLU(), ", "nn.ReLU(), nn.Dropout(0.5), ")))
+    assert "SS309" not in codes(report)
+    assert [said for said in report.not_seen if said.startswith("SS309") and "random" in said]
+    report = check(tmp_path, planted(SCALER, (STEP, SCALED)))
+    assert not [said for said in report.not_seen if said.startswith("SS309")]
+
+
+OWN_LOSS = """
+
+class Mean(nn.Module):
+    def forward(self, x):
+        assert len(x) < MOST
+        return x.square().mean() if self.training else x
+
+
+def main():
+"""
+
+
+@pytest.mark.parametrize(("most", "compared"), [(99, True), (9, False)])
+def test_a_loss_that_the_model_returns_is_compared_if_it_takes_the_joined_batch(
+    most, compared, tmp_path
+):
+    text = planted(
+        ("\n\ndef main():\n", OWN_LOSS.replace("MOST", str(most))),
+        ("nn.Linear(16, 2)))", "nn.Linear(16, 2), Mean()))"),
+        ("loss_of(model(inputs), labels)", "model(inputs)"),
+    )
+    report = check(tmp_path, text)
+    assert report.findings == []
+    assert compared is not any(said.startswith("SS309") for said in report.not_seen)
 
 
 def test_losses_and_metrics_that_are_not_finite_are_judged_too(tmp_path):
@@ -128,88 +181,29 @@ def test_losses_and_metrics_that_are_not_finite_are_judged_too(tmp_path):
     assert not codes(check(tmp_path, text)) & {"SS307", "SS308", "SS402"}
 
 
-def test_clipping_before_an_all_reduce_by_hand_is_found(tmp_path):
-    by_hand = """\
-            for p in model.parameters():
-                dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
-            optimizer.step()
-"""
-    text = planted(
-        ("model = DDP(", "model = ("),
-        ("            optimizer.step()\n", "            CLIP\n" + by_hand),
-        ("model.module.state_dict()", "model.state_dict()"),
-    ).replace("CLIP", "nn.utils.clip_grad_norm_(model.parameters(), 0.1)")
-    text = text.replace(
-        "op=dist.ReduceOp.AVG)", "op=dist.ReduceOp.SUM)\n                p.grad /= 2"
-    )
-    found = only(check(tmp_path, text), "SS303")
-    assert found.line == line_of(text, "clip_grad_norm_")
-
-
-COSINE = ("StepLR(optimizer, 1, gamma=0.9)", "CosineAnnealingLR(optimizer, TOTAL)")
-
-
-def test_a_scheduler_that_is_stepped_once_per_rank_is_found(tmp_path):
-    text = planted(
-        (COSINE[0], COSINE[1].replace("TOTAL", "3")),
-        ("        scheduler.step()", "        for _ in range(2):\n            scheduler.step()"),
-    )
-    found = only(check(tmp_path, text), "SS304")
-    assert found.line == line_of(text, "scheduler.step()")
-    assert "2 times per epoch" in found.evidence
-
-
 @pytest.mark.parametrize(("total", "times", "expected"), [
     ("3 * len(train_loader)", 2, {"SS304"}),
     ("2 * 3 * len(train_loader)", 2, set()),
     ("3 * len(train_loader)", 1, set()),
     ("3 * len(train_set) // 8", 1, {"SS304"}),
-    ("100", 1, set()),
 ])  # fmt: skip
 def test_a_schedule_of_steps_has_to_fit_those_that_are_taken(total, times, expected, tmp_path):
     step = f"optimizer.step()\n            for _ in range({times}): scheduler.step()\n"
     text = planted(
-        ("        scheduler.step()\n", ""),
+        (SCHEDULED, ""),
         (COSINE[0], COSINE[1].replace("TOTAL", total)),
         ("optimizer.step()\n", step),
     )
     assert codes(check(tmp_path, text)) == expected
 
 
-def test_a_scheduler_that_is_never_stepped_is_found(tmp_path):
-    text = planted(("        scheduler.step()\n", ""))
-    found = only(check(tmp_path, text), "SS305")
-    assert found.line == line_of(text, "StepLR")
-    assert "not stepped once in 9 optimizer steps" in found.evidence
-
-
-SHARES = (
-    ("sampler = DistributedSampler(train_set, shuffle=True, seed=0)", "mine = SHARE"),
-    (
-        "DataLoader(train_set, batch_size=8, sampler=sampler)",
-        "DataLoader(mine, batch_size=8, shuffle=True)",
-    ),
-    ("        sampler.set_epoch(epoch)\n", ""),
-)
-
-
-def test_a_mean_over_shares_of_unequal_size_is_found(tmp_path):
-    share = "torch.utils.data.Subset(train_set, range(0, 32) if rank else range(32, 60))"
-    text = planted(*SHARES).replace("SHARE", share)
-    found = only(check(tmp_path, text), "SS307")
-    assert found.line == line_of(text, "loss.backward()")
-    assert "step 4 the ranks have 4 and 8 samples" in found.evidence
-
-
 def test_unequal_shares_that_count_for_their_size_are_right(tmp_path):
-    share = "torch.utils.data.Subset(train_set, range(0, 32) if rank else range(32, 60))"
     weighted = """\
             count = torch.tensor(float(len(labels)))
             dist.all_reduce(count)
             loss = loss_of(model(inputs), labels) * len(labels) * 2 / count
 """
-    text = planted(*SHARES, ("            loss = loss_of(model(inputs), labels)\n", weighted))
-    assert check(tmp_path, text.replace("SHARE", share)).findings == []
+    assert check(tmp_path, planted((LOSS, weighted), base=UNEQUAL)).findings == []
 
 
 SUM = "nn.functional.cross_entropy(model(inputs), labels, reduction='sum')"
@@ -233,10 +227,6 @@ def test_a_loss_over_each_ranks_own_tokens_is_found(loss, expected, tmp_path):
     assert codes(report) == expected
     for found in report.findings:
         assert found.line == line_of(text, "loss.backward()")
-
-
-def test_the_clean_script_has_no_finding_of_its_steps(tmp_path):
-    assert check(tmp_path, BASE).findings == []
 
 
 LOSSES = {

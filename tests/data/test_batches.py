@@ -112,21 +112,6 @@ arguments = st.fixed_dictionaries(
 
 
 @BOTH_KINDS
-@given(st.integers(1, 50), arguments, st.integers(1, 4))
-@settings(max_examples=60)
-def test_ranks_together_read_the_order_from_any_step_on(kind, num, how, world_size):
-    data, batch = samples(num), how["global_batch"]
-    taken = together(kind(data), world_size, **how)
-    order = epoch_order(num, how["seed"], how["epoch"])
-    last = steps_per_epoch(num, batch, drop_last=how["drop_last"])
-    assert list(taken) == list(range(how["first_step"], last))
-    for step, (inputs, targets) in taken.items():
-        expected = order[step * batch : (step + 1) * batch]
-        assert torch.equal(targets, expected)
-        assert torch.equal(inputs, data[0][expected])
-
-
-@BOTH_KINDS
 @pytest.mark.parametrize("order", [*get_args(OrderName), "by length"])
 @given(st.integers(1, 50), arguments, st.booleans())
 @settings(max_examples=20)
@@ -145,8 +130,11 @@ def test_every_order_is_read_alike_on_any_ranks_and_from_any_step_on(kind, order
         whole = epoch_order(num, how["seed"], how["epoch"], ordering, **cut)[0:num]
         one, *others = (together(kind(data), size, **how) for size in WORLD_SIZES)
     assert all(same(one, other) for other in others)
-    for step, (_, targets) in one.items():
+    last = steps_per_epoch(num, batch, drop_last=how["drop_last"])
+    assert list(one) == list(range(how["first_step"], last))
+    for step, (inputs, targets) in one.items():
         assert torch.equal(targets, whole[step * batch : (step + 1) * batch])
+        assert torch.equal(inputs, data[0][targets])
 
 
 @BOTH_KINDS
@@ -190,6 +178,7 @@ def test_a_loader_looks_only_a_few_batches_ahead():
 
 
 def _shift(inputs, keys):
+    assert inputs.dtype == torch.uint8, "stored bytes stay bytes"
     return inputs.float() + uniform(keys, 2)
 
 
@@ -219,25 +208,6 @@ def test_what_is_read_and_drawn_is_the_same_on_any_ranks_and_with_any_workers(tm
         assert all(same(one, alone) for one in (*found, _some_epochs(3, 0, augment)))
 
 
-@BOTH_KINDS
-@given(st.integers(1, 50), arguments, st.integers(1, 4))
-@settings(max_examples=20)
-def test_augmentation_belongs_to_seed_epoch_and_sample(kind, num, how, world_size):
-    taken = together(kind(samples(num)), world_size, augment=_shift, **how)
-    whole = how | {"first_step": 0, "global_batch": num, "drop_last": False}
-
-    def drawn(**changed):
-        inputs, targets = together(samples(num), 1, augment=_shift, **whole | changed)[0]
-        return dict(zip(targets.tolist(), inputs, strict=True))
-
-    expected = drawn()
-    for other in (drawn(seed=how["seed"] + 1), drawn(epoch=how["epoch"] + 1)):
-        assert not any(torch.equal(other[number], row) for number, row in expected.items())
-    for step_inputs, step_targets in taken.values():
-        for row, number in zip(step_inputs, step_targets.tolist(), strict=True):
-            assert torch.equal(row, expected[number])
-
-
 def test_a_data_set_draws_anew_in_another_epoch_and_for_another_seed():
     def drawn(epoch, seed):
         inputs, targets = together(Noisy(), 1, epoch, global_batch=23, seed=seed)[0]
@@ -247,22 +217,6 @@ def test_a_data_set_draws_anew_in_another_epoch_and_for_another_seed():
     assert all(len(column.unique()) == 23 for column in here.T)
     for other in (drawn(1, 1), drawn(0, 2)):
         assert not (here == other).any()
-
-
-@BOTH_KINDS
-@pytest.mark.parametrize("transform", [None, lambda inputs: inputs.float() / 255])
-def test_stored_bytes_stay_bytes_until_the_transform(kind, transform):
-    seen = []
-
-    def spy(inputs):
-        seen.append(inputs.dtype)
-        return transform(inputs)
-
-    one = source(kind(samples(9)), transform=transform and spy, dtype=torch.float64)
-    read = [part[0] for part in (*steps_of(one).values(), *one.evaluation(4))]
-    assert {inputs.dtype for inputs in read} == {torch.float64 if transform else torch.uint8}
-    assert len(read) == 6
-    assert set(seen) == ({torch.uint8} if transform else set())
 
 
 def test_data_in_memory_is_not_copied_on_the_cpu():
@@ -277,19 +231,6 @@ def test_floating_point_inputs_and_targets_take_the_type_of_the_model(kind):
     one = source(data, dtype=torch.float32)
     for inputs, targets, *_ in (*steps_of(one).values(), *one.evaluation(4)):
         assert inputs.dtype == targets.dtype == torch.float32
-
-
-@BOTH_KINDS
-def test_a_transform_in_place_leaves_the_data_as_it_is(kind):
-    inputs = torch.rand(9, 2)
-    one = source(kind((inputs, torch.arange(9))), transform=lambda rows: rows.mul_(2))
-    before = inputs.clone()
-    for _ in range(2):
-        read = torch.cat([rows for rows, *_ in one.evaluation(4)])
-        assert torch.equal(read, 2 * before)
-        trained = steps_of(one, global_batch=9)[0]
-        assert torch.equal(trained[0], 2 * before[trained[1]])
-    assert torch.equal(inputs, before)
 
 
 @BOTH_KINDS
@@ -343,20 +284,6 @@ def test_a_resumed_epoch_has_the_same_blocks_from_there_on(num, batch, first_ste
     counts = [count for _, count in whole]
     assert set(counts[:-2]) <= {most}
     assert max(counts) <= most
-
-
-class Mapped(Listed):
-    def __getitem__(self, index):
-        number, target = super().__getitem__(index)
-        return {"image": number, "size": torch.tensor(0.5, dtype=torch.float64)}, target
-
-
-def test_samples_may_be_trees_of_tensors():
-    one = source(Mapped(*samples(9)))
-    for inputs, targets, *_ in (*steps_of(one).values(), *one.evaluation(4)):
-        assert torch.equal(inputs["image"], samples(9)[0][targets])
-        assert inputs["size"].dtype == torch.float32
-        assert len(inputs["size"]) == len(targets)
 
 
 EMPTY = samples(0)

@@ -56,38 +56,6 @@ def test_mix_gives_63_bits_and_tells_its_arguments_apart(one, other):
     assert (mix(*one) == mix(*other)) == (one == other)
 
 
-def test_drawn_numbers_are_uniform_in_the_half_open_interval():
-    """Mean 1/2 and variance 1/12 within five standard errors; every twentieth equally full."""
-    floats = uniform(sample_keys(42, 0, torch.arange(50_000)), 2)
-    assert (floats.dtype, floats.shape) == (torch.float32, (50_000, 2))
-    assert 0 <= floats.min() <= floats.max() < 1
-    drawn = floats.double()
-    num = drawn.numel()
-    assert abs(drawn.mean() - 1 / 2) < 5 * (1 / 12 / num) ** 0.5
-    assert abs(drawn.var() - 1 / 12) < 5 * (1 / 180 / num) ** 0.5
-    counts = torch.histc(drawn, 20, 0, 1)
-    chi_squared = ((counts - num / 20) ** 2 / (num / 20)).sum()
-    assert chi_squared < 19 + 5 * 38**0.5
-
-
-def test_neighbouring_samples_epochs_seeds_and_draws_are_uncorrelated():
-    indices = torch.arange(50_000)
-    here = uniform(sample_keys(42, 5, indices), 2)
-    first, second = here.T
-    pairs = [(first[:-lag], first[lag:]) for lag in (1, 2, 32, 64)]
-    pairs += [(first, second), (second[:-1], first[1:])]
-    for next_seed, next_epoch in ((42, 6), (43, 5)):
-        pairs.append((first, uniform(sample_keys(next_seed, next_epoch, indices), 2)[:, 0]))
-    for pair in pairs:
-        correlation = torch.corrcoef(torch.stack(pair).double())[0, 1]
-        assert abs(correlation) < 5 / len(indices) ** 0.5
-
-
-def test_no_two_samples_of_a_run_share_a_key():
-    drawn = torch.cat([sample_keys(42, epoch, torch.arange(20_000)) for epoch in range(10)])
-    assert len(drawn.unique()) == 200_000
-
-
 def test_the_numbers_are_those_that_earlier_versions_drew():
     """A resumed run must augment as before: if this fails, every old run would change."""
     assert mix(42, 0) == 765482523205348131

@@ -62,15 +62,6 @@ def test_each_seed_and_epoch_has_an_order_of_its_own(seed, other_seed, epoch, ot
     assert not torch.equal(epoch_order(100, seed, 1), epoch_order(100, seed + 1, 0))
 
 
-def test_the_order_depends_on_nothing_but_its_arguments():
-    before = epoch_order(1000, 7, 3)
-    torch.manual_seed(99)
-    torch.randperm(10)
-    state = torch.get_rng_state()
-    assert torch.equal(epoch_order(1000, 7, 3), before)
-    assert torch.equal(torch.get_rng_state(), state), "the global generator must not be touched"
-
-
 @given(st.integers(1, 3000), SEEDS, st.data())
 @settings(max_examples=150)
 def test_a_permutation_without_a_table_has_each_sample_once(num_samples, key, data):
@@ -259,12 +250,6 @@ def test_samples_by_length_need_lengths_and_a_shuffled_order():
         ordering_of(recipe, Settings(group_by_length=True), data)
     with pytest.raises(UserError, match=r"--group-by-length .* --order columns"):
         Settings(group_by_length=True, order="columns")
-
-
-def test_draws_that_could_be_left_out_are_refused():
-    for order in ("replacement", "weighted"):
-        with pytest.raises(UserError, match=f"--drop-last .* --order {order}"):
-            Settings(order=order, drop_last=True)
 
 
 def test_the_order_is_the_one_that_earlier_versions_had():

@@ -1,7 +1,6 @@
 """Batches on their way to a device: one ahead, in order, with a stand-in for what copies them."""
 
 import contextlib
-import itertools
 import os
 import signal
 from functools import partial
@@ -238,35 +237,6 @@ def test_what_is_copied_ahead_is_what_is_read_in_place(monkeypatch, kind, rank, 
     assert torch.equal(data[0], samples(31)[0])
 
 
-class Counted(Listed):
-    read = 0
-
-    def __getitem__(self, index):
-        self.read += 1
-        return super().__getitem__(index)
-
-
-def test_the_host_is_one_batch_ahead_and_no_more(copier):
-    data = Counted(*samples(31))
-    blocks = opened(data).blocks(0, 0, global_batch=4, drop_last=False)
-    for number, block in enumerate(blocks, start=1):
-        assert block.first_step == number - 1
-        assert data.read == min(4 * (number + 1), 31)
-
-
-@BOTH_KINDS
-def test_a_batch_that_was_read_ahead_and_not_used_is_read_again(copier, monkeypatch, kind):
-    monkeypatch.setattr(memory_source, "_STEPS_PER_GATHER", 1)
-    one = opened(kind(samples(31)))
-    whole = steps_of(one, 1)
-    blocks = one.blocks(1, 0, global_batch=4, drop_last=False)
-    taken = {b.first_step: (b.inputs, b.targets) for b in itertools.islice(blocks, 3)}
-    blocks.close()
-    evaluated = sum(len(y) for _, y, *_ in one.evaluation(4))
-    assert evaluated == 31, "an evaluation in between reads its own"
-    assert same(whole, taken | steps_of(one, 1, 3))
-
-
 class Broken(Listed):
     def __getitem__(self, index):
         if index == 17:
@@ -277,16 +247,6 @@ class Broken(Listed):
 def first_steps(one):
     for block in one.blocks(0, 0, global_batch=4, drop_last=False):
         yield block.first_step
-
-
-def test_a_sample_that_cannot_be_read_fails_at_its_own_step(copier):
-    one, whole = opened(Broken(*samples(31))), steps_of(opened(Listed(*samples(31))))
-    at = next(step for step, rows in whole.items() if 17 in rows[1])
-    taken = []
-    with pytest.raises(UserError, match="17 of 31"):
-        taken.extend(first_steps(one))
-    assert at > 0
-    assert taken == list(range(at))
 
 
 def _with_workers():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from samestep.data import prefetch
 from samestep.data.batches import open_source
 from samestep.data.collating import Collating
 from samestep.data.order import share
@@ -27,7 +26,6 @@ from samestep.data.stream_source import StreamBatches
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.session.build import _try_out
-from tests.data.test_prefetch import Copier
 
 
 class Numbers(IterableDataset):
@@ -176,25 +174,6 @@ class Once(Numbers):
         return self.elements
 
 
-class Breaks(Numbers):
-    """Its element 30 cannot be read."""
-
-    def __iter__(self):
-        for element in super().__iter__():
-            if int(element[0]) == 30:
-                raise ValueError("a broken element")
-            yield element
-
-
-def test_an_error_is_raised_after_the_batches_before_it_where_they_are_copied_ahead(monkeypatch):
-    monkeypatch.setattr(prefetch, "_copier", lambda _device: Copier())
-    blocks = opened(numbers(60, kind=Breaks)).blocks(0, 0, global_batch=12, drop_last=False)
-    before = [(block.first_step, block.last) for block in itertools.islice(blocks, 2)]
-    assert before == [(0, False), (1, False)]
-    with pytest.raises(UserError, match="element 30"):
-        next(blocks)
-
-
 class Deaf(GoesOn):
     """It tells a state that was loaded only once it has given an element, as Hugging Face's do."""
 
@@ -241,24 +220,6 @@ def test_a_lane_that_has_ended_is_not_read_again(window):
     for step in range(1, len(batches)):
         again = read(stream, replace(way, first_step=step, marks=batches[step - 1][1]))
         assert [rows for rows, _ in again] == [rows for rows, _ in batches[step:]]
-
-
-class Counts(Numbers):
-    """It counts its epochs in a part of its own."""
-
-    epochs = None
-
-    def __iter__(self):
-        self.epochs = self.epochs or [0]
-        self.epochs[0] += 1
-        yield from ((place + 1000 * self.epochs[0], drawn) for place, drawn in super().__iter__())
-
-
-def test_what_a_stream_counts_itself_does_not_depend_on_how_often_it_was_opened():
-    stream = numbers(20, kind=Counts)
-    stream.epochs = [0]
-    way = route(stream, 10)
-    assert [rows for rows, _ in read(stream, way)] == [rows for rows, _ in read(stream, way)]
 
 
 class Differs(Numbers):
@@ -328,33 +289,6 @@ def test_elements_of_any_kind_are_compared():
     assert mark_of(np.array(["a"], dtype=object)) != mark_of(np.array(["b"], dtype=object))
 
 
-def test_a_rank_without_elements_takes_its_own_last_ones_in_their_place():
-    agreed = itertools.count()
-
-    class OfTwo(World):
-        """The other rank has 6 elements in each of 5 global batches."""
-
-        def reduce(self, values, op="sum"):
-            other = torch.zeros_like(values)
-            other[0, :2] = 6 * (next(agreed) < 5)
-            return values + other
-
-        def gather(self, value):
-            raise AssertionError(value)
-
-    source = open_source(
-        Numbers([range(30), range(100, 113)]),
-        OfTwo(rank=1, world_size=2),
-        seed=1,
-        dtype=torch.float64,
-        num_workers=0,
-    )
-    blocks = steps(source)
-    assert [block.weight for block in blocks] == [1, 1, 1, 0, 0]
-    assert [block.global_size for block in blocks] == [12, 12, 7, 6, 6]
-    assert [block.inputs.tolist() for block in blocks[2:]] == [[112]] * 3
-
-
 def test_the_lanes_of_a_process_and_their_windows_are_bounded():
     assert [num_lanes(1000, 2000), num_lanes(1000, 12), num_lanes(3, 12)] == [256, 12, 3]
     blocks = opened(numbers(700, 300), shuffle_buffer=1000).blocks(
@@ -402,6 +336,7 @@ def test_what_cannot_be_read_is_told():
         "only once": lambda: opened(n for n in range(3)),
         "DataLoader": lambda: opened(torch.utils.data.DataLoader([0, 1])),
         "no elements": lambda: steps(opened(numbers(0))),
+        "element 2": lambda: steps(opened(Numbers([[0, 1, "no number"]]))),
         "--drop-last": lambda: steps(opened(numbers(11)), drop_last=True),
         "epoch 2": lambda: steps(once, epoch=1),
         "20 elements": lambda: steps(shrunk, first_step=3),

@@ -1,11 +1,17 @@
 """Start the examples as their reader does, or without his seconds of imports; read their output."""
 
+import contextlib
+import io
 import itertools
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from tests.command_line import end_with_first_failure
 from tests.processes import TIMEOUT_S, start_ranks
@@ -55,8 +61,6 @@ def forked(
 
 
 def _script(command: list[str], folder: Path, outputs: Path, variables: dict[str, str]) -> None:
-    import runpy
-
     import torch
 
     errors = outputs / f"errors-{os.environ.get('RANK', '0')}.txt"
@@ -84,6 +88,42 @@ def run(
         check=False,
         timeout=TIMEOUT_S,
     )
+
+
+@contextlib.contextmanager
+def _beside(script: str) -> Iterator[None]:
+    """Let a script import its neighbours, and forget them: other examples have the same names."""
+    folder, before = Path(script).parent, set(sys.modules)
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        yield
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == folder:
+            del sys.modules[name]
+
+
+def defined(script: str) -> dict[str, Any]:
+    """Return what a script defines, by name."""
+    with _beside(script):
+        return runpy.run_path(script)
+
+
+def refusal(script: str, *arguments: str, folder: Path, **more: str) -> str:
+    """Run a script in this process, where it must end with exit code 2; return its one message."""
+    told, code = io.StringIO(), 0
+    with (
+        _beside(script),
+        mock.patch.dict(os.environ, more),
+        mock.patch.object(sys, "argv", [script, *arguments]),
+        contextlib.chdir(folder),
+        contextlib.redirect_stderr(told),
+    ):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+    messages = re.findall(rf"^{re.escape(Path(script).name)}: .*", told.getvalue(), re.MULTILINE)
+    assert (code, len(messages)) == (2, 1), told.getvalue()
+    return messages[0]
 
 
 def epochs(printed: str) -> list[tuple[float, ...]]:

@@ -3,20 +3,23 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.examples.programs import ROOT, environment, forked, python, run
+from tests.examples.programs import ROOT, defined, environment, forked, python, refusal, run
 from tests.needs import needs
 from tests.processes import free_port, launch_environment, run_ranks
 
-# One worker trains `alone` and `on_two`: each other would train them once more.
-pytestmark = [needs("torch_geometric"), pytest.mark.xdist_group("cricket ddp")]
+# One worker trains `alone`, `on_two` and `watched`: each other would train them once more.
+# A plain script of the handbook: it runs in the second target, as the commands of the pages do.
+pytestmark = [needs("torch_geometric"), pytest.mark.xdist_group("cricket ddp"), pytest.mark.slow]
 
 SCRIPT = str(ROOT / "examples" / "cricket_ddp" / "train.py")
 BARRIER_COST = str(ROOT / "examples" / "cricket_ddp" / "barrier_cost.py")
@@ -59,7 +62,7 @@ def best_model(folder):
 def alone(tmp_path_factory):
     """A training by one process: its folder, and what it printed."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, train(folder, start=run)
+    return folder, train(folder)
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +91,6 @@ def test_on_two_ranks_the_metrics_are_those_of_one_process(on_two, alone):
     assert_same(*on_two, alone)
 
 
-@pytest.mark.slow
-def test_on_three_ranks_the_metrics_are_those_of_one_process(alone, tmp_path):
-    assert_same(tmp_path, train(tmp_path, world_size=3), alone)
-
-
 def assert_same(folder, printed, alone):
     """Check that a training had the metrics of the one by a single process."""
     for found, expected in zip(history(folder), history(alone[0]), strict=True):
@@ -100,10 +98,17 @@ def assert_same(folder, printed, alone):
     assert errors(printed, "test")[0] == pytest.approx(errors(alone[1], "test")[0], abs=2e-4)
 
 
-def test_rank_0_alone_writes_files_and_each_epoch_has_an_order_of_its_own(tmp_path):
-    words = [SCRIPT, *FLAGS, "--batch-size", "12"]
-    watched = run_ranks(_watched, 2, tmp_path / "outputs", words, tmp_path)
-    (written, orders), (none, others) = watched
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """Train two ranks with a rate that grows; return the folder and what each rank did."""
+    folder = tmp_path_factory.mktemp("watched")
+    rate = ("--lr-scaling", "sqrt", "--lr", "0.001", "--base-batch-size", "6")  # of 24 per step
+    words = [SCRIPT, *FLAGS, "--batch-size", "12", *rate, "--warmup-steps", "28"]
+    return folder, run_ranks(_watched, 2, folder / "outputs", words, folder)
+
+
+def test_rank_0_alone_writes_files_and_each_epoch_has_an_order_of_its_own(watched):
+    (written, orders), (none, others) = watched[1]
     assert {"best_model.pt", "last.pt", "history.json"} <= written
     assert none == set()
     assert len(orders) == len(others) == 2
@@ -112,10 +117,13 @@ def test_rank_0_alone_writes_files_and_each_epoch_has_an_order_of_its_own(tmp_pa
         assert len({*mine, *theirs}) == len(mine) + len(theirs) == 336  # each ball once
 
 
+def test_on_two_ranks_a_warm_up_ends_at_the_rate_of_their_effective_batch(watched):
+    rates = [epoch["lr"] for epoch in history(watched[0])]
+    assert rates == pytest.approx([0.001, 0.002])  # 14 steps an epoch
+
+
 def _watched(words: list[str], folder: Path) -> tuple[set[str], list[list[int]]]:
     """Run the script; return the files that it opened for writing or renamed to, and its orders."""
-    import runpy
-
     from torch.utils.data import DistributedSampler
 
     written: set[str] = set()
@@ -162,9 +170,8 @@ def test_the_best_checkpoint_serves_one_device_and_the_test_counts_each_ball_onc
     assert saved["best"] == min(history(on_two[0]), key=lambda epoch: epoch["mae"])
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_test_only_gives_the_metrics_of_the_final_test(alone, world_size):
-    done = script(alone[0], *MATCHES, "--test-only", world_size=world_size)
+def test_test_only_gives_the_metrics_of_the_final_test(alone):
+    done = script(alone[0], *MATCHES, "--test-only", world_size=3)
     assert done.returncode == 0, done.stderr
     assert errors(done.stdout, "test") == errors(alone[1], "test")
     assert not errors(done.stdout, "validation")
@@ -197,51 +204,31 @@ def test_killed_and_resumed_on_two_ranks_it_ends_where_it_would_have(alone, tmp_
     assert_same(tmp_path, printed, alone)
 
 
+@pytest.fixture(scope="module")
+def functions():
+    """Give the functions of the script by their names."""
+    return defined(SCRIPT)
+
+
 @pytest.mark.parametrize(
-    ("world_size", "scaling", "rate"),
-    [(4, "sqrt", 0.001 * 2**0.5), (4, "linear", 0.002), (8, "sqrt", 0.002), (8, "linear", 0.004)],
+    ("effective", "scaling", "rate"),
+    [(128, "sqrt", 0.001 * 2**0.5), (256, "linear", 0.004), (256, "none", 0.001)],
 )
 def test_with_32_balls_per_rank_the_rate_follows_the_effective_batch_from_64(
-    tmp_path, world_size, scaling, rate
+    functions, effective, scaling, rate
 ):
-    flags = (*MATCHES, "--balls-per-match", "24", "--width", "8", "--epochs", "1")
-    words = [SCRIPT, *flags, "--batch-size", "32", "--lr", "0.001", "--lr-scaling", scaling]
-    run_ranks(_as_rank_0_of, 1, tmp_path / "outputs", world_size, words, tmp_path)
-    assert history(tmp_path)[-1]["lr"] == pytest.approx(rate, rel=1e-9)
+    given = Namespace(lr=0.001, base_batch_size=64, lr_scaling=scaling)
+    assert functions["scaled_rate"](given, effective) == pytest.approx(rate, rel=1e-9)
 
 
-def test_a_mac_with_several_ranks_trains_on_the_cpu_and_warns(tmp_path):
-    words = [SCRIPT, *MATCHES, "--balls-per-match", "24", "--width", "8", "--epochs", "1"]
-    run_ranks(_as_rank_0_of, 1, tmp_path / "outputs", 2, words, tmp_path, True)
-    printed = (tmp_path / "outputs" / "output-0.txt").read_text()
-    assert printed.startswith("warning: ")
-    assert "device: cpu" in printed
-
-
-def _as_rank_0_of(world_size: int, words: list[str], folder: Path, mac: bool = False) -> None:
-    """Run the script as rank 0 of many without the others: every collective returns at once."""
-    import runpy
-
-    import torch.distributed as dist
-    import torch.nn.parallel
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def join(backend, **more):
-        really_join("fake", store=FakeStore(), rank=0, world_size=world_size)
-
-    really_join, dist.init_process_group = dist.init_process_group, join
-    torch.nn.parallel.DistributedDataParallel = lambda network, **more: network
-    torch.backends.mps.is_available = lambda: mac
-    os.environ.update(launch_environment(0, world_size, port=0), CUDA_VISIBLE_DEVICES="")
-    os.chdir(folder)
-    sys.argv[:] = words
-    runpy.run_path(words[0], run_name="__main__")
-
-
-def test_on_two_ranks_a_warm_up_ends_at_the_rate_of_their_effective_batch(tmp_path):
-    flags = ("--lr-scaling", "sqrt", "--lr", "0.001", "--base-batch-size", "6")  # of 24 per step
-    train(tmp_path, *flags, "--epochs", "1", "--warmup-steps", "28", world_size=2)
-    assert history(tmp_path)[-1]["lr"] == pytest.approx(0.001 * 2 * 14 / 28)
+def test_a_mac_with_several_ranks_trains_on_the_cpu_and_warns(functions, monkeypatch, capsys):
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    for name, value in launch_environment(rank=0, world_size=2, port=0).items():
+        monkeypatch.setenv(name, value)
+    assert functions["setup_distributed"](600.0).device.type == "cpu"
+    assert capsys.readouterr().out.startswith("warning: ")
 
 
 def test_a_barrier_makes_rank_0_wait_for_the_slowest_rank(tmp_path):
@@ -273,25 +260,22 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("no data", 2), *((n, 1) for n in MISTAKES)])
-def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, name, world_size):
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, name):
     arguments, words = MISTAKES[name]
-    done = script(tmp_path, *arguments, world_size=world_size)
+    assert words in refusal(SCRIPT, *arguments, folder=tmp_path)
+
+
+def test_ranks_that_all_find_a_mistake_say_it_once(tmp_path):
+    arguments, words = MISTAKES["no data"]
+    done = script(tmp_path, *arguments, world_size=2)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("train.py: ") == 1, done.stderr
     assert words in done.stderr
-    assert "Traceback" not in done.stderr
 
 
-def test_a_training_is_not_continued_with_another_network(alone):
-    done = script(alone[0], *FLAGS, "--resume", "--width", "10")
-    assert done.returncode == 2
-    assert "--width" in done.stderr
-
-
-def test_a_training_is_not_overwritten(alone):
+def test_a_training_is_neither_overwritten_nor_continued_with_another_network(alone):
     before = best_model(alone[0]).read_bytes()
-    done = script(alone[0], *FLAGS)
-    assert done.returncode == 2
-    assert "--resume" in done.stderr
+    assert "--resume" in refusal(SCRIPT, *FLAGS, folder=alone[0])
+    assert "--width" in refusal(SCRIPT, *FLAGS, "--resume", "--width", "10", folder=alone[0])
     assert best_model(alone[0]).read_bytes() == before

@@ -29,11 +29,7 @@ IN_LIGHTNING = ("csv_regression", "graphs", "huggingface")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        n if n in ("graphs", "padded_text") else pytest.param(n, marks=pytest.mark.slow)
-        for n in SMALL
-    ],
+    "name", [n if n == "graphs" else pytest.param(n, marks=pytest.mark.slow) for n in SMALL]
 )
 def test_verify_finds_the_same_training_and_nothing_to_accept(name, tmp_path):
     lightning = name in IN_LIGHTNING
@@ -47,6 +43,7 @@ def test_verify_finds_the_same_training_and_nothing_to_accept(name, tmp_path):
     assert check(found, "lightning").status == ("same" if lightning else "skipped")
 
 
+@pytest.mark.slow
 def test_verify_points_to_loss_terms_where_a_mean_over_words_lacks_them(tmp_path):
     text = (EXAMPLES / "padded_text.py").read_text()
     recipe = tmp_path / "without_terms.py"
@@ -57,10 +54,11 @@ def test_verify_points_to_loss_terms_where_a_mean_over_words_lacks_them(tmp_path
     assert "loss_terms" in check(found, "loss").cause.advice
 
 
+@pytest.mark.slow
 def test_the_gpt_beats_a_model_that_counts_pairs_of_characters(tmp_path):
     run = tmp_path / "run"
     flags = ("--max-steps", "60", "--seed", "0", "--threads", "1")
-    tiny.train(EXAMPLES / "char_gpt.py", "--run-dir", str(run), *flags, folder=tmp_path)
+    tiny.trained(EXAMPLES / "char_gpt.py", run, *flags)
     records = list(read_records(run))
     (note,) = next(r["notes"] for r in records if r["event"] == "start")
     bigram = float(re.search(r"(\d+\.\d+)\.$", note).group(1))
@@ -68,10 +66,11 @@ def test_the_gpt_beats_a_model_that_counts_pairs_of_characters(tmp_path):
     assert 0.5 < evaluated < bigram < 1.5, "made-up sentences have some entropy"
 
 
+@pytest.mark.slow
 def test_the_hugging_face_model_learns_what_not_means(tmp_path, capsys):
     run = tmp_path / "run"
-    flags = ("--run-dir", str(run), "--epochs", "5", "--seed", "0", "--threads", "1")
-    tiny.train(EXAMPLES / "huggingface.py", *flags, folder=tmp_path)
+    flags = ("--epochs", "5", "--seed", "0", "--threads", "1")
+    tiny.trained(EXAMPLES / "huggingface.py", run, *flags)
     sentences = tmp_path / "sentences.txt"
     sentences.write_text("the film was not bad\nvery good\nthe plot was not great\n")
     assert main(["predict", str(run), str(sentences), "--top", "1", "--json"]) == 0
@@ -82,11 +81,7 @@ def test_the_hugging_face_model_learns_what_not_means(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "package", "extra"),
-    [
-        ("graphs", "torch_geometric", "graphs"),
-        ("huggingface", "tokenizers", "huggingface"),
-        ("huggingface", "transformers", "huggingface"),
-    ],
+    [("graphs", "torch_geometric", "graphs"), ("huggingface", "transformers", "huggingface")],
 )
 def test_a_package_that_is_missing_is_told_with_the_command_that_installs_it(
     refused, monkeypatch, name, package, extra

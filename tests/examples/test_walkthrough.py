@@ -17,16 +17,11 @@ import torch
 from samestep.recipes import cifar10
 from samestep.recipes.resnet import resnet18
 from tests.cifar_files import images_and_labels, write_binary
-from tests.examples.programs import ROOT, environment, forked
+from tests.examples.programs import ROOT, environment, forked, refusal
 from tests.processes import TIMEOUT_S
 
 FOLDER = ROOT / "examples" / "cifar10_lightning"
 NOTEBOOK = FOLDER / "walkthrough.ipynb"
-SECTIONS = (
-    *("Concepts", "The data set", "The module", "The data module", "The strategy", "Callbacks"),
-    *("The Trainer", "Training", "Performance monitoring", "Troubleshooting"),
-    *("One process against DDP, measured", "Testing the best checkpoint"),
-)
 # 430 images leave 43 to validate, which two ranks cannot share equally.
 SMALL = {
     "SUBSET": "430",
@@ -59,7 +54,8 @@ def executed(tmp_path_factory):
         JUPYTER_RUNTIME_DIR=str(folder / "jupyter"),
         IPYTHONDIR=str(folder / "ipython"),
     )
-    for name in ("CIFAR10_DIR", "CIFAR10_RUNS"):
+    # Unbuffered, two ranks would print into each other's lines.
+    for name in ("CIFAR10_DIR", "CIFAR10_RUNS", "PYTHONUNBUFFERED"):
         variables.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -137,28 +133,21 @@ def evaluate(module, images, labels):
 @pytest.mark.slow
 def test_it_has_twelve_numbered_sections_and_runs_from_end_to_end(notebook):
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    found = re.findall(r"^## (\d+)\. (.*)$", text, re.MULTILINE)
-    assert found == [(str(number), title) for number, title in enumerate(SECTIONS, start=1)]
+    found = re.findall(r"^## (\d+)\. ", text, re.MULTILINE)
+    assert found == [str(number) for number in range(1, 13)]
     check_complete(notebook)
     assert "MADE-UP images" in printed(notebook)
 
 
 @pytest.mark.slow
-def test_its_ranks_are_two_processes_that_end_with_equal_weights(executed, notebook):
+def test_its_ranks_are_two_processes_that_see_their_variables_and_end_with_equal_weights(
+    executed, notebook
+):
     text = printed(notebook)
     (ranks,) = pairs_of_ranks(text)
     assert set(ranks) == {"0", "1"}
     assert ranks["0"] != ranks["1"]
-    assert set(re.findall(r"weights equal [^:]*: (\w+)", text)) == {"yes", "True"}
-    results = [json.loads(file.read_text()) for file in executed.glob("runs/*/*/result.json")]
-    assert len(results) == 3 + 1 + (4 if len(os.sched_getaffinity(0)) > 1 else 3)
-    assert all(found["same_weights"] for found in results)
-
-
-@pytest.mark.slow
-def test_each_rank_sees_its_variables_and_the_sum_over_all_while_the_kernel_sees_none(notebook):
-    text = printed(notebook)
-    found = re.findall(  # two processes may print on one line
+    found = re.findall(
         r"rank (\d) sees MASTER_ADDR=127.0.0.1 MASTER_PORT=(\d+) WORLD_SIZE=2 RANK=(\d)"
         r" LOCAL_RANK=(\d) - sum over the ranks: (\d)",
         text,
@@ -167,6 +156,9 @@ def test_each_rank_sees_its_variables_and_the_sum_over_all_while_the_kernel_sees
     assert found == [(rank, port, rank, rank, "3") for rank in ("0", "1")]
     (kernel,) = re.findall(r"^this kernel sees (.*)$", text, re.MULTILINE)
     assert kernel.count("=None") == 5
+    results = [json.loads(file.read_text()) for file in executed.glob("runs/*/*/result.json")]
+    assert len(results) == 3 + 1 + (4 if len(os.sched_getaffinity(0)) > 1 else 3)
+    assert all(found["same_weights"] for found in results)
 
 
 @pytest.mark.slow
@@ -208,7 +200,7 @@ def test_killed_in_an_epoch_and_resumed_it_ends_with_the_weights_of_an_undisturb
 ):
     example.write_made_up(tmp_path / "data", 300, 60)
     (tmp_path / "killed.py").write_text(KILLED_IN_EPOCH_2)
-    train = (str(FOLDER / "train.py"), "data", "--epochs", "3", "--width", "2")
+    train = (str(FOLDER / "train.py"), "data", "--epochs", "2", "--width", "2")
     whole = forked(*train, "--output", "whole", folder=tmp_path)
     assert whole.returncode == 0, whole.stderr
     killed = forked(str(tmp_path / "killed.py"), *train, "--output", "other", folder=tmp_path)
@@ -216,10 +208,10 @@ def test_killed_in_an_epoch_and_resumed_it_ends_with_the_weights_of_an_undisturb
     rest = forked(*train, "--output", "other", "--resume", folder=tmp_path)
     assert rest.returncode == 0, rest.stderr
     assert [line[:8] for line in rest.stdout.splitlines() if line.startswith("epoch ")] == [
-        *("epoch 2:", "epoch 3:")
+        "epoch 2:"
     ]
     result = json.loads((tmp_path / "other" / "result.json").read_text())
-    assert result["steps"] == 4  # 270 images, 128 per step: two in each of the two epochs
+    assert result["steps"] == 2  # 270 images, 128 per step
     weights, again = (
         example.LitResNet.load_from_checkpoint(
             tmp_path / run / "checkpoints" / "last.ckpt"
@@ -230,40 +222,19 @@ def test_killed_in_an_epoch_and_resumed_it_ends_with_the_weights_of_an_undisturb
 
 
 @pytest.mark.slow
-def test_gradients_sent_as_float16_train_nearly_alike(executed):
-    (first,) = executed.glob("runs/*/speed-1-0")
-    whole, half = (
-        column(first.with_name(name), "train_loss_step") for name in ("speed-1-0", "speed-1-1")
-    )
-    assert whole[0] == half[0]
-    assert whole[1:] != half[1:]
-    assert whole[1] == pytest.approx(half[1], rel=0.01)
-
-
-@pytest.mark.slow
-def test_what_two_ranks_validate_is_what_one_process_finds_of_the_best_checkpoint(
-    executed, example
-):
+def test_two_ranks_validate_and_test_each_image_once(executed, notebook, example):
     (run,) = (executed / "runs").glob("*/ddp")
     (best,) = run.glob("checkpoints/epoch*.ckpt")
     module = example.LitResNet.load_from_checkpoint(best, map_location="cpu")
     data = example.CIFAR10DataModule(str(run.parent / "made-up"), subset=430)
     data.setup("fit")
-    assert len(data.validation) == 43
-    assert len(data.training) == 387
+    assert (len(data.validation), len(data.training)) == (43, 387)
     loss, accuracy = evaluate(module, *data.validation.tensors)
     assert column(run, "val_loss") == [pytest.approx(loss, rel=1e-5)]
     assert best.stem == f"epoch=00-val_accuracy={accuracy:.4f}"
-
-
-@pytest.mark.slow
-def test_the_best_checkpoint_meets_each_test_image_once(executed, notebook, example):
+    loss, accuracy = evaluate(module, *example.read(run.parent / "made-up", example.TEST_FILES))
     text = printed(notebook)
-    name = re.search(r"^(epoch.*\.ckpt), 500 test images$", text, re.MULTILINE)[1]
-    (best,) = (executed / "runs").glob(f"*/ddp/checkpoints/{name}")
-    module = example.LitResNet.load_from_checkpoint(best, map_location="cpu")
-    test = example.read(best.parents[2] / "made-up", example.TEST_FILES)
-    loss, accuracy = evaluate(module, *test)
+    assert f"{best.name}, 500 test images\n" in text
     assert f"test loss {loss:.4f}, accuracy {accuracy:.4f}\n" in text
     found = dict(re.findall(r"^([a-z]+) +(\d\.\d{3})\b", text, re.MULTILINE))
     assert tuple(found) == cifar10.CLASSES
@@ -274,17 +245,12 @@ def test_one_process_and_two_ranks_are_measured_in_turns(notebook):
     text = printed(notebook)
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // 2)
-    sides = {"2 ranks, ", "2 ranks, gradients", f"1 process, {cores} t", f"1 process, {threads} t"}
-    for side in sides:
+    for side in ("2 ranks, ", "2 ranks, gradients", f"1 process, {threads} t"):
         assert f"--- round 1: {side}" in text
         values = re.search(
-            rf"^{side}.*\n +images_per_s +([\d.]+) .*\n +step_ms +([\d.]+) .*\n"
-            r" +processor_ms_per_image +([\d.]+) .*\n +memory_mib +([\d.]+) ",
-            text,
-            re.MULTILINE,
+            rf"^{side}.*\n +images_per_s +([\d.]+) .*\n +step_ms +([\d.]+) ", text, re.MULTILINE
         )
         assert min(map(float, values.groups())) > 0
-    assert len(re.findall(r"round by round: \[\d+\.\d+\]$", text, re.MULTILINE)) == 3
     speed_up, efficiency = re.search(r"speed-up .*: (\d+\.\d+); efficiency: (\d+)%", text).groups()
     assert float(efficiency) == pytest.approx(50 * float(speed_up), abs=1)
 
@@ -336,32 +302,6 @@ def test_it_reads_what_the_binary_version_has(tmp_path, example):
         assert labels[part].tolist() == classes.tolist()
 
 
-@pytest.mark.parametrize(
-    ("content", "error", "message"),
-    [
-        (None, FileNotFoundError, "is missing; cifar-10-binary.tar.gz has it"),
-        (b"", ValueError, "has 0 bytes"),
-        (bytes(3072), ValueError, "has 3072 bytes, not a multiple of 3073"),
-        (bytes([10]) + bytes(3072), ValueError, "has label 10"),
-    ],
-    ids=["missing", "empty", "cut off", "no such label"],
-)
-def test_other_files_are_refused(content, error, message, tmp_path, example):
-    if content is not None:
-        (tmp_path / "test_batch.bin").write_bytes(content)
-    with pytest.raises(error, match=message):
-        example.read(tmp_path, example.TEST_FILES)
-
-
-def test_made_up_images_are_files_of_the_binary_version(tmp_path, example):
-    example.write_made_up(tmp_path, 50, 20)
-    images, labels = example.read(tmp_path, example.TRAIN_FILES)
-    assert images.shape == (50, 3, 32, 32)
-    theirs = cifar10.read_cifar10(tmp_path, "train")
-    assert torch.equal(images, theirs[0])
-    assert torch.equal(labels, theirs[1].long())
-
-
 def test_a_batch_is_cropped_and_mirrored_each_image_by_itself(example):
     torch.manual_seed(0)
     images = torch.randint(1, 256, (40, 3, 32, 32), dtype=torch.uint8)
@@ -382,7 +322,7 @@ def test_a_batch_is_cropped_and_mirrored_each_image_by_itself(example):
     assert {place[2] for place in places} == {False, True}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_each_image_is_validated_once_and_all_ranks_have_as_many_batches(world_size, example):
     for count, size in ((4, 4), (5, 1), (5, 4), (12, 4), (31, 4), (101, 4)):
         ranks = [list(example.Shares(count, size, (r, world_size))) for r in range(world_size)]
@@ -392,16 +332,15 @@ def test_each_image_is_validated_once_and_all_ranks_have_as_many_batches(world_s
         assert sorted(number for batch in batches for number in batch) == list(range(count))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_step_trains_the_same_images_on_any_number_of_ranks(world_size, example):
+def test_a_step_trains_the_same_images_on_any_number_of_ranks(example):
     def steps(ranks, epoch):
         shares = [example.Shares(101, 24 // ranks, (rank, ranks), seed=5) for rank in range(ranks)]
         for share in shares:
             share.set_epoch(epoch)
         return [sorted(torch.cat(parts).tolist()) for parts in zip(*map(list, shares), strict=True)]
 
-    assert steps(world_size, 0) == steps(1, 0)
-    assert steps(world_size, 1) == steps(1, 1) != steps(1, 0)
+    assert steps(3, 0) == steps(1, 0)
+    assert steps(3, 1) == steps(1, 1) != steps(1, 0)
 
 
 def test_the_order_is_that_of_the_epoch_set_before_the_first_batch(example):
@@ -431,23 +370,14 @@ def test_a_schedule_ends_with_the_last_step_of_the_run(schedule, first, example)
     assert group["nesterov"] is (schedule == "onecycle")
 
 
-def test_fewer_images_than_a_step_are_refused(example):
-    with pytest.raises(ValueError, match=r"^11 .* 2 ranks x 6"):
-        example.Shares(11, 6, (0, 2), seed=1)
-    with pytest.raises(ValueError, match=r"^1 images"):
-        example.Shares(1, 6, (0, 2))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "words", "message"),
     [
         (2, "--output there", "--output there exists; use a new folder, or delete it"),
-        (2, "--output there --resume", "--output there has no checkpoints/last.ckpt"),
         (2, "--global_batch_size 7", "--global_batch_size 7 cannot be shared equally by 2 ranks."),
         (1, "--output run", "--output run exists; use a new folder, or --resume"),
         (1, "--output run --resume --epochs 3", "--epochs was 2 when this run started;"),
-        (1, "--output run --resume --epochs 2 --precision bf16-mixed", "--precision was 32-true"),
         (1, "--compress", "--compress needs ranks that send gradients"),
     ],
 )
@@ -456,9 +386,8 @@ def test_what_cannot_be_run_is_refused_in_one_line(ranks, words, message, tmp_pa
     (tmp_path / "there").mkdir()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "last.ckpt").touch()
-    (tmp_path / "run" / "settings.json").write_text('{"epochs": 2, "precision": "32-true"}')
-    command = (str(FOLDER / "train.py"), "data", *words.split())
-    done = forked(*command, folder=tmp_path, WORLD_SIZE=str(ranks), RANK="0")
-    assert done.returncode == 2
-    assert f"train.py: error: {message}" in done.stderr.splitlines()[-1]
+    (tmp_path / "run" / "settings.json").write_text('{"epochs": 2}')
+    ranks = {"WORLD_SIZE": str(ranks), "RANK": "0"}
+    told = refusal(str(FOLDER / "train.py"), "data", *words.split(), folder=tmp_path, **ranks)
+    assert told.startswith(f"train.py: error: {message}")
     assert not list((tmp_path / "there").iterdir())

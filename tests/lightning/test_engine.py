@@ -1,140 +1,143 @@
-"""In Lightning's Trainer a recipe takes the same steps as in samestep's own loop."""
+"""In Lightning's Trainer a recipe takes the same steps as in samestep's own loop.
 
+`samestep verify` compares both for other recipes: tests/examples/test_recipes.py.
+"""
+
+import logging
+import os
 import signal
-import subprocess
-import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from samestep import evaluate
+from samestep.api.call import as_in_fresh_process
 from tests import tiny
 from tests.cifar_files import write_binary
-from tests.command_line import read_json
-from tests.idx_files import write_mnist
-from tests.processes import TIMEOUT_S, run_ranks, start_ranks
+from tests.command_line import read_json, typed
+from tests.processes import run_ranks
+from tests.training.test_any_batch import EXAMPLES, FP64, RECIPES
 from tests.training.test_losses import MEANS, MEASURED, RECIPE
+from tests.training.test_metrics import RECIPE as OBJECTS
 from tests.training.test_own_optimizer import BRANCHES, OWN
 from tests.training.test_trajectory import CONVNET, LOADED
+
+# The trainings of two ranks are made once, for all tests of this file.
+pytestmark = pytest.mark.xdist_group("lightning engine")
 
 LIGHTNING = ("--engine", "lightning")
 # Weighted sums in another order of operations; everything else is equal to the last bit.
 TOLERANCE = 1e-12
-
-# 131 samples in global batches of 12: odd shares, and an incomplete last batch that needs fewer
-# micro-steps than the others.
-SETTINGS = {
-    "as it is": (),
-    "clipped, with warm-up, cosine and momentum": (
-        *("--clip-norm", "0.05", "--warmup-steps", "7", "--schedule", "cosine"),
-        *("--optimizer", "sgd", "--momentum", "0.9", "--weight-decay", "0.01"),
-    ),
-    "accumulated": ("--micro-batch-size", "2", "--batch-size", "13"),
-    "without the incomplete batch": ("--drop-last",),
-    "ended within an epoch": ("--max-steps", "17"),
-    "stopped early": ("--patience", "1", "--lr", "0.3"),
-    "not validated by accuracy": ("--monitor", "loss", "--keep-top-k", "2"),
-}
 # Steps between two checkpoints are for the native engine alone.
 TINY = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
-
-
-def with_both(folder: Path, target: object, *flags: str, world_size: int = 1) -> tuple[Path, Path]:
-    """Train in Lightning and in the native loop; return both runs."""
-    runs = folder / "ours", folder / "theirs"
-    for path, engine in zip(runs, (LIGHTNING, ()), strict=True):
-        tiny.trained(target, path, *flags, *engine, on=world_size)
-    return runs
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [("as it is", 1), *((name, 2 - place % 2) for place, name in enumerate(SETTINGS))],
+# The same two groups as OWN, each with a factor of its own.
+GROUPED = OWN.replace("(step, total)", "(step, total, *, epoch)").replace(
+    "return 1 - step / total", "return [1 - step / total, 1 / (1 + epoch)]"
 )
-def test_a_recipe_trains_as_in_the_native_loop(tmp_path, name, world_size):
-    recipe = tiny.write_recipe(tmp_path, TINY)
-    ours, theirs = with_both(tmp_path, recipe, *SETTINGS[name], world_size=world_size)
-    tiny.assert_same_training(ours, theirs, TOLERANCE)
+# Where an early stop falls on the last epoch, the engines give two reasons: four leave it room.
+OF_LOSSES = ("--micro-batch-size", "4", "--patience", "1", "--momentum", "0.9", "--epochs", "4")
+
+# What is trained → a recipe's text, file or name, and flags. TINY has 131 samples in global batches
+# of 12: odd shares, and an incomplete last batch that needs fewer micro-steps than the others.
+ON_TWO = {
+    "as it is": (TINY, ()),
+    "accumulated": (TINY, ("--micro-batch-size", "2", "--batch-size", "13")),
+    "ended within an epoch": (TINY, ("--max-steps", "17")),
+    "own optimizer and factors": (TINY + GROUPED, ("--epochs", "2")),
+    "branches": (TINY + BRANCHES, ("--find-unused", "--epochs", "2")),
+    "metric objects": (TINY + OBJECTS, ("--epochs", "2")),
+    "sums by name": (RECIPE, OF_LOSSES),
+    # 128 and 13 graphs of 109 a step and rank: the last step needs fewer micro-steps.
+    "graphs in micro-steps": (
+        EXAMPLES / "graphs.py",
+        (*FP64, *RECIPES["graphs.py"], "--batch-size", "32", "--micro-batch-size", "4"),
+    ),
+    "augmented and read by a worker": (
+        CONVNET + LOADED,
+        ("--num-workers", "1", "--log-every", "1", "--precision", "fp64"),
+    ),
+    "dropout": ("spiral", ("--num-samples", "701", "--epochs", "2", "--batch-size", "32")),
+    "batch norm and augmentation": (
+        "cifar10",
+        ("--width", "4", "--epochs", "1", "--batch-size", "16", "--log-every", "1"),
+    ),
+}
+OF_ROUNDING = {"dropout": 1e-6, "batch norm and augmentation": 1e-5}  # they train in fp32
+ALONE = {
+    "as it is": (TINY, ()),
+    "clipped, with warm-up, cosine and momentum": (
+        TINY,
+        (
+            *("--clip-norm", "0.05", "--warmup-steps", "7", "--schedule", "cosine"),
+            *("--optimizer", "sgd", "--momentum", "0.9", "--weight-decay", "0.01"),
+        ),
+    ),
+    "without the incomplete batch": (TINY, ("--drop-last",)),
+    "stopped early": (TINY, ("--patience", "1", "--lr", "0.3")),
+    "not validated by accuracy": (TINY, ("--monitor", "loss", "--keep-top-k", "2")),
+    "own optimizer": (TINY + OWN, ("--epochs", "2")),
+    "means by name": (MEANS, OF_LOSSES),
+    # Of Python's own random numbers an evaluation in Lightning draws others.
+    "measured": (MEASURED.replace(" + random.random()", ""), OF_LOSSES),
+}
+
+
+def as_target(target: str | Path, folder: Path) -> str:
+    """Return what `samestep train` is given: a recipe that is a text becomes a file."""
+    is_text = isinstance(target, str) and "\n" in target
+    return str(tiny.write_recipe(folder, target) if is_text else target)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> Path:
+    """Train all of ON_TWO in both engines on the same two ranks; return the folder of the runs."""
+    folder, trainings = tmp_path_factory.mktemp("on_two"), []
+    data = ("--data-dir", str(write_binary(folder / "data")))
+    for name, (target, flags) in ON_TWO.items():
+        (folder / name).mkdir()
+        words = [as_target(target, folder / name), *flags, *(data if target == "cifar10" else ())]
+        for run, engine in (("ours", LIGHTNING), ("theirs", ())):
+            trainings.append([*words, "--run-dir", folder / name / run, *engine])
+    tiny.train_all(trainings, on=2, folder=folder)
+    return folder
+
+
+def assert_same(folder: Path, tolerance: float = TOLERANCE) -> None:
+    """Compare the records, the results and the kept files of both runs in a folder."""
+    ours, theirs = folder / "ours", folder / "theirs"
+    tiny.assert_same_training(ours, theirs, tolerance)
     result, expected = (read_json(path / "result.json") for path in (ours, theirs))
     for key in ("status", "reason", "steps", "epochs", "best"):
-        assert result[key] == pytest.approx(expected[key]), key
-    assert result["test"]["samples"] == expected["test"]["samples"]
-    assert result["test"]["loss"] == pytest.approx(expected["test"]["loss"], rel=TOLERANCE)
+        assert result[key] == pytest.approx(expected[key], rel=1e-6), key
+    tested, must = (found.get("test") or {} for found in (result, expected))
+    assert tested.get("loss") == pytest.approx(must.get("loss"), rel=tolerance)
+    for key in ("samples", "confusion"):
+        assert tested.get(key) == must.get(key), key
     kept, expected_kept = (
         sorted(p.name for p in (path / "checkpoints").iterdir()) for path in (ours, theirs)
     )
     assert kept == expected_kept
 
 
-@pytest.mark.parametrize(
-    ("text", "world_size"),
-    [(MEASURED, 1), (RECIPE, 2), (MEANS, 2)],
-    ids=["measured", "sum", "means"],
-)
-def test_sums_and_losses_by_name_are_those_of_the_native_loop(tmp_path, text, world_size):
-    recipe = tiny.write_recipe(tmp_path, text)
-    flags = ("--micro-batch-size", "4", "--patience", "1", "--momentum", "0.9")
-    ours, theirs = with_both(tmp_path, recipe, *flags, world_size=world_size)
-    tiny.assert_same_training(ours, theirs, TOLERANCE)
-    assert read_json(ours / "result.json")["best"]["metric"] == "kl"
+@pytest.mark.parametrize("name", ON_TWO)
+def test_two_ranks_train_as_in_the_native_loop(on_two, name):
+    assert_same(on_two / name, OF_ROUNDING.get(name, TOLERANCE))
 
 
-@pytest.mark.parametrize(
-    ("target", "flags", "world_size"),
-    [
-        ("spiral", ("--num-samples", "700"), 1),
-        ("spiral", ("--num-samples", "700", "--log-every", "1"), 2),
-        ("mnist", ("--data-dir", "mnist", "--model", "convnet", "--log-every", "1"), 2),
-    ],
-)
-def test_recipes_with_dropout_draw_the_same(tmp_path, target, flags, world_size, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_mnist(tmp_path / "mnist")
-    flags = ("--epochs", "1", "--batch-size", "32", *flags)
-    ours, theirs = with_both(tmp_path, target, *flags, world_size=world_size)
-    tiny.assert_same_training(ours, theirs, 1e-6)
+@pytest.mark.parametrize("name", ALONE)
+def test_a_recipe_trains_as_in_the_native_loop(tmp_path, name):
+    target, flags = ALONE[name]
+    recipe = as_target(target, tmp_path)
+    for run, engine in (("ours", LIGHTNING), ("theirs", ())):
+        tiny.trained(Path(recipe), tmp_path / run, *flags, *engine)
+    assert_same(tmp_path)
 
 
-def test_a_resnet_with_batch_norm_and_augmentation_is_the_same(tmp_path):
-    data = write_binary(tmp_path / "data")
-    flags = ("--data-dir", str(data), "--width", "4", "--epochs", "2", "--batch-size", "16")
-    ours, theirs = with_both(tmp_path, "cifar10", *flags, "--log-every", "1", world_size=2)
-    tiny.assert_same_training(ours, theirs, 1e-5)
-    result, expected = (read_json(path / "result.json")["test"] for path in (ours, theirs))
-    assert result["confusion"] == expected["confusion"]
-
-
-def test_cifar10s_data_module_feeds_anyones_module(tmp_path):
-    data = write_binary(tmp_path / "data")
-    [[inputs, targets]] = run_ranks(_first_batch, 1, tmp_path / "out", str(data))
-    assert inputs == [8, 3, 32, 32]
-    assert targets == [8]
-
-
-def _first_batch(folder: str) -> list[list[int]]:
-    from samestep import LitRecipe
-    from samestep.lightning import CIFAR10DataModule
-
-    data = CIFAR10DataModule(folder, batch_size=8)
-    trainer = _trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1)
-    options = data.recipe.options(data_dir=folder, width=2)
-    trainer.fit(LitRecipe(data.recipe, data.settings, options), data)
-    inputs, targets, *_ = next(iter(data.train_dataloader()))
-    return [list(inputs.shape), list(targets.shape)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_augmented_data_read_by_workers_is_the_same(tmp_path, world_size):
-    recipe = tiny.write_recipe(tmp_path, CONVNET + LOADED)
-    flags = ("--num-workers", "1", "--log-every", "1", "--precision", "fp64")
-    ours, theirs = with_both(tmp_path, recipe, *flags, world_size=world_size)
-    tiny.assert_same_training(ours, theirs, TOLERANCE)
-
-
-def test_a_run_stopped_by_a_signal_goes_on_with_the_exact_next_step(tmp_path):
-    recipe = tiny.write_recipe(tmp_path, TINY)
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    tiny.train(recipe, *LIGHTNING, "--run-dir", str(whole), world_size=2, folder=tmp_path)
+def test_a_run_stopped_by_a_signal_goes_on_with_the_exact_next_step(on_two, tmp_path):
+    recipe, stopped = tiny.write_recipe(tmp_path, TINY), tmp_path / "stopped"
     tiny.set_pace(recipe, 0.05)
     ranks = tiny.start(recipe, *LIGHTNING, "--run-dir", str(stopped), world_size=2, folder=tmp_path)
     tiny.until(lambda: tiny.num_records(stopped) > 18, ranks)  # in the second epoch
@@ -146,7 +149,7 @@ def test_a_run_stopped_by_a_signal_goes_on_with_the_exact_next_step(tmp_path):
     assert result["steps"] % 11, "it should stop within an epoch"
     tiny.set_pace(recipe, 0.0)
     tiny.resume(stopped, world_size=2, folder=tmp_path)
-    tiny.assert_same_training(stopped, whole, 0.0)
+    tiny.assert_same_training(stopped, on_two / "as it is" / "ours", 0.0)
 
 
 @pytest.mark.parametrize("validated", [True, False])
@@ -180,27 +183,8 @@ def test_reduced_precision_trains_clipped_and_keeps_its_scaler(tmp_path, precisi
     assert losses[-1] < losses[0]
 
 
-def test_a_checkpoint_of_either_engine_evaluates_in_the_other(tmp_path):
-    ours, theirs = with_both(tmp_path, tiny.write_recipe(tmp_path, TINY))
-    expected = read_json(theirs / "result.json")["test"]
-    assert evaluate(ours)["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
-    [measured] = run_ranks(_measure_with_lightning, 1, tmp_path / "lightning", str(theirs))
-    assert measured["test_loss"] == pytest.approx(expected["loss"], rel=1e-6)  # logged as fp32
-    assert measured["test_accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
-
-
-def _measure_with_lightning(path: str) -> dict[str, float]:
-    from samestep import LitData, LitRecipe
-
-    module = LitRecipe.from_run(path)
-    [measured] = _trainer().test(module, LitData(module.recipe, module.settings))
-    return dict(measured)
-
-
-def _trainer(**more):
-    import logging
-    import warnings
-
+def plain_trainer(**more):
+    """Return a Trainer of the user's own that writes and shows nothing."""
     import lightning.pytorch as pl
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -215,31 +199,108 @@ def _trainer(**more):
     return pl.Trainer(**(plain | more))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_in_a_users_own_trainer_it_learns_what_samestep_train_does(tmp_path, world_size):
-    path = tmp_path / "run"
-    flags = ("--num-samples", "701", "--epochs", "2", "--batch-size", "32")
-    tiny.trained("spiral", path, *flags, on=world_size)
-    expected = [r for r in tiny.account(path) if r["event"] == "evaluation"][-2]
-    values = run_ranks(_fit, world_size, tmp_path / "own", 32)
-    for value in values:  # the global numbers, on every rank
+@pytest.fixture
+def trainer() -> Iterator[object]:
+    """Give a function that makes a Trainer, whose random numbers are no other test's."""
+    with as_in_fresh_process():
+        yield plain_trainer
+
+
+def test_a_checkpoint_of_either_engine_evaluates_in_the_other(on_two, trainer):
+    from samestep import LitData, LitRecipe
+
+    ours, theirs = (on_two / "as it is" / name for name in ("ours", "theirs"))
+    expected = read_json(theirs / "result.json")["test"]
+    assert evaluate(ours)["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+    module = LitRecipe.from_run(str(theirs))
+    [measured] = trainer().test(module, LitData(module.recipe, module.settings))
+    assert measured["test_loss"] == pytest.approx(expected["loss"], rel=1e-6)  # logged as fp32
+    assert measured["test_accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
+
+
+def test_in_a_users_own_trainer_two_ranks_learn_what_samestep_train_does(on_two, tmp_path):
+    expected = evaluations(on_two / "dropout" / "theirs")[-2]
+    for value in run_ranks(_fit, 2, tmp_path / "own"):  # the global numbers, on every rank
         assert value["val_loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert value["val_accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
 
 
-def _fit(batch_size: int) -> dict[str, float]:
-    import os
-
+def _fit() -> dict[str, float]:
     from samestep import LitRecipe
     from samestep.lightning import SpiralDataModule
 
     os.environ["TORCHELASTIC_RUN_ID"] = "test"  # as torchrun says it to Lightning
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    data = SpiralDataModule(num_samples=701, batch_size=batch_size)
+    data = SpiralDataModule(num_samples=701, batch_size=32)
     module = LitRecipe(data.recipe, data.settings, data.options)
-    trainer = _trainer(max_epochs=2, devices=world_size, num_sanity_val_steps=2)
+    trainer = plain_trainer(max_epochs=2, devices=2, num_sanity_val_steps=2)
     trainer.fit(module, data)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def evaluations(run: Path) -> list[dict]:
+    return [record for record in tiny.account(run) if record["event"] == "evaluation"]
+
+
+def test_a_users_own_trainer_takes_batches_of_graphs(tmp_path, trainer):
+    from samestep import LitData, LitRecipe
+
+    recipe, run = EXAMPLES / "graphs.py", tmp_path / "run"
+    tiny.trained(recipe, run, "--epochs", "1")
+    (expected,) = evaluations(run)
+    own = trainer(max_epochs=1)
+    own.fit(LitRecipe(str(recipe)), LitData(str(recipe)))
+    for name, rel in (("loss", 1e-5), ("accuracy", 1e-6)):
+        found = float(own.callback_metrics[f"val_{name}"])
+        assert found == pytest.approx(expected[name], rel=rel)
+
+
+def test_cifar10s_data_module_feeds_anyones_module(tmp_path, trainer):
+    from samestep import LitRecipe
+    from samestep.lightning import CIFAR10DataModule
+
+    folder = str(write_binary(tmp_path / "data"))
+    data = CIFAR10DataModule(folder, batch_size=8)
+    options = data.recipe.options(data_dir=folder, width=2)
+    short = trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1)
+    short.fit(LitRecipe(data.recipe, data.settings, options), data)
+    inputs, targets, *_ = next(iter(data.train_dataloader()))
+    assert inputs.shape == (8, 3, 32, 32)
+    assert targets.shape == (8,)
+
+
+def test_a_data_module_can_be_looked_at_without_a_trainer():
+    from samestep.lightning import SpiralDataModule
+
+    data = SpiralDataModule(num_samples=200, batch_size=8)
+    data.setup("fit")
+    inputs, targets, *_ = next(iter(data.train_dataloader()))
+    assert (inputs.shape, targets.shape) == ((8, 2), (8,))
+
+
+@pytest.mark.parametrize(
+    ("ends", "named"),
+    [({"max_epochs": 1}, "accumulate_grad_batches=4"), ({"max_time": "00:00:01:00"}, "max_steps")],
+)
+def test_a_trainer_that_accumulates_otherwise_or_has_no_end_is_told(trainer, ends, named):
+    from samestep import LitData, LitRecipe, Settings, UserError
+
+    settings = Settings(epochs=1, micro_batch_size=8, batch_size=32)
+    with pytest.raises(UserError, match=named):
+        trainer(**ends).fit(LitRecipe("spiral", settings), LitData("spiral", settings))
+
+
+def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_trainer(trainer):
+    from samestep import LitRecipe
+    from samestep.lightning import SpiralDataModule
+
+    data = SpiralDataModule(num_samples=200)
+    module = LitRecipe(data.recipe, data.settings, data.options)
+    trainer().validate(module, data, verbose=False)
+    trainer(max_epochs=1).fit(module, data)
+    assert data.plan.total_steps == 5  # of 140 samples in batches of 32
+    again = trainer(max_epochs=3, accumulate_grad_batches=2)
+    again.fit(module, data)
+    assert (data.plan.accumulate, data.plan.total_steps, again.global_step) == (2, 15, 15)
 
 
 REFUSED = [
@@ -249,6 +310,24 @@ REFUSED = [
     "--checkpoint-every-epochs 2",
     "--ema 0.9",
 ]
+
+
+def test_the_model_is_back_on_its_device_before_it_is_tested(tmp_path, monkeypatch):
+    """Lightning moves it to the CPU as it ends, and the test needs it where the data is."""
+    from lightning.pytorch import LightningModule
+
+    moved = []
+
+    def move(module, *where, **more):
+        moved.append(where)
+        return to(module, *where, **more)
+
+    to = torch.nn.Module.to
+    monkeypatch.setattr(LightningModule, "cpu", lambda module: moved.append("away") or module)
+    monkeypatch.setattr(torch.nn.Module, "to", move)
+    recipe = tiny.write_recipe(tmp_path, TINY)
+    tiny.trained(recipe, tmp_path / "run", *LIGHTNING, "--max-steps", "2")
+    assert (torch.device("cpu"),) in moved[moved.index("away") :]
 
 
 def test_what_lightning_cannot_do_is_refused_before_anything_is_written(tmp_path, refused):
@@ -262,106 +341,16 @@ def test_what_lightning_cannot_do_is_refused_before_anything_is_written(tmp_path
         assert not path.exists()
 
 
-# The same two groups, each with a factor of its own.
-GROUPED = OWN.replace("(step, total)", "(step, total, *, epoch)").replace(
-    "return 1 - step / total", "return [1 - step / total, 1 / (1 + epoch)]"
-)
-
-
-@pytest.mark.parametrize(
-    ("more", "flags"), [(OWN, ()), (GROUPED, ()), (BRANCHES, ("--find-unused",))]
-)
-def test_a_recipes_own_optimizer_or_branches_train_as_in_the_native_loop(tmp_path, more, flags):
-    recipe = tiny.write_recipe(tmp_path, TINY + more)
-    ours, theirs = with_both(tmp_path, recipe, *flags, "--epochs", "2", world_size=2)
-    tiny.assert_same_training(ours, theirs, TOLERANCE)
-
-
-def execute(folder: Path, program: str) -> tuple[int, str]:
-    """Run a program in a process that has imported Lightning; return its code and its output."""
-    ranks = start_ranks(_execute, 1, folder / "out", program, folder)
-    (code,) = ranks.wait()
-    return code, ranks.output()
-
-
-def _execute(program: str, folder: Path) -> None:
-    import os
-
-    os.chdir(folder)
-    exec(program, {"__name__": "__main__"})
-
-
-@pytest.mark.parametrize(
-    ("ends", "named"),
-    [("max_epochs=1", "accumulate_grad_batches=4"), ("max_time='00:00:01:00'", "max_steps")],
-)
-def test_a_trainer_that_accumulates_otherwise_or_has_no_end_is_told(tmp_path, ends, named):
-    program = (
-        "import lightning.pytorch as pl, samestep as s\n"
-        "settings = s.Settings(epochs=1, micro_batch_size=8, batch_size=32)\n"
-        f"pl.Trainer({ends}, logger=False, accelerator='cpu').fit("
-        "s.LitRecipe('spiral', settings), s.LitData('spiral', settings))"
-    )
-    code, printed = execute(tmp_path, program)
-    assert code == 1
-    assert named in printed
-
-
-def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_trainer(tmp_path):
-    program = (
-        "import lightning.pytorch as pl, samestep as s, samestep.lightning\n"
-        "def trainer(**more): return pl.Trainer(logger=False, enable_checkpointing=False,"
-        " enable_progress_bar=False, accelerator='cpu', **more)\n"
-        "data = s.lightning.SpiralDataModule(num_samples=200)\n"
-        "module = s.LitRecipe(data.recipe, data.settings, data.options)\n"
-        "trainer().validate(module, data)\n"
-        "trainer(max_epochs=1).fit(module, data)\n"
-        "first = data.plan.total_steps\n"
-        "again = trainer(max_epochs=3, accumulate_grad_batches=2)\n"
-        "again.fit(module, data)\n"
-        "print(first, data.plan.accumulate, data.plan.total_steps, again.global_step)"
-    )
-    code, printed = execute(tmp_path, program)
-    assert code == 0, printed
-    assert printed.splitlines()[-1] == "5 2 15 15"  # of 140 samples in batches of 32
-
-
-def test_a_data_module_can_be_looked_at_without_a_trainer(tmp_path):
-    program = (
-        "import samestep as s, samestep.lightning\n"
-        "data = s.lightning.SpiralDataModule(num_samples=200, batch_size=8)\n"
-        "data.setup('fit')\n"
-        "inputs, targets, *_ = next(iter(data.train_dataloader()))\n"
-        "print(*inputs.shape, *targets.shape)"
-    )
-    code, printed = execute(tmp_path, program)
-    assert code == 0, printed
-    assert printed.split() == ["8", "2", "8"]
-
-
 def test_without_lightning_the_extra_is_named_and_the_native_engine_never_needs_it(tmp_path):
     program = (
         "import sys\n"
         "from samestep.cli import main\n"
-        "train = ['train', 'spiral', '--epochs', '1', '--num-samples', '200']\n"
-        "assert main(train) == 0\n"
-        "assert 'lightning' not in sys.modules\n"
         "sys.modules['lightning'] = None  # as if it were not installed\n"
+        "train = ['train', 'spiral', '--epochs', '1', '--num-samples', '200']\n"
         "assert main(train) == 0\n"
         "sys.exit(main([*train, '--engine', 'lightning']))"
     )
-    done = in_python(tmp_path, program)
+    done = typed("-c", program, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "pip install 'samestep[lightning]'" in done.stderr
     assert done.stderr.count("samestep: ") == 1
-
-
-def in_python(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )

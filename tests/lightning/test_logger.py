@@ -1,35 +1,22 @@
 """TrackerLogger in anyone's own Trainer: what was logged is there once, whatever trackers do."""
 
-import importlib.util
 import math
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import tomllib
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests import tiny
-from tests.command_line import read_json
-from tests.processes import TIMEOUT_S, run_ranks, start_ranks
-from tests.processes import samestep as run_samestep
-from tests.tracking import own_tracker, readers
-from tests.tracking.test_following import PATIENCE_S, TRACKER, children_of, send
+from tests.command_line import read_json, typed
+from tests.processes import run_ranks, start_ranks
+from tests.tracking import readers
+from tests.tracking.test_following import PATIENCE_S, TRACKER, Training, children_of, send, what
 
-CLIENTS = ("comet_ml", "mlflow", "tensorboard", "wandb")
-MISSING = [name for name in CLIENTS if importlib.util.find_spec(name) is None]
-REAL_CLIENTS = (
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-    pytest.mark.xdist_group("trackers"),
-    pytest.mark.slow,  # tests/tracking has the clients on runs of samestep's own
-)
 PLANTED = "hunter2" * 6
 # Without a key of anybody.
 QUIET = {"COMET_API_KEY": "", "WANDB_API_KEY": "", "MLFLOW_TRACKING_URI": "", "TRACKER_FAULT": ""}
@@ -172,25 +159,13 @@ def expected(logged):
     return rows
 
 
-def arrived(run):
-    return [
-        (line["step"], line["epoch"], line["values"])
-        for line in own_tracker.lines(run)
-        if line["what"] == "metrics"
-    ]
+def arrived(run, service="service"):
+    lines = what(run, "metrics", service)
+    return [(line["step"], line["epoch"], line["values"]) for line in lines]
 
 
-def what(run, event):
-    return [line for line in own_tracker.lines(run) if line["what"] == event]
-
-
-def series(logged):
-    """Return name → [(step, value)] of what was logged."""
-    found = {}
-    for step, _, values in expected(logged):
-        for name, value in values.items():
-            found.setdefault(name, []).append((step, value))
-    return found
+def faulty(folder, faults):
+    return Training(folder, folder, folder).faulty(faults)
 
 
 @pytest.fixture(scope="module")
@@ -201,15 +176,14 @@ def untracked(tmp_path_factory):
     return value
 
 
-# --- what arrives, at a tracker of the user's own and at the real clients, from two ranks
-
-
-MORE = {"project": "odd ones", "tags": ("a", "b"), "workspace": "us"}
+# --- what arrives at a tracker of the user's own, from two ranks; Comet itself is tried in
+# tests/examples/test_spiral_lightning.py
 
 
 def test_two_ranks_have_one_run_with_what_the_trainer_logged_in_its_order(tmp_path):
-    trackers = (TRACKER,)
-    values, run, said = fits(tmp_path, trackers, {"MY_API_KEY": PLANTED}, MORE, world_size=2)
+    more = {"project": "odd ones", "tags": ("a", "b"), "workspace": "us"}
+    key = {"MY_API_KEY": PLANTED}
+    values, run, said = fits(tmp_path, (TRACKER,), key, more, world_size=2)
     first, second = values
     assert [path.name for path in run.parent.iterdir() if path.is_dir()] == [run.name]
     assert run.name.startswith("tracked-")
@@ -227,111 +201,31 @@ def test_two_ranks_have_one_run_with_what_the_trainer_logged_in_its_order(tmp_pa
     assert finish["status"] == "completed"
     times = [line["time"] for line in what(run, "metrics")]
     assert times == sorted(times)
-    assert_no_secret(run, said[0])
-
-
-def assert_no_secret(run, said):
-    """Check that the planted key is nowhere, though it was logged as a hyperparameter."""
+    # The planted key is nowhere, though it was logged as a hyperparameter.
     assert tomllib.loads((run / "settings.toml").read_text())["hyperparameters"]["api_key"] == "…"
-    assert PLANTED not in said
-    for path in (p for p in run.rglob("*") if p.is_file()):
-        contents = [path.read_bytes()]
-        if path.suffix == ".zip":
-            with zipfile.ZipFile(path) as archive:
-                contents += [archive.read(name) for name in archive.namelist()]
-        assert not [c for c in contents if PLANTED.encode() in c], path
-
-
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tracked")
-    trackers = ("comet", "wandb", "mlflow")
-    values, run, said = fits(folder, trackers, {"MY_API_KEY": PLANTED}, MORE, world_size=2)
-    return values, run, said
-
-
-def with_real_clients(test):
-    """Mark a test that needs the clients, and the one run that they all share."""
-    for mark in REAL_CLIENTS:
-        test = mark(test)
-    return test
-
-
-@with_real_clients
-def test_comet_wandb_and_mlflow_have_the_values_at_their_steps(tracked):
-    (first, _), run, _ = tracked
-    (archive,) = readers.comet_messages(run)
-    assert archive[0]["project_name"] == "odd ones"
-    sent = [m["payload"]["metric"] for m in archive[1] if m["type"] == "metric_msg"]
-    rows = readers.wandb_rows(run)
-    axes = readers.wandb_axes(run)
-    store = readers.mlflow_store(run)
-    (entry,) = store.search_runs([store.get_experiment_by_name("odd ones").experiment_id])
-    assert {"train_loss_step", "val_loss", "lr/now", "a:b*"} <= series(first.logged).keys()
-    for name, must in series(first.logged).items():
-        at_comet = [(m["step"], m["metricValue"]) for m in sent if m["metricName"] == name]
-        assert at_comet == must, name
-        assert [(row["step"], row[name]) for row in rows if name in row] == must
-        if "*" not in name:
-            assert axes[name] == "step"
-        history = store.get_metric_history(entry.info.run_id, name.replace("a:b*", "a_b_"))
-        assert [(m.step, m.value) for m in history] == must, name
-    epochs = {m["epoch"] for m in sent if m["metricName"] == "val_loss"}
-    assert epochs == {0, 1}, "Lightning's own count"
-
-
-@with_real_clients
-def test_it_says_what_the_screen_of_a_training_says(tracked):
-    _, run, (said, _) = tracked
-    shown = run.relative_to(run.parent.parent.parent)
-    for client, key in (("comet", "COMET_API_KEY"), ("wandb", "WANDB_API_KEY")):
-        assert len(re.findall(f"^note .*{key}", said, re.MULTILINE)) == 1
-        assert said.count(f"{client:<7} offline: {shown}/tracking/{client}\n") == 1
-    assert_no_secret(run, said)
-    assert f"unsent  comet and wandb; with a network: samestep track {shown} --to comet,wandb" in (
-        said
-    )
-    assert "warning" not in said
-
-
-@with_real_clients
-def test_it_is_sent_later_once_to_a_tracker_that_it_did_not_have(tracked, tmp_path):
-    (first, _), run, _ = tracked
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    later = ("track", str(copy), "--to", "tensorboard")
-    done = run_samestep(*later, folder=tmp_path / "first")
-    assert [p.exitcode for p in done.processes] == [0], done.output()
-    again = run_samestep(*later, folder=tmp_path / "second")
-    assert [p.exitcode for p in again.processes] == [2]
-    reader = readers.tensorboard(copy)
-    for name, must in series(first.logged).items():
-        found = [(e.step, np.float32(e.value)) for e in reader.Scalars(name)]
-        assert found == [(step, np.float32(value)) for step, value in must], name
+    assert PLANTED not in said[0]
+    assert not readers.files_with(PLANTED, run)
 
 
 # --- a tracker that misbehaves
 
 
-# The others of test_following.py differ only for the tracker's process.
-FAULTS = ("start:hang", "record:kill")
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_a_tracker_does_the_training_is_the_same_and_it_is_warned_of_once(
-    tmp_path, fault, untracked
+def test_whatever_trackers_do_the_training_is_the_same_and_each_is_warned_of_once(
+    tmp_path, untracked
 ):
-    (value,), run, (said,) = fits(
-        tmp_path, [TRACKER], {"TRACKER_FAULT": fault}, {"timeout_s": 1.0}, end_s=5.0
-    )
+    """The other faults of test_following.py differ only for the tracker's process."""
+    trackers = faulty(tmp_path, ["start:hang", "record:kill"])
+    given, planted = [str(path) for path in trackers.values()], {"TRACKER_FAULT": "planted"}
+    (value,), run, (said,) = fits(tmp_path, given, planted, {"timeout_s": 2.0})
     assert expected(value.logged) == expected(untracked.logged)
     assert value.weights == untracked.weights
-    assert said.count("warning own_tracker failed: ") == 1, said
-    shown = run.relative_to(tmp_path)
-    assert f"samestep track {shown} --to {TRACKER}" in said
     assert "Traceback" not in said
-    send(run, tmp_path)
-    assert arrived(run) == expected(value.logged), "once, whatever came of the first time"
+    for name, path in trackers.items():
+        assert said.count(f"warning {name} failed: ") == 1, said
+        assert f"samestep track {run.relative_to(tmp_path)} --to {path}" in said
+    send(run, tmp_path, to=",".join(given))
+    for name in trackers:
+        assert arrived(run, name) == expected(value.logged), "once, whatever came before"
 
 
 def test_the_training_does_not_wait_for_a_tracker_to_start(tmp_path):
@@ -350,27 +244,23 @@ def test_a_disk_that_is_full_is_warned_of_once_and_does_not_end_the_training(tmp
 # --- how it ends, and goes on
 
 
-def test_a_fit_that_fails_leaves_a_failed_run_and_its_own_error(tmp_path):
-    faults = {"faults": ("in a step",)}
-    ranks = start_ranks(_fit, 2, tmp_path / "out", str(tmp_path), (TRACKER, {}), faults)
+def test_a_fit_that_fails_leaves_a_failed_run_and_its_own_error_and_waits_for_no_tracker(tmp_path):
+    (hangs,) = faulty(tmp_path, ["finish:hang"]).values()
+    told = ([TRACKER, str(hangs)], {"TRACKER_FAULT": "planted"})
+    in_a_step = {"faults": ("in a step",)}
+    ranks = start_ranks(_fit, 2, tmp_path / "out", str(tmp_path), told, in_a_step)
     assert ranks.wait() == [1, 1]
     for rank in range(2):
         assert "'no_such_thing'" in ranks.printed(rank)
         assert ranks.printed(rank).count("Traceback") == 1
     (run,) = (path for path in (tmp_path / "runs" / "mine").iterdir() if path.is_dir())
     assert read_json(run / "result.json") == {"status": "failed", "steps": 3}
+    tiny.until(lambda: bool(what(run, "start", "finish_hang")))
+    (pid,) = children_of(run, "finish_hang")
+    os.kill(pid, signal.SIGKILL)
     tiny.until(lambda: bool(what(run, "finish")))
     assert what(run, "finish")[0]["status"] == "failed"
     assert [row[0] for row in arrived(run)] == [0, 1, 2, 3]
-
-
-def test_after_a_failure_a_tracker_is_not_waited_for(tmp_path):
-    told = ((TRACKER, {"TRACKER_FAULT": "finish:hang"}), {"faults": ("in a step",), "end_s": 30.0})
-    assert start_ranks(_fit, 1, tmp_path / "out", str(tmp_path), *told).wait() == [1]
-    (run,) = (path for path in (tmp_path / "runs" / "mine").iterdir() if path.is_dir())
-    tiny.until(lambda: bool(what(run, "start")))
-    (pid,) = children_of(run)
-    os.kill(pid, signal.SIGKILL)
 
 
 def test_the_same_version_again_goes_on_with_the_same_tracker_run_each_step_once(tmp_path):
@@ -403,16 +293,7 @@ logger.finalize("success")
 
 
 def script(folder, *arguments):
-    program = [sys.executable, "-c", SCRIPT, *arguments]
-    done = subprocess.run(
-        program,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **QUIET},
-        timeout=TIMEOUT_S,
-    )
+    done = typed("-c", SCRIPT, *arguments, folder=folder, **QUIET)
     (run,) = (path for path in (folder / "runs" / "script").iterdir() if path.is_dir())
     return done, run
 
@@ -449,10 +330,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("trackers", REFUSED)
-def test_a_mistake_is_refused_on_every_rank_before_anything_is_written(
-    trackers, tmp_path, monkeypatch
-):
+def test_a_mistake_is_refused_on_every_rank_before_anything_is_written(tmp_path, monkeypatch):
     from lightning.pytorch.utilities import rank_zero_only
 
     from samestep import TrackerLogger, UserError
@@ -460,8 +338,9 @@ def test_a_mistake_is_refused_on_every_rank_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     for rank in (0, 1):
         monkeypatch.setattr(rank_zero_only, "rank", rank)
-        with pytest.raises(UserError, match=re.escape(REFUSED[trackers])):
-            TrackerLogger(trackers)
+        for trackers, words in REFUSED.items():
+            with pytest.raises(UserError, match=re.escape(words)):
+                TrackerLogger(trackers)
     for wrong, words in (({"project": "a/b"}, "project 'a/b'"), ({"timeout_s": 0}, "timeout")):
         with pytest.raises(UserError, match=f"TrackerLogger: {words}"):
             TrackerLogger("none", **wrong)

@@ -173,12 +173,6 @@ _EVERY_2 = '"eval_every_steps": 2, "checkpoint_every_epochs": 1000'
 
 SITUATIONS = [
     Situation("a data set that sleeps", "input-bound", "itself", _FROM_DISK, slow=True),
-    Situation(
-        "a data set that sleeps, with a worker",
-        *("input-bound", "1 worker", _FROM_DISK),
-        flags=("--num-workers", "1"),
-        slow=True,
-    ),
     Situation("a tiny model", "launch-bound", "--compile on", {"layers": _DEEP}),
     Situation(
         "matrix products",
@@ -229,12 +223,6 @@ SITUATIONS = [
         "workers that start in every epoch",
         *("input-bound", "persistent_workers"),
         script={"samples": "64", "loader": ", num_workers=1"},
-    ),
-    Situation(
-        "large batches put together in the training process",
-        *("input-bound", "collates samples"),
-        script={"samples": "8192", "batch": "4096", "width": "16", "depth": "0"},
-        slow=True,
     ),
     Situation(
         "slow saving in a script",

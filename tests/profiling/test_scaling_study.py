@@ -25,15 +25,11 @@ def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_the_global_batch():
         *(("weak", 4, 128, 32), ("strong", 4, 32, 8)),
     ]
     assert [s.ranks for s in study.of("strong")] == [1, 2, 4]
-
-
-def test_the_smallest_number_of_ranks_is_what_the_settings_mean():
+    # The settings mean the smallest number of ranks,
     study = plan_study(Settings(batch_size=64), [2, 4], ["strong", "weak"])
     assert sizes(study) == [("strong", 2, 64, 32), ("strong", 4, 64, 16), ("weak", 4, 128, 32)]
-
-
-def test_micro_steps_stay_when_scaling_weakly_and_become_fewer_when_strongly():
-    settings = Settings(batch_size=64, micro_batch_size=16)  # four micro-steps on one rank
+    # and micro-steps stay when scaling weakly, and become fewer when strongly: here from four.
+    settings = Settings(batch_size=64, micro_batch_size=16)
     study = plan_study(settings, [1, 2], ["weak", "strong"])
     assert sizes(study)[1:] == [("weak", 2, 128, 16), ("strong", 2, 64, 16)]
 
@@ -51,14 +47,11 @@ def test_a_batch_that_ranks_do_not_divide_is_measured_and_one_without_samples_fo
         plan_study(Settings(batch_size=4), [1, 5], ["strong"])
 
 
-@pytest.mark.parametrize("text", ["", "a", "1,b", "0,1", "-1,2", "1", "4", "2,2", "1,65", "1.5,2"])
-def test_what_is_no_list_of_several_sizes_is_refused(text):
-    with pytest.raises(UserError, match="--nproc"):
-        parse_ranks(text)
-
-
-def test_sizes_are_put_in_order():
+def test_sizes_are_put_in_order_and_what_is_no_list_of_several_is_refused():
     assert parse_ranks("4,1,2,2") == (1, 2, 4)
+    for text in ("", "a", "1,b", "0,1", "-1,2", "1", "4", "2,2", "1,65", "1.5,2"):
+        with pytest.raises(UserError, match="--nproc"):
+            parse_ranks(text)
 
 
 class Launch:

@@ -70,22 +70,16 @@ def test_losses_add_up_to_the_step_above_the_ideal(base, more, mode):
 
 def test_without_noise_the_interval_is_a_point_and_with_it_holds_the_estimate():
     one, two = measured(ms=[2.0]), measured(ranks=2, batch=64, ms=[2.5])
-    low, high = interval(two.rounds, one.rounds)
-    assert low == pytest.approx(1.6)
-    assert high == pytest.approx(1.6)
+    assert interval(two.rounds, one.rounds) == (pytest.approx(1.6), pytest.approx(1.6))
     one, two = measured(ms=[2.0, 2.4, 1.9]), measured(ranks=2, batch=64, ms=[2.5, 2.4, 3.0])
     found = scaling_of(two, one, "weak")
     low, high = found.speed_up_interval
     assert low < found.speed_up < high
     assert found.efficiency_interval == (pytest.approx(low / 2), pytest.approx(high / 2))
-
-
-def test_what_slows_a_whole_round_cancels():
+    # What slows a whole round cancels.
     one = measured(ms=[1.0, 5.0, 2.0])
     two = measured(ranks=2, batch=64, ms=[1.5, 7.5, 3.0])
-    low, high = interval(two.rounds, one.rounds)
-    assert low == pytest.approx(4 / 3)
-    assert high == pytest.approx(4 / 3)
+    assert interval(two.rounds, one.rounds) == (pytest.approx(4 / 3), pytest.approx(4 / 3))
 
 
 def crowd(ranks, **facts):
@@ -97,25 +91,18 @@ def crowd(ranks, **facts):
 # Facts of each number of ranks, cores that other work keeps busy, and what the warning names.
 SITUATIONS = {
     "more ranks than cores": ({1: {"cores": 2}, 4: {"cores": 2}}, 0.0, "4 ranks share 2 "),
-    "more threads than cores": (
-        {1: {"cores": 8}, 2: {"cores": 8, "threads": 8}},
-        0.0,
-        "2 ranks share 8 ",
-    ),
+    "more threads": ({1: {"cores": 8}, 2: {"cores": 8, "threads": 8}}, 0.0, "2 ranks share 8 "),
     "one rank had all cores": ({1: {"threads": 8}, 2: {"threads": 4}}, 0.0, "8 threads"),
     "a shared GPU": ({1: {"device": "cuda"}, 2: {"device": "cuda", "sharing_gpu": 2}}, 0.0, "GPU"),
     "other work": ({1: {}, 2: {}}, 1.5, " 1.5 cores"),
 }
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_what_makes_more_ranks_no_more_hardware_is_said(name):
-    facts, busy, words = SITUATIONS[name]
-    (said,) = find_warnings([crowd(ranks, **more) for ranks, more in facts.items()], busy)
-    assert words in said
-
-
-def test_ranks_with_cores_of_their_own_on_a_quiet_machine_are_not_warned_of():
+def test_what_makes_more_ranks_no_more_hardware_is_said_and_nothing_else():
+    for facts, busy, words in SITUATIONS.values():
+        (said,) = find_warnings([crowd(ranks, **more) for ranks, more in facts.items()], busy)
+        assert words in said
+    # With cores of their own on a quiet machine, ranks are more hardware.
     assert find_warnings([crowd(1), crowd(4), crowd(8)], busy=0.2) == []
     on_gpu = {"device": "cuda", "cores": 2, "threads": 2}
     assert find_warnings([crowd(1, **on_gpu), crowd(4, **on_gpu)]) == []

@@ -56,12 +56,11 @@ class Training:
         self.clock = Clock()
         self.per_epoch, self.profiles, self.at_once = per_epoch, profiles, at_once
         self.profiler_is_on = False
-        self.asked = []
         extent = Extent(**{name: wishes.pop(name) for name in EXTENT & wishes.keys()})
         account = TimeAccount(lambda: self.clock, now=lambda: self.clock.seconds, cores=dict)
         self.stages = Stages(
             account,
-            lambda answer: self.asked.append(self.taken) or agree(answer),
+            agree,
             extent,
             new_tracer=FakeTracer,
             own_profiler_runs=lambda: self.profiler_is_on,
@@ -97,9 +96,15 @@ class Training:
         return self.stages.span.seconds / self.stages.span.steps
 
 
-def test_steps_are_measured_after_the_warm_up_and_others_are_traced_after_that():
-    training = Training(seconds=3.0)
+def profiled(**wishes):
+    """Return a training that has run until its profile was done."""
+    training = Training(**wishes)
     assert training.run()
+    return training
+
+
+def test_steps_are_measured_after_the_warm_up_and_others_are_traced_after_that():
+    training = profiled(seconds=3.0)
     span, tracer = training.stages.span, training.stages.tracer
     assert span.seconds >= 3.0
     assert span.steps == pytest.approx(span.seconds / STEP_S)
@@ -110,18 +115,14 @@ def test_steps_are_measured_after_the_warm_up_and_others_are_traced_after_that()
     assert training.stages.done
 
 
-def test_of_several_steps_in_one_graph_each_is_counted():
-    training = Training(at_once=8)
-    assert training.run()
-    assert training.stages.tracer.steps == 8 * len(training.traced)
-
-
-def test_no_step_of_the_warm_up_counts():
+def test_no_step_of_the_warm_up_counts_and_each_of_several_in_one_graph():
     training = Training()
     training.clock.seconds = 0.4  # most of the warm-up was the start of the program
     assert training.run()
     assert training.seconds_per_step == pytest.approx(STEP_S)
     assert training.stages.span.steps == training.traced[0] - 4  # 4 is the first decision
+    training = profiled(at_once=8)
+    assert training.stages.tracer.steps == 8 * len(training.traced)
 
 
 def test_of_short_steps_more_are_traced_than_of_long_ones():
@@ -134,17 +135,16 @@ def test_of_short_steps_more_are_traced_than_of_long_ones():
     assert training.stages.tracer.steps == 20
 
 
-def test_a_whole_epoch_is_measured_with_what_lies_between_it_and_the_next():
-    training = Training(per_epoch=10, wants_epochs=lambda: True)
-    assert training.run()
+@pytest.mark.parametrize("profiles", [(), (12, 13)], ids=["all", "but for one profiled itself"])
+def test_whole_epochs_are_measured_with_what_lies_between_them_and_the_next(profiles):
+    training = profiled(per_epoch=10, wants_epochs=lambda: True, profiles=profiles, seconds=4.0)
     assert training.stages.span.steps % 10 == 0
     assert training.seconds_per_step == pytest.approx(STEP_S + 0.05)
     assert training.stages.tracer.steps == 5
 
 
 def test_while_it_waits_for_a_long_epochs_end_it_traces_and_counts_none_of_that():
-    training = Training(per_epoch=100, wants_epochs=lambda: True, seconds=3.0)
-    assert training.run()
+    training = profiled(per_epoch=100, wants_epochs=lambda: True, seconds=3.0)
     span = training.stages.span
     assert 0.2 < training.traced[0] / 100 < 0.4, "long before the first epoch's end"
     assert training.stages.tracer.steps == 5
@@ -152,16 +152,14 @@ def test_while_it_waits_for_a_long_epochs_end_it_traces_and_counts_none_of_that(
 
 
 def test_of_an_epoch_without_an_end_what_there_is_after_20_seconds_is_measured():
-    training = Training(per_epoch=10**6, wants_epochs=lambda: True, seconds=1.0)
-    assert training.run()
+    training = profiled(per_epoch=10**6, wants_epochs=lambda: True, seconds=1.0)
     assert 20 < training.clock.seconds < 50
     assert training.seconds_per_step == pytest.approx(STEP_S)
 
 
 @pytest.mark.parametrize("wished", [2, 37, 500])
 def test_so_many_steps_are_measured_as_are_wished_for_whatever_the_epochs(wished):
-    training = Training(steps=wished, per_epoch=100, wants_epochs=lambda: True, seconds=1.0)
-    assert training.run()
+    training = profiled(steps=wished, per_epoch=100, wants_epochs=lambda: True, seconds=1.0)
     assert training.stages.span.steps == wished
     assert training.stages.tracer.steps == 5
 
@@ -177,42 +175,25 @@ def test_a_stop_signal_ends_it_with_what_was_measured_until_then(taken):
 
 
 def test_one_epoch_is_traced_from_its_first_step_to_its_last():
-    training = Training(per_epoch=11, epoch=2)
-    assert training.run()
+    training = profiled(per_epoch=11, epoch=2)
     assert training.traced == list(range(11, 22))
     assert training.stages.span.steps == 7  # of the epoch before, since the first decision
     assert training.seconds_per_step == pytest.approx(STEP_S + 0.5 / 7)
 
 
 def test_the_first_epochs_steps_are_measured_while_they_are_traced_for_there_are_no_others():
-    training = Training(per_epoch=11, epoch=1)
-    assert training.run()
+    training = profiled(per_epoch=11, epoch=1)
     assert training.traced == list(range(11))
     assert training.stages.span.steps == 11
     # Neither the second in which the profiler starts nor the two in which it stops.
     assert training.stages.span.seconds == pytest.approx(11 * STEP_S * SLOW_DOWN + 0.5)
 
 
-def test_an_epoch_that_never_begins_leaves_no_trace():
-    training = Training(per_epoch=11, epoch=9)
-    assert not training.run(steps=33)
-    training.stages.end()
-    assert training.stages.tracer is None
-
-
 def test_steps_that_the_script_profiles_itself_are_in_no_number():
-    training = Training(profiles=range(10, 20), seconds=3.0)
-    assert training.run()
+    training = profiled(profiles=range(10, 20), seconds=3.0)
     assert training.stages.profiled_itself
     assert training.seconds_per_step == pytest.approx(STEP_S)
     assert training.stages.tracer.steps == 5
-
-
-def test_an_epoch_in_which_the_script_profiled_itself_is_no_whole_one():
-    training = Training(per_epoch=10, wants_epochs=lambda: True, profiles=[12, 13], seconds=4.0)
-    assert training.run()
-    assert training.stages.span.steps % 10 == 0
-    assert training.seconds_per_step == pytest.approx(STEP_S + 0.05)
 
 
 def test_a_profiler_of_the_scripts_own_ends_a_trace_early_and_the_rest_goes_on():
@@ -231,9 +212,12 @@ def test_a_profiler_of_the_scripts_own_ends_a_trace_early_and_the_rest_goes_on()
     assert training.stages.tracer.steps == 1
 
 
-def test_an_epoch_that_the_script_profiles_itself_ends_the_profile_without_a_trace():
-    training = Training(per_epoch=10, epoch=2, profiles=range(8, 30))
-    assert training.run()
+def test_an_epoch_that_never_begins_or_is_profiled_by_the_script_leaves_no_trace():
+    training = Training(per_epoch=11, epoch=9)
+    assert not training.run(steps=33)
+    training.stages.end()
+    assert training.stages.tracer is None
+    training = profiled(per_epoch=10, epoch=2, profiles=range(8, 30))
     assert training.stages.tracer is None
     assert training.taken == 10
 

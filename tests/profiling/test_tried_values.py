@@ -1,6 +1,5 @@
 """What a sweep counts and refuses, on a recipe of 131 samples, and what `--apply` writes."""
 
-import json
 import re
 import tomllib
 
@@ -9,26 +8,23 @@ import pytest
 from samestep import UserError
 from samestep.profiling.tried_values import apply_settings
 from tests import tiny
+from tests.command_line import read_json
 from tests.processes import samestep
 
 
-def profile(folder, *flags, recipe=tiny.RECIPE, world_size=1):
-    path = str(tiny.write_recipe(folder, recipe))
-    flags = ("--seconds", "0.2", *flags, "--run-dir", str(folder / "out"))
-    return samestep("profile", path, *flags, world_size=world_size, folder=folder / "o")
-
-
-def sweep_of(folder):
-    (sweep,) = json.loads((folder / "out" / "profile.json").read_text())["sweeps"]
-    return sweep
+def profiled(folder, recipe, sizes, code=0):
+    """Try batch sizes on one rank; return what was found."""
+    words = ("profile", str(tiny.write_recipe(folder, recipe)), "--batch-sizes", sizes)
+    flags = ("--seconds", "0.2", "--run-dir", str(folder / "out"))
+    ranks = samestep(*words, *flags, folder=folder / "o")
+    assert ranks.wait() == [code], ranks.output()
+    return read_json(folder / "out" / "profile.json")
 
 
 def test_an_epochs_small_last_batch_counts_as_such_and_how_long_to_train_need_not_be_said(tmp_path):
     """A step of 100 samples is followed by one of 31: together they are 131, not 200."""
     recipe = tiny.RECIPE.replace('"epochs": 6', '"lr": 0.1')
-    ranks = profile(tmp_path, "--batch-sizes", "100", recipe=recipe, world_size=2)
-    assert ranks.wait() == [0, 0], ranks.output()
-    (row,) = sweep_of(tmp_path)["rows"]
+    ((row,),) = (sweep["rows"] for sweep in profiled(tmp_path, recipe, "100")["sweeps"])
     assert 31 <= row["samples_per_s"] * row["seconds"] <= 80
 
 
@@ -56,12 +52,11 @@ recipe = replace(recipe, loss=loss)
 
 
 def test_after_a_stop_signal_no_further_value_is_tried_and_what_there_is_is_shown(tmp_path):
-    ranks = profile(tmp_path, "--batch-sizes", "2,4,8,16", recipe=tiny.RECIPE + STOPS_AT_4)
-    assert ranks.wait() == [143], ranks.output()
-    sweep = sweep_of(tmp_path)
+    found = profiled(tmp_path, tiny.RECIPE + STOPS_AT_4, "2,4,8", code=143)
+    (sweep,) = found["sweeps"]
     assert [row["value"] for row in sweep["rows"]] == [2, 4]
-    assert sweep["skipped"] == [8, 16]
-    assert json.loads((tmp_path / "out" / "profile.json").read_text())["measured"]["stopped"]
+    assert sweep["skipped"] == [8]
+    assert found["measured"]["stopped"]
 
 
 # --- `--apply` changes its keys of a TOML file and nothing else in it
@@ -77,23 +72,15 @@ num_workers = "an option may be called the same"
 """
 
 
-def test_only_the_value_changes_and_comments_stay(tmp_path):
+def test_only_the_value_changes_and_what_is_not_there_is_added_above_the_tables(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text(FILE)
     apply_settings(path, {"num_workers": 4, "batch_size": 64}, "mnist")
-    assert path.read_text() == FILE.replace("num_workers = 0 ", "num_workers = 4 ").replace(
-        "32", "64"
-    )
-
-
-def test_a_key_that_is_not_there_is_added_above_the_tables(tmp_path):
-    path = tmp_path / "a.toml"
+    changed = FILE.replace("num_workers = 0 ", "num_workers = 4 ").replace("32", "64")
+    assert path.read_text() == changed
     path.write_text("lr = 0.1\n\n[options]\nhidden = 3\n")
     apply_settings(path, {"num_workers": 2}, "mnist")
     assert path.read_text() == "lr = 0.1\nnum_workers = 2\n\n[options]\nhidden = 3\n"
-
-
-def test_a_new_file_names_its_recipe(tmp_path):
     path = tmp_path / "new.toml"
     apply_settings(path, {"num_workers": 2}, "/a/my recipe.py")
     assert tomllib.loads(path.read_text()) == {"recipe": "/a/my recipe.py", "num_workers": 2}

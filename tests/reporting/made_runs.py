@@ -1,10 +1,7 @@
 """Run directories written by hand: what is in them is known to the last digit."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,26 +129,3 @@ def change_start(run: Path, **fields: Any) -> Path:
 
 def evaluation(**values: Any) -> dict[str, Any]:
     return {"event": "evaluation", "split": "validation", "step": 18, **values}
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from samestep.run.directory import Run
-run = Run(Path(sys.argv[1]))
-print("open", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def opened_elsewhere(run: Path) -> Iterator[None]:
-    """Let another process of this machine have the run open."""
-    command, pipe = [sys.executable, "-c", HOLD, str(run)], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdin is not None
-        assert holder.stdout.readline() == "open\n"
-        yield
-        holder.stdin.close()
-    assert holder.returncode == 0

@@ -50,13 +50,11 @@ def test_each_file_that_differs_is_told_with_its_lines(pair):
     assert {"-b", "+B", "+d"} <= {*found[2].diff.splitlines()}
     assert found[3].diff == ""
     assert code_changes(pair[0], pair[0]) == []
-
-
-def test_data_that_is_only_linked_is_no_code(pair):
+    # Data that is only linked is no code.
     (pair[1] / "code" / "data").symlink_to(pair[0])
     (pair[1] / "code" / "__pycache__").mkdir()
     (pair[1] / "code" / "__pycache__" / "x.pyc").touch()
-    assert len(code_changes(*pair)) == 4
+    assert summary(code_changes(*pair)) == summary(found)
 
 
 def test_a_run_that_keeps_one_file_is_compared_by_that_file(tmp_path, pair):
@@ -95,7 +93,7 @@ def test_a_long_difference_is_left_out_of_the_screen_and_is_in_the_json(tmp_path
     assert "\n+77" in as_table(found)["code"][0]["files"][0]["diff"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30)
 @given(st.tuples(*[st.binary(min_size=1, max_size=20)] * 2))
 def test_lines_added_and_removed_account_for_the_length_of_any_two_files(
     tmp_path_factory, contents

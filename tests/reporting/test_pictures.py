@@ -75,9 +75,5 @@ def test_more_than_a_run_saves_is_not_taken_into_the_page(tmp_path):
     entry = {"name": "big", "kind": "figure", "file": "big.png"}
     run = with_pictures(write_run(tmp_path / "run"), entry, big_png=PNG + bytes(LIMIT_BYTES))
     assert read_gallery(run).pictures[0].kind == "note"
-
-
-def test_a_damaged_list_of_pictures_is_none(tmp_path):
-    run = with_pictures(write_run(tmp_path / "run"))
     (run / "pictures" / "pictures.json").write_text("{")
-    assert read_gallery(run) is None
+    assert read_gallery(run) is None, "a damaged list"

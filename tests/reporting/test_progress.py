@@ -124,17 +124,13 @@ def terminal(monkeypatch):
     return file
 
 
-def test_what_takes_its_time_shows_how_far_it_is(terminal):
-    with counting("decoding images", 60_000, shown=True) as count:
-        count(15_000)
+def test_rank_0_alone_shows_how_far_what_takes_its_time_is(terminal):
+    for shown in (False, True):
+        assert not terminal.getvalue()
+        with counting("decoding images", 60_000, shown=shown) as count:
+            count(15_000)
     assert "15000/60000" in terminal.getvalue()
     assert "25%" in terminal.getvalue()
-
-
-def test_another_rank_shows_nothing(terminal):
-    with counting("decoding images", 60_000, shown=False) as count:
-        count(15_000)
-    assert not terminal.getvalue()
 
 
 @pytest.mark.parametrize(("total", "lines"), [(60_000, 1), (60, 0)])

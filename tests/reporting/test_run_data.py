@@ -1,13 +1,17 @@
 """A run is read as far as it goes: running, killed, damaged; and what is not there is said."""
 
 import json
+import signal
 
 import pytest
 
 from samestep.errors import UserError
 from samestep.reporting.run_data import read_run
+from samestep.run.directory import lock_run
 from samestep.run.summary import read_runs
-from tests.reporting.made_runs import append, change, lines_of, opened_elsewhere, write_run
+from tests.processes import start_ranks
+from tests.reporting.made_runs import append, change, lines_of, write_run
+from tests.tiny import until
 
 
 @pytest.fixture
@@ -93,12 +97,19 @@ def test_a_run_that_has_written_nothing_yet_is_a_run(tmp_path):
 
 
 def test_a_running_run_is_told_by_its_lock_and_reading_does_not_take_it(tmp_path):
-    run = write_run(tmp_path / "run")  # with the result of an earlier attempt
-    for _ in range(2):
-        with opened_elsewhere(run):
-            assert read_run(run).status == "running"
-            assert [one.state for one in read_runs(tmp_path)] == ["running"]
-    assert [one.state for one in read_runs(tmp_path)] == ["completed"]
+    run = write_run(tmp_path / "runs" / "run")  # with the result of an earlier attempt
+    holder = start_ranks(_hold, 1, tmp_path / "output", run)
+    until(lambda: read_run(run).status == "running", holder)
+    assert [one.state for one in read_runs(tmp_path / "runs")] == ["running"]
+    assert read_run(run).status == "running"
+    holder.kill()
+    holder.wait()
+    assert [one.state for one in read_runs(tmp_path / "runs")] == ["completed"]
+
+
+def _hold(run):
+    with lock_run(run):
+        signal.pause()
 
 
 def test_what_an_earlier_attempt_ended_with_does_not_speak_for_one_that_was_killed(run):

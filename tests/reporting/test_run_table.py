@@ -29,7 +29,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("width", [1, 10, 20, 40, 60, 80, 100, 300])
+@pytest.mark.parametrize("width", [1, 20, 60, 80, 100, 300])
 def test_no_line_is_wider_than_the_terminal(width):
     runs = [run for run in ODD if run.state != "damaged"]
     lines = list(run_lines(runs, width))
@@ -50,17 +50,7 @@ def test_on_80_columns_the_names_that_train_gives_are_whole():
 
 def test_in_a_file_nothing_is_left_out_and_nothing_is_cut():
     heading, *lines = run_lines(ODD, None)
-    assert heading.split() == [
-        "run",
-        "recipe",
-        "state",
-        "best",
-        "time",
-        "began",
-        "train",
-        "loss",
-        "last",
-    ]
+    assert " ".join(heading.split()) == "run recipe state best time began train loss last"
     assert len(lines) == len(ODD)
     assert "a" * 300 in lines[1]
 

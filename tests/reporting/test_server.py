@@ -7,9 +7,6 @@ import socket
 from contextlib import contextmanager
 from threading import Thread
 
-import pytest
-
-from samestep.errors import UserError
 from samestep.reporting.page import RunServer
 from tests.reporting.made_runs import lines_of, write_run
 from tests.reporting.pages import ReadPage
@@ -87,6 +84,9 @@ def test_news_have_what_the_run_wrote_meanwhile_and_say_when_it_ends(tmp_path, m
         second = json.loads(ask(port, "/data.json")[2])
         going = False
         third = json.loads(ask(port, "/data.json")[2])
+        (run / "events.jsonl").unlink()
+        (run / "settings.toml").unlink()
+        assert ask(port, "/data.json")[0] == 503, "a run that is deleted ends no server"
     assert [len(news["charts"][0]["curves"][0]["x"]) for news in (first, second)] == [6, 18]
     assert [news["ended"] for news in (first, second, third)] == [False, False, True]
     assert "data-live" in first["body"]
@@ -101,18 +101,3 @@ def test_a_run_is_not_read_again_while_that_would_take_more_than_its_share(tmp_p
         first = ask(port, "/data.json")[2]
         (run / "events.jsonl").write_text("".join(lines))
         assert ask(port, "/data.json")[2] == first
-
-
-def test_a_run_that_is_deleted_meanwhile_ends_no_server(tmp_path, monkeypatch):
-    monkeypatch.setattr("samestep.reporting.page._SHARE", math.inf)
-    run = write_run(tmp_path / "run", epochs=1)
-    with served(run) as port:
-        (run / "events.jsonl").unlink()
-        (run / "settings.toml").unlink()
-        assert ask(port, "/data.json")[0] == 503
-
-
-def test_a_port_that_is_taken_is_named_with_its_flag(tmp_path):
-    run = write_run(tmp_path / "run", epochs=1)
-    with served(run) as port, pytest.raises(UserError, match=f"--port {port} .*--port 0"):
-        RunServer(run, port)

@@ -1,25 +1,19 @@
 """What is copied of a user's code, what is only linked, and what is too much."""
 
-import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from samestep.errors import UserError
 from samestep.run import code_copy
 from samestep.run.code_copy import (
     CODE,
     DIFF,
-    FACTS,
     copy_code,
     edited_since,
     find_code,
     hashed_file,
-    import_folders,
     keep_hashes,
     kept_code,
 )
@@ -184,18 +178,6 @@ def test_too_many_files_are_refused_with_their_folder(tmp_path, monkeypatch):
         find_code(tmp_path / "f" / "a.py")
 
 
-def test_a_copy_replaces_the_one_before_with_all_its_facts(repository, run):
-    copy_code(find_code(repository / "train.py"), run)
-    git(repository, "add", "-A", ".")
-    git(repository, "commit", "-qm", "second")
-    (repository / "src" / "new.py").unlink()
-    git(repository, "commit", "-qam", "third")
-    copy_code(find_code(repository / "train.py"), run)
-    assert not (run / DIFF).exists()
-    assert not (run / CODE / "src" / "new.py").exists()
-    assert json.loads((run / FACTS).read_text())["changed"] is False
-
-
 def test_a_copy_that_cannot_be_made_leaves_nothing(tmp_path, run, monkeypatch):
     write(tmp_path / "f", **{"a.py": ""})
     code = find_code(tmp_path / "f" / "a.py")
@@ -216,14 +198,6 @@ def test_git_is_asked_about_the_file_and_not_about_the_shells_repository(reposit
     assert find_code(repository / "train.py").commit
 
 
-def test_imports_come_from_the_copy_where_the_folder_is_copied(repository, run, monkeypatch):
-    away = [str(repository / "data"), str(repository / "env"), "/usr/lib"]
-    monkeypatch.setattr(sys, "path", ["", str(repository / "src"), *away])
-    code = find_code(repository / "train.py")
-    found = import_folders(code, run, repository, run)
-    assert found == (str(run / CODE / "src"), str(run / CODE))
-
-
 def test_an_edit_of_the_file_or_of_one_beside_it_is_seen_without_a_copy(tmp_path, run):
     names = ["b.py", "a.py", "odd name.py"]
     write(tmp_path / "f", **dict.fromkeys(names, "x"), data="x")
@@ -237,24 +211,3 @@ def test_an_edit_of_the_file_or_of_one_beside_it_is_seen_without_a_copy(tmp_path
     write(tmp_path / "f", **{"odd name.py": "y"})
     (tmp_path / "f" / "b.py").unlink()
     assert edited_since(run) == [str(tmp_path / "f" / name) for name in ("b.py", "odd name.py")]
-
-
-_NAME = st.text("ab.é ", min_size=1, max_size=4).filter(lambda name: name.strip(".") == name)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.dictionaries(st.lists(_NAME, min_size=1, max_size=3).map(tuple), st.binary(max_size=9)))
-def test_whatever_a_folder_holds_its_copy_holds_the_same_and_the_original_is_as_it_was(
-    tmp_path_factory, files
-):
-    folder, run = tmp_path_factory.mktemp("f"), tmp_path_factory.mktemp("run")
-    for parts, content in {**files, ("z.py",): b"z"}.items():
-        path = folder.joinpath(*parts)
-        if not any(above.is_file() for above in path.parents) and not path.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-    before = {name: (folder / name).read_bytes() for name in tree(folder)}
-    copy_code(find_code(folder / "z.py"), run)
-    assert {name: (run / CODE / name).read_bytes() for name in tree(run / CODE)} == before
-    assert {name: (folder / name).read_bytes() for name in tree(folder)} == before
-    assert {path.name for path in run.iterdir()} == {CODE, FACTS}

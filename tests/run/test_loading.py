@@ -13,7 +13,7 @@ from samestep.run.checkpoints import FORMAT, save
 from samestep.run.index import Entry
 from tests.needs import needs
 from tests.processes import run_ranks
-from tests.session.scripts import run_here
+from tests.session.test_loops import Training
 from tests.tiny import RECIPE, trained, write_recipe
 
 
@@ -137,34 +137,16 @@ def test_a_resumed_training_has_no_mapping_left_and_rank_0_alone_hashes(tmp_path
     assert found[1][1] == 0
 
 
-OWN = """
-import sys
-from pathlib import Path
-import torch
-from torch import nn
-import samestep
-
-with samestep.open_run(sys.argv[1], resume=True) as run:
-    model = run.place(nn.Linear(300, 300))
-    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
-    for epoch in run.epochs(int(sys.argv[2]), state={"model": model, "optimizer": optimizer}):
-        mapped = [l for l in Path("/proc/self/maps").read_text().splitlines() if sys.argv[1] in l]
-        assert not mapped, mapped
-        for batch in run.batches(torch.randn(8, 300), 4):
-            loss = model(batch.data).square().mean()
-            optimizer.zero_grad()
-            run.backward(loss, optimizer)
-            optimizer.step()
-            run.log(loss=loss)
-"""
-
-
 @ON_LINUX
 def test_a_resumed_loop_of_ones_own_has_no_mapping_left(tmp_path):
-    script = tmp_path / "own.py"
-    script.write_text(OWN)
-    for epochs in ("1", "2"):
-        assert run_here(script, str(tmp_path / "run"), epochs) == 0
+    for epochs in (1, 2):
+        loop = Training(tmp_path, resume=True)
+        loop.optimizer = torch.optim.Adam(loop.model.parameters(), amsgrad=True)
+        with loop.run as run:
+            for _ in run.epochs(epochs, state={"model": loop.model, "optimizer": loop.optimizer}):
+                assert not mappings(tmp_path)
+                for batch in run.batches(loop.data, 5):
+                    loop.step(batch)
 
 
 def test_a_damaged_file_is_named_with_both_hashes_unless_it_is_verified_already(tmp_path):

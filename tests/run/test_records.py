@@ -10,7 +10,7 @@ from samestep.reporting.run_data import read_run
 from samestep.run.directory import Run
 from samestep.run.records import RUN_FORMAT, parse_lines
 from samestep.tracking.processes import send_run
-from tests.reporting.made_runs import change_start, lines_of, write_run
+from tests.reporting.made_runs import change_start, write_run
 from tests.tiny import files
 
 READERS = {
@@ -32,15 +32,6 @@ def test_a_run_of_a_newer_format_is_refused_with_both_numbers_and_left_as_it_is(
         assert named in str(refused.value)
     after = files(run)
     assert {name: after[name] for name in before} == before
-
-
-@pytest.mark.parametrize("reader", ["read_records", "compare", "resume"])
-def test_a_run_of_this_format_and_one_that_tells_none_are_read(tmp_path, reader):
-    run = write_run(tmp_path / "run")
-    assert not any("format" in json.loads(line) for line in lines_of(run))
-    READERS[reader](run)
-    change_start(run, format=RUN_FORMAT)
-    READERS[reader](run)
 
 
 def test_a_line_that_a_kill_tore_off_is_cut_away_before_the_next_record(tmp_path):

@@ -204,3 +204,9 @@ def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="disk is full"):
         shards.write(tmp_path / "parts", {"w": torch.zeros(2)}, None)
     assert not (tmp_path / "parts").exists()
+
+
+def test_a_run_that_was_removed_is_not_made_anew(tmp_path):
+    with pytest.raises(UserError, match="could not be written"):
+        shards.write(tmp_path / "gone" / "parts", {"w": torch.zeros(2)}, None)
+    assert not [*tmp_path.iterdir()]

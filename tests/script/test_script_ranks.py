@@ -38,22 +38,6 @@ def test_all_ranks_hear_what_rank_0_answers_and_rank_0_what_all_have_found():
     ]
 
 
-def test_a_second_profile_hears_nothing_of_the_first():
-    """As after a start that was killed in the midst of its questions."""
-
-    def answer(value):
-        def take_part(own):
-            own.join()
-            answers = [own.agree(lambda: value) for _ in range(3)]
-            own.gather("")  # until then rank 0 serves the store
-            return answers
-
-        return take_part
-
-    assert both(answer(1), answer(1)) == [[1, 1, 1]] * 2
-    assert both(answer(0), answer(0)) == [[0, 0, 0]] * 2
-
-
 def test_a_rank_that_waits_for_rank_0_learns_at_once_after_how_many_steps_it_ended():
     def leave(own):
         own.join()

@@ -101,6 +101,18 @@ def mlflow_store(run: Path):
         return MlflowClient(f"sqlite:///{run}/tracking/mlflow/mlflow.db")
 
 
+def files_with(secret: str, folder: Path):
+    """Return the files below a folder that hold a secret, also packed in an archive."""
+    found = []
+    for path in (p for p in folder.rglob("*") if p.is_file()):
+        contents = [path.read_bytes()]
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                contents += [archive.read(name) for name in archive.namelist()]
+        found += [path for content in contents if secret.encode() in content]
+    return found
+
+
 def numbers(table, prefix=""):
     """Yield (name, number) of a record, those of nested tables with a slash in the name."""
     for key, value in table.items():

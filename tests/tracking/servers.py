@@ -94,7 +94,7 @@ class Wandb(Server):
         self.runs = state if state is not None else {}
         """Run id → {"history": [rows], "config": …, "tags": …, "inserted": how often begun}."""
         self.dead = None
-        """0 once it answers nothing more, or the error that it answers with."""
+        """The error that it answers with from some time on."""
         self.died = threading.Event()
         self.dies_with_history = None
         """Set, the error with which it answers the next rows, and whatever comes after."""
@@ -104,7 +104,7 @@ class Wandb(Server):
             self.dead = self.dies_with_history
             self.died.set()
         if self.dead is not None:
-            return (self.dead, b'{"error": "no more"}') if self.dead else None
+            return self.dead, b'{"error": "no more"}'
         if path == "/graphql":
             query = json.loads(body)
             return 200, json.dumps({"data": self._graphql(query)}).encode()

@@ -1,7 +1,7 @@
 """The trackers' own clients, offline, at two ranks: what they wrote is read back.
 
-One run per engine serves all tests of this file (Lightning's with `make test-all`): it ends after
-its first epoch and goes on, with all four trackers, whose keys are there but whose servers are not.
+One run serves all tests of this file: it ends after its first epoch and goes on, with all four
+trackers, whose keys are there but whose servers are not.
 """
 
 import importlib.util
@@ -58,11 +58,9 @@ class Tracked:
     folder: Path
 
 
-@pytest.fixture(
-    scope="module", params=["native", pytest.param("lightning", marks=pytest.mark.slow)]
-)
-def tracked(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tracked")
     recipe = tiny.write_recipe(folder, RECIPE)
     nowhere = f"127.0.0.1:{free_port()}"
     environment = {
@@ -74,7 +72,7 @@ def tracked(request, tmp_path_factory):
         "MLFLOW_TRACKING_URI": f"http://somebody:{PLANTED}@{nowhere}",
     }
     run = folder / "run"
-    flags = f"--engine {request.param} --log-every 2 --track-checkpoints --track-timeout 600"
+    flags = "--log-every 2 --track-checkpoints --track-timeout 600"
     names = ("--track-project", "odd ones", "--track-name", "the first", "--track-tags", "a, b")
     track = ("--track", "wandb,comet,tensorboard,mlflow", *names, *flags.split(), "--epochs", "1")
     begin = ("train", recipe, "--run-dir", run, *track)
@@ -125,13 +123,6 @@ def last_test(run):
     return step, values
 
 
-def test_the_run_ended_and_went_on(tracked):
-    events = [r["event"] for r in tiny.all_records(tracked.path)]
-    assert events.count("start") == 2
-    assert events.count("resume") == 1
-    assert read_json(tracked.path / "result.json")["status"] == "completed"
-
-
 def test_wandb_has_one_run_with_every_record_as_a_row_in_its_order(tracked):
     ids = {r.run.run_id for _, r in readers.wandb_records(tracked.path) if r.HasField("run")}
     assert ids == {read_json(tracked.path / "tracking" / "wandb.json")["id"]}
@@ -173,7 +164,7 @@ def is_png(content):
     return content.startswith(b"\x89PNG")
 
 
-def test_wandb_has_the_pictures_in_its_rows_and_files(tracked):
+def test_wandb_and_comet_have_the_pictures(tracked):
     rows = readers.wandb_rows(tracked.path)
     for name in PICTURES:
         key = f"pictures/{name}.path"
@@ -182,16 +173,11 @@ def test_wandb_has_the_pictures_in_its_rows_and_files(tracked):
         for wanted in files:
             (file,) = (tracked.path / "tracking" / "wandb").rglob(wanted)
             assert is_png(file.read_bytes())
-
-
-def test_comet_has_the_pictures(tracked):
-    folder = tracked.path / "tracking" / "comet"
     found = {}
-    for path in folder.glob("*.zip"):
+    for path in (tracked.path / "tracking" / "comet").glob("*.zip"):
         with zipfile.ZipFile(path) as archive:
-            lines = archive.read("messages.json").decode().splitlines()
-            for message in (json.loads(line) for line in lines):
-                payload = message["payload"]
+            for line in archive.read("messages.json").decode().splitlines():
+                payload = json.loads(line)["payload"]
                 if payload.get("upload_type") == "visualization":
                     name = payload["additional_params"]["figName"]
                     found[name] = archive.read(Path(payload["file_path"]).name)
@@ -270,20 +256,13 @@ def test_mlflow_has_one_run_with_every_value_at_its_step_or_epoch(tracked):
 
 
 def test_facts_of_the_machine_reach_those_trackers_that_do_not_measure_it_themselves(tracked):
-    names = {name for name, *_ in readers.comet_metrics(tracked.path)}
-    assert {"system/cpu_percent", "system/process_memory_gib"} <= names
+    assert "system/cpu_percent" in {name for name, *_ in readers.comet_metrics(tracked.path)}
     assert "system/memory_percent" in readers.tensorboard(tracked.path).Tags()["scalars"]
 
 
 def test_no_key_and_no_password_is_in_any_file_of_the_run_or_on_the_screen(tracked):
     assert PLANTED not in "".join(tracked.printed)
-    for path in (p for p in tracked.folder.rglob("*") if p.is_file()):
-        contents = [path.read_bytes()]
-        if path.suffix == ".zip":
-            with zipfile.ZipFile(path) as archive:
-                contents += [archive.read(name) for name in archive.namelist()]
-        for content in contents:
-            assert PLANTED.encode() not in content, path
+    assert not readers.files_with(PLANTED, tracked.folder)
 
 
 def test_trackers_leave_files_in_the_run_directory_alone(tracked):

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +15,9 @@ import pytest
 
 from samestep import read_records
 from tests import tiny
-from tests.command_line import read_json
+from tests.command_line import read_json, typed
 from tests.faults import Fault
-from tests.processes import TIMEOUT_S, Ranks, start_ranks
+from tests.processes import Ranks, start_ranks
 from tests.tracking import own_tracker
 from tests.tracking.readers import expected
 
@@ -137,18 +135,10 @@ def here(tmp_path) -> Training:
     return Training(tmp_path, tiny.write_recipe(tmp_path), tmp_path / "run")
 
 
-@pytest.fixture(scope="module")
-def untracked(tmp_path_factory):
-    """The run that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("untracked")
-    train(tiny.write_recipe(folder), "--run-dir", folder / "run", folder=folder)
-    return folder / "run"
-
-
 # --- what is sent
 
 
-@pytest.mark.parametrize("engine", ["native", "lightning"])
+@pytest.mark.parametrize("engine", ["native", pytest.param("lightning", marks=pytest.mark.slow)])
 def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(here, engine):
     here.change('    "checkpoint_every_steps": 4,\n', "")
     flags = f"--engine {engine} --epochs 2 --track-tags a,b --track-workspace us"
@@ -176,15 +166,23 @@ def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(here
     assert times == sorted(times), "times of records never go back"
     assert times[0] >= next(r["time"] for r in read_records(run) if r["event"] == "start")
     assert not what(run, "checkpoint"), "they were not asked for"
+    assert not (run / "tracking" / "own_tracker.log").exists(), "it has printed nothing"
 
 
-def test_checkpoints_are_sent_when_asked_for_and_a_links_password_nowhere(here):
+def test_to_a_tracker_named_as_a_module_checkpoints_are_sent_when_asked_for_and_no_password(
+    here, monkeypatch
+):
+    (here.folder / "ours").mkdir()
+    (here.folder / "ours" / "__init__.py").touch()
+    (here.folder / "ours" / "logs.py").write_text(Path(TRACKER).read_text())
+    monkeypatch.chdir(here.folder)  # where a module is looked for
     link = {"TRACKER_LINK": "http://me:pa55word@host/the-run"}
-    ranks = here.train(*TRACK, "--track-checkpoints --max-steps 8", **link)
+    ranks = here.train("--track ours.logs --track-checkpoints --max-steps 8", **link)
     files = [line["file"] for line in what(here.run, "checkpoint")]
     assert files == ["checkpoint_step_4.pt", "checkpoint_step_8.pt"]
+    assert read_json(here.run / "tracking" / "ours.logs.json")["online"]["finished"]
     assert "http://host/the-run" in ranks.output()
-    assert "http://host/the-run" in send(here.run, here.folder, code=2)
+    assert "http://host/the-run" in send(here.run, here.folder, code=2, to="ours.logs")
     written = [path for path in here.folder.rglob("*") if path.is_file()]
     assert not [path for path in written if b"pa55word" in path.read_bytes()]
 
@@ -192,7 +190,9 @@ def test_checkpoints_are_sent_when_asked_for_and_a_links_password_nowhere(here):
 # --- resuming
 
 
-def test_a_killed_and_resumed_run_is_one_tracker_run_and_each_step_is_sent_once(here, untracked):
+def test_a_killed_and_resumed_run_is_one_tracker_run_and_each_step_is_sent_once(
+    here, uninterrupted
+):
     run = here.run
     tiny.set_pace(here.recipe, 0.02)  # so that the tracker sees more than the checkpoint
     here.train(*TRACK, "--epochs 1")
@@ -202,7 +202,7 @@ def test_a_killed_and_resumed_run_is_one_tracker_run_and_each_step_is_sent_once(
     # At once: the process of the first execution may still be closing.
     here.resume()
     assert len([r for r in tiny.all_records(run) if r["event"] == "resume"]) == 2
-    tiny.assert_same_training(run, untracked, 0)
+    tiny.assert_same_training(run, uninterrupted, 0)
     assert [line["known"] for line in what(run, "start")] == [None, "the run", "the run"]
     statuses = [line["status"] for line in what(run, "finish")]
     assert statuses == ["completed", "killed", "completed"], "the second left no result of its own"
@@ -219,21 +219,20 @@ def losses(series):
 def test_a_resumed_run_goes_on_at_its_trackers_and_flags_change_them(here):
     run = here.run
     here.train(*TRACK, "--epochs 1")
-    here.resume("--epochs 2")
+    here.resume("--epochs 2 --track none")
+    assert len(what(run, "start")) == 1
+    here.resume(*TRACK, "--epochs 3 --track-project other")
+    starts = what(run, "start")
+    assert [line["project"] for line in starts] == ["tiny", "other"]
+    assert [line["known"] for line in starts] == [None, "the run"]
     for series in ("train", "epoch", "validation"):
-        assert sent(run)[series] == expected(run)[series]
-    here.resume("--epochs 3 --track none")
-    assert [line["known"] for line in what(run, "start")] == [None, "the run"]
-    here.resume(*TRACK, "--epochs 4 --track-project other")
-    assert [line["project"] for line in what(run, "start")] == ["tiny", "tiny", "other"]
-    assert sent(run)["train"] == expected(run)["train"], "what was missed in between was made up"
+        assert sent(run)[series] == expected(run)[series], "what was missed was made up"
 
 
 @pytest.mark.slow
 def test_ranks_that_samestep_starts_have_one_tracker_too(here):
-    command = [sys.executable, "-m", "samestep", "train", here.recipe, "--run-dir", here.run]
-    command += ["--nproc", "2", *TRACK, "--max-steps", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    flags = ("--run-dir", here.run, "--nproc", "2", *TRACK, "--max-steps", "8")
+    done = typed("-m", "samestep", "train", here.recipe, *flags)
     assert done.returncode == 0, done.stderr
     assert len(what(here.run, "start")) == 1
     assert sent(here.run) == expected(here.run)
@@ -241,23 +240,22 @@ def test_ranks_that_samestep_starts_have_one_tracker_too(here):
 
 # --- a tracker that misbehaves
 
-# Each group in one training, with a tracker for each fault.
-FAULTS = (
-    ("import:raise", "import:hang", "start:hang"),
-    ("start:exit", "start:mute", "record:raise"),
-    ("record:hang", "record:kill", "finish:hang"),
-)
+# Each group in one training, with a tracker for each fault: those that end by themselves, and
+# those that end by their time limit.
+FAULTS = {
+    ("import:raise", "start:exit", "start:mute", "record:raise", "record:kill"): "",
+    ("import:hang", "start:hang", "record:hang"): "--track-timeout 2",
+}
 
 
-@pytest.mark.parametrize("faults", FAULTS, ids=" ".join)
+@pytest.mark.parametrize(("faults", "flags"), FAULTS.items(), ids=["end", "hang"])
 def test_whatever_trackers_do_the_training_is_the_same_and_its_records_are_sent_later(
-    here, faults, untracked
+    here, faults, flags, uninterrupted
 ):
     trackers, run = here.faulty(faults), here.run
     names = ",".join(map(str, trackers.values()))
-    flags = ("--track", Path(names), "--track-timeout 2")
-    ranks = here.train(*flags, TRACKER_FAULT="planted", end_s=5.0)
-    tiny.assert_same_training(run, untracked, 0)
+    ranks = here.train("--track", Path(names), flags, TRACKER_FAULT="planted")
+    tiny.assert_same_training(run, uninterrupted, 0)
     output = " ".join(ranks.output().split())
     assert "Traceback" not in output
     for fault, (name, path) in zip(faults, trackers.items(), strict=True):
@@ -269,7 +267,7 @@ def test_whatever_trackers_do_the_training_is_the_same_and_its_records_are_sent_
         assert has == 0 or not fault.startswith(("import", "start"))
         if fault.endswith("raise"):
             assert f"ConnectionError: the service has gone at {fault.split(':')[0]}" in told
-        if fault in ("import:hang", "start:hang", "record:hang"):
+        if fault.endswith("hang"):
             assert " 2 s. " in told
         assert not children_of(run, name)
     assert send(run, here.folder, to=names).count("https://tracker.example/the-run") == len(faults)
@@ -306,6 +304,8 @@ def test_a_signal_ends_the_training_without_its_hanging_trackers(here):
     for name in trackers:
         assert ranks.output().count(f"warning {name} failed: ") == 1
         assert not children_of(here.run, name)
+    send(here.run, here.folder, to=trackers["finish_hang"])
+    assert sent(here.run, "finish_hang") == expected(here.run)
 
 
 def test_a_run_that_is_refused_leaves_no_process_and_no_file(here):
@@ -381,14 +381,3 @@ def test_what_a_tracker_says_of_a_key_is_hidden_and_a_wrong_answer_named(here):
     assert "the key is …" in (here.run / "tracking" / "talks.log").read_text()
     held = [name for name, content in tiny.files(here.run).items() if planted.encode() in content]
     assert not held
-
-
-def test_a_tracker_named_as_a_module_is_found_from_the_current_folder(here, monkeypatch):
-    package = here.folder / "ours"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "logs.py").write_text(Path(TRACKER).read_text())
-    monkeypatch.chdir(here.folder)
-    here.train("--track ours.logs --max-steps 8")
-    assert sent(here.run) == expected(here.run)
-    assert read_json(here.run / "tracking" / "ours.logs.json")["online"]["finished"]

@@ -1,13 +1,10 @@
 """The small parts of a tracker's process: what it prints, its ledger, its measurements."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from samestep.errors import UserError
-from samestep.run.files import Held, hold
 from samestep.tracking.follower import gpus_of, parse_gpus
 from samestep.tracking.processes import (
     Deliveries,
@@ -16,40 +13,28 @@ from samestep.tracking.processes import (
     read_deliveries,
     write_deliveries,
 )
-
-
-def run_program(text):
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    return done.stdout
+from tests.command_line import typed
 
 
 def test_what_a_tracker_prints_is_logged_without_its_secrets(tmp_path):
     """No secret hides behind quotes, and none is taken for a word of the report itself."""
     program = f"""
-import os, sys
+import os
+from pathlib import Path
 from samestep.tracking.follower import Reports
 voice = Reports(("planted-secret", "planted", 'pä"55word', "offline"))
 print("early planted-secret")
 os.write(2, b"of C: http://me:pass@host/ planted\\n")
 os.system("echo of a child: planted-secret")
-voice.log_to(__import__("pathlib").Path({str(tmp_path / "log")!r}))
+voice.log_to(Path({str(tmp_path / "log")!r}))
 voice.tell(failed='planted-secret and pä"55word are wrong', offline=True)
 voice.close()
 """
-    assert json.loads(run_program(program)) == {"failed": "… and … are wrong", "offline": True}
+    done = typed("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"failed": "… and … are wrong", "offline": True}
     log = (tmp_path / "log").read_text()
     assert sorted(log.splitlines()) == ["early …", "of C: http://host/ …", "of a child: …"]
-
-
-def test_a_tracker_that_prints_nothing_leaves_no_log(tmp_path):
-    run_program(f"""
-from pathlib import Path
-from samestep.tracking.follower import Reports
-voice = Reports()
-voice.log_to(Path({str(tmp_path / "log")!r}))
-voice.close()
-""")
-    assert not (tmp_path / "log").exists()
 
 
 def test_a_ledger_is_read_as_it_was_written_and_a_damaged_one_is_refused(tmp_path):
@@ -65,29 +50,6 @@ def test_a_ledger_is_read_as_it_was_written_and_a_damaged_one_is_refused(tmp_pat
         deliveries_path(tmp_path, "wandb").write_text(text)
         with pytest.raises(UserError, match=r"wandb\.json"):
             read_deliveries(tmp_path, "wandb")
-
-
-def test_a_lock_names_the_process_that_holds_it(tmp_path):
-    program = """
-import sys
-from pathlib import Path
-from samestep.run.files import hold
-held = hold(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path / "lock"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as other:
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(Held, match=f"process {other.pid} on "):
-            hold(tmp_path / "lock")
-        other.stdin.close()
-        other.wait()
-        hold(tmp_path / "lock").close()
 
 
 def test_a_gpu_is_told_of_by_the_numbers_that_its_driver_knows():

@@ -50,7 +50,7 @@ def executions(draw):
     return records
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(executions(), st.integers(0, 60), st.data())
 def test_each_step_of_each_series_comes_once_in_order_also_to_one_who_has_a_part(
     records, have, data

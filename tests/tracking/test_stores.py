@@ -38,11 +38,24 @@ def entry(event, line, **values) -> TrackedRecord:
 DONE = TrackedResult(status="completed", values={"test.accuracy [%]": 0.5})
 
 
-def test_mlflow_takes_any_name_and_keeps_a_run_where_it_is_when_the_project_changes(tmp_path):
-    ((first, again),) = run_ranks(_two_projects, 1, tmp_path / "rank", tmp_path)
+@pytest.fixture(scope="module")
+def mlflow(tmp_path_factory):
+    """Ask MLflow in one process, which takes seconds to import it; return folder and answers."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    return folder, run_ranks(_ask_mlflow, 1, folder / "rank", folder)[0]
+
+
+def _ask_mlflow(folder: Path) -> dict[str, tuple]:
+    asked = {"two": _two_projects, "elsewhere": _known_elsewhere, "killed": _killed_and_again}
+    return {name: ask(folder / name) for name, ask in asked.items()}
+
+
+def test_mlflow_takes_any_name_and_keeps_a_run_where_it_is_when_the_project_changes(mlflow):
+    folder, answers = mlflow
+    first, again = answers["two"]
     assert first[1] == 0, "this store has nothing of it yet"
     assert again == (first[0], None)
-    store = readers.mlflow_store(tmp_path)
+    store = readers.mlflow_store(folder / "two")
     found = store.get_run(first[0])
     assert found.data.params == {"lr_0_": "1"}
     assert found.data.tags["resumed.lr_0_"] == "2"
@@ -63,9 +76,9 @@ def _two_projects(path: Path) -> tuple[tuple[str, int | None], ...]:
     return (first.run, first.lines), (again.run, again.lines)
 
 
-def test_mlflow_has_a_run_and_each_value_once_whenever_its_process_was_killed(tmp_path):
+def test_mlflow_has_a_run_and_each_value_once_whenever_its_process_was_killed(mlflow):
     """What it was given is told again, where the note of it could not be written."""
-    ((runs, history),) = run_ranks(_killed_and_again, 1, tmp_path / "rank", tmp_path)
+    runs, history = mlflow[1]["killed"]
     assert len(runs) == 1
     assert history == [(1, 0.5), (2, 0.25), (3, 0.125)]
 
@@ -90,8 +103,8 @@ def _killed_and_again(path: Path) -> tuple[set[str | None], list[tuple[int, floa
     return {one.info.run_id for one in found}, sorted((m.step, m.value) for m in history)
 
 
-def test_mlflow_begins_anew_where_another_store_does_not_know_the_run(tmp_path):
-    ((run, lines),) = run_ranks(_known_elsewhere, 1, tmp_path / "rank", tmp_path)
+def test_mlflow_begins_anew_where_another_store_does_not_know_the_run(mlflow):
+    run, lines = mlflow[1]["elsewhere"]
     assert run != "0" * 32
     assert lines == 0
 
@@ -103,12 +116,17 @@ def _known_elsewhere(path: Path) -> tuple[str, int | None]:
     return started.run, started.lines
 
 
-def test_wandb_has_the_machine_of_a_run_that_is_sent_later_in_its_summary(tmp_path):
+def test_wandb_has_the_machine_in_its_summary_and_an_axis_for_any_metric(tmp_path):
     run_ranks(_one_step_and_the_machine, 1, tmp_path / "rank", tmp_path)
     summary = readers.wandb_updates(tmp_path, "summary")
     assert summary["system/cpu_percent.mean"] == 30.0
     assert summary["system/cpu_percent.max"] == 40.0
-    assert [row["_step"] for row in readers.wandb_rows(tmp_path)] == [1]
+    step, metrics = readers.wandb_rows(tmp_path)
+    assert (step["_step"], metrics["_step"]) == (1, 2)
+    assert (metrics["step"], metrics["lr/now"], metrics["a:b*"]) == (2, 0.5, 1.0)
+    axes = readers.wandb_axes(tmp_path)
+    assert axes["lr/now"] == "step"
+    assert "a:b*" not in axes, "to W&B it would be a pattern"
 
 
 def _one_step_and_the_machine(path: Path) -> None:
@@ -116,6 +134,7 @@ def _one_step_and_the_machine(path: Path) -> None:
 
     client = wandb.start(tracked_run(path, "wandb")).client
     wandb.record(client, [entry("step", 1, **{"train/loss": 1.0})])
+    wandb.record(client, [entry("metrics", 2, **{"lr/now": 0.5, "a:b*": 1.0})])
     for busy in (20.0, 40.0):
         wandb.record(client, [entry("system", -1, **{"system/cpu_percent": busy})])
     wandb.finish(client, DONE)

@@ -107,23 +107,12 @@ LOSS_WEIGHTED = """
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, torch.tensor([1.0, 5.0]).to(outputs))
 """
-LOSS_OF_TERMS = (
-    LOSS_WEIGHTED
-    + """
+LOSS_OF_TERMS = f"""{LOSS_WEIGHTED}
 weights = torch.tensor([1.0, 5.0])
 recipe = replace(recipe, loss_terms=lambda batch: weights[batch[1]].sum())
 """
-)
-OTHER_TERMS = (
-    LOSS_WEIGHTED
-    + """
+OTHER_TERMS = f"""{LOSS_WEIGHTED}
 recipe = replace(recipe, loss_terms=lambda batch: batch[1].sum() + 1)
-"""
-)
-METRIC_OF_BATCH = """
-def spread(outputs, targets):
-    return outputs.std().expand(len(targets))
-recipe = replace(recipe, metrics={"spread": spread})
 """
 METRIC_OVER_RANKS = """
 import torch.distributed as dist
@@ -144,15 +133,6 @@ def shuffled():
     x, y = splits.train
     return Splits(train=(x[order], y[order]), validation=splits.validation)
 recipe = replace(recipe, data=shuffled)
-"""
-SIZES = """
-import os
-def cut():
-    splits = data()
-    x, y = splits.train
-    count = 60 - int(os.environ.get("RANK", "0"))
-    return Splits(train=(x[:count], y[:count]), validation=splits.validation)
-recipe = replace(recipe, data=cut)
 """
 UNUSED = _module(
     """
@@ -184,9 +164,6 @@ PYTHONS_RANDOM = _module(
     "return self.line(x) + self.more(x) * random.random()",
     before="import random",
 )
-NUMPYS_RANDOM = PYTHONS_RANDOM.replace("import random", "import numpy").replace(
-    "random.random()", "float(numpy.random.rand())"
-)
 COUNTER = _module(
     "self.line, self.calls = nn.Linear(6, 2), 0",
     """
@@ -200,7 +177,6 @@ OWN_GENERATOR = _module(
     "return self.line(x + torch.randn(x.shape, generator=g, dtype=x.dtype) * self.training)",
     before="g = torch.Generator().manual_seed(1)",
 )
-SEEDED_ANEW = OWN_GENERATOR.replace("generator=g", "generator=g.manual_seed(1)")
 FIXED_SHAPE = _module(
     "self.line = nn.Linear(6, 2)",
     "return self.line(x.reshape(-1, 4, 6) if self.training else x).reshape(-1, 2)",
@@ -209,13 +185,6 @@ LAST_BENT = """
 def loss(outputs, targets):
     value = nn.functional.cross_entropy(outputs, targets)
     return value if len(targets) > 3 else value * len(targets) / 4
-"""
-MIXES = """
-class Centred(nn.Module):
-    def forward(self, x):
-        return x - x.mean(0)
-def model():
-    return nn.Sequential(nn.Linear(6, 8), Centred(), nn.Tanh(), nn.Linear(8, 2))
 """
 PRINTS = """
 def loud():
@@ -310,17 +279,6 @@ def model():
     first = nn.utils.spectral_norm(nn.Linear(6, 8))
     return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 2))
 """
-CACHED = """
-class Cached(nn.Linear):
-    def __init__(self):
-        super().__init__(6, 2)
-        self.register_buffer("one", torch.ones(1))
-    def forward(self, x):
-        if not hasattr(self, "scale"):
-            self.register_buffer("scale", torch.ones(6))
-        return super().forward(x * self.scale * self.one)
-recipe = replace(recipe, model=Cached)
-"""
 CONTRAST = """
 class TwoViews(nn.Module):
     def __init__(self):
@@ -350,34 +308,26 @@ class Single(nn.Linear):
         return super().forward(x) * (1 + 1e-3 * torch.rand(len(x), 1))
 recipe = replace(recipe, model=lambda: Single(6, 2))
 """
-CARRIED = """
-class Carried(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.out, self.hidden = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 2), None
-    def forward(self, x):
-        if self.hidden is not None and self.hidden.shape[1] != len(x):
-            self.hidden = None
-        y, hidden = self.rnn(x.reshape(-1, 3, 2), self.hidden)
-        self.hidden = hidden.detach()
-        return self.out(y).flatten(0, 1)
-def loss(outputs, targets):
-    return nn.functional.cross_entropy(outputs, targets.repeat_interleave(3))
-recipe = replace(recipe, model=Carried, loss=loss, metrics={})
-"""
-BANK = _module(
-    "self.line, self.bank = nn.Linear(6, 2), []",
+HIDDEN_STATE = _module(
+    "self.rnn, self.out, self.hidden = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 2), None",
     """
-y = self.line(x)
-self.bank.append(y.detach().mean(0))
-return y - torch.stack(self.bank[-4:]).mean(0)
+kept = self.hidden if self.hidden is not None and self.hidden.shape[1] == len(x) else None
+y, hidden = self.rnn(x.reshape(-1, 3, 2), kept)
+self.hidden = hidden.detach()
+return self.out(y).flatten(0, 1)
 """,
 )
-RUNNING_MEAN = _module(
-    "self.line, self.mean = nn.Linear(6, 2), torch.zeros(6)",
+CARRIED = f"""{HIDDEN_STATE}
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets.repeat_interleave(3))
+recipe = replace(recipe, metrics={{}})
+"""
+CACHED = _module(
+    "self.line = nn.Linear(6, 2)",
     """
-self.mean = 0.9 * self.mean.to(x) + 0.1 * x.mean(0)
-return self.line(x - self.mean)
+if not hasattr(self, "scale"):
+    self.register_buffer("scale", torch.ones(6))
+return self.line(x * self.scale)
 """,
 )
 NUMPY_GENERATOR = _module(
@@ -385,11 +335,12 @@ NUMPY_GENERATOR = _module(
     "return self.line(x) + float(self.rng.normal())",
     before="import numpy",
 )
-KEEPS_A_MAP = _module(
-    "self.line, self.last = nn.Linear(6, 2), None",
+BANK = _module(
+    "self.line, self.bank = nn.Linear(6, 2), []",
     """
-self.last = self.line(x)
-return self.last
+y = self.line(x)
+self.bank.append(y.detach().mean(0))
+return y - torch.stack(self.bank[-4:]).mean(0)
 """,
 )
 OWN_OPTIMIZER = """

@@ -157,22 +157,31 @@ def test_a_difference_of_training_has_the_cause_that_the_experiments_found(row, 
     assert check.difference == pytest.approx(0.3 / 0.8)
 
 
-def test_a_cause_without_a_difference_is_named_by_its_own_row_alone():
-    assert different(undisturbed(loss=SUM)) == {"loss": causes.NOT_A_MEAN.name}
-    assert different(undisturbed(parameters=["spare.bias"])) == {"parameters": causes.UNUSED.name}
+@pytest.mark.parametrize(
+    ("found", "rows"),
+    [
+        ({"loss": SUM}, {"loss": causes.NOT_A_MEAN.name}),
+        ({"parameters": ["spare.bias"]}, {"parameters": causes.UNUSED.name}),
+        # A module that remembers explains both rows,
+        (
+            {"state": replace(OUTSIDE, remembers=MODULE), "samples_apart": BatchInfluence(MODULE)},
+            {"state": causes.OUTSIDE_MODULE.name},
+        ),
+        # and a loss with a state explains that it adds up to another number.
+        ({"state": replace(OUTSIDE, loss=0.25), "loss": SUM}, {"state": causes.IN_LOSS.name}),
+        # F1 is 0 on every rank as long as no sample is predicted to be positive.
+        ({"metrics": {"f1": 0.25}}, {"metrics": causes.OVER_RANKS.name}),
+    ],
+)
+def test_a_cause_without_a_difference_is_named_by_its_own_row_alone(found, rows):
+    assert different(undisturbed(**found)) == rows
 
 
-def test_parameters_may_be_unused_where_the_ranks_are_told_so():
+def test_what_is_allowed_or_tolerated_is_no_difference():
     found = replace(undisturbed(parameters=["spare.bias"]), allows_unused=True)
-    assert different(found) == {}
     assert checks(found)["parameters"].status == "same"
-
-
-def test_a_module_that_remembers_is_not_called_one_that_mixes_samples():
-    found = undisturbed(
-        state=replace(OUTSIDE, remembers=MODULE), samples_apart=BatchInfluence(MODULE)
-    )
-    assert different(found) == {"state": causes.OUTSIDE_MODULE.name}
+    found = replace(undisturbed(metrics={"f1": 0.25}), tolerance=0.1)
+    assert checks(found)["metrics"].status == "note"
 
 
 @pytest.mark.parametrize(
@@ -230,9 +239,7 @@ def test_a_tolerance_compares_losses_alone_and_turns_causes_into_notes():
     assert found["loss"].status == "note"
     assert (found["2 ranks"].status, found["2 ranks"].tolerance) == ("same", 0.9)
     assert set(different(replace(evidence, tolerance=1e-6))) == {"2 ranks"}
-
-
-def test_ranks_that_end_with_other_weights_differ_even_where_losses_decide():
+    # Other weights at the end are a difference even where losses decide.
     evidence = undisturbed()
     last = evidence.traces[1, MAIN][1].weights[evidence.facts.size.steps]
     last["first.weight"] += 100.0
@@ -241,13 +248,10 @@ def test_ranks_that_end_with_other_weights_differ_even_where_losses_decide():
     assert checks(evidence)["2 ranks"].first_parameter == "first.weight"
 
 
-def test_other_samples_in_the_same_places_are_an_order():
+def test_other_samples_are_an_order_and_other_values_data_that_reads_the_rank():
     evidence = losses_apart(undisturbed())
     both = dict.fromkeys(("2 ranks", "order"), causes.OTHER_ORDER.name)
     assert different(on_rank(evidence, "order", ["b", "a"])) == both
-
-
-def test_other_values_on_every_rank_but_the_first_are_data_that_reads_the_rank():
     evidence = on_rank(undisturbed(), "order", ["a", "b"], ["c", "d"])
     assert different(evidence) == {"order": causes.DATA_BY_RANK.name}
     assert "rank 1 of 2" in checks(evidence)["order"].cause.why
@@ -263,41 +267,32 @@ def test_a_buffer_that_every_forward_moves_explains_micro_steps_alone():
     assert different(both) == dict.fromkeys(("2 ranks", "accumulation"), causes.UNKNOWN.name)
 
 
-def test_what_fsdp_refuses_before_the_first_step_says_nothing_of_the_training():
-    evidence = failing(undisturbed(), "fsdp", message="tied weights", mistake=True)
-    found = checks(replace(evidence, ended={}))["fsdp"]
+@pytest.mark.parametrize(
+    ("training", "place", "mistake"), [("fsdp", 1, True), ("lightning", 0, False)]
+)
+def test_what_cannot_be_trained_at_all_says_nothing_of_the_training(training, place, mistake):
+    """FSDP refuses before the first step, and Lightning in one process."""
+    evidence = failing(undisturbed(), training, place=place, message="tied", mistake=mistake)
+    found = checks(replace(evidence, ended={}))[training]
     assert found.status == "skipped"
-    assert "tied weights" in found.compared
+    assert "tied" in found.compared
 
 
-def test_what_lightning_cannot_train_in_one_process_says_nothing_of_the_training():
-    evidence = failing(undisturbed(), "lightning", place=0, message="step() takes no closure")
-    found = checks(replace(evidence, ended={}))["lightning"]
-    assert found.status == "skipped"
-    assert "step() takes no closure" in found.compared
-
-
-def test_shares_that_are_not_those_of_one_process_are_named_with_their_step():
+def test_other_shares_are_named_with_their_step_and_a_sample_evaluated_twice_is_seen():
     evidence = undisturbed()
     evidence.traces[1, MAIN][1].samples[3].reverse()
-    found = checks(evidence)["order"]
-    assert (found.status, found.cause.name, found.first_step) == ("different", "order", 3)
-
-
-def test_a_sample_that_is_evaluated_twice_is_seen():
-    evidence = undisturbed()
     evidence.traces[1, MAIN][1].evaluated.append("0")
-    assert list(different(evidence)) == ["evaluation"]
+    assert list(different(evidence)) == ["order", "evaluation"]
+    found = checks(evidence)["order"]
+    assert (found.cause.name, found.first_step) == ("order", 3)
 
 
-@pytest.mark.parametrize("across", [True, False])
-def test_a_metric_that_differs_is_told_from_a_loss_that_does(across):
-    evidence = undisturbed() if across else undisturbed(metrics={"accuracy": 0.25})
+def test_a_metric_that_differs_is_told_from_a_loss_that_does():
+    evidence = undisturbed()
     evidence.traces[1, MAIN][0].evaluations[0]["accuracy"] = 0.25
-    if across:
-        assert different(evidence) == {"metrics": causes.UNKNOWN.name}
-        evidence = on_rank(evidence, "metrics", {"accuracy": 0.25})
-    assert different(evidence) == {"metrics": causes.OVER_RANKS.name}
+    assert different(evidence) == {"metrics": causes.UNKNOWN.name}
+    across = on_rank(evidence, "metrics", {"accuracy": 0.25})
+    assert different(across) == {"metrics": causes.OVER_RANKS.name}
 
 
 def test_a_metric_that_is_no_number_is_read_back_and_is_no_difference_by_itself():
@@ -307,13 +302,6 @@ def test_a_metric_that_is_no_number_is_read_back_and_is_no_difference_by_itself(
     assert different(on_rank(evidence, "one device", nothing, place=2)) == {
         "one device": causes.UNKNOWN.name
     }
-
-
-def test_a_metric_over_the_batch_differs_though_the_model_gives_all_samples_one_class():
-    """F1 is 0 on every rank as long as no sample is predicted to be positive."""
-    assert different(undisturbed(metrics={"f1": 0.25})) == {"metrics": causes.OVER_RANKS.name}
-    found = replace(undisturbed(metrics={"f1": 0.25}), tolerance=0.1)
-    assert checks(found)["metrics"].status == "note"
 
 
 def test_metrics_are_compared_after_steps_too_as_long_as_the_ranks_train_the_same():
@@ -367,12 +355,6 @@ def test_a_module_that_is_given_something_else_is_not_blamed_for_what_it_makes_o
     inside = [ModuleCall(name, [given], [made]) for name, given, made in inside]
     same = [ModuleCall(call.name, [one], [one]) for call in inside]
     assert first_at_fault(same, inside, 1e-10, "Net")[0] == "block"
-
-
-def test_a_loss_with_a_state_is_not_called_one_that_is_no_mean():
-    found = undisturbed(state=replace(OUTSIDE, loss=0.25), loss=SUM)
-    assert different(found) == {"state": causes.IN_LOSS.name}
-    assert checks(found)["loss"].status == "skipped"
 
 
 def test_lengths_that_differ_are_named_with_the_lengths_and_their_ranks():
@@ -453,13 +435,10 @@ def test_a_failure_in_the_uneven_step_is_the_last_batchs_unless_the_message_says
     assert checks(said)["2 ranks"].cause.name == causes.UNUSED.name
 
 
-def test_without_the_training_of_one_process_there_is_one_row():
+def test_a_start_that_was_killed_fails_its_row_and_without_the_first_there_is_no_other_row():
     evidence = failing(undisturbed(), MAIN, place=0)
     (found,) = checks(evidence).values()
     assert (found.name, found.status) == ("one process", "different")
-
-
-def test_a_start_that_was_killed_fails_its_row_with_the_launchers_message():
     evidence = undisturbed()
     traces = {key: found for key, found in evidence.traces.items() if key != (1, MAIN)}
     found = checks(replace(evidence, traces=traces, ended={1: "rank 1 was killed by SIGKILL"}))
@@ -469,19 +448,18 @@ def test_a_start_that_was_killed_fails_its_row_with_the_launchers_message():
 
 
 @pytest.mark.parametrize(
-    ("fails", "status"), [({}, "same"), ({1: "ValueError: one"}, "note"), ({5: "x"}, "different")]
+    ("found", "status"),
+    [
+        ({"last_batch": {}}, "same"),
+        ({"last_batch": {1: "ValueError: one"}}, "note"),
+        ({"last_batch": {5: "x"}}, "different"),
+        ({"loss": LossOfParts(0.5, 0.5, adds_up=False)}, "skipped"),  # bent in full batches, too
+    ],
 )
-def test_the_last_batch_fails_alone_or_with_one_sample_alone(fails, status):
-    evidence = undisturbed(last_batch=fails)
+def test_the_last_batch_fails_alone_or_with_one_sample_alone(found, status):
+    evidence = undisturbed(**found)
     assert evidence.facts.size.rest == 5
     assert checks(evidence)["last batch"].status == status
-
-
-def test_a_loss_that_is_bent_in_full_batches_says_nothing_of_the_last_one():
-    assert (
-        checks(undisturbed(loss=LossOfParts(0.5, 0.5, adds_up=False)))["last batch"].status
-        == "skipped"
-    )
 
 
 def test_the_decisive_training_comes_first_and_a_closing_start_only_resumes():

@@ -30,9 +30,14 @@ def trace(steps: int = 3, **more: Values) -> Trace:
     )
 
 
-def test_equal_trainings_have_no_difference():
+def test_equal_trainings_have_no_difference_and_a_resumed_one_is_compared_over_its_own_steps():
     found = difference(trace(), trace(), 1e-12)
     assert (found.largest, found.first_step, found.first_parameter) == (0.0, None, None)
+    resumed = trace()
+    for table in (resumed.losses, resumed.norms, resumed.gradients, resumed.weights):
+        del table[1]
+    assert difference(trace(), resumed, 1e-12).largest == 0.0
+    assert worst([]).largest == 0.0
 
 
 def test_the_first_step_and_in_it_the_first_parameter_are_named():
@@ -42,19 +47,9 @@ def test_the_first_step_and_in_it_the_first_parameter_are_named():
     found = difference(trace(), other, 1e-9)
     assert (found.first_step, found.first_parameter, found.what) == (2, "second", "gradient")
     assert found.largest == pytest.approx(2.0)
-
-
-def test_a_gradient_counts_relative_to_the_largest_of_all_not_to_itself():
-    tiny = {"zero": values(1e-17)}
-    other = trace(zero=values(-1e-17))
-    assert difference(trace(**tiny), other, 1e-12).largest < 1e-16
-
-
-def test_a_difference_of_the_loss_alone_names_no_parameter():
-    other = trace()
-    other.losses[1] = 1.5
-    found = difference(trace(), other, 1e-9)
-    assert (found.first_step, found.first_parameter, found.what) == (1, None, "loss")
+    # A gradient counts relative to the largest of all, not to itself.
+    tiny = trace(zero=values(1e-17))
+    assert difference(tiny, trace(zero=values(-1e-17)), 1e-12).largest < 1e-16
 
 
 def test_where_losses_alone_count_gradients_do_not_but_still_name_the_parameter():
@@ -65,13 +60,9 @@ def test_where_losses_alone_count_gradients_do_not_but_still_name_the_parameter(
     found = difference(trace(), other, 1e-9, losses_only=True)
     assert found.largest == pytest.approx(1 / 3)
     assert found.first_parameter == "first"
-
-
-def test_a_resumed_training_is_compared_over_its_own_steps():
-    resumed = trace()
-    for table in (resumed.losses, resumed.norms, resumed.gradients, resumed.weights):
-        del table[1]
-    assert difference(trace(), resumed, 1e-12).largest == 0.0
+    other.gradients[1]["first"] = trace().gradients[1]["first"]
+    found = difference(trace(), other, 1e-9)
+    assert (found.first_step, found.first_parameter, found.what) == (1, None, "loss")
 
 
 def test_a_step_or_a_parameter_that_only_one_has_is_an_infinite_difference():
@@ -94,12 +85,6 @@ def test_relative_differences_know_nan_infinity_and_zero():
 
 
 def test_evaluations_name_the_value_that_differs_most():
-    assert evaluations_apart({"loss": 1.0, "accuracy": 0.5}, {"loss": 1.0, "accuracy": 0.25}) == (
-        0.5,
-        "accuracy",
-    )
+    one, other = {"loss": 1.0, "accuracy": 0.5}, {"loss": 1.0, "accuracy": 0.25}
+    assert evaluations_apart(one, other) == (0.5, "accuracy")
     assert evaluations_apart({"loss": 1.0}, {})[0] == math.inf
-
-
-def test_the_worst_of_nothing_is_nothing():
-    assert worst([]).largest == 0.0

@@ -19,7 +19,6 @@ FOUND = {
     "BATCHNORM": ({"batchnorm"}, {}),
     "DROPOUT": ({"dropout"}, {}),
     "FUNCTIONAL": ({"dropout"}, {}),
-    "BOTH": ({"batchnorm", "dropout"}, {}),
     "AUGMENT": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
     "AUGMENT_WHOLE_BATCH": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
     "TRANSFORM": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
@@ -32,30 +31,46 @@ FOUND = {
     "OTHER_TERMS": (set(), {"loss": causes.OF_TERMS.name}),
     "LAST_BENT": (set(), {"last batch": causes.UNEVEN_BATCH.name}),
     "CONTRAST": (set(), {"loss": causes.OF_BATCH.name}),
-    "CARRIED": (set(), {"state": causes.OUTSIDE_MODULE.name}),
     "BANK": (set(), {"state": causes.OUTSIDE_MODULE.name}),
-    "RUNNING_MEAN": (set(), {"state": causes.OUTSIDE_MODULE.name}),
+    "CARRIED": (set(), {"state": causes.OUTSIDE_MODULE.name}),
+    "CACHED": (set(), {}),
     "NUMPY_GENERATOR": (set(), {"state": causes.OUTSIDE_MODULE.name}),
     "CLOCK": (set(), {"state": causes.CLOCK.name}),
-    "KEEPS_A_MAP": (set(), {}),
     "FLOATS": (set(), {}),
     "SPARSE": (set(), {}),
     "SPECTRAL": (set(), {}),
-    "CACHED": (set(), {}),
-    "METRIC_OF_BATCH": (set(), {"metrics": causes.OVER_RANKS.name}),
     "F1": (set(), {"metrics": causes.OVER_RANKS.name}),
     "WHITENING": (set(), {"samples apart": causes.MIXED.name}),
     "EMA": (set(), {"samples apart": causes.BUFFERS.name}),
     "STATE_IN_LOSS": (set(), {"state": causes.IN_LOSS.name}),
     "UNUSED": (set(), {"parameters": causes.UNUSED.name}),
     "PYTHONS_RANDOM": ({"state"}, {}),
-    "NUMPYS_RANDOM": ({"state"}, {}),
     "OWN_GENERATOR": ({"dropout"}, {"state": causes.OUTSIDE_MODULE.name}),
-    "SEEDED_ANEW": ({"dropout"}, {}),
     "COUNTER": (set(), {"state": causes.OUTSIDE_MODULE.name}),
-    "MIXES": (set(), {"samples apart": causes.MIXED.name}),
-    "OWN_FORWARD": (set(), {}),
     "": (set(), {}),
+}
+
+
+def _sums(found):
+    return found.full > 1e-3, found.adds_up
+
+
+APART = model.SAMPLES_APART.name
+# What is planted → a row that tells more, what of it is looked at, and what that has to be.
+TOLD = {
+    "AUGMENT": (data.AUGMENTATION.name, tuple, ("augment", False)),
+    "AUGMENT_WHOLE_BATCH": (data.AUGMENTATION.name, tuple, ("augment", True)),
+    "TRANSFORM": (data.AUGMENTATION.name, tuple, ("transform", False)),
+    "DATASET": (data.AUGMENTATION.name, tuple, ("dataset", False)),
+    "LOSS_SUM": (loss.LOSS.name, _sums, (True, True)),
+    "LOSS_WEIGHTED": (loss.LOSS.name, _sums, (True, False)),
+    "WHITENING": (APART, lambda found: (found.module[0], found.module.before), ("Whitened", "out")),
+    "EMA": (APART, lambda found: found.buffers, ["mean"]),
+    "SPECTRAL": (APART, lambda found: found.moved, ["0.weight_u", "0.weight_v"]),
+    "COUNTER": (state.STATE.name, lambda found: found.remembers.module, "Counts"),
+    "BATCHNORM": (trainings.BATCHNORM.name, list, ["1"]),
+    "F1": (metrics.METRICS.name, lambda found: found["f1"] > 1e-6, True),
+    "": (metrics.METRICS.name, lambda found: set(found.values()), {0.0}),
 }
 
 
@@ -72,27 +87,9 @@ def test_the_experiments_find_what_is_planted_and_nothing_else(name, tmp_path):
     assert facts.present == present
     evidence = with_facts(undisturbed(), present=facts.present)
     assert different(replace(evidence, facts=replace(evidence.facts, found=facts.found))) == rows
-
-
-@pytest.mark.parametrize(
-    ("name", "part", "batchwise"),
-    [
-        ("AUGMENT", "augment", False),
-        ("AUGMENT_WHOLE_BATCH", "augment", True),
-        ("TRANSFORM", "transform", False),
-        ("DATASET", "dataset", False),
-    ],
-)
-def test_the_part_that_changes_a_sample_is_told_apart(name, part, batchwise, tmp_path):
-    found = looked_at(tmp_path, name).found[data.AUGMENTATION.name]
-    assert found == (part, batchwise)
-
-
-def test_a_sum_of_losses_is_told_from_a_weighted_mean(tmp_path):
-    for name, adds_up in (("LOSS_SUM", True), ("LOSS_WEIGHTED", False)):
-        found = looked_at(tmp_path, name).found[loss.LOSS.name]
-        assert found.full > 1e-3
-        assert found.adds_up is adds_up
+    if name in TOLD:
+        row, of_it, told = TOLD[name]
+        assert of_it(facts.found[row]) == told
 
 
 def test_a_batch_size_that_is_built_in_fails_with_the_incomplete_batch_and_with_one(tmp_path):
@@ -103,43 +100,20 @@ def test_a_batch_size_that_is_built_in_fails_with_the_incomplete_batch_and_with_
     assert found[5].startswith("RuntimeError: ")
 
 
-def test_the_line_that_draws_and_the_module_are_named(tmp_path):
+def test_the_line_that_draws_and_unused_parameters_are_named(tmp_path):
     facts = looked_at(tmp_path, "FUNCTIONAL")
     line = planted.line_of(tmp_path / "planted.py", "functional.dropout")
     assert list(facts.found[trainings.DROPOUT.name].values()) == [line]
     facts = looked_at(tmp_path, "OWN_GENERATOR")
     line = planted.line_of(tmp_path / "planted.py", "generator=g,")
     assert facts.found[state.STATE.name].own_generators == [line]
-    facts = looked_at(tmp_path, "MIXES")
-    found = facts.found[model.SAMPLES_APART.name]
-    assert (found.module.module, found.buffers) == ("1", [])
-    found = looked_at(tmp_path, "WHITENING").found[model.SAMPLES_APART.name]
-    assert (found.module.module, found.module.before) == ("Whitened", "out")
-    found = looked_at(tmp_path, "EMA").found[model.SAMPLES_APART.name]
-    assert found.buffers == ["mean"]
-    found = looked_at(tmp_path, "SPECTRAL").found[model.SAMPLES_APART.name]
-    assert found.moved == ["0.weight_u", "0.weight_v"]
-    facts = looked_at(tmp_path, "COUNTER")
-    assert facts.found[state.STATE.name].remembers.module == "Counts"
-    facts = looked_at(tmp_path, "BATCHNORM")
-    assert facts.found[trainings.BATCHNORM.name] == ["1"]
     facts = looked_at(tmp_path, "UNUSED")
     assert model.unused_parameters(facts) == ["spare.weight", "spare.bias"]
 
 
-def test_a_metric_that_is_made_over_the_batch_is_measured(tmp_path):
-    found = looked_at(tmp_path, "METRIC_OF_BATCH").found[metrics.METRICS.name]
-    assert found["spread"] > 1e-6
-    found = looked_at(tmp_path, "").found[metrics.METRICS.name]
-    assert set(found.values()) == {0.0}
-
-
-def test_lazy_layers_are_refused_with_their_names(tmp_path):
+def test_lazy_layers_are_refused_and_a_cast_to_float32_is_no_reason_to_leave_float64(tmp_path):
     with pytest.raises(UserError, match=r"lazy layers: weight, bias .*nn\.Linear"):
         looked_at(tmp_path, "LAZY")
-
-
-def test_a_cast_to_float32_is_no_reason_to_leave_float64(tmp_path):
     tested = recipe_under_test(planted.write(tmp_path, planted.FLOATS))
     assert exact_precision(tested, "fp32") == ("fp64", "", "")
     assert tested.loss(tested.held_forward.outputs, tested.batch().targets).dtype == torch.float64
@@ -149,10 +123,7 @@ def test_a_cast_to_float32_is_no_reason_to_leave_float64(tmp_path):
 NOTHING = {"kept": [], "optimizer": [], "draws": [], "learned": [], "asks": {}}
 # What is planted → what is found of it beside checkpoints; a place is put in for {line}.
 HIDDEN = {
-    "CARRIED": ({"kept": ["the model's hidden"]}, ""),
     "BANK": ({"kept": ["the model's bank"]}, ""),
-    "RUNNING_MEAN": ({"kept": ["the model's mean"]}, ""),
-    "NUMPY_GENERATOR": ({"kept": ["the model's rng"]}, ""),
     "COUNTER": ({"kept": ["the model's calls"]}, ""),
     "STATE_IN_LOSS": ({"kept": ["the loss's calls"]}, ""),
     "OWN_OPTIMIZER": ({"optimizer": ["the optimizer's moved"]}, ""),
@@ -160,7 +131,6 @@ HIDDEN = {
     "LEARNED_OUTSIDE": ({"learned": ["the loss's scale"]}, ""),
     "CLOCK": ({"asks": {"time.perf_counter()": "{line}"}}, "perf_counter()"),
     "WORLD_SIZE": ({"asks": {"os.environ['WORLD_SIZE']": "{line}"}}, "WORLD_SIZE"),
-    "KEEPS_A_MAP": ({}, ""),
     "DROPOUT": ({}, ""),
 }
 

@@ -12,9 +12,9 @@ from samestep.verification.few_samples import choose_training_size
 SIZES = st.sets(st.integers(1, 9), min_size=1).map(lambda sizes: tuple(sorted({1, *sizes})))
 
 
-@given(SIZES, st.booleans(), st.booleans())
+@given(SIZES, st.booleans(), st.booleans(), st.integers(2, 100))
 def test_the_batch_and_the_last_one_are_uneven_for_some_and_no_rank_is_without_samples(
-    sizes, drop_last, heavy
+    sizes, drop_last, heavy, asked
 ):
     cut = choose_training_size(10_000, 1_000, sizes, drop_last=drop_last, heavy=heavy)
     several = [size for size in sizes if size > 1]
@@ -25,6 +25,7 @@ def test_the_batch_and_the_last_one_are_uneven_for_some_and_no_rank_is_without_s
     assert cut.rest >= 2 * max(sizes) or max(sizes) == 1
     assert 0 < cut.stop < cut.steps
     assert all(cut.num_evaluated % size for size in several)
+    assert choose_training_size(10_000, 10, sizes, batch=asked).global_batch == asked
 
 
 @given(SIZES, st.integers(1, 60))
@@ -37,11 +38,6 @@ def test_few_samples_are_enough_or_refused_with_the_number_that_is_needed(sizes,
         assert choose_training_size(needed, 1, sizes).num_samples == needed
     else:
         assert cut.num_samples <= num_samples
-
-
-@given(st.integers(2, 100), SIZES)
-def test_a_batch_that_was_asked_for_is_kept(batch, sizes):
-    assert choose_training_size(10_000, 10, sizes, batch=batch).global_batch == batch
 
 
 @pytest.mark.parametrize(

@@ -50,63 +50,30 @@ def main():
 main()
 """
 MSE = "return nn.functional.mse_loss(outputs, targets)"
+MASKED = "kept = targets > 1; return (kept * (outputs - targets) ** 2).sum() / kept.sum()"
+OF_BATCH = "return (outputs @ outputs.T - targets @ targets.T).abs().mean()"
+BACKWARD, OPTIMIZER = "run.backward(loss, model)", "optimizer = torch"
+BATCHES = "run.batches((x, y), 11)"
+BY_RANK = "run.batches([(a + run.rank, b) for a, b in zip(x, y)], 11)"
+OWN_WEIGHTS = "torch.seed(); nn.init.normal_(model[0].weight); optimizer = torch"
 # What is wrong → the text of the clean loop, the text in its place, and the cause of the 2 ranks.
 BUGS = {
-    "loss.backward": (
-        "run.backward(loss, model)",
-        "loss.backward()",
-        "gradients that are not added up",
-    ),
-    "what is not named": (
-        "run.backward(loss, model)",
-        "run.backward(loss, model[0]); (loss_of(model(inputs), targets, batch, run)).backward()",
-        "gradients that are not added up",
-    ),
-    "an average over ranks": (
-        "run.backward(loss, model)",
-        "loss.backward(); averaged(model)",
-        "mean of the ranks' means",
-    ),
-    "a masked mean": (
-        MSE,
-        "kept = targets > 1; return (kept * (outputs - targets) ** 2).sum() / kept.sum()",
-        "loss that is not a mean over samples",
-    ),
+    "loss.backward": (BACKWARD, "loss.backward()", "gradients that are not added up"),
+    "averaged": (BACKWARD, "loss.backward(); averaged(model)", "mean of the ranks' means"),
+    "a masked mean": (MSE, MASKED, "loss that is not a mean over samples"),
     "a sum": (MSE, f"{MSE} * len(outputs)", "loss that is not a mean over samples"),
-    "divided by the ranks": (
-        MSE,
-        f"{MSE} / run.world_size",
-        "loss that is divided by the number of ranks",
-    ),
-    "a loss over the batch": (
-        MSE,
-        "return (outputs @ outputs.T - targets @ targets.T).abs().mean()",
-        "the loss is made over the batch",
-    ),
-    "other data": ("x = torch.randn(100, 6)", "x = torch.randn(100, 6) + run.rank", None),
-    "a data set that reads the rank": (
-        "run.batches((x, y), 11)",
-        "run.batches([(a + run.rank, b) for a, b in zip(x, y)], 11)",
-        "data that depends on the rank",
-    ),
-    "weights of each process": (
-        "optimizer = torch",
-        "torch.seed(); nn.init.normal_(model[0].weight); optimizer = torch",
-        "initial weights that differ per process",
-    ),
-    "a batch per rank": (
-        "y), 11)",
-        "y), 11 * run.world_size)",
-        "batch that depends on the number of ranks",
-    ),
+    "other data": ("torch.randn(100, 6)", "torch.randn(100, 6) + run.rank", None),
+    "divided": (MSE, f"{MSE} / run.world_size", "loss that is divided by the number of ranks"),
+    "a loss over the batch": (MSE, OF_BATCH, "the loss is made over the batch"),
+    "data by rank": (BATCHES, BY_RANK, "data that depends on the rank"),
+    "own weights": (OPTIMIZER, OWN_WEIGHTS, "initial weights that differ per process"),
+    "batch": (", 11)", ", 11 * run.world_size)", "batch that depends on the number of ranks"),
     "a rate per rank": ("lr=0.01", "lr=0.01 * (1 + run.rank)", "unknown"),
 }
-
 
 # What differs with the ranks by itself → the change, and the row that has it.
 BY_ITSELF = {
     "batchnorm": ("nn.Tanh()", "nn.BatchNorm1d(8), nn.Tanh()", "BatchNorm"),
-    "dropout": ("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.3)", "dropout"),
     "noise": ("noise = 0", "noise = torch.randn_like(inputs)", "dropout"),
     "state": ("noise = 0", "noise = random.random()", "state"),
 }
@@ -194,22 +161,15 @@ def test_a_loop_that_cannot_compute_in_float64_is_compared_by_its_losses(tmp_pat
     assert check(found, "rounding").status == "same"
 
 
+DATA = "y = x.sum"
 MISTAKES = {
     "a missing argument": ((), (), "--epochs"),
     "a script that opens nothing": (("1",), ("main()\n", "\n"), "open_run"),
     "a question": (("1",), ("def main():", "def main():\n    input()"), "input"),
     "no steps": (("1",), ("for epoch in run.epochs", "for epoch in [] and run.epochs"), "no step"),
     "its own error": (("1",), ("nn.Linear(6, 8)", "nn.Linear(5, 8)"), "loop.py"),
-    "an error on one rank": (
-        ("1",),
-        ("y = x.sum", "1 / (1 - run.rank)\n        y = x.sum"),
-        "ZeroDivisionError",
-    ),
-    "a rank that leaves": (
-        ("1",),
-        ("y = x.sum", "run.rank and exit()\n        y = x.sum"),
-        "exit()",
-    ),
+    "an error on one rank": (("1",), (DATA, f"1 / (1 - run.rank)\n        {DATA}"), "ZeroDivision"),
+    "a rank that leaves": (("1",), (DATA, f"run.rank and exit()\n        {DATA}"), r"exit\(\)"),
 }
 
 

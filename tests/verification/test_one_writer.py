@@ -21,7 +21,6 @@ WRITES = {
     "import writes_when_imported": None,
     "tempfile.gettempdir()": None,
     "tempfile.NamedTemporaryFile().close()": None,
-    "import torch._dynamo": None,
     "cached.write()": None,
 }
 SCRIPT = """

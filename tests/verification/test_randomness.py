@@ -38,12 +38,8 @@ def test_random_numbers_of_torch_are_seen_with_their_line_and_held_still(name):
     assert any(line.startswith("test_randomness.py:") for line in seen.draws.values())
     still = watched(DRAWS[name], RandomDraws(), ALL)
     assert torch.equal(still(X), still(X))
-
-
-@pytest.mark.parametrize("name", sorted(set(DRAWS) - {"attention"}))
-def test_held_still_a_sample_gets_the_same_in_any_batch(name):
-    still = watched(DRAWS[name], RandomDraws(), ALL)
-    assert torch.equal(still(X)[:2], still(X[:2]))
+    if name != "attention":  # which mixes the samples of a batch
+        assert torch.equal(still(X)[:2], still(X[:2])), "the same in any batch"
 
 
 def test_what_draws_nothing_is_not_seen():

@@ -65,15 +65,6 @@ def test_the_last_line_tells_another_training_from_what_is_accepted_or_written(s
     assert words[1] in last
 
 
-def test_what_is_unknown_has_one_block_for_all_its_rows():
-    evidence = undisturbed()
-    for training in ("main", "accumulated", "resumed"):
-        evidence.traces[1, training][0].losses[3] += 0.3
-    lines = shown(verification(evidence))
-    (block,) = [line for line in lines if line.startswith("unknown")]
-    assert "2 ranks, accumulation, stop and resume: from step 3" in block
-
-
 def test_with_virtual_ranks_the_table_allows_nothing_and_says_so_in_its_last_line():
     evidence = undisturbed()
     facts = replace(evidence.facts, virtual_ranks=4)
@@ -89,15 +80,8 @@ def test_with_virtual_ranks_the_table_allows_nothing_and_says_so_in_its_last_lin
 def test_json_has_every_row_and_no_infinity():
     checks = [replace(judge(undisturbed())[1], difference=math.inf)]
     found = json.loads(json.dumps(as_table(verification(undisturbed(), checks=checks))))
-    assert list(found) == [
-        *("recipe", "same", "world_sizes", "virtual_ranks", "precisions", "steps"),
-        *("global_batch_size", "last_batch_size", "training_samples", "held_still", "notes"),
-        *("seconds", "checks"),
-    ]
-    assert list(found["checks"][0]) == [
-        *("name", "passed", "status", "compared", "tolerance", "difference", "first_step"),
-        *("first_parameter", "cause", "why", "advice"),
-    ]
+    assert {"same", "world_sizes", "precisions", "held_still", "notes", "seconds"} <= found.keys()
+    assert {"name", "passed", "status", "first_step", "why", "advice"} <= found["checks"][0].keys()
     assert found["checks"][0]["difference"] is None
     assert found["checks"][0]["cause"] is None
     skipped = replace(checks[0], status="skipped")

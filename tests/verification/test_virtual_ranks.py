@@ -1,9 +1,8 @@
 """With virtual ranks everything is equal to the last bit on real ranks; what is not fails."""
 
-import io
 import json
-from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,7 @@ from samestep.verification import causes
 from samestep.verification.evidence import EQUAL
 from samestep.verification.result_table import as_table
 from tests.verification import planted
+from tests.verification.forked import _launch as launch_forked
 from tests.verification.forked import check, differing, verified
 from tests.verification.made_up import checks, different, undisturbed
 
@@ -77,16 +77,11 @@ def test_sums_in_the_order_of_arrival_differ_in_the_last_bit(tmp_path, monkeypat
     assert row.what == "gradient"
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [("RANK_IN_FORWARD", causes.FORWARD_BY_RANK.name), ("AUGMENT", causes.UNKEYED["augment"].name)],
-)
-def test_what_depends_on_the_rank_fails_with_its_cause(name, cause, tmp_path):
-    recipe = planted.write(tmp_path, getattr(planted, name), name=f"v_{name.lower()}.py")
-    ranks = tmp_path / "ranks"
-    found = differing(verified(recipe, "--virtual-ranks=2", folder=ranks, quick=True))
-    assert found["2 ranks"] == cause
-    assert set(found.values()) == {cause}
+def test_what_depends_on_the_rank_fails_with_its_cause(tmp_path):
+    recipe = planted.write(tmp_path, planted.RANK_IN_FORWARD, name="v_rank.py")
+    found = verified(recipe, "--virtual-ranks=2", folder=tmp_path / "ranks", quick=True)
+    assert differing(found)["2 ranks"] == causes.FORWARD_BY_RANK.name
+    assert set(differing(found).values()) == {causes.FORWARD_BY_RANK.name}
 
 
 def test_virtual_ranks_without_a_sample_are_equal_too(tmp_path):
@@ -97,9 +92,13 @@ def test_virtual_ranks_without_a_sample_are_equal_too(tmp_path):
     assert check(found, "accumulation").status == "skipped"
 
 
-def test_bits_that_no_kept_value_shows_are_a_difference():
+def on_virtual_ranks():
     evidence = undisturbed()
-    evidence = replace(evidence, facts=replace(evidence.facts, virtual_ranks=2))
+    return replace(evidence, facts=replace(evidence.facts, virtual_ranks=2))
+
+
+def test_bits_that_no_kept_value_shows_and_the_metrics_of_an_epoch_are_compared_too():
+    evidence = on_virtual_ranks()
     assert different(evidence) == {}
     for traces in evidence.traces.values():
         for trace in traces:
@@ -109,11 +108,7 @@ def test_bits_that_no_kept_value_shows_are_a_difference():
     row = checks(evidence)["2 ranks"]
     assert (row.status, row.first_step, row.first_parameter) == ("different", 2, "1.count")
     assert row.what == "buffer"
-
-
-def test_a_metric_of_an_epoch_is_compared_too():
-    evidence = undisturbed()
-    evidence = replace(evidence, facts=replace(evidence.facts, virtual_ranks=2))
+    evidence = on_virtual_ranks()
     for traces in evidence.traces.values():
         traces[0].epochs[3] = {"loss": 0.5, "accuracy": 0.25}
     evidence.traces[1, "resumed"][0].epochs[3]["accuracy"] = 0.25 + 2**-50
@@ -130,9 +125,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_leaves_no_bits_to_compare_is_refused_with_one_message(name, tmp_path):
-    arguments, named = REFUSED[name]
+@pytest.mark.parametrize(("arguments", "named"), REFUSED.values(), ids=REFUSED)
+def test_what_leaves_no_bits_to_compare_is_refused_with_one_message(arguments, named, tmp_path):
     recipe = planted.write(tmp_path, name="v_good.py")
     with pytest.raises(UserError, match=named):
         _verify([str(recipe), *arguments])
@@ -152,9 +146,8 @@ recipe = replace(recipe, data=lambda: Splits(train=Endless()))
     [
         (STREAM, 2, "--virtual-ranks takes no stream"),
         ("", 64, "--virtual-ranks 64 is more than the 60 training samples"),
-        ("", 40, "60 training samples are too few .* --virtual-ranks 40"),
+        ("", 40, "60 training samples are too few .* --virtual-ranks 40"),  # for two batches
     ],
-    ids=["stream", "fewer samples", "too few for two batches"],
 )
 def test_data_that_virtual_ranks_cannot_share_is_refused(text, virtual, message, tmp_path):
     recipe = planted.write(tmp_path, text, name="v_data.py")
@@ -162,9 +155,11 @@ def test_data_that_virtual_ranks_cannot_share_is_refused(text, virtual, message,
         verified(recipe, f"--virtual-ranks={virtual}", folder=tmp_path / "ranks")
 
 
-def test_ranks_that_nobody_chose_are_never_more_than_the_virtual_ones(tmp_path):
+def test_ranks_that_nobody_chose_are_never_more_than_the_virtual_ones(tmp_path, monkeypatch, capfd):
+    def launch(num_ranks, words, task):
+        return launch_forked(words[1:], tmp_path / "ranks", num_ranks, Path(task))
+
+    monkeypatch.setattr("samestep.ranks.start.run_ranks", launch)
     recipe = planted.write(tmp_path, name="v_two.py")
-    told = io.StringIO()
-    with redirect_stdout(told):
-        assert _verify([str(recipe), "--virtual-ranks", "2", "--quick", "--json"]) == 0
-    assert json.loads(told.getvalue())["world_sizes"] == [1, 2]
+    assert _verify([str(recipe), "--virtual-ranks", "2", "--quick", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["world_sizes"] == [1, 2]
