@@ -22,24 +22,12 @@ def test_a_script_is_checked_from_python_and_its_report_is_data(here):
     assert "4 steps" in str(report)
 
 
-@pytest.mark.parametrize(
-    ("script", "more"),
-    [
-        ("nothing.py", {}),
-        (3, {}),
-        ("train.py", {"nproc": 0}),
-        ("train.py", {"steps": 0}),
-        ("no_such_module", {"module": True}),
-    ],
-)
-def test_what_cannot_be_checked_raises_one_error(here, script, more):
+def test_what_cannot_be_checked_raises_one_error(here):
     (here / "train.py").write_text(BASE)
-    with pytest.raises(samestep.UserError):
-        samestep.check(script, **more)
-
-
-@pytest.mark.parametrize("text", ["recipe = samestep.Recipe()", "samestep.open_run('x')"])
-def test_a_recipe_and_a_loop_are_for_verify(here, text):
-    (here / "mine.py").write_text(f"import samestep\n{text}\n")
-    with pytest.raises(samestep.UserError, match="verify"):
-        samestep.check("mine.py")
+    for script, more in ((3, {}), ("train.py", {"steps": 0}), ("no_such", {"module": True})):
+        with pytest.raises(samestep.UserError):
+            samestep.check(script, **more)
+    for text in ("recipe = samestep.Recipe()", "samestep.open_run('x')"):
+        (here / "mine.py").write_text(f"import samestep\n{text}\n")
+        with pytest.raises(samestep.UserError, match="verify"):
+            samestep.check("mine.py")

@@ -6,8 +6,7 @@ import pytest
 
 import samestep
 from samestep import SubmittedJob, UserError
-from samestep.slurm.options import JobOptions, keep_options
-from tests.api.test_sweeps import recipe
+from tests.api.recipes import made
 from tests.reporting.made_runs import write_run
 from tests.slurm.fake_slurm import FakeSlurm, install
 
@@ -28,19 +27,10 @@ def test_a_recipe_and_a_script_become_jobs_with_their_flags(slurm, here):
     assert "#SBATCH --nodes=2\n" in script
     other = samestep.submit("script.py", arguments=["--x", 3])
     assert "--x 3" in " ".join((other.path / "job.sbatch").read_text().split())
-    made = samestep.submit(recipe(), lr=0.5, run_dir="runs/made")  # kept for every start
-    kept = made.path / ".call"
+    sent = samestep.submit(made(), lr=0.5, run_dir="runs/made")  # kept for every start
+    kept = sent.path / ".call"
     assert kept.stat().st_mode & 0o077 == 0
-    assert f"SAMESTEP_TASK={kept}" in (made.path / "job.sbatch").read_text()
-
-
-def test_a_run_goes_on_with_the_options_of_its_last_job(slurm, here):
-    samestep.train("spiral", num_samples=100, epochs=1, run_dir="run", pictures=False, quiet=True)
-    keep_options(here / "run", JobOptions(nodes="2", time="30"))
-    job = samestep.submit("run", time="40")
-    script = (job.path / "job.sbatch").read_text()
-    assert "#SBATCH --nodes=2\n" in script
-    assert "#SBATCH --time=40\n" in script
+    assert f"SAMESTEP_TASK={kept}" in (sent.path / "job.sbatch").read_text()
 
 
 @pytest.mark.parametrize(

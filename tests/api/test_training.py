@@ -8,7 +8,7 @@ import pydoc
 import random
 import signal
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +25,9 @@ from tests.session.scripts import EXAMPLES
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def test_the_run_tells_its_records_as_plain_dicts_and_has_no_pickle():
+def test_the_run_tells_its_records_as_plain_dicts_and_has_no_pickle(capfd):
     trained = samestep.train(made(), quiet=True)
+    assert capfd.readouterr() == ("", ""), "it is quiet"
     assert trained.history == list(read_records(trained.path))
     assert trained.history[0]["event"] == "start"
     assert [row["epoch"] for row in trained.per_epoch] == [1, 2, 3, 4]
@@ -80,34 +81,22 @@ def test_random_numbers_and_threads_of_the_caller_stay_as_they_were():
     assert dict(os.environ) == environment
 
 
-def test_a_run_is_found_whatever_becomes_of_the_working_directory(here):
-    plain = made()
-
-    def data():  # of a recipe that changes it
-        (here / "elsewhere").mkdir(exist_ok=True)
-        os.chdir(here / "elsewhere")
-        return plain.data()
-
-    recipe = made(data=data)
-    trained = samestep.train(recipe, run_dir="named", quiet=True)
-    os.chdir(here / "elsewhere")
-    assert trained.path == here / "named"
-    assert trained.result["status"] == "completed"
-    assert samestep.evaluate(trained, recipe=recipe)["samples"] == 15
-
-
 def test_a_recipe_file_that_changes_the_working_directory_moves_no_run(here):
-    (here / "elsewhere").mkdir()
-    (here / "moves.py").write_text(f"{RECIPE}\nimport os\nos.chdir('elsewhere')\n")
+    elsewhere = here / "elsewhere"
+    elsewhere.mkdir()
+    (here / "moves.py").write_text(f"{RECIPE}\nimport os\nos.chdir({str(elsewhere)!r})\n")
     for words in ("moves.py --run-dir named", "moves.py", "named --resume --epochs 3"):
         os.chdir(here)
         train_here(*words.split())
     assert len([*(here / "runs").iterdir()]) == 1
-    assert [*(here / "elsewhere").iterdir()] == []
+    assert [*elsewhere.iterdir()] == []
     assert read_json(here / "named" / "result.json")["epochs"] == 3
     os.chdir(here)
     trained = samestep.train("moves.py", run_dir="called", quiet=True)
     assert trained.path == here / "called"
+    assert Path.cwd() == elsewhere
+    assert trained.result["status"] == "completed"
+    assert samestep.evaluate(trained)["samples"] == 15
     assert trained.settings["recipe"] == str(here / "moves.py")
 
 
@@ -119,13 +108,6 @@ def test_a_setting_of_several_names_is_a_list_or_one_text():
         (trained.path / "checkpoints" / "checkpoint_epoch_2.pt").unlink()
     tagged = samestep.train(made(), epochs=1, track_tags=["a", "b"], quiet=True)
     assert tagged.settings["track_tags"] == "a,b"
-
-
-def test_quiet_prints_nothing_and_else_the_run_is_named(capfd):
-    samestep.train(made(), epochs=1, quiet=True)
-    assert capfd.readouterr() == ("", "")
-    trained = samestep.train(made(), epochs=1)
-    assert f"runs/{trained.path.name}" in capfd.readouterr().out
 
 
 def test_an_interrupt_stops_after_the_step_saves_and_returns_the_run():
@@ -168,48 +150,28 @@ def test_a_signal_that_ends_the_process_does_so_once_all_is_saved():
 
 
 def test_it_trains_in_a_thread_too():
-    found = []
-
-    def train():
-        found.append(samestep.train(made(), epochs=1, quiet=True).result["status"])
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    assert found == ["completed"]
+    with ThreadPoolExecutor(1) as pool:
+        trained = pool.submit(samestep.train, made(), epochs=1, quiet=True).result()
+    assert trained.result["status"] == "completed"
 
 
 REFUSED = {
-    "no such recipe": lambda: samestep.train("spirl"),
-    "no recipe at all": lambda: samestep.train(3),
     "an unknown setting": lambda: samestep.train(made(), epoch=2),
-    "a setting of another type": lambda: samestep.train(made(), epochs="two"),
-    "a setting out of range": lambda: samestep.train(made(), epochs=0),
-    "no number of ranks": lambda: samestep.train(made(), nproc="two"),
     "zero ranks": lambda: samestep.train(made(), nproc=0),
-    "resume without a run": lambda: samestep.train(made(), resume=True),
     "allow_change without resume": lambda: samestep.train(made(), allow_change=["lr"]),
     "a name that is no name": lambda: samestep.train(made(name="../up")),
     "two recipes": lambda: samestep.train(made(), recipe=made()),
-    "a recipe beside a recipe": lambda: samestep.train("spiral", recipe=made()),
-    "a missing config": lambda: samestep.train(made(), config="nowhere.toml"),
     "a model that fails": lambda: samestep.train(made(lambda: 1 / 0)),
-    "no sizes to verify": lambda: samestep.verify(made(), world_sizes=()),
     "sizes that are none": lambda: samestep.verify(made(), world_sizes=(0, 1)),
     "what cannot be accepted": lambda: samestep.verify(made(), accept="loss"),
     "one run to compare": lambda: samestep.compare("a"),
     "no run to load": lambda: samestep.load("nowhere"),
-    "no run at all": lambda: samestep.TrainedRun("nowhere"),
-    "an empty target": lambda: samestep.train(""),
     "a choice that there is not": lambda: samestep.train(made(), compile=True),
     "numbers of ranks as nproc": lambda: samestep.verify(made(), nproc=2),
     "a setting of a script": lambda: samestep.verify(EXAMPLES / "gan.py", epochs=2),
     "a script's arguments of a recipe": lambda: samestep.verify(made(), arguments=["2"]),
     "a tolerance that is text": lambda: samestep.verify(made(), tolerance="x"),
     "no path to load": lambda: samestep.load(None),
-    "no path of runs": lambda: samestep.runs(None),
-    "a number as a run": lambda: samestep.TrainedRun(3),
-    "a number of files": lambda: samestep.predict("runs/a", 3),
     "a device that there is not": lambda: samestep.load("runs/a", device="cpux"),
 }
 
@@ -303,12 +265,10 @@ def test_a_training_within_a_training_is_told_so():
 def test_what_a_run_has_not_yet_or_not_whole_is_told():
     trained = samestep.train(made(), epochs=1, quiet=True)
     file = trained.path / "result.json"
-    file.write_text("[" * 100_000)
-    with pytest.raises(UserError):
-        trained.result  # noqa: B018 - reading it is the test
-    file.unlink()
-    with pytest.raises(UserError):
-        trained.result  # noqa: B018
+    for spoil in (lambda: file.write_text("[" * 100_000), file.unlink):
+        spoil()
+        with pytest.raises(UserError):
+            trained.result  # noqa: B018 - reading it is the test
 
 
 def test_help_lists_the_functions_their_settings_and_the_fields_of_a_recipe():

@@ -1,6 +1,7 @@
 """`samestep checkpoint` as a user runs it: list, verify, export."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -40,13 +41,8 @@ def refuse(refused):
 
 @pytest.fixture
 def copy(trained, tmp_path):
-    """A copy of the run's index and files that a test may damage."""
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    for file in (*trained.glob("*.*"), *trained.glob("checkpoints/*")):
-        if file.is_file():
-            (run / file.relative_to(trained)).write_bytes(file.read_bytes())
-    return run
+    """A copy of the run that a test may damage."""
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 def test_the_list_has_what_the_index_says_and_marks_the_best_and_the_last(trained, capfd):

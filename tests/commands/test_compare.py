@@ -55,15 +55,6 @@ def test_one_rank_and_two_are_told_to_be_the_same_training(uninterrupted, compar
     assert found["by_samples"]["places"][0] == epochs[0]["epoch"] * 131
 
 
-def test_the_tables_fit_a_terminal(uninterrupted, of_two_ranks, compare, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = compare("--target", "0.6").splitlines()
-    runs = (str(uninterrupted), str(of_two_ranks))
-    lines = [line for line in lines if not any(run in line for run in runs)]
-    assert "The same training?" in lines
-    assert max(map(len, lines)) <= 80
-
-
 def test_the_curves_are_drawn_into_a_file(tmp_path, compare):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "curves.png"

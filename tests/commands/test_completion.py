@@ -40,43 +40,27 @@ def script(tmp_path_factory, words):
 
 # A line up to the cursor → what is offered there, beside two runs, a recipe, data and an image.
 OFFERED = {
-    "samestep tr": "track,train",
     "samestep tra": "track,train",
     "samestep trai": "train",
     "samestep ": ",".join(sorted([*VERBS, "--help", "--version"])),
     "samestep slurm su": "submit",
-    "samestep slurm sandbox u": "up",
-    "samestep data ": "--help,get,list",
-    "samestep completion z": "zsh",
     # recipes and files
     "samestep train sp": "spiral",
     "samestep train ": ",".join(sorted([*RECIPES, "data", "my recipe.py", "photo.png", "runs"])),
-    "samestep verify my": "my recipe.py",
-    "samestep train runs/a": "runs/a",
     "samestep train spiral ": "",
     # flags of the verb and of the recipe
     "samestep train spiral --micro": "--micro-batch-size",
-    "samestep train spiral --hid": "--hidden-dims",
     "samestep train mnist --hid": "",
     "samestep train my_recipe.py --lr 0.1 --lr-s": "--lr-scaling",
-    "samestep evaluate runs/a --sp": "--split",
-    "samestep slurm submit spiral --nod": "--nodes",
-    "samestep slurm submit spiral --no-re": "--no-requeue",
     "samestep slurm submit spiral --nodes 2 -- --hid": "--hidden-dims",
     # values of a flag
-    "samestep train spiral --precision ": "bf16,fp16,fp32,fp64",
-    "samestep train mnist --model c": "convnet",
-    "samestep scale spiral --mode w": "weak",
     "samestep runs --sort du": "duration",
     "samestep evaluate runs/a --checkpoint b": "best",
     "samestep train spiral --lr ": "",
-    "samestep train mnist --data-dir d": "data",
     # where a run is wanted, those in runs
     "samestep evaluate ": "runs/a,runs/b",
-    "samestep compare runs/a ": "runs/a,runs/b",
     "samestep predict ": "runs/a,runs/b",
     "samestep predict runs/a ph": "photo.png",
-    "samestep runs r": "runs",
 }
 
 

@@ -99,7 +99,6 @@ def readless(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("RUN nope.jpg", "nope.jpg"),
         ("RUN DATA", "DATA"),
         ("RUN", "files"),
         ("RUN IMAGE --top 0", "--top"),

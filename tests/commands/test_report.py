@@ -41,10 +41,8 @@ def test_a_run_directory_that_cannot_be_written_is_refused_with_the_flag(
     run = write_run(tmp_path / "run")
 
     def refuse(path, text):
-        try:
-            raise PermissionError(13, "Permission denied", str(path))
-        except OSError as error:
-            raise UserError("as files.py says it") from error
+        denied = PermissionError(13, "Permission denied", str(path))
+        raise UserError("as files.py says it") from denied
 
     with monkeypatch.context() as patch:
         patch.setattr("samestep.reporting.page.write_text", refuse)

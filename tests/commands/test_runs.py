@@ -63,15 +63,11 @@ def test_an_unknown_order_and_what_is_no_folder_of_runs_are_refused(folder, refu
     assert told in refused("runs", *words.split())
 
 
-def test_damaged_runs_are_listed_as_such(tmp_path, capfd):
-    names = damaged_folder(tmp_path / "runs")
-    found = listed(capfd, str(tmp_path / "runs"))
-    assert {run["name"] for run in found if run["state"] == "damaged"} == names
-
-
 def test_on_a_terminal_the_table_fits_it(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "runs"
-    damaged_folder(folder)
+    damaged = damaged_folder(folder)
+    found = listed(capsys, str(folder))
+    assert {run["name"] for run in found if run["state"] == "damaged"} == damaged
     write_run(folder / ("a-run-with-a-name-that-is-longer-than-any-that-train-gives" * 2))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

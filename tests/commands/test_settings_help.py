@@ -34,13 +34,6 @@ def test_the_settings_of_a_training_stand_in_groups(capfd):
         "train": "resume",
         "options of spiral": "hidden-dims",
         "length": "epochs",
-        "batch": "micro-batch-size",
-        "optimizer": "clip-norm",
-        "schedule": "warmup-steps",
-        "computation": "precision",
-        "machine": "device",
-        "ranks": "strategy",
-        "evaluating and saving": "keep-top-k",
         "tracking": "track-timeout",
     }.items():
         assert flag in groups[group]

@@ -14,11 +14,9 @@ from samestep.slurm.options import JobOptions, keep_options
 from samestep.slurm.restarts import BEGUN
 from tests.command_line import call
 from tests.slurm.fake_slurm import install
+from tests.slurm.test_training_progress import START, step
 
-STEP = {"event": "step", "step": 10, "loss": 0.5, "samples_per_s": 16.0}
-STEP |= {"samples": 80, "seconds": 5.0}
-START = {"event": "start", "resumed": False, "total_steps": 100, "steps_per_epoch": 10}
-START |= {"epochs": 10, "global_batch_size": 8, "world_size": 1, "num_samples": 80}
+STEP = step(10)
 
 
 @pytest.fixture
@@ -85,6 +83,8 @@ def test_a_job_of_another_user_is_refused(slurm, run, refusal, verb):
     slurm.add(8, run, uid=os.getuid() + 1, user="eve")
     assert "user eve" in refusal(verb, "8")
     assert not [call for call in slurm.calls if call.startswith("scancel")]
+    if verb == "cancel":
+        assert str(run) in refusal("cancel", str(run)), "it has no job of this user's"
 
 
 def test_the_controller_is_asked_once_for_the_jobs_of_the_kernels_user_and_not_of_the_shells(
@@ -103,14 +103,9 @@ def test_the_controller_is_asked_once_for_the_jobs_of_the_kernels_user_and_not_o
 
 def test_a_filter_of_the_users_own_hides_no_job(slurm, run, monkeypatch):
     slurm.add(5, run)
-    program = slurm.folder / "squeue"
-    program.write_text(
-        program.read_text().replace("cat queue", '[ "$SQUEUE_PARTITION" ] || cat queue')
-    )
+    slurm._write("squeue", '[ "$SQUEUE_PARTITION" ] || cat queue\n')
     monkeypatch.setenv("SQUEUE_PARTITION", "x")
-    from samestep.slurm.queue import my_jobs
-
-    assert [job.job for job in my_jobs()] == [5]
+    assert [job.job for job in queue.my_jobs()] == [5]
 
 
 # --- without an answer
@@ -249,10 +244,6 @@ def test_cancel_says_when_ranks_that_hang_are_killed_and_how_to_go_on(slurm, run
     assert f": samestep slurm submit {run}\n" in said
     (run / "settings.toml").unlink()  # as of a script, or before the training has begun
     assert f": sbatch {run}/job.sbatch\n" in told("cancel", "5")
-
-
-def test_cancel_of_a_run_without_a_job_says_so(slurm, run, refusal):
-    assert str(run) in refusal("cancel", str(run))
 
 
 def pulse(run, ages: dict[int, float]) -> None:

@@ -50,10 +50,8 @@ def test_with_halving_a_training_that_falls_behind_ends_after_its_first_epoch(he
     "flags",
     [
         ("--lr", "0.01,oops,0.1"),
-        ("--lr", "0.01,-1"),
         ("--lr", "0.1,0.01", "--no-such-flag", "1"),
         ("--lr", "0.1,0.01", "--momentum", "0.0,0.9"),
-        ("--lr", "0.1,,1"),
         ("--lr", "0.1,0.1"),
         ("--seed", ",".join(map(str, range(1001)))),
         ("--resume", "--lr", "1,2"),
@@ -64,7 +62,6 @@ def test_with_halving_a_training_that_falls_behind_ends_after_its_first_epoch(he
         ("--lr", "1,2", "--seed"),
         ("--lr", "1,2", "--optuna"),
         ("--lr", "1", "--lr", "2,3"),
-        ("--lr", "1e-3,1e-2", "--run-dir"),
         ("--lr", "1e-3,1e-2", "--run-dir", "--epochs", "1"),
     ],
 )

@@ -99,7 +99,6 @@ def test_what_cannot_be_sent_is_refused(track, run, name):
     ("flags", "named"),
     [
         (("--to", "wanb"), "'wandb'"),
-        (("--to", "nope.py"), "nope.py"),
         (("--to", TRACKER, "--project", "a/b"), "--track-project 'a/b'"),
         (("--to", "none"), "--to none"),
         (("--to", ","), "--to ,"),

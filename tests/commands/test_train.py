@@ -11,7 +11,6 @@ import torch
 from samestep.errors import UserError
 from samestep.settings import Settings, flag_name
 from tests.command_line import RECIPE, call, read_json, refusal, train_here, tree
-from tests.idx_files import write_mnist
 from tests.tiny import files
 
 TYPES = typing.get_type_hints(Settings)
@@ -53,23 +52,8 @@ WRONG_FLAGS = {
     "unknown flag": ("spiral --epoch 3", "--epoch --epochs"),
     "word too many": ("spiral extra", "extra"),
     "ill-typed flag": ("spiral --epochs three", "--epochs 'three'"),
-    "value outside of the choices": ("spiral --optimizer lion", "lion adam sgd"),
-    "ill-typed option": ("spiral --hidden-dims 64 x", "--hidden-dims x"),
     "TOML file missing": ("spiral --config nope.toml", "nope.toml"),
     "TOML file is a directory": ("spiral --config .", "directory"),
-    "two names of one setting": (
-        "spiral --batch-size 12 --global-batch-size=32",
-        "batch_size is 12, 32 micro_batch",
-    ),
-    "batch of all ranks and of each": (
-        "spiral --batch-size 12 --batch-size-per-rank 32",
-        "--batch-size 12, --batch-size-per-rank 32",
-    ),
-    "three batch settings contradict": (
-        "spiral --batch-size 32 --micro-batch-size 16 --accumulate 4",
-        "--accumulate 4 32",
-    ),
-    "drop last leaves nothing": ("spiral --batch-size 9000 --drop-last", "--drop-last 7000 9000"),
     "resume without a run": ("spiral --resume", "--resume"),
     "run directory below a file": ("spiral --run-dir FILE/run", "FILE/run --run-dir"),
     "run directory that cannot be made": ("spiral --run-dir /proc/none/run", "/proc/none/run"),
@@ -78,8 +62,6 @@ WRONG_FLAGS = {
     "no Apple GPU": ("spiral --device mps", "--device mps, --device auto"),
     "unknown metric": ("spiral --monitor f1", "--monitor f1 loss accuracy"),
     "momentum of adam": ("spiral --momentum 0.9", "--momentum, --optimizer sgd"),
-    "scaling without a base": ("spiral --lr-scaling linear", "--base-batch-size"),
-    "no ranks": ("spiral --nproc 0", "--nproc 0"),
     "seed beyond 63 bits": ("spiral --seed 9223372036854775808", "--seed 2^63"),
     "learning rate is not a number": ("spiral --lr nan", "--lr nan"),
     "dropout above 1": ("spiral --dropout 1.5", "--dropout 1.5"),
@@ -94,7 +76,6 @@ WRONG_FLAGS = {
         "--track-project 'a/b#c' '#' '/'",
     ),
     "no data": ("mnist --data-dir nowhere", "nowhere, data get mnist"),
-    "no epochs": ("endless.py", "--epochs --max-steps"),
 }
 
 
@@ -105,12 +86,11 @@ def assert_says(message: str, words: str) -> None:
 @pytest.mark.parametrize("name", WRONG_FLAGS)
 def test_a_wrong_command_is_refused_with_what_to_do(here, refuse, name):
     (here / "FILE").touch()
-    (here / "endless.py").write_text(RECIPE.replace('"epochs": 2, ', ""))
     command, words = WRONG_FLAGS[name]
     assert_says(refuse(*command.split()), words)
 
 
-# A mistake that every rank finds, and one that only rank 0 does; in the data: below.
+# A mistake that every rank finds, and one that only rank 0 does.
 @pytest.mark.parametrize("name", ["NCCL without CUDA", "run directory below a file"])
 def test_two_ranks_refuse_as_one(here, refuse, name):
     (here / "FILE").touch()
@@ -130,11 +110,6 @@ def test_a_gpu_that_is_absent_is_named_with_the_way_out(refuse):
     assert_says(refuse("spiral", "--device", "cuda"), "CUDA --device auto")
 
 
-def test_more_ranks_than_samples_are_refused(here, refuse):
-    (here / "one.py").write_text(RECIPE.replace("[:60]", "[:1]"))
-    assert "2 ranks are more than the 1 training samples" in refuse("one.py", world_size=2)
-
-
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_out_of_range_is_refused_by_its_flag(name):
     for wrong in {-1, -1 if name in MAY_BE_ZERO else 0}:
@@ -148,11 +123,7 @@ BAD_FILES = {
     "unknown key": ("epoch = 2", "'epoch' 'epochs' batch_size hidden_dims"),
     "unknown option": ("[options]\nnois = 1.0", "'nois' 'noise'"),
     "unknown table": ("[training]\nlr = 1.0", "'training' batch_size"),
-    "text for a number": ('epochs = "two"', "epochs = 'two' int str"),
-    "fraction for a count": ("batch_size = 1.5", "batch_size = 1.5 int"),
-    "number for a switch": ("drop_last = 1", "drop_last = 1 bool"),
     "outside of the choices": ('schedule = "step"', "schedule = 'step'"),
-    "list of texts": ('hidden_dims = ["a"]', "hidden_dims"),
     "no TOML": ("epochs = = 2", "TOML line 1"),
     "not a text": ("\udcff", "TOML"),
     "options is no table": ("options = 3", "[options] table"),
@@ -168,14 +139,7 @@ def test_a_wrong_toml_file_is_named_with_its_fault(here, refuse, name):
     assert_says(message, says)
 
 
-OWN_LR = """
-from dataclasses import dataclass
-
-@dataclass
-class Own:
-    lr: float = 1.0
-
-def data"""
+OWN_LR = "from dataclasses import make_dataclass\nOwn = make_dataclass('Own', [('lr', float, 1)])\n"
 BAD_RECIPES = {
     "no recipe": ("x = 1\n", "bad.py recipe = Recipe("),
     "something else": ("recipe = 3\n", "bad.py int"),
@@ -194,7 +158,7 @@ BAD_RECIPES = {
         "bad.py dataclass",
     ),
     "an option named like a setting": (
-        RECIPE.replace("Recipe(model", "Recipe(options=Own, model").replace("def data", OWN_LR),
+        OWN_LR + RECIPE.replace("Recipe(model", "Recipe(options=Own, model"),
         "bad.py 'lr'",
     ),
 }
@@ -205,13 +169,6 @@ def test_a_wrong_recipe_file_is_named_with_its_line(here, refuse, name):
     text, says = BAD_RECIPES[name]
     (here / "bad.py").write_text(text)
     assert_says(refuse("bad.py"), says)
-
-
-def test_a_broken_data_file_is_named_before_anything_is_written(here, refuse):
-    folder = write_mnist(here / "mnist")
-    path = folder / "train-labels-idx1-ubyte.gz"
-    path.write_bytes((folder / "t10k-labels-idx1-ubyte.gz").read_bytes())
-    assert_says(refuse("mnist", "--data-dir", "mnist"), f"{path.name} 40 labels")
 
 
 @pytest.fixture
@@ -226,14 +183,6 @@ def test_a_directory_that_holds_a_run_is_not_written_over(here, refuse, finished
     before = files(here / finished)
     for target in ("small.py", finished):
         assert f"samestep train {finished} --resume" in refuse(target, "--run-dir", finished)
-    assert files(here / finished) == before
-
-
-@pytest.mark.parametrize("command", ["done --resume", "small.py --run-dir done --resume"])
-def test_a_resumed_run_does_not_become_another_training(here, refuse, finished, command):
-    before = files(here / finished)
-    for flag, value in (("--lr", "0.5"), ("--batch-size", "20"), ("--seed", "1")):
-        assert flag in refuse(*command.split(), flag, value)
     assert files(here / finished) == before
 
 
@@ -287,11 +236,6 @@ def test_a_loss_that_becomes_nan_stops_with_step_and_rate_and_keeps_the_last_goo
     assert not list((here / "run").rglob("*.tmp"))
     assert call("evaluate", "run", "--checkpoint", "last") == 0
     assert "checkpoint_epoch_1.pt" in capfd.readouterr().out
-
-
-def test_a_learning_rate_that_is_far_too_large_is_named(here, refused):
-    message = refused("train", "spiral", "--run-dir", "run", "--optimizer", "sgd", "--lr", "1e30")
-    assert_says(message, "1e+30 --lr")
 
 
 def test_a_port_that_is_taken_is_named(refuse):

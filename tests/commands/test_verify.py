@@ -87,15 +87,11 @@ def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here, verify, re
 REFUSED = {
     "no target": ("--json", "--json"),
     "unknown recipe": ("spirla", "'spiral'"),
-    "missing file": ("nope.py", "nope.py"),
     "sizes that are no numbers": ("good.py --world-sizes 1,two", "1,two"),
-    "sizes in superscript": ("good.py --world-sizes ²", "²"),
-    "no ranks": ("good.py --world-sizes 0", "1 to 64"),
     "too many ranks": ("good.py --world-sizes 1000", "1 to 64"),
     "nothing to accept": ("good.py --accept batchnrom", "'batchnorm'"),
     "negative tolerance": ("good.py --tolerance -1", "-1"),
     "a flag without effect": ("good.py --epochs 3", "--epochs"),
-    "a setting without effect": ("good.py --compile on", "--compile"),
     "a misspelt flag": ("good.py --world-size 2", "--world-sizes"),
     "a flag of the script before the dashes": (f"{EXAMPLES}/gan.py --points 777", "-- "),
 }

@@ -91,16 +91,6 @@ def test_a_run_that_has_not_begun_gets_a_new_copy_unless_a_job_still_waits_for_t
     assert "# edited" in (run / "code" / "tiny.py").read_text()
 
 
-def test_a_run_of_before_there_were_copies_goes_on_with_its_recipe(here):
-    run = here / "runs" / "one"
-    run.mkdir(parents=True)
-    begin(run)
-    for target in (("runs/one",), ("mine/tiny.py", "--run-dir", "runs/one")):
-        job = job_of(*target)
-        assert (job.code, job.uncopied) == (None, None)
-        assert job.command[-1] == "--recipe-of-run"
-
-
 def test_a_job_that_sbatch_refuses_leaves_no_copy(slurm, here):
     (slurm.folder / "sbatch").write_text("#!/bin/sh\necho no >&2; exit 1\n")
     with pytest.raises(UserError, match="no"):

@@ -1,10 +1,11 @@
 """What `scontrol -o show job` prints, in the form that a real Slurm gave it; and its table."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from samestep.commands.slurm.status import jobs_table
 from samestep.reporting.table import text_lines
-from samestep.slurm.queue import JobAndRun, Progress, QueuedJob, parse_job
+from samestep.slurm.queue import JobAndRun, Progress, parse_job
 
 _HEAD = (
     "UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=4294901740 Nice=0 Account=(null) "
@@ -20,16 +21,10 @@ RUNNING = (
     "JobId=19 JobName=my first job " + _HEAD + "JobState=RUNNING Reason=None Dependency=(null) "
     "Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=1-02:03:04 "
     "TimeLimit=2-00:00:00 TimeMin=N/A "
-    "SubmitTime=2026-11-21T14:46:53 EligibleTime=2026-11-21T14:46:53 "
     "StartTime=2026-11-21T14:46:53 EndTime=2026-11-23T14:46:53 Deadline=N/A "
-    "PreemptEligibleTime=2026-11-21T14:46:53 PreemptTime=None SuspendTime=None SecsPreSuspend=0 "
-    "LastSchedEval=2026-11-21T14:46:53 Scheduler=Main "
     "Partition=debug AllocNode:Sid=login:23478 ReqNodeList=(null) ExcNodeList=(null) "
     "NodeList=node[1-2] BatchHost=node1 "
     "NumNodes=1 NumCPUs=1 NumTasks=1 CPUs/Task=1 ReqB:S:C:T=0:0:*:* TRES=cpu=1,node=1,billing=1 "
-    "Socks/Node=* NtasksPerN:B:S:C=0:0:*:* CoreSpec=* MinCPUsNode=1 MinMemoryNode=0 "
-    "MinTmpDiskNode=0 Features=(null) DelayBoot=00:00:00 OverSubscribe=OK Contiguous=0 "
-    "Licenses=(null) Network=(null) "
     "Command=/home/ada/it's here/runs/b/job.sbatch WorkDir=/home/ada/it's here "
     "Comment=samestep:/home/ada/it's here/runs/b StdErr=/home/ada/it's here/runs/b/slurm-19.out "
     "StdIn=/dev/null StdOut=/home/ada/it's here/runs/b/slurm-19.out Power= "
@@ -72,21 +67,9 @@ def test_a_completed_job_of_somebody_elses_making_has_no_run_and_no_log():
 
 # --- the table of `samestep slurm status`
 
-JOB = QueuedJob(
-    job=123456,
-    name="a-name-as-long-as-people-give-them-to-their-experiments",
-    user="me",
-    state="COMPLETED",
-    reason="None",
-    nodes="node[1-2]",
-    restarts=12,
-    elapsed_s=172_812,
-    limit_s=None,
-    starts_at="Unknown",
-    exit_code="0:0",
-    log=None,
-    run=None,
-)
+LONG = "a-name-as-long-as-people-give-them-to-their-experiments"
+OF_LONG_NAME = {"job": 123456, "name": LONG, "nodes": "node[1-2]", "restarts": 12}
+JOB = replace(parse_job(COMPLETED), **OF_LONG_NAME, elapsed_s=172_812)
 PROGRESS = Progress(step=12_345, total_steps=99_999, loss=2.3456, eta_s=90_000, starts=12)
 
 
@@ -95,7 +78,7 @@ def shown(width: int | None) -> list[str]:
 
 
 def test_on_a_narrow_terminal_the_name_alone_is_cut_and_each_job_is_one_line():
-    assert JOB.name in "".join(shown(None)), "a pipe gets everything"
+    assert LONG in "".join(shown(None)), "a pipe gets everything"
     [line] = [line for line in shown(80) if line.strip().startswith("123456")]
     assert "a-name" in line
     assert "…" in line

@@ -39,16 +39,12 @@ def ending(code=0, told="", step=0, **more) -> Ending:
     ("case", "word"),
     [
         (ending(0), "completed"),
-        (ending(0, "USR1"), "completed"),
         (ending(138, "USR1", 5), "again"),
         (ending(143, "", 5), "again"),
         (ending(1, "", 5, stopped=True), "again"),
-        (ending(137, "", 5), "again"),
         (ending(2, "", 5), "failed"),
         (ending(143, "USR2", 5), "cancelled"),
         (ending(143, "TERM", 5), "ended"),
-        (ending(1, "", None), "again"),
-        (ending(2, "", None), "failed"),
         # srun ended the other ranks, or torchrun said no more than that one had failed.
         (ending(143, "", 5, mistake=True), "failed"),
     ],
@@ -325,23 +321,15 @@ def test_the_restarts_of_another_job_do_not_count(tmp_path):
     assert read_restarts(tmp_path, 5) == Restarts(job=5)
 
 
-@given(st.lists(st.sampled_from(["node1", "node2", ""]), max_size=8))
-def test_a_node_that_ends_two_starts_in_a_row_has_failed_twice(nodes):
-    restarts = Restarts()
-    for node in nodes:
-        restarts = with_failures(restarts, ending(1, nodes=(node,) if node else ()))
-        stopped = with_failures(restarts, ending(138, "USR1"))
-        assert stopped == restarts  # a start that ran into its time limit says nothing of a node
-    last = nodes[-1:]
-    assert failed_twice(restarts) == (
-        tuple(last) if last and nodes[-2:] == last * 2 and last != [""] else ()
-    )
-
-
 def test_nodes_that_are_excluded_are_kept_and_a_preflight_without_them_counts_as_no_try():
     end = ending(1, NOT_PASSED, stepped=False, nodes=("node2",))
     before = with_failures(Restarts(job=7), end)
     assert failed_twice(before) == ("node2",)
+    once = with_failures(Restarts(), ending(1, nodes=("node1",)))
+    stopped = with_failures(once, ending(138, "USR1", nodes=("node1",)))
+    assert stopped == once  # a start that ran into its time limit says nothing of a node
+    twice, other = (with_failures(once, ending(1, nodes=(n,))) for n in ("node1", "node2"))
+    assert (failed_twice(once), failed_twice(twice), failed_twice(other)) == ((), ("node1",), ())
     went = decide(end, before, 0, without=("node2",))
     assert (went.word, went.restarts.excluded) == ("again", ("node2",))
     assert failed_twice(went.restarts) == ()
@@ -399,7 +387,6 @@ LAUNCH = "srun: error: Task launch for StepId=7.0 failed on node n2.here: Commun
     ("written", "line", "num_nodes", "nodes"),
     [
         (table(("space", ("n2",)), ("clock", ())), "", 3, ("n2",)),
-        (table(("space", ("n2", "n1"))), "", 3, ("n2", "n1")),
         (table(("space", ("n2", "n1"))), "", 2, ()),
         (table(("space", ())), "", 1, ("n1",)),
         (table(("space", ())), "", 2, ()),

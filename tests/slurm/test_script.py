@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.slurm.options import JobOptions
-from samestep.slurm.script import JobScript, sbatch_options, script_text
+from samestep.slurm.script import JobScript, script_text
 
 GOLDEN = Path(__file__).parent / "scripts"
 
@@ -111,21 +111,6 @@ def test_bash_and_shellcheck_find_nothing_to_say(name):
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("launcher", "tasks"), [("srun", 4), ("torchrun", 1)])
-def test_of_a_range_of_nodes_nothing_holds_the_number_of_the_first_start(launcher, tasks):
-    options = JobOptions(nodes="2-9", ntasks_per_node=4, cpus_per_task=3, launcher=launcher)
-    asked = sbatch_options(job(options))
-    assert (asked["nodes"], asked["mincpus"]) == ("2-9", "12")
-    assert not {"ntasks", "ntasks-per-node"} & asked.keys()
-    text = script_text(job(options))
-    assert (
-        f'srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node={tasks}'
-        in text
-    )
-    same = sbatch_options(job(JobOptions(nodes="3-3", ntasks_per_node=4)))
-    assert (same["ntasks-per-node"], "mincpus" in same) == ("4", False)
-
-
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), min_size=1, max_size=20)
 NASTY = st.text("'\"\\$`!*?[]{}()<>|&;#~ \ta-=%", min_size=1, max_size=12)
 FUNCTIONS = re.MULTILINE | re.DOTALL
@@ -161,14 +146,6 @@ def test_ranks_that_pass_over_the_warning_are_killed_before_the_limit(left, told
     first, *kills, last = done.stdout.splitlines()
     assert (first, last.split()[0], len(kills)) == ("told USR1", told, told == "LATE")
     assert int(last.split()[1]) < 30
-
-
-def test_the_script_says_that_it_can_be_told_once_its_traps_are_set():
-    lines = script().splitlines()
-    begun = next(n for n, x in enumerate(lines) if x.endswith('/.begun"'))
-    traps = [n for n, x in enumerate(lines) if re.match(r"trap .* (USR1|USR2|TERM)$", x)]
-    assert len(traps) == 3
-    assert max(traps) < begun
 
 
 def evaluated(shell: str) -> list[str]:
@@ -218,28 +195,14 @@ def test_interpreter_and_arguments_pass_the_inner_shell_unchanged(folder, argume
 
 
 @settings(max_examples=15)
-@given(TEXTS | NASTY)
-def test_a_variable_has_its_value_unchanged(value):
-    text = script(env=(f"VALUE={value}",))
-    assert evaluated(f"{line(text, 'export VALUE=')}\nprintf '%s\\0' \"$VALUE\"") == [value]
-
-
-@settings(max_examples=15)
 @given(NASTY)
-def test_a_container_is_one_word(image):
-    words = start_words(script(container=f"/images/{image}.sif", mounts=(f"/data/{image}",)))
+def test_a_variable_has_its_value_unchanged_and_a_container_is_one_word(name):
+    mounts, image = (f"/data/{name}",), f"/images/{name}.sif"
+    text = script(env=(f"VALUE={name}",), container=image, mounts=mounts)
+    assert evaluated(f"{line(text, 'export VALUE=')}\nprintf '%s\\0' \"$VALUE\"") == [name]
+    words = start_words(text)
     after = words.index("exec") + 1
-    assert words[after : after + 2] == [f"--bind=/data/{image}", f"/images/{image}.sif"]
-
-
-@pytest.mark.parametrize(
-    ("interface", "nccl", "gloo"),
-    [("ib0", "ib0", "ib0"), ("ib0,ib1", "ib0,ib1", "ib0,ib1"), ("^docker,lo", "^docker,lo", "")],
-)
-def test_gloo_is_told_names_alone_of_an_interface(interface, nccl, gloo):
-    lines = [x for x in script(interface=interface).splitlines() if "_SOCKET_IFNAME=" in x]
-    prints = 'printf \'%s\\0\' "$NCCL_SOCKET_IFNAME" "$GLOO_SOCKET_IFNAME"'
-    assert evaluated("\n".join([*lines, prints])) == [nccl, gloo]
+    assert words[after : after + 2] == [f"--bind={mounts[0]}", image]
 
 
 def test_a_node_without_the_interface_ends_the_job_as_a_mistake():

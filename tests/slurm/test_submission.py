@@ -80,26 +80,20 @@ def test_a_controller_that_is_away_is_waited_for_a_minute(
 # --- the shell that submits
 
 
-def test_a_job_inherits_nothing_of_the_job_it_is_submitted_from(slurm, tmp_path, monkeypatch):
+def test_a_job_inherits_what_is_the_users_and_nothing_of_another_job(slurm, tmp_path, monkeypatch):
     names = {
         *("SLURM_MEM_PER_CPU", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_JOB_ID"),
         *("SLURM_PROCID", "SLURMD_NODENAME", "SRUN_DEBUG", "PMI_RANK", "PMIX_RANK", "RANK"),
         *("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
         *("ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
     }
-    for name in names:
-        monkeypatch.setenv(name, "1")
-    hand_in(tmp_path / "run")
-    assert not names & slurm.shell.keys()
-
-
-def test_the_cluster_and_the_users_own_variables_reach_the_job(slurm, tmp_path, monkeypatch):
     (tmp_path / "slurm.conf").touch()
     kept = {"SLURM_CONF": f"{tmp_path}/slurm.conf", "SLURM_CLUSTERS": "n"}
     kept |= {"MY_RANK": "1", "WANDB_API_KEY": "k"}
-    for name, value in kept.items():
+    for name, value in (dict.fromkeys(names, "1") | kept).items():
         monkeypatch.setenv(name, value)
     hand_in(tmp_path / "run")
+    assert not names & slurm.shell.keys()
     assert kept.items() <= slurm.shell.items()
 
 

@@ -39,9 +39,7 @@ def test_a_recipes_name_becomes_a_training_in_a_new_run_directory(here):
     [
         (RECIPE, "recipe"),
         (RECIPE.replace("recipe =", "recipe: Recipe ="), "recipe"),
-        ("import samestep\nrecipe = samestep.Recipe()\n", "recipe"),
         (RECIPE + "raise SystemExit('it ran')\n", "recipe"),
-        ("import samestep\n", "script"),
         ("import samesteps\nrecipe = 1\n", "script"),
         ("import samestep\ndef f():\n    recipe = 1\n", "script"),
     ],
