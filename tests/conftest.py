@@ -26,6 +26,10 @@ from tests.command_line import call, one_message
 
 pytest_plugins = ["tests.costs"]
 MEMORY, NEEDS = Path("/dev/shm"), 6 << 30
+LONGEST = {
+    *("test_lint.py", "test_docs.py", "test_walkthrough.py", "test_first_steps.py"),
+    *("test_gpu_bench.py", "test_gpu_kit.py", "test_by_task.py"),
+}
 
 
 def pytest_configure():
@@ -44,9 +48,8 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest tests that stand alone, lest one of them is what all wait for."""
-    long = ("test_docs.py", "test_gpu_bench.py", "test_gpu_kit.py")
-    items.sort(key=lambda item: item.path.name not in long)
+    """Begin with the longest, lest one of them is what all wait for; Slurm's jobs wait as it is."""
+    items.sort(key=lambda item: (item.path.parent.name != "cluster", item.path.name not in LONGEST))
 
 
 def pytest_collection_finish():

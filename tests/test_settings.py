@@ -3,6 +3,7 @@
 import pytest
 
 import samestep
+from samestep.commands.target import own_flags
 from samestep.settings import own_names
 from tests.command_line import call
 
@@ -35,12 +36,33 @@ def test_a_setting_has_the_names_of_its_fields(given, own):
         {"eval_every": "500steps", "eval_every_steps": 400},
         {"eval_every_steps": 400, "eval_every": "500steps"},
         {"monitor": "loss:min", "mode": "max"},
+        {"checkpoint_every": "1epoch,2epochs"},
     ],
     ids=str,
 )
 def test_what_has_no_unit_or_two_values_is_refused(given):
     with pytest.raises(samestep.UserError, match=r"every|mode"):
         own_names(given, "a test")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--monitor loss:min --mode max",
+        "--mode=max --monitor loss:min",
+        "--checkpoint-every 5steps --checkpoint-every-steps 3",
+    ],
+)
+def test_two_flags_that_set_one_field_differently_are_refused(words):
+    with pytest.raises(samestep.UserError, match="both set"):
+        own_flags(["spiral", *words.split()])
+
+
+def test_two_flags_that_set_one_field_alike_are_taken_and_of_a_repeated_one_the_last_counts():
+    words = "--checkpoint-every 30min --checkpoint-every-minutes 30 --eval-every 2steps"
+    assert "30" in own_flags(["spiral", *words.split()])
+    last = "--monitor loss:min --monitor accuracy --eval-every 2steps --eval-every 1epoch"
+    assert own_flags(last.split()) == ["--monitor", "accuracy", "--eval-every-epochs", "1"]
 
 
 def test_flags_with_units_and_a_table_of_trackers_set_what_a_run_keeps(here):

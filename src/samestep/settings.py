@@ -454,13 +454,12 @@ def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
         match = _INTERVAL.fullmatch(str(part).strip())
         unit = match[2] if match else ""
         whole = bool(match) and (unit == "min" or "." not in match[1])  # type: ignore[index]
-        if not whole or f"{name}_{_FIELD_OF[unit]}" not in Settings.__dataclass_fields__:
-            raise UserError(
-                f"{where}: {name} = {value!r}: give a number with its unit, as {MERGED[name][0]}.",
-                flags=[name],
-            )
+        one = f"{name}_{_FIELD_OF[unit]}" if whole else ""
+        if one not in Settings.__dataclass_fields__ or one in found:
+            must = f"give a number with its unit, each unit once, as {MERGED[name][0]}"
+            raise UserError(f"{where}: {name} = {value!r}: {must}.", flags=[name])
         number = float(match[1])  # type: ignore[index]
-        found[f"{name}_{_FIELD_OF[unit]}"] = number if unit == "min" else int(number)
+        found[one] = number if unit == "min" else int(number)
     return found
 
 

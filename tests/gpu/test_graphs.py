@@ -11,7 +11,7 @@ from samestep.ranks.world import World
 from samestep.training import step_graph
 from samestep.training.compiled import FullBatches
 from samestep.training.evaluation import evaluate
-from samestep.training.optimizer import load_state
+from samestep.training.optimizer_state import load_state
 from samestep.training.step_graph import Replayed
 from tests.gpu.trainings import no_synchronisation
 from tests.steps_by_hand import (

@@ -13,7 +13,8 @@ from samestep.run.checkpoints import on_host
 from samestep.training.alike import seed_torch
 from samestep.training.device import kernels_of, switched
 from samestep.training.evaluation import Totals
-from samestep.training.optimizer import load_state, make_optimizer
+from samestep.training.optimizer import make_optimizer
+from samestep.training.optimizer_state import load_state
 from samestep.training.prepare import wrap
 from tests import tiny
 from tests.command_line import read_json, refusal, run

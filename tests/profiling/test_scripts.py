@@ -101,10 +101,11 @@ def test_of_a_script_that_fails_is_said_how_far_it_came(here, text, code, steps)
 SAYS_AND_WAITS = """
 import os, signal, time
 from pathlib import Path
-if os.environ["RANK"] == "1":
+if rank := int(os.environ["RANK"]):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.write(1, b"bad card")
-    Path("said").touch()
+    if rank == 1:
+        os.write(1, b"bad card")
+        Path("said").touch()
     signal.pause()
 while not Path("said").exists():
     time.sleep(0.01)
@@ -114,7 +115,7 @@ while not Path("said").exists():
 def test_ranks_that_samestep_starts_tell_of_a_failure_once_and_leave_logs_that_say_something(here):
     """In real processes: the parent tells what the ranks leave for it."""
     path = script(here, SAYS_AND_WAITS + ERROR)
-    done = typed("-m", "samestep", "profile", path, "--nproc", "2", folder=here)
+    done = typed("-m", "samestep", "profile", path, "--nproc", "3", folder=here)
     assert done.returncode == 1, done.stderr
     assert len(re.findall(r"^samestep: .*train\.py ", done.stderr, re.MULTILINE)) == 1
     assert "no data folder" in done.stderr

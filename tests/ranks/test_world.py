@@ -33,6 +33,7 @@ def test_a_rank_gets_the_best_device_of_its_node(case):
     [
         ("cuda", 0, 0, "CUDA"),
         ("mps", 0, 4, "Apple GPU"),
+        ("gpu", 0, 4, "'cuda'"),
         ("auto", 4, 4, "4 visible"),
         ("cuda", 1, 1, "1 visible"),
     ],

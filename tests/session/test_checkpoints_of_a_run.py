@@ -10,12 +10,12 @@ import torch
 
 from samestep.errors import UserError
 from samestep.ranks.world import World
-from samestep.run import checkpoints, shards
+from samestep.run import checkpoints
 from samestep.run.index import Retention
 from samestep.session.session import Session
 from samestep.training.stopping import Watch
 from samestep.training.work import Position
-from tests.processes import TIMEOUT_S, run_ranks
+from tests.processes import TIMEOUT_S
 from tests.tiny import all_records, last_state, read_index, sha256
 
 
@@ -45,7 +45,6 @@ def save(
     *,
     content: dict | None = None,
     sync: bool = True,
-    sharded: bool = False,
 ) -> None:
     session.saver.save(
         content or {"weights": step},
@@ -55,7 +54,6 @@ def save(
         retention=Retention(top_k=keep),
         began=time.perf_counter(),
         sync=sync,
-        sharded=sharded,
     )
 
 
@@ -103,15 +101,6 @@ def test_a_checkpoint_is_written_named_in_the_index_and_told_with_its_hash(opene
     assert index["last"] == index["best"]
     assert abs(index["last"].pop("time") - time.time()) < TIMEOUT_S
     assert index["last"] == entry
-
-
-def test_a_run_that_goes_on_from_an_earlier_step_forgets_the_later_ones(opened, tmp_path):
-    """They were damaged, and their steps are trained again."""
-    session = opened()
-    for step in (10, 20, 30):
-        save(session, step)
-    save(opened(10), 15)
-    assert [entry["step"] for entry in read_index(tmp_path)["checkpoints"]] == [10, 15]
 
 
 def test_the_training_goes_on_while_a_checkpoint_is_written_and_holds_what_was_saved(
@@ -195,46 +184,3 @@ def test_a_second_checkpoint_of_a_step_leaves_the_announced_one_whole_until_it_i
     (after,) = read_index(tmp_path)["checkpoints"]
     assert after["path"] != entry["path"]
     assert steps_kept(tmp_path) == [14]
-
-
-def save_sharded(run: Path) -> list[list[str]]:
-    """Save two sharded checkpoints on these ranks, of which the last is kept, in both ways."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from samestep import dist
-
-    dist.setup_distributed("cpu")
-    world = dist.current_world()
-    mesh = init_device_mesh("cpu", (world.world_size,))
-    kept = []
-    for sync in (True, False):
-        folder = run / str(sync)
-        session = Session(folder, world, lambda _: None)
-        session.watch = None
-        session.begin({"event": "start", "resumed": False}, None, 0, None)
-        for step in (10, 20):
-            weights = distribute_tensor(torch.arange(5.0) + step, mesh, [Shard(0)])
-            content = {"model": {"w": weights}, "step": step}
-            save(session, step, keep=1, sync=sync, content=content, sharded=True)
-            weights.to_local().zero_()  # the next step
-        world.on_main(session.saver.settle_well)
-        session.close()
-        world.barrier()
-        kept.append(sorted(path.name for path in (folder / "checkpoints").iterdir()))
-    return kept
-
-
-def test_each_rank_writes_its_part_of_a_sharded_checkpoint_and_the_index_has_all_hashes(tmp_path):
-    names = ["checkpoint_epoch_2.pt", "checkpoint_epoch_2.shards", "index.json"]
-    assert run_ranks(save_sharded, 2, tmp_path / "out", tmp_path) == [[names] * 2] * 2
-    for run in (tmp_path / "True", tmp_path / "False"):
-        assert [record["step"] for record in told(run)] == [10, 20]
-        (entry,) = read_index(run)["checkpoints"]
-        folder = run / "checkpoints"
-        files = {str(p.relative_to(folder)): sha256(p) for p in folder.glob("*.shards/*")}
-        assert entry["files"] == files
-        assert {Path(name).name for name in files} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
-        found = shards.read(folder / "checkpoint_epoch_2.shards", last_state(run), None)
-        assert found["step"] == 20
-        assert torch.equal(found["model"]["w"], torch.arange(5.0) + 20)

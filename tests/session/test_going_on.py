@@ -102,37 +102,13 @@ def test_what_comes_before_and_after_the_epochs_is_recorded_once(tmp_path):
     assert len(records(tmp_path, "start")) == 2
 
 
-def test_draws_around_batches_do_not_depend_on_a_stop_nor_on_a_validation(tmp_path):
-    drawn, within = {}, set()
-    for folder, stops in (("whole", [None]), ("parts", [2, None])):
-        for stop in stops:
-            t, found = Training(tmp_path / folder, resume=True), []
-            before = ended(143) if stop else contextlib.nullcontext()
-            with before, t.run as run:
-                for _ in run.epochs(1, state=t.state):
-                    found.append(torch.rand(2).tolist())
-                    for batch in run.batches(t.data, 3):
-                        within.add(float(torch.rand(())))
-                        t.step(batch)
-                        if run.step + 1 == stop:
-                            signal.raise_signal(signal.SIGTERM)
-                    for _ in run.validation(t.data, 5):
-                        torch.rand(3 if folder == "whole" else 1)
-                    found.append(torch.rand(2).tolist())
-                found.append(torch.rand(2).tolist())
-            drawn[folder] = found
-    assert drawn["whole"] == drawn["parts"]
-    around = {number for pair in drawn["whole"] for number in pair}
-    assert (len(around), len(within), around & within) == (6, 4, set())
-
-
 def test_settings_may_change_where_the_script_says_so(tmp_path, capfd):
     def train(settings, **more):
         Training(tmp_path, resume=True, settings=settings, **more).train(1)
 
     def settings(lr=0.1, workers=1, trees=1):
         nested = {"size": 3, "hf_token": "a secret"}
-        one_process_only = {"function": lambda: 0, "object": object(), "nan": float("nan")}
+        one_process_only = {"function": lambda: 0, "device": object(), "nan": float("nan")}
         plain = {"lr": lr, "workers": workers, "trees": trees, "sizes": [1, 2], "net": nested}
         return plain | one_process_only
 

@@ -111,15 +111,6 @@ def test_left_by_break_the_run_saves_and_goes_on_with_the_next_epoch(tmp_path):
     assert steps == [1, *range(3, 11)]  # each of so short a run but that of the break
 
 
-@pytest.mark.parametrize(("hours", "kept"), [(1e-9, 1), (1.0, 3)])
-def test_checkpoints_are_kept_for_as_many_hours_as_asked_and_the_last_in_any_case(
-    tmp_path, hours, kept
-):
-    path = tmp_path / "run"
-    Training(path, keep_hours=hours).train(3)
-    assert len(read_index(path)["checkpoints"]) == kept
-
-
 LOSSES = (5.0, 3.0, 2.0, 4.0, 3.0, 1.0, 6.0, 7.0, 8.0)
 
 

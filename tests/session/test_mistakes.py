@@ -62,7 +62,16 @@ MISTAKES = [
     (DATA, "data, size, order='replacement', drop_last=True)", "drop_last"),
     (DATA, "data, 21, order='columns')", "21 columns"),
     (DATA, "(data, data[1:]), size)", "The data has 20 inputs"),
-    (OPENED, 'opened = {"path": "run", "seed": -1}', "seed"),
+    (OPENED, 'opened = {"path": "run", "seed": -1}', "open_run(seed=-1): it must be 0 or more"),
+    (OPENED, 'opened = {"device": "gpu"}', "'auto', 'cpu', 'cuda', 'mps'"),
+    (OPENED, 'opened = {"stall_s": -1}', "stall_s"),
+    (OPENED, 'opened = {"timeout_s": float("nan")}', "timeout_s"),
+    (OPENED, 'opened = {"backend": "mpi"}', "backend"),
+    (OPENED, 'opened = {"settings": {"nets": [data]}}', "settings['nets'][0] is a Tensor"),
+    (DATA, "data, size, num_workers=-1)", "num_workers=-1"),
+    ("loss, model)", "loss, model, terms=float('nan'))", "terms=nan"),
+    (LOG, "run.log(loss=loss, terms=-1)", "terms"),
+    (LOG, f"{LOG}\n        [*run.validation(data, 6, split='train')]", "split='train'"),
     ("for epoch in run.epochs(2, state=state):", "if 1:", "run.epochs"),
     (BATCHES, "while False:", "run.batches"),
     (f"            {LOG}", "run.log(loss=1)", "with samestep.open_run"),
@@ -112,9 +121,25 @@ def test_backward_passes_of_one_rank_alone_are_told(tmp_path, first):
     assert expected in refused(changed, world_size=2, folder=tmp_path)
 
 
-def test_ranks_with_different_data_are_told(tmp_path):
-    changed = script(tmp_path, "run.batches(data,", "run.batches(data + rank,")
-    assert "Rank 1 has other data" in refused(changed, world_size=2, folder=tmp_path)
+OF_RANKS = [
+    ("run.batches(data,", "run.batches(data + rank,", "Rank 1 has other data"),
+    ('"seed": 0', '"seed": rank', "seed is 0 on rank 0 and 1 on rank 1"),
+    (
+        '"resume": True',
+        '"settings": {"a": rank, "local_rank": rank, "dir": f"/tmp/{rank}", "on": f"cuda:{rank}"}',
+        "between the ranks: settings['a'] is 0 on rank 0 and 1 on rank 1.",
+    ),
+    ("}, 6", "}, 6 + rank", "global_batch_size is 6 on rank 0 and 7 on rank 1"),
+    ("epochs(2", "epochs(2 + rank", "num_epochs"),
+    (MADE, f"\n    model.bias.requires_grad_(rank == 0){MADE}", "model.bias"),
+    (MADE, f"\n    run.state['waited'] = rank{MADE}", "run.state['waited']"),
+    (DATA, "data, size, carry=lambda rows: torch.full((rows, 1), rank))", "carried state"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "named"), OF_RANKS, ids=[new for _, new, _ in OF_RANKS])
+def test_what_differs_between_ranks_is_told_with_both_values(tmp_path, old, new, named):
+    assert named in refused(script(tmp_path, old, new), world_size=2, folder=tmp_path)
 
 
 OTHER_RUNS = {

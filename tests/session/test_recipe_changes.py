@@ -303,21 +303,6 @@ def test_what_the_recipes_own_functions_change_is_no_change(tmp_path):
     assert differing(tmp_path, recipe) == ["seen"]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({"p": 0.1}, {"p": 0.5}),
-        ([1, [2, {"a": (3,)}]], [1, [2, {"a": (4,)}]]),
-        ({"act": nn.ReLU}, {"act": nn.GELU}),
-        (np.ones(2), np.ones(3)),
-    ],
-)
-def test_a_container_or_an_array_of_the_module_is_compared(before, after, tmp_path):
-    keep(tmp_path, using(before))
-    assert differing(tmp_path, using(copy.deepcopy(before))) == []
-    assert differing(tmp_path, using(after)) == ["values"]
-
-
 class Counts:
     """A metric that counts its calls."""
 

@@ -1,8 +1,10 @@
 import re
 import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,6 +97,40 @@ def test_options_go_to_each_function_that_asks_and_one_that_nothing_reads_is_ref
     assert "problem" not in samestep.predict(run, __file__)[0]
     with pytest.raises(UserError, match=r"unread 5.*model"):
         trained(unread=5)
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ({"unread": 5.0}, "Expected `int`"),
+        ({"smooth": nn.Linear(1, 1)}, "a Linear, which settings.toml cannot hold"),
+        (None, "returned None"),
+    ],
+)
+def test_what_complete_returns_is_refused_before_anything_is_written(here, found, told):
+    complete = (lambda o: found) if found is None else lambda o: replace(o, **found)
+    with pytest.raises(UserError, match=re.escape(told)):
+        samestep.train(made(options=Options, complete=complete), quiet=True)
+    assert not [*here.iterdir()]
+
+
+@dataclass(frozen=True)
+class Read:
+    classes: int | None = None
+    folder: Path = Path("a")
+
+
+def test_what_complete_returns_has_the_types_that_the_run_gives_back(here):
+    seen = []
+    recipe = made(
+        options=Read,
+        model=lambda options: seen.append(options) or nn.Linear(4, options.classes),
+        read=lambda options, file: options.folder,
+        complete=lambda options: replace(options, classes=np.int64(2)),
+    )
+    run = samestep.train(recipe, quiet=True, epochs=1)
+    samestep.evaluate(run)
+    assert {*map(repr, seen)} == {repr(Read(2))}
 
 
 def test_every_option_of_the_recipes_here_is_read_and_functions_keep_their_old_parameters():

@@ -1,7 +1,6 @@
 """A validation between two steps: recorded where it stands, and nothing of the training differs."""
 
 import contextlib
-import os
 import random
 import signal
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.processes import free_port, run_ranks
 from tests.session.same import account, assert_close, assert_same
 from tests.session.scripts import weights
 from tests.session.test_going_on import ended, records
@@ -27,7 +25,7 @@ def train(path, where, stops=None):
     def validate(run):
         t.model.eval()
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            for batch in run.validation(t.data[:1] + 1, 4):  # a second rank has none of it
+            for batch in run.validation(t.data[:1] + 1, 4):
                 noise = torch.rand(()) + random.random() + float(np.random.rand())  # noqa: NPY002
                 run.log(loss=t.model(batch.data).float().square().mean(), noise=noise)
         t.model.train()
@@ -152,16 +150,3 @@ def test_a_validation_while_gradients_wait_for_their_optimizer_is_refused(tmp_pa
                     pass
     assert len(records(tmp_path, "evaluation")) == (0 if code else 2)
     assert ("optimizer.step()" in capfd.readouterr().err) == bool(code)
-
-
-def train_with_and_without(folder):
-    """Train both on the ranks that this process is one of."""
-    train(folder / "without", None)
-    os.environ["MASTER_PORT"] = (folder / "port").read_text()
-    train(folder / "with", "after")
-
-
-def test_two_ranks_train_the_same_with_a_validation_of_which_one_has_no_share(tmp_path):
-    (tmp_path / "port").write_text(str(free_port()))
-    run_ranks(train_with_and_without, 2, tmp_path / "outputs", tmp_path)
-    assert_untouched(tmp_path)

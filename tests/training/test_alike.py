@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 import torch
 from torch import nn
 
@@ -35,7 +34,6 @@ recipe = replace(recipe, model=lambda o: nn.Sequential(*model(o)[:2], nn.Dropout
                  optimizer=lambda model, s: Noisy(model.parameters(), lr=s.lr))
 """
 DRIFTING = NOISY.replace("torch.randn_like(weight)", "torch.randn(weight.shape, generator=own)")
-ENGINES = {"native": (), "lightning": ("--engine", "lightning")}
 
 
 def written(folder, more):
@@ -43,22 +41,33 @@ def written(folder, more):
     return tiny.write_recipe(folder, text + more)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone")
-    tiny.trained(written(folder, NOISY), folder / "run", "--epochs", "1")
-    return folder / "run"
+def test_an_optimizer_draws_on_two_ranks_what_it_draws_on_one(tmp_path):
+    recipe = written(tmp_path, NOISY)
+    tiny.trained(recipe, tmp_path / "alone", "--epochs", "1")
+    engines = ("native", "lightning")
+    words = [[recipe, "--run-dir", tmp_path / e, "--epochs", "1", "--engine", e] for e in engines]
+    tiny.train_all(words, on=2, folder=tmp_path)
+    for engine in engines:
+        tiny.assert_same_training(tmp_path / engine, tmp_path / "alone", 1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_an_optimizer_draws_on_two_ranks_what_it_draws_on_one(tmp_path, alone, engine):
-    tiny.trained(written(tmp_path, NOISY), tmp_path / "run", "--epochs", "1", *engine, on=2)
-    tiny.assert_same_training(tmp_path / "run", alone, 1e-12)
+OTHER = """
+import os
+R = int(os.environ.get("RANK", "0"))
+recipe = replace(recipe, settings={**recipe.settings, "seed": 5 + R, "threads": 1 + R})
+"""
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_weights_that_drift_apart_end_a_training_at_its_first_step(tmp_path, engine):
-    recipe, flags = written(tmp_path, DRIFTING), ("--run-dir", str(tmp_path / "run"), *engine)
+def test_settings_that_differ_between_ranks_are_refused_before_a_run_begins(tmp_path):
+    recipe, run = written(tmp_path, "from dataclasses import replace" + OTHER), tmp_path / "run"
+    words = ("train", str(recipe), "--run-dir", str(run))
+    told = refusal(*words, world_size=2, folder=tmp_path / "output")
+    assert "differ between the ranks: seed is 5 on rank 0 and 6 on rank 1. See" in told
+    assert not run.exists()
+
+
+def test_weights_that_drift_apart_end_a_training_at_its_first_step(tmp_path):
+    recipe, flags = written(tmp_path, DRIFTING), ("--run-dir", str(tmp_path / "run"))
     told = refusal("train", str(recipe), *flags, world_size=2, folder=tmp_path / "output")
     assert "step 1, " in told
     assert "0.weight" in told
@@ -66,13 +75,12 @@ def test_weights_that_drift_apart_end_a_training_at_its_first_step(tmp_path, eng
 
 
 LOOP = """
-import os, random
+import random
 import torch
 from torch import nn
 import samestep
 
 data = torch.arange(80.0, dtype=torch.float64).view(40, 2) / 40
-own = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
 with samestep.open_run("run") as run:
     model = run.place(nn.Linear(2, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,37 +104,26 @@ with samestep.open_run("run") as run:
 
 def loop(folder, old="", new=""):
     assert old in LOOP
+    folder.mkdir()
     path = folder / "loop.py"
     path.write_text(LOOP.replace(old, new))
     return path
 
 
 def test_a_loop_of_ones_own_draws_after_its_backward_alike_on_all_ranks(tmp_path):
-    runs = []
-    for world_size in (1, 2):
-        folder = tmp_path / str(world_size)
-        folder.mkdir()
-        scripts.run(loop(folder), world_size=world_size, folder=folder)
-        runs.append(folder / "run")
-    assert_same(*runs)
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert scripts.run_here(loop(one)) == 0
+    scripts.run(loop(two), world_size=2, folder=two)
+    assert_same(two / "run", one / "run")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "named"),
-    [
-        ("torch.randn_like(p)", "torch.randn(p.shape, generator=own)", "generator"),
-        (
-            "run.backward(loss, model, retain_graph=True)",
-            "loss.backward(retain_graph=True)",
-            "run.backward",
-        ),
-    ],
-)
-def test_weights_that_drift_apart_end_a_loop_of_ones_own(tmp_path, old, new, named):
-    told = scripts.refused(loop(tmp_path, old, new), world_size=2, folder=tmp_path)
+def test_weights_that_drift_apart_end_a_loop_of_ones_own(tmp_path):
+    ours = "run.backward(loss, model, retain_graph=True)"
+    script = loop(tmp_path / "loop", ours, "loss.backward(retain_graph=True)")
+    told = scripts.refused(script, world_size=2, folder=tmp_path / "loop")
     assert "model.weight" in told
     assert "step 1, " in told
-    assert named in told
+    assert "run.backward" in told
 
 
 def _found_on_ranks(kinds: list[str]) -> list[str]:
@@ -153,13 +150,8 @@ def _found_on_ranks(kinds: list[str]) -> list[str]:
 
 
 def test_one_weight_that_differs_in_its_last_bits_is_found_in_every_type(tmp_path):
-    kinds = [
-        "float32",
-        "float64 drift",
-        "bfloat16 drift",
-        "complex64 drift",
-        "float32 frozen drift",
-    ]
+    types = ("float64", "bfloat16", "complex64", "float32 frozen")
+    kinds = ["float32", *(f"{kind} drift" for kind in types)]
     for good, *drifted, frozen in run_ranks(_found_on_ranks, 2, tmp_path / "output", kinds):
         assert not good
         assert all("step 7, 1.weight" in told and "ranks 0 and 1" in told for told in drifted)

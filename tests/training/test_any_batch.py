@@ -3,15 +3,18 @@
 The examples of the handbook are the recipes.
 """
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from samestep import read_records
+from samestep.api.call import as_in_fresh_process
 from samestep.session.trained_model import evaluate_run
 from tests import tiny
-from tests.faults import Fault
+from tests.command_line import call
+from tests.faults import POINTS
+from tests.processes import free_port, run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FP64 = ("--precision", "fp64", "--log-every", "1", "--epochs", "2")
@@ -29,65 +32,68 @@ RECIPES = {
 }
 
 
-@pytest.fixture(scope="module", params=RECIPES)
-def alone(request, tmp_path_factory):
-    """Give a recipe, its flags, and the run of a single process."""
-    folder = tmp_path_factory.mktemp("alone")
-    recipe, flags = EXAMPLES / request.param, (*FP64, *RECIPES[request.param])
-    tiny.trained(recipe, folder / "run", *flags)
-    return recipe, flags, folder / "run"
+def train_until_stopped(trainings: list[list[str]], ports: list[int]) -> None:
+    """Train on the ranks that this process is one of, each time to a signal after the 1st step."""
+    steps = 0
+
+    def strike() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 1:  # ranks meet after the first step, and then twice a second
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    POINTS["after a step"](strike)
+    for words, port in zip(trainings, ports, strict=True):
+        steps = 0
+        os.environ["MASTER_PORT"] = str(port)
+        with as_in_fresh_process():
+            assert call("train", *words) == 128 + signal.SIGTERM, words
 
 
-def test_micro_steps_on_two_ranks_gone_on_with_on_one_are_the_same_training(alone, tmp_path):
-    """Stopped in the middle of an epoch."""
-    recipe, flags, reference = alone
-    run, size = tmp_path / "run", read_start(reference)["global_batch_size"]
-    stop = Fault("after a step", 4, signal.SIGTERM, rank=None)
-    tiny.struck(recipe, run, stop, *flags, "--micro-batch-size", str(size // 8), on=2)
-    tiny.resumed(run)
-    tiny.assert_same_training(run, reference, 1e-9)
+SLOW = ("huggingface.py",)  # its imports take longer than all the others
+QUICK = tuple(name for name in RECIPES if name not in SLOW)
 
 
-def read_start(run: Path):
-    return next(record for record in read_records(run) if record["event"] == "start")
-
-
-def test_an_evaluation_of_the_run_measures_what_the_training_did(alone):
-    _, _, run = alone
-    last = [record for record in read_records(run) if record["event"] == "evaluation"][-1]
-    measured = evaluate_run(run, "last", split="validation")
-    for name in measured.keys() & last.keys() - {"event", "split", "step"}:
-        assert measured[name] == pytest.approx(last[name], rel=1e-12), name
-    assert measured["samples"] > 30
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["", "slow"]
+)
+def test_micro_steps_on_two_ranks_gone_on_with_on_one_are_the_same_training(tmp_path, names):
+    """Stopped in the middle of an epoch; and an evaluation measures what the training did."""
+    words = []
+    for name in names:
+        flags, alone = (*FP64, *RECIPES[name]), tmp_path / f"{name} alone"
+        tiny.trained(EXAMPLES / name, alone, *flags)
+        (started,) = tiny.events(alone, "start")
+        micro = ("--micro-batch-size", str(started["global_batch_size"] // 8))
+        words.append([str(EXAMPLES / name), "--run-dir", str(tmp_path / name), *flags, *micro])
+    ports = [free_port() for _ in words]
+    run_ranks(train_until_stopped, 2, tmp_path / "output", words, ports)
+    for name in names:
+        alone, run = tmp_path / f"{name} alone", tmp_path / name
+        last = tiny.events(alone, "evaluation")[-1]
+        tiny.resumed(run)
+        tiny.assert_same_training(run, alone, 1e-9)
+        measured = evaluate_run(alone, "last", split="validation")
+        for field in measured.keys() & last.keys() - {"event", "split", "step"}:
+            assert measured[field] == pytest.approx(last[field], rel=1e-12), (name, field)
+        assert measured["samples"] > 30
 
 
 TEXT = EXAMPLES / "padded_text.py"
 
 
 def test_terms_are_added_up_where_ddp_follows_the_forward_and_none_can_travel(tmp_path):
-    flags = (*FP64, *RECIPES[TEXT.name])
-    tiny.trained(TEXT, tmp_path / "alone", *flags)
+    """Without loss_terms, a mean over words would be another loss on each number of ranks."""
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(TEXT.read_text().replace("    loss_terms=", "    # loss_terms="))
+    flags = (*FP64, *RECIPES[TEXT.name], "--max-steps", "6")
     followed = ("--find-unused", "--static-graph")
     words = [[TEXT, "--run-dir", tmp_path / flag, *flags, flag] for flag in followed]
+    words.append([wrong, "--run-dir", tmp_path / "wrong-2", *flags])
+    tiny.trained(TEXT, tmp_path / "alone", *flags)
+    tiny.trained(wrong, tmp_path / "wrong-1", *flags)
     tiny.train_all(words, on=2, folder=tmp_path)
     for flag in followed:
         tiny.assert_same_training(tmp_path / flag, tmp_path / "alone", 1e-9)
-
-
-def test_a_mean_over_words_is_not_the_mean_of_the_sentences_means(tmp_path):
-    """What it would be without loss_terms: another loss on each number of ranks."""
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text(TEXT.read_text().replace("    loss_terms=", "    # loss_terms="))
-    flags = (*FP64, *RECIPES[TEXT.name], "--max-steps", "3")
-    words = []
-    for recipe in (TEXT, wrong):
-        tiny.trained(recipe, tmp_path / f"{recipe.stem}-1", *flags)
-        words.append([recipe, "--run-dir", tmp_path / f"{recipe.stem}-2", *flags])
-    tiny.train_all(words, on=2, folder=tmp_path)
-
-    def difference(name):
-        both = [tiny.events(tmp_path / f"{name}-{ranks}", "step") for ranks in (1, 2)]
-        return max(abs(a["loss"] - b["loss"]) for a, b in zip(*both, strict=True))
-
-    assert difference("padded_text") < 1e-12
-    assert difference("wrong") > 1e-3
+    both = [tiny.events(tmp_path / f"wrong-{ranks}", "step") for ranks in (1, 2)]
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(*both, strict=True)) > 1e-3

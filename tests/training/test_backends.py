@@ -9,7 +9,7 @@ from samestep import Settings
 from samestep.errors import UserError
 from samestep.training.device import kernels_of, switched
 from tests.command_line import read_json
-from tests.tiny import all_records, assert_same_training, trained, write_recipe
+from tests.tiny import assert_same_training, events, trained, write_recipe
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 cudnn = torch.backends.cudnn
@@ -38,40 +38,27 @@ def during(device=CPU, **told):
     return {name: value for name, value in found.items() if value != PLAIN[name]}
 
 
-def test_without_settings_all_is_as_pytorch_has_it():
+def test_the_switches_follow_the_settings_and_without_any_all_is_as_pytorch_has_it():
     assert during() == {}
     assert PLAIN["convolutions"]
     assert not PLAIN["tf32"]
-
-
-def test_highest_forbids_tf32_and_the_others_allow_it():
     assert during(matmul_precision="highest") == {"convolutions": False}
     assert during(matmul_precision="high") == {"products": "high", "tf32": True}
     assert during(matmul_precision="medium")["products"] == "medium"
-
-
-def test_cudnn_may_time_its_kernels():
     assert during(cudnn_benchmark=True) == {"benchmark": True}
-
-
-def test_deterministic_operations_get_the_workspace_that_cublas_needs():
     switches = {"cudnn": True, "deterministic": True}
     assert during(deterministic=True) == switches
-    assert during(CUDA, deterministic=True) == {**switches, "workspace": ":4096:8"}
+    assert during(CUDA, deterministic=True) == {**switches, "workspace": ":4096:8"}  # for cuBLAS
 
 
-def test_a_workspace_of_the_user_is_left_alone(monkeypatch):
+def test_a_workspace_of_the_user_is_left_alone_and_switches_are_put_back(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    before = state()
     with switched(Settings(deterministic=True), CUDA):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-
-
-def test_the_switches_are_put_back_after_a_failure_too():
-    told = Settings(matmul_precision="high", deterministic=True)
-    with pytest.raises(KeyError), switched(told, CUDA):
+    with pytest.raises(KeyError), switched(Settings(deterministic=True), CUDA):
         raise KeyError
-    assert state() == PLAIN
+    assert state() == before, "all is put back, after a failure too"
 
 
 def test_a_precision_that_the_recipe_has_set_the_newer_way_is_not_mixed_with_ours():
@@ -120,7 +107,7 @@ def test_a_training_with_them_is_the_same_on_a_cpu_and_says_what_has_no_effect(t
     for name, flags in (("plain", ()), ("run", FLAGS)):
         trained(recipe, tmp_path / name, "--device", "cpu", "--epochs", "2", *flags)
     assert_same_training(tmp_path / "run", tmp_path / "plain", tolerance=0)
-    (start,) = (r for r in all_records(tmp_path / "run") if r["event"] == "start")
+    (start,) = events(tmp_path / "run", "start")
     assert any("--bucket-cap-mb" in note for note in start["notes"])
     assert "kernels" not in start
     assert read_json(tmp_path / "run" / "environment.json")["gpus"] == []

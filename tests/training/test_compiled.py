@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from samestep import Settings, read_records
+from samestep import Settings
 from samestep.training.compiled import _steps_per_graph
 from samestep.training.plan import make_plan
 from tests import tiny
-from tests.processes import run_ranks, start_ranks
+from tests.processes import run_ranks
 from tests.steps_by_hand import IN_A_GRAPH, blocks, learner, model, run, settings_of, whole
 
 # One worker trains all of them: a second would compile the same once more.
@@ -72,16 +72,12 @@ class Case:
 
 CASES = {
     "adam": Case("--weight-decay 0.1 --clip-norm 0.05 --lr 0.03", 2),
-    "adamw": Case(
-        "--precision fp32 --optimizer adamw --weight-decay 0.2 --schedule cosine --warmup-steps 9",
+    "sgd": Case(
+        "--precision fp32 --optimizer sgd --momentum 0.9 --weight-decay 0.1 --clip-norm 0.3 "
+        "--lr 0.1 --batch-size 12 --accumulate 2 --schedule cosine --warmup-steps 9",
         2,
         tolerance=1e-5,
         recipe="normalised.py",
-    ),
-    "sgd": Case(
-        "--optimizer sgd --momentum 0.9 --weight-decay 0.1 --clip-norm 0.3 --lr 0.1 "
-        "--batch-size 12 --accumulate 2",
-        2,
     ),
     "large": Case(
         "--optimizer adamw --weight-decay 0.2 --clip-norm 0.05 --batch-size 12 --accumulate 2",
@@ -166,21 +162,29 @@ def assert_same_optimizer(one, other, tolerance):
     assert one["param_groups"] == other["param_groups"]
     assert one["state"].keys() == other["state"].keys()
     for number, state in other["state"].items():
-        mine = one["state"][number]
-        assert {k: v for k, v in mine.items() if v is not None}.keys() == {
-            k for k, v in state.items() if v is not None
-        }
-        for key, value in state.items():
-            if value is not None:
-                torch.testing.assert_close(mine[key], value, rtol=tolerance, atol=tolerance)
+        pair = (one["state"][number], state)
+        mine, its = ({k: v for k, v in found.items() if v is not None} for found in pair)
+        assert mine.keys() == its.keys()
+        for key, value in its.items():
+            torch.testing.assert_close(mine[key], value, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_steps_take_the_eager_trajectory(trained, name):
-    """Records, weights, buffers and the optimizer's state; also the steps that run eagerly."""
-    folder, *_ = trained
+    """Records, weights, buffers and the optimizer's state; also the steps that run eagerly.
+
+    The records say once what was compiled, and it was so once: the learning rates of a schedule go
+    in as a tensor; as numbers, each group of steps would be a graph of its own.
+    """
+    folder, graphs, _ = trained
+    assert graphs[name] == 1
     assert_close(folder / f"{name} on", folder / f"{name} off", CASES[name].tolerance)
+    (note,) = tiny.events(folder / f"{name} on", "compile")
+    assert note["steps_per_graph"] == CASES[name].steps_per_graph
+    assert "optimizer" in note["what"]
+    assert note["seconds"] > 0
+    assert not tiny.events(folder / f"{name} off", "compile")
 
 
 @pytest.mark.slow
@@ -188,7 +192,7 @@ def test_compiled_steps_take_the_eager_trajectory(trained, name):
 def test_where_whole_steps_would_train_something_else_the_model_alone_is_compiled(trained, name):
     folder, *_ = trained
     assert_close(folder / f"{name} on", folder / f"{name} off", 1e-12)
-    (note,) = [r for r in read_records(folder / f"{name} on") if r["event"] == "compile"]
+    (note,) = tiny.events(folder / f"{name} on", "compile")
     assert note["steps_per_graph"] == 0
     assert {"unused": "unused.weight", "reassigned": "calls"}[name] in note["what"]
 
@@ -197,11 +201,8 @@ def test_where_whole_steps_would_train_something_else_the_model_alone_is_compile
 def test_a_run_may_change_between_compiled_and_eager_whenever_it_resumes(trained):
     """Their checkpoints are the same, the optimizer's state included."""
     folder, *_ = trained
-
-    def steps(run):
-        return [r for r in tiny.account(run) if r["event"] == "step"]
-
-    for ours, theirs in zip(steps(folder / "switching"), steps(folder / "adam off"), strict=True):
+    runs = [folder / name for name in ("switching", "adam off")]
+    for ours, theirs in zip(*(tiny.events(path, "step") for path in runs), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-12)
     compiles = [
@@ -210,57 +211,27 @@ def test_a_run_may_change_between_compiled_and_eager_whenever_it_resumes(trained
         if r["event"] in ("start", "compile")
     ]
     assert compiles == ["start", "compile", "start", "start", "compile"]
-    mine, its = (tiny.last_state(folder / name) for name in ("switching", "adam off"))
+    mine, its = map(tiny.last_state, runs)
     assert_same_optimizer(mine["optimizer"], its["optimizer"], 1e-12)
-
-
-@pytest.mark.slow
-def test_a_schedule_of_the_learning_rate_does_not_compile_anew(trained):
-    """The rates go in as a tensor; as numbers, each group of steps would be a graph of its own."""
-    _, graphs, _ = trained
-    graphs = {name: graphs[name] for name in CASES}
-    assert graphs == dict.fromkeys(CASES, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_the_records_say_once_what_was_compiled(trained, name):
-    folder, *_ = trained
-    notes = [r for r in read_records(folder / f"{name} on") if r["event"] == "compile"]
-    assert len(notes) == 1
-    assert notes[0]["steps_per_graph"] == CASES[name].steps_per_graph
-    assert "optimizer" in notes[0]["what"]
-    assert notes[0]["seconds"] > 0
-    assert not [r for r in read_records(folder / f"{name} off") if r["event"] == "compile"]
 
 
 @pytest.mark.slow
 def test_the_seconds_of_compiling_do_not_count_as_training(trained):
     folder, *_ = trained
-    records = list(read_records(folder / "adam on"))
-    compiling = next(r["seconds"] for r in records if r["event"] == "compile")
-    training = [r["seconds"] for r in records if r["event"] == "step"][-1]
-    assert training < compiling / 2
-
-
-def _train_on_two_ranks(arguments):
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    from samestep.cli import main
-
-    raise SystemExit(main(arguments))
+    (compiling,) = tiny.events(folder / "adam on", "compile")
+    training = tiny.events(folder / "adam on", "step")[-1]
+    assert training["seconds"] < compiling["seconds"] / 2
 
 
 @pytest.mark.slow
 def test_on_several_ranks_the_model_is_compiled_and_the_steps_are_the_same(tmp_path):
     recipe = tiny.write_recipe(tmp_path, SMALL)
-    flags = ["--max-steps", "24", "--clip-norm", "0.05", "--batch-size", "33"]  # 17 and 16
-    tiny.train(recipe, "--run-dir", str(tmp_path / "eager"), *flags, folder=tmp_path)
+    flags = ("--max-steps", "24", "--clip-norm", "0.05", "--batch-size", "33")  # 17 and 16
     run = tmp_path / "run"
-    arguments = ["train", str(recipe), "--run-dir", str(run), "--compile", "on", *flags]
-    ranks = start_ranks(_train_on_two_ranks, 2, tmp_path / "output", arguments)
-    assert ranks.wait() == [0, 0], ranks.output()
+    tiny.trained(recipe, tmp_path / "eager", *flags)
+    tiny.trained(recipe, run, "--compile", "on", *flags, on=2)
     assert_close(run, tmp_path / "eager", 1e-12)
-    (note,) = [r for r in read_records(run) if r["event"] == "compile"]
+    (note,) = tiny.events(run, "compile")
     assert note["steps_per_graph"] == 0
     assert "forward" in note["what"]
     assert "not compiled" in note["what"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from samestep.errors import UserError, blame, device_error
+from tests.command_line import RECIPE
 from tests.tiny import all_records, write_recipe
 
 # What torch 2.11 says on a GPU, shortened.
@@ -20,29 +21,21 @@ BACKWARD = (
     "scatter_cuda does not have a deterministic implementation, but you set "
     "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this"
 )
-RECIPE = """
-import torch
-from torch import nn
-from samestep import Recipe, Splits
-
-class Hungry(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.seen = nn.Linear(4, 2), 0
-
+HUNGRY = RECIPE.replace(
+    "recipe = Recipe(",
+    """
+class Hungry(nn.Linear):
+    seen = 0
     def forward(self, x):
         self.seen += self.training
-        if {when}:
-            raise {error}
-        return self.linear(x)
+        if WHEN:
+            raise ERROR  # hungry
+        return super().forward(x)
 
-def data():
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    y = (x[:, 0] > 0).long()
-    return Splits(train=(x[:40], y[:40]), validation=(x[40:52], y[40:52]), test=(x[52:], y[52:]))
-
-recipe = Recipe(model=Hungry, data=data, settings=dict(epochs=2, batch_size=8, log_every=1))
-"""
+recipe = Recipe(""",
+)
+HUNGRY = HUNGRY.replace("model=model", "model=lambda: Hungry(4, 2)")
+LINE = next(n for n, line in enumerate(HUNGRY.splitlines(), 1) if "# hungry" in line)
 NO_MEMORY = f"torch.OutOfMemoryError({TOLD!r})"
 IN_TRAINING, IN_EVALUATION = "self.seen == 3", "not self.training and self.seen > 3"
 
@@ -50,34 +43,33 @@ IN_TRAINING, IN_EVALUATION = "self.seen == 3", "not self.training and self.seen 
 @pytest.fixture
 def told_of(refused, tmp_path):
     def told_of(verb, when, error):
-        path = write_recipe(tmp_path, RECIPE.format(when=when, error=error), "hungry.py")
-        return refused(verb, str(path), "--run-dir", str(tmp_path / "run"))
+        text = HUNGRY.replace("WHEN", when).replace("ERROR", error)
+        path = write_recipe(tmp_path, text, "hungry.py")
+        return refused(verb, str(path), "--run-dir", str(tmp_path / verb), "--log-every", "1")
 
     return told_of
 
 
 @pytest.mark.parametrize(
-    ("when", "where", "steps"), [(IN_TRAINING, "at step 3", 2), (IN_EVALUATION, "(8, 4)", 5)]
+    ("when", "where", "steps"), [(IN_TRAINING, "at step 3", 2), (IN_EVALUATION, "(10, 4)", 6)]
 )
 def test_memory_that_is_used_up_gets_one_message_with_what_to_do(
     told_of, tmp_path, when, where, steps
 ):
     message = told_of("train", when, NO_MEMORY)
-    for part in (where, "139.80 GiB", "hungry.py:14", "--micro-batch-size", "--eval-batch-size"):
+    remedies = ("--micro-batch-size", "--eval-batch-size")
+    for part in (where, "139.80 GiB", f"hungry.py:{LINE}", *remedies):
         assert part in message
     assert message.count("expandable_segments") == 1
-    records = all_records(tmp_path / "run")
+    records = all_records(tmp_path / "train")
     assert sum(r["event"] == "step" for r in records) == steps
     assert records[-1]["event"] == "stop"
     # What is trained before an evaluation fails is kept.
     assert any(r["event"] == "checkpoint" for r in records) == (when == IN_EVALUATION)
 
 
-def test_a_profile_tells_it_too(told_of):
+def test_a_profile_tells_it_and_an_operation_without_a_deterministic_form_too(told_of):
     assert "--micro-batch-size" in told_of("profile", IN_TRAINING, NO_MEMORY)
-
-
-def test_an_operation_without_a_deterministic_form_is_told_with_the_setting(told_of):
     message = told_of("train", IN_TRAINING, f"RuntimeError({BACKWARD!r})")
     assert "--deterministic: " in message
     assert "scatter_cuda" in message
@@ -107,13 +99,10 @@ def test_other_errors_are_not_taken_for_it(error):
 def test_what_a_failed_forward_held_is_freed():
     """A checkpoint may be written after a failed evaluation, and needs memory too."""
 
-    class Held:
-        pass
-
     found = []
 
     def forward():
-        held = Held()
+        held = torch.nn.Identity()
         found.append(weakref.ref(held))
         raise torch.OutOfMemoryError(TOLD)
 

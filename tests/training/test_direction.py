@@ -1,7 +1,5 @@
 """A metric has a direction: what is best, what stops early, and what NaN does to either."""
 
-import json
-
 import pytest
 
 from samestep import Recipe, UserError
@@ -9,6 +7,7 @@ from samestep.run.index import find_checkpoint, read_index
 from samestep.run.records import TAKEN_NAMES
 from samestep.training.stopping import Watch
 from tests.command_line import RECIPE, read_json, train_here
+from tests.tiny import events
 
 # The error grows from epoch to epoch, so the first checkpoint is the best.
 GROWS = RECIPE.replace(
@@ -38,7 +37,7 @@ def test_the_lowest_error_is_the_best_its_checkpoint_is_kept_and_growth_stops_ea
     assert result["test"]["checkpoint"] == "checkpoint_epoch_1.pt"
     index = read_index(here / "r" / "checkpoints")
     assert [entry.epoch for entry in index.checkpoints] == [1, 3]
-    start = json.loads((here / "r" / "events.jsonl").read_text().splitlines()[0])
+    (start,) = events(here / "r", "start")
     assert (start["monitor"], start["lower_is_better"]) == ("error", ["loss", "error"])
 
 
@@ -46,9 +45,8 @@ def test_the_lowest_error_is_the_best_its_checkpoint_is_kept_and_growth_stops_ea
 def test_the_user_is_told_where_the_highest_counts_as_the_best_by_default(here, said):
     text = GROWS.replace('lower_is_better=("error",),', "").replace("recipe = ", f"{said}recipe = ")
     (here / "grows.py").write_text(text)
-    flags = ("--monitor", "error", "--epochs", "1", "--run-dir", "r")
-    train_here("grows.py", *flags)
-    start = json.loads((here / "r" / "events.jsonl").read_text().splitlines()[0])
+    train_here("grows.py", "--monitor", "error", "--epochs", "1", "--run-dir", "r")
+    (start,) = events(here / "r", "start")
     assert any("lower_is_better" in note for note in start["notes"]) == (not said)
 
 
@@ -68,8 +66,7 @@ def test_a_metric_that_is_not_finite_ranks_last_and_the_run_goes_on(here, value)
 
 def test_where_no_checkpoint_is_finite_the_last_is_the_best_there_is(here):
     (here / "bad.py").write_text(GROWS.replace("0.5, 0.7, 0.9", "float('nan')"))
-    flags = ("--monitor", "error", "--run-dir", "r")
-    train_here("bad.py", *flags)
+    train_here("bad.py", "--monitor", "error", "--run-dir", "r")
     assert find_checkpoint(here / "r" / "checkpoints", "best").epoch == 2
     result = read_json(here / "r" / "result.json")
     assert result["best"]["value"] is None
@@ -77,17 +74,12 @@ def test_where_no_checkpoint_is_finite_the_last_is_the_best_there_is(here):
 
 
 def test_an_index_that_an_earlier_version_wrote_with_nan_or_infinity_is_read(tmp_path):
-    entries = [
-        {"path": f"checkpoint_step_{step}.pt", "step": step, "epoch": 1, "sha256": "0" * 64}
-        | {"metric": metric}
-        for step, metric in ((1, float("nan")), (2, 0.5), (3, float("inf")))
-    ]
-    text = json.dumps({"monitor": "error", "mode": "max", "checkpoints": entries})
-    assert "NaN" in text
-    (tmp_path / "index.json").write_text(text)
+    one = '{"path": "checkpoint_step_%d.pt", "step": %d, "epoch": 1, "sha256": "0", "metric": %s}'
+    entries = ", ".join(one % (n, n, metric) for n, metric in enumerate(("NaN", "0.5", "Infinity")))
+    (tmp_path / "index.json").write_text(f'{{"mode": "max", "checkpoints": [{entries}]}}')
     index = read_index(tmp_path)
     assert [entry.metric for entry in index.checkpoints] == [None, 0.5, None]
-    assert index.best.step == 2
+    assert index.best.step == 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

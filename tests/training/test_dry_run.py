@@ -1,17 +1,15 @@
 """What is tried before the first step changes nothing, and what fails later loses nothing."""
 
-import json
-from pathlib import Path
-
-import pytest
 import torch
 from torch import nn
 
+import samestep
 from samestep import read_records
+from samestep.session import build
+from samestep.training.dry_run import Tried
 from samestep.training.prepare import place_loss
 from tests import tiny
-from tests.command_line import call, read_json, refusal
-from tests.processes import run_ranks
+from tests.command_line import read_json, refusal
 
 # All that a forward can change beside the weights, and all that it can draw from.
 RESTLESS = """
@@ -55,59 +53,20 @@ recipe = Recipe(model=Restless, data=data,
 """
 
 
-def _train_with_and_without(recipe: str, folder: Path) -> None:
-    from samestep.cli import main
-    from samestep.session import build
-    from samestep.training.dry_run import Tried
+def test_a_training_is_equal_to_the_last_bit_whether_its_recipe_was_tried_or_not(
+    tmp_path, monkeypatch
+):
+    recipe, calls = tiny.write_recipe(tmp_path, RESTLESS), []
+    tiny.trained(recipe, tmp_path / "tried")
 
-    assert main(["train", recipe, "--run-dir", str(folder / "tried")]) == 0
-    calls = []
-    build.dry_run = lambda _model, _loss, recipe, *_: calls.append(1) or Tried(recipe.metrics)
-    assert main(["train", recipe, "--run-dir", str(folder / "not tried")]) == 0
+    def untried(_model, _loss, recipe, *_):
+        calls.append(1)
+        return Tried(recipe.metrics)
+
+    monkeypatch.setattr(build, "dry_run", untried)
+    tiny.trained(recipe, tmp_path / "not tried")
     assert calls
-
-
-def test_a_training_is_equal_to_the_last_bit_whether_its_recipe_was_tried_or_not(tmp_path):
-    recipe = tiny.write_recipe(tmp_path, RESTLESS)
-    run_ranks(_train_with_and_without, 1, tmp_path / "output", str(recipe), tmp_path)
     tiny.assert_same_training(tmp_path / "tried", tmp_path / "not tried", tolerance=0)
-
-
-RANDOM = """
-import random
-import torch
-from torch import nn
-from samestep import Recipe, Splits
-
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.linear(x) + torch.randn(len(x), 2) + random.random()
-
-def data():
-    x = torch.randn(90, 4, generator=torch.Generator().manual_seed(0))
-    y = (x[:, 0] > 0).long()
-    return Splits(train=(x[:40], y[:40]), validation=(x[40:60], y[40:60]), test=(x[60:], y[60:]))
-
-recipe = Recipe(model=Noisy, data=data, settings={"epochs": 2, "batch_size": 8})
-"""
-
-
-def evaluated(folder: Path, capfd) -> dict:
-    capfd.readouterr()
-    assert call("evaluate", str(folder), "--json") == 0
-    return json.loads(capfd.readouterr().out)
-
-
-def test_a_model_that_draws_is_evaluated_with_the_same_numbers_each_time(tmp_path, capfd):
-    recipe, folder = tiny.write_recipe(tmp_path, RANDOM), tmp_path / "run"
-    tiny.trained(recipe, folder)
-    test = read_json(folder / "result.json")["test"]
-    again = evaluated(folder, capfd)
-    assert (again["loss"], again["accuracy"]) == (test["loss"], test["accuracy"])
 
 
 # A metric that fails on some sample that is not among those that are tried.
@@ -119,19 +78,18 @@ BROKEN = tiny.RECIPE.replace(
 )
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_evaluation_that_fails_loses_no_step_that_was_trained(
-    uninterrupted, tmp_path, world_size
+def test_an_evaluation_that_fails_on_two_ranks_loses_no_step_that_was_trained(
+    uninterrupted, tmp_path
 ):
     recipe, folder = tiny.write_recipe(tmp_path, BROKEN), tmp_path / "run"
     recipe.with_suffix(".broken").touch()
     train = ("train", str(recipe), "--run-dir", str(folder), "--checkpoint-every-steps", "100")
-    told = refusal(*train, world_size=world_size, folder=tmp_path / "output")
+    told = refusal(*train, world_size=2, folder=tmp_path / "output")
     assert "KeyError" in told
     assert "tiny.py:" in told
     assert tiny.newest_announced(folder) == tiny.STEPS_PER_EPOCH
     recipe.with_suffix(".broken").unlink()
-    tiny.resumed(folder, "--checkpoint-every-steps", "4", on=world_size)
+    tiny.resumed(folder, "--checkpoint-every-steps", "4")
     tiny.assert_same_training(folder, uninterrupted)
 
 
@@ -156,19 +114,15 @@ def test_an_evaluation_takes_the_training_s_micro_batch_or_what_is_asked_for(tmp
 
 WEIGHTED = """
 from dataclasses import replace
-from tiny import recipe
-from torch import nn, tensor
-recipe = replace(recipe, loss=nn.CrossEntropyLoss(weight=tensor([1.0, 3.0])))
+recipe = replace(recipe, loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])))
 """
 
 
-def test_what_a_loss_holds_is_where_the_model_is(tmp_path, capfd):
-    tiny.write_recipe(tmp_path)
-    recipe = tiny.write_recipe(tmp_path, WEIGHTED, "weighted.py")
+def test_what_a_loss_holds_is_where_the_model_is(tmp_path):
     run_dir = tmp_path / "run"
-    tiny.trained(recipe, run_dir, "--epochs", "1")
+    tiny.trained(tiny.write_recipe(tmp_path, tiny.RECIPE + WEIGHTED), run_dir, "--epochs", "1")
     test = read_json(run_dir / "result.json")["test"]
-    assert evaluated(run_dir, capfd)["loss"] == test["loss"]
+    assert samestep.evaluate(run_dir)["loss"] == test["loss"]
     loss = nn.CrossEntropyLoss(weight=torch.ones(2))
     assert place_loss(loss, torch.device("meta"), torch.float64).weight.device.type == "meta"
     assert loss.weight.device.type == "cpu", "the recipe's own stays as it is"
@@ -176,13 +130,11 @@ def test_what_a_loss_holds_is_where_the_model_is(tmp_path, capfd):
 
 EXTRA = """
 from dataclasses import replace
-from tiny import model as plain, recipe
-from torch import nn
 
 class Counted(nn.Module):
-    def __init__(self, inner):
+    def __init__(self, options):
         super().__init__()
-        self.inner, self.calls = inner, 0
+        self.inner, self.calls = model(options), 0
     def forward(self, x):
         self.calls += self.training
         return self.inner(x) * (1 + self.calls / 1000)
@@ -191,16 +143,12 @@ class Counted(nn.Module):
     def set_extra_state(self, state):
         self.calls = state["calls"]
 
-def model(options):
-    return Counted(plain(options))
-
-recipe = replace(recipe, model=model)
+recipe = replace(recipe, model=Counted)
 """
 
 
 def test_a_module_with_extra_state_goes_on_from_it(tmp_path):
-    tiny.write_recipe(tmp_path)
-    recipe = tiny.write_recipe(tmp_path, EXTRA, "extra.py")
+    recipe = tiny.write_recipe(tmp_path, tiny.RECIPE + EXTRA)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     tiny.trained(recipe, whole, "--max-steps", "22")
     tiny.trained(recipe, parts, "--max-steps", "13")

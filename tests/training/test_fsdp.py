@@ -16,9 +16,11 @@ from tests.processes import free_port, run_ranks, samestep
 
 pytestmark = pytest.mark.xdist_group("fsdp")
 
-# Blocks that repeat, of which the ranks share out rows that they do not divide; 101 samples in
-# batches of 12: no world size here divides the last batch of an epoch.
+# Blocks that repeat, of which the ranks share out rows that they do not divide; 29 samples in
+# batches of 12: no world size here divides the last batch of an epoch. The steps are few, for each
+# takes a rank a tenth of a second.
 BLOCKS = """
+from dataclasses import replace
 import torch
 from torch import nn
 from samestep import Recipe, Splits
@@ -48,6 +50,8 @@ class Net(nn.Module):
             x = block(x)
         return self.last(self.norm(x))
 
+mean = nn.functional.cross_entropy
+
 def model():
     made = Net()
     if FROZEN:
@@ -57,10 +61,9 @@ def model():
 
 def data():
     generator = torch.Generator().manual_seed(7)
-    x = torch.randn(150, 8, generator=generator, dtype=torch.float64)
+    x = torch.randn(40, 8, generator=generator, dtype=torch.float64)
     y = (x[:, 0] * x[:, 1] > 0).long()
-    return Splits(train=(x[:101], y[:101]), validation=(x[101:128], y[101:128]),
-                  test=(x[128:], y[128:]))
+    return Splits(train=(x[:29], y[:29]), validation=(x[29:], y[29:]))
 
 recipe = Recipe(model=model, data=data, SHARD settings={
     "epochs": 2, "batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1,
@@ -83,39 +86,20 @@ def write_blocks(
 
 
 FSDP = ("--strategy", "fsdp")
-
+SGD = ("--optimizer", "sgd", "--momentum", "0.9", "--lr", "0.1")
+CLIPPED = (
+    *("--optimizer", "adamw", "--weight-decay", "0.1", "--clip-norm", "0.3", "--ema", "0.9"),
+    *("--micro-batch-size", "2"),
+)
+# The flags of a training, and those that it has only with FSDP.
 HOW = {
-    "adam": (),
-    "sgd": ("--optimizer", "sgd", "--momentum", "0.9", "--lr", "0.1"),
-    "clipped, averaged, accumulated": (
-        *("--optimizer", "adamw", "--weight-decay", "0.1", "--clip-norm", "0.3", "--ema", "0.9"),
-        *("--micro-batch-size", "2"),
+    "clipped, averaged, accumulated": (CLIPPED, ()),
+    "adam, kept gathered, recomputed": (
+        ("--checkpoint-activations",),
+        ("--no-reshard-after-forward",),
     ),
-    "kept gathered, recomputed": ("--no-reshard-after-forward", "--checkpoint-activations"),
+    "sharded within each node": (CLIPPED, ("--shard-within", "node")),
 }
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_fsdp_takes_the_steps_of_one_process(tmp_path, world_size):
-    recipe = write_blocks(tmp_path)
-    trainings = []
-    for number, flags in enumerate(HOW.values()):
-        own = ("--no-reshard-after-forward",)
-        alone = tuple(flag for flag in flags if flag not in own)
-        tiny.trained(recipe, tmp_path / f"one-{number}", *alone)
-        trainings.append([recipe, "--run-dir", tmp_path / f"all-{number}", *FSDP, *flags])
-    tiny.train_all(trainings, on=world_size, folder=tmp_path)
-    for number in range(len(HOW)):
-        tiny.assert_same_training(tmp_path / f"all-{number}", tmp_path / f"one-{number}")
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("compiled")
-def test_compiled_block_by_block_it_takes_the_steps_of_one_process(tmp_path):
-    recipe = write_blocks(tmp_path)
-    tiny.trained(recipe, tmp_path / "one")
-    tiny.trained(recipe, tmp_path / "all", *FSDP, "--compile", "on", on=2)
-    tiny.assert_same_training(tmp_path / "all", tmp_path / "one")
 
 
 def train_on_two_nodes(trainings: list[list[str]], ports: list[int]) -> None:
@@ -126,12 +110,26 @@ def train_on_two_nodes(trainings: list[list[str]], ports: list[int]) -> None:
     tiny.train_one_by_one(trainings, ports)
 
 
-def test_sharded_within_each_of_two_nodes_it_takes_the_steps_of_one_process(tmp_path):
+def test_fsdp_takes_the_steps_of_one_process(tmp_path):
     recipe = write_blocks(tmp_path)
-    clipped = HOW["clipped, averaged, accumulated"]
-    tiny.trained(recipe, tmp_path / "one", *clipped)
-    words = [str(recipe), "--run-dir", str(tmp_path / "all"), *FSDP, "--shard-within", "node"]
-    run_ranks(train_on_two_nodes, 4, tmp_path / "out", [[*words, *clipped]], [free_port()])
+    words = []
+    for name, (flags, own) in HOW.items():
+        train = ("--epochs", "1", *flags)
+        tiny.trained(recipe, tmp_path / f"{name} one", *train)
+        words.append([str(recipe), "--run-dir", str(tmp_path / f"{name} all"), *FSDP, *train, *own])
+    ports = [free_port() for _ in words]
+    run_ranks(train_on_two_nodes, 4, tmp_path / "out", words, ports)
+    for name in HOW:
+        tiny.assert_same_training(tmp_path / f"{name} all", tmp_path / f"{name} one")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("compiled")
+def test_compiled_block_by_block_it_takes_the_steps_of_one_process(tmp_path):
+    recipe = write_blocks(tmp_path)
+    flags = ("--epochs", "1", "--drop-last")  # another size of batches would be compiled anew
+    tiny.trained(recipe, tmp_path / "one", *flags)
+    tiny.trained(recipe, tmp_path / "all", *flags, *FSDP, "--compile", "on", on=2)
     tiny.assert_same_training(tmp_path / "all", tmp_path / "one")
 
 
@@ -145,34 +143,27 @@ def test_what_each_rank_computes_of_its_own_is_the_same_as_with_ddp(tmp_path):
         recipe = write_blocks(tmp_path / name, shard="", **how)
         # A share of one sample has no variance. Adam divides by gradients that are 0 but for
         # rounding: those of a bias before BatchNorm.
-        words = [recipe, "--drop-last", *HOW["sgd"], "--run-dir"]
+        words = [recipe, "--drop-last", *SGD, "--run-dir"]
         trainings.append([*words, tmp_path / f"{name}-ddp"])
         trainings.append([*words, tmp_path / f"{name}-fsdp", *FSDP])
-    tiny.train_all(trainings, on=3, folder=tmp_path)
+    tiny.train_all(trainings, on=2, folder=tmp_path)
     for name in ALIKE:
         tiny.assert_same_training(tmp_path / f"{name}-fsdp", tmp_path / f"{name}-ddp")
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [((2, FSDP), (3, FSDP)), ((3, FSDP), (2, ("--strategy", "ddp"))), ((2, ()), (3, FSDP))],
-    ids=["fsdp to fsdp", "fsdp to ddp", "ddp to fsdp"],
-)
-def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(tmp_path, before, after):
-    recipe = write_blocks(tmp_path)
+def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(tmp_path):
+    """From one process to FSDP, to FSDP on more ranks, and to DDP."""
+    recipe, run = write_blocks(tmp_path), tmp_path / "run"
     flags = ("--optimizer", "adamw", "--ema", "0.9")
-    tiny.trained(recipe, tmp_path / "one", *flags)
-    run = tmp_path / "run"
-    size, strategy = before
-    tiny.trained(recipe, run, *flags, *strategy, "--epochs", "1", on=size)
-    size, strategy = after
-    tiny.resumed(run, "--epochs", "2", *strategy, on=size)
+    tiny.trained(recipe, tmp_path / "one", *flags, "--epochs", "4")
+    tiny.trained(recipe, run, *flags, "--epochs", "1")
+    tiny.resumed(run, "--epochs", "2", *FSDP, on=2)
+    tiny.resumed(run, "--epochs", "3", on=3)
+    tiny.resumed(run, "--epochs", "4", "--strategy", "ddp", on=2)
     tiny.assert_same_training(run, tmp_path / "one")
 
 
 TIED = """
-from dataclasses import replace
-
 def tied():
     made = Net()
     made.blocks[0].outer.weight = made.blocks[2].outer.weight
@@ -181,8 +172,6 @@ def tied():
 recipe = replace(recipe, model=tied)
 """
 ONE_NUMBER = """
-from dataclasses import replace
-
 def scaled():
     made = Net()
     made.scale = nn.Parameter(torch.ones(()))
@@ -190,20 +179,12 @@ def scaled():
 
 recipe = replace(recipe, model=scaled)
 """
-ABSENT = """
-from dataclasses import replace
-
-recipe = replace(recipe, shard=(nn.TransformerEncoderLayer,))
-"""
+ABSENT = "recipe = replace(recipe, shard=(nn.TransformerEncoderLayer,))"
 REFUSED = {
     "tied": (TIED, (), ("blocks.0.outer.weight", "blocks.2.outer.weight")),
     "one number": (ONE_NUMBER, (), ("scale",)),
     "absent": (ABSENT, (), ("TransformerEncoderLayer", "Block")),
     "offload": ("", ("--cpu-offload",), ("--cpu-offload",)),
-    "virtual": ("", ("--virtual-ranks", "2"), ("--virtual-ranks",)),
-    "lightning": ("", ("--engine", "lightning"), ("--engine lightning",)),
-    "gathered": ("", ("--gather-dtype", "bf16"), ("--gather-dtype bf16", "--precision")),
-    "fp16": ("", ("--precision", "fp16"), ("--precision fp16",)),
 }
 
 
@@ -227,15 +208,22 @@ def test_what_is_no_class_of_a_block_is_refused_at_once():
             Recipe(model=list, data=list, shard=given)
 
 
-def test_settings_of_fsdp_without_it_are_refused():
-    for how in (
-        {"shard_within": "node"},
-        {"cpu_offload": True},
-        {"reshard_after_forward": False},
-        {"gather_dtype": "bf16", "precision": "bf16"},
-    ):
-        with pytest.raises(UserError, match="--strategy ddp"):
-            Settings(**how)
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"strategy": "fsdp", "virtual_ranks": 2}, "--virtual-ranks"),
+        ({"strategy": "fsdp", "engine": "lightning"}, "--engine lightning"),
+        ({"strategy": "fsdp", "precision": "fp16"}, "--precision fp16"),
+        ({"strategy": "fsdp", "gather_dtype": "bf16"}, "--gather-dtype bf16.*--precision"),
+        ({"shard_within": "node"}, "--strategy ddp"),
+        ({"cpu_offload": True}, "--strategy ddp"),
+        ({"reshard_after_forward": False}, "--strategy ddp"),
+        ({"gather_dtype": "bf16", "precision": "bf16"}, "--strategy ddp"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_strategy_are_refused(how, named):
+    with pytest.raises(UserError, match=named):
+        Settings(**how)
 
 
 def test_blocks_are_those_of_the_classes_or_repeated_ones_and_large_layers_of_sequences():
@@ -249,7 +237,8 @@ def test_blocks_are_those_of_the_classes_or_repeated_ones_and_large_layers_of_se
 
 
 LOOKS = """
-from dataclasses import replace
+import os
+from pathlib import Path
 
 class Scaled(Net):
     def __init__(self):
@@ -263,6 +252,8 @@ class Scaled(Net):
 def model():
     made = Scaled()
     made.last.weight = made.tied.weight if hasattr(made, "tied") else made.last.weight
+    made_on = Path(__file__).with_name(f"made-on-{os.environ.get('RANK', '0')}")
+    made_on.write_text(made.first.weight.device.type)
     return made
 
 recipe = replace(recipe, model=model)
@@ -277,34 +268,20 @@ CONSTRUCTORS = {
 
 
 def test_the_model_begins_as_on_one_process_whatever_its_constructor_does(tmp_path):
+    """Other ranks build no numbers, unless the constructor looks at them or keeps some."""
     trainings = []
     for name, how in CONSTRUCTORS.items():
         (tmp_path / name).mkdir()
         recipe = write_blocks(tmp_path / name)
         recipe.write_text(recipe.read_text() + LOOKS.replace("HOW", how))
-        tiny.trained(recipe, tmp_path / f"{name}-one")
-        trainings.append([recipe, "--run-dir", tmp_path / f"{name}-all", *FSDP])
-    tiny.train_all(trainings, on=3, folder=tmp_path)
+        tiny.trained(recipe, tmp_path / f"{name}-one", "--epochs", "1")
+        trainings.append([recipe, "--run-dir", tmp_path / f"{name}-all", "--epochs", "1", *FSDP])
+    tiny.train_all(trainings, on=2, folder=tmp_path)
     for name in CONSTRUCTORS:
         tiny.assert_same_training(tmp_path / f"{name}-all", tmp_path / f"{name}-one")
-
-
-def test_other_ranks_build_no_numbers(tmp_path):
-    recipe = write_blocks(tmp_path)
-    more = """
-from dataclasses import replace
-
-def model():
-    made = Net()
-    with open(f"{__file__}.{os.environ.get('RANK', '0')}", "w") as file:
-        file.write(made.first.weight.device.type)
-    return made
-
-recipe = replace(recipe, model=model)
-"""
-    recipe.write_text("import os\n" + recipe.read_text() + more)
-    tiny.trained(recipe, tmp_path / "run", *FSDP, "--epochs", "1", on=2)
-    assert [recipe.with_name(f"blocks.py.{r}").read_text() for r in (0, 1)] == ["cpu", "meta"]
+        made_on = [(tmp_path / name / f"made-on-{rank}").read_text() for rank in range(2)]
+        others = "cpu" if name in ("reads", "keeps") else "meta"
+        assert made_on == ["cpu", others], name
 
 
 OWN = {
@@ -342,56 +319,40 @@ def optimizer(model, settings):
 
 recipe = replace(recipe, optimizer=optimizer)
 """,
-    "read one by one": """
-class Rows(torch.utils.data.Dataset):
+    "stream": """
+class Read(torch.utils.data.IterableDataset):
     def __init__(self, x, y):
         self.x, self.y = x, y
-    def __len__(self):
-        return len(self.x)
-    def __getitem__(self, index):
-        return self.x[index], int(self.y[index])
+    def __iter__(self):
+        return ((x, int(y)) for x, y in zip(self.x, self.y))
 
-def rows():
+def read():  # the last step has one sample, so that one of two ranks has none
     splits = data()
-    return Splits(train=Rows(*splits.train), validation=Rows(*[t[:1] for t in splits.validation]))
+    return Splits(train=Read(*[t[:25] for t in splits.train]), validation=splits.validation)
 
-recipe = replace(recipe, data=rows)
+recipe = replace(recipe, data=read)
 """,
 }
-_BEFORE = """
-from dataclasses import replace
-mean = nn.functional.cross_entropy
-"""
 
 
-@pytest.mark.parametrize("micro", [(), ("--micro-batch-size", "2")], ids=["whole", "micro-steps"])
-def test_recipes_with_parts_of_their_own_are_trained_as_on_one_process(tmp_path, micro):
-    trainings = []
+def test_recipes_with_parts_of_their_own_are_trained_as_on_one_process(tmp_path):
+    """In whole steps and in micro-steps."""
+    trainings, pairs = [], []
     for name, text in OWN.items():
         (tmp_path / name).mkdir()
         recipe = write_blocks(tmp_path / name)
-        recipe.write_text(recipe.read_text() + _BEFORE + text)
-        tiny.trained(recipe, tmp_path / f"{name} one", *micro)
-        trainings.append([recipe, "--run-dir", tmp_path / f"{name} all", *FSDP, *micro])
-    tiny.train_all(trainings, on=3, folder=tmp_path)
-    for name in OWN:
-        tiny.assert_same_training(tmp_path / f"{name} all", tmp_path / f"{name} one")
-
-
-def test_in_bf16_it_computes_what_ddp_computes(tmp_path):
-    recipe = write_blocks(tmp_path)
-    flags = ("--precision", "bf16", *HOW["sgd"])
-    trainings = [
-        [recipe, "--run-dir", tmp_path / strategy, "--strategy", strategy, *flags]
-        for strategy in ("ddp", "fsdp")
-    ]
+        recipe.write_text(recipe.read_text() + text)
+        for kind, flags in (("whole", ()), ("micro", ("--micro-batch-size", "2"))):
+            one, ours = (tmp_path / f"{name} {kind} {on}" for on in ("one", "all"))
+            tiny.trained(recipe, one, "--epochs", "1", *flags)
+            trainings.append([recipe, "--run-dir", ours, "--epochs", "1", *FSDP, *flags])
+            pairs.append((ours, one))
     tiny.train_all(trainings, on=2, folder=tmp_path)
-    tiny.assert_same_training(tmp_path / "fsdp", tmp_path / "ddp", tolerance=1e-6)
+    for ours, one in pairs:
+        tiny.assert_same_training(ours, one)
 
 
 IN_BF16 = """
-from dataclasses import replace
-
 class Looking(Block):
     def forward(self, x):
         assert self.norm.weight.dtype == self.inner.weight.dtype == torch.bfloat16
@@ -406,45 +367,27 @@ recipe = replace(recipe, model=looking)
 """
 
 
-def test_gathered_in_bf16_it_trains_float32_weights_close_to_ddp_and_resumes_exactly(tmp_path):
+def test_in_bf16_it_computes_what_ddp_computes_and_resumes_exactly(tmp_path):
+    """Gathered in bf16, its float32 weights are trained close to those of DDP."""
     recipe = write_blocks(tmp_path)
-    flags = ("--precision", "bf16", *HOW["sgd"])
-    tiny.trained(recipe, tmp_path / "ddp", *flags, on=2)
-    recipe.write_text(recipe.read_text() + IN_BF16)
-    own = ("--gather-dtype", "bf16")
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    tiny.trained(recipe, once, *flags, *FSDP, *own, on=2)
-    tiny.trained(recipe, twice, *flags, *FSDP, *own, "--epochs", "1", on=2)
-    tiny.resumed(twice, "--epochs", "2", on=2)
+    (tmp_path / "looking").mkdir()
+    looking = write_blocks(tmp_path / "looking")
+    looking.write_text(looking.read_text() + IN_BF16)
+    ddp, fsdp, once, twice = (tmp_path / name for name in ("ddp", "fsdp", "once", "twice"))
+    flags = ("--precision", "bf16", *SGD)
+    gathered = (*flags, *FSDP, "--gather-dtype", "bf16")
+    trainings = [
+        [recipe, "--run-dir", ddp, *flags],
+        [recipe, "--run-dir", fsdp, *flags, *FSDP],
+        [looking, "--run-dir", once, *gathered],
+        [looking, "--run-dir", twice, *gathered, "--epochs", "1"],
+        [twice, "--resume", "--epochs", "2"],
+    ]
+    tiny.train_all(trainings, on=2, folder=tmp_path)
+    tiny.assert_same_training(fsdp, ddp, tolerance=1e-6)
     tiny.assert_same_training(twice, once)
-    tiny.assert_same_training(once, tmp_path / "ddp", tolerance=0.1)
+    tiny.assert_same_training(once, ddp, tolerance=0.1)
     weights = tiny.last_state(once)["model"]
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     rounded = [torch.equal(w, w.bfloat16().float()) for w in weights.values()]
     assert not any(rounded)
-
-
-STREAM = """
-from dataclasses import replace
-
-class Read(torch.utils.data.IterableDataset):
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-    def __iter__(self):
-        return ((x, int(y)) for x, y in zip(self.x, self.y))
-
-def read():  # the last step has one sample, so that two of three ranks have none
-    splits = data()
-    return Splits(train=Read(*[t[:97] for t in splits.train]), validation=splits.validation)
-
-recipe = replace(recipe, data=read)
-"""
-
-
-def test_a_stream_ends_where_some_ranks_have_no_samples_left(tmp_path):
-    recipe = write_blocks(tmp_path)
-    recipe.write_text(recipe.read_text() + STREAM)
-    flags = ("--micro-batch-size", "2")
-    tiny.trained(recipe, tmp_path / "one", *flags)
-    tiny.trained(recipe, tmp_path / "all", *flags, *FSDP, on=3)
-    tiny.assert_same_training(tmp_path / "all", tmp_path / "one")

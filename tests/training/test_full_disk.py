@@ -8,6 +8,7 @@ import pytest
 
 from samestep import UserError
 from samestep.run.directory import Run
+from tests.command_line import refusal
 from tests.tiny import (
     STEPS,
     all_records,
@@ -50,21 +51,16 @@ def fill(path: Path, leave: int = 0) -> None:
         file.write(b"\0" * (free - leave))
 
 
-def refused(*args, world_size: int = 1, folder: Path, messages: int = 1) -> str:
-    ranks = start(*args, world_size=world_size, folder=folder)
-    assert ranks.wait() == [2] * world_size, ranks.output()
-    printed = ranks.printed(0)
-    assert printed.count("samestep: ") == messages, printed
-    assert "Traceback" not in printed
-    return printed
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
 def test_on_a_disk_that_fills_up_the_training_goes_on_warns_once_and_fails_at_the_end(
-    disk, uninterrupted, tmp_path, world_size
+    disk, uninterrupted, tmp_path
 ):
-    recipe, run, words = write_recipe(tmp_path), disk / "run", ("--run-dir", str(disk / "run"))
-    said = refused(recipe, *words, world_size=world_size, folder=tmp_path, messages=2)
+    run = disk / "run"
+    words = ("--run-dir", str(run))
+    ranks = start(write_recipe(tmp_path), *words, world_size=2, folder=tmp_path)
+    assert ranks.wait() == [2, 2], ranks.output()
+    said = ranks.printed(0)
+    assert said.count("samestep: ") == 2, said
+    assert "Traceback" not in said
     assert [r["step"] for r in all_records(run) if r["event"] == "step"][-1] == STEPS
     assert "disk" in said
     assert str(run) in said
@@ -78,31 +74,14 @@ def test_on_a_disk_that_fills_up_the_training_goes_on_warns_once_and_fails_at_th
     assert_same_training(run, uninterrupted)
 
 
-def test_once_something_is_deleted_from_the_full_disk_the_run_goes_on(
-    disk, uninterrupted, tmp_path
-):
-    recipe, run, other = write_recipe(tmp_path), disk / "run", disk / "other"
-    fill(other, leave=100_000)
-    flags = ("--run-dir", str(run), "--checkpoint-sync")
-    said = refused(recipe, *flags, folder=tmp_path)
-    assert "disk" in said
-    announced = newest_announced(run)
-    assert announced > 0
-    other.unlink()
-    resumed(run, "--keep-top-k", "1")
-    (found,) = (r for r in all_records(run) if r["event"] == "resume")
-    assert found["step"] == announced
-    assert_same_training(run, uninterrupted)
-
-
 def test_where_the_records_themselves_fill_the_disk_there_is_one_message_too(
-    disk, uninterrupted, tmp_path
+    disk, uninterrupted, tmp_path, refused
 ):
     """Then not even the log takes another line."""
     recipe, run, other = write_recipe(tmp_path), disk / "run", disk / "other"
     fill(other, leave=28_000)
     flags = ("--checkpoint-every-steps", "1000", "--checkpoint-every-epochs", "100")
-    said = refused(recipe, "--run-dir", str(run), *flags, folder=tmp_path)
+    said = refused("train", str(recipe), "--run-dir", str(run), *flags)
     assert "disk" in said
     assert "events.jsonl" in said
     assert not (run / "checkpoints" / "index.json").exists()
@@ -114,8 +93,8 @@ def test_where_the_records_themselves_fill_the_disk_there_is_one_message_too(
 
 def test_on_a_disk_that_was_full_before_nothing_is_begun(disk, tmp_path):
     fill(disk / "other")
-    said = refused(write_recipe(tmp_path), "--run-dir", str(disk / "run"), folder=tmp_path)
-    assert "disk" in said
+    words = ("train", str(write_recipe(tmp_path)), "--run-dir", str(disk / "run"))
+    assert "disk" in refusal(*words, folder=tmp_path / "out")
     assert all(not content for content in files(disk / "run").values())
 
 

@@ -37,9 +37,6 @@ def test_its_collectives_run_and_return_what_one_rank_gives(alone):
     assert alone.gather("a") == ["a"]
     assert alone.broadcast({"a": 1}) == {"a": 1}
     assert alone.on_every(lambda: 3) == alone.on_main(lambda: 3) == 3
-
-
-def test_its_model_is_wrapped_and_its_buckets_are_as_large_as_told(alone):
     wrapped = prepare.wrap(nn.Linear(2, 2), alone, Settings(bucket_cap_mb=3))
     assert isinstance(wrapped, DistributedDataParallel)
     assert wrapped.bucket_bytes_cap == 3 << 20

@@ -1,11 +1,10 @@
 """What a step frees serves the next one, and the system has no new pages to hand out."""
 
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
+
+from tests.command_line import typed
 
 PROGRAM = """
 import resource, statistics, torch
@@ -30,13 +29,8 @@ PAGES_OF_A_STEP = 4 * (16 << 20) // 4096
 def test_a_step_asks_the_system_for_no_page_that_the_last_one_had():
     # glibc as it starts: it raises its thresholds by itself, and how far goes by the heap's luck.
     glibc = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, **glibc},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = typed("-c", PROGRAM, **glibc)
+    assert done.returncode == 0, done.stderr
     left, kept = map(float, done.stdout.split())
     assert left > PAGES_OF_A_STEP * 0.9
     assert kept < PAGES_OF_A_STEP / 100

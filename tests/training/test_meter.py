@@ -23,28 +23,22 @@ def now(monkeypatch) -> SimpleNamespace:
 
 
 def test_seconds_add_up_over_attempts_without_pauses_and_compiling(now):
-    position = Position(seconds=5.0)
+    position = Position(seconds=5.0, samples=1000)
     counted = Clock(position)
-    now.s += 3.0
+    assert counted.rate(position)["samples_per_s"] == 0.0, "over no time"
+    now.s += 2.0
+    position.samples += 100
+    assert counted.rate(position) == {"seconds": 7.0, "samples_per_s": 50.0}
+    counted.mark(position)
+    now.s += 1.0
+    position.samples += 300
+    assert counted.rate(position) == {"seconds": 8.0, "samples_per_s": 300.0}
     position.seconds = counted.seconds()
     now.s += 100.0  # an evaluation and a checkpoint
     counted.resume(position)
     now.s += 31.0
     counted.leave_out(30.0)
     assert counted.seconds() == 9.0
-
-
-def test_the_rate_is_that_of_the_samples_since_the_last_mark(now):
-    position = Position(samples=1000)
-    counted = Clock(position)
-    assert counted.rate(position)["samples_per_s"] == 0.0, "over no time"
-    now.s += 2.0
-    position.samples += 100
-    assert counted.rate(position) == {"seconds": 2.0, "samples_per_s": 50.0}
-    counted.mark(position)
-    now.s += 1.0
-    position.samples += 300
-    assert counted.rate(position) == {"seconds": 3.0, "samples_per_s": 300.0}
 
 
 def test_a_progress_bar_moves_a_few_times_a_second(now):
@@ -54,9 +48,6 @@ def test_a_progress_bar_moves_a_few_times_a_second(now):
         now.s += 0.01
         shown += counted.shows()
     assert 10 <= shown <= 100
-
-
-# --- losses, read back together
 
 
 def losses(*values: float) -> list[torch.Tensor]:
@@ -72,12 +63,8 @@ def test_reading_gives_the_wanted_steps_and_the_sum_of_all_samples():
     assert window.read([], 0.1, Sums(7.0)) == ([], Sums(7.0)), "it is empty once it was read"
     window.add(13, losses(5.0), 1)
     assert window.read([14], 0.1, Sums()) == ([[5.0]], Sums(5.0, 1.0))
-
-
-def test_means_over_terms_weigh_by_the_terms_of_each_step():
-    window = Window(World())
-    window.add(0, losses(1.0, 2.0), 4, losses(10.0, 30.0))
-    assert window.read([2], 0.1, Sums()) == ([[2.0]], Sums(1.0 * 10 + 2.0 * 30, 40.0))
+    window.add(14, losses(1.0, 2.0), 4, losses(10.0, 30.0))  # weighed by terms, not by samples
+    assert window.read([16], 0.1, Sums()) == ([[2.0]], Sums(1.0 * 10 + 2.0 * 30, 40.0))
 
 
 def test_it_is_full_before_it_grows_without_end():

@@ -1,7 +1,7 @@
 """A recipe's own optimizer and schedule, and branches that leave parameters unused."""
 
+import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.training.compiled import ModelStep, make_step, what_compiles
 from samestep.training.learner import Learner
-from samestep.training.optimizer import load_state, optimizer_of, set_lr
+from samestep.training.optimizer import optimizer_of, set_lr
+from samestep.training.optimizer_state import load_state
 from samestep.training.phases import make_phases
 from samestep.training.plan import learning_rate, make_plan
 from tests import tiny
-from tests.command_line import refusal
 from tests.faults import Fault
 
 CPU = torch.device("cpu")
@@ -48,14 +48,6 @@ def test_groups_keep_their_ratio_and_their_own_decay_under_scaling_and_warm_up()
         rates = [g["lr"] for g in optimizer.param_groups]
         assert rates == pytest.approx([0.04 * scale, 0.4 * scale])
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
-
-
-def test_a_schedule_of_ones_own_multiplies_the_warm_up():
-    settings = Settings(lr=0.1, batch_size=8, epochs=1, warmup_steps=1)
-    plan = make_plan(settings, 48, 1, schedule=lambda step, total: 1 - step / total)
-    rates = [learning_rate(plan, settings, step) for step in range(6)]
-    factors = [0.5 * 6 / 6, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
-    assert rates == pytest.approx([0.1 * factor for factor in factors])
 
 
 def test_a_schedule_of_ones_own_is_not_asked_for_steps_after_the_last():
@@ -152,42 +144,6 @@ recipe = replace(recipe, model=Branches)
 """
 
 
-def trained_alone(folder: Path, more: str, *flags: str) -> tuple[Path, Path]:
-    recipe = tiny.write_recipe(folder, tiny.RECIPE + more)
-    tiny.trained(recipe, folder / "run", *flags)
-    return recipe, folder / "run"
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> tuple[Path, Path]:
-    return trained_alone(tmp_path_factory.mktemp("alone"), OWN, *FLAGS)
-
-
-@pytest.mark.parametrize(("after", "tolerance"), [(1, 0.0), (2, 1e-12)])
-def test_a_run_with_it_goes_on_as_if_never_stopped_also_on_several_ranks(
-    alone, tmp_path, after, tolerance
-):
-    recipe, reference = alone
-    run = tmp_path / "run"
-    tiny.struck(recipe, run, Fault("after a step", nth=1, signum=signal.SIGTERM), *FLAGS)
-    tiny.resumed(run, on=after)
-    tiny.assert_same_training(run, reference, tolerance)
-    for mine, its in zip(
-        tiny.last_state(run)["optimizer"]["param_groups"],
-        tiny.last_state(reference)["optimizer"]["param_groups"],
-        strict=True,
-    ):
-        assert mine == its
-
-
-def test_branches_that_some_steps_do_not_use_train_the_same_with_find_unused(tmp_path):
-    flags = ("--epochs", "2", "--weight-decay", "0.1", "--optimizer", "adamw")
-    (tmp_path / "alone").mkdir()
-    recipe, reference = trained_alone(tmp_path / "alone", BRANCHES, *flags)
-    tiny.trained(recipe, tmp_path / "run", *flags, "--find-unused", on=2)
-    tiny.assert_same_training(tmp_path / "run", reference)
-
-
 # A layer that no step uses, and one that is used twice.
 SPARE = """
 from dataclasses import replace
@@ -205,18 +161,31 @@ recipe = replace(recipe, model=Spare, loss_terms=lambda batch: 3.0 * len(batch[1
 """
 
 
-def test_a_static_graph_may_leave_parameters_unused(tmp_path):
-    flags = ("--epochs", "2", "--weight-decay", "0.1", "--optimizer", "adamw", "--clip-norm", "0.5")
-    (tmp_path / "alone").mkdir()
-    recipe, reference = trained_alone(tmp_path / "alone", SPARE, *flags)
-    told = refusal(
-        *("train", str(recipe), "--run-dir", str(tmp_path / "refused"), *flags),
-        world_size=2,
-        folder=tmp_path / "output",
-    )
-    assert "spare.weight" in told
-    tiny.trained(recipe, tmp_path / "run", *flags, "--static-graph", on=2)
-    tiny.assert_same_training(tmp_path / "run", reference)
+def test_with_it_stopped_or_with_unused_branches_the_training_is_the_same_on_other_ranks(tmp_path):
+    """Branches that some steps do not use, and a static graph with a layer that none uses."""
+    decay = ("--epochs", "2", "--weight-decay", "0.1", "--optimizer", "adamw")
+    flags = {"own": FLAGS, "branches": decay, "spare": (*decay, "--clip-norm", "0.5")}
+    recipes = {}
+    for name, text in {"own": OWN, "branches": BRANCHES, "spare": SPARE}.items():
+        recipes[name] = tiny.write_recipe(tmp_path, tiny.RECIPE + text, f"{name}.py")
+        tiny.trained(recipes[name], tmp_path / name, *flags[name])
+    stopped = [tmp_path / f"own, on {ranks}" for ranks in (1, 2)]
+    tiny.struck(recipes["own"], stopped[0], Fault("after a step", signum=signal.SIGTERM), *FLAGS)
+    shutil.copytree(*stopped)
+    others = [
+        [recipes[name], "--run-dir", tmp_path / f"{name}, on 2", *flags[name], more]
+        for name, more in (("branches", "--find-unused"), ("spare", "--static-graph"))
+    ]
+    tiny.resumed(stopped[0])
+    tiny.train_all([[stopped[1], "--resume"], *others], on=2, folder=tmp_path)
+    tiny.assert_same_training(stopped[0], tmp_path / "own", 0.0)
+    for name in recipes:
+        tiny.assert_same_training(tmp_path / f"{name}, on 2", tmp_path / name)
+    for run in stopped:
+        groups = [
+            tiny.last_state(one)["optimizer"]["param_groups"] for one in (run, tmp_path / "own")
+        ]
+        assert groups[0] == groups[1]
 
 
 def test_a_checkpoint_of_another_kind_of_optimizer_is_refused():

@@ -1,7 +1,7 @@
 """The four precisions on the CPU: they train, on any ranks, and fp16's scaler is kept."""
 
 import math
-import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,20 +10,54 @@ from samestep import UserError, read_records
 from samestep.training.device import check_precision, data_dtype
 from tests import tiny
 from tests.command_line import call
-from tests.faults import Fault
+
+pytestmark = pytest.mark.xdist_group("precision")  # the runs of two ranks are shared
 
 WHOLE = ("--optimizer", "sgd", "--lr", "0.2", "--epochs", "3")
+HALF = {
+    "fp16": ("--precision", "fp16", *WHOLE),
+    "bf16": ("--precision", "bf16", "--param-dtype", "bf16", *WHOLE),
+}
+OVERFLOWS = ("--precision", "fp16", "--optimizer", "sgd", "--lr", "0.002", "--max-steps", "20")
 
 
-@pytest.fixture
-def recipe(tmp_path):
-    return tiny.write_recipe(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the recipe, and with one whose gradients overflow at first."""
+    made = tmp_path_factory.mktemp("precision")
+    tiny.write_recipe(made)
+    steep = tiny.RECIPE.replace(
+        "(outputs, targets)\n\ndef acc", "(outputs, targets) * 30\n\ndef acc"
+    )
+    assert steep != tiny.RECIPE
+    tiny.write_recipe(made, steep, "steep.py")
+    return made
 
 
-def train(recipe, folder, name, *flags, world_size=1):
-    run = folder / name
-    tiny.trained(recipe, run, *flags, on=world_size)
-    return run
+def train(folder, name, *flags, recipe="tiny"):
+    tiny.trained(folder / f"{recipe}.py", folder / name, *flags)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def single(folder):
+    """A run in single precision on one rank."""
+    return train(folder, "single", "--precision", "fp32", *WHOLE)
+
+
+@pytest.fixture(scope="module")
+def on_two(folder) -> Path:
+    """Runs of two ranks: in half precisions, at once and gone on with, and one of overflows."""
+    words = [[folder / "steep.py", "--run-dir", folder / "steep", *OVERFLOWS]]
+    for name, flags in HALF.items():
+        how = [folder / "tiny.py", *flags]
+        words.append([*how, "--run-dir", folder / name])
+        words.append([*how, "--run-dir", folder / f"{name} resumed", "--epochs", "2"])
+    tiny.train_all(words, on=2, folder=folder)
+    assert tiny.last_state(folder / "fp16 resumed")["scaler"]["_growth_tracker"] == 22
+    again = [[folder / f"{name} resumed", "--resume", "--epochs", "3"] for name in HALF]
+    tiny.train_all(again, on=2, folder=folder)
+    return folder
 
 
 def losses(run):
@@ -34,55 +68,38 @@ def norms(run):
     return [r["grad_norm"] for r in read_records(run) if r["event"] == "step"]
 
 
-def numbers(run):
-    """Return every number of the records that training makes; one that JSON has not is None."""
-    return [
-        record[key]
-        for record in tiny.account(run)
-        for key in ("loss", "grad_norm", "lr", "accuracy")
-        if key in record
-    ]
+def test_half_precisions_train_as_single_precision_does_but_for_rounding(single, on_two):
+    alone = train(on_two, "alone", "--precision", "bf16", *WHOLE)
+    for half, tolerance in ((alone, 0.05), (on_two / "fp16", 0.01)):
+        assert len(losses(half)) == 33
+        assert all(map(math.isfinite, losses(half) + norms(half)))
+        assert losses(half) == pytest.approx(losses(single), rel=tolerance)
+        assert norms(half) == pytest.approx(norms(single), rel=2 * tolerance), "as if never scaled"
+        assert losses(half) != pytest.approx(losses(single), rel=1e-6), "it computed in fp32"
+        weights = tiny.last_state(half)["model"]
+        assert {value.dtype for value in weights.values()} == {torch.float32}
+        assert (tiny.last_state(half)["scaler"] is None) == (half is alone)
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    """A run in single precision on one rank."""
-    folder = tmp_path_factory.mktemp("single")
-    return train(tiny.write_recipe(folder), folder, "run", "--precision", "fp32", *WHOLE)
-
-
-@pytest.mark.parametrize(
-    ("precision", "tolerance", "world_size"), [("bf16", 0.05, 1), ("fp16", 0.01, 2)]
-)
-def test_half_precisions_train_as_single_precision_does_but_for_rounding(
-    recipe, single, tmp_path, precision, tolerance, world_size
-):
-    half = train(recipe, tmp_path, "half", "--precision", precision, *WHOLE, world_size=world_size)
-    assert len(losses(half)) == 33
-    assert all(value is not None and math.isfinite(value) for value in numbers(half))
-    assert losses(half) == pytest.approx(losses(single), rel=tolerance)
-    assert norms(half) == pytest.approx(norms(single), rel=2 * tolerance), "as if never scaled"
-    assert losses(half) != pytest.approx(losses(single), rel=1e-6), "it computed in fp32"
-    weights = tiny.last_state(half)["model"]
-    assert {value.dtype for value in weights.values()} == {torch.float32}
-    assert (tiny.last_state(half)["scaler"] is None) == (precision != "fp16")
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_in_bfloat16_train_and_resume_to_the_last_bit(recipe, single, tmp_path, world_size):
-    flags = ("--precision", "bf16", "--param-dtype", "bf16", *WHOLE)
-    half = train(recipe, tmp_path, "half", *flags, world_size=world_size)
+def test_weights_in_bfloat16_train_and_resume_to_the_last_bit(on_two, single):
+    half = on_two / "bf16"
     assert losses(half) == pytest.approx(losses(single), rel=0.1)
-    state = tiny.last_state(half)
-    assert {value.dtype for value in state["model"].values()} == {torch.bfloat16}
-    short = train(recipe, tmp_path, "short", *flags, "--epochs", "2", world_size=world_size)
-    tiny.resumed(short, "--epochs", "3", on=world_size)
-    tiny.assert_same_training(short, half, tolerance=0)
+    weights = tiny.last_state(half)["model"]
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    tiny.assert_same_training(on_two / "bf16 resumed", half, tolerance=0)
     assert call("evaluate", str(half)) == 0
 
 
-def test_double_precision_converts_model_and_data(recipe, single, tmp_path):
-    double = train(recipe, tmp_path, "double", "--precision", "fp64", *WHOLE)
+def test_the_scaler_of_fp16_is_saved_and_restored(on_two):
+    """It counts the steps since its last change, so it shows whether a resume began anew."""
+    whole, run = on_two / "fp16", on_two / "fp16 resumed"
+    tiny.assert_same_training(run, whole, tolerance=0)
+    assert tiny.last_state(run)["scaler"] == tiny.last_state(whole)["scaler"]
+    assert tiny.last_state(run)["scaler"]["_growth_tracker"] == 33
+
+
+def test_double_precision_converts_model_and_data(folder, single):
+    double = train(folder, "double", "--precision", "fp64", *WHOLE)
     assert losses(double) == pytest.approx(losses(single), rel=1e-5)
     assert losses(double) != pytest.approx(losses(single), rel=1e-11)
     for run, dtype in ((double, torch.float64), (single, torch.float32)):
@@ -90,31 +107,10 @@ def test_double_precision_converts_model_and_data(recipe, single, tmp_path):
         assert tiny.last_state(run)["scaler"] is None
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_scaler_of_fp16_is_saved_and_restored(recipe, tmp_path, world_size):
-    """It counts the steps since its last change, so it shows whether a resume began anew."""
-    flags = ("--precision", "fp16", "--checkpoint-sync", *WHOLE)  # the kill finds it written
-    whole = train(recipe, tmp_path, "whole", *flags, world_size=world_size)
-    run = tmp_path / "run"
-    fault = Fault("after a step", nth=7, signum=signal.SIGKILL, rank=None)  # saved every 4 steps
-    tiny.struck(recipe, run, fault, *flags, on=world_size)
-    assert tiny.newest_announced(run) == 4
-    assert tiny.last_state(run)["scaler"]["_growth_tracker"] == 4
-    tiny.resumed(run, on=world_size)
-    tiny.assert_same_training(run, whole, tolerance=0)
-    assert tiny.last_state(run)["scaler"] == tiny.last_state(whole)["scaler"]
-    assert tiny.last_state(run)["scaler"]["_growth_tracker"] == 33
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_whose_gradient_overflows_is_left_out_and_the_scale_halved(tmp_path, world_size):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_whose_gradient_overflows_is_left_out_and_the_scale_halved(on_two, ranks):
     """On every rank alike: the steps that follow are those of one process."""
-    text = tiny.RECIPE.replace(
-        "cross_entropy(outputs, targets)", "cross_entropy(outputs, targets) * 30"
-    )
-    recipe = tiny.write_recipe(tmp_path, text)
-    flags = ("--precision", "fp16", "--optimizer", "sgd", "--lr", "0.002", "--max-steps", "20")
-    run = train(recipe, tmp_path, "run", *flags, world_size=world_size)
+    run = on_two / "steep" if ranks == 2 else train(on_two, "one", *OVERFLOWS, recipe="steep")
     assert all(loss is not None for loss in losses(run))
     state = tiny.last_state(run)
     skipped = sum(norm is None for norm in norms(run))

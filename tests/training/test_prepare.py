@@ -70,7 +70,12 @@ def steps(model, num=3):
     return losses, gradients, [value.clone() for value in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("build", [blocks, small_resnet])
+def synchronised():
+    """In one process SyncBatchNorm computes as BatchNorm does, and counts its batches alike."""
+    return nn.SyncBatchNorm.convert_sync_batchnorm(blocks())
+
+
+@pytest.mark.parametrize("build", [blocks, small_resnet, synchronised])
 def test_activation_checkpoints_change_no_bit_of_loss_gradient_or_statistics(build):
     plain, again = build(), prepared(build(), checkpoint_activations=True)
     for one, other in zip(steps(plain), steps(again), strict=True):
@@ -135,32 +140,18 @@ def test_optimizer_state_of_another_layout_is_applied_to_the_right_weights(saved
         assert value.stride() == other.weight.stride()
 
 
-def test_activation_checkpoints_count_a_batch_once_with_synchronised_normalisation():
-    """In one process SyncBatchNorm computes as BatchNorm does, and counts its batches alike."""
-
-    def build():
-        return nn.SyncBatchNorm.convert_sync_batchnorm(blocks())
-
-    plain, again = build(), prepared(build(), checkpoint_activations=True)
-    for one, other in zip(steps(plain), steps(again), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_a_model_without_marked_blocks_is_refused():
-    with pytest.raises(UserError, match="--checkpoint-activations"):
-        prepared(nn.Linear(2, 2), checkpoint_activations=True)
-
-
-def test_activation_checkpoints_are_refused_beside_compiling():
-    with pytest.raises(UserError, match="--compile on"):
-        prepared(blocks(), checkpoint_activations=True, compile="on")
-
-
-def test_sync_batchnorm_is_refused_where_pytorch_has_none():
-    with pytest.raises(UserError, match=r"2 ranks .* cpu"):
-        prepared(blocks(), World(world_size=2), sync_batchnorm=True)
-    with pytest.raises(UserError, match="--sync-batchnorm"):
-        prepared(nn.Linear(2, 2), sync_batchnorm=True)
+@pytest.mark.parametrize(
+    ("build", "ranks", "told", "named"),
+    [
+        (lambda: nn.Linear(2, 2), 1, {"checkpoint_activations": True}, "--checkpoint-activations"),
+        (blocks, 1, {"checkpoint_activations": True, "compile": "on"}, "--compile on"),
+        (blocks, 2, {"sync_batchnorm": True}, r"2 ranks .* cpu"),
+        (lambda: nn.Linear(2, 2), 1, {"sync_batchnorm": True}, "--sync-batchnorm"),
+    ],
+)
+def test_what_a_model_or_device_has_not_is_refused(build, ranks, told, named):
+    with pytest.raises(UserError, match=named):
+        prepared(build(), World(world_size=ranks), **told)
 
 
 def test_sync_batchnorm_keeps_the_names_of_weights():

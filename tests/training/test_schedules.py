@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from samestep.training.plan import Plan, learning_rate, make_plan
 from samestep.training.scheduler import Scheduler
 from tests import tiny
 from tests.faults import Fault
+from tests.training.stops import stop_all
 
 EPOCHS, SEED, LR = 3, 42, 0.01
 FLAGS = ("--epochs", str(EPOCHS), "--monitor", "loss")
@@ -59,49 +61,34 @@ def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.8, fused=True)
 
 
-# What the recipe says, the flags, and the optimizer of the loop by hand; None: the recipe's own.
-SCHEDULERS: dict[str, tuple[str, tuple[str, ...], Callable[[Any], Any] | None]] = {
+# What the recipe says, and the optimizer of the loop by hand; None: the recipe's own.
+SCHEDULERS: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
     "one cycle, betas too": (
         "lambda optimizer, plan: OneCycleLR(optimizer, 0.1, total_steps=plan.total_steps)",
-        (),
         adam,
     ),
     "one cycle per group": (
         "lambda optimizer: OneCycleLR(optimizer, [0.01, 0.1], 33), optimizer=groups",
-        (),
         None,
     ),
-    "warm restarts": (
-        "lambda optimizer: CosineAnnealingWarmRestarts(optimizer, T_0=5, T_mult=2)",
-        (),
-        adam,
-    ),
-    "by epoch": ("lambda optimizer: by_epoch(StepLR(optimizer, 1, 0.3))", (), adam),
-    "by epoch, of groups": (
-        "lambda optimizer: by_epoch(StepLR(optimizer, 2)), optimizer=groups",
-        (),
-        None,
-    ),
+    "by epoch": ("lambda optimizer: by_epoch(StepLR(optimizer, 1, 0.3))", adam),
     "on a plateau": (
         "lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.1)",
-        (),
         adam,
     ),
     "cycled with the momentum": (
         "lambda optimizer: CyclicLR(optimizer, 0.001, 0.1, step_size_up=4)",
-        SGD,
         sgd,
     ),
-    "one after the other": ("in_turn", (), adam),
-    "chained, with NumPy's numbers": ("chained", SGD, sgd),
-    "PyTorch's class itself": ("__import__('functools').partial(PolynomialLR)", (), adam),
+    "one after the other": ("in_turn", adam),
+    "chained, with NumPy's numbers": ("chained", sgd),
+    "PyTorch's class itself": ("__import__('functools').partial(PolynomialLR)", adam),
 }
 
 
-def write(folder: Path, schedule: str) -> Path:
-    return tiny.write_recipe(
-        folder, f"{tiny.RECIPE}{OWN}recipe = replace(recipe, schedule={schedule})\n"
-    )
+def write(folder: Path, schedule: str, name: str = "tiny") -> Path:
+    text = f"{tiny.RECIPE}{OWN}recipe = replace(recipe, schedule={schedule})\n"
+    return tiny.write_recipe(folder, text, f"{name}.py")
 
 
 def by_hand(
@@ -158,9 +145,9 @@ def rewound(run: Path, copy: Path, step: int) -> Path:
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_gives_the_rates_and_weights_of_a_loop_by_hand_and_goes_on(tmp_path, name):
-    schedule, flags, make = SCHEDULERS[name]
+    schedule, make = SCHEDULERS[name]
     path, run = write(tmp_path, schedule), tmp_path / "run"
-    tiny.trained(path, run, *FLAGS, *flags)
+    tiny.trained(path, run, *FLAGS, *(SGD if make is sgd else ()))
     rates, last, weights = by_hand(path, make)
     assert rates_of(run) == rates
     assert len({*rates}) > 1
@@ -174,29 +161,26 @@ def test_a_scheduler_gives_the_rates_and_weights_of_a_loop_by_hand_and_goes_on(t
     assert tiny.last_state(again)["scheduler"] == state["scheduler"]
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("one cycle per group", Fault("after a step", nth=18)),
-        ("on a plateau", Fault("before an evaluation", nth=2, signum=signal.SIGTERM)),
-        # At the end of an epoch, which is therefore not closed yet.
-        ("by epoch", Fault("before an evaluation", nth=3, signum=signal.SIGTERM)),
-    ],
-)
-def test_stopped_and_resumed_on_other_ranks_the_rates_and_weights_are_the_same_bits(
-    tmp_path, name, fault
-):
-    schedule, flags, _ = SCHEDULERS[name]
-    path, run, reference = write(tmp_path, schedule), tmp_path / "run", tmp_path / "reference"
-    flags = (*FLAGS, *flags, "--virtual-ranks", "2", "--eval-every", "1epoch,5steps")
-    tiny.trained(path, reference, *flags)
-    tiny.struck(path, run, fault, *flags)
-    tiny.resumed(run, on=2)
-    assert rates_of(run) == rates_of(reference)
-    assert len({*rates_of(run)}) > 2
-    mine, its = (tiny.last_state(one) for one in (run, reference))
-    assert mine["weights_sha256"] == its["weights_sha256"]
-    assert mine["scheduler"] == its["scheduler"]
+def test_stopped_and_resumed_on_other_ranks_the_rates_and_weights_are_the_same_bits(tmp_path):
+    stop = Fault("before an evaluation", signum=signal.SIGTERM)
+    faults = {
+        "one cycle per group": replace(stop, point="after a step", nth=18),
+        "on a plateau": replace(stop, nth=2),
+        "by epoch": replace(stop, nth=3),  # at the end of an epoch, which is not closed yet
+    }
+    more = ("--virtual-ranks", "2", "--eval-every", "1epoch,5steps")
+    words = {name: (write(tmp_path, SCHEDULERS[name][0], name), *FLAGS, *more) for name in faults}
+    stops = [(faults[name], (*words[name], "--run-dir", tmp_path / name)) for name in faults]
+    stop_all(stops, on=1, folder=tmp_path)
+    tiny.train_all([[tmp_path / name, "--resume"] for name in faults], on=2, folder=tmp_path)
+    for name, (recipe, *flags) in words.items():
+        run, reference = tmp_path / name, tmp_path / f"{name}, whole"
+        tiny.trained(recipe, reference, *flags)
+        assert rates_of(run) == rates_of(reference)
+        assert len({*rates_of(run)}) > 2
+        mine, its = (tiny.last_state(one) for one in (run, reference))
+        assert mine["weights_sha256"] == its["weights_sha256"]
+        assert mine["scheduler"] == its["scheduler"]
 
 
 # --- factors, by what a schedule asks for ---
@@ -311,88 +295,59 @@ def steps_at_once(optimizer):
 
 """
 PLATEAU = "lambda optimizer: ReduceLROnPlateau(optimizer)"
-MISTAKES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "an unknown name": ("lambda step, total, epochs: 1.0", (), ("'epoch'", "steps_per_epoch")),
-    "an unknown name beside the optimizer": ("lambda optimizer, p: None", (), ("asks for p",)),
-    "a factor below 0": ("lambda step, total: [1.0, -1.0], optimizer=groups", (), ("-1.0",)),
-    "too many factors": ("lambda step, total: [1.0] * 3, optimizer=groups", (), ("3 factors",)),
-    "metrics that are not there yet": (
-        "lambda step, total, metrics: metrics['loss']",
-        (),
-        ("KeyError", "empty"),
-    ),
-    "no scheduler": ("lambda optimizer: optimizer", (), ("torch.optim.lr_scheduler",)),
-    "a class": ("StepLR", (), ("StepLR(optimizer",)),
-    "a scheduler that fails": ("lambda optimizer: StepLR(optimizer)", (), ("step_size",)),
+EACH = "lambda optimizer: StepLR(optimizer, 1)"
+WITH = "{'scheduler': StepLR(optimizer, 1),"
+READS = "lambda step, total, *, metrics: 1.0"
+# A schedule, and what is said of it.
+MISTAKES: dict[str, tuple[str, ...]] = {
+    "an unknown name": ("lambda step, total, epochs: 1.0", "'epoch'", "steps_per_epoch"),
+    "an unknown name beside the optimizer": ("lambda optimizer, p: None", "asks for p"),
+    "a factor below 0": ("lambda step, total: [1.0, -1.0], optimizer=groups", "-1.0"),
+    "too many factors": ("lambda step, total: [1.0] * 3, optimizer=groups", "3 factors"),
+    "metrics not there yet": ("lambda step, total, metrics: metrics['loss']", "KeyError", "empty"),
+    "no scheduler": ("lambda optimizer: optimizer", "torch.optim.lr_scheduler"),
+    "a class": ("StepLR", "StepLR(optimizer"),
+    "a scheduler that fails": ("lambda optimizer: StepLR(optimizer)", "step_size"),
     "a scheduler that ends too soon": (
         "lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=5)",
-        (),
-        ("OneCycleLR", "after step 6", "total steps is 5"),
+        "OneCycleLR",
+        "after step 6",
     ),
-    "of another optimizer": ("other", (), ("another optimizer",)),
-    "of another optimizer within": ("nested", (), ("another optimizer",)),
-    "a step when it is made": ("steps_at_once", (), ("steps the optimizer",)),
-    "a step later": ("lambda optimizer: Steps(optimizer, 1)", (), ("steps the optimizer",)),
-    "what no checkpoint holds": ("Keeps", (), ("Keeps(optimizer",)),
-    "what no checkpoint holds, made": (
-        "lambda optimizer: Keeps(optimizer)",
-        (),
-        ("Keeps", "checkpoint"),
-    ),
-    "another key": (
-        "lambda optimizer: {'scheduler': StepLR(optimizer, 1), 'monitor': 'x'}",
-        (),
-        ("'monitor'", "--monitor"),
-    ),
-    "another interval": (
-        "lambda optimizer: {'scheduler': StepLR(optimizer, 1), 'interval': 'day'}",
-        (),
-        ("'day'",),
-    ),
-    "a plateau by epoch": (
-        "lambda optimizer: by_epoch(ReduceLROnPlateau(optimizer))",
-        (),
-        ("--eval-every",),
-    ),
-    "a plateau the other way": (PLATEAU, ("--monitor", "accuracy"), ("mode='min'", "mode='max'")),
-    "a plateau of nothing": (f"{PLATEAU}, data=unvalidated", (), ("validation",)),
-    "metrics of nothing": (
-        "lambda step, total, *, metrics: 1.0, data=unvalidated",
-        (),
-        ("validation",),
-    ),
-    "a warm-up of samestep's": (
-        "lambda optimizer: StepLR(optimizer, 1)",
-        ("--warmup-steps", "3"),
-        ("--warmup-steps",),
-    ),
-    "a schedule of samestep's": (
-        "lambda optimizer: StepLR(optimizer, 1)",
-        ("--schedule", "cosine"),
-        ("--schedule",),
-    ),
-    "a scheduler in Lightning": (
-        "lambda optimizer: StepLR(optimizer, 1)",
-        ("--engine", "lightning"),
-        ("--engine native",),
-    ),
-    "metrics in Lightning": (
-        "lambda step, total, *, metrics: 1.0",
-        ("--engine", "lightning"),
-        ("--engine native",),
-    ),
+    "of another optimizer": ("other", "another optimizer"),
+    "of another optimizer within": ("nested", "another optimizer"),
+    "a step when it is made": ("steps_at_once", "steps the optimizer"),
+    "a step later": ("lambda optimizer: Steps(optimizer, 1)", "steps the optimizer"),
+    "what no checkpoint holds": ("Keeps", "Keeps(optimizer"),
+    "what no checkpoint holds, made": ("lambda optimizer: Keeps(optimizer)", "checkpoint"),
+    "another key": (f"lambda optimizer: {WITH} 'monitor': 'x'}}", "'monitor'", "--monitor"),
+    "another interval": (f"lambda optimizer: {WITH} 'interval': 'day'}}", "'day'"),
+    "a plateau by epoch": (PLATEAU.replace(": ", ": by_epoch(") + ")", "--eval-every"),
+    "a plateau the other way": (PLATEAU, "mode='min'", "mode='max'"),
+    "a plateau of nothing": (f"{PLATEAU}, data=unvalidated", "validation"),
+    "metrics of nothing": (f"{READS}, data=unvalidated", "validation"),
+    "a warm-up of samestep's": (EACH, "--warmup-steps"),
+    "a schedule of samestep's": (EACH, "--schedule"),
+    "a scheduler in Lightning": (EACH, "--engine native"),
+    "metrics in Lightning": (READS, "--engine native"),
+}
+MORE_FLAGS = {
+    "a plateau the other way": ("--monitor", "accuracy"),
+    "a warm-up of samestep's": ("--warmup-steps", "3"),
+    "a schedule of samestep's": ("--schedule", "cosine"),
+    "a scheduler in Lightning": ("--engine", "lightning"),
+    "metrics in Lightning": ("--engine", "lightning"),
 }
 UNVALIDATED = "\ndef unvalidated(options):\n    return Splits(train=data(options).train)\n"
 
 
-@pytest.mark.parametrize(("schedule", "flags", "parts"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_in_a_schedule_is_one_message(refused, tmp_path, schedule, flags, parts):
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_schedule_is_one_message(refused, tmp_path, name):
+    schedule, *parts = MISTAKES[name]
     text = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
     text += f"{OWN}{STEPS}{UNVALIDATED}recipe = replace(recipe, schedule={schedule})\n"
-    path = tiny.write_recipe(tmp_path, text)
     monitor = () if "unvalidated" in schedule else ("--monitor", "loss")
-    words = ("train", str(path), "--run-dir", str(tmp_path / "run"), *monitor, *flags)
-    told = refused(*words)
+    words = (str(tiny.write_recipe(tmp_path, text)), "--run-dir", str(tmp_path / "run"))
+    told = refused("train", *words, *monitor, *MORE_FLAGS.get(name, ()))
     assert [part for part in parts if part not in told] == [], told
 
 

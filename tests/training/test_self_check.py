@@ -4,7 +4,7 @@ import pytest
 
 from tests import tiny
 from tests.command_line import refusal
-from tests.training.test_virtual_ranks_odd_models import RECIPE
+from tests.training.odd_models import RECIPE
 
 # Each of these trained without a word and had other weights on other numbers of ranks.
 HIDDEN = {
@@ -80,6 +80,20 @@ def test_state_outside_of_buffers_is_named_before_the_first_update(here, refused
     assert named in told
 
 
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("renormed", "the model's parameter words.weight"),
+        ("teacher", "the model's parameter teacher.weight"),
+        ("most", "the model's buffer most is infinite"),
+        ("synchronised", "the model's norm is a SyncBatchNorm"),
+    ],
+)
+def test_what_a_forward_writes_and_nobody_can_put_together_is_named(here, refused, kind, named):
+    recipe = tiny.write_recipe(here, RECIPE, "odd.py")
+    assert named in refused("train", str(recipe), "--kind", kind, "--run-dir", "run")
+
+
 def test_state_of_a_loss_or_an_optimizer_is_named(here, refused):
     recipe = with_forward(here, "pass")
     text = recipe.read_text()
@@ -93,22 +107,19 @@ def test_state_of_a_loss_or_an_optimizer_is_named(here, refused):
         text.replace("recipe =", closure).replace("loss=Scaled(False)", "loss=made()")
     )
     assert "the loss's kept" in refused("train", str(recipe), "--run-dir", "run")
+    recipe.write_text(text.replace("Scaled(False)", "Scaled(True)"))
+    assert "the loss's buffer scale" in refused("train", str(recipe), "--run-dir", "run2")
     own = "loss=Scaled(False), optimizer=lambda model, s: Own(model.parameters(), lr=s.lr)"
     changed = text.replace("loss=Scaled(False)", own).replace("recipe =", f"{OPTIMIZER}\nrecipe =")
     recipe.write_text(changed)
     assert "the optimizer's speeds" in refused("train", str(recipe), "--run-dir", "run3")
 
 
-@pytest.mark.parametrize(
-    "number", ["torch.distributed.get_world_size()", "int(os.environ['WORLD_SIZE'])"]
-)
-def test_a_loss_times_the_number_of_ranks_is_named_on_two_ranks(tmp_path, number):
+def test_a_loss_times_the_number_of_ranks_is_named_on_two_ranks(tmp_path):
+    number = "int(os.environ['WORLD_SIZE'])"
     recipe = with_forward(tmp_path, f"out = out * {number} if self.training else out")
-    told = refusal(
-        *("train", str(recipe), "--run-dir", str(tmp_path / "run")),
-        world_size=2,
-        folder=tmp_path / "output",
-    )
+    words = ("train", str(recipe), "--run-dir", str(tmp_path / "run"))
+    told = refusal(*words, world_size=2, folder=tmp_path / "output")
     assert "number of ranks" in told
 
 

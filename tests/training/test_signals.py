@@ -1,27 +1,32 @@
 """A signal stops a run after its step, with a checkpoint; the resumed run is the uninterrupted one.
 
-The second half does so through the real command with --nproc: signals to the parent, and kills.
+The second half does so through the command with --nproc: signals to the parent, and kills.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
 import random
+import re
 import signal
-import subprocess
 import sys
+import termios
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from samestep.ranks.startup import stop_signals
+from tests.command_line import one_message
 from tests.faults import Fault
-from tests.processes import TIMEOUT_S
+from tests.processes import Ranks, start_ranks, start_samestep
+from tests.ranks.test_orphans import started_by
 from tests.tiny import (
-    STEPS,
     all_records,
     assert_same_training,
     newest_announced,
@@ -31,10 +36,12 @@ from tests.tiny import (
     set_pace,
     start,
     struck,
+    train_all,
     trained,
     until,
     write_recipe,
 )
+from tests.training.stops import stop_all
 
 TERM, USR1, INT, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
 SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
@@ -54,116 +61,111 @@ def assert_stopped(run: Path, signum: int, printed: str) -> int:
     return stop["step"]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "signum", "rank"), [(1, TERM, 0), (1, HUP, 0), (2, TERM, 1), (2, USR1, None)]
-)
+def num_evaluations(run: Path) -> int:
+    return len([r for r in all_records(run) if r["event"] == "evaluation"])
+
+
 def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit(
-    uninterrupted, uninterrupted_on_two, recipe, tmp_path, world_size, signum, rank
+    uninterrupted, recipe, tmp_path
 ):
-    nth = random.Random(f"{SEED}-{world_size}-{signum}").randint(1, 20)
-    print(f"seed {SEED}: {signum} to rank {rank} after step {nth}")
-    run = tmp_path / "run"
-    set_pace(recipe, 0.02)  # several ranks agree twice a second: after 25 steps at most
-    fault = Fault("after a step", nth, signum=signum, rank=rank)
-    ranks = struck(recipe, run, fault, on=world_size)
-    step = assert_stopped(run, signum, ranks.printed(0))
-    # One process acts after the very step; several at the next step that they agreed to meet at.
-    assert step == nth if world_size == 1 else nth <= step <= nth + 26
-    set_pace(recipe, 0)
-    resumed(run, on=world_size)
-    (found,) = (r for r in all_records(run) if r["event"] == "resume")
-    assert found["step"] == step
-    whole = uninterrupted if world_size == 1 else uninterrupted_on_two
-    assert_same_training(run, whole, tolerance=0)
+    """Also where one run is stopped again and again."""
+    draw, signums = random.Random(SEED), (TERM, HUP, USR1, USR1, USR1)
+    nths = [draw.randint(1, 20) for _ in signums]
+    print(f"seed {SEED}: after steps {nths} of the attempts")
+    stops = [
+        (Fault("after a step", nth, signum=signum), (recipe, "--run-dir", tmp_path / signum.name))
+        for signum, nth in zip(signums, nths, strict=True)
+    ]
+    again = [(fault, (*words, "--resume")) for fault, words in stops]
+    printed = stop_all(again, on=1, folder=tmp_path)
+    for signum, step in zip((TERM, HUP, USR1), (*nths[:2], sum(nths[2:])), strict=True):
+        run = tmp_path / signum.name
+        assert assert_stopped(run, signum, printed) == step
+        resumed(run)
+        *_, found = (r for r in all_records(run) if r["event"] == "resume")
+        assert found["step"] == step
+        assert_same_training(run, uninterrupted, tolerance=0)
 
 
-@pytest.mark.parametrize(
-    ("point", "world_size"),
-    [
-        ("before an evaluation", 2),
-        ("after the checkpoint's name", 1),
-        ("within the index", 2),
-        ("within the record", 1),
-    ],
-)
-def test_a_signal_during_a_checkpoint_lets_it_finish_and_leaves_an_evaluation(
-    uninterrupted, recipe, tmp_path, world_size, point
-):
-    run = tmp_path / "run"
-    set_pace(recipe, 0.02)
-    ranks = struck(recipe, run, Fault(point, 1, signum=TERM), on=world_size)
-    step = assert_stopped(run, TERM, ranks.printed(0))
-    if world_size == 1:
-        # A checkpoint is written while the next steps are taken.
-        assert step == 11 if point == "before an evaluation" else step >= 5
-    set_pace(recipe, 0)
-    resumed(run)
-    assert_same_training(run, uninterrupted)
-
-
-# The epoch's end, within an epoch, at the last step of all, and on the test set.
-EVALUATIONS = {
-    "at the end of an epoch": (3, ()),
-    "at the very end": (6, ()),
-    "within an epoch": (2, ("--eval-every-steps", "7")),
-    "at the last step, within an epoch": (6, ("--max-steps", "60")),
-    "of the test set": (7, ()),
+EVALUATION = Fault("before an evaluation", signum=TERM)
+# Where the signal comes, and flags.
+STOPS = {
+    "at the end of an epoch": (replace(EVALUATION, nth=3), ()),
+    "within an epoch": (replace(EVALUATION, nth=2), ("--eval-every-steps", "7")),
+    "at the last step, within an epoch": (replace(EVALUATION, nth=6), ("--max-steps", "60")),
+    "on the test set": (replace(EVALUATION, nth=7), ()),
+    "while a checkpoint is named": (Fault("after the checkpoint's name", signum=TERM), ()),
+    "while it is told": (Fault("within the record", signum=TERM), ()),
 }
 
 
-@pytest.mark.parametrize(
-    ("when", "world_size"),
-    [*((when, 1) for when in EVALUATIONS), ("at the end of an epoch", 2), ("of the test set", 2)],
-)
-def test_a_signal_leaves_an_evaluation_which_the_resumed_run_does(
-    uninterrupted, uninterrupted_on_two, recipe, tmp_path, when, world_size
+def test_a_signal_leaves_an_evaluation_to_the_resumed_run_and_lets_a_checkpoint_finish(
+    uninterrupted, recipe, tmp_path
 ):
-    number, flags = EVALUATIONS[when]
-    whole, run = uninterrupted if world_size == 1 else uninterrupted_on_two, tmp_path / "run"
-    if flags:
-        whole = tmp_path / "whole"
-        trained(recipe, whole, *flags, on=world_size)
-    fault = Fault("before an evaluation", number, signum=TERM)
-    ranks = struck(recipe, run, fault, *flags, on=world_size)
-    done = [r for r in all_records(run) if r["event"] == "evaluation"]
-    assert len(done) == number - 1
-    assert_stopped(run, TERM, ranks.printed(0))
-    resumed(run, on=world_size)
-    assert_same_training(run, whole, tolerance=0)
+    words = {w: (recipe, "--run-dir", tmp_path / w, *flags) for w, (_, flags) in STOPS.items()}
+    printed = stop_all([(STOPS[w][0], words[w]) for w in STOPS], on=1, folder=tmp_path)
+    for when, (fault, flags) in STOPS.items():
+        run, whole = tmp_path / when, uninterrupted
+        step = assert_stopped(run, TERM, printed)
+        if fault.point == EVALUATION.point:
+            assert num_evaluations(run) == fault.nth - 1, when
+        else:  # a checkpoint is written while the next steps are taken
+            assert step >= 5, when
+        if flags:
+            whole = tmp_path / f"whole, {when}"
+            trained(recipe, whole, *flags)
+        resumed(run)
+        assert_same_training(run, whole, tolerance=0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_second_interrupt_ends_the_rank_at_once(recipe, tmp_path, world_size):
+def test_two_ranks_that_a_signal_stops_together_go_on_with_the_same_bits(recipe, tmp_path):
+    """They agree twice a second on the step after which they stop: after 25 steps at most."""
+    recipe.write_text(recipe.read_text().replace("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.5)"))
+    faults = {
+        "one": Fault("after a step", 9, signum=TERM, rank=1),
+        "index": Fault("within the index", signum=TERM),
+        "test": replace(EVALUATION, nth=7),
+    }
+    set_pace(recipe, 0.02)
+    runs = {name: tmp_path / name for name in faults}
+    stops = [(fault, (recipe, "--run-dir", runs[name])) for name, fault in faults.items()]
+    printed = stop_all(stops, on=2, folder=tmp_path)
+    for name, fault in faults.items():
+        step = assert_stopped(runs[name], fault.signum, printed)
+        if fault.point == "after a step":
+            assert fault.nth <= step <= fault.nth + 26
+        if fault.point == EVALUATION.point:
+            assert num_evaluations(runs[name]) == fault.nth - 1
+    set_pace(recipe, 0)
+    whole = tmp_path / "whole"
+    again = [[run, "--resume"] for run in runs.values()]
+    train_all([[recipe, "--run-dir", whole], *again], on=2, folder=tmp_path)
+    for run in runs.values():
+        assert_same_training(run, whole, tolerance=0)
+
+
+def test_a_second_interrupt_ends_each_rank_at_once(recipe, tmp_path):
     run = tmp_path / "run"
     fault = Fault("after a step", 9, signum=INT, times=2, rank=None)
-    struck(recipe, run, fault, on=world_size)
+    struck(recipe, run, fault, on=2)
     assert [r["event"] for r in all_records(run)][-1] != "stop"
     assert newest_announced(run) in (4, 8)  # that of step 8 may still be written
 
 
-def test_stopping_again_and_again_is_the_same_run(uninterrupted, recipe, tmp_path):
-    run, draw = tmp_path / "run", random.Random(SEED)
-    for _ in range(3):
-        nth = draw.randint(1, 12)
-        print(f"seed {SEED}: after step {nth} of this attempt")
-        fault = Fault("after a step", nth, signum=USR1)
-        struck(recipe, run, fault, "--resume")
-    resumed(run)
-    assert_same_training(run, uninterrupted, tolerance=0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_second_process_that_resumes_the_same_run_is_told_who_has_it(
-    uninterrupted, recipe, tmp_path, world_size
+    uninterrupted, recipe, tmp_path, refused
 ):
     run = tmp_path / "run"
     set_pace(recipe, 0.05)
     first = start(recipe, "--run-dir", str(run), folder=tmp_path)
     until(lambda: num_records(run) > 3 and (run / "settings.toml").exists(), first)
-    second = start(run, "--resume", world_size=world_size, folder=tmp_path)
-    assert second.wait() == [2] * world_size, second.output()
-    assert f" {first.processes[0].pid} " in second.printed(0)
-    assert second.printed(0).count("samestep: ") == 1
+    # Stopped it still has the run, however long the others take.
+    os.kill(first.processes[0].pid, signal.SIGSTOP)
+    holder = f" {first.processes[0].pid} "
+    assert holder in refused("train", str(run), "--resume")
+    second = start(run, "--resume", world_size=2, folder=tmp_path)
+    assert second.wait() == [2, 2], second.output()
+    assert holder in one_message(2, second.output())
     first.kill()
     first.wait()
     set_pace(recipe, 0)
@@ -171,109 +173,29 @@ def test_a_second_process_that_resumes_the_same_run_is_told_who_has_it(
     assert_same_training(run, uninterrupted)
 
 
-# Through the real command.
+def on_terminal(terminal: str, arguments: list[str]) -> None:
+    """Run the command line on a terminal that is its session's."""
+    from samestep.cli import main
 
-
-def start_command(recipe: Path, run: Path) -> subprocess.Popen[str]:
-    """Start `python -m samestep train RECIPE --nproc 2` as a user does, and let it take steps."""
-    parent = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "samestep", "train", str(recipe), "--run-dir", str(run)),
-            *("--nproc", "2", "--max-steps", "2000"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    index = run / "checkpoints" / "index.json"
-    until(lambda: parent.poll() is not None or (num_records(run) >= 6 and index.exists()))
-    assert parent.poll() is None, parent.communicate()[0]
-    return parent
-
-
-@contextlib.contextmanager
-def command(recipe: Path, run: Path):
-    """End whatever a failed test leaves of the command, by its process group."""
-    parent = start_command(recipe, run)
-    try:
-        yield parent
-    finally:
-        for pid in [*children(parent.pid), parent.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        parent.communicate()
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes that one has started and that still run, in the order of their ids."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, ppid = path.read_text().rpartition(")")[2].split()[:2]
-            if int(ppid) == pid and state != "Z":
-                found.append(int(path.parent.name))
-    return sorted(found)
-
-
-def runs(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def rank_pids(parent: int) -> dict[int, int]:
-    found = {}
-    for pid in children(parent):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        found |= {int(v.partition(b"=")[2]): pid for v in variables if v.startswith(b"RANK=")}
-    assert sorted(found) == [0, 1]
-    return found
-
-
-# Its children have to end by the SIGTERM that a rank would only note.
-USES_A_POOL = """def data(options):
-    import multiprocessing
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        assert pool.map(abs, range(64)) == list(range(64))
-"""
-
-
-def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(
-    uninterrupted_on_two, recipe, tmp_path
-):
-    """All signals go the same way; SIGINT is the one that a terminal sends to all."""
-    run, signum = tmp_path / "run", INT
-    recipe.write_text(recipe.read_text().replace("def data(options):\n", USES_A_POOL))
-    set_pace(recipe, 0.02)
-    with command(recipe, run) as parent:
-        ranks = rank_pids(parent.pid)
-        parent.send_signal(signum)
-        printed = parent.communicate(timeout=TIMEOUT_S)[0]
-    assert parent.returncode == 128 + signum, printed
-    step = assert_stopped(run, signum, printed)
-    assert "Traceback" not in printed
-    assert not [pid for pid in ranks.values() if runs(pid)]
-    set_pace(recipe, 0)
-    resumed(run, "--max-steps", str(max(step, STEPS)), on=2)
-    assert step <= STEPS
-    assert_same_training(run, uninterrupted_on_two, tolerance=0)
+    opened = os.open(terminal, os.O_RDWR)
+    fcntl.ioctl(opened, termios.TIOCSCTTY, 0)
+    for usual in range(3):
+        os.dup2(opened, usual)
+    sys.exit(main(arguments))
 
 
 def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(recipe, tmp_path):
     run = tmp_path / "run"
     set_pace(recipe, 0.02)
     ours, its = pty.openpty()
-    command = [sys.executable, "-m", "samestep", "train", str(recipe), "--run-dir", str(run)]
-    process = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *command], stdin=its, stdout=its, stderr=its
-    )
-    os.close(its)
+    words = ["train", str(recipe), "--run-dir", str(run)]
+    process = start_ranks(on_terminal, 1, tmp_path / "output", os.ttyname(its), words)
     drain = threading.Thread(target=_read_all, args=(ours,), daemon=True)
     drain.start()
-    until(lambda: process.poll() is not None or num_records(run) >= 6)
+    until(lambda: num_records(run) >= 6, process)
+    os.close(its)
     os.close(ours)  # whatever it prints from here on fails
-    process.wait(TIMEOUT_S)
+    assert process.wait() == [128 + HUP]
     assert json.loads((run / "result.json").read_text())["reason"] == "SIGHUP"
     assert newest_announced(run) == all_records(run)[-1]["step"]
 
@@ -293,24 +215,70 @@ def test_where_sighup_is_ignored_as_under_nohup_it_stays_ignored():
     assert HUP in stop_signals()
 
 
-def test_killing_one_rank_of_the_command_ends_it_and_tells_of_it_once(
-    uninterrupted, recipe, tmp_path
-):
-    run, killed = tmp_path / "run", 1
+# Through the command.
+
+
+@contextlib.contextmanager
+def command(recipe: Path, run: Path) -> Iterator[Ranks]:
+    """Let `samestep train RECIPE --nproc 2` take steps; whatever a failed test leaves is ended."""
+    words = ("train", str(recipe), "--run-dir", str(run), "--nproc", "2", "--max-steps", "2000")
+    parent = start_samestep(*words, folder=run.parent / "output")
+    index = run / "checkpoints" / "index.json"
+    try:
+        until(lambda: num_records(run) >= 6 and index.exists(), parent)
+        yield parent
+    finally:
+        parent.kill()  # its ranks end with it
+
+
+def assert_goes_on(recipe: Path, run: Path) -> None:
+    """Go on with a run alone, and compare it with one that never stopped."""
+    set_pace(recipe, 0)
+    last, whole = str(newest_announced(run) + 20), run.with_name("whole")
+    resumed(run, "--max-steps", last)
+    trained(recipe, whole, "--max-steps", last)
+    assert_same_training(run, whole)
+
+
+# While it is slow: its children have to end by the SIGTERM that a rank would only note.
+USES_A_POOL = """def data(options):
+    if seconds:
+        import multiprocessing
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(abs, range(64)) == list(range(64))
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(recipe, tmp_path):
+    """All signals go the same way; SIGINT is the one that a terminal sends to all."""
+    run = tmp_path / "run"
+    recipe.write_text(recipe.read_text().replace("def data(options):\n", USES_A_POOL))
     set_pace(recipe, 0.02)
     with command(recipe, run) as parent:
-        ranks = rank_pids(parent.pid)
-        os.kill(ranks[killed], signal.SIGKILL)
+        pid = parent.processes[0].pid
+        assert len(started_by(pid)) >= 2
+        os.kill(pid, INT)
+        assert parent.wait() == [128 + INT], parent.output()
+    assert_stopped(run, INT, parent.output())
+    assert "Traceback" not in parent.output()
+    assert not started_by(pid)
+    assert_goes_on(recipe, run)
+
+
+@pytest.mark.slow
+def test_killing_one_rank_of_the_command_ends_it_and_tells_of_it_once(recipe, tmp_path):
+    run = tmp_path / "run"
+    set_pace(recipe, 0.02)
+    with command(recipe, run) as parent:
+        pid = parent.processes[0].pid
+        os.kill(sorted(started_by(pid))[1], signal.SIGKILL)
         began = time.monotonic()
-        printed = parent.communicate(timeout=TIMEOUT_S)[0]
-        took = time.monotonic() - began
-    assert parent.returncode == 1, printed
-    assert took < 300  # Gloo by itself would wait for half an hour
+        assert parent.wait() == [1], parent.output()
+    assert time.monotonic() - began < 300  # Gloo by itself would wait for half an hour
+    printed = parent.output()
     assert printed.count("samestep: ") == 1
-    assert f"Rank {killed} " in printed
-    assert "SIGKILL" in printed
+    assert re.search(r"Rank [01] .*SIGKILL", printed)
     assert "Traceback" not in printed
-    assert not [pid for pid in ranks.values() if runs(pid)]
-    set_pace(recipe, 0)
-    resumed(run, "--max-steps", str(STEPS))
-    assert_same_training(run, uninterrupted)
+    assert not started_by(pid)
+    assert_goes_on(recipe, run)

@@ -1,5 +1,6 @@
 """A stream trains the same on any number of ranks, with workers, and when it is gone on with."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,40 +13,38 @@ from samestep.training.plan import make_plan
 from tests import streams, tiny
 from tests.faults import Fault
 from tests.processes import samestep
+from tests.training.stops import stop_all
 
 BUFFER = ("--shuffle-buffer", "10")
-KINDS = {
-    "plain": (),
-    "shards": BUFFER,
-    "uneven": (),
-    "counted": BUFFER,
-    "hugging face": BUFFER,
-    "tar": (),
-}
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def alone(request, tmp_path_factory):
-    """Give a recipe, its flags, and the run of a single process."""
-    folder = tmp_path_factory.mktemp("alone")
-    if request.param == "tar":
-        streams.write_tars(folder / "tars")
-    recipe = streams.write_recipe(folder)
-    flags = ("--kind", request.param, "--tars", str(folder / "tars"), *KINDS[request.param])
-    tiny.trained(recipe, folder / "run", *flags)
-    return recipe, flags, folder / "run"
-
-
+KINDS = {"plain": (), "shards": BUFFER, "uneven": (), "counted": BUFFER}
+LIBRARIES = {"hugging face": BUFFER, "tar": ()}
 WORKERS = ("--num-workers", "2", "--batch-size", "12", "--micro-batch-size", "2")
 
 
-def test_two_ranks_with_workers_killed_and_gone_on_with_on_one_are_the_same(alone, tmp_path):
-    recipe, flags, reference = alone
-    run, kill = tmp_path / "run", Fault("after a step", 18, rank=None)
-    tiny.struck(recipe, run, kill, "--checkpoint-every-steps", "4", *flags, *WORKERS, on=2)
-    assert tiny.last_state(run)["position"]["step"] == 16
-    tiny.resumed(run, "--num-workers", "0")
-    tiny.assert_same_training(run, reference, 1e-9)
+@pytest.mark.parametrize("kinds", [KINDS, pytest.param(LIBRARIES, marks=pytest.mark.slow)])
+def test_two_ranks_with_workers_stopped_and_gone_on_with_on_one_are_the_same(tmp_path, kinds):
+    """After step 17; one is killed after step 18, and goes on from step 16."""
+    streams.write_tars(tmp_path / "tars")
+    recipe = streams.write_recipe(tmp_path)
+    tars = ("--tars", str(tmp_path / "tars"))
+    words = {kind: ("--kind", kind, *tars, *flags) for kind, flags in kinds.items()}
+    stop = Fault("after a step", 17, signum=signal.SIGTERM, rank=None)
+    stops = [
+        (stop, (recipe, "--run-dir", tmp_path / kind, *flags, *WORKERS))
+        for kind, flags in words.items()
+        if kind != "shards"
+    ]
+    stop_all(stops, on=2, folder=tmp_path, agree_every_s=0.0)
+    if "shards" in kinds:
+        kill, saved = Fault("after a step", 18, rank=None), ("--checkpoint-every-steps", "4")
+        run = tmp_path / "shards"
+        tiny.struck(recipe, run, kill, *saved, *words["shards"], *WORKERS, on=2)
+    for kind, flags in words.items():
+        run, whole = tmp_path / kind, tmp_path / f"{kind}, whole"
+        assert tiny.last_state(run)["position"]["step"] == (16 if kind == "shards" else 17)
+        tiny.trained(recipe, whole, *flags)
+        tiny.resumed(run, "--num-workers", "0")
+        tiny.assert_same_training(run, whole, 1e-9)
 
 
 def refused(tmp_path: Path, *flags: str, world_size: int = 2) -> str:
@@ -58,22 +57,24 @@ def refused(tmp_path: Path, *flags: str, world_size: int = 2) -> str:
 
 
 def test_an_element_that_fails_in_a_worker_is_named_and_ends_all_ranks(tmp_path):
-    flags = ("--elements", "10100", "--fail", "10000", "--batch-size", "500")
+    flags = ("--elements", "1100", "--fail", "1000", "--batch-size", "50")
     told = refused(tmp_path, *flags, "--num-workers", "1")
-    assert "element 10,000" in told
+    assert "element 1,000" in told
     assert "flow.py:" in told
     last = [r["step"] for r in read_records(tmp_path / "run") if r["event"] == "step"][-1]
-    assert last == 10_000 // 500
+    assert last == 1000 // 50
 
 
-def test_a_stream_that_divides_itself_by_rank_is_refused_before_the_first_step(tmp_path):
-    assert "split_by_node" in refused(tmp_path, "--kind", "by rank")
-    assert not (tmp_path / "run" / "events.jsonl").exists()
-
-
-def test_a_stream_that_ends_elsewhere_on_another_rank_ends_all_ranks(tmp_path):
-    told = refused(tmp_path, "--kind", "by rank", "--elements", "132")
-    assert "[4, 5]" in told  # elements of global batch 8
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ((), "split_by_node"),  # before the first step
+        (("--elements", "132"), "[4, 5]"),  # elements of global batch 8
+    ],
+)
+def test_a_stream_that_is_another_on_each_rank_ends_all_ranks(tmp_path, more, named):
+    assert named in refused(tmp_path, "--kind", "by rank", *more)
+    assert (tmp_path / "run" / "events.jsonl").exists() == bool(more)
 
 
 def test_no_rank_opens_the_shards_of_others(tmp_path):

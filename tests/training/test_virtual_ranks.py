@@ -14,9 +14,10 @@ from torch import nn
 from samestep.errors import UserError
 from samestep.training.buffers import StepBuffers
 from tests import tiny
-from tests.command_line import call, refusal
+from tests.command_line import call
 from tests.faults import Fault
 from tests.processes import start_ranks
+from tests.training.odd_models import CHANGED as ODD_MODELS
 
 RECIPE = """
 import random
@@ -34,22 +35,17 @@ class Options:
     kind: str = "mlp"
 
 class Texts(nn.Module):
-    def __init__(self, kind):
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
-        if kind == "lstm":
-            self.inner = nn.LSTM(8, 8, num_layers=2, dropout=0.2, batch_first=True)
-        else:
-            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-            self.inner = nn.TransformerEncoder(layer, 1)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.inner = nn.TransformerEncoder(layer, 1)
         self.head = nn.Linear(8, 3)
         self.register_buffer("mask", torch.full((6, 6), float("-inf")).triu(1))
 
     def forward(self, x):
         hidden = self.embedding(x)
-        hidden = self.inner(hidden)[0] if isinstance(self.inner, nn.LSTM) else self.inner(
-            hidden, mask=self.mask)
-        return self.head(hidden.mean(dim=1))
+        return self.head(self.inner(hidden, mask=self.mask).mean(dim=1))
 
 class Branches(nn.Module):
     def __init__(self):
@@ -71,7 +67,7 @@ class Drawn(Dataset):
 
 def data(options):
     generator = torch.Generator().manual_seed(7)
-    if options.kind in ("lstm", "transformer"):
+    if options.kind == "transformer":
         x = torch.randint(0, 11, (80, 6), generator=generator)
         y = x[:, 0] % 3
     else:
@@ -104,8 +100,8 @@ def model(options):
         return nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.2),
             nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.Flatten(), nn.Linear(288, 3))
-    if options.kind in ("lstm", "transformer"):
-        return Texts(options.kind)
+    if options.kind == "transformer":
+        return Texts()
     if options.kind == "branches":
         return Branches()
     built = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3),
@@ -125,25 +121,34 @@ recipe = Recipe(model=model, data=data, loss=loss, options=Options, metrics={"ac
               "checkpoint_every_steps": 3, "virtual_ranks": 5})
 """
 STEPS = 10
+AVERAGE = ("--ema", "0.9", "--optimizer", "sgd", "--momentum", "0.9")
+CLIPPED = ("--channels-last", "--clip-norm", "0.05")
 FLAGS = {
-    "mlp": [],
     "conv": ["--kind", "conv"],
-    "lstm": ["--kind", "lstm"],
     "transformer": ["--kind", "transformer"],
     "samples from files, by workers": ["--kind", "files"],
     "branches": ["--kind", "branches", "--find-unused"],
-    "micro-steps, clipping": ["--kind", "conv", "--micro-batch-size", "1", "--clip-norm", "0.05"],
+    "micro-steps, an average": ["--kind", "conv", "--micro-batch-size", "1", *AVERAGE],
     "hooks on gradients": ["--kind", "hooked"],
-    "bf16": ["--kind", "conv", "--precision", "bf16"],
     "fp16, steps left out": ["--precision", "fp16", "--lr", "10"],
-    "an average of weights": ["--ema", "0.9", "--optimizer", "sgd", "--momentum", "0.9"],
     "gradients in several parts": ["--kind", "reentrant"],
-    "channels last": ["--kind", "conv", "--channels-last", "--clip-norm", "0.05"],
+    "bf16, channels last, clipping": ["--kind", "conv", "--precision", "bf16", *CLIPPED],
 }
-# How the 5 parts lie on each number of ranks is the same for all. 2 ranks hold 3 and 2 of them, and
-# add up across ranks what one rank adds up in place; 3 ranks hold 2, 2 and 1.
-RANKS = {2: [*FLAGS], 3: ["mlp", "conv", "micro-steps, clipping", "fp16, steps left out"]}
+# 2 ranks hold 3 and 2 of the 5 parts, and add up across ranks what one rank adds up in place; 3
+# ranks hold 2, 2 and 1, which is the same for all.
+RANKS = {2: [name for name in FLAGS if name != "conv"], 3: ["conv"]}
 MORE = {"samples from files, by workers": ["--num-workers", "2"]}
+# Recipes of their own, on three ranks: odd models, a mean over terms and a metric of all
+# predictions, and what has no virtual ranks.
+METRICS = """loss_terms=lambda batch: (batch[1] > 0).sum() + 1,
+    metrics={"accuracy": accuracy, "auroc": torchmetrics.AUROC("multiclass", num_classes=3)}"""
+OWN = {
+    **ODD_MODELS,
+    "measured": RECIPE.replace("import random\n", "import random\nimport torchmetrics\n").replace(
+        'metrics={"accuracy": accuracy}', METRICS
+    ),
+    "plain": RECIPE.replace(', "virtual_ranks": 5', ""),
+}
 
 
 @pytest.fixture
@@ -168,18 +173,27 @@ def test_every_recorded_number_and_every_weight_is_the_same_on_any_ranks(tmp_pat
     def run_of(name, ranks):
         return tmp_path / f"{name} on {ranks}"
 
-    for name, flags in FLAGS.items():
-        alone = run_of(name, 1)
-        tiny.trained(recipe, alone, *flags)
-        assert len({*digests(alone).values()}) > 2, name  # they do change
+    own = {name: tiny.write_recipe(tmp_path, text, f"{name}.py") for name, text in OWN.items()}
+    for name in (*FLAGS, *own):
+        tiny.trained(own.get(name, recipe), run_of(name, 1), *FLAGS.get(name, ()))
+    for name in (*FLAGS, "measured"):
+        assert len({*digests(run_of(name, 1)).values()}) > 2, name  # they do change
     for ranks, names in RANKS.items():
         words = [
             [recipe, "--run-dir", run_of(name, ranks), *FLAGS[name], *MORE.get(name, ())]
             for name in names
         ]
+        if ranks == 3:
+            words += [[path, "--run-dir", run_of(name, 3)] for name, path in own.items()]
         tiny.train_all(words, on=ranks, folder=tmp_path)
         for name in names:
             assert_every_bit(run_of(name, ranks), run_of(name, 1))
+    for name in own.keys() - {"plain"}:
+        tiny.assert_same_training(run_of(name, 3), run_of(name, 1), tolerance=0)
+    # Without virtual ranks, other ranks give other bits, and no record has digests.
+    assert not any("weights_sha256" in r for r in tiny.all_records(run_of("plain", 3)))
+    ends = [json.loads((run_of("plain", on) / "result.json").read_text()) for on in (1, 3)]
+    assert ends[0]["weights_sha256"] != ends[1]["weights_sha256"]
     # The scale starts at 65536, and halves where gradients overflow.
     assert tiny.last_state(run_of("fp16, steps left out", 1))["scaler"]["scale"] < 65536
     # One device evaluates to the bits that several ranks recorded.
@@ -201,29 +215,15 @@ def test_a_compiled_model_has_the_same_bits_on_one_rank_and_on_two(tmp_path, rec
     assert_every_bit(runs[1], runs[0])
 
 
-def test_a_mean_over_terms_and_a_metric_of_all_predictions_have_the_same_bits(tmp_path, recipe):
-    parts = """loss_terms=lambda batch: (batch[1] > 0).sum() + 1,
-    metrics={"accuracy": accuracy, "auroc": torchmetrics.AUROC("multiclass", num_classes=3)}"""
-    code = RECIPE.replace('metrics={"accuracy": accuracy}', parts)
-    code = code.replace("import numpy as np\n", "import numpy as np\nimport torchmetrics\n")
-    recipe.write_text(code)
-    for ranks in (1, 2):
-        tiny.trained(recipe, tmp_path / f"on-{ranks}", on=ranks)
-    assert_every_bit(tmp_path / "on-2", tmp_path / "on-1")
-
-
-@pytest.mark.parametrize(("before", "after", "saved", "step"), [(1, 2, 1, 3), (2, 1, 2, 5)])
-def test_killed_within_an_epoch_or_after_it_it_goes_on_with_the_same_bits_on_other_ranks(
-    tmp_path, recipe, before, after, saved, step
-):
+def test_killed_within_an_epoch_it_goes_on_with_the_same_bits_on_other_ranks(tmp_path, recipe):
     whole, run, flags = tmp_path / "whole", tmp_path / "killed", ("--kind", "conv")
     tiny.trained(recipe, whole, *flags)
-    fault = Fault("after the record", nth=saved)
+    fault = Fault("after the record")
     words = (*flags, "--run-dir", str(run))
-    killed = tiny.start(recipe, *words, faults=(fault,), world_size=before, folder=tmp_path)
+    killed = tiny.start(recipe, *words, faults=(fault,), world_size=2, folder=tmp_path)
     assert killed.wait()[0] == -fault.signum, killed.output()
-    assert tiny.newest_announced(run) == step
-    tiny.resumed(run, on=after)
+    assert tiny.newest_announced(run) == 3
+    tiny.resumed(run)
     assert_every_bit(run, whole)
 
 
@@ -255,19 +255,6 @@ def test_gradients_added_in_order_of_arrival_give_other_bits(tmp_path, recipe):
     assert ours[STEPS] != theirs[STEPS]
 
 
-def test_without_virtual_ranks_other_ranks_give_other_bits_and_no_record_has_digests(
-    tmp_path, recipe
-):
-    recipe.write_text(RECIPE.replace(', "virtual_ranks": 5', ""))
-    ends = set()
-    for ranks in (1, 2):
-        run = tmp_path / f"on-{ranks}"
-        tiny.trained(recipe, run, on=ranks)
-        assert not any("weights_sha256" in r for r in tiny.all_records(run))
-        ends.add(json.loads((run / "result.json").read_text())["weights_sha256"])
-    assert len(ends) == 2
-
-
 def test_what_decides_over_bits_is_kept_in_the_run_and_cannot_change(here, refused, recipe):
     tiny.trained(recipe, here / "run", "--threads", "2", "--epochs", "1")
     settings = tomllib.loads((here / "run" / "settings.toml").read_text())
@@ -280,7 +267,8 @@ def test_what_decides_over_bits_is_kept_in_the_run_and_cannot_change(here, refus
     assert state["made_with"] == (here / "run" / "settings.toml").read_text()
 
     before = tiny.files(here / "run")
-    for flags in (["--virtual-ranks", "3"], ["--threads", "1"], ["--channels-last"]):
+    others = ["--virtual-ranks", "3"], ["--threads", "1"], ["--channels-last"], ["--find-unused"]
+    for flags in others:
         assert flags[0] in refused("train", "run", "--resume", "--epochs", "2", *flags)
         assert tiny.files(here / "run") == before
 
@@ -304,13 +292,6 @@ def test_what_decides_over_bits_is_kept_in_the_run_and_cannot_change(here, refus
 def test_what_cannot_keep_the_promise_is_refused_by_name(here, refused, recipe, flags, named):
     assert named in refused("train", str(recipe), *flags, "--run-dir", "run")
     assert not (here / "run").exists()
-
-
-def test_more_ranks_than_virtual_ones_are_refused(tmp_path, recipe):
-    told = refusal(
-        "train", str(recipe), "--virtual-ranks", "1", world_size=2, folder=tmp_path / "output"
-    )
-    assert "--virtual-ranks 1 is less than the 2 ranks" in told
 
 
 PUT = """
@@ -338,17 +319,12 @@ def test_an_operation_without_a_deterministic_form_is_named_with_its_module_and_
         "nn.ReLU(), nn.Dropout(0.3)", "Odd(), nn.ReLU()"
     )
     if not backward:
-        way = "Put.backward(None, x.detach()) + x"
-        code = code.replace("Put.apply(x)", way)
+        code = code.replace("Put.apply(x)", "Put.backward(None, x.detach()) + x")
     recipe.write_text(code)
     told = refused("train", str(recipe), "--run-dir", "run")
-    lines = code.splitlines()
-    line = next(n for n, text in enumerate(lines, start=1) if "# here" in text)
-    if not backward:
-        line = next(n for n, text in enumerate(lines, start=1) if ".put_(" in text)
-    assert "put_" in told
-    assert "Odd" in told
-    assert f"{recipe}:{line}" in told
+    place = "# here" if backward else ".put_("
+    line = next(n for n, text in enumerate(code.splitlines(), start=1) if place in text)
+    assert [part for part in ("put_", "Odd", f"{recipe}:{line}") if part not in told] == []
 
 
 # --- buffers

@@ -64,24 +64,19 @@ def test_whole_steps_and_replayed_ones_take_the_eager_trajectory(captures, name,
     assert captures.replayed == (5 if large else 3)
 
 
-def test_a_run_that_goes_on_counts_the_steps_of_the_attempt_before(captures):
-    """Adam's first steps are corrected for its short memory; its count is a tensor of its own."""
+@pytest.mark.parametrize(("before", "start"), [(2, 0), (0, 1000)])
+def test_an_optimizer_counts_its_own_steps_whichever_came_before(captures, before, start):
+    """Those of an attempt that it goes on from, and none where it begins anew within a run.
+
+    Adam's first steps are corrected for its short memory; its count is a tensor of its own.
+    """
     settings = settings_of()
     ours, its = two(settings)
     data = blocks(settings, together=IN_A_GRAPH)
-    run(eager(ours, settings), data[:2])
-    run(whole(ours, settings), data[2:], start=2 * IN_A_GRAPH)
-    run(eager(its, settings), data)
-    assert_same(ours, its)
-    assert captures.replayed == 1
-
-
-def test_an_optimizer_that_begins_anew_within_a_run_counts_from_its_own_beginning(captures):
-    settings = settings_of()
-    ours, its = two(settings)
-    data = blocks(settings, together=IN_A_GRAPH)
-    run(whole(ours, settings), data, start=1000)
-    run(eager(its, settings), data, start=1000)
+    if before:
+        run(eager(ours, settings), data[:before], start=start)
+    run(whole(ours, settings), data[before:], start=start + before * IN_A_GRAPH)
+    run(eager(its, settings), data, start=start)
     assert_same(ours, its)
     assert captures.captured == 1
 

@@ -95,7 +95,7 @@ def test_a_clean_loop_is_the_same_and_its_own_runs_are_left_alone(tmp_path, monk
     found = verified_loop(
         script, "--epochs", "1", folder=tmp_path / "ranks", sizes=(1, 2, 3), quick=False
     )
-    assert found.same
+    assert found.same, [(c.name, c.cause, c.failure) for c in found.checks if not c.passed]
     assert found.precisions == ("fp64", "fp32")
     assert {row.name: row.status for row in found.checks} == dict.fromkeys(
         (

@@ -19,7 +19,8 @@ from samestep.ranks.startup import PARENT
 from samestep.ranks.world import in_process_group
 from samestep.recipe import Recipe, being_read, find_recipe
 from samestep.run.directory import is_run
-from samestep.session.request import Request, draft, finish, own_recipe, typed
+from samestep.session.declared import plain_value, typed
+from samestep.session.request import Request, draft, finish, own_recipe
 from samestep.settings import (
     Backend,
     Device,
@@ -196,7 +197,7 @@ def request_of(call: Call, function: str = "train") -> Request:
             raise UserError(f"{where}: recipe_of_run has no effect without resume=True.")
         recipe = own_recipe(call.target, call.keywords.get("run_dir")) or recipe
     start = draft(call.target, call.config, recipe)
-    given = {name: _plain(value) for name, value in call.keywords.items()}
+    given = {name: plain_value(value) for name, value in call.keywords.items()}
     settings, options = typed(given, start.recipe, where)
     below = start.options()
     return finish(
@@ -207,15 +208,6 @@ def request_of(call: Call, function: str = "train") -> Request:
         resume=call.resume,
         allow_change=",".join(call.allow_change) or None,
     )
-
-
-def _plain(value: Any) -> Any:
-    """Return a path as text, and a NumPy number as Python's."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
-        return value.item()
-    return value
 
 
 def check_may_start(function: str) -> None:

@@ -3,6 +3,7 @@
 The recipe, a run and a TOML file give the defaults; tyro puts the flags on top.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -19,7 +20,7 @@ from samestep.commands.help import HELP, HELP_ALL, example_text, examples, help_
 from samestep.errors import AlreadyTold, UserError, known_elsewhere
 from samestep.ranks.process import TASK
 from samestep.recipes import RECIPES
-from samestep.settings import ALSO_ACCEPTED, OTHER_NAMES, Settings, flag_name, own_names
+from samestep.settings import ALSO_ACCEPTED, MERGED, OTHER_NAMES, Settings, flag_name, own_names
 
 if TYPE_CHECKING:
     from samestep.session.request import Request
@@ -174,10 +175,15 @@ def value_of(name: str, flags: list[str]) -> str | None:
 
 
 def own_flags(arguments: list[str]) -> list[str]:
-    """Replace settings under other names, as --global-batch-size or --eval-every, by the fields."""
-    translated = {*ALSO_ACCEPTED, *OTHER_NAMES.values(), "monitor"}
+    """Replace settings under other names, as --global-batch-size or --eval-every, by the fields.
+
+    Refuse two that set one field to different values; of a flag that is repeated the last counts.
+    """
+    of_units = (f.name for f in dataclasses.fields(Settings) if f.name.rpartition("_")[0] in MERGED)
+    translated = {*ALSO_ACCEPTED, *OTHER_NAMES.values(), "monitor", "mode", *of_units}
     found: dict[str, Any] = {}
-    flags: list[str] = []
+    places: dict[str, slice] = {}
+    flags: list[str | None] = []
     waiting = [*arguments]
     while waiting:
         flag = waiting.pop(0)
@@ -187,11 +193,23 @@ def own_flags(arguments: list[str]) -> list[str]:
             flags.append(flag)
             continue
         value = value if equals else waiting.pop(0)
-        found[name] = value
+        found[name] = _number_or_text(value)
         own = own_names({name: value}, "the command")
-        flags += [word for key, one in own.items() for word in (f"--{flag_name(key)}", str(one))]
+        before = places.get(name)
+        if before and (before.stop - before.start > 2 or flags[before.start] != typed):
+            flags[before] = [None] * (before.stop - before.start)
+        words = [word for key, one in own.items() for word in (f"--{flag_name(key)}", str(one))]
+        places[name] = slice(len(flags), len(flags) + len(words))
+        flags += words
     own_names(found, "the command")
-    return flags
+    return [word for word in flags if word is not None]
+
+
+def _number_or_text(value: str) -> float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def names_given(flags: list[str]) -> set[str]:

@@ -23,6 +23,7 @@ from samestep.session.build import Built
 from samestep.session.free_space import state_bytes
 from samestep.session.request import Request, to_toml
 from samestep.training.device import data_dtype
+from samestep.training.optimizer import Average
 from samestep.training.plan import Plan, learning_rate
 from samestep.training.sharding import find_blocks
 from samestep.training.side_effects import RandomDraws, batch_norms, watched
@@ -147,7 +148,8 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     if plan.world_size > 1 and not work.settings.allows_unused:
         check_used(model)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    averages = work.learner.average.state().values() if work.learner.average else ()
+    average = work.learner.average
+    averages = average.state().values() if isinstance(average, Average) else ()
     sources = [s for s in (work.train, work.validation) if s is not None and s.held_bytes]
     sizes, elements = (sum(counts) for counts in zip((0, 0), *saved.values(), strict=True))
     memory = RankMemory(

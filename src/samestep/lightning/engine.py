@@ -255,6 +255,7 @@ def _drive(task: Task) -> None:
         lr, device = work.plan.lr, work.world.device
         optimizer = optimizer_of(recipe, model, settings, lr, device, fuse=False)
         work = replace(work, learner=replace(work.learner, optimizer=optimizer))
+    work = replace(work, learner=replace(work.learner, average=None))  # Lightning evaluates
     task = replace(task, work=work)
     records = _Records(task)
     callbacks: list[Any] = [records, LearningRateMonitor("step")]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -244,6 +244,13 @@ def as_if_alone() -> Iterator[None]:
             setattr(module, name, function)
 
 
+def _check_known(name: str, wanted: str, known: Sequence[str]) -> None:
+    """Refuse a word that a call in Python gave, and that no flag may be."""
+    if wanted not in known:
+        names = ", ".join(map(repr, known))
+        raise UserError(f"{name}={wanted!r}: it must be one of {names}.", flags=[name])
+
+
 def choose_device(
     wanted: Device,
     local_rank: int,
@@ -258,6 +265,7 @@ def choose_device(
     `cuda` (the number of devices) and `mps` come from torch if not given. `one_each`: the one GPU
     that a rank sees is its own. `oversubscribe`: ranks beyond the number of GPUs share them.
     """
+    _check_known("device", wanted, get_args(Device))
     if cuda is None:
         cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_mps = torch.backends.mps.is_available() if mps is None else mps
@@ -283,6 +291,7 @@ def choose_device(
 
 def choose_backend(wanted: Backend, device: torch.device, platform: str = sys.platform) -> str:
     """Return the backend that connects the ranks: NCCL for CUDA on Linux, else Gloo."""
+    _check_known("backend", wanted, get_args(Backend))
     possible = platform.startswith("linux") and device.type == "cuda"
     if wanted == "nccl" and not possible:
         raise UserError(

@@ -87,6 +87,7 @@ def write(
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         try:
+            _check_parent(folder)
             check_room(folder.parent, sum(one.numel() * one.itemsize for one in shards.values()))
         except UserError as error:
             problem = [(error.what, error.remedy)]
@@ -127,6 +128,13 @@ def write(
         gathered = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, hashes, group=group)
     return {name: digest for one in gathered for name, digest in sorted(one.items())}
+
+
+def _check_parent(folder: Path) -> None:
+    """Refuse a run that was removed: PyTorch's writer would make its folders anew."""
+    if not folder.parent.is_dir():
+        missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        raise cannot_write(folder, missing)
 
 
 def verify(folder: Path, files: Mapping[str, str]) -> None:

@@ -24,7 +24,13 @@ from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.session.request import Request
 from samestep.settings import Settings
-from samestep.training.alike import arithmetic, random_numbers, seed_alike, seed_rank
+from samestep.training.alike import (
+    arithmetic,
+    check_same_model,
+    random_numbers,
+    seed_alike,
+    seed_rank,
+)
 from samestep.training.apply import applied, measure_of, summed, terms_of
 from samestep.training.carried import Carried
 from samestep.training.compiled import Compiles, make_step, what_compiles, with_forward
@@ -40,7 +46,8 @@ from samestep.training.dry_run import Tried, dry_run
 from samestep.training.flops import model_cost
 from samestep.training.learner import Learner
 from samestep.training.metrics import EpochMetrics
-from samestep.training.optimizer import Average, check_groups, optimizer_of
+from samestep.training.optimizer import Average, OwnAverage, check_groups, has_modes, optimizer_of
+from samestep.training.optimizer_state import groups_of
 from samestep.training.phases import make_phases
 from samestep.training.plan import Plan, learning_rate, make_plan
 from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
@@ -93,6 +100,7 @@ def build(
     new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
     make = partial(build_once, new, world) if is_fsdp(settings, world) else new
     model = world.on_every(lambda: placed(make(), settings, world, dtype))
+    check_same_model(model, world)
     takes = applied(model, recipe)
     if is_fsdp(settings, world):
         shard(model, takes, recipe, settings, world)
@@ -191,6 +199,7 @@ def _make_learner(
     elif compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
         to_wrap = cast("nn.Module", torch.compile(takes, dynamic=False))
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
+    made = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
     return Learner(
         model=model,
         applied=takes,
@@ -198,11 +207,12 @@ def _make_learner(
         optimizer=optimizer,
         scheduler=world.on_every(lambda: _scheduler_of(plan, settings, optimizer)),
         optimizer_maker=recipe.optimizer,
+        made=made,
         carried=_carried(recipe, settings, plan, world, train),
         over_batch=recipe.loss_over == "batch",
         measured=bool(recipe.metrics),
         alone=ours and isinstance(train, MemorySource),
-        average=Average(model, settings.ema) if settings.ema is not None else None,
+        average=_average_of(model, settings, optimizer),
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
         reduction=recipe.reduction,
@@ -210,6 +220,15 @@ def _make_learner(
         counter=counter,
         makers=(recipe.model, recipe.data),
     )
+
+
+def _average_of(
+    model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer
+) -> Average | OwnAverage | None:
+    """Return what makes the weights to evaluate, if they are others than those trained."""
+    if settings.ema is not None:
+        return Average(model, settings.ema)
+    return OwnAverage(model, optimizer) if has_modes(optimizer) else None
 
 
 def _carried(

@@ -68,10 +68,22 @@ def weight_of(
     """
     if terms is None:
         return share
-    counted = torch.as_tensor(terms, dtype=torch.float64).detach() * (share > 0)
-    total = world.reduce(counted)
+    given = torch.as_tensor(terms, dtype=torch.float64).detach()
+    counted = given.sum() if share > 0 else torch.zeros_like(given.sum())
+    is_wrong = ~((counted >= 0) & counted.isfinite()) | (given.numel() != 1)
+    # The second sum tells all ranks of a rank whose terms are wrong.
+    total, wrongs = world.reduce(torch.stack([counted, is_wrong.to(counted)]))
     if total.device.type != "cpu":
-        return (counted / total).to(loss)
+        on_device: Tensor = (counted / total).to(loss)
+        return on_device
+    if wrongs:
+        ranks = enumerate(world.gather(f"{terms!r:.80}" if is_wrong else ""))
+        rank, text = next((rank, text) for rank, text in ranks if text)
+        raise UserError(
+            f"run.backward(…, terms={text}) on rank {rank}: it must be one number from 0.",
+            remedy="Give the number of what its loss is a mean over, such as mask.sum().",
+            on_all_ranks=True,
+        )
     if not total:
         raise UserError(
             "run.backward(…, terms=…) was given 0 terms on all ranks: the mean over nothing has no "

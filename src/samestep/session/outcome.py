@@ -216,7 +216,7 @@ def _load(work: Work, content: dict[str, Any]) -> None:
     """Load the weights of a checkpoint into the model, as they are evaluated."""
     load_evaluated(work.learner.model, content)
     if work.learner.average is not None:
-        work.learner.average.load(None)
+        work.learner.average.hold()
 
 
 def _result(

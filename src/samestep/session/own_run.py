@@ -22,6 +22,7 @@ from samestep.ranks.process import RankLog, rank_of, report
 from samestep.ranks.world import World, abandon
 from samestep.recipe import Collate, PerSample
 from samestep.run.files import read_object
+from samestep.session.declared import checked_settings
 from samestep.session.gradients import (
     Kept,
     Passes,
@@ -35,11 +36,12 @@ from samestep.session.own_carry import RankState, SlotState
 from samestep.session.own_data import Drawn, OpenedData, OwnBatch
 from samestep.session.own_gather import close_gather, open_gather
 from samestep.session.own_session import Options, OwnSession
-from samestep.session.own_state import Means, Stateful, check_held, check_names, plain
+from samestep.session.own_state import Means, Stateful, check_held, check_names
 from samestep.session.saver import say
 from samestep.session.session import Stopped
 from samestep.settings import Backend, Device, OrderName
 from samestep.training.alike import (
+    check_same,
     is_checked,
     random_numbers,
     seed_alike,
@@ -277,7 +279,7 @@ class OwnRun:
         if not isinstance(num_epochs, int) or num_epochs < 1:
             raise UserError(f"run.epochs({num_epochs!r}): it must be a whole number from 1.")
         own = self._opened
-        own.track(state)
+        own.track(state, num_epochs)
         self._num_epochs, position = num_epochs, own.position
         own.clock = Clock(position)
         if own.finished and num_epochs > own.finished["epochs"]:
@@ -453,6 +455,11 @@ class OwnRun:
         self._check_place("run.batches", BEFORE_BATCHES)
         own = self._opened
         seed, position, world = own.options.seed, own.position, own.world
+        num_workers = checked_settings({"num_workers": num_workers}, "run.batches")["num_workers"]
+        parts = {"collate": collate, "weights": weights, "carry": carry}
+        given: dict[str, Any] = {name: part is not None for name, part in parts.items()}
+        given |= {"global_batch_size": global_batch_size, "drop_last": drop_last, "order": order}
+        check_same(given, world, "The arguments of run.batches")
         opened = self._open("train", data, collate, num_workers, (order, weights))
         num_steps = opened.steps(global_batch_size, drop_last=drop_last)
         made_of = {
@@ -526,6 +533,11 @@ class OwnRun:
         """
         places = BEFORE_BATCHES, IN_BATCHES, AFTER_BATCHES, AFTER_EPOCHS
         self._check_place("run.validation", *places)
+        if split not in ("validation", "test"):
+            raise UserError(f"run.validation(split={split!r}): it is 'validation' or 'test'.")
+        num_workers = checked_settings({"num_workers": num_workers}, "run.validation")[
+            "num_workers"
+        ]
         with self._aside(split) if self._place == IN_BATCHES else nullcontext():
             yield from self._validate(data, batch_size, split, collate, num_workers)
 
@@ -852,9 +864,11 @@ def open_run(
             slurm submit`, or a new one in runs/.
         seed: of the order, of the initial weights, and of all random numbers.
         resume: whether to continue the run that is there; where there is none, it begins.
-        settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts. A
-            value equal to `path` is left out.
-        may_change: names of settings that may differ when the run continues.
+        settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts.
+            Functions, types and devices are kept by their names; a value equal to `path` is left
+            out. They must be the same on all ranks, as all arguments, except absolute paths,
+            devices, and names such as threads, num_workers or local_rank.
+        may_change: names of settings that may differ when the run continues, and between ranks.
         name: of the program, for `samestep compare`; by default that of the script.
         log_every: steps between two `step` records; by default the length decides: 200 to 500
             records, and in long runs one every 50 steps.
@@ -877,10 +891,12 @@ def open_run(
     if arguments.pop("keep_checkpoints") is not None:
         warnings.warn("open_run(keep_checkpoints=…) is keep_newest=… now.", DeprecationWarning, 2)
         arguments["keep_newest"] = keep_checkpoints
-    texts = {n: v for n, v in (settings or {}).items() if isinstance(v, str | Path)}
-    is_path = {name for name, value in texts.items() if Path(value).absolute() == place}
-    kept = {name: value for name, value in (settings or {}).items() if name not in is_path}
-    own = {"settings": plain(kept), "name": name or Path(sys.argv[0]).stem or "own_loop"}
+    kept: Any = {} if settings is None else settings
+    texts = kept.items() if isinstance(kept, Mapping) else ()
+    is_path = {n for n, v in texts if isinstance(v, str | Path) and Path(v).absolute() == place}
+    if is_path:
+        kept = {name: value for name, value in kept.items() if name not in is_path}
+    own: dict[str, Any] = {"settings": kept, "name": name or Path(sys.argv[0]).stem or "own_loop"}
     if not isinstance(may_change, str):
         own["may_change"] = {*may_change, *is_path}
     return (OwnRun.opened_as or OwnRun)(Options(**{**arguments, **own}))

@@ -6,10 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from signal import Signals
-from typing import Any
+from typing import Any, Self
 
 import tomli_w
 import torch
@@ -22,12 +22,14 @@ from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
 from samestep.ranks.process import RankLog
 from samestep.ranks.startup import JOB_RUN
+from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.index import Retention, find_checkpoint
 from samestep.run.records import Record
 from samestep.session import own_state
+from samestep.session.declared import checked_settings
 from samestep.session.free_space import room_notes, state_bytes
 from samestep.session.gradients import parameters_in
 from samestep.session.own_carry import RankState, SlotState, carried_state
@@ -45,7 +47,13 @@ from samestep.session.session import (
     start_record,
 )
 from samestep.settings import Backend, Device, Settings, free_names
-from samestep.training.alike import check_weights, seed_alike
+from samestep.training.alike import (
+    OF_A_RANK,
+    check_same,
+    check_same_model,
+    check_weights,
+    seed_alike,
+)
 from samestep.training.carried import Carry
 from samestep.training.meter import Clock
 from samestep.training.prepare import share_buffers
@@ -54,6 +62,10 @@ from samestep.training.work import Position
 
 _SCRIPT_COPY = "script.py"
 """The script as it was when the run began, in the run's directory."""
+_OF_MAIN = frozenset(
+    {"path", "settings", "may_change", "checkpoint_sync", "keep_newest", "keep_hours"}
+)
+"""Arguments that only rank 0 reads, and settings, which are compared one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +89,26 @@ class Options:
     timeout_s: float
     stall_s: float | None
 
-    def check(self) -> None:
-        """Refuse numbers that are out of range, and a text in place of a list."""
-        names = ("log_every", "checkpoint_every_epochs", "checkpoint_every_steps")
-        for name in (*names, "keep_newest"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UserError(f"open_run({name}={value!r}): it must be a whole number from 1.")
-        if self.keep_hours is not None and not self.keep_hours > 0:
-            raise UserError(f"open_run(keep_hours={self.keep_hours!r}): it must be above 0.")
+    def checked(self) -> Self:
+        """Return them as the flags of the same names would be; refuse what no flag may be."""
         if isinstance(self.may_change, str):
             raise UserError(f"open_run(may_change={self.may_change!r}) must be a list of names.")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise UserError(f"open_run(seed={self.seed!r}): it must be a whole number from 0.")
+        if not isinstance(self.settings, Mapping):
+            raise UserError(f"open_run(settings={self.settings!r:.80}) must be a dict of names.")
+        named = {f.name for f in fields(self)} & {f.name for f in fields(Settings)}
+        given = checked_settings({name: getattr(self, name) for name in named}, "open_run")
+        free = OF_A_RANK.union(self.may_change)
+        return replace(self, settings=own_state.plain(self.settings, free=free), **given)
+
+    def check_same(self, world: World) -> None:
+        """Refuse what another rank was given otherwise; all ranks call it."""
+        free = OF_A_RANK.union(self.may_change)
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_MAIN}
+        given |= {
+            f"settings[{name!r}]": one for name, one in self.settings.items() if name not in free
+        }
+        given = {name: one for name, one in given.items() if name not in OF_A_RANK}
+        check_same(given, world, "The arguments of open_run")
 
 
 class OwnSession:
@@ -97,7 +116,7 @@ class OwnSession:
 
     def __init__(self, options: Options, log: RankLog) -> None:
         """Join the other ranks, open the run directory, seed all alike, catch stop signals."""
-        options.check()
+        options = options.checked()
         if dist.current_world().connected:
             raise UserError(
                 "open_run joins the ranks by itself.", remedy="Leave setup_distributed() out."
@@ -105,6 +124,7 @@ class OwnSession:
         watched.start_watcher(detect_launch(os.environ), options.stall_s)
         dist.setup_distributed(options.device, options.backend, options.timeout_s)
         self.options, self.world = options, dist.current_world()
+        options.check_same(self.world)
         self.session = Session(self.world.on_main(self._choose_path), self.world, log.move_to)
         self.path = self.session.path
         self.state: dict[str, Stateful] = {}
@@ -195,12 +215,16 @@ class OwnSession:
         """Return the modules of the state."""
         return {name: one for name, one in self.state.items() if isinstance(one, nn.Module)}
 
-    def track(self, state: Mapping[str, Stateful]) -> None:
+    def track(self, state: Mapping[str, Stateful], num_epochs: int) -> None:
         """Take the state that checkpoints hold; restore it if the run is resumed."""
         world = self.world
         world.on_every(lambda: own_state.check_state(state))
+        kinds = {f"state[{name!r}]": type(one).__name__ for name, one in state.items()}
+        check_same({"num_epochs": num_epochs, **kinds}, world, "The arguments of run.epochs")
+        self._check_values()
         self.state = dict(state)
         for name, module in self.modules().items():  # all ranks begin with rank 0's weights
+            check_same_model(module, world, f"{name}.")
             share_buffers(module, world)
             self.trained |= {f"{name}.{of}": p for of, p in module.named_parameters()}
             for parameter in module.parameters():
@@ -219,9 +243,15 @@ class OwnSession:
             self._saved_at = self.position.epoch, self.position.step
         self.agreement.start(self.position.step)
 
+    def _check_values(self) -> None:
+        """Refuse a `run.state` that another rank has otherwise; all ranks call it."""
+        values = self.world.on_every(lambda: own_state.checked_values(self.values))
+        named = {f"run.state[{name!r}]": value for name, value in values.items()}
+        check_same(named, self.world, "The values that checkpoints hold")
+
     def _restore(self, saved: dict[str, Any]) -> None:
         options = self.options
-        free = free_names(Settings).union(options.may_change)
+        free = free_names(Settings).union(options.may_change, OF_A_RANK)
         own_state.check_same_program(saved, options.name, options.settings, self.path, free)
         own_state.load_state(self.state, saved["state"], self.path)
         self.position = Position(**saved["position"])
@@ -372,6 +402,7 @@ class OwnSession:
         watched.turn_to(watched.CHECKPOINT)  # until the next step
         self.means.read()  # values that wait on the device belong to the sums
         self.check_weights()
+        self._check_values()
         sums = self.world.gather(self.means.sums)
         carried = None if self.carried is None else self.carried.state()
         self.world.on_main(

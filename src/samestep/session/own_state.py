@@ -1,8 +1,14 @@
 """What the checkpoints of a user's own loop hold, with its means: checked, collected, restored."""
 
 import math
+from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import date, time
+from enum import Enum
+from numbers import Number
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +20,7 @@ from samestep.ranks.world import World
 from samestep.run import checkpoints
 from samestep.run.directory import names_secret
 from samestep.run.records import TAKEN_NAMES
+from samestep.session.declared import plain_value
 from samestep.training.prepare import check_dense
 from samestep.training.snapshot import load_model
 
@@ -132,20 +139,60 @@ def load_one(name: str, one: Stateful, saved: Any) -> None:
         blame(f"state[{name!r}].load_state_dict() failed with what the checkpoint holds", error)
 
 
-def plain(value: Any) -> Any:
-    """Return a script's settings as TOML has them.
+def plain(value: Any, name: str = "", *, free: Collection[str] = ()) -> Any:
+    """Return a script's settings as TOML has them; `name` is that of one among them.
 
-    Those that are None, that TOML cannot hold, or that are named like a secret are left out: the
-    text of other objects may differ from process to process.
+    Those that are None, or that are named like a secret, are left out, and of those in `free` what
+    TOML cannot hold. Functions, types and devices are kept by their names.
+
+    Raises:
+        UserError: a setting is of another kind: its text may differ from process to process.
     """
+    value = _opened(value)
     if isinstance(value, Mapping):
-        named = {str(k): plain(v) for k, v in value.items() if not names_secret(str(k))}
-        return {name: part for name, part in named.items() if part is not None}
+        named = {str(k): part for k, part in value.items() if not names_secret(str(k))}
+        kept = {k: _kept(k, part, f"{name}[{k!r}]", free) for k, part in named.items()}
+        return {k: part for k, part in kept.items() if part is not None}
     if isinstance(value, list | tuple):
-        return [kept for part in value if (kept := plain(part)) is not None]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # as a number, NaN differs from itself
-    return str(value) if isinstance(value, Path) else _simple(value)
+        parts = [plain(part, f"{name}[{place}]") for place, part in enumerate(value)]
+        return [part for part in parts if part is not None]
+    found = _simple(value)
+    if value is not None and found is None:
+        raise UserError(
+            f"open_run(settings=…): settings{name} is a {type(value).__name__}, which settings."
+            "toml cannot hold, so a resumed run could not be compared by it.",
+            remedy="Give the numbers and texts that it is made of, leave it out, or name it in "
+            "may_change=[…].",
+        )
+    # As a number, NaN differs from itself.
+    return found if not isinstance(found, float) or math.isfinite(found) else str(found)
+
+
+def _kept(key: str, value: Any, name: str, free: Collection[str]) -> Any:
+    try:
+        return plain(value, name)
+    except UserError:
+        if key not in free:
+            raise
+        return None
+
+
+def _opened(value: Any) -> Any:
+    """Return an object of the script's as what it is made of, or as its name, where that is known.
+
+    Of a set the order differs from process to process.
+    """
+    if isinstance(value, torch.dtype | torch.device | Enum | date | time | Number | range):
+        found = _simple(plain_value(value))
+        return str(value) if found is None else found
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, Namespace | SimpleNamespace):
+        return vars(value)
+    is_named = callable(value) and hasattr(value, "__qualname__")
+    return f"{value.__module__}.{value.__qualname__}" if is_named else plain_value(value)
 
 
 def _simple(value: Any) -> str | int | float | None:
@@ -271,8 +318,11 @@ class Means:
 
     def add(self, values: dict[str, Any], weight: float | Tensor) -> None:
         """Take the values of the running step, each a mean over `weight` samples or terms."""
+        terms = _number("terms", weight)
+        if isinstance(terms, float) and not 0 <= terms < math.inf:
+            raise UserError(f"run.log(terms={terms}): it must be a number from 0.")
         for name, value in values.items():
-            pair = _number(name, value), _number("terms", weight)
+            pair = _number(name, value), terms
             self._waiting.append((self._now, name, *pair))
         if len(self._waiting) >= _MOST_WAITING:
             self._settle()

@@ -5,13 +5,11 @@ except those that may change or that `--allow-change` names.
 """
 
 import tomllib
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tomli_w
 
 from samestep.errors import UserError, did_you_mean
@@ -21,6 +19,7 @@ from samestep.recipes import RECIPES
 from samestep.run.directory import is_run, no_run
 from samestep.run.index import best_file
 from samestep.run.records import first_start
+from samestep.session.declared import options_table, typed
 from samestep.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
 from samestep.session.recipe_pieces import Pieces, pieces_of
 from samestep.settings import (
@@ -29,7 +28,6 @@ from samestep.settings import (
     flag_name,
     free_names,
     merge_layers,
-    own_names,
     settings_of_run,
 )
 from samestep.tracking.choice import check_choice
@@ -201,45 +199,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise UserError(f"{path}: [options] must be a table of the recipe's options.")
     return {key.replace("-", "_"): value for key, value in {**table, **options}.items()}
-
-
-def typed(
-    table: dict[str, Any], recipe: Recipe, where: Path | str
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the settings and the recipe's options of a table, each of its declared type."""
-    types, own = _field_types(Settings), _field_types(recipe.options) if recipe.options else {}
-    ours: dict[str, object] = {}
-    theirs: dict[str, object] = {}
-    for key, value in own_names(table, where).items():
-        if key not in types and key not in own:
-            options = f" The options of {recipe.name}: {', '.join(own)}." if own else ""
-            raise UserError(
-                f"{where}: unknown setting {key!r}. {did_you_mean(key, [*types, *own])}"
-                f"The settings: {', '.join(sorted(types))}.{options}"
-            )
-        home, kind = (ours, types[key]) if key in types else (theirs, own[key])
-        if kind in (str, str | None) and isinstance(value, list | tuple):
-            value = ",".join(map(str, value))  # noqa: PLW2901 - as the flag has several
-        try:
-            home[key] = msgspec.convert(value, kind)
-        except msgspec.ValidationError as error:
-            choices = ", ".join(map(repr, _choices(kind)))
-            why = f"it must be one of {choices}" if choices else f"{error}".rstrip(".")
-            raise UserError(f"{where}: {key} = {value!r}: {why}.") from error
-    return ours, theirs
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    """Return the values of a `Literal` type, or of `Literal | None`; of others nothing."""
-    if typing.get_origin(kind) is typing.Literal:
-        return typing.get_args(kind)
-    parts = [part for part in typing.get_args(kind) if part is not type(None)]
-    return _choices(parts[0]) if len(parts) == 1 and type(None) in typing.get_args(kind) else ()
-
-
-def _field_types(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {one.name: hints[one.name] for one in fields(kind)}
 
 
 def finish(
@@ -458,8 +417,7 @@ def to_toml(request: Request, plan: Plan) -> str:
             table.setdefault("micro_batch_size", plan.micro_batch_size)
     document: dict[str, Any] = {"recipe": request.source, **table}
     if request.options is not None:
-        own = asdict(request.options)
-        document["options"] = {key: value for key, value in own.items() if value is not None}
+        document["options"] = options_table(request.options)
     # As many items of a list on a line as fit: lists may have thousands.
     lines: list[str] = []
     for line in tomli_w.dumps(document).split("\n"):

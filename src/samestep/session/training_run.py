@@ -5,7 +5,8 @@ This is where settings, recipe and world meet. The caller decides what the scree
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from samestep.run.files import write_text
 from samestep.run.index import Retention
 from samestep.run.records import Record, read_records
 from samestep.session.build import Built, build
+from samestep.session.declared import kept_options
 from samestep.session.free_space import room_notes, state_bytes
 from samestep.session.halving import check_halving, halving_of
 from samestep.session.outcome import Outcome, finish_run, record_failure
@@ -35,7 +37,7 @@ from samestep.session.session import (
     start_record,
 )
 from samestep.settings import Settings, free_names, order_name
-from samestep.training.alike import arithmetic
+from samestep.training.alike import OF_A_RANK, arithmetic, check_same
 from samestep.training.device import kernels_of, switched
 from samestep.training.loop import RunControl, train
 from samestep.training.plan import plan_notes
@@ -188,11 +190,37 @@ def retention_of(settings: Settings) -> Retention:
 
 
 def completed(request: Request, world: World) -> Request:
-    """Return the request, with the options that depend on the data filled in."""
-    if request.recipe.complete is None:
-        return request
-    options = world.on_main(lambda: request.recipe.complete_options(request.options))
+    """Return the request, with the options that depend on the data filled in.
+
+    All ranks call it first, and see whether they were asked for the same training.
+    """
+    recipe, before = request.recipe, request.options
+    _check_same_request(request, world)
+    if recipe.complete is None:
+        options = world.on_every(lambda: kept_options(recipe, before))
+        return request if options == before else with_options(request, options)
+    find = partial(recipe.complete_options, before)
+    options = world.on_main(lambda: kept_options(recipe, find(), completed=True))
+    return with_options(request, options)
+
+
+def with_options(request: Request, options: Any) -> Request:
+    """Return a request with other options of its recipe."""
     return replace(request, recipe=request.recipe.with_options(options), options=options)
+
+
+def _check_same_request(request: Request, world: World) -> None:
+    """Refuse settings, options or parts of the recipe that another rank has otherwise."""
+    recipe, settings, options = request.recipe, request.settings, request.options
+    free = OF_A_RANK - {"threads" if settings.virtual_ranks else ""}
+    free |= free_names(recipe.options)
+    named = {**vars(settings), "resume": request.resume}
+    named |= {} if options is None else {f.name: getattr(options, f.name) for f in fields(options)}
+    parts = ("reduction", "loss_over", "loss_weights", "lower_is_better")
+    named |= {name: getattr(recipe, name) for name in parts} | {"metrics": [*recipe.metrics]}
+    given = {name: value for name, value in named.items() if name not in free}
+    where = request.source if request.source.endswith(".py") else ""
+    check_same(given, world, "The settings", where=where)
 
 
 def choose_path(request: Request) -> Path:

@@ -5,6 +5,7 @@ to draw the same everywhere, or the weights drift apart, and nothing else would 
 """
 
 import contextlib
+import hashlib
 import platform
 import random
 import re
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from samestep.data.keyed_random import mix
 from samestep.data.loader_source import seed_reading
-from samestep.errors import UserError
+from samestep.errors import UserError, listed
 from samestep.ranks.world import World
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -87,19 +88,100 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     return own or bool(hooks) or "step" in vars(optimizer)
 
 
-def check_same_model(model: nn.Module, world: World) -> None:
-    """Check that all ranks have built a model of the same tensors; all ranks call it."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
-    found = world.gather(shapes)
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            name = next(one[0] for one in {*other} ^ {*found[0]})
-            raise UserError(
-                f"Ranks 0 and {rank} have built different models: {name} is not in both, or of "
-                "another shape or type. Build the same model on every rank.",
-                on_all_ranks=True,
+OF_A_RANK = frozenset(
+    [
+        *("device", "backend", "threads", "num_workers", "oversubscribe", "timeout_s", "stall_s"),
+        *("run_dir", "pictures", "track", "track_project", "track_name", "track_workspace"),
+        *("track_tags", "track_offline", "track_checkpoints", "track_timeout"),
+        *("rank", "local_rank", "global_rank", "node_rank", "node", "host", "hostname", "gpu"),
+    ]
+)
+"""Settings that may differ between ranks: where and how fast each computes, what only rank 0 does.
+
+The last line is what scripts of their own have among theirs.
+"""
+_OF_A_MACHINE = re.compile(r"(/|[A-Za-z]:\\).*|(cpu|cuda|mps|xpu)(:\d+)?", re.DOTALL)
+"""A path or a device, which another node may have elsewhere."""
+
+
+def check_same(values: Mapping[str, Any], world: World, of: str, *, where: str = "") -> None:
+    """Check that all ranks have the same values, by name; all ranks call it.
+
+    They compare one number, and the values only where it differs. Absolute paths and names of
+    devices may be each node's own.
+
+    Args:
+        values: numbers, texts, and lists and dicts of them.
+        world: the ranks.
+        of: what begins the message, such as "The settings".
+        where: where the values come from, for the message.
+
+    Raises:
+        UserError: a value differs, on every rank.
+    """
+    if not world.connected:
+        return
+    told = {name: _told(value) for name, value in values.items()}
+    digest = hashlib.sha256(repr(sorted(told.items())).encode(errors="replace")).digest()
+    number = torch.tensor(int.from_bytes(digest[:7]))
+    most, least = world.reduce(torch.stack([number, -number]), "max")
+    if most == -least:
+        return
+    ranks = world.gather(told)
+    found = []
+    for name in dict.fromkeys(name for one in ranks for name in one):
+        texts = [one.get(name, "not there") for one in ranks]
+        other = next((r for r, text in enumerate(texts) if text != texts[0]), 0)
+        if other:
+            found.append(
+                f"{name} is {texts[0]:.80} on rank 0 and {texts[other]:.80} on rank {other}"
             )
+    raise UserError(
+        f"{of} differ between the ranks: {listed(found)}.",
+        where=where,
+        remedy="Give all ranks the same: what is taken from the clock, the rank or the memory of a "
+        "node is another on each.",
+        on_all_ranks=True,
+    )
+
+
+def _told(value: Any) -> str:
+    """Return a value as ranks compare it, and as a message shows it."""
+    if isinstance(value, Mapping):
+        pairs = sorted((str(name), _told(one)) for name, one in value.items())
+        return f"{{{', '.join(f'{name}: {text}' for name, text in pairs)}}}"
+    if isinstance(value, list | tuple | set | frozenset):
+        texts = [_told(one) for one in value]
+        return f"[{', '.join(sorted(texts) if isinstance(value, set | frozenset) else texts)}]"
+    if isinstance(value, str | Path) and _OF_A_MACHINE.fullmatch(str(value)):
+        return "a path or a device"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def check_same_model(model: nn.Module, world: World, name: str = "") -> None:
+    """Check that all ranks train the same tensors of a model; all ranks call it.
+
+    `name` is that of the model in a state.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    forms = {
+        f"{name}{of}": f"{'trained' if t.requires_grad else 'frozen'}, {t.dtype} {tuple(t.shape)}"
+        for of, t in tensors.items()
+    }
+    check_same(forms, world, "The models")
+
+
+def check_same_tensors(
+    tensors: Sequence[Tensor], world: World, of: str, *, where: str = ""
+) -> None:
+    """Check that ranks, if they round alike, have the same tensors; all ranks call it."""
+    if not world.connected:
+        return
+    rounds = world.gather(arithmetic(world.device) | {"threads": str(torch.get_num_threads())})
+    if all(one == rounds[0] for one in rounds):
+        pairs = zip(tensors, bits_of(tensors).tolist(), strict=True)
+        forms = [f"{t.dtype} {tuple(t.shape)} with bits {bits}" for t, bits in pairs]
+        check_same({f"tensor {n}": form for n, form in enumerate(forms)}, world, of, where=where)
 
 
 def is_checked(before: int, after: int) -> bool:

@@ -16,7 +16,7 @@ from samestep.data.keyed_random import mix
 from samestep.data.trees import describe, map_leaves, map_tensors, narrow, tree_leaves
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
-from samestep.training.alike import random_numbers
+from samestep.training.alike import check_same_tensors, random_numbers
 from samestep.training.gathered import gather_rows
 
 Carry = Callable[..., Any]
@@ -97,6 +97,8 @@ class Carried:
         more = {"carried": self.whole() if self._size else None} if self._keeps else {}
         with random_numbers(mix(self._seed, 2, step)):
             new = made(self._carry, self._slots, self._world.device, self._dtype, **more)
+        where = defined_at(self._carry).strip(" ()")
+        check_same_tensors(tree_leaves(new), self._world, "The first carried states", where=where)
         self._lay_out(new, self._slots)
 
     def _lay_out(self, whole: Any, size: int) -> None:

@@ -1,6 +1,6 @@
 """What a step trains, and what it returns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from samestep.run.records import Record
 from samestep.training.apply import Terms
 from samestep.training.carried import Carried
 from samestep.training.metrics import StepOutputs
-from samestep.training.optimizer import Average
+from samestep.training.optimizer import Average, OwnAverage
 from samestep.training.scheduler import Scheduler
 
 
@@ -39,8 +39,10 @@ class Learner:
     """What sets the learning rates, if the recipe's schedule makes a scheduler of PyTorch."""
     optimizer_maker: object = None
     """The recipe's function that returned the optimizer, if that is its own."""
-    average: Average | None = None
-    """The moving average of the weights, if any."""
+    made: Sequence[Mapping[str, Any]] = ()
+    """What the groups of the recipe's own optimizer held when it was new."""
+    average: Average | OwnAverage | None = None
+    """What makes the weights that are evaluated, if they are others than those trained."""
     own: tuple[str, ...] = ()
     """What else the recipe defines itself, such as its batches or the optimizer."""
     carried: Carried | None = None

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,12 @@ from samestep.ranks.mesh import is_sharded, parts_of_rank, sharded_as
 from samestep.recipe import Recipe
 from samestep.run.checkpoints import why_not_kept
 from samestep.settings import Settings
+from samestep.training.optimizer_state import RATIO, Trial
 from samestep.training.plan import GroupRates
-
-_RATIO = "lr_ratio"
-"""In each group of a recipe's own optimizer: its learning rate / --lr."""
 
 _FUSED = ("cpu", "cuda", "mps")
 
 _HALF = (torch.bfloat16, torch.float16)
-
-_SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
-"""What the settings say of an optimizer's groups, and a checkpoint keeps with its state."""
-
-_KERNELS = ("fused", "foreach", "capturable")
-"""What decides how an optimizer computes here, and where its step counts lie."""
 
 _KERNELS_OF: dict[bool, tuple[Callable[..., None], tuple[str, ...]]] = {
     False: (adam, ("exp_avg", "exp_avg_sq", "", "step")),
@@ -102,10 +94,27 @@ def optimizer_of(
         )
     _check_covers(optimizer, model, place)
     for group in optimizer.param_groups:
-        group[_RATIO] = float(group["lr"]) / settings.lr
+        group[RATIO] = float(group["lr"]) / settings.lr
     if lr != settings.lr:  # else they are exact as they are
         set_lr(optimizer, lr)
+    if has_modes(optimizer):
+        _switch(optimizer, "train")
     return optimizer
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Whether an optimizer evaluates other weights than it trains, as schedule-free ones do."""
+    return callable(getattr(optimizer, "train", None)) and callable(
+        getattr(optimizer, "eval", None)
+    )
+
+
+def _switch(optimizer: Any, mode: Literal["train", "eval"]) -> None:
+    try:
+        getattr(optimizer, mode)()
+    except Exception as error:
+        kind = type(optimizer)
+        blame(f"The recipe's optimizer, {kind.__name__}, failed in {mode}()", error, kind)
 
 
 def _check_covers(optimizer: torch.optim.Optimizer, model: nn.Module, place: str) -> None:
@@ -129,10 +138,10 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     if isinstance(lr, GroupRates):
         check_groups(optimizer, lr)
         for group, rate in zip(optimizer.param_groups, lr.each, strict=True):
-            group["lr"] = rate * group.get(_RATIO, 1.0)
+            group["lr"] = rate * group.get(RATIO, 1.0)
         return
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get(_RATIO, 1.0)
+        group["lr"] = lr * group.get(RATIO, 1.0)
 
 
 def check_groups(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -143,69 +152,6 @@ def check_groups(optimizer: torch.optim.Optimizer, lr: float) -> None:
             f"The recipe's schedule returned {len(lr.each)} factors, and the optimizer has "
             f"{groups} groups of parameters. Return a number, or one for each group."
         )
-
-
-def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state; its settings and kernel stay those that it was built with.
-
-    State of another kind of optimizer is not loaded: this one begins anew.
-    """
-    own = [dict(group) for group in optimizer.param_groups]
-    if len(own) != len(saved["param_groups"]):
-        raise UserError(
-            f"The checkpoint's optimizer has {len(saved['param_groups'])} groups of parameters, "
-            f"this one has {len(own)}. Use the optimizer of the run that wrote it."
-        )
-    for mine, its in zip(own, saved["param_groups"], strict=True):
-        names, saved_names = (group.keys() - {"params", *_KERNELS} for group in (mine, its))
-        if (_RATIO in mine or _RATIO in its) and names != saved_names:
-            raise UserError(
-                "The checkpoint was written by another kind of optimizer, and what it has gathered "
-                "does not fit this one. Use the optimizer of the run that wrote it, or start a new "
-                "run."
-            )
-        if ("momentum" in mine) != ("momentum" in its):
-            return
-    groups = [
-        its | {name: mine[name] for name in _KERNELS if name in mine}
-        for mine, its in zip(own, saved["param_groups"], strict=True)
-    ]
-    saved = {**saved, "state": _sharded_state(optimizer, saved)}
-    optimizer.load_state_dict({**saved, "param_groups": groups})
-    _keep_numbers(optimizer, saved)
-    for group, mine in zip(optimizer.param_groups, own, strict=True):
-        names = mine.keys() - {"params"} if _RATIO in mine else _SETTINGS
-        group.update({name: mine[name] for name in names if name in mine})
-
-
-def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[Any, Any]:
-    """Return saved state, in which each tensor of a sharded weight's shape is sharded like it."""
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    like = dict(zip(numbers, parameters, strict=False))
-
-    def share(number: Any, value: Any) -> Any:
-        known = isinstance(value, Tensor) and number in like
-        return sharded_as(value, like[number]) if known else value
-
-    return {
-        number: {name: share(number, value) for name, value in state.items()}
-        for number, state in saved["state"].items()
-    }
-
-
-def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore the saved type of single numbers, such as NAdam's product of momenta.
-
-    Torch casts all but the step count to the type of the weight.
-    """
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        state = optimizer.state[parameter] if number in saved["state"] else {}
-        for name, value in saved["state"].get(number, {}).items():
-            if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < parameter.dim():
-                state[name] = value.to(state[name].device, copy=True)
 
 
 class Update:
@@ -228,7 +174,8 @@ class Update:
         self._scheduled = scheduled
         self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
         self._sharded = any(is_sharded(p) for p in self._parameters)
-        self._own, self._kept = _RATIO in optimizer.param_groups[0], False
+        self._own = RATIO in optimizer.param_groups[0]
+        self._trial = Trial(optimizer) if self._own else None
         self._kernel: Callable[..., None] | None = None
         """(gradients, lr) → the fused update of all parameters."""
 
@@ -268,16 +215,20 @@ class Update:
             self._ordinary_step()
         except Exception as error:
             blame(f"{told}, failed in a step", error, self._maker)
-        if self._kept:
+        if self._trial is None:
             return
+        trial, self._trial, state = self._trial, None, self._optimizer.state_dict()
         # Tensors may be large, and it is the rest that can be of any type.
-        small = map_tensors(lambda _: torch.empty(0), self._optimizer.state_dict())
-        if why := why_not_kept(small):
+        if why := why_not_kept(map_tensors(lambda _: torch.empty(0), state)):
             raise UserError(
                 f"{told}{defined_at(self._maker)}, holds what a checkpoint cannot: {why}. Its "
                 "state and groups may hold tensors, numbers, texts, and lists and dicts of them."
             )
-        self._kept = True
+        if why := trial.why_lost(self._optimizer, state):
+            raise UserError(
+                f"{told}{defined_at(self._maker)}, could not be resumed: {why}. Its "
+                "load_state_dict must restore all that its state_dict returns."
+            )
 
     def _look_up(self) -> Callable[..., None] | None:
         states = [self._optimizer.state[p] for p in self._parameters]
@@ -323,6 +274,10 @@ class Average:
         for name, average in self.state().items():
             average.copy_(sharded_as(source[name], average))
 
+    def hold(self) -> None:
+        """Take the model's weights, which are those of a checkpoint's evaluation."""
+        self.load(None)
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Give the model the averages within this context."""
@@ -334,3 +289,48 @@ class Average:
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, kept)
+
+
+class OwnAverage:
+    """The weights that an optimizer itself has for evaluations; the interface of `Average`.
+
+    Its `eval()` puts them into the model and `train()` the trained ones, which come back rounded:
+    so they are kept meanwhile, and an evaluation changes no bit of the training.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._named = {n: p for n, p in model.named_parameters() if id(p) in ids}
+        self._held = False
+
+    def update(self) -> None:
+        """Do nothing: the optimizer's step has done it."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return a copy of each weight as it is evaluated, by its name."""
+        with self.in_place():
+            return {name: p.detach().clone() for name, p in self._named.items()}
+
+    def load(self, saved: dict[str, Tensor] | None) -> None:
+        """Do nothing: a checkpoint's weights and state of the optimizer make them."""
+
+    def hold(self) -> None:
+        """Take the model's weights, which are those of a checkpoint's evaluation."""
+        self._held = True
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the model the weights to evaluate within this context."""
+        if self._held:
+            yield
+            return
+        weights = parts_of_rank(self._named.values())
+        kept = [weight.clone() for weight in weights]
+        _switch(self._optimizer, "eval")
+        try:
+            yield
+        finally:
+            _switch(self._optimizer, "train")
+            with torch.no_grad():
+                torch._foreach_copy_(weights, kept)

@@ -20,7 +20,6 @@ from samestep.errors import UserError
 from samestep.ranks.mesh import any_sharded
 from samestep.ranks.world import World
 from samestep.settings import Settings
-from samestep.training.alike import check_same_model
 from samestep.training.sharding import is_fsdp
 
 
@@ -218,7 +217,6 @@ def wrap(
 
 def _start_alike(model: nn.Module, world: World) -> None:
     """Give every rank rank 0's weights and buffers, as DDP does when it takes a model."""
-    check_same_model(model, world)
     for tensor in (*model.parameters(), *model.buffers()):
         world.take_from_main(tensor.detach())
 

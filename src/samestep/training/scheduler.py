@@ -7,10 +7,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from samestep.data.trees import tree_leaves
 from samestep.errors import UserError, blame, defined_at
 from samestep.run.checkpoints import why_not_kept
+from samestep.training.optimizer_state import RATIO
 from samestep.training.plan import Plan
 
 Interval = Literal["step", "epoch", "validation"]
@@ -32,7 +35,7 @@ class Scheduler:
         self._plan, self._optimizer, self._place = plan, optimizer, defined_at(plan.schedule)
         given = {"optimizer": optimizer, "plan": plan}
         asked = {name: given[name] for name in plan.schedule_asks}
-        schedule = plan.schedule
+        schedule, before = plan.schedule, self._as_they_are()
         made = self._called("The recipe's schedule failed", lambda: schedule(**asked))
         self.interval: Interval
         """After what it is stepped."""
@@ -43,6 +46,11 @@ class Scheduler:
                 "Give it the one that the function is called with."
             )
         self._built = self._as_they_are()
+        pairs = list(zip(before, self._built, strict=True))
+        self.sets = {"lr"} | {
+            n for old, new in pairs for n in new if n not in old or old[n] != new[n]
+        }
+        """The entries of the groups that it sets."""
         if why := why_not_kept(self.state()):
             raise UserError(
                 f"The recipe's {self.name}{self._place} holds what a checkpoint cannot: {why}. Its "
@@ -86,7 +94,8 @@ class Scheduler:
     def load(self, saved: dict[str, Any] | None) -> None:
         """Continue from a checkpoint; without a state, begin with the rates of the first step."""
         for group, built in zip(self._optimizer.param_groups, self._built, strict=True):
-            group.update(built)
+            # A recipe's own optimizer may have gathered the others.
+            group.update({n: v for n, v in built.items() if n in self.sets or RATIO not in group})
         if saved is None:
             return
         if saved["lr"] != self._plan.lr:
@@ -103,7 +112,10 @@ class Scheduler:
     def _as_they_are(self) -> list[dict[str, Any]]:
         """Return what the groups hold, once it is what a checkpoint can keep."""
         groups = self._optimizer.param_groups
-        found = [{n: _plain(v) for n, v in group.items() if n != "params"} for group in groups]
+        found = [
+            {n: _plain(v) for n, v in group.items() if n == "lr" or not _holds_tensors(n, v)}
+            for group in groups
+        ]
         for group, plain in zip(groups, found, strict=True):
             group.update(plain)
         return found
@@ -153,6 +165,11 @@ class Scheduler:
             f"The recipe's schedule{self._place} steps the optimizer. samestep does that: take "
             "optimizer.step() out of it."
         )
+
+
+def _holds_tensors(name: str, value: Any) -> bool:
+    """Whether an entry of a group is none of a scheduler's: tensors, which only `step` changes."""
+    return name == "params" or any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def _all_of(made: Any) -> list[Any]:

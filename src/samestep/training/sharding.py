@@ -18,7 +18,7 @@ from samestep.ranks.mesh import is_shard_root, is_sharded, make_mesh, shard_modu
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.settings import Settings
-from samestep.training.alike import check_same_model, rng_state, set_rng_state
+from samestep.training.alike import rng_state, set_rng_state
 
 _GATHERED = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _LEAST_SHARE = 16
@@ -63,7 +63,6 @@ def shard(
             "with metrics=….",
             on_all_ranks=True,
         )
-    check_same_model(model, world)
     blocks = find_blocks(model, recipe.shard)
     _check_groups(model, blocks)
     mesh = make_mesh(world, settings.shard_within)

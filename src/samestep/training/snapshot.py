@@ -18,7 +18,8 @@ from samestep.run.checkpoints import FORMAT
 from samestep.run.loading import own_memory
 from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng_state
 from samestep.training.learner import Learner
-from samestep.training.optimizer import load_state, set_lr
+from samestep.training.optimizer import set_lr
+from samestep.training.optimizer_state import load_state, what_groups_keep
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
@@ -50,6 +51,10 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         mine["stream"] = work.train.marks_at(position.epoch, position.step_in_epoch)
     ranks = work.world.gather(mine)
     carried = {} if learner.carried is None else {"carried": learner.carried.state()}
+    groups = {}
+    if learner.made:
+        sets = () if scheduler is None else scheduler.sets
+        groups["optimizer_groups"] = what_groups_keep(learner.optimizer, learner.made, sets)
     return {
         "format": FORMAT,
         "recipe": recipe,
@@ -59,6 +64,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         **({} if average is None else {"ema": average.state()}),
         **carried,
         "optimizer": learner.optimizer.state_dict(),
+        **groups,
         "scaler": scaler.state_dict() if scaler is not None else None,
         "schedule": {
             "schedule": settings.schedule,
@@ -160,7 +166,8 @@ def _restore_learner(learner: Learner, saved: dict[str, Any], *, owned: bool) ->
         learner.average.load(saved.get("ema"))
     if learner.carried is not None:
         learner.carried.load(saved.get("carried"))
-    load_state(learner.optimizer, saved["optimizer"])
+    kept = saved.get("optimizer_groups")
+    load_state(learner.optimizer, saved["optimizer"], learner.made, kept)
     if learner.scheduler is not None:
         learner.scheduler.load(saved.get("scheduler"))
     match_layouts(learner.optimizer, owned=owned)

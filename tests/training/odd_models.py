@@ -1,8 +1,4 @@
-"""Virtual ranks and models that write where they should not: the same bits, or refused by name."""
-
-import pytest
-
-from tests import tiny
+"""A recipe of models that write where they should not; changed, with virtual ranks it may."""
 
 RECIPE = """
 import torch, torchmetrics
@@ -80,57 +76,11 @@ recipe = Recipe(model=lambda options: Odd(options.kind), data=data, loss=Scaled(
     settings={"epochs": 2, "batch_size": 16, "lr": 0.01, "log_every": 1,
               "virtual_ranks": 4, "find_unused": True})
 """
-CHANGES = {
-    "a metric of floating-point sums": ("", ""),
-    "a buffer that each forward writes, in evaluations too": (
-        'kind: str = ""',
-        'kind: str = "counts"',
-    ),
-    "noise in the update": (
+CHANGED = {
+    "a metric of floating-point sums": RECIPE,
+    "a buffer that each forward writes": RECIPE.replace('kind: str = ""', 'kind: str = "counts"'),
+    "noise in the update": RECIPE.replace(
         "loss=Scaled(False)",
         "loss=Scaled(False), optimizer=lambda model, s: Noisy(model.parameters(), lr=s.lr)",
     ),
 }
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    return tiny.write_recipe(tmp_path, RECIPE, "odd.py")
-
-
-def test_odd_models_have_the_same_bits_on_one_rank_and_on_three(tmp_path):
-    words = []
-    for number, (name, change) in enumerate(CHANGES.items()):
-        recipe = tiny.write_recipe(tmp_path, RECIPE.replace(*change), f"odd{number}.py")
-        tiny.trained(recipe, tmp_path / name)
-        words.append([recipe, "--run-dir", tmp_path / f"{name} on 3"])
-    tiny.train_all(words, on=3, folder=tmp_path)
-    for name in CHANGES:
-        tiny.assert_same_training(tmp_path / f"{name} on 3", tmp_path / name, tolerance=0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        ("renormed", "the model's parameter words.weight"),
-        ("teacher", "the model's parameter teacher.weight"),
-        ("most", "the model's buffer most is infinite"),
-        ("synchronised", "the model's norm is a SyncBatchNorm"),
-    ],
-)
-def test_a_model_whose_forward_cannot_keep_the_promise_is_refused(
-    here, refused, recipe, kind, named
-):
-    assert named in refused("train", str(recipe), "--kind", kind, "--run-dir", "run")
-
-
-def test_a_loss_that_moves_a_buffer_of_its_own_is_refused(here, refused, recipe):
-    recipe.write_text(RECIPE.replace("Scaled(False)", "Scaled(True)"))
-    assert "the loss's buffer scale" in refused("train", str(recipe), "--run-dir", "run")
-
-
-def test_what_an_unused_parameter_gets_cannot_change_when_a_run_goes_on(here, refused, recipe):
-    recipe.write_text(RECIPE.replace(', "find_unused": True', ""))
-    tiny.trained(recipe, here / "run")
-    told = refused("train", "run", "--resume", "--epochs", "3", "--find-unused")
-    assert "--find-unused" in told

@@ -1,0 +1,181 @@
+"""What optimizers gather in their groups or by a state_dict of their own comes back in a resume."""
+
+import inspect
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import Recipe, Settings
+from samestep.errors import UserError
+from samestep.session.trained_model import evaluate_run, open_checkpoint
+from samestep.training.optimizer import Update, optimizer_of
+from samestep.training.optimizer_state import groups_of, load_state, what_groups_keep
+from tests import tiny
+from tests.command_line import read_json
+from tests.faults import Fault
+
+CPU = torch.device("cpu")
+
+
+class Slowing(torch.optim.Optimizer):
+    """It counts in its groups, and has a mean of the weights."""
+
+    def __init__(self, params, lr, weight_decay=0.0, **groups):
+        more = {"weight_decay": weight_decay, "k": 0, "d": 1.0}
+        super().__init__(params, {"lr": lr, **more, **groups})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            group.setdefault("since", 0.5)
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(mean=p.float(), factors={"a": p.float() * 0})
+                state["factors"]["a"].add_(p.grad)
+                change = p.grad + state["factors"]["a"]
+                p.mul_(1 - group["weight_decay"]).add_(change, alpha=-group["lr"] / group["k"])
+                state["mean"].lerp_(p.float(), group["since"] / group["k"])
+
+
+class Free(Slowing):
+    """With other weights to evaluate than to train, as schedule-free ones have."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr, training=False)
+
+    def step(self, closure=None):
+        assert self.param_groups[0]["training"]
+        super().step()
+
+    @torch.no_grad()
+    def _move(self, training, weight):
+        for group in self.param_groups:
+            if group["training"] != training:
+                group["training"] = training
+                for p in group["params"]:
+                    if p in self.state:
+                        p.lerp_(self.state[p]["mean"].to(p), weight)
+
+    def train(self):
+        self._move(True, 1 - 1 / 0.3)
+
+    def eval(self):
+        self._move(False, 0.7)
+
+
+RECIPE = f"""{tiny.RECIPE}
+from dataclasses import replace
+
+{inspect.getsource(Slowing)}
+{inspect.getsource(Free)}
+recipe = replace(recipe, optimizer=lambda model, settings: Free(model.parameters(), settings.lr))
+"""
+
+
+class Joint(torch.optim.Optimizer):
+    """Two optimizers in one, with a state_dict of its own; it may lose the second's."""
+
+    def __init__(self, params, lr, loses=False):
+        first, *others = params
+        self.parts = [Slowing([first], lr=lr), torch.optim.AdamW(others, lr=lr)]
+        super().__init__([group for one in self.parts for group in one.param_groups], {})
+        self.loses = loses
+
+    def step(self, closure=None):
+        for one in self.parts:
+            one.step()
+
+    def state_dict(self):
+        return {"parts": [one.state_dict() for one in self.parts]}
+
+    def load_state_dict(self, state):
+        for one, saved in list(zip(self.parts, state["parts"], strict=True))[: 2 - self.loses]:
+            one.load_state_dict(saved)
+        self.param_groups = [group for one in self.parts for group in one.param_groups]
+
+
+def made(kind, weights, **how):
+    """Return a model, its optimizer, the step and what the groups held."""
+    torch.manual_seed(3)
+    model = nn.Linear(4, 3).to(weights)
+    recipe = Recipe(
+        model=lambda: model, data=dict, optimizer=lambda m, s: kind(m.parameters(), lr=s.lr, **how)
+    )
+    optimizer = optimizer_of(recipe, model, Settings(lr=0.1), 0.1, CPU)
+    return model, optimizer, Update(optimizer), groups_of(optimizer)
+
+
+def take(model, update, steps):
+    for step in steps:
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(inputs.to(model.weight.dtype)).square().mean().backward()
+        update(0.1 / (step + 1))
+
+
+KINDS = {"groups": Slowing, "joint": Joint}
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_resume_is_the_same_to_the_last_bit(kind, weights):
+    """Counts in groups, entries of the first step, and state of another type than the weights."""
+    straight, first, _, _ = whole = made(kind, weights)
+    take(straight, whole[2], range(6))
+    before, optimizer, update, groups = made(kind, weights)
+    take(before, update, range(3))
+    saved, kept = optimizer.state_dict(), what_groups_keep(optimizer, groups)
+    model, optimizer, update, groups = made(kind, weights)
+    model.load_state_dict(before.state_dict())
+    load_state(optimizer, saved, groups, kept)
+    take(model, update, range(3, 6))
+    assert torch.equal(model.weight, straight.weight)
+    assert torch.equal(model.bias, straight.bias)
+    assert groups_of(optimizer) == groups_of(first)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["", "by an earlier version"])
+def test_settings_are_todays_and_what_was_gathered_is_the_checkpoints(told):
+    model, optimizer, update, groups = made(Slowing, torch.float32, weight_decay=0.5)
+    take(model, update, range(3))
+    kept = what_groups_keep(optimizer, groups) if told else None
+    _, now, _, groups = made(Slowing, torch.float32, weight_decay=0.25)
+    load_state(now, optimizer.state_dict(), groups, kept)
+    found = {"lr": 0.1, "lr_ratio": 1.0, "weight_decay": 0.25, "k": 3, "d": 1.0, "since": 0.5}
+    assert groups_of(now) == [found]
+
+
+def test_an_optimizer_that_a_checkpoint_would_not_bring_back_is_told_in_the_first_step():
+    model, _, update, _ = made(Joint, torch.float32, loses=True)
+    with pytest.raises(UserError, match=r"\['parts'\]\[1\]\['state'\]\[0\].* missing"):
+        take(model, update, range(1))
+
+
+def test_what_it_has_for_evaluations_is_evaluated_and_changes_no_bit_of_the_training(tmp_path):
+    """A run stopped within an epoch, and another that evaluates more often."""
+    recipe = tiny.write_recipe(tmp_path, RECIPE)
+    runs = straight, stopped, often = [tmp_path / name for name in ("straight", "stopped", "often")]
+    flags = ("--epochs", "2")
+    tiny.trained(recipe, straight, *flags)
+    tiny.trained(recipe, often, *flags, "--eval-every", "5steps")
+    tiny.struck(recipe, stopped, Fault("after a step", nth=6, signum=signal.SIGTERM), *flags)
+    tiny.resumed(stopped)
+    tiny.assert_same_training(stopped, straight, 0.0)
+    ends = [tiny.last_state(run) for run in runs]
+    for end in ends:
+        assert end["optimizer"]["param_groups"] == ends[0]["optimizer"]["param_groups"]
+        assert all(torch.equal(end["ema"][n], ends[0]["ema"][n]) for n in end["ema"])
+        assert all(torch.equal(end["model"][n], ends[0]["model"][n]) for n in end["model"])
+    state, opened = ends[0], open_checkpoint(straight, "last", device="cpu").model
+    mean = state["optimizer"]["state"][0]["mean"]
+    by_hand = state["model"]["0.weight"].lerp(mean.double(), 0.7)
+    assert torch.equal(opened[0].weight, by_hand)
+    assert not torch.equal(by_hand, state["model"]["0.weight"])
+    found = evaluate_run(straight, "last", split="validation")["loss"]
+    assert found == pytest.approx(tiny.events(straight, "evaluation")[1]["loss"], rel=1e-12)
+    tested = evaluate_run(straight, "best", split="test")["loss"]
+    assert read_json(straight / "result.json")["test"]["loss"] == pytest.approx(tested, rel=1e-12)
