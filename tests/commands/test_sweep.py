@@ -139,7 +139,11 @@ def test_a_sweep_that_is_ended_goes_on_where_it_was_and_each_run_is_the_training
         sweeper = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until(lambda seen=seen: num_checkpoints(second) > seen)
         children = psutil.Process(sweeper.pid).children(recursive=True)
+        for child in children:
+            child.suspend()  # lest it is at its end before it is struck
         refused(*words)  # it runs already
+        for child in children:
+            child.resume()
         os.kill(sweeper.pid, how)
         assert sweeper.wait(TIMEOUT_S) == code
         psutil.wait_procs(children, timeout=TIMEOUT_S)

@@ -35,7 +35,9 @@ def resumed(tmp_path_factory) -> Path:
     stop = {"strike": Strike(21, signal.SIGTERM), "code": 128 + signal.SIGTERM}
     run(SCRIPT, "run", world_size=2, folder=folder, **stop)
     printed = run(SCRIPT, "run", world_size=3, folder=folder).output()
-    assert re.findall("^epoch .", printed, re.MULTILINE) == ["epoch 3", "epoch 4", "epoch 5"]
+    # The ranks agree to stop where they meet next, within the second epoch or at its end.
+    after = [int(epoch) for epoch in re.findall("^epoch (.)", printed, re.MULTILINE)]
+    assert after in ([2, 3, 4, 5], [3, 4, 5])
     assert "epoch 5" in (folder / "run" / "rank-1.log").read_text()
     return folder / "run"
 

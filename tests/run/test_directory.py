@@ -1,10 +1,12 @@
 """A run shows that it takes steps, and which commit it was started from."""
 
+import contextlib
 import os
 from types import SimpleNamespace
 
 from samestep.run import directory
-from samestep.run.directory import STEPPED, Heartbeat, git_commit
+from samestep.run.directory import STEPPED, Heartbeat, Run, git_commit
+from samestep.run.files import read_object
 
 
 def test_a_step_is_seen_at_once_and_then_every_few_seconds(tmp_path, monkeypatch):
@@ -41,3 +43,19 @@ def test_the_commit_is_read_from_the_repository_around_a_folder(tmp_path):
     assert git_commit(inner) == "c" * 40
     (git / "HEAD").write_bytes(b"\xff\xfe")
     assert git_commit(inner) == ""
+
+
+def test_who_hung_is_not_overwritten_by_the_failures_that_follow_but_by_those_of_the_next_start(
+    tmp_path,
+):
+    file = tmp_path / "result.json"
+    for status in ("failed", "completed"):
+        file.unlink(missing_ok=True)
+        with contextlib.closing(Run(tmp_path)) as run:
+            file.write_text('{"status": "failed", "stall": {"rank": 1}}')  # by the watcher
+            run.write_result({"status": status})
+            assert ("stall" in read_object(file)) == (status == "failed")
+    file.write_text('{"status": "failed", "stall": {"rank": 1}}')
+    with contextlib.closing(Run(tmp_path)) as run:
+        run.write_result({"status": "failed"})
+    assert read_object(file) == {"status": "failed"}

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal
 from samestep.errors import UserError
 from samestep.machine import usable_cores
 from samestep.nearby import nearby
-from samestep.run.files import Held, cannot_write, hold, write_text
+from samestep.run.files import Held, cannot_write, hold, read_object, write_text
 from samestep.run.records import Record, check_format, first_start
 from samestep.version import __version__
 
@@ -155,6 +155,14 @@ def no_run(path: Path) -> UserError:
     return UserError(f"There is no run at {path}: {why}. {name}{nearby(path, 'run')}")
 
 
+def _written_ns(path: Path) -> int | None:
+    """Return when a file was written last; None if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 class Run:
     """The open directory of a run. Only one process at a time has it open."""
 
@@ -173,6 +181,7 @@ class Run:
             raise cannot_write(path, error) from error
         for torn in self.checkpoints.glob(".*.tmp"):
             torn.unlink(missing_ok=True)
+        self._result_before = _written_ns(path / "result.json")
 
     def append(self, record: Record) -> None:
         """Add one record to events.jsonl."""
@@ -190,8 +199,15 @@ class Run:
             raise cannot_write(self.path / "events.jsonl", error) from error
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write result.json."""
-        write_text(self.path / "result.json", json.dumps(plain(result), indent=2) + "\n")
+        """Write result.json, unless this is a failure after the watcher has written who hung.
+
+        The watcher ends the ranks one by one, and the others fail because they lose these.
+        """
+        path = self.path / "result.json"
+        is_new = _written_ns(path) != self._result_before
+        if result.get("status") == "failed" and is_new and "stall" in read_object(path):
+            return
+        write_text(path, json.dumps(plain(result), indent=2) + "\n")
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
         """Write environment.json: versions, the machine, and the variables that are allowed."""
