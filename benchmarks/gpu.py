@@ -132,11 +132,14 @@ def measure_part(
             left = deadline - PROFILE_S * len(part.profiles) - time.monotonic()
             until = time.monotonic() + left / (len(part.tables) - place)
             rounds = asked.rounds or (1 if asked.dry else part.rounds)
-            before, longest = time.monotonic(), 0.0
+            before, longest, num_told = time.monotonic(), 0.0, 0
             for found, failures in take_turns(table, rounds, scratch / "data", scratch, env):
                 record["tables"][table.name] = {"rounds": found, "failed": failures}
                 write()
-                _tell(part.name, record)  # it is there even if this is cut off
+                num_found = sum(map(len, found.values())) + len(failures)
+                if num_found > num_told:
+                    _tell(part.name, record)  # it is there even if this is cut off
+                num_told = num_found
                 took, before = time.monotonic() - before, time.monotonic()
                 longest = max(longest, took)
                 if before + longest > until:

@@ -188,7 +188,7 @@ def _bits(*, dry: bool) -> Part:
     dried = ("--dry",) if dry else ()
     table = Table(
         name="bits",
-        title="Equal to the last bit: the whole process, and 1 where all is equal",
+        title="Equal to the last bit: seconds of both trainings; one that differs has failed",
         unit="s",
         baseline=(),
         rows=tuple(

@@ -153,3 +153,16 @@ def test_decoding_counts_every_image_once():
     broken = decode_in_threads(files, range(100), lambda *_: None, decode, 2, counted.append)
     assert sum(counted) == 100
     assert list(broken) == [7]
+
+
+@pytest.mark.parametrize(("mfu", "ends"), [(0.412, "  41.2% MFU  7.52 GB"), (None, "samples/s")])
+def test_the_line_of_an_epoch_has_mfu_and_memory_only_where_the_device_is_known(mfu, ends):
+    file = io.StringIO()
+    known = {} if mfu is None else {"mfu": mfu}
+    epoch = {"event": "epoch", "epoch": 1, "step": 219, "loss": 0.6, "samples_per_s": 1e4}
+    with Screen(Console(file=file, width=120, color_system=None)) as screen:
+        screen.show(PLAN)
+        screen.show(epoch | known | {"peak_memory_bytes": 7 << 30})
+        screen.show(epoch | {"epoch": 2})
+    (line,) = [line for line in file.getvalue().splitlines() if line.startswith("epoch  1")]
+    assert line.endswith(ends)

@@ -136,6 +136,22 @@ def test_throughput_and_phases_leave_the_first_epoch_out_and_agree(tmp_path):
     assert sum(spent.values()) == pytest.approx(speed.ms_per_step)
 
 
+def test_flops_and_mfu_are_means_over_the_seconds_and_memory_is_the_most(tmp_path):
+    def told(records):
+        epochs = {1: (9e12, 0.9, 5), 2: (2e12, 0.2, 7 << 30), 3: (4e12, 0.4, 6)}
+        names = ("flops_per_s", "mfu", "peak_memory_bytes")
+        return [
+            r | dict(zip(names, epochs[r["epoch"]], strict=True)) if r["event"] == "epoch" else r
+            for r in records
+        ]
+
+    known, other = change(write_run(tmp_path / "known"), told), write_run(tmp_path / "other")
+    rows = [line.split() for line in lines(compare_runs([known, other]))]
+    assert ["model", "FLOP/s", "3T", "–"] in rows
+    assert ["MFU", "30.0%", "–"] in rows
+    assert ["peak", "memory", "7.52", "GB", "–"] in rows
+
+
 def test_a_run_in_its_first_epoch_is_measured_by_its_steps(tmp_path):
     run = write_run(tmp_path / "run", epochs=1, phases=None)
     change(run, lambda records: [r for r in records if r["event"] == "step"][:4])

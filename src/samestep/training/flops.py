@@ -82,7 +82,7 @@ def count_flops(forward: Callable[[], T]) -> tuple[T, int]:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the operations below it. `FlopCounterMode` imports the compiler to tell modules."""
+    """Adds up the operations below it. `FlopCounterMode` imports the compiler first: 1.6 s here."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
