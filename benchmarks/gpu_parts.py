@@ -64,8 +64,9 @@ def _samestep(name: str, verb: str, words: tuple[str, ...], measure: Measure) ->
 
 
 def _trained(name: str, epochs: int, *words: str) -> Row:
-    # The first epoch warms up, as in every peer; what lies between epochs is not timed.
-    length = ("--epochs", str(epochs + 1))
+    # The first epoch warms up, as in every peer; what lies between epochs is not timed. Losses are
+    # logged as often as Lightning logs them: so short a run would log every step.
+    length = ("--epochs", str(epochs + 1), "--log-every", "50")
     rarely = ("--eval-every-epochs", "10000", "--checkpoint-every-epochs", "10000")
     return _samestep(name, "train", (*words, *length, *rarely), fastest(samestep_throughput))
 

@@ -249,7 +249,7 @@ def on_nccl():
     join(world, timeout_s=60)
     on_device = torch.arange(4.0, device=world.device)
     world.add_up(on_device)
-    model = wrap(nn.Linear(4, 2).to(world.device), world, 1)
+    model = wrap(nn.Linear(4, 2).to(world.device), world, Settings())
     model(on_device).sum().backward()
     found = {
         "backend": world.backend,
@@ -282,7 +282,15 @@ def test_the_group_of_one_changes_nothing_of_a_deterministic_training(cuda, reci
     plain = train(cuda, target, tmp_path, "plain", *flags)
     grouped = train(cuda, target, tmp_path, "grouped", *flags, environment={GROUP_OF_ONE: "1"})
     assert read_json(grouped / "environment.json")["backend"] == "nccl"
-    tiny.assert_same_training(grouped, plain, 0.0)
+    # In a bucket of DDP a gradient need not begin at 16 bytes, and then the kernel that sums its
+    # squares adds them in another order: the recorded norm may be rounded otherwise, nothing else.
+    tiny.assert_same_training(grouped, plain, 1e-6)
+    one, other = (
+        ([r.get("loss") for r in tiny.account(run)], read_json(run / "result.json"))
+        for run in (grouped, plain)
+    )
+    assert one[0] == other[0]
+    assert one[1]["weights_sha256"] == other[1]["weights_sha256"]
 
 
 def test_the_uuid_of_a_gpu_is_the_one_that_its_driver_has(cuda):

@@ -2,15 +2,18 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import samestep
 from samestep.errors import UserError
 from samestep.ranks.world import World, find_world, join, leave
-from samestep.training import meter
-from samestep.training.meter import Clock, Window
+from samestep.training import loop, meter
+from samestep.training.meter import Clock, Meter, Window
 from samestep.training.work import Position, Sums
+from tests import tiny
 from tests.processes import run_ranks
 
 
@@ -25,14 +28,14 @@ def now(monkeypatch) -> SimpleNamespace:
 def test_seconds_add_up_over_attempts_without_pauses_and_compiling(now):
     position = Position(seconds=5.0, samples=1000)
     counted = Clock(position)
-    assert counted.rate(position)["samples_per_s"] == 0.0, "over no time"
+    assert counted.rate(position.samples)["samples_per_s"] == 0.0, "over no time"
     now.s += 2.0
     position.samples += 100
-    assert counted.rate(position) == {"seconds": 7.0, "samples_per_s": 50.0}
-    counted.mark(position)
+    assert counted.rate(position.samples) == {"seconds": 7.0, "samples_per_s": 50.0}
+    counted.mark(position.samples)
     now.s += 1.0
     position.samples += 300
-    assert counted.rate(position) == {"seconds": 8.0, "samples_per_s": 300.0}
+    assert counted.rate(position.samples) == {"seconds": 8.0, "samples_per_s": 300.0}
     position.seconds = counted.seconds()
     now.s += 100.0  # an evaluation and a checkpoint
     counted.resume(position)
@@ -59,12 +62,17 @@ def test_reading_gives_the_wanted_steps_and_the_sum_of_all_samples():
     window.add(10, losses(1.0, 2.0), 4)
     window.add(12, losses(4.0), 3)
     total = Sums(100.0 + 4 * 1.0 + 4 * 2.0 + 3 * 4.0, 9.0 + 4 + 4 + 3)
-    assert window.read([11, 13], 0.1, Sums(100.0, 9.0)) == ([[1.0], [4.0]], total)
-    assert window.read([], 0.1, Sums(7.0)) == ([], Sums(7.0)), "it is empty once it was read"
+    assert window.read(window.take(), [11, 13], 0.1, Sums(100.0, 9.0)) == ([[1.0], [4.0]], total)
+    assert window.read(window.take(), [], 0.1, Sums(7.0)) == ([], Sums(7.0)), (
+        "it is empty once it was read"
+    )
     window.add(13, losses(5.0), 1)
-    assert window.read([14], 0.1, Sums()) == ([[5.0]], Sums(5.0, 1.0))
+    assert window.read(window.take(), [14], 0.1, Sums()) == ([[5.0]], Sums(5.0, 1.0))
     window.add(14, losses(1.0, 2.0), 4, losses(10.0, 30.0))  # weighed by terms, not by samples
-    assert window.read([16], 0.1, Sums()) == ([[2.0]], Sums(1.0 * 10 + 2.0 * 30, 40.0))
+    assert window.read(window.take(), [16], 0.1, Sums()) == (
+        [[2.0]],
+        Sums(1.0 * 10 + 2.0 * 30, 40.0),
+    )
 
 
 def test_it_is_full_before_it_grows_without_end():
@@ -74,7 +82,7 @@ def test_it_is_full_before_it_grows_without_end():
         window.add(added, losses(*[0.0] * 64), 1)
         added += 64
         assert added < 100_000
-    window.read([], 0.1, Sums())
+    window.read(window.take(), [], 0.1, Sums())
     assert not window.full
 
 
@@ -83,7 +91,7 @@ def test_the_first_bad_step_is_named_with_the_learning_rate(bad):
     window = Window(World())
     window.add(20, losses(1.0, bad, 1.0, bad), 4)
     with pytest.raises(UserError, match=r"step 22 .*0\.03") as error:
-        window.read([21], 0.03, Sums())
+        window.read(window.take(), [21], 0.03, Sums())
     assert error.value.on_all_ranks
 
 
@@ -92,10 +100,10 @@ def read_on_two_ranks():
     join(world, timeout_s=60)
     window = Window(world)
     window.add(0, losses(1.0 + world.rank, 10.0), 2)
-    read = window.read([1, 2], 0.1, Sums())
+    read = window.read(window.take(), [1, 2], 0.1, Sums())
     window.add(2, losses(1.0, math.nan if world.rank else 1.0), 2)
     try:
-        window.read([], 0.1, Sums())
+        window.read(window.take(), [], 0.1, Sums())
     except UserError as error:
         message = str(error)
     leave(world)
@@ -108,3 +116,22 @@ def test_ranks_add_up_their_parts_and_all_stop_where_one_meets_a_nan(tmp_path):
     assert other == ([[3.0], [20.0]], Sums(2 * 2.0 + 2 * 10.0, 4.0))
     assert message == same
     assert "step 4 " in message
+
+
+def test_losses_read_behind_the_next_step_are_recorded_in_order_and_nothing_else_changes(
+    tmp_path, monkeypatch
+):
+    """So it is on a GPU, which has the next step to compute while the host waits for the losses."""
+
+    def records(name: str, *, lags: bool) -> list[dict[str, Any]]:
+        monkeypatch.setattr(loop, "Meter", lambda work, state, **_: Meter(work, state, lags=lags))
+        run = samestep.train(
+            "spiral", run_dir=tmp_path / name, max_steps=30, epochs=2, batch_size=500,
+            log_every=4, eval_every_steps=8, clip_norm=1.0, device="cpu", pictures=False,
+        )  # fmt: skip
+        return tiny.account(run.path)
+
+    behind = records("behind", lags=True)
+    assert behind == records("at once", lags=False)
+    assert [r["step"] for r in behind] == sorted(r["step"] for r in behind)
+    assert sum(r["event"] == "step" for r in behind) == 28 // 4

@@ -80,7 +80,7 @@ class BasicBlock(nn.Module):
 
 
 class _Pointwise(nn.Conv2d):
-    """A 1 x 1 convolution with a stride: one without, of the pixels that the stride leaves.
+    """A 1 x 1 convolution with a stride; on a CPU without one, of the pixels that it would leave.
 
     oneDNN's own with a stride writes beyond its memory on CPUs with AVX-512 (torch 2.13,
     channels-last, few channels, an odd batch, two threads): a crash, or worse, none.
@@ -88,8 +88,11 @@ class _Pointwise(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - Conv2d's own name
         """Return maps (batch, channels, ⌈height / stride⌉, ⌈width / stride⌉)."""
-        down, right = self.stride
-        return F.conv2d(input[..., ::down, ::right], self.weight)
+        if input.device.type != "cpu":
+            return super().forward(input)
+        # A mean of one pixel. A slice would do, but its gradient is never channels-last, and what
+        # it is added to then changes its layout, too.
+        return F.conv2d(F.avg_pool2d(input, 1, self.stride), self.weight)
 
 
 def _conv3x3(channels_in: int, channels: int, stride: int) -> nn.Conv2d:

@@ -340,9 +340,9 @@ class OwnSession:
         position = self.position
         where = {"step": position.step, "epoch": position.epoch + 1}
         if "loss" in values:
-            rate = {"samples": position.samples, **self.clock.rate(position)}
+            rate = {"samples": position.samples, **self.clock.rate(position.samples)}
             self.session.emit({"event": "step", **where, **values, **rate})
-            self.clock.mark(position)
+            self.clock.mark(position.samples)
         else:
             now = {"time": time.time(), "values": values}
             self.session.emit({"event": "metrics", **where, **now})

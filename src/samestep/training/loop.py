@@ -72,7 +72,7 @@ def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> I
         return ()  # most steps: no generator is made for them
 
     def pause() -> Iterator[Record]:
-        meter.settle()
+        yield from meter.settle()
         metric = None
         if evaluates and work.validation is not None:
             metric = yield from _evaluate(work, state, control, work.validation)
@@ -256,7 +256,7 @@ def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
     only moves a progress bar. `state.stop_reason` then says why it ended.
     """
     work.learner.model.train()
-    meter = Meter(work, state)
+    meter = Meter(work, state, lags=work.world.device.type == "cuda")
     control.agreement.start(state.position.step)
     stop_early(work, state)  # a resumed run may have stopped for that reason
     yield from catch_up(work, state, control)
@@ -270,7 +270,7 @@ def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
             yield from after_step(work, state, control, meter)
             if state.stop_reason:
                 return
-        meter.settle()
+        yield from meter.settle()
         yield from end_of_epoch(work, state, control)
     state.stop_reason = state.stop_reason or "finished"
 

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,15 +38,14 @@ class Clock:
         """Do not count these seconds, spent compiling."""
         self._since += seconds
 
-    def rate(self, position: Position) -> Record:
+    def rate(self, samples: int) -> Record:
         """Return the fields `seconds` and `samples_per_s`, the latter since the last mark."""
-        (samples, seconds), now = self._marked, self.seconds()
-        rate = (position.samples - samples) / max(now - seconds, 1e-9)
-        return {"seconds": now, "samples_per_s": rate}
+        (before, seconds), now = self._marked, self.seconds()
+        return {"seconds": now, "samples_per_s": (samples - before) / max(now - seconds, 1e-9)}
 
-    def mark(self, position: Position) -> None:
+    def mark(self, samples: int) -> None:
         """Measure the next rate from here."""
-        self._marked = (position.samples, self.seconds())
+        self._marked = (samples, self.seconds())
 
     def shows(self) -> bool:
         """Whether a progress bar should move again."""
@@ -57,6 +57,20 @@ class Clock:
 
 
 _LONGEST = 1024
+
+
+class Taken(NamedTuple):
+    """What a `Window` held, on its way to the host."""
+
+    first: int
+    """The first of its steps, counted from 1."""
+    sizes: Sequence[int]
+    losses: Tensor | None
+    terms: Tensor | None
+    norms: Tensor | None
+    copied: torch.cuda.Event | None
+    """Says when the host has them; None if it has."""
+
 
 KEPT = "Training stopped; earlier checkpoints are kept."
 """Only for runs that keep checkpoints."""
@@ -91,21 +105,43 @@ class Window:
         self._sizes.extend([size] * len(losses))
         self._terms.extend(terms or ())
 
-    def read(self, wanted: Sequence[int], lr: float, sums: Sums) -> tuple[list[list[float]], Sums]:
-        """Empty the window; return the mean losses of each wanted step, and the updated sums.
+    def take(
+        self, norms: Sequence[Tensor] | Tensor | None = None, *, waits: bool = True
+    ) -> "Taken":
+        """Empty the window, with the gradient norms of its newest steps.
+
+        Unless it `waits` a CUDA device copies them later, once it has computed them.
+        """
+        lists = (self._losses, self._terms, [] if norms is None else [*norms])
+        columns = [torch.stack(of) if of else None for of in lists]
+        losses, terms, norms_ = (
+            None if one is None else one.to("cpu", non_blocking=not waits) for one in columns
+        )
+        copied = None
+        if not waits and losses is not None and self._losses[0].is_cuda:
+            copied = torch.cuda.current_stream(self._losses[0].device).record_event()
+        taken = Taken(self._first_step + 1, self._sizes, losses, terms, norms_, copied)
+        self._losses, self._sizes, self._terms = [], [], []
+        return taken
+
+    def read(
+        self, taken: "Taken", wanted: Sequence[int], lr: float, sums: Sums
+    ) -> tuple[list[list[float]], Sums]:
+        """Return the mean losses of each wanted step, and the updated sums; all ranks call it.
 
         A step has one loss, followed by those by name that it is the sum of. Steps are counted from
         1. A NaN or infinite loss on any rank raises on all of them.
         """
-        if not self._sizes:
+        if taken.losses is None:
             return [], sums
         # The one place where the host waits for the device.
-        local = torch.stack(self._losses).cpu().to(torch.float64).view(len(self._losses), -1)
-        rows = local.tolist()
-        first = self._first_step + 1
-        sizes: Sequence[float] = self._sizes
-        if self._terms:
-            sizes = torch.stack(self._terms).cpu().to(torch.float64).tolist()
+        if taken.copied is not None:
+            taken.copied.synchronize()
+        rows = taken.losses.to(torch.float64).view(len(taken.losses), -1).tolist()
+        first = taken.first
+        sizes: Sequence[float] = taken.sizes
+        if taken.terms is not None:
+            sizes = taken.terms.to(torch.float64).tolist()
         loss_sum, terms, parts = sums
         # Those of an epoch that began without names are not of all of it.
         parts = parts if terms else (0.0,) * (len(rows[0]) - 1)
@@ -115,7 +151,6 @@ class Window:
             terms += size
         sums = Sums(loss_sum, terms, parts)
         bad = next((first + i for i, (loss, *_) in enumerate(rows) if not math.isfinite(loss)), 0)
-        self._losses, self._sizes, self._terms = [], [], []
         mine = [value for step in wanted for value in rows[step - first]]
         *flat, num_bad = self._world.reduce(
             torch.tensor([*mine, float(bad > 0)], dtype=torch.float64)
@@ -131,11 +166,16 @@ class Window:
 
 
 class Meter:
-    """Count steps, and update the state before anything else happens between them."""
+    """Count steps, and update the state before anything else happens between them.
 
-    def __init__(self, work: Work, state: State) -> None:
-        self._work, self._state = work, state
+    One that `lags` reads the losses of steps with a record when the next steps are under way, so
+    that the device has something to do while the host waits for them.
+    """
+
+    def __init__(self, work: Work, state: State, *, lags: bool = False) -> None:
+        self._work, self._state, self._lags = work, state, lags
         self._window = Window(work.world)
+        self._unread: Callable[[], list[Record]] | None = None
         self._clock = Clock(state.position)
         work.phases.earlier = dict(state.position.phases)
         work.phases.begin()
@@ -152,34 +192,60 @@ class Meter:
             clock.leave_out(note["seconds"])
         if result.seen:
             self._state.measured.add(result.seen)
+        if self._unread is not None:
+            records += self._read()
         self._window.add(first, result.losses, size, result.terms)
         if logged or self._window.full:
-            losses, self._state.sums = self._window.read(logged, lrs[-1], self._state.sums)
-            names = ("loss", *self._work.learner.parts)
-            for step, values in zip(logged, losses, strict=True):
-                norms, place = result.grad_norms, step - first - 1
-                record = {"event": "step", "step": step, "epoch": position.epoch + 1}
-                record |= zip(names, values, strict=True)
-                record["grad_norm"] = None if norms is None else float(norms[place])
-                record["lr"] = lrs[place]
-                record["samples"] = position.samples - (len(lrs) - place - 1) * size
-                records.append(record | clock.rate(position))
-            if logged:
-                clock.mark(position)
+            on_way = self._window.take(result.grad_norms, waits=not self._lags)
+            samples = [position.samples - later * size for later in reversed(range(len(lrs)))]
+            self._unread = lambda: self._records(on_way, first, logged, lrs, samples)
+            if not self._lags:
+                records += self._read()
         if clock.shows():
             progress = {"event": "progress", "step": position.step, "samples": position.samples}
-            records.append(progress | clock.rate(position))
+            records.append(progress | clock.rate(position.samples))
         return records
 
-    def settle(self) -> None:
-        """Update the state from the steps since; all ranks call it. Only finite losses pass."""
+    def _read(self) -> list[Record]:
+        unread, self._unread = self._unread, None
+        return unread() if unread else []
+
+    def _records(
+        self,
+        taken: Taken,
+        first: int,
+        logged: Sequence[int],
+        lrs: Sequence[float],
+        samples: Sequence[int],
+    ) -> list[Record]:
+        """Return the `step` records of some steps behind the first ones."""
+        state, names, records = self._state, ("loss", *self._work.learner.parts), []
+        losses, state.sums = self._window.read(taken, logged, lrs[-1], state.sums)
+        for step, values in zip(logged, losses, strict=True):
+            place = step - first - 1
+            record = {"event": "step", "step": step, "epoch": state.position.epoch + 1}
+            record |= zip(names, values, strict=True)
+            record["grad_norm"] = None if taken.norms is None else float(taken.norms[place])
+            record |= {"lr": lrs[place], "samples": samples[place]}
+            records.append(record | self._clock.rate(samples[-1]))
+        if logged:
+            self._clock.mark(samples[-1])
+        return records
+
+    def settle(self) -> list[Record]:
+        """Update the state from the steps since; all ranks call it. Only finite losses pass.
+
+        Returns the records of steps that had none yet, if it `lags`.
+        """
         work, position = self._work, self._state.position
+        records = self._read()
         lr = newest_lr(work, self._state)
-        _, self._state.sums = self._window.read([], lr, self._state.sums)
+        _, self._state.sums = self._window.read(self._window.take(), [], lr, self._state.sums)
         self._state.measured.settle()
         work.phases.lap("other")
         position.seconds = self._clock.seconds()
         position.phases = work.phases.total()
+        return records
 
     def resume(self) -> None:
         """Continue after a pause that began with `settle`, and do not count the pause."""
