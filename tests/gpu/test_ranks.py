@@ -86,6 +86,32 @@ def test_two_ranks_that_share_the_device_train_as_one(cuda, recipe, tmp_path):
     tiny.assert_same_training(shared, alone, 1e-9)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--batch-size", "7", "--accumulate", "2"),
+        ("--clip-norm", "0.1", "--ema-decay", "0.9"),
+        ("--find-unused",),
+        ("--engine", "lightning"),
+        ("--precision", "bf16", "--micro-batch-size", "2"),
+    ],
+)
+def test_two_ranks_that_share_the_device_do_what_one_does(cuda, recipe, tmp_path, flags):
+    device, tolerance = ("--device", cuda.type), 1e-2 if "bf16" in flags else 1e-9
+    alone = train(recipe, tmp_path, "alone", *device, *flags)
+    shared = train(recipe, tmp_path, "shared", *device, *flags, "--oversubscribe", world_size=2)
+    tiny.assert_same_training(shared, alone, tolerance)
+
+
+def test_two_ranks_that_share_the_device_resume_to_the_last_bit(cuda, recipe, tmp_path):
+    device = ("--device", cuda.type, "--oversubscribe")
+    whole = train(recipe, tmp_path, "whole", *device, world_size=2)
+    path = train(recipe, tmp_path, "parts", *device, "--epochs", 2, world_size=2)
+    more = ("train", str(path), "--resume", "--epochs", "6", *device)
+    run(*more, world_size=2, folder=tmp_path / "outputs")
+    tiny.assert_same_training(path, whole, 0.0)
+
+
 @pytest.mark.gpu(dry=True)
 def test_a_run_goes_on_from_the_gpu_on_the_cpu_and_back(cuda, recipe, tmp_path):
     whole = train(recipe, tmp_path, "whole", "--device", "cpu")

@@ -61,8 +61,9 @@ def test_the_settings_file_of_the_fast_training_is_accepted(binary, tmp_path):
     flags = ("--compile", "off", "--max-steps", "3", "--warmup-steps", "2", "--sync-batchnorm")
     folder = train(binary, tmp_path, "--config", str(settings), *flags)
     assert len(losses(folder)) == 3
+    assert "0.weight" in tiny.last_state(folder)["model"], "the small network"
     (start,) = [record for record in read_records(folder) if record["event"] == "start"]
-    assert (start["precision"], start["base_lr"], start["num_samples"]) == ("bf16", 0.4, 98)
+    assert (start["precision"], start["base_lr"], start["num_samples"]) == ("bf16", 0.8, 98)
     assert any("--sync-batchnorm" in note for note in start["notes"]), "it has no effect"
 
 

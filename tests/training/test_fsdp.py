@@ -9,8 +9,9 @@ from torch import nn
 
 from samestep import Recipe
 from samestep.errors import UserError
+from samestep.ranks.world import World
 from samestep.settings import Settings
-from samestep.training.sharding import find_blocks
+from samestep.training.sharding import find_blocks, shard
 from tests import tiny
 from tests.processes import free_port, run_ranks, samestep
 
@@ -224,6 +225,14 @@ def test_what_is_no_class_of_a_block_is_refused_at_once():
 def test_settings_that_do_not_go_with_the_strategy_are_refused(how, named):
     with pytest.raises(UserError, match=named):
         Settings(**how)
+
+
+def test_on_gpus_that_gloo_connects_it_is_refused_before_the_training():
+    world = World(rank=0, world_size=2, device=torch.device("cuda", 0), backend="gloo")
+    settings = Settings(strategy="fsdp")
+    with pytest.raises(UserError, match="needs NCCL on GPUs") as told:
+        shard(nn.Linear(2, 2), nn.Linear(2, 2), Recipe(model=list, data=list), settings, world)
+    assert told.value.on_all_ranks
 
 
 def test_blocks_are_those_of_the_classes_or_repeated_ones_and_large_layers_of_sequences():
