@@ -83,10 +83,7 @@ def alone(model, *changes):
     """Return a script that evaluates on rank 0 only."""
     return planted(
         *(UNREDUCED, NO_BEST, BATCHNORM, *changes),
-        (
-            "            for inputs, labels in val_loader:",
-            "            for inputs, labels in val_loader if rank == 0 else ():",
-        ),
+        ("labels in val_loader:", "labels in val_loader if rank == 0 else ():"),
         ("right = model(inputs)", f"right = {model}(inputs)"),
     )
 
@@ -111,11 +108,6 @@ def test_a_mode_that_no_layer_depends_on_is_silent(mode, tmp_path):
 
 
 def test_statistics_that_are_computed_anew_are_no_evaluation(tmp_path):
-    text = planted(
-        BATCHNORM,
-        (
-            "    del model, optimizer, scheduler\n",
-            "    torch.optim.swa_utils.update_bn(DataLoader(train_set, batch_size=8), model)\n",
-        ),
-    )
+    update = "torch.optim.swa_utils.update_bn(DataLoader(train_set, batch_size=8), model)"
+    text = planted(BATCHNORM, ("del model, optimizer, scheduler", update))
     assert "SS707" not in codes(check(tmp_path, text))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from samestep import UserError
 from tests.checking.planted import check, codes, found_in, line_of, planted
 
 REDUCE = "        dist.all_reduce(counts)\n"
@@ -97,6 +98,13 @@ def test_a_rank_that_cannot_begin_beside_another_rank_0_fails_for_that_reason_al
 """
     text = planted((INIT, own.replace("FIRST", str(first))))
     assert codes(check(tmp_path, text)) == {"SS604"}
+
+
+def test_a_rank_that_fails_by_itself_is_told_with_its_own_traceback(tmp_path):
+    """The others lose it within a collective, which is no mistake of theirs."""
+    text = planted(("    loss_of = ", "    rank and open('/no/such/notes')\n    loss_of = "))
+    with pytest.raises(UserError, match=r"fails by itself: exit code 1 on rank 1 (?s:.*)notes'$"):
+        check(tmp_path, text)
 
 
 def test_a_failure_that_is_printed_and_forgotten_is_found_by_its_exit_code(tmp_path):

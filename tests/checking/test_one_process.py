@@ -133,6 +133,8 @@ SCALED = """\
 """
 SCALER = ("    best = 0.0\n", "    best, scaler = 0.0, torch.amp.GradScaler('cpu')\n")
 PLAIN = "            loss.backward()\n            optimizer.step()\n"
+DETACHED = [(LOSS, f"torch.tensor({LOSS}.item(), requires_grad=True)")]
+INFINITE = [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * float('inf')")]
 
 
 @pytest.mark.parametrize(
@@ -140,18 +142,8 @@ PLAIN = "            loss.backward()\n            optimizer.step()\n"
     [
         ([(ZERO, "")], "SS704", "loss.backward()", "16 of 17 steps"),
         ([(ZERO, ""), (STEP, f"{ZERO}{STEP}")], "SS705", "optimizer.zero_grad()", "16 of 17 steps"),
-        (
-            [(LOSS, f"torch.tensor({LOSS}.item(), requires_grad=True)")],
-            "SS708",
-            "loss.backward()",
-            "17 steps",
-        ),
-        (
-            [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * float('inf')")],
-            "SS710",
-            "scaler.step(optimizer)",
-            "the last 17 of 17",
-        ),
+        (DETACHED, "SS708", "loss.backward()", "17 steps"),
+        (INFINITE, "SS710", "scaler.step(optimizer)", "the last 17 of 17"),
     ],
     ids=["never zeroed", "zeroed too late", "detached", "infinite"],
 )

@@ -147,6 +147,39 @@ def test_dropout_is_not_compared_with_the_joined_batch_and_a_scaled_loss_is(tmp_
     assert not [said for said in report.not_seen if said.startswith("SS309")]
 
 
+OUT = "            out = model(inputs)\n            loss = loss_of(out, labels)"
+PENALTY = "0.1 * sum(p.square().sum() for p in model.parameters())"
+BY_HAND = "for p in model.parameters(): p.grad.clamp_(-0.01, 0.01)"
+
+
+@pytest.mark.parametrize(
+    ("now", "compared"),
+    [
+        (f"{OUT} + nn.functional.mse_loss(out, out.detach() + 1)\n", False),
+        (f"{OUT} + {PENALTY}\n", False),
+        (f"{LOSS}            loss = loss * 3\n", True),
+    ],
+    ids=["a second loss", "a penalty", "a factor"],
+)
+def test_a_loss_is_judged_only_where_its_own_gradient_can_be_made_again(now, compared, tmp_path):
+    report = check(tmp_path, planted((LOSS, now)))
+    assert report.findings == []
+    assert compared is not any(said.startswith("SS309") for said in report.not_seen)
+
+
+def test_what_a_script_does_to_exchanged_gradients_is_no_mistake(tmp_path):
+    """With DDP it is not compared at all, by hand it cannot be told from the exchange."""
+    step = "            optimizer.step()\n"
+    report = check(tmp_path, planted((step, f"            {BY_HAND}\n{step}")))
+    assert report.findings == []
+    assert not [said for said in report.not_seen if said.startswith("SS309")]
+    report = check(
+        tmp_path, by_hand(f"{SUMMED}                p.grad /= 2\n            {BY_HAND}\n")
+    )
+    assert report.findings == []
+    assert [said for said in report.not_seen if said.startswith("SS309") and "exchange" in said]
+
+
 OWN_LOSS = """
 
 class Mean(nn.Module):

@@ -11,7 +11,7 @@ from msgspec import structs
 
 import samestep.checking.rules  # noqa: F401 - registers them
 from samestep.checking.check_report import CheckReport
-from samestep.checking.events import Job, Seen, Stall, write_job
+from samestep.checking.events import Job, RankSeen, Seen, Stall, write_job
 from samestep.checking.findings import judge, without_silenced
 from samestep.checking.ranks_of_script import (
     FIRST_STEP_WITHIN_S,
@@ -25,7 +25,7 @@ from samestep.checking.ranks_of_script import (
     wait,
 )
 from samestep.checking.scratch import Scratch
-from samestep.errors import UserError
+from samestep.errors import LOST_PEER, UserError
 from samestep.stall.judge import StallVerdict
 
 _OF_ONE_PROCESS = (
@@ -34,6 +34,8 @@ _OF_ONE_PROCESS = (
 )
 # A guess at who starts the ranks: a wrong one costs a start.
 _STARTS, _IS_STARTED = re.compile(r"\b(spawn|start_processes|Process)\("), re.compile(r"RANK\b")
+_LAST_LINES = 400
+"""Characters at the end of a traceback that say what was raised."""
 _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
@@ -211,15 +213,20 @@ def _in_scratch(argument: str, cwd: Path, scratch: Scratch) -> str:
     return argument.replace(f"{scratch.home}/", f"{scratch.twin(scratch.home)}/")
 
 
+def _told(rank: RankSeen, output: Sequence[str]) -> str:
+    """Return the traceback that a rank has ended with, or else all that it printed."""
+    end = rank.first("end")
+    return (end["text"] if end is not None else "") or output[min(rank.rank, len(output) - 1)]
+
+
 def _refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:
     """Raise UserError for a script that fails by itself."""
-    failed = next((rank for rank in seen.ranks if rank.exit_code), None)
-    if failed is not None:
-        end = failed.first("end")
-        told = (end["text"] if end is not None else "") or output[min(failed.rank, len(output) - 1)]
+    failed = [(rank, _told(rank, output)) for rank in seen.ranks if rank.exit_code]
+    if failed:  # the first that has not merely lost another
+        rank, told = min(failed, key=lambda one: bool(LOST_PEER.search(one[1][-_LAST_LINES:])))
         raise UserError(
-            f"{script} ended with exit code {failed.exit_code} on rank {failed.rank} after "
-            f"{failed.steps} steps, so it could not be checked:\n{told.rstrip()}"
+            f"{script} fails by itself: exit code {rank.exit_code} on rank {rank.rank} after "
+            f"{rank.steps} steps, so it could not be checked:\n{told.rstrip()}"
         )
     if not any(rank.steps for rank in seen.ranks):
         within = f" within {FIRST_STEP_WITHIN_S:.0f} s" if not seen.complete else ""

@@ -163,7 +163,7 @@ def _failed_together(folder: Path, codes: Sequence[int | None]) -> StallVerdict 
     """Return which ranks' calls did not meet, if a rank has failed in a call that waits for others.
 
     Where one library waits for ever, another may find a message of a wrong size, and raise or
-    abort.
+    abort. A rank that fails elsewhere fails by itself, and takes the others with it.
     """
     aborted = [rank for rank, code in enumerate(codes) if code == -signal.SIGABRT]
     pulses = [
@@ -171,7 +171,9 @@ def _failed_together(folder: Path, codes: Sequence[int | None]) -> StallVerdict 
         for pulse in read_pulses(folder)
         if pulse.rank >= 0
     ]
-    raised = any(pulse.calls and pulse.calls[-1].state == RAISED for pulse in pulses)
+    raised = {pulse.rank for pulse in pulses if pulse.calls and pulse.calls[-1].state == RAISED}
+    if any(pulse.code and pulse.rank not in raised for pulse in pulses):
+        return None
     verdict = judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
     return None if verdict is None or verdict.cause == "unknown" else verdict
 

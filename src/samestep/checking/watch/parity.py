@@ -1,16 +1,19 @@
 """The parity experiment: would one process with the joined batch get the same gradient?
 
 Each rank keeps its part of the first optimizer step: the weights before it, what the model and the
-loss were called with, and the gradients that the optimizer was given. When the script has ended,
-rank 0 computes the gradient of all parts at once, as one process would have, and compares.
+loss were called with, its own gradient, what the backward pass left after the ranks' exchange, and
+what the optimizer was given. When the script has ended, rank 0 computes the gradient of all parts
+at once, as one process would have, and compares. It is judged only where the same computation gives
+rank 0's own gradient: a loss of several terms is not known.
 
 Notes "parity" {residual, direction, scale, first, sizes, rough} or {not_seen}.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ _LOSSES = (
     "binary_cross_entropy_with_logits",
 )
 _MOST_BYTES = 400 << 20
-_SAME_LOSS, _ROUGH = 1e-4, 2e-2
+_SAME, _ROUGH = 1e-4, 2e-2
 
 
 class _Unseen(Exception):  # noqa: N818 - a reason, not an error
@@ -55,12 +58,15 @@ class _Part:
     from_output: Callable[[Any], Tensor] | None = None
     loss: Tensor | None = None
     """The last loss that the functions of PyTorch computed of the output."""
-    value: float = math.nan
-    scale: float = 1.0
     rough: bool = False
     clipped: bool = False
     where: str = ""
+    own: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's own gradient, before any exchange."""
+    left: dict[str, Tensor] = field(default_factory=dict)
+    """What the backward pass left, which with DDP is exchanged."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    """What the optimizer was given."""
     unseen: str = ""
 
 
@@ -97,8 +103,9 @@ class _FirstStep:
         clips = [
             (nn.utils, name, self._around_clip) for name in ("clip_grad_norm_", "clip_grad_value_")
         ]
-        scaler = (torch.amp.GradScaler, "unscale_", self._around_unscale)
-        with patched(*losses, *clips, scaler, (torch.autograd, "backward", self._around_backward)):
+        unscale = (torch.amp.GradScaler, "unscale_", self._around_clip)
+        backward = (torch.autograd, "backward", self._around_backward)
+        with patched(*losses, *clips, unscale, backward):
             yield
 
     def _before_module(self, module: nn.Module, _arguments: Any) -> None:
@@ -158,25 +165,34 @@ class _FirstStep:
         self._part.clipped = True
         return original(*args, **kwargs)
 
-    def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
-        original(scaler, optimizer)
-        if self._open:
-            self._part.scale /= scaler.get_scale()
-
     def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         part = self._part
-        if self._open and part.output is not None and not self._depth:
-            given = args[0] if args else kwargs["tensors"]
-            total = given if isinstance(given, Tensor) else next(iter(given))
-            part.where = self._recorder.where()
-            if part.loss is None:  # it may be a part of the output
-                place = _scalar_of(part.output)
-                if place is not None:
-                    part.loss, part.from_output = place(part.output), place
-            if part.loss is not None and total.numel() == 1 and part.loss.numel() == 1:
-                part.value = float(part.loss.detach())
-                part.scale = float(total.detach()) / part.value if part.value else 1.0
-        return original(*args, **kwargs)
+        if not self._open or part.output is None or self._depth or part.unseen:
+            return original(*args, **kwargs)
+        part.where = self._recorder.where()
+        if part.loss is None:  # it may be a part of the output
+            place = _scalar_of(part.output)
+            if place is not None:
+                part.loss, part.from_output = place(part.output), place
+        named = dict(part.model.named_parameters())  # type: ignore[union-attr]
+        # A hook of a parameter is called before DDP's, which exchanges the gradients.
+        handles = [
+            p.register_hook(partial(self._keep_own, name))  # type: ignore[no-untyped-call]
+            for name, p in named.items()
+            if p.requires_grad
+        ]
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+            with self._recorder.unwatched():
+                part.left = _gradients_of(named)
+
+    def _keep_own(self, name: str, gradient: Tensor) -> None:
+        if gradient.layout == torch.strided:
+            own, new = self._part.own, gradient.detach()
+            own[name] = own[name] + new if name in own else new.clone()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self._open or self._part.model is None:
@@ -187,14 +203,11 @@ class _FirstStep:
         part = self._part
         held = {id(p) for p in tensors_of(optimizer)}
         with self._recorder.unwatched():
-            part.gradients = {
-                name: p.grad.detach().clone()
-                for name, p in part.model.named_parameters()  # type: ignore[union-attr]
-                if p.grad is not None and id(p) in held and p.grad.layout == torch.strided
-            }
+            named = part.model.named_parameters()  # type: ignore[union-attr]
+            part.gradients = _gradients_of({name: p for name, p in named if id(p) in held})
             part.unseen = part.unseen or _unseen(part)
             part.output = part.loss = None
-            kept = {"arguments": part.arguments, "loss": part.loss_arguments}
+            kept = {"arguments": part.arguments, "loss": part.loss_arguments, "own": part.own}
             path = self._folder / f"part-{self._recorder.rank}.pt"
             whole = path.with_suffix(".whole")
             try:
@@ -266,7 +279,7 @@ def _scalar_of(output: Any) -> Callable[[Any], Tensor] | None:
 def _unseen(part: _Part) -> str:
     if part.calls > 1:
         return "the model is called several times in the first step"
-    if part.from_output is None or not math.isfinite(part.value):
+    if part.from_output is None:
         return "how the loss came from the model's output is not known"
     if not part.gradients:
         return "the optimizer holds no gradients of the model"
@@ -286,33 +299,68 @@ def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
     assert part.model is not None
     model = part.model.train()
     model.load_state_dict(part.state, strict=False)
-    again, _ = _gradients(part, model, parts[0]["arguments"], parts[0]["loss"])
-    if abs(again - part.value) > _SAME_LOSS * max(1.0, abs(part.value)):
-        raise _Unseen("the model does not give the same loss twice")
+    again = _replayed(part, model, parts[0]["arguments"], parts[0]["loss"])
+    names = [name for name in again if name in part.gradients and name in part.own]
+    flat = partial(_flat, names=names)
+    own, times = flat(part.own), _along(flat(part.own), flat(again))
+    if _residual(own, flat(again) * times) > _SAME:
+        raise _Unseen("its last loss alone does not give a rank's own gradient")
     model.load_state_dict(part.state, strict=False)
     arguments = _joined([one["arguments"] for one in parts])
-    loss_arguments = _joined([one["loss"] for one in parts])
-    _, wanted = _gradients(part, model, arguments, loss_arguments)
-    names = [name for name in wanted if name in part.gradients]
-    given = torch.cat([part.gradients[name].double().reshape(-1) for name in names])
-    joint = torch.cat([wanted[name].double().reshape(-1) for name in names])
-    if not all(0 < float(gradient.norm()) < math.inf for gradient in (joint, given)):
-        raise _Unseen("a gradient is 0 or not finite")
-    along = float(given @ joint) / float(joint @ joint)
+    wanted = _replayed(part, model, arguments, _joined([one["loss"] for one in parts]))
+    joint, left, given = flat(wanted), flat(part.left), flat(part.gradients)
+    if torch.equal(left, own):  # not DDP: the script exchanges them itself, or nobody does
+        added = sum(flat(one["own"]) for one in parts)
+        if not torch.equal(given, own) and _unlike(given, added) > _SAME:
+            raise _Unseen("the gradients are changed between their exchange and the step")
+    elif part.clipped or abs(_along(given, left) - world_size) > _SAME * world_size:
+        given = left  # what the script does to them later is its own affair
+    along = _along(given, joint)
     # What a sum is divided by, for a batch of this size, does not show in one step.
-    if part.clipped or (parts[0]["loss"] or [{}])[-1].get("reduction") == "sum":
+    free = part.clipped and given is not left
+    if free or (parts[0]["loss"] or [{}])[-1].get("reduction") == "sum":
         factor = along
     else:  # that of the loss, unless it was this rank's share of the batch: shares are added up
-        factor = min(part.scale, 1.0, key=lambda one: abs(along - one))
-    apart = (n for n in names if _apart(part.gradients[n], wanted[n] * factor))
+        factor = min(times, 1.0, key=lambda one: abs(along - one))
+    compared = part.left if given is left else part.gradients
+    apart = (n for n in names if _apart(compared[n], wanted[n] * factor))
     return {
-        "residual": float((given - joint * factor).norm()) / float((joint * factor).norm()),
-        "direction": float((given - joint * along).norm()) / float(given.norm()),
+        "residual": _residual(given, joint * factor),
+        "direction": _unlike(given, joint),
         "scale": along / factor,
         "first": next(apart, ""),
         "sizes": [_rows(one["arguments"]) for one in parts],
         "rough": part.rough,
     }
+
+
+def _gradients_of(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {
+        name: p.grad.detach().clone()
+        for name, p in named.items()
+        if p.grad is not None and p.grad.layout == torch.strided
+    }
+
+
+def _flat(gradients: Mapping[str, Tensor], names: list[str]) -> Tensor:
+    whole = torch.cat([gradients[name].double().reshape(-1) for name in names])
+    if not 0 < float(whole.norm()) < math.inf:
+        raise _Unseen("a gradient is 0 or not finite")
+    return whole
+
+
+def _along(one: Tensor, other: Tensor) -> float:
+    """Return the number that the other is to be multiplied by to come closest to the one."""
+    return float(one @ other) / float(other @ other)
+
+
+def _residual(one: Tensor, wanted: Tensor) -> float:
+    return float((one - wanted).norm()) / float(wanted.norm())
+
+
+def _unlike(one: Tensor, other: Tensor) -> float:
+    """Return how far two gradients differ in direction."""
+    return float((one - other * _along(one, other)).norm()) / float(one.norm())
 
 
 def _apart(given: Tensor, wanted: Tensor) -> bool:
@@ -347,9 +395,9 @@ def _joined(trees: list[Any]) -> Any:
     return pytree.tree_unflatten(joined, flat[0][1])
 
 
-def _gradients(
+def _replayed(
     part: _Part, model: nn.Module, arguments: Any, loss_arguments: Any
-) -> tuple[float, dict[str, Tensor]]:
+) -> dict[str, Tensor]:
     assert part.from_output is not None
     model.zero_grad(set_to_none=True)
     with torch.enable_grad(), torch.autocast("cpu", enabled=part.rough):
@@ -360,5 +408,4 @@ def _gradients(
             rest, options = loss_arguments
             loss = getattr(nn.functional, part.loss_name)(derived, *rest, **options)
     loss.backward()  # type: ignore[no-untyped-call]
-    found = {n: p.grad.detach() for n, p in model.named_parameters() if p.grad is not None}
-    return float(loss.detach()), found
+    return _gradients_of(dict(model.named_parameters()))
