@@ -44,6 +44,17 @@ BEST_OF_A_SHARD = planted(
     UNREDUCED, ("        dist.barrier()\n", REDUCE), (SHOWN, "            pass\n")
 )
 STAYS_IN_EVAL = planted(DROPOUT, ("        model.train()\n", ""))
+FUNCTIONAL = """
+
+class Drops(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(xMODE)
+
+
+def main():
+"""
+DROPS = (("\n\ndef main():\n", FUNCTIONAL), ("nn.ReLU(), ", "nn.ReLU(), Drops(), "))
+DROPS_ALWAYS = planted(*DROPS).replace("MODE", "")
 NEVER_IN_EVAL = planted(DROPOUT, ("        model.eval()\n", ""))
 WITH_GRADIENTS = planted(("with torch.no_grad():", "if True:"))
 EACH_16 = "rank 0 evaluated 16 samples, rank 1 another 16"
@@ -54,6 +65,7 @@ PLANTED = {
     "the best by a shard's number": (BEST_OF_A_SHARD, "SS404", "torch.save(", EACH_16),
     "evaluation mode in training": (STAYS_IN_EVAL, "SS706", "loss = loss_of(", "from step 5 on"),
     "training mode in evaluation": (NEVER_IN_EVAL, "SS707", "right = model(", "1 of 1 layers"),
+    "dropout by a function": (DROPS_ALWAYS, "SS707", "functional.dropout(", "p=0.5"),
     "gradients in evaluation": (WITH_GRADIENTS, "SS709", "right = model("),
 }
 
@@ -62,6 +74,11 @@ PLANTED = {
 def test_a_mistake_in_evaluation_is_found_at_its_line(name, tmp_path):
     found = found_in(tmp_path, *PLANTED[name])
     assert (found.severity == "advice") == (found.code == "SS709")
+
+
+def test_dropout_of_its_mode_or_by_intention_is_no_mistake(tmp_path):
+    for mode in (", training=self.training", ", 0.1, True"):
+        assert "SS707" not in codes(check(tmp_path, planted(*DROPS).replace("MODE", mode)))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 from samestep.checking import check_script
 from samestep.errors import UserError
 from tests.checking.planted import check, codes, forked, found_in, line_of, planted
-from tests.processes import free_port, start_samestep
+from tests.command_line import start
+from tests.processes import free_port
 
 ON_CUDA = planted(
     ('dist.init_process_group("gloo")', 'dist.init_process_group("nccl")'),
@@ -44,6 +45,25 @@ def test_a_script_for_cuda_is_checked_on_the_cpu_and_its_devices_are_right(tmp_p
     assert codes(report) == set()
     assert report.steps > 0
     assert len(report.notes) == 1
+
+
+SYNCHRONISED = """\
+    torch.cuda.manual_seed(0)
+    torch.cuda.manual_seed_all(0)
+    norm, part = nn.SyncBatchNorm(8), torch.randn(4, 8) + rank
+    both = [torch.zeros(4, 8) for _ in range(2)]
+    dist.all_gather(both, part)
+    joined, seen = torch.cat(both), nn.BatchNorm1d(8)
+    assert torch.allclose(norm(part), seen(joined)[4 * rank :][:4], atol=1e-5)
+    assert torch.allclose(norm.running_var, seen.running_var, atol=1e-5)
+    device = torch.device("cuda", local_rank)
+"""
+
+
+def test_batch_normalisation_over_all_ranks_needs_no_gpu(tmp_path):
+    text = ON_CUDA.replace('    device = torch.device("cuda", local_rank)\n', SYNCHRONISED)
+    text = text.replace("nn.ReLU(), ", "nn.SyncBatchNorm(16), nn.ReLU(), ")
+    assert codes(check(tmp_path, text)) == set()
 
 
 def test_a_gpu_that_is_chosen_by_the_global_rank_is_found(tmp_path):
@@ -174,7 +194,7 @@ def test_inside_a_job_each_rank_runs_its_own_and_rank_zero_tells(tmp_path):
     text = planted(("        sampler.set_epoch(epoch)\n", ""))
     (tmp_path / "train.py").write_text(text)
     arguments = ("check", str(tmp_path / "train.py"), "--here", "--json")
-    ranks = start_samestep(*arguments, world_size=2, folder=tmp_path / "ranks")
+    ranks = start(*arguments, world_size=2, folder=tmp_path / "ranks")
     assert ranks.wait() == [1, 0]
     said = json.loads(ranks.printed(0))
     assert [finding["code"] for finding in said["findings"]] == ["SS103"]

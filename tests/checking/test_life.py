@@ -107,6 +107,20 @@ def test_a_rank_that_fails_by_itself_is_told_with_its_own_traceback(tmp_path):
         check(tmp_path, text)
 
 
+COUNTS = """\
+        batches = iter(list(iter(train_loader)) if epoch < 2 else iter(train_loader))
+        for _ in range(4):
+            inputs, labels = next(batches)
+"""
+
+
+def test_a_script_that_counts_on_batches_that_are_cut_off_is_judged_until_there(tmp_path):
+    text = planted(("        for inputs, labels in train_loader:\n", COUNTS))
+    report = check(tmp_path, text)
+    assert (report.findings, report.steps) == ([], 2 * 4 + 1)
+    assert any("counts on more batches" in note for note in report.notes)
+
+
 def test_a_failure_that_is_printed_and_forgotten_is_found_by_its_exit_code(tmp_path):
     text = planted((STEP, FAILS), (MAIN, FORGETS))
     told = "(a bad sample) in step 6"

@@ -88,7 +88,34 @@ def test_a_mistake_with_the_model_is_found_at_its_line(name, tmp_path):
     assert REMEDIES.get(found.code, "") in found.remedy
 
 
+MASTERS = """
+
+class Masters(torch.optim.SGD):
+    def __init__(self, model, lr):
+        self.pairs = [(p, p.detach().clone().requires_grad_()) for p in model.parameters()]
+        super().__init__([master for _, master in self.pairs], lr=lr)
+
+    def step(self, closure=None):
+        for p, master in self.pairs:
+            dist.all_reduce(p.grad)
+            master.grad = p.grad / 2
+        super().step()
+        with torch.no_grad():
+            for p, master in self.pairs:
+                p.copy_(master)
+
+    def zero_grad(self, set_to_none=True):
+        for p, _ in self.pairs:
+            p.grad = None
+
+
+def main():
+"""
 RIGHT = {
+    "master weights": unwrapped(
+        ("\n\ndef main():\n", MASTERS),
+        ("torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)", "Masters(model, 0.1)"),
+    ),
     "averaged by hand": unwrapped((BACKWARD, BY_HAND)),
     "normalised over enough samples": planted(
         ("DataLoader(train_set, batch_size=8", "DataLoader(train_set, batch_size=16"),
@@ -110,6 +137,32 @@ def test_weights_that_are_averaged_by_hand_now_and_then_are_right(tmp_path):
     report = check(tmp_path, text)
     assert "SS203" not in codes(report)
     assert any(told.startswith("SS203") for told in report.not_seen)
+
+
+JOINED = """\
+def joined(model, loader):
+    with model.join():
+        yield from loader
+
+
+"""
+
+
+def test_ranks_that_join_with_unequal_shares_do_not_drift_apart(tmp_path):
+    share = "torch.utils.data.Subset(train_set, range(0, 40) if rank else range(40, 64))"
+    text = planted(
+        ("sampler = DistributedSampler(train_set, shuffle=True, seed=0)", f"mine = {share}"),
+        ("DataLoader(train_set, batch_size=8, sampler=sampler)", "DataLoader(mine, batch_size=8)"),
+        ("        sampler.set_epoch(epoch)\n", ""),
+        (
+            "        for inputs, labels in train_loader:\n",
+            "        for inputs, labels in joined(model, train_loader):\n",
+        ),
+        ("def main():\n", f"{JOINED}def main():\n"),
+    )
+    report = check(tmp_path, text)
+    assert not codes(report) & {"SS203", "SS602"}
+    assert any(told.startswith("SS203") and "join" in told for told in report.not_seen)
 
 
 def test_one_process_is_asked_nothing_about_ranks(tmp_path):

@@ -92,7 +92,14 @@ SCHEDULED_TWICE = planted(
     (SCHEDULED, f"        for _ in range(2):\n    {SCHEDULED}"),
 )
 NOT_SCHEDULED = planted((SCHEDULED, ""))
-BACKWARD, CLIP = "loss.backward()", "clip_grad_norm_"
+IN_EVERY_BATCH = ("optimizer.step()\n", f"optimizer.step()\n    {SCHEDULED}")
+COSINE_OF_EPOCHS = planted(
+    (COSINE[0], COSINE[1].replace("TOTAL", "2")), (SCHEDULED, ""), IN_EVERY_BATCH
+)
+EPOCHS, AUTOCAST = "    for epoch in range(3):\n", "torch.autocast('cpu', dtype=torch.bfloat16)"
+ONE_AUTOCAST = planted((EPOCHS, f"    {AUTOCAST}.__enter__()\n{EPOCHS}"))
+STEPS_SCALED = STEP.replace("loss.backward", "scaler.scale(loss).backward")
+BACKWARD, CLIP, STEPPED = "loss.backward()", "clip_grad_norm_", "optimizer.step()"
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 PLANTED = {
     "micro-batches meet": (MEETS_TWICE, "SS301", BACKWARD, "2 backward passes per optimizer step"),
@@ -100,6 +107,9 @@ PLANTED = {
     "clipping before an all-reduce by hand": (by_hand(CLIPPED), "SS303", CLIP),
     "a scheduler twice": (SCHEDULED_TWICE, "SS304", "scheduler.step()", "2 times per epoch"),
     "a scheduler never": (NOT_SCHEDULED, "SS305", "StepLR", "not stepped once in 9 "),
+    "scaled gradients": (planted(SCALER, (STEP, STEPS_SCALED)), "SS310", STEPPED, "by 65536"),
+    "a cosine of epochs": (COSINE_OF_EPOCHS, "SS311", "scheduler.step()", "0.05, 0, 0.05"),
+    "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
     "unequal shares": (UNEQUAL, "SS307", BACKWARD, "step 4 the ranks have 4 and 8 samples"),
     "gradients that are added up": (by_hand(SUMMED), "SS309", BACKWARD, "is 2 times"),
 }
@@ -126,14 +136,15 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
     [
         COUNTED,
         (SCALER, (STEP, SCALED)),
-        (
-            (", 1, gamma=0.9)", ", 3 * len(train_loader), 0.9)"),
-            (SCHEDULED, ""),
-            ("optimizer.step()\n", f"optimizer.step()\n    {SCHEDULED}"),
-        ),
+        ((", 1, gamma=0.9)", ", 3 * len(train_loader), 0.9)"), (SCHEDULED, ""), IN_EVERY_BATCH),
+        ((COSINE[0], COSINE[1].replace("TOTAL", "12")), (SCHEDULED, ""), IN_EVERY_BATCH),
+        ((STEP, f"            with {AUTOCAST}:\n{STEP.replace('   ', '    ')}"),),
         (SCALER, (STEP, SCALED.replace(UNSCALE, "").replace("1.0)", "float('inf'))"))),
     ],
-    ids=["accumulation", "a scaler", "a scheduler of steps", "a norm that is only read"],
+    ids=[
+        *("accumulation", "a scaler", "a scheduler of steps", "a cosine of steps"),
+        *("an autocast for each step", "a norm that is only read"),
+    ],
 )
 def test_what_looks_alike_and_is_right_stays_silent(changes, tmp_path):
     assert check(tmp_path, planted(*changes)).findings == []

@@ -142,7 +142,7 @@ class Seen:
     @property
     def complete(self) -> bool:
         """Whether every rank came to its own good end, so that what did not come never would."""
-        return all(rank.exit_code == 0 for rank in self.ranks)
+        return all(rank.exit_code == 0 for rank in self.ranks) and not self.any("ran_out")
 
     def each(self, *kinds: str) -> list[list[Event]]:
         """Return the events of these kinds of each rank, in rank order."""

@@ -92,7 +92,7 @@ class Mistake:
 
 def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
     """Return what all rules find, the gravest first, and what could not be seen."""
-    findings: dict[Mistake, None] = {}
+    findings: dict[tuple[str, str], Mistake] = {}
     not_seen: dict[str, None] = {}
     for code, one in sorted(RULES.items()):
         if (1 if seen.is_of_one_process else seen.world_size) < one.least_ranks:
@@ -112,12 +112,15 @@ def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
                 why=one.why,
                 remedy=said.remedy,
             )
-            findings[finding] = None
+            # One line may do the same for several loaders, models or files: the first tells it.
+            findings.setdefault((code, said.where or said.evidence), finding)
     grave = ("error", "warning", "advice")
     explained = any(
-        f.code < "SS4" and f.severity != "advice" for f in findings if not RULES[f.code].residual
+        f.code < "SS4" and f.severity != "advice"
+        for f in findings.values()
+        if not RULES[f.code].residual
     )
-    kept = [f for f in findings if not (explained and RULES[f.code].residual)]
+    kept = [f for f in findings.values() if not (explained and RULES[f.code].residual)]
     return sorted(kept, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
 
 

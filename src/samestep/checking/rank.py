@@ -11,6 +11,11 @@ from samestep.checking.processes import note_end, watch
 from samestep.ranks.launch import detect_launch
 from samestep.script.running import ScriptFailed, run_script
 
+_RAN_OUT = (
+    "The script counts on more batches than a shortened epoch has, and was ended there. What came "
+    "before was judged."
+)
+
 
 def main(job_path: str) -> int:
     """Run the script of a job on this rank and return its exit code."""
@@ -23,10 +28,21 @@ def main(job_path: str) -> int:
     try:
         run_script(Path(job.script), job.arguments, module=job.module)
     except ScriptFailed as error:
-        code, text = error.code, error.text
-        sys.stderr.write(text)
+        if recorder.is_cut and _ran_out(error.__cause__):
+            recorder.note("ran_out", where="")
+            recorder.note("note", where="", text=_RAN_OUT)
+        else:
+            code, text = error.code, error.text
+            sys.stderr.write(text)
     note_end(recorder, code, text)
     return code
+
+
+def _ran_out(error: BaseException | None) -> bool:
+    """Whether a script asked a loader for more than it had; a generator tells it otherwise."""
+    return isinstance(error, StopIteration) or isinstance(
+        getattr(error, "__cause__", None), StopIteration
+    )
 
 
 def _die_with_parent() -> None:

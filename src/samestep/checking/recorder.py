@@ -40,6 +40,7 @@ class Recorder:
         self._noted: set[tuple[str, ...]] = set()
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
+        self.is_cut = False  # whether an epoch ended earlier than its data
         self.at_end: list[Callable[[int], None]] = []
         """Called with the world size when the script has ended."""
 

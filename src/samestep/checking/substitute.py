@@ -15,8 +15,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
@@ -30,6 +32,7 @@ _CPU = _Device("cpu")
 _MEMORY = 80 << 30
 _ANSWERED = "The script asks for CUDA: the CPU and Gloo answered in place of CUDA and NCCL."
 _ALONE = ("localhost", "::1")
+_STREAMS = ("current_stream", "default_stream", "stream")
 _ON_CPU = (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream)
 
 
@@ -187,19 +190,32 @@ def _patches(devices: _Devices, count: int) -> list[Patch]:
         "get_device_properties": shown,
         "is_bf16_supported": True,
         "mem_get_info": (_MEMORY, _MEMORY),
+        "is_tf32_supported": True,
+        "is_current_stream_capturing": False,
+        "can_device_access_peer": True,
+        "initial_seed": 0,
         "memory_summary": "",
+        "memory_stats": {},
+        "get_arch_list": [],
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), 0),
+        **dict.fromkeys(("memory_reserved", "max_memory_reserved"), 0),
+        **dict.fromkeys(("utilization", "temperature", "power_draw", "clock_rate"), 0),
     }
     nothing = (
-        *("synchronize", "empty_cache", "ipc_collect", "init", "set_rng_state", "set_stream"),
-        *("reset_peak_memory_stats", "reset_max_memory_allocated"),
+        *("synchronize", "empty_cache", "ipc_collect", "init", "set_stream"),
+        *("manual_seed", "manual_seed_all", "seed", "seed_all"),
+        *("set_rng_state", "set_rng_state_all", "set_per_process_memory_fraction"),
+        *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
     )
     cuda: list[Patch] = [
         *((torch.cuda, name, _answer(value)) for name, value in answers.items()),
         *((torch.cuda, name, _answer(None)) for name in nothing),
+        *((torch.cuda.nvtx, name, _answer(None)) for name in ("range_push", "range_pop", "mark")),
         (torch.cuda, "set_device", lambda _original, device: devices.choose(device)),
         (torch.cuda, "current_device", lambda _original: devices.current),
         (torch.cuda, "get_rng_state", lambda _original, *_: torch.get_rng_state()),
-        *((torch.cuda, n, lambda _o, *_, **__: _Stream()) for n in ("current_stream", "stream")),
+        (torch.cuda, "get_rng_state_all", lambda _original: [torch.get_rng_state()] * count),
+        *((torch.cuda, n, lambda _o, *_, **__: _Stream()) for n in _STREAMS),
         (torch.accelerator, "is_available", _answer(True)),
         (torch.accelerator, "device_count", _answer(count)),
         (torch.accelerator, "current_accelerator", _answer(_Device("cuda"))),
@@ -217,6 +233,8 @@ def _patches(devices: _Devices, count: int) -> list[Patch]:
         (torch, "load", _load_on_cpu(devices)),
         (DataLoader, "__init__", _without(pin_memory=False, pin_memory_device="")),
         (DistributedDataParallel, "__init__", _ddp_on_cpu(devices)),
+        (DistributedDataParallel, "_passing_sync_batchnorm_handle", _answer(None)),
+        (SyncBatchNorm, "forward", _sync_batch_norm),
         *((place, "init_process_group", _by_gloo) for place in (dist, distributed_c10d)),
         *((place, "new_group", _by_gloo) for place in (dist, distributed_c10d)),
         *((place, "barrier", _without(device_ids=None)) for place in (dist, distributed_c10d)),
@@ -291,6 +309,29 @@ def _ddp_on_cpu(devices: _Devices) -> Callable[..., Any]:
         original(ddp, module, None, None, *args[2:], **kept)
 
     return around
+
+
+def _sync_batch_norm(_original: Callable[..., Any], norm: Any, x: Tensor) -> Tensor:
+    """Return what SyncBatchNorm computes of inputs (batch, channels, …), which it does on GPUs."""
+    group = norm.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+    if not norm.training or group is None or dist.get_world_size(group) == 1:
+        return _BatchNorm.forward(norm, x)
+    other = [dim for dim in range(x.dim()) if dim != 1]
+    sums = torch.stack([x.sum(other), x.square().sum(other), torch.ones_like(x).sum(other)])
+    total, squares, count = dist.nn.functional.all_reduce(sums, group=group)  # type: ignore[no-untyped-call]
+    mean = total / count
+    variance = squares / count - mean.square()
+    if norm.track_running_stats:
+        norm.num_batches_tracked += 1
+        share = norm.momentum or 1.0 / float(norm.num_batches_tracked)
+        unbiased = variance * count / (count - 1)
+        norm.running_mean.lerp_(mean.detach(), share)
+        norm.running_var.lerp_(unbiased.detach(), share)
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    scale = (variance + norm.eps).rsqrt() * (1.0 if norm.weight is None else norm.weight)
+    shift = (0.0 if norm.bias is None else norm.bias) - mean * scale
+    normalised: Tensor = x * scale.view(shape) + shift.view(shape)
+    return normalised
 
 
 def _by_gloo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -217,6 +217,17 @@ def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for forward passes without gradients on other data, with layers in training mode."""
+    for event in seen.ranks[0].of("dropped"):
+        name = event["function"]
+        remedy = f"`F.{name}(…, training=self.training)` drops nothing in evaluation mode."
+        if name == "scaled_dot_product_attention":
+            remedy = "Give it `dropout_p=self.p if self.training else 0.0`."
+        yield Found(
+            event.where,
+            f"after step {event.step} `{name}` dropped values (p={event['p']:g}) of a model in "
+            "evaluation mode, without gradients",
+            remedy,
+        )
     for rank in seen.ranks:
         row: list[Event] = []
         for event, foreign in _with_loader(seen, rank):

@@ -44,8 +44,10 @@ class Trained:
     @property
     def is_one(self) -> bool:
         """Whether the ranks are meant to keep it equal, and see to it by themselves or by DDP."""
+        if not self.steps:
+            return False
         by_hand = self.is_exchanged and not _differing(self.steps[0], "grads")
-        return bool(self.steps) and (self.is_wrapped or by_hand) and not self.past_wrapper(True)
+        return (self.is_wrapped or by_hand) and not self.past_wrapper(True)
 
     def past_wrapper(self, is_exchanged: bool) -> list[Event]:
         """Return a forward pass of each step to whose gradients DDP was not called."""
@@ -168,6 +170,9 @@ def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def drift(seen: Seen) -> Iterator[Found | NotSeen]:
     """The ranks begin with the same weights and end with different ones."""
+    if seen.any("join"):
+        yield NotSeen("within `model.join()` ranks take different numbers of steps")
+        return
     if any(unused_parameters(seen)):
         return  # what shares a bucket with those is not all-reduced
     for one in _trained(seen):

@@ -300,6 +300,73 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     )
 
 
+@rule(
+    "SS310",
+    "error",
+    "the step is taken with scaled gradients",
+    "The scaler has multiplied them: the step is as many times too long, and what is infinite is "
+    "not skipped.",
+    least_ranks=1,
+)
+def steps_with_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for an optimizer's own step where the scaler's was meant."""
+    for event in seen.ranks[0].of("scaled_step"):
+        line, optimizer = seen.line(event.where), seen.optimizer_at(event.where)
+        instead = line.replace(f"{optimizer}.step()", f"scaler.step({optimizer})", 1)
+        yield Found(
+            event.where,
+            f"the optimizer steps with gradients that are multiplied by {event['scale']:g}: since "
+            "`scale` neither `unscale_` nor the scaler's `step` was called",
+            f"- {line}\n+ {instead}\n+ scaler.update()" if instead != line else "",
+        )
+
+
+@rule(
+    "SS311",
+    "warning",
+    "the learning rate falls and rises within an epoch",
+    "A cosine that has come to its end goes back up: made for as many epochs, and stepped in every "
+    "batch, it does so every few batches.",
+    least_ranks=1,
+)
+def cosine_of_epochs_in_batches(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a cosine that is shorter than what it is stepped in the first epoch."""
+    rank = seen.ranks[0]
+    for made in rank.of("scheduler"):
+        stepped = [e for e in rank.of("schedule") if e["scheduler_id"] == made["scheduler_id"]]
+        first = [e["lr"] for e in stepped if e.epoch <= 1]
+        period = made["total"] or 0
+        if made["scheduler"] != "CosineAnnealingLR" or not 0 < period < len(first) - 1:
+            continue
+        yield Found(
+            stepped[0].where,
+            f"CosineAnnealingLR was made for T_max={period} (at {made.where}), and is stepped "
+            f"{len(first)} times in the first epoch; its learning rates: "
+            + ", ".join(f"{lr:.3g}" for lr in first[: 2 * period + 2]),
+            "Step it once per epoch, after its batches, or give it T_max=epochs * len(loader).",
+        )
+
+
+@rule(
+    "SS312",
+    "error",
+    "autocast keeps the first step's weights",
+    "Within one autocast a weight is cast once and kept: all later steps compute with the weights "
+    "that the first one had.",
+    least_ranks=1,
+)
+def casts_of_earlier_weights(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for two steps between which the outermost autocast was not left."""
+    event = seen.ranks[0].first("stale_autocast")
+    if event is not None:
+        yield Found(
+            event.where,
+            f"by step {event.step + 1} two steps were taken within one `torch.autocast`, which "
+            "keeps its casts of weights until it is left",
+            "Enter autocast for each forward and loss: `with torch.autocast(…):` inside the loop.",
+        )
+
+
 def _by_line(events: Iterable[Event]) -> dict[str, list[Event]]:
     lines: dict[str, list[Event]] = {}
     for event in events:

@@ -223,7 +223,7 @@ class _Loaders:
         if turn is None or self._recorder.quiet:
             return original(iterator)
         if turn.iterable and turn.limit is not None and turn.batches >= turn.limit:
-            turn.cut = turn.group.ended = True
+            turn.cut = turn.group.ended = self._recorder.is_cut = True
             if hasattr(iterator, "_shutdown_workers") and not iterator._persistent_workers:  # noqa: SLF001
                 iterator._shutdown_workers()  # noqa: SLF001 - as it does at its own end
             raise StopIteration
@@ -234,6 +234,7 @@ class _Loaders:
                 number = turn.group.number
                 self._recorder.note("left", loader_id=number, turn=turn.number, cut=turn.cut)
             turn.group.ended = True
+            self._recorder.is_cut |= turn.cut
             raise
         turn.batches += 1
         turn.group.noted += 1

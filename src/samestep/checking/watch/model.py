@@ -5,6 +5,7 @@
 | wrap | DDP or FSDP wraps a model | wrapper, model, model_id, parameters, own, and DDP's settings |
 | forward | the outermost call of a module | model_id inside all wrappers, n, rows, drawn, modal |
 | backward | before it | sync, unused: what the loss leaves out, by model_id |
+| dropped | a function drops values of a model in evaluation mode, without gradients | function, p |
 
 `modal` counts the layers that behave differently in training, such as dropout: those in training
 mode, and all. A model's first forward pass also starts `weights.py`. Ids that are keys of a mapping
@@ -40,6 +41,10 @@ _INSIDE = {
 }
 """Classes that hand their inputs to another module, and where they keep it."""
 _RANDOM = ("rand", "randn", "randint")
+_DROPS = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"),
+    "scaled_dot_product_attention",
+)
 _FEW_DRAWN = 8
 _ROWS_OF, _NOTED, _GRAPHS = 200, 20_000, 50
 
@@ -54,6 +59,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
         (torch.autograd, "backward", models.around_backward),
         (nn.Module, "__call__", models.around_call),
         *((torch, name, models.around_random) for name in _RANDOM),
+        *((nn.functional, name, models.around_dropout) for name in _DROPS),
     ]
     with weights.installed(), patched(*patches):
         yield
@@ -67,6 +73,7 @@ class _Models:
         self._weights = weights
         self._pid = os.getpid()  # workers of a loader are forked with all of this
         self._depth = 0  # of calls of modules with parameters
+        self._evaluated = False  # whether the outermost of them has no part in training mode
         self._in_backward = False
         self._wrapped: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = {}
         """Each part of a wrapped model, with the model."""
@@ -130,6 +137,7 @@ class _Models:
             self._weights.begin(model)
             if sync or kind == "fsdp":
                 self._pending.add(number)
+        self._evaluated = False
         self._counts[number] += 1
         if self._counts[number] > _NOTED:
             return
@@ -142,6 +150,7 @@ class _Models:
                 else []
             )
         modal = [one.training for one in part.modules() if _depends_on_mode(one)]
+        self._evaluated = not (part.training or any(modal))
         self._recorder.note(
             "forward",
             model=type(model).__name__,
@@ -167,6 +176,19 @@ class _Models:
         if not torch.compiler.is_compiling() and not self._depth and isinstance(tensor, Tensor):
             self._drawn.append(weakref.ref(tensor))
         return tensor
+
+    def around_dropout(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note a function that drops values by its default in evaluation mode."""
+        watched = self._evaluated and self._depth and not self._passive()
+        if watched and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            if original.__name__ == "scaled_dot_product_attention":
+                p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            else:  # who says `training=True` means it
+                says = len(args) > 2 or "training" in kwargs
+                p = 0.0 if says else kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            if p > 0.0:
+                self._recorder.once("dropped", function=original.__name__, p=float(p))
+        return original(*args, **kwargs)
 
     def around_backward(
         self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any

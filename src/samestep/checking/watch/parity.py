@@ -177,7 +177,7 @@ class _FirstStep:
         named = dict(part.model.named_parameters())  # type: ignore[union-attr]
         # A hook of a parameter is called before DDP's, which exchanges the gradients.
         handles = [
-            p.register_hook(partial(self._keep_own, name))  # type: ignore[no-untyped-call]
+            p.register_hook(partial(self._keep_own, name))
             for name, p in named.items()
             if p.requires_grad
         ]
@@ -304,13 +304,13 @@ def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
     flat = partial(_flat, names=names)
     own, times = flat(part.own), _along(flat(part.own), flat(again))
     if _residual(own, flat(again) * times) > _SAME:
-        raise _Unseen("its last loss alone does not give a rank's own gradient")
+        raise _Unseen("its last loss by itself does not give a rank's own gradient")
     model.load_state_dict(part.state, strict=False)
     arguments = _joined([one["arguments"] for one in parts])
     wanted = _replayed(part, model, arguments, _joined([one["loss"] for one in parts]))
     joint, left, given = flat(wanted), flat(part.left), flat(part.gradients)
-    if torch.equal(left, own):  # not DDP: the script exchanges them itself, or nobody does
-        added = sum(flat(one["own"]) for one in parts)
+    if torch.equal(left, own):  # not DDP: the script exchanges them itself, if at all
+        added = torch.stack([flat(one["own"]) for one in parts]).sum(0)
         if not torch.equal(given, own) and _unlike(given, added) > _SAME:
             raise _Unseen("the gradients are changed between their exchange and the step")
     elif part.clipped or abs(_along(given, left) - world_size) > _SAME * world_size:

@@ -6,7 +6,8 @@ backward pass, tensors, missing: tensors without a gradient}; "reach" {leaves, p
 first losses; "average" {weight: of each summand in the loss, by: the count it is divided by,
 other: the product of its factors that are not counts}; "clip" {name, most, norm, scaled, sizes};
 "scaler" {scale, skipped}; "scheduler" {scheduler, scheduler_id, total, inner} as one
-is made, and "schedule" {scheduler_id, lr} as it is stepped.
+is made, and "schedule" {scheduler_id, lr} as it is stepped; "scaled_step" {scale} for a step with
+gradients that are still multiplied; "stale_autocast" for a second step within one autocast.
 """
 
 import math
@@ -36,6 +37,7 @@ _SAMPLE = 4  # tensors of an optimizer whose gradients are looked at, the smalle
 _FIRST = 6  # backward passes of which the leaves are looked for
 _MOST = 60  # events of a kind whose numbers cost a look at tensors
 _DEEPEST = 8  # factors of a loss
+_CASTS = ("cpu", "cuda")  # kinds of devices with autocast
 _LOSSES = (
     "NllLoss",
     "NllLoss2D",
@@ -59,6 +61,12 @@ class _Held:
     steps: int = 0
     backwards: int = 0
     cleared: str = ""
+    scale: float = 1.0
+    """What the loss of its gradients was multiplied by, and they still are."""
+
+    def sums(self) -> list[int | None]:
+        """Return a checksum of each gradient of the sample."""
+        return [None if p.grad is None else checksum(p.grad) for p in self.sample]
 
 
 @contextmanager
@@ -80,8 +88,12 @@ class _Steps:
         self._wanted: weakref.WeakKeyDictionary[GradScaler, bool] = weakref.WeakKeyDictionary()
         self._scale = 0.0
         """What losses have been multiplied by since the scaler's last update, 0 for nothing."""
+        self._scaled_loss: weakref.ref[Any] | None = None
+        self._in_scaler = False
         self._unscaled: set[int] = set()
         self._taken = 0
+        self._casts_dropped, self._casts_before = 0, -1
+        """How often autocast has forgotten its casts of weights, and had at the last step."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -98,6 +110,7 @@ class _Steps:
             (GradScaler, "unscale_", self._around_unscale),
             (GradScaler, "step", self._around_scaler_step),
             (GradScaler, "update", self._around_update),
+            (torch, "clear_autocast_cache", self._around_clear),
             *(
                 (place, name, self._around_clip)
                 for place in (nn.utils, clip_grad)
@@ -136,6 +149,8 @@ class _Steps:
                 kinds["reach"] = {"leaves": len(leaves), "parameters": parameters}
             if (average := _average(loss)) is not None and self._first_times("average", 200):
                 kinds["average"] = average
+            is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
+            sums = [(held, held.sums()) for held in self._held.values() if is_scaled]
         for kind, facts in kinds.items():
             self._recorder.note(kind, **facts)
         self._depth += 1
@@ -143,9 +158,14 @@ class _Steps:
             return original(tensors, *args, **kwargs)
         finally:
             self._depth -= 1
-            for held in self._held.values():
-                held.backwards += 1
-                held.cleared = ""
+            with self._recorder.unwatched():
+                for held, before in sums:
+                    held.scale = self._scale if held.sums() != before else held.scale
+                for held in self._held.values():
+                    # Those that a pass does not add to are of tensors that no model has.
+                    held.still_left &= not _left(held)
+                    held.backwards += 1
+                    held.cleared = ""
 
     def _around_zero_grad(
         self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any
@@ -171,6 +191,12 @@ class _Steps:
             held.backwards = 1
         if step_closure(args, kwargs) is None:  # which would make the gradients
             self._note_gradients(optimizer, held)
+        if held.scale > 1.0 and not self._in_scaler:
+            self._recorder.once("scaled_step", scale=held.scale)
+        kept = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _CASTS))
+        if kept and self._casts_before == self._casts_dropped:
+            self._recorder.once("stale_autocast")
+        self._casts_before = self._casts_dropped if kept else -1
 
     def _note_gradients(self, optimizer: Optimizer, held: _Held) -> None:
         if not held.backwards:
@@ -205,7 +231,7 @@ class _Steps:
                 if tensor.grad is not None
             }
         held.left = {place: number for place, number in sums.items() if number}
-        held.still_left, held.backwards, held.cleared = True, 0, ""
+        held.still_left, held.backwards, held.cleared, held.scale = True, 0, "", 1.0
 
     # Clipping
 
@@ -245,17 +271,23 @@ class _Steps:
             # `get_scale` gives 1 where it is off.
             enabled = scaler.is_enabled()
             self._scale = scaler.get_scale() if enabled else 65536.0
+            self._scaled_loss = weakref.ref(value) if isinstance(value, Tensor) else None
         return value
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         original(scaler, optimizer)
         self._unscaled |= {id(p) for p in tensors_of(optimizer)}
+        if (held := self._held.get(optimizer)) is not None:
+            held.scale = 1.0
 
     def _around_scaler_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        before = self._taken
-        value = original(scaler, optimizer, *args, **kwargs)
+        before, self._in_scaler = self._taken, True
+        try:
+            value = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._in_scaler = False
         if scaler.is_enabled():
             self._recorder.note("scaler", scale=scaler.get_scale(), skipped=self._taken == before)
         return value
@@ -266,6 +298,10 @@ class _Steps:
         original(scaler, *args, **kwargs)
         self._scale = 0.0
         self._unscaled.clear()
+
+    def _around_clear(self, original: Callable[[], None]) -> None:
+        original()
+        self._casts_dropped += 1
 
     # Schedules
 
