@@ -15,24 +15,15 @@ from samestep.commands.slurm import verdict
 from samestep.ranks.process import FAILURE
 from samestep.ranks.watched import STALLED
 from samestep.run.directory import STEPPED
+from samestep.slurm import restarts
 from samestep.slurm.preflight import NOT_PASSED, TABLE, read_failed
 from samestep.slurm.rank_ends import LATE, STDERR, first_end, memory_word
-from samestep.slurm.restarts import (
-    BEGUN,
-    Ending,
-    Restarts,
-    decide,
-    failed_twice,
-    read_ending,
-    read_restarts,
-    settle,
-    with_failures,
-)
+from samestep.slurm.restarts import Restarts, decide, failed_twice, read_restarts, with_failures
 
 
-def ending(code=0, told="", step=0, **more) -> Ending:
+def ending(code=0, told="", step=0, **more) -> restarts.Ending:
     usual = {"saved": True, "mistake": code == 2, "stopped": False, "why": "it broke."}
-    return Ending(code=code, told=told, step=step, **(usual | more))
+    return restarts.Ending(code=code, told=told, step=step, **(usual | more))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +66,8 @@ def test_a_job_gives_up_after_its_limit_of_starts_without_progress_and_not_befor
 def run(tmp_path) -> Path:
     """A run directory whose job has begun a start ten seconds ago."""
     (tmp_path / "settings.toml").touch()
-    (tmp_path / BEGUN).touch()
-    os.utime(tmp_path / BEGUN, (time.time() - 10,) * 2)
+    (tmp_path / restarts.BEGUN).touch()
+    os.utime(tmp_path / restarts.BEGUN, (time.time() - 10,) * 2)
     return tmp_path
 
 
@@ -89,8 +80,9 @@ def write(run: Path, name: str, table: dict | str, *, before: bool = False) -> N
         os.utime(path, (time.time() - 100,) * 2)
 
 
-def read(run: Path, code: int, log: Path | None = None, **more) -> Ending:
-    return read_ending(run, **{"code": code, "told": "", "kind": "recipe", "log": log} | more)
+def read(run: Path, code: int, log: Path | None = None, **more) -> restarts.Ending:
+    how = {"code": code, "told": "", "kind": "recipe", "log": log} | more
+    return restarts.read_ending(run, **how)
 
 
 def test_what_the_ranks_said_last_in_this_start_is_the_reason(run):
@@ -178,11 +170,8 @@ def test_the_log_promises_a_checkpoint_only_where_there_is_one():
 def test_a_script_that_cannot_begin_is_not_started_again(run, line, word):
     (run / "settings.toml").unlink()  # a script makes no run of samestep
     log = run / "log"
-    trace = (
-        ""
-        if line.startswith(("FATAL", "slurmstepd", "samestep"))
-        else "0: Traceback (most recent call last):\n"
-    )
+    is_python = not line.startswith(("FATAL", "slurmstepd", "samestep"))
+    trace = "0: Traceback (most recent call last):\n" if is_python else ""
     log.write_text(
         f"samestep: job 1, start 1, on n\n{trace}0: {line}\n"
         "srun: error: node1: task 0: Exited with exit code 1\n"
@@ -226,7 +215,7 @@ def test_the_reason_that_this_start_left_is_kept_and_an_earlier_ones_is_not(run,
     end = read(run, 2)
     decision = decide(end, Restarts(job=4), 2)
     assert reason in decision.text
-    settle(run, decision, end)
+    restarts.settle(run, decision, end)
     result = json.loads((run / "result.json").read_text())
     assert reason in result["reason"]
     assert result["steps"] == 3
@@ -316,7 +305,7 @@ def test_a_script_that_keeps_checkpoints_there_goes_on_as_a_recipe_does(run):
 
 def test_the_restarts_of_another_job_do_not_count(tmp_path):
     end = ending(138, "USR1", 5)
-    settle(tmp_path, decide(end, Restarts(job=4), 2), end)
+    restarts.settle(tmp_path, decide(end, Restarts(job=4), 2), end)
     assert read_restarts(tmp_path, 4) == Restarts(job=4, restarts=1, step=5)
     assert read_restarts(tmp_path, 5) == Restarts(job=5)
 
@@ -400,3 +389,20 @@ LAUNCH = "srun: error: Task launch for StepId=7.0 failed on node n2.here: Commun
 def test_a_preflight_names_the_nodes_that_are_not_fit(tmp_path, written, line, num_nodes, nodes):
     (tmp_path / TABLE).write_text(written)
     assert read_failed(tmp_path, [line], "n1", num_nodes).nodes == nodes
+
+
+def test_a_script_that_has_requeued_its_job_is_not_called_completed(
+    run, slurm, monkeypatch, capsys
+):
+    """As Lightning does: it saves, calls `scontrol requeue`, and ends with 0."""
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    words = [str(run), "--code", "0", "--told", "USR1", "--kind", "script"]
+    said = []
+    for restarts_by_slurm in (3, 4):
+        slurm.add(12, run, "COMPLETING", comment=f"x Restarts={restarts_by_slurm} Comment=x")
+        verdict.main(words)
+        said.append(capsys.readouterr())
+    assert [one.out for one in said] == ["completed\n", "requeued\n"]
+    assert "(restart 1)" in said[1].err
+    assert read_restarts(run, 12).restarts == 1

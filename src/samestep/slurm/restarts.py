@@ -34,7 +34,8 @@ _INDEX = "checkpoints/index.json"
 _OURS = "samestep: "
 _FAILS_TWICE = 2
 
-Word = Literal["completed", "again", "failed", "cancelled", "ended"]
+Word = Literal["completed", "again", "requeued", "failed", "cancelled", "ended"]
+"""`requeued` where the user's script itself has asked Slurm for the next start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +101,20 @@ def decide(
     limit: int,
     *,
     requeue: bool = True,
+    requeued: bool = False,
     go_on: str = "",
     without: tuple[str, ...] = (),
 ) -> Decision:
     """Decide what follows; `limit` is how many starts in a row may bring no newer checkpoint.
 
     Without `requeue`, because of the user or of the site, the text names the command `go_on`.
-    A restart excludes the nodes in `without`.
+    `requeued` says that the script has done it already. A restart excludes the nodes in `without`.
     """
     at = f" at step {ending.step:,}" if ending.step else ""
+    if requeued:
+        restarts = replace(before, restarts=before.restarts + 1, without_progress=0)
+        text = f"stopped{at}; its script has requeued the job (restart {restarts.restarts})."
+        return Decision(word="requeued", text=text, restarts=restarts)
     if ending.code == 0:
         text = "completed."
         if ending.told == "USR1" and ending.step is None:

@@ -11,7 +11,7 @@ from samestep.commands.help import RunPath
 from samestep.errors import UserError
 from samestep.ranks.watched import STALLED
 from samestep.slurm.preflight import NOT_PASSED
-from samestep.slurm.queue import exclusion
+from samestep.slurm.queue import exclusion, find_job
 from samestep.slurm.restarts import (
     decide,
     failed_twice,
@@ -74,6 +74,7 @@ def main(arguments: list[str]) -> int:
         before,
         command.restarts,
         requeue=command.requeue,
+        requeued=command.kind == "script" and command.told in ("USR1", "TERM") and _is_requeued(),
         go_on=go_on_command(command.run),
         without=without if exclude else (),
     )
@@ -87,6 +88,15 @@ def main(arguments: list[str]) -> int:
     follows = f" {exclude}" if exclude and verdict.word == "again" else ""
     sys.stdout.write(f"{'hung' if hung else verdict.word}{follows}\n")
     return 0
+
+
+def _is_requeued() -> bool:
+    """Whether Slurm counts another restart of this job already: Lightning asks for its own."""
+    try:
+        job = find_job(_job())
+    except UserError:  # a controller that does not answer
+        return False
+    return job is not None and job.restarts > int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def _job() -> str:
