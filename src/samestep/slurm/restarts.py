@@ -95,26 +95,28 @@ def failed_twice(restarts: Restarts) -> tuple[str, ...]:
     return tuple(n for n, count in counts if count >= _FAILS_TWICE and n not in restarts.excluded)
 
 
+def requeued(before: Restarts) -> Decision:
+    """Return what follows where the user's script has requeued its job itself."""
+    restarts = replace(before, restarts=before.restarts + 1, without_progress=0)
+    text = f"stopped; its script has requeued the job (restart {restarts.restarts})."
+    return Decision(word="requeued", text=text, restarts=restarts)
+
+
 def decide(
     ending: Ending,
     before: Restarts,
     limit: int,
     *,
     requeue: bool = True,
-    requeued: bool = False,
     go_on: str = "",
     without: tuple[str, ...] = (),
 ) -> Decision:
     """Decide what follows; `limit` is how many starts in a row may bring no newer checkpoint.
 
     Without `requeue`, because of the user or of the site, the text names the command `go_on`.
-    `requeued` says that the script has done it already. A restart excludes the nodes in `without`.
+    A restart excludes the nodes in `without`.
     """
     at = f" at step {ending.step:,}" if ending.step else ""
-    if requeued:
-        restarts = replace(before, restarts=before.restarts + 1, without_progress=0)
-        text = f"stopped{at}; its script has requeued the job (restart {restarts.restarts})."
-        return Decision(word="requeued", text=text, restarts=restarts)
     if ending.code == 0:
         text = "completed."
         if ending.told == "USR1" and ending.step is None:

@@ -18,6 +18,7 @@ from samestep.slurm.restarts import (
     go_on_command,
     read_ending,
     read_restarts,
+    requeued,
     settle,
     with_failures,
 )
@@ -69,15 +70,17 @@ def main(arguments: list[str]) -> int:
             said = " ".join(getattr(error, "said", str(error)).split())
             nodes = ", ".join(without)
             sys.stderr.write(f"samestep: {nodes} failed this job and is not excluded: {said}\n")
-    verdict = decide(
-        ending,
-        before,
-        command.restarts,
-        requeue=command.requeue,
-        requeued=command.kind == "script" and command.told in ("USR1", "TERM") and _is_requeued(),
-        go_on=go_on_command(command.run),
-        without=without if exclude else (),
-    )
+    if command.kind == "script" and command.told in ("USR1", "TERM") and _is_requeued():
+        verdict = requeued(before)
+    else:
+        verdict = decide(
+            ending,
+            before,
+            command.restarts,
+            requeue=command.requeue,
+            go_on=go_on_command(command.run),
+            without=without if exclude else (),
+        )
     settle(command.run, verdict, ending)
     if ending.frames and verdict.word in ("again", "failed"):
         head = ["The first failure:", ending.why] if ending.told != NOT_PASSED else ["What to do:"]
