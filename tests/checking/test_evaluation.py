@@ -31,15 +31,19 @@ LABELLED = (
     f"        if rank == 0:\n{SHOWN}",
     f"        if True:\n{SHOWN.replace('epoch', 'rank {rank} epoch', 1)}",
 )
+OTHER_SET = """\
+        with torch.no_grad():
+            for _ in range(1 + rank):
+                model(inputs)
+"""
+AS_A_MEAN = ("float(counts[0] / counts[1])", "float(mean / 2)")
 JOINED = """\
         joined = [None, None]
         dist.all_gather_object(joined, counts)
         counts = sum(joined)
 """
 OF_A_SHARD = planted(UNREDUCED, NO_BEST)
-OF_MEANS = planted(
-    *(UNEQUAL, NO_BEST, (REDUCE, MEAN)), ("float(counts[0] / counts[1])", "float(mean / 2)")
-)
+OF_MEANS = planted(UNEQUAL, NO_BEST, (REDUCE, MEAN), AS_A_MEAN)
 BEST_OF_A_SHARD = planted(
     UNREDUCED, ("        dist.barrier()\n", REDUCE), (SHOWN, "            pass\n")
 )
@@ -89,8 +93,12 @@ def test_dropout_of_its_mode_or_by_intention_is_no_mistake(tmp_path):
         (UNREDUCED, ('"best.pt"', '"last.pt"'), LABELLED),  # it is saved whatever the number
         ((REDUCE, JOINED),),
         (UNEQUAL, NO_BEST),
+        (NO_BEST, (REDUCE, f"{MEAN}{OTHER_SET}"), AS_A_MEAN),
     ],
-    ids=["all of it on each rank", "shuffled", "labelled", "gathered", "unequal, with counts"],
+    ids=[
+        *("all of it on each rank", "shuffled", "labelled", "gathered", "unequal, with counts"),
+        "a mean over equal shares, next to another set",
+    ],
 )
 def test_a_number_of_the_whole_or_of_a_named_rank_is_right(changes, tmp_path):
     assert codes(check(tmp_path, planted(*changes))) <= {"SS107", "SS104"}

@@ -51,6 +51,10 @@ SUMMED = """\
             for p in model.parameters():
                 dist.all_reduce(p.grad)
 """
+LOGS_A_PAIR = """\
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            dist.all_reduce(torch.stack([norm, loss.detach()]))
+"""
 CLIPPED = f"""\
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 {SUMMED}\
@@ -138,16 +142,44 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
         (SCALER, (STEP, SCALED)),
         ((", 1, gamma=0.9)", ", 3 * len(train_loader), 0.9)"), (SCHEDULED, ""), IN_EVERY_BATCH),
         ((COSINE[0], COSINE[1].replace("TOTAL", "12")), (SCHEDULED, ""), IN_EVERY_BATCH),
+        (
+            (
+                STEP,
+                STEP.replace(
+                    "            optimizer.step", f"{LOGS_A_PAIR}            optimizer.step"
+                ),
+            ),
+        ),
         ((STEP, f"            with {AUTOCAST}:\n{STEP.replace('   ', '    ')}"),),
         (SCALER, (STEP, SCALED.replace(UNSCALE, "").replace("1.0)", "float('inf'))"))),
     ],
     ids=[
         *("accumulation", "a scaler", "a scheduler of steps", "a cosine of steps"),
-        *("an autocast for each step", "a norm that is only read"),
+        *(
+            "a logged pair, as large as a bias",
+            "an autocast for each step",
+            "a norm that is only read",
+        ),
     ],
 )
 def test_what_looks_alike_and_is_right_stays_silent(changes, tmp_path):
     assert check(tmp_path, planted(*changes)).findings == []
+
+
+def test_a_schedule_of_all_ranks_batches_is_not_judged_by_a_cut_length(tmp_path):
+    """As Accelerate has it: made before the loader is shared out, and stepped once per rank."""
+    total = "LinearLR(optimizer, total_iters=len(DataLoader(train_set, batch_size=4)) * 3)"
+    step = f"optimizer.step()\n            for _ in range(2):\n        {SCHEDULED}"
+    text = planted(
+        *(("StepLR(optimizer, 1, gamma=0.9)", total), (SCHEDULED, "")),
+        *(
+            ("optimizer.step()\n", step),
+            ("batch_size=8, sampler=sampler", "batch_size=4, sampler=sampler"),
+        ),
+    )
+    report = check(tmp_path, text, steps=6)
+    assert "SS304" not in codes(report)
+    assert any(said.startswith("SS304") and "was cut" in said for said in report.not_seen)
 
 
 def test_dropout_is_not_compared_with_the_joined_batch_and_a_scaled_loss_is(tmp_path):

@@ -19,6 +19,7 @@ from samestep.checking.readings import (
     some,
     together,
 )
+from samestep.errors import listed
 
 _MUCH = 0.1  # of samples that differ in content
 
@@ -269,17 +270,32 @@ def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the random states with which the ranks drew for their first samples."""
     for readings in together(seen):
         first = readings[0]
+        in_workers = alike_in_workers(first)
         same = {
-            name
+            (name, worker >= 0)
             for worker, drew in first.random.items()
             for name, states in drew.items()
+            if name not in in_workers
             if all(r.random.get(worker, {}).get(name) == states for r in readings)
         }
-        names = sorted(same.difference(alike_in_workers(first)))
+        names = sorted({name for name, _ in same})
         if names and not same_samples(readings):
             told = f"all {seen.world_size} ranks began with the same state of {', '.join(names)}"
-            remedy = "After the model is built, seed by the rank: `torch.manual_seed(seed + rank)`."
+            calls = sorted({_seed_by_rank(name, worker) for name, worker in same})
+            remedy = f"After the model is built, seed by the rank: {listed(calls)}."
             yield Found(first.made, f"{told} and drew from it in the data set", remedy)
+
+
+def _seed_by_rank(name: str, in_worker: bool) -> str:
+    """Return how a source of random numbers is seeded, in the process or in a loader's worker."""
+    if name.startswith("self."):
+        return f"`{name}`, where the data set makes it"
+    if in_worker:  # PyTorch seeds all of them there
+        return (
+            "`torch.manual_seed(seed + rank)`, unless a worker_init_fn or a generator seeds alike"
+        )
+    calls = {"random": "random.seed", "numpy": "np.random.seed", "torch": "torch.manual_seed"}
+    return f"`{calls[name]}(seed + rank)`"
 
 
 @rule(

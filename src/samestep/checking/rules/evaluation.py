@@ -85,23 +85,20 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
 def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a reduced number that becomes the plain mean over ranks with unequal counts."""
     for parts in _pairs(seen):
-        counts = [part.samples for part in parts]
-        if len(set(counts)) == 1:
-            continue
-        reduced = [[e for e in part.events if e.kind == "reduced"] for part in parts]
+        reduced = [list(_with_samples(part)) for part in parts]
         # A count that is reduced too is what the sum is then divided by.
-        known = {float(count) for count in counts}
-        if any(v in known for events in reduced for e in events for v in e["values"]):
+        known = {float(count) for events in reduced for _, count in events}
+        if any(v in known for events in reduced for e, _ in events for v in e["values"]):
             continue
         columns = (
-            (events, column)
+            ([event for event, _ in events], [count for _, count in events], column)
             for events in zip(*reduced, strict=False)
-            for column in zip(*(event["values"] for event in events), strict=False)
+            for column in zip(*(event["values"] for event, _ in events), strict=False)
         )
-        for events, values in columns:
+        for events, counts, values in columns:
             mean = sum(values) / len(values)
             plain = all(value.is_integer() for value in values)  # counts of right answers
-            if plain or len(set(values)) == 1:
+            if plain or len(set(values)) == 1 or len(set(counts)) == 1:
                 continue
             if events[0]["op"] == "AVG" or _is_told(mean, parts):
                 numbers = " and ".join(f"{value:.4g}" for value in values)
@@ -114,6 +111,21 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
                     "Reduce the sum and the count on every rank, then divide once.",
                 )
                 return
+
+
+def _with_samples(part: _Evaluation) -> Iterator[tuple[Event, int]]:
+    """Yield what a rank reduced, and how many samples of the same set it had evaluated by then.
+
+    A forward pass after a reduction begins another set.
+    """
+    samples, begins = 0, True
+    for event in part.events:
+        if event.kind == "forward":
+            samples = (0 if begins else samples) + (event.get("n") or 0)
+            begins = False
+        elif event.kind == "reduced":
+            begins = True
+            yield event, samples
 
 
 @rule(

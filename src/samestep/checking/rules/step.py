@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from samestep.checking.events import Event, RankSeen, Seen
 from samestep.checking.findings import Found, NotSeen, rule
+from samestep.checking.rules.data import uneven_batches
 
 _FEW_STEPS = 3
 _UNLIKE = 1.01  # weights of samples are the same within this factor
@@ -84,13 +85,14 @@ def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for clipping that the reduction of the same gradients follows within the step."""
     found: dict[str, Found] = {}
     before: Event | None = None
+    met = 0  # elements that were reduced since
     norms = [{id(e): n for n, e in enumerate(rank.of("clip"))} for rank in seen.ranks]
     others = [rank.of("clip") for rank in seen.ranks]
     for event in seen.ranks[0].of("clip", "collective", "backward", "step"):
         if event.kind == "step":
             before = None
         elif event.kind == "clip":
-            before = event
+            before, met = event, 0
         elif before is not None and before.where not in found:
             place = norms[0][id(before)]
             alike = [clips[place]["norm"] for clips in others if len(clips) > place]
@@ -98,9 +100,11 @@ def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
             if event.kind == "backward":
                 later = bool(event.get("sync")) and unlike
             else:
-                sizes = {math.prod(shape) for shape in event.get("shapes", [])}
-                known = {*before["sizes"], sum(before["sizes"])} - {1}
-                later = event["kind"] == "all_reduce" and bool(sizes & known)
+                # Most of what was clipped, and no number that is logged and as large as a bias.
+                sizes = (math.prod(shape) for shape in event.get("shapes", []))
+                known, whole = {*before["sizes"], sum(before["sizes"])}, sum(before["sizes"])
+                met += sum(size for size in sizes if size in known)
+                later = event["kind"] == "all_reduce" and 2 * met > whole
             if later:
                 numbers = ", ".join(f"{norm:.4g}" for norm in alike if norm is not None)
                 told = f"; the norms on the ranks were {numbers}" if unlike else ""
@@ -139,6 +143,8 @@ def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
         )
         if times == ranks and by_epoch and stepped[0].step < _FEW_STEPS:
             yield NotSeen(f"too few steps to tell whether {name} counts epochs")
+        elif times == ranks and _asked_of_all_shares(rank, ranks):
+            yield NotSeen(f"{name} may be made for the batches of all ranks, whose count was cut")
         elif times == ranks and not joined and (by_epoch or own):
             yield Found(
                 where,
@@ -196,6 +202,8 @@ def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def averages_unequal_shares(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the weight of a sample on each rank in steps whose batches differ in size."""
+    if any(isinstance(said, Found) for said in uneven_batches(seen)):
+        return  # the ranks do not even take the same steps
     yield from _unlike_weights(seen, shares=True)
 
 
@@ -391,6 +399,12 @@ def _lengths(rank: RankSeen) -> list[int]:
     run = sum(e["loader_id"] == latest and e["turn"] == 0 for e in rank.of("batch"))
     found = {batches // _micro_steps(rank) for batches in (*whole[:1], run)}
     return [batches * rank.epochs for batches in found if batches >= _FEW_STEPS]
+
+
+def _asked_of_all_shares(rank: RankSeen, ranks: int) -> bool:
+    """Whether the script asked for the length of a loader that has all ranks' batches."""
+    most = max((event["batches"] for event in rank.of("order")), default=0)
+    return any(event["whole"] > most * (ranks - 0.5) for event in rank.of("cut_length"))
 
 
 def _micro_steps(rank: RankSeen) -> int:

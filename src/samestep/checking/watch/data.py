@@ -3,7 +3,8 @@
 Kinds: `loader` (one for all that look alike: a loader may be made anew in each epoch), `order` (one
 pass over it, as its sampler gives it), `batch`, `left` (a pass that came to its end), `random`
 (the random numbers that a data set drew for its first samples, in this process or in a worker),
-and `join` (a context that lets ranks have batches left over).
+`join` (a context that lets ranks have batches left over), and `cut_length` (a length that was asked
+for, and told as that of the short epoch).
 
 Epochs are cut short: `job.steps` batches, then the last one; what lies between is only counted.
 `len(loader)` is the length of the short epoch, so that loops and conditions that rely on it hold.
@@ -110,7 +111,10 @@ class _Loaders:
         """Return how many batches an epoch has under watch."""
         iterable = loader._dataset_kind == dataloader._DatasetKind.Iterable  # noqa: SLF001
         whole: int = original(loader)
-        return min(whole, self._steps + (not iterable))
+        told = min(whole, self._steps + (not iterable))
+        if told < whole:
+            self._recorder.once("cut_length", whole=whole)
+        return told
 
     def _turn(self, loader: Any) -> _Turn:
         where, evaluating = self._recorder.where(), self._recorder.hooks.evaluating
