@@ -6,6 +6,7 @@ each process notes its events under its process id until it joins a group and ha
 """
 
 import contextlib
+import ctypes
 import multiprocessing.spawn
 import os
 import signal
@@ -41,6 +42,7 @@ _watching = contextlib.ExitStack()
 
 def watch(job: Job, rank: int) -> Recorder:
     """Note from here on what this process does."""
+    _die_with_parent()
     hooks = Hooks(Phases(), several=False)
     scratch = Scratch(Path(job.place), Path(job.scratch.removeprefix(f"{job.place}/root")))
     recorder = Recorder(job, rank, hooks, scratch)
@@ -57,6 +59,8 @@ def watch(job: Job, rank: int) -> Recorder:
     patches: list[Patch] = [
         *((place, "init_process_group", own.around_init) for place in (dist, distributed_c10d)),
         *((p, "start_processes", own.around_processes) for p in (started, torch.multiprocessing)),
+        # torch's own SIGINT is ignored by whatever a shell has put into the background.
+        (started, "_prctl_pr_set_pdeathsig", lambda original, _signum: original(signal.SIGKILL)),
         (BaseProcess, "start", own.around_start),
         (BaseProcess, "run", own.around_run),
         (multiprocessing.spawn, "get_preparation_data", own.around_preparation),
@@ -65,6 +69,12 @@ def watch(job: Job, rank: int) -> Recorder:
         patches.append((torch.cuda, "device_count", lambda _original: job.nproc))
     _watching.enter_context(patched(*patches))
     return recorder
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this rank when its parent is killed: `check`, or the script (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def note_end(recorder: Recorder, code: int, text: str) -> None:

@@ -1,8 +1,6 @@
 """One rank of a script that is checked: run it as Python would, and note what it does."""
 
-import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -20,7 +18,6 @@ _RAN_OUT = (
 def main(job_path: str) -> int:
     """Run the script of a job on this rank and return its exit code."""
     job = read_job(Path(job_path))
-    _die_with_parent()
     launch = detect_launch(os.environ)
     recorder = watch(job, -os.getpid() if job.alone else launch.rank)
     recorder.world_size = launch.world_size
@@ -43,12 +40,6 @@ def _ran_out(error: BaseException | None) -> bool:
     return isinstance(error, StopIteration) or isinstance(
         getattr(error, "__cause__", None), StopIteration
     )
-
-
-def _die_with_parent() -> None:
-    """Let the kernel end this rank when its parent is killed (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":
