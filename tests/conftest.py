@@ -106,6 +106,18 @@ def refused(capfd) -> Callable[..., str]:
     return run
 
 
+@pytest.fixture
+def output_of(capfd) -> Callable[..., str]:
+    """Run a command in this process, to its good end or to a code; return what it printed."""
+
+    def run(*arguments: object, code: int = 0) -> str:
+        capfd.readouterr()
+        assert call(*map(str, arguments)) == code
+        return capfd.readouterr().out
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def disk() -> Iterator[Path]:
     """A folder on the disk, not below /dev: what is written there is nobody's doing."""

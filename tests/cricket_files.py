@@ -34,22 +34,11 @@ def match(*some, date="2024-01-01", version="1.1.0", **info):
         innings("A", [ball(1), ball(4, batter="A2", other="A1")], [ball(0, wides=1), ball(6)]),
         innings("B", [ball(2, batter="B1", other="B2", bowler="A1")], target={"runs": 13}),
     )
-    return {
-        "meta": {"data_version": version, "created": date, "revision": 1},
-        "info": {
-            "balls_per_over": 6,
-            "dates": [date],
-            "gender": "male",
-            "match_type": "T20",
-            "overs": 20,
-            "team_type": "international",
-            "teams": ["A", "B"],
-            "venue": "Ground",
-            "registry": {"people": {"A1": "id-a1"}},
-            **info,
-        },
-        "innings": list(some),
-    }
+    about = {"balls_per_over": 6, "overs": 20, "dates": [date], "gender": "male", "venue": "Ground"}
+    about |= {"match_type": "T20", "team_type": "international", "teams": ["A", "B"]}
+    about |= {"registry": {"people": {"A1": "id-a1"}}}
+    meta = {"data_version": version, "created": date, "revision": 1}
+    return {"meta": meta, "info": about | info, "innings": list(some)}
 
 
 def encoded(card):

@@ -43,17 +43,15 @@ def free_port() -> int:
     raise AssertionError
 
 
+def env(text: str) -> dict[str, str]:
+    """Return variables that are written as a shell's."""
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun gives a rank of one node."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    place = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={world_size}"
+    return env(f"{place} GROUP_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}")
 
 
 @dataclass
@@ -109,24 +107,6 @@ def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args
     codes = ranks.wait()
     assert codes == [0] * world_size, ranks.output()
     return [torch.load(folder / f"value-{r}.pt", weights_only=False) for r in range(world_size)]
-
-
-def samestep(*arguments: str, world_size: int = 1, folder: Path) -> Ranks:
-    """Run the command line on N ranks to its end."""
-    ranks = start_samestep(*arguments, world_size=world_size, folder=folder)
-    ranks.wait()
-    return ranks
-
-
-def start_samestep(*arguments: str, world_size: int = 1, folder: Path) -> Ranks:
-    """Start the command line on N ranks."""
-    return start_ranks(_command_line, world_size, folder, list(arguments))
-
-
-def _command_line(arguments: list[str]) -> None:
-    from samestep.cli import main
-
-    sys.exit(main(arguments))
 
 
 def _and_keep(function: Callable[..., Any], folder: Path, args: tuple[Any, ...]) -> None:

@@ -100,9 +100,8 @@ def test_the_help_of_a_recipe_ends_with_examples(arguments, capfd):
     assert_ends_with_examples(printed)
 
 
-def test_the_help_of_a_recipe_shows_its_own_options_and_their_defaults(capfd):
-    assert call("train", "spiral", "--help-all") == 0
-    text = capfd.readouterr().out
+def test_the_help_of_a_recipe_shows_its_own_options_and_their_defaults(output_of):
+    text = output_of("train", "spiral", "--help-all")
     for words in ("--batch-size", "--lr-scaling", "--hidden-dims", "--noise", "64 32 16"):
         assert words in text
     assert "(default: 30)" in text, "the recipe's own epochs"
@@ -138,10 +137,12 @@ def test_torch_is_not_imported_before_the_verb_is_known(arguments, code, printed
         assert said == []
 
 
-@pytest.mark.parametrize("words", ["runs --help", "train spiral --epochs 1 --run-dir"])
-def test_a_reader_that_leaves_early_sees_no_traceback(words, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "code"), [("runs --help", 141), ("train spiral --epochs 1 --run-dir", 0)]
+)
+def test_a_reader_that_leaves_early_sees_no_traceback_and_ends_no_training(words, code, tmp_path):
     # A pipe without a reader, as after `samestep runs --help | head -1`.
     words += f" {tmp_path / 'run'}" * words.endswith("--run-dir")
     program = f"exec {sys.executable} -m samestep {words} | true; exit ${{PIPESTATUS[0]}}"
     done = typed("bash", "-c", program)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert (done.returncode, done.stderr) == (code, "")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import typed
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 
@@ -31,16 +33,10 @@ def measured(tmp_path) -> Path:
     """Files as a GPU would leave them, with numbers of our own."""
 
     def record(part, tables, profiles=None):
-        return {
-            "part": part,
-            "dry": False,
-            "command": f"python benchmarks/gpu.py {part}",
-            "machine": {"device": "a made-up GPU", "torch": "0"},
-            "data": {"cifar10": "real"},
-            "tables": tables,
-            "profiles": profiles or {},
-            "seconds": 1.0,
-        }
+        about = {"part": part, "dry": False, "command": f"python benchmarks/gpu.py {part}"}
+        about |= {"machine": {"device": "a made-up GPU", "torch": "0"}, "seconds": 1.0}
+        about |= {"data": {"cifar10": "real"}}
+        return about | {"tables": tables, "profiles": profiles or {}}
 
     def epochs(*values, **more):
         return [{"value": value, "first_epoch_s": 2.5, **more} for value in values]
@@ -55,28 +51,16 @@ def measured(tmp_path) -> Path:
         f"seed {seed}": [{"value": value, "accuracy": accuracy, "compile_s": 30.0, "wall_s": 99.0}]
         for seed, value, accuracy in ((42, 41.0, 0.945), (43, 59.0, 0.9412), (44, 42.0, 0.9399))
     }
-    idle = {
-        "value": 0.01,
-        "gpu_idle": 0.03,
-        "kind": "compute-bound",
-        "share": 0.9,
-        "why": "It computes.",
-        "change": "Nothing.",
-    }
+    idle = {"value": 0.01, "gpu_idle": 0.03, "kind": "compute-bound", "share": 0.9}
+    idle |= {"why": "It computes.", "change": "Nothing."}
+    eager, on = {"ResNet-18, eager": idle}, {"ResNet-18, compile on": {**idle, "gpu_idle": 0.2}}
+    failed = {"samestep": "exit code 1: oh | no"}
     folder = tmp_path / "measured"
     folder.mkdir()
     for one in (
         record("spiral", {"spiral": {"rounds": spiral, "failed": {}}}),
-        record(
-            "resnet",
-            {"resnet": {"rounds": {}, "failed": {"samestep": "exit code 1: oh | no"}}},
-            {"ResNet-18, eager": idle},
-        ),
-        record(
-            "resnet-compiled",
-            {"resnet-compiled": {"rounds": {}, "failed": {}}},
-            {"ResNet-18, compile on": {**idle, "gpu_idle": 0.2}},
-        ),
+        record("resnet", {"resnet": {"rounds": {}, "failed": failed}}, eager),
+        record("resnet-compiled", {"resnet-compiled": {"rounds": {}, "failed": {}}}, on),
         record("time-to-94", {"time-to-94": {"rounds": seeds, "failed": {}}}),
     ):
         (folder / f"{one['part']}.json").write_text(json.dumps(one))
@@ -106,13 +90,7 @@ def test_what_may_not_be_is_refused_with_code_2(tmp_path):
         ["page"],
         ["page", str(tmp_path), "--out", str(tmp_path)],
     )
-    done = subprocess.run(
-        [sys.executable, "-c", CODES, json.dumps(refused)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        cwd=BENCHMARKS,
-        capture_output=True,
-        check=True,
-    )
+    done = typed("-c", CODES, json.dumps(refused), folder=BENCHMARKS, CUDA_VISIBLE_DEVICES="")
     assert json.loads(done.stdout.splitlines()[-1]) == [2, 2, 2, 2]
     assert files(RESULTS) == before
 

@@ -17,3 +17,11 @@ def test_the_code_keeps_its_style(command):
     """`make lint` says the same, and nothing else."""
     done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+def test_no_file_names_the_host_of_a_registry():
+    """Where packages and images come from is for the machine's own settings to say."""
+    hosts = r"pypi\.org|pythonhosted\.org|anaconda\.org|nvcr\.io|ghcr\.io|docker\.io"
+    command = ["git", "grep", "--line-number", "-I", "-E", hosts]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == ""

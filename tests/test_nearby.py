@@ -131,8 +131,7 @@ def test_every_verb_that_takes_a_run_says_where_it_is(project, capfd, command):
     assert "runs/toy-1" in told.replace("compare toy-1 runs/toy-1", "")
 
 
-def test_the_runs_of_a_folder_are_found_from_another(project, monkeypatch, capfd):
+def test_the_runs_of_a_folder_are_found_from_another(project, monkeypatch, capfd, output_of):
     monkeypatch.chdir(project / "sub")
-    assert call("runs") == 0
-    assert "samestep runs ../runs" in capfd.readouterr().out
+    assert "samestep runs ../runs" in output_of("runs")
     assert "../runs" in one_message(call("runs", "other/runs"), capfd.readouterr().err)

@@ -1,5 +1,7 @@
 """Settings under their other names: with a unit, with a direction, in a table of the TOML file."""
 
+import os
+
 import pytest
 
 import samestep
@@ -56,6 +58,35 @@ def test_what_has_no_unit_or_two_values_is_refused(given):
 def test_two_flags_that_set_one_field_differently_are_refused(words):
     with pytest.raises(samestep.UserError, match="both set"):
         own_flags(["spiral", *words.split()])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"epochs": 2.0}, "epochs = 2.0: it must be a whole number."),
+        ({"lr": "0.1"}, "it must be a number."),
+        ({"compile": "yes"}, "it must be one of 'off', 'on'."),
+        ({"hidden_dims": 8}, "it must be a list, each a whole number."),
+        ({"max_steps": 10**25}, "be below 2^63"),
+        ({"betas": [0.9, 0.95]}, "'betas'. Recipe(optimizer=…) sets it. The settings"),
+        ({"worker": 2}, "Did you mean 'num_workers'? The settings"),
+        ({"pleasures": 2}, "'pleasures'. The settings"),
+    ],
+    ids=str,
+)
+def test_a_value_or_a_name_that_no_setting_has_is_told_in_words(given, said):
+    with pytest.raises(samestep.UserError) as told:
+        samestep.train("spiral", **given)
+    assert said in str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["deep", "pipe"])
+def test_a_settings_file_that_cannot_be_one_is_refused(here, refused, kind):
+    if kind == "deep":
+        (here / "a.toml").write_text("a = " + "[" * 3000 + "]" * 3000)
+    else:
+        os.mkfifo(here / "a.toml")
+    assert "a.toml" in refused("train", "spiral", "--config", "a.toml")
 
 
 def test_two_flags_that_set_one_field_alike_are_taken_and_of_a_repeated_one_the_last_counts():

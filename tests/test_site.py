@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from samestep.version import __version__
 from tests.needs import needs
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +43,55 @@ def test_what_a_page_loads_is_a_file_of_the_site(site):
             path = target.partition("#")[0].partition("?")[0]
             found = target.startswith("data:") or not path or (page.parent / path).exists()
             assert found, f"{page.relative_to(site)}: {target}"
+
+
+def test_a_notebook_is_a_page_with_its_outputs_and_pictures(site):
+    text = (site / "source" / "examples" / "cifar10_lightning" / "walkthrough.html").read_text()
+    assert 'id="12-testing-the-best-checkpoint"' in text
+    assert "10,000 test images" in text
+    assert "data:image/png;base64," in text
+    lesson = (site / "examples" / "cifar10-lightning.html").read_text()
+    assert 'href="../source/examples/cifar10_lightning/walkthrough.html"' in lesson
+
+
+def test_the_site_says_its_version_and_offers_the_examples_where_commands_need_them(site):
+    assert f"samestep {__version__}" in (site / "index.html").read_text()
+    offer = 'href="../source/examples.zip"'
+    assert offer in (site / "examples" / "mnist-profiling.html").read_text()
+    assert offer not in (site / "concepts" / "checkpoints.html").read_text()
+    with zipfile.ZipFile(site / "source" / "examples.zip") as archive:
+        assert "examples/mnist_profiling/dataloader.py" in archive.namelist()
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://me:word@host.example/group/samestep.git", "https://host.example/group/samestep"),
+        ("git@host.example:group/samestep.git", "https://host.example/group/samestep"),
+        ("ssh://git@host.example:2222/samestep", "https://host.example/samestep"),
+        *((nowhere, "") for nowhere in ("", "/srv/samestep", "../samestep", "file:///srv/git")),
+    ],
+)
+def test_the_repository_is_where_the_clone_came_from_if_that_is_on_the_web(remote, address):
+    from tools.site_face import repository
+
+    assert repository(remote) == address
+
+
+def test_the_button_copies_what_is_typed_and_nothing_else(site, tmp_path):
+    browsers = pytest.importorskip("tools.browser")
+    if browsers.MISSING:
+        pytest.skip(f"{' and '.join(browsers.MISSING)} not installed (Debian)")
+    copied = """Array.from(document.querySelectorAll(".highlight code"), (code) => {
+      code.setAttribute("data-md-copying", "");  // as Material's button does
+      return code.innerText.trimEnd();
+    })"""
+    with browsers.chromium(tmp_path) as browser:
+        browser.driver.get((site / "examples" / "plain-slurm.html").as_uri())
+        blocks = browser.run(copied)
+    assert not [block for block in blocks if re.search(r"^\$ ", block, re.MULTILINE)]
+    submit = "sbatch examples/mnist_torchrun/run_distributed.slurm --data-dir data/mnist --epochs 2"
+    assert f"mkdir -p logs\n{submit}" in blocks
 
 
 def test_no_page_shows_markup_that_the_site_cannot_draw(site):

@@ -183,12 +183,12 @@ def all_records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "events.jsonl").read_bytes().split(b"\n")[:-1]]
 
 
-def account(run: Path) -> list[dict[str, Any]]:
-    """Return what a run says of its training, without what the clock says."""
+def account(run: Path, *more: str) -> list[dict[str, Any]]:
+    """Return what a run says of its training, in more events too, without what the clock says."""
     return [
         {key: value for key, value in flat.items() if key not in _OF_THE_CLOCK}
         for record in read_records(run)
-        if record["event"] in ("step", "epoch", "evaluation")
+        if record["event"] in ("step", "epoch", "evaluation", *more)
         for flat in [{**record, "metrics": 0, **record.get("metrics", {})}]
     ]
 
@@ -197,6 +197,15 @@ def assert_same_training(run: Path, reference: Path, tolerance: float = 1e-12) -
     """Compare all records and the final weights of two runs; tolerance 0 means every bit."""
     ours, theirs = account(run), account(reference)
     assert [_name(r) for r in ours] == [_name(r) for r in theirs]
+    assert_close_records(ours, theirs, tolerance)
+    mine, its = last_state(run), last_state(reference)
+    assert mine["position"]["step"] == its["position"]["step"]
+    assert_close(mine["model"], its["model"], tolerance)
+    assert_close(mine["optimizer"]["state"], its["optimizer"]["state"], tolerance)
+
+
+def assert_close_records(ours: list[dict], theirs: list[dict], tolerance: float) -> None:
+    """Compare two accounts, record by record."""
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
@@ -205,21 +214,23 @@ def assert_same_training(run: Path, reference: Path, tolerance: float = 1e-12) -
                 and math.isclose(value, other[key], rel_tol=tolerance, abs_tol=tolerance)
             )
             assert equal, (one, other)
-    mine, its = last_state(run), last_state(reference)
-    assert mine["position"]["step"] == its["position"]["step"]
-    _assert_close(mine["model"], its["model"], tolerance)
-    _assert_close(mine["optimizer"]["state"], its["optimizer"]["state"], tolerance)
 
 
 def _name(record: dict[str, Any]) -> tuple[Any, ...]:
     return record["event"], record["step"], record["epoch"], record.get("split")
 
 
-def _assert_close(one: Any, other: Any, tolerance: float) -> None:
+def assert_close(one: Any, other: Any, tolerance: float) -> None:
+    """Compare two trees of tensors and plain values."""
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         for key in one:
-            _assert_close(one[key], other[key], tolerance)
+            assert_close(one[key], other[key], tolerance)
+    elif isinstance(one, list | tuple):
+        for mine, its in zip(one, other, strict=True):
+            assert_close(mine, its, tolerance)
+    elif not isinstance(one, torch.Tensor):
+        assert one == other
     elif not torch.equal(one, other):  # infinities, as in masks, have no difference
         assert float((one - other).abs().max()) <= tolerance
 

@@ -1,9 +1,11 @@
 """Let the handbook's site show the files outside docs/ that its pages link to: hooks of MkDocs.
 
 Pages link to examples and results as they lie in the repository. The site gets copies of these
-files under source/; Markdown among them becomes pages. A link to a folder becomes plain text.
+files under source/; Markdown and notebooks among them become pages. A link to a folder becomes
+plain text.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -24,9 +26,27 @@ MOST_WHOLE = 28
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
+def _markdown(page: Path) -> str:
+    """Return the text of a page; of a notebook, its cells and what they have printed and drawn."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    parts = []
+    for cell in json.loads(page.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = {kind: "".join(text) for kind, text in output.get("data", {}).items()}
+            plain = "".join(output.get("text", "")) or data.get("text/plain", "")
+            picture = data.get("image/png", "").replace("\n", "")
+            drawn = f"![The picture that this cell draws](data:image/png;base64,{picture})"
+            text = data.get("text/markdown", f"```text\n{plain.rstrip()}\n```")
+            parts.append(drawn if picture else text)
+    return "\n\n".join(parts)
+
+
 def _targets(page: Path) -> set[Path]:
     """Return the files outside docs/ that a page links to."""
-    prose = FENCED.sub("", page.read_text())
+    prose = FENCED.sub("", _markdown(page))
     found = {Path(os.path.normpath(page.parent / target)) for _, target, _ in LINK.findall(prose)}
     return {path for path in found if path.is_file() and not path.is_relative_to(DOCS)}
 
@@ -37,17 +57,21 @@ def on_files(files: Any, config: Any) -> Any:
     while todo:
         new = _targets(todo.pop()) - seen
         seen |= new
-        todo += [path for path in new if path.suffix == ".md"]
+        todo += [path for path in new if path.suffix in (".md", ".ipynb")]
     for path in sorted(seen):
-        uri = f"source/{path.relative_to(ROOT)}"
-        files.append(File.generated(config, uri, abs_src_path=str(path)))
+        uri = Path("source") / path.relative_to(ROOT)
+        if path.suffix == ".ipynb":
+            page = str(uri.with_suffix(".md"))
+            files.append(File.generated(config, page, content=_markdown(path)))
+        files.append(File.generated(config, str(uri), abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead the links of a page to where the site has their files."""
-    here = Path(page.file.abs_src_path)
     shown = DOCS / page.file.src_uri
+    copied = page.file.src_uri.startswith("source/")
+    here = ROOT / page.file.src_uri.removeprefix("source/") if copied else shown
 
     def moved(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""
@@ -55,6 +79,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if path.is_dir():
             return label
         there = path if path.is_relative_to(DOCS) else DOCS / "source" / path.relative_to(ROOT)
+        there = there.with_suffix(".md") if there.suffix == ".ipynb" else there
         return f"[{label}]({os.path.relpath(there, shown.parent)}{anchor})"
 
     def shown_part(text: str) -> str:

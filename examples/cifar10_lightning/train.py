@@ -21,7 +21,7 @@ from typing import Literal
 import lightning as L
 import torch
 import torch.distributed as dist
-from cifar10 import CIFAR10DataModule, LitResNet, Performance, peak_memory_mib
+from cifar10 import TRAIN_FILES, CIFAR10DataModule, LitResNet, Performance, peak_memory_mib, read
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
@@ -276,6 +276,11 @@ def read_settings(ranks: int, rank: int) -> argparse.Namespace:
         last = output / "checkpoints" / "last.ckpt"
         other = "--resume to continue it" if last.exists() else "delete it: it has no checkpoint"
         parser.error(f"--output {output} exists; use a new folder, or {other}.")
+    try:
+        read(Path(settings.folder), TRAIN_FILES)  # before the run's folder is made
+    except (OSError, ValueError) as problem:
+        archive = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+        parser.error(f"{problem} Unpack {archive} there.")
     return settings
 
 

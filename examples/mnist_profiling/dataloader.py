@@ -1,6 +1,7 @@
 """MNIST through a DataLoader whose workers prepare one image at a time."""
 
 import gzip
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training pixels, scaled to 0 … 1
@@ -47,8 +49,27 @@ class MnistDataset(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(image).unsqueeze(0), int(self.labels[index])
 
 
+class AugmentedMnistDataset(MnistDataset):
+    """MNIST's images, each turned and bent at random: samples that cost more to prepare."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return an image (1, 28, 28), another one each time, and its label."""
+        image, label = super().__getitem__(index)
+        angle = math.radians(15) * (2 * float(torch.rand(())) - 1)
+        cosine, sine = math.cos(angle), math.sin(angle)
+        turn = torch.tensor([[[cosine, -sine, 0.0], [sine, cosine, 0.0]]])
+        grid = functional.affine_grid(turn, [1, 1, 28, 28], align_corners=False)
+        # Each pixel moves a little, neighbours in nearly the same way.
+        moves = 2 * torch.rand(1, 2, 28, 28) - 1
+        for _ in range(3):
+            moves = functional.avg_pool2d(moves, 7, stride=1, padding=3)
+        grid = grid + moves.permute(0, 2, 3, 1)
+        new = functional.grid_sample(image[None], grid, padding_mode="border", align_corners=False)
+        return new[0], label
+
+
 def get_mnist_dataloader(
-    batch_size: int = 32, num_workers: int = 4, data_dir: Path | None = None
+    batch_size: int = 32, num_workers: int = 4, data_dir: Path | None = None, augment: bool = False
 ) -> DataLoader[Any]:
     """Return shuffled batches of images (batch, 1, 28, 28) and labels (batch,).
 
@@ -56,9 +77,10 @@ def get_mnist_dataloader(
         batch_size: images per batch; the last batch of an epoch may have fewer.
         num_workers: processes that prepare batches ahead; with 0 the training process does it.
         data_dir: folder of the IDX files; by default one of `PLACES`.
+        augment: turn and bend each image at random, which costs more than the rest.
     """
     return DataLoader(
-        MnistDataset(data_dir),
+        AugmentedMnistDataset(data_dir) if augment else MnistDataset(data_dir),
         batch_size=batch_size,
         shuffle=True,
         num_workers=num_workers,

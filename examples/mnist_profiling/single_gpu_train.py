@@ -33,10 +33,11 @@ def train(
     record_shapes: bool = False,
     with_stack: bool = False,
     data_dir: Path | None = None,
+    augment: bool = False,
 ) -> None:
     """Train, write a trace of the profiled epoch, and predict one image."""
     try:
-        batches = get_mnist_dataloader(batch_size, num_workers, data_dir)
+        batches = get_mnist_dataloader(batch_size, num_workers, data_dir, augment)
     except (FileNotFoundError, ValueError) as error:
         refuse(str(error))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--profile_steps", type=int, help="profile only the first N steps")
     parser.add_argument("--record_shapes", action="store_true", help="put tensor shapes in it")
     parser.add_argument("--with_stack", action="store_true", help="put Python functions in it")
+    parser.add_argument("--augment", action="store_true", help="costlier samples")
     parser.add_argument("--data_dir", type=Path, help="folder of the files; default: data/mnist")
     arguments = parser.parse_args()
     if arguments.epochs < PROFILED_EPOCH:

@@ -6,7 +6,13 @@ import sys
 import time
 
 from samestep.errors import UserError, did_you_mean
-from samestep.ranks.startup import PARENT, hold_warning, postpone_collections
+from samestep.ranks.startup import (
+    PARENT,
+    accept_output,
+    drop_output,
+    hold_warning,
+    postpone_collections,
+)
 from samestep.version import __version__
 
 _STARTED_AT = time.time()
@@ -56,6 +62,7 @@ examples:
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb and return the exit code: 0 done, 1 failed, 2 a user's mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    accept_output()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         verbs = "\n".join(f"  {verb:<12} {what}" for verb, what in VERBS.items())
         sys.stdout.write(_HELP.format(verbs=verbs))
@@ -80,8 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Python flushes once more at its end; there must be something to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()  # Python flushes once more at its end
         return 141
     except Exception as error:
         if isinstance(error, UserError):

@@ -59,6 +59,12 @@ def conflict_in(settings: Any) -> Conflict | None:
     is_fsdp = settings.strategy == "fsdp"
     own = _conflict(settings, _WITH_FSDP if is_fsdp else _WITH_DDP, "strategy", settings.strategy)
     virtual = settings.virtual_ranks is not None
+    if settings.warmup_from is not None and not settings.warmup_steps:
+        return Conflict(
+            f"--warmup-from {settings.warmup_from} has no effect without --warmup-steps.",
+            ("warmup_from", "warmup_steps"),
+            "Add it, or leave --warmup-from out.",
+        )
     return (
         _order_conflict(settings)
         or (virtual and _conflict(settings, _WITH_VIRTUAL_RANKS, "virtual_ranks", ""))

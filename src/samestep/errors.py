@@ -124,6 +124,11 @@ _ELSEWHERE = {
     "warmup": "warmup_steps",
     "random_seed": "seed",
 }
+# What no setting of ours sets, and the field of a recipe that does.
+_OF_A_RECIPE = {
+    **dict.fromkeys(("betas", "eps", "amsgrad", "nesterov", "dampening"), "optimizer"),
+    **dict.fromkeys(("gamma", "milestones", "step_size", "eta_min", "min_lr"), "schedule"),
+}
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -131,9 +136,13 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     import difflib  # noqa: PLC0415 - only after a mistake
 
     names = [*names]
+    if (field := _OF_A_RECIPE.get(name.lower())) in names:
+        return f"Recipe({field}=…) sets it. "
     meant = known_elsewhere(name, names)
-    close = [meant] if meant else difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}? " if close else ""
+    within = [one for one in names if len(name) > 3 and name in one]
+    cutoff = 0.0 if within else 0.6  # below it a name is another word
+    close = difflib.get_close_matches(name, within or names, n=1, cutoff=cutoff)
+    return f"Did you mean {(meant or close[0])!r}? " if meant or close else ""
 
 
 def known_elsewhere(name: str, names: Collection[str]) -> str | None:
@@ -163,7 +172,31 @@ def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoR
 
         traceback.clear_frames(error.__traceback__)  # they hold tensors
         raise told from error
+    remedy = known_remedy(error) or remedy
     raise UserError(f"{what}: {said(error)}{place}", remedy=remedy) from error
+
+
+_KNOWN = {
+    "backward through the graph a second time": "State that is kept from step to step holds the "
+    "graph of the step before: let Recipe(carry=…) carry it, or detach() it.",
+    "does not require grad and does not have a grad_fn": "Evaluations run without gradients. Where "
+    "forward needs some of its own, such as forces, compute them within `with torch.enable_grad():`"
+    " from inputs that requires_grad_() has marked.",
+    "setStorage: sizes": "With --strategy fsdp, torch.autograd.grad in forward meets weights that "
+    "are freed already. Use --strategy ddp.",
+    "Expected sparse gradient to be defined": "--find-unused sends zeros for what a step leaves "
+    "unused, and PyTorch has none for a sparse gradient. Build the layer with sparse=False.",
+    "Expected more than 1 value per channel": "BatchNorm cannot train on one sample. Each rank, "
+    "and each of its micro-steps, needs two: choose another --batch-size or --micro-batch-size, "
+    "fewer ranks, or --drop-last.",
+}
+"""Parts of errors of PyTorch, and what to do about them."""
+
+
+def known_remedy(error: BaseException) -> str:
+    """Return what to do about an error of PyTorch whose text does not say it, or nothing."""
+    text = said(error)
+    return next((remedy for part, remedy in _KNOWN.items() if part in text), "")
 
 
 def said(error: BaseException) -> str:

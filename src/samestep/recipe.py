@@ -46,10 +46,12 @@ from samestep.recipe_checks import (
 from samestep.recipe_source import (
     all_with_options,
     cannot_have_recipe,
+    loss_asks,
     opens_run,
     schedule_asks,
     with_options,
 )
+from samestep.run.own_modules import imports_of
 from samestep.settings import ALSO_ACCEPTED, Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
@@ -133,10 +135,10 @@ class Recipe:
     """Builds the model; the global torch seed is set before the call."""
     data: Callable[..., Splits]
     """Reads or makes the data."""
-    loss: Callable[[Any, Any], Any] = nn.functional.cross_entropy
+    loss: Callable[..., Any] = nn.functional.cross_entropy
     """(outputs, targets) → mean loss over the samples of the batch, a scalar. With `forward` it is
     given (outputs, batch), and so are the metrics. A dict of scalars is logged by name; their sum
-    is trained."""
+    is trained. It may also ask for `step` and `epoch` by name, counted from 0."""
     loss_weights: Mapping[str, float] | None = None
     """Name → weight of that loss in the sum, where `loss` returns a dict; 1 for the others."""
     reduction: Reduction = "mean"
@@ -256,6 +258,7 @@ class Recipe:
         """Return which of batches, forward, terms, optimizer and the like are the recipe's own."""
         names = ("collate", "forward", "loss_terms", "carry", "optimizer")
         own = [name for name in names if getattr(self, name) is not None]
+        own += ["loss that names the step"] * bool(loss_asks(self.loss))
         own += ["loss over the batch"] * (self.loss_over == "batch")
         return (*own, *["scheduler"] * ("optimizer" in self.schedule_asks()))
 
@@ -392,10 +395,9 @@ def _from_file(path: Path, original: Path) -> Recipe:
     # Loader workers and dataclasses look a class's module up by its name.
     sys.modules.setdefault(path.stem, module)
     file, module.__file__ = str(path.resolve()), str(original.resolve())
-    sys.path[:0] = [str(one.parent.resolve()) for one in (path, original)]  # for its neighbours
     _being_read.append(path)
     try:
-        with no_exit():
+        with no_exit(), imports_of(path, original):
             spec.loader.exec_module(module)
     except SyntaxError as error:
         text = (error.text or "").strip()

@@ -121,11 +121,6 @@ def check_model(model: object, *, on_meta: bool = False) -> None:
                 f"{made} whose {name} is on the meta device, and has no numbers. Build it on the "
                 "CPU; samestep moves it to the device."
             )
-        if name in named and tensor.is_complex():
-            raise UserError(
-                f"{made} whose {name} is complex. Hold it as real numbers, and turn it with "
-                "torch.view_as_complex in forward."
-            )
 
 
 @contextmanager

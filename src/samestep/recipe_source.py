@@ -43,6 +43,8 @@ OTHERS: Mapping[str, int] = {
 """Each function of a recipe → how many arguments it gets, not counting the options."""
 SCHEDULE_NAMES = ("epoch", "steps_per_epoch", "metrics")
 """What a schedule of factors is given in addition to (step, total), if it names them."""
+LOSS_NAMES = ("step", "epoch")
+"""What a loss is given in addition to (outputs, targets), if it names them."""
 SCHEDULER_NAMES = ("optimizer", "plan")
 """What a schedule that makes a scheduler of PyTorch is called with; by `optimizer` it is known."""
 _OPTIONS_FIRST = frozenset({"model", "data", "complete", "baselines", "read", "plot"})
@@ -124,6 +126,12 @@ def schedule_asks(schedule: Any) -> tuple[str, ...]:
     given = {"options", *(schedule.keywords if isinstance(schedule, partial) else ())}
     free = {n: p for n, p in found.items() if n not in given and p.kind.name[:3] != "VAR"}
     makes = "optimizer" in free
+    if not makes and "plan" in free:
+        raise UserError(
+            f"The recipe's schedule{defined_at(schedule)} asks for `plan`, which only one that "
+            "makes a scheduler of PyTorch is given.",
+            remedy="Name its other parameter `optimizer`: schedule=lambda optimizer, plan: …",
+        )
     if not makes:  # the first two are (step, total)
         for name in [n for n, p in free.items() if p.kind in kinds][:2]:
             del free[name]
@@ -139,6 +147,17 @@ def schedule_asks(schedule: Any) -> tuple[str, ...]:
         )
     by_name = [n for n, p in free.items() if makes or p.kind is p.KEYWORD_ONLY]
     return tuple(name for name in known if name in (*required, *by_name))
+
+
+def loss_asks(loss: Any) -> tuple[str, ...]:
+    """Return what a recipe's loss asks for by name, after (outputs, targets)."""
+    try:
+        found = inspect.signature(getattr(loss, "forward", loss)).parameters
+    except (TypeError, ValueError):  # compiled functions do not say
+        return ()
+    given = loss.keywords if isinstance(loss, partial) else {}
+    first = [n for n, p in found.items() if p.kind is not p.KEYWORD_ONLY][:2]
+    return tuple(n for n in LOSS_NAMES if n in found and n not in (*first, *given))
 
 
 def _asked(name: str, function: Any) -> str | None:

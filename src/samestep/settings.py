@@ -10,7 +10,9 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from samestep.conflicts import conflict_in
 from samestep.errors import UserError
@@ -121,7 +123,8 @@ class Settings:
     virtual_ranks: int | None = field(default=None, metadata=_COMMON)
     """Cut each batch into this many fixed shares, for the same bits on any number of ranks."""
     self_check: bool = field(default=True, metadata=_FREE)
-    """With virtual ranks, compute one share of the first step twice and compare."""
+    """With virtual ranks, compute one share of the first step twice and compare. Refuse to resume
+    where the loss counts its calls."""
     drop_last: bool = False
     """Leave out the last batch of an epoch if it is incomplete."""
     order: OrderName = "shuffled"
@@ -153,7 +156,11 @@ class Settings:
     base_batch_size: int | None = None
     """The batch size that --lr was tuned for; needed for --lr-scaling."""
     warmup_steps: int = field(default=0, metadata=_COMMON)
-    """Steps of a linear warm-up to --lr."""
+    """Steps of a linear warm-up to --lr. Step s of w, counted from 0, takes (s + 1) / (w + 1) of
+    it."""
+    warmup_from: float | None = None
+    """Fraction f of --lr at which the warm-up begins: step s of w then takes f + (1 - f) s / w of
+    it. 0 is the s / w of Hugging Face; by default f is 1 / (w + 1)."""
     schedule: Literal["constant", "cosine"] = field(default="constant", metadata=_COMMON)
     """Learning rate after the warm-up; cosine falls to 0 by the last step. A recipe may have its
     own schedule."""
@@ -283,10 +290,12 @@ class Settings:
         check_flags(self, _POSITIVE, lambda value: 0 < value < math.inf, "be greater than 0")
         check_flags(self, _NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "be 0 or more")
         check_flags(self, ("momentum", "ema"), lambda value: value < 1, "be below 1")
+        check_flags(self, ("warmup_from",), lambda value: value <= 1, "be 1 or less")
         check_flags(self, ("halving",), lambda value: value >= 2, "be 2 or more")
         check_flags(self, ("threads",), lambda value: value <= 1024, "be 1024 or less")
         check_flags(self, ("timeout_s",), lambda value: value <= 10**6, "be 1000000 or less")
-        check_flags(self, ("seed",), lambda value: value < 2**63, "be below 2^63")
+        numbers = (*_POSITIVE, *_NOT_NEGATIVE)
+        check_flags(self, numbers, lambda value: value < 2**63, "be below 2^63")
         if self.run_dir is not None and not self.run_dir.strip():
             raise UserError(
                 "--run-dir is empty; name a directory, or leave it out.", flags=["run_dir"]
@@ -359,7 +368,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"),
-    *("shuffle_buffer", "stall_s"),
+    *("warmup_from", "shuffle_buffer", "stall_s"),
 )
 
 
@@ -371,6 +380,26 @@ def check_flags(
         value = getattr(options, name)
         if value is not None and not holds(value):
             raise UserError(f"--{flag_name(name)} is {value}; it must {must_be}.", flags=[name])
+
+
+_WORDS: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text in quotes",
+    Path: "a path in quotes",
+}
+
+
+def in_words(kind: Any) -> str:
+    """Return what a value of a declared type is, as a message says it, or an empty text."""
+    inner = [one for one in get_args(kind) if one not in (type(None), ...)]
+    if get_origin(kind) in (Union, UnionType, Annotated):
+        return in_words(inner[0]) if get_origin(kind) is Annotated or len(inner) == 1 else ""
+    if get_origin(kind) in (tuple, list):
+        words = in_words(inner[0])
+        return f"a list, each {words}" if words else ""
+    return _WORDS.get(kind, "")
 
 
 def flag_name(name: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 import samestep
 from samestep import UserError
 from tests.api.recipes import made
-from tests.command_line import RECIPE, call
+from tests.command_line import RECIPE
 
 READS = f"""{RECIPE}
 from dataclasses import replace
@@ -41,13 +41,11 @@ def test_a_loaded_model_is_plain_torch_with_the_weights_that_were_evaluated(trai
     assert set(found) >= {"checkpoint", "split", "accuracy", "samples"}
 
 
-def test_evaluate_and_predict_return_what_the_verbs_print(trained, capfd):
+def test_evaluate_and_predict_return_what_the_verbs_print(trained, output_of):
     Path("rows.txt").write_text("1 2 3 4\n-1 0 0 0\n")
     Path("bad.txt").write_text("one two\n")
     files = ["rows.txt", Path("bad.txt")]
-    capfd.readouterr()
-    assert call("evaluate", "run", "--json", "--split", "validation") == 0
-    said = json.loads(capfd.readouterr().out)
+    said = json.loads(output_of("evaluate", "run", "--json", "--split", "validation"))
     assert samestep.evaluate(trained, split="validation") == said
     found = samestep.predict("run", files, top=1)
     assert [row.get("row") for row in found] == [1, 2, None]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import samestep
-from tests.command_line import call, read_json, train_here
+from tests.command_line import read_json, train_here
 
 RECIPE = """
 import torch
@@ -102,26 +102,20 @@ def losses(path: Path) -> list[float]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_training_and_its_checkpoint_are_those_of_the_command_line_in_each_precision_and_mode(
-    precision, typed, tmp_path, capfd
+    precision, typed, tmp_path, output_of
 ):
     path = typed(precision, "--log-every", "1")
     assert len(losses(path)) == 25
     file, expected = path.parent / "any.txt", read_json(path / "result.json")
-    capfd.readouterr()
-    assert call("evaluate", str(path), "--json") == 0
-    assert call("predict", str(path), str(file), "--json") == 0
-    evaluated, *predicted = (json.loads(line) for line in capfd.readouterr().out.splitlines())
+    evaluated = json.loads(output_of("evaluate", path, "--json"))
+    lines = output_of("predict", path, file, "--json").splitlines()
+    predicted = [json.loads(line) for line in lines]
     saved = torch.load(path / "checkpoints" / evaluated["checkpoint"], weights_only=True)
     for mode, around in AROUND.items() if precision == "bf16" else TOGETHER.items():
         with around():
             before = modes()
-            trained = samestep.train(
-                path.parent / "small.py",
-                precision=precision,
-                log_every=1,
-                quiet=True,
-                run_dir=tmp_path / mode,
-            )
+            how = {"precision": precision, "log_every": 1, "run_dir": tmp_path / mode}
+            trained = samestep.train(path.parent / "small.py", quiet=True, **how)
             assert modes() == before
             assert samestep.evaluate(path) == evaluated, mode
             assert samestep.predict(path, file) == predicted, mode
@@ -138,14 +132,8 @@ def test_training_and_its_checkpoint_are_those_of_the_command_line_in_each_preci
 
 def test_on_two_ranks_it_is_the_command_line_s_to_the_last_bit(typed, tmp_path):
     path = typed("bf16", "--virtual-ranks", "2")
+    how = {"nproc": 2, "precision": "bf16", "virtual_ranks": 2, "run_dir": tmp_path / "two"}
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-        trained = samestep.train(
-            path.parent / "small.py",
-            nproc=2,
-            precision="bf16",
-            virtual_ranks=2,
-            quiet=True,
-            run_dir=tmp_path / "two",
-        )
+        trained = samestep.train(path.parent / "small.py", quiet=True, **how)
         assert samestep.compare(path, trained)["same_training"][0]["verdict"] == "equal"
     assert trained.result["weights_sha256"] == read_json(path / "result.json")["weights_sha256"]

@@ -46,12 +46,12 @@ def report_of(folder: Path, *severities: str, source: str = BASE, **more) -> Che
     return CheckReport(**lists | facts | more)
 
 
-def test_the_example_has_the_mistakes_that_the_handbook_shows(here, capfd):
+def test_the_example_has_the_mistakes_that_the_handbook_shows(here, output_of):
     source = (EXAMPLES / "check_me.py").read_text()
     (here / "code").mkdir()
     (here / "code" / "check_me.py").write_text(source)
-    assert call("check", "code/check_me.py", "--json", "--sarif", "found.sarif") == 1
-    report = json.loads(capfd.readouterr().out)
+    words = ("check", "code/check_me.py", "--json", "--sarif", "found.sarif")
+    report = json.loads(output_of(*words, code=1))
     assert {"findings", "not_seen", "steps", "seconds"} <= report.keys()
     assert report["seconds"] > 0
     lines = {
@@ -78,7 +78,7 @@ def test_the_example_has_the_mistakes_that_the_handbook_shows(here, capfd):
 
 
 def test_a_module_is_checked_with_its_arguments_and_what_a_comment_silences_is_no_failure(
-    here, capfd
+    here, output_of
 ):
     source = planted(
         ("        sampler.set_epoch(epoch)\n", ""),
@@ -88,8 +88,7 @@ def test_a_module_is_checked_with_its_arguments_and_what_a_comment_silences_is_n
     )
     (here / "pkg").mkdir()
     (here / "pkg" / "train.py").write_text(source)
-    assert call("check", "--nproc", "2", "-m", "pkg.train", "--", "2") == 0
-    text = capfd.readouterr().out
+    text = output_of("check", "--nproc", "2", "-m", "pkg.train", "--", "2")
     assert "8 steps" in text
     assert "1 finding silenced" in text
 
@@ -208,9 +207,8 @@ def test_a_mistake_in_the_command_is_one_message_before_anything_runs(here, refu
     assert told in refused("check", *words.split())
 
 
-def test_the_list_has_every_code_and_a_page_for_each(capfd):
-    assert call("check", "--list") == 0
-    shown = capfd.readouterr().out
+def test_the_list_has_every_code_and_a_page_for_each(output_of):
+    shown = output_of("check", "--list")
     assert re.findall(r"^SS\d{3}", shown, re.MULTILINE) == sorted(RULES)
     assert {path.stem for path in check_report._PAGES.glob("*.md")} == {*RULES}
     for page in PAGES.glob("*.md"):
@@ -218,5 +216,4 @@ def test_the_list_has_every_code_and_a_page_for_each(capfd):
         assert len(text.splitlines()) <= 25, page
         assert text.count("```") == 2, "an example"
     code = min(RULES)
-    assert call("check", "--list", code) == 0
-    assert capfd.readouterr().out == (PAGES / f"{code}.md").read_text()
+    assert output_of("check", "--list", code) == (PAGES / f"{code}.md").read_text()

@@ -128,6 +128,8 @@ def test_a_file_that_is_there_is_kept_unless_forced(trained, tmp_path, capfd, re
     assert "--force" in refuse("export", trained, "-o", file)
     assert file.read_text() == "mine"
     printed(capfd, "export", trained, "-o", file, "--force")
+    announced = next((trained / "checkpoints").glob("*.pt"))
+    assert "checkpoints" in refuse("export", trained, "-o", announced, "--force")
     assert torch.load(file, weights_only=True)
     assert [path.name for path in tmp_path.iterdir()] == ["w.pt"]
 

@@ -2,12 +2,12 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 
 from samestep.run.records import read_records
 from tests import tiny
-from tests.command_line import call
 from tests.reporting.made_runs import write_run
 
 pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once for all of them
@@ -24,15 +24,9 @@ def of_two_ranks(tmp_path_factory):
 
 
 @pytest.fixture
-def compare(uninterrupted, of_two_ranks, capfd):
+def compare(uninterrupted, of_two_ranks, output_of):
     """Compare the run of one rank and that of two in this process; return what is printed."""
-
-    def compared(*flags):
-        capfd.readouterr()
-        assert call("compare", str(uninterrupted), str(of_two_ranks), *flags) == 0
-        return capfd.readouterr().out
-
-    return compared
+    return partial(output_of, "compare", uninterrupted, of_two_ranks)
 
 
 def test_one_rank_and_two_are_told_to_be_the_same_training(uninterrupted, compare):

@@ -9,7 +9,7 @@ import pytest
 from samestep.cli import VERBS
 from samestep.commands.completion import _INNER, SCRIPTS, completion_words
 from samestep.recipes import RECIPES
-from tests.command_line import call, typed
+from tests.command_line import typed
 from tests.reporting.made_runs import write_run
 
 DRIVER = """
@@ -111,8 +111,7 @@ def test_fish_completes(words, tmp_path):
         assert {found.partition("\t")[0] for found in done.stdout.splitlines()} == {offered}
 
 
-def test_the_command_prints_the_script_of_a_shell_that_it_knows(script, refused, capfd):
-    assert call("completion", "bash") == 0
-    assert capfd.readouterr().out == script.read_text()
+def test_the_command_prints_the_script_of_a_shell_that_it_knows(script, refused, output_of):
+    assert output_of("completion", "bash") == script.read_text()
     for words in (("csh",), ("bash", "zsh")):
         assert "fish" in refused("completion", *words)

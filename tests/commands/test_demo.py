@@ -32,9 +32,8 @@ def played(monkeypatch, tmp_path):
     return monkeypatch
 
 
-def test_equal_trainings_end_with_0_and_fit_80_columns(played, capfd):
-    assert call("demo") == 0
-    said = capfd.readouterr().out
+def test_equal_trainings_end_with_0_and_fit_80_columns(played, output_of):
+    said = output_of("demo")
     assert max(len(line) for line in said.splitlines() if "runs/demo" not in line) <= 80
     for name in ("runs/demo-whole", "runs/demo-killed"):
         assert name in said

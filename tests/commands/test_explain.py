@@ -8,7 +8,7 @@ import torch
 
 from samestep import read_records
 from tests import streams, tiny
-from tests.command_line import call, tree
+from tests.command_line import tree
 
 CASES = {
     "micro-steps, scaled": (
@@ -22,25 +22,15 @@ CASES = {
 
 
 @pytest.fixture
-def explained(capfd):
+def explained(output_of):
     """Explain a training, and return the object that is printed."""
-
-    def explain(*arguments):
-        assert call("explain", *map(str, arguments), "--json") == 0
-        return json.loads(capfd.readouterr().out)
-
-    return explain
+    return lambda *arguments: json.loads(output_of("explain", *arguments, "--json"))
 
 
 @pytest.fixture
-def shown(capfd):
+def shown(output_of):
     """Explain a training, and return the text for people, its white space made single."""
-
-    def explain(*arguments):
-        assert call("explain", *map(str, arguments)) == 0
-        return " ".join(capfd.readouterr().out.split())
-
-    return explain
+    return lambda *arguments: " ".join(output_of("explain", *arguments).split())
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +170,9 @@ def test_what_differs_on_other_numbers_of_ranks_is_found_in_the_model(tmp_path, 
     told = shown(recipe)
     assert "batch normalisation (1)" in told
     assert "--virtual-ranks" in told
+    ways = (("--nproc", 2), ("--nproc", 2, "--virtual-ranks", 2), ())
+    notes = [" ".join(explained(recipe, *way)["notes"]) for way in ways]
+    assert ["BatchNorm" in note for note in notes] == [True, False, False]
 
 
 def test_a_model_for_a_gpu_that_does_not_run_here_is_explained_without_its_memory(
@@ -195,10 +188,9 @@ def test_a_model_for_a_gpu_that_does_not_run_here_is_explained_without_its_memor
     assert "no kernel" in refused("explain", str(recipe), "--device", "cpu")
 
 
-def test_every_line_for_people_fits_80_columns(capfd):
+def test_every_line_for_people_fits_80_columns(output_of):
     flags = "--nproc 3 --virtual-ranks 5 --keep-top-k 2 --ema 0.9"
-    assert call("explain", "spiral", "--batch-size", "120", *flags.split()) == 0
-    lines = capfd.readouterr().out.splitlines()
+    lines = output_of("explain", "spiral", "--batch-size", "120", *flags.split()).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines == [line.rstrip() for line in lines]
 

@@ -65,23 +65,20 @@ def test_a_file_names_itself_and_the_place_for_data_and_is_short(kind, here, cap
         assert f"    {command}" in "\n".join(lines), "the file itself shows the same commands"
 
 
-def test_the_folder_of_the_name_is_where_it_goes_and_commands_can_be_pasted(here, capfd):
+def test_the_folder_of_the_name_is_where_it_goes_and_commands_can_be_pasted(here, output_of):
     folder = here / "of mine"
     folder.mkdir()
-    assert call("new", "text", "of mine/reviews.py") == 0
-    assert "samestep train 'of mine/reviews.py'" in capfd.readouterr().out
+    assert "samestep train 'of mine/reviews.py'" in output_of("new", "text", "of mine/reviews.py")
     assert "samestep train reviews.py" in (folder / "reviews.py").read_text()
 
 
-def test_help_has_a_line_for_each_kind_and_is_what_is_shown_without_a_name(here, capfd):
-    assert call("new", "--help") == 0
-    printed = capfd.readouterr().out
+def test_help_has_a_line_for_each_kind_and_is_what_is_shown_without_a_name(here, output_of):
+    printed = output_of("new", "--help")
     for kind in KINDS:
         assert f"\n  {kind} " in printed
     assert max(len(line) for line in printed.splitlines()) <= 80
     for arguments in ((), ("text",)):
-        assert call("new", *arguments) == 2
-        assert "usage: samestep new" in capfd.readouterr().out
+        assert "usage: samestep new" in output_of("new", *arguments, code=2)
     assert tree(here) == set()
 
 
@@ -130,14 +127,13 @@ def test_a_module_beside_the_file_is_not_an_installed_one(here):
 
 
 def test_without_pytorch_geometric_both_new_and_train_say_how_to_install_it(
-    here, refused, monkeypatch, capfd
+    here, refused, monkeypatch, output_of
 ):
     install = "pip install 'samestep[graphs]'"
     for module in [m for m in sys.modules if m.partition(".")[0] == "torch_geometric"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
-    assert call("new", "graph", "molecules.py") == 0
-    assert install in capfd.readouterr().out
+    assert install in output_of("new", "graph", "molecules.py")
     assert install in refused("train", "molecules.py")
 
 
@@ -287,15 +283,15 @@ def alone(tmp_path) -> Path:
     return folder / "run"
 
 
-def test_the_script_learns_and_trains_the_same_on_two_ranks_as_compare_says(alone, tmp_path, capfd):
+def test_the_script_learns_and_trains_the_same_on_two_ranks_as_compare_says(
+    alone, tmp_path, output_of
+):
     held_out = [r["loss"] for r in read_records(alone) if r["event"] == "evaluation"]
     assert len(held_out) == 10
     assert held_out[-1] < held_out[0] / 4
     scripts.run(written("own-loop", tmp_path), "run", world_size=2, folder=tmp_path)
     same.assert_same(tmp_path / "run", alone)
-    capfd.readouterr()
-    assert call("compare", str(alone), str(tmp_path / "run"), "--json") == 0
-    found = json.loads(capfd.readouterr().out)
+    found = json.loads(output_of("compare", alone, tmp_path / "run", "--json"))
     assert found["same_training"][0]["verdict"] in ("equal", "rounding")
 
 

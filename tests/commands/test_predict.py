@@ -11,9 +11,8 @@ from PIL import Image
 from samestep.recipe import find_recipe
 from samestep.recipes.images import ImagesOptions, complete
 from samestep.session.request import draft
-from tests.command_line import RECIPE, call, read_json, run, train_here, typed
+from tests.command_line import RECIPE, call, read_json, run, start, train_here, typed
 from tests.image_files import BROKEN, write_images
-from tests.processes import start_samestep
 from tests.tiny import all_records, num_records, until
 
 SMALL = ("--width", "2", "--batch-size", "8", "--epochs", "2", "--threads", "1")
@@ -120,7 +119,7 @@ def test_what_predict_cannot_do_is_one_message(place, readless, refused, tmp_pat
 
 
 def test_evaluate_reads_only_the_split_it_needs_and_checks_the_classes(
-    place, refused, tmp_path, capfd
+    place, refused, tmp_path, output_of
 ):
     (tmp_path / "other" / "train").mkdir(parents=True)
     root = write_images(tmp_path / "other", classes=("cat", "emu"))
@@ -128,8 +127,8 @@ def test_evaluate_reads_only_the_split_it_needs_and_checks_the_classes(
     message = refused("evaluate", str(place / "run"), "--data-dir", str(root))
     assert "train/emu" in message
     assert "cat, dog" in message
-    assert call("evaluate", str(place / "run"), "--json", "--split", "validation") == 0
-    assert json.loads(capfd.readouterr().out)["samples"] == 2
+    found = output_of("evaluate", place / "run", "--json", "--split", "validation")
+    assert json.loads(found)["samples"] == 2
 
 
 def test_a_mistake_in_the_folder_or_in_what_is_asked_of_it_is_one_message(refused, tmp_path):
@@ -163,7 +162,7 @@ def test_a_killed_job_leaves_nothing_in_shared_memory(place, tmp_path):
     flags = ("--data-dir", str(place / "data"), "--run-dir", str(tmp_path / "run"), *SMALL)
     more = "--max-corrupt 0.1 --cache memory --epochs 100000 --log-every 1"
     arguments = ("train", "images", *flags, *more.split())
-    ranks = start_samestep(*arguments, world_size=2, folder=tmp_path / "output")
+    ranks = start(*arguments, world_size=2, folder=tmp_path / "output")
     until(lambda: num_records(tmp_path / "run") > 3, ranks)
     until(lambda: named() <= before, ranks)  # there is no name by which it could stay
     ranks.kill()

@@ -14,10 +14,10 @@ from tests.command_line import call, train_here
 from tests.session.scripts import EXAMPLES
 
 
-def predicted(capsys, *arguments, code: int = 0) -> list[dict]:
+def predicted(output_of, *arguments, code: int = 0) -> list[dict]:
     """Return what predict says in JSON, a dict for each line."""
-    assert call("predict", *map(str, arguments), "--json") == code
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = output_of("predict", *arguments, "--json", code=code).splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def trained(recipe: Path, folder: Path, *flags: str) -> Path:
@@ -26,7 +26,7 @@ def trained(recipe: Path, folder: Path, *flags: str) -> Path:
     return run
 
 
-def test_each_row_of_a_table_is_predicted_beside_its_actual_value(tmp_path, capsys):
+def test_each_row_of_a_table_is_predicted_beside_its_actual_value(tmp_path, output_of):
     """Over the validation's rows the error is what the evaluation measured."""
     recipe = EXAMPLES / "csv_regression.py"
     run = trained(recipe, tmp_path)
@@ -36,33 +36,34 @@ def test_each_row_of_a_table_is_predicted_beside_its_actual_value(tmp_path, caps
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    found = predicted(capsys, run, table)
+    found = predicted(output_of, run, table)
     assert [(one["file"], one["row"]) for one in found] == [(str(table), k + 1) for k in range(100)]
     assert [one["actual"] for one in found] == pytest.approx([float(r["price"]) for r in rows])
     error = sum(abs(one["price"] / one["actual"] - 1) for one in found)
     measured = evaluate_run(run, split="validation")
     assert error == pytest.approx(measured["error_percent"], rel=1e-5)
-    assert call("predict", str(run), str(table)) == 0
-    shown = capsys.readouterr().out.splitlines()
+    shown = output_of("predict", run, table).splitlines()
     assert shown[0] == str(table)
     assert shown[1].split() == ["row", "price", "actual"]
     assert len(shown) == 102
 
 
-def test_a_row_that_cannot_be_read_is_named_and_a_row_has_the_same_in_any_company(tmp_path, capsys):
+def test_a_row_that_cannot_be_read_is_named_and_a_row_has_the_same_in_any_company(
+    tmp_path, output_of
+):
     run = trained(EXAMPLES / "padded_text.py", tmp_path, "--num-sentences", "40")
     rows = ["the cat", "a dog often hears the bird and the", "the bird"]
     together, alone = tmp_path / "together.txt", tmp_path / "alone.txt"
     together.write_text("\n".join(rows))
     alone.write_text(rows[0])
-    found = predicted(capsys, run, together, alone)
+    found = predicted(output_of, run, together, alone)
     assert [one["row"] for one in found] == [1, 2, 3, 1]
     assert found[0]["next"] == found[3]["next"]
     assert found[0]["probability"] == pytest.approx(found[3]["probability"], rel=1e-5)
     broken, empty = tmp_path / "broken.txt", tmp_path / "empty.txt"
     broken.write_text("\n".join([rows[0], "the zebra", rows[2]]))
     empty.write_text("")
-    found = predicted(capsys, run, broken, empty, together, code=1)
+    found = predicted(output_of, run, broken, empty, together, code=1)
     assert [one["row"] for one in found if "next" in one] == [1, 1, 2, 3]
     assert [(one["file"], one.get("row")) for one in found if "problem" in one] == [
         (str(broken), 2),
@@ -139,27 +140,27 @@ def run_of(folder: Path, form: str, more: str = "") -> Path:
     return trained(recipe, folder, "--form", form or "single")
 
 
-def test_a_number_is_shown_as_it_is_whatever_form_the_rows_come_in(numbers, capsys):
+def test_a_number_is_shown_as_it_is_whatever_form_the_rows_come_in(numbers, output_of):
     folder, path = numbers
-    (single,) = predicted(capsys, run_of(folder, ""), path)
+    (single,) = predicted(output_of, run_of(folder, ""), path)
     assert single.keys() == {"file", "output"}
     for form in ("pairs", "dataset", "iterator"):
-        found = predicted(capsys, run_of(folder, form), path)
+        found = predicted(output_of, run_of(folder, form), path)
         assert [one["row"] for one in found] == [1, 2]
         assert found[0]["output"] == single["output"]
         targets = [one.get("target") for one in found]
         assert targets == ([None] * 2 if form == "iterator" else [6.0, 15.0])
-    (tree,) = predicted(capsys, run_of(folder, "tree"), path)
+    (tree,) = predicted(output_of, run_of(folder, "tree"), path)
     number = single["output"]
     assert tree["output"] == {"y": number, "twice": [number, pytest.approx(2 * number)]}
 
 
 @pytest.mark.parametrize(("form", "read"), [("gaps", [1, 3]), ("stops", [1])])
-def test_the_rows_after_a_broken_one_are_read_or_said_not_to_be(numbers, capsys, form, read):
+def test_the_rows_after_a_broken_one_are_read_or_said_not_to_be(numbers, output_of, form, read):
     folder, _path = numbers
     path = folder / f"{form}.txt"
     path.write_text("1 2 3 4 5 6 7 8 9")
-    found = predicted(capsys, run_of(folder, form), path, code=1)
+    found = predicted(output_of, run_of(folder, form), path, code=1)
     assert [one["row"] for one in found if "output" in one] == read
     (broken,) = (one for one in found if "problem" in one)
     assert broken["row"] == 2

@@ -10,15 +10,12 @@ from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage
 
 
-def test_the_page_of_a_run_is_in_its_directory_and_that_of_several_is_here(here, capsys):
+def test_the_page_of_a_run_is_in_its_directory_and_that_of_several_is_here(here, output_of):
     one, other = (str(write_run(here.parent / name)) for name in ("one", "other"))
-    assert call("report", one) == 0
-    assert capsys.readouterr().out == f"{one}/report.html\n"
+    assert output_of("report", one) == f"{one}/report.html\n"
     assert "loss" in ReadPage(Path(one, "report.html").read_text()).charts
     assert call("report", one) == 0, "it is written anew"
-    capsys.readouterr()
-    assert call("report", one, other, "--target", "0.6") == 0
-    assert capsys.readouterr().out == "report.html\n"
+    assert output_of("report", one, other, "--target", "0.6") == "report.html\n"
     assert (here / "report.html").is_file()
 
 

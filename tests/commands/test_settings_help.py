@@ -8,13 +8,6 @@ import pytest
 from samestep.commands.completion import COMMANDS, completion_words
 from samestep.commands.help import help_text
 from samestep.settings import Settings, flag_name
-from tests.command_line import call
-
-
-def help_of(capfd, *command: str, flag="--help-all") -> str:
-    capfd.readouterr()
-    assert call(*command, flag) == 0
-    return capfd.readouterr().out
 
 
 def groups_of(text: str) -> dict[str, set[str]]:
@@ -28,8 +21,8 @@ def groups_of(text: str) -> dict[str, set[str]]:
     return groups
 
 
-def test_the_settings_of_a_training_stand_in_groups(capfd):
-    groups = groups_of(help_of(capfd, "train", "spiral"))
+def test_the_settings_of_a_training_stand_in_groups(output_of):
+    groups = groups_of(output_of("train", "spiral", "--help-all"))
     for group, flag in {
         "train": "resume",
         "options of spiral": "hidden-dims",
@@ -47,9 +40,11 @@ COMMON = {"epochs", "batch-size", "lr", "precision", "device", "seed", "run-dir"
 
 
 @pytest.mark.parametrize("target", [("images",), ("spiral",), ()])
-def test_without_being_asked_for_all_the_help_has_the_common_settings(capfd, monkeypatch, target):
+def test_without_being_asked_for_all_the_help_has_the_common_settings(
+    output_of, monkeypatch, target
+):
     monkeypatch.setenv("COLUMNS", "80")
-    text = help_of(capfd, "train", *target, flag="-h")
+    text = output_of("train", *target, "-h")
     shown = [flag for flags in groups_of(text).values() for flag in flags]
     assert COMMON | {"nproc", "resume", "help-all"} <= {*shown}
     assert "bucket-cap-mb" not in shown
@@ -65,13 +60,13 @@ def completed():
 
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_the_help_of_a_verb_has_all_its_flags_fits_and_shows_only_defaults_that_can_be_typed(
-    capfd, monkeypatch, completed, verb
+    output_of, monkeypatch, completed, verb
 ):
     monkeypatch.setenv("COLUMNS", "60")
     place, kind = COMMANDS[verb]
     target = ("images",) if kind == "recipe" else ()
     for flag in ("--help", "--help-all") if "+" in place else ("--help",):
-        text = help_of(capfd, *verb.split(), *target, flag=flag)
+        text = output_of(*verb.split(), *target, flag)
         before, _, _ = text.partition("examples:")
         assert max(map(len, before.splitlines())) <= 60
         assert not re.search(r"None|False|default: \)|STR\b", text)
@@ -95,15 +90,15 @@ def test_a_word_that_is_longer_than_its_line_stays_whole_beside_its_flag(monkeyp
     assert line.startswith("  --url ")
 
 
-def test_the_defaults_are_those_of_the_recipe_and_of_the_file_that_config_names(capfd, here):
-    text = " ".join(help_of(capfd, "train", "images").split())
+def test_the_defaults_are_those_of_the_recipe_and_of_the_file_that_config_names(output_of, here):
+    text = " ".join(output_of("train", "images", "--help-all").split())
     assert "(default: on; --no-channels-last turns it off)" in text
     (here / "my.toml").write_text("epochs = 7\n")
-    text = help_of(capfd, "train", "spiral", "--config", "my.toml")
+    text = output_of("train", "spiral", "--config", "my.toml", "--help-all")
     assert "Passes over the training set. (default: 7)" in text
 
 
-def test_a_flag_without_effect_is_not_shown(capfd):
+def test_a_flag_without_effect_is_not_shown(output_of):
     for verb, flag in (("verify", "max-steps"), ("scale", "patience")):
-        shown = groups_of(help_of(capfd, verb, "spiral"))
+        shown = groups_of(output_of(verb, "spiral", "--help-all"))
         assert not any(flag in flags for flags in shown.values())

@@ -69,6 +69,19 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(here, slurm):
     assert not (here / "runs").exists()
 
 
+def test_help_and_a_dry_run_run_no_code_of_a_strangers_run(here, slurm, capfd):
+    (here / "run").mkdir()
+    (here / "run" / "recipe.py").write_text("open('harm', 'w')\n")
+    known = 'recipe = "/gone/recipe.py"\nbatch_size = 8\n[options]\nmine = 2\n'
+    (here / "run" / "settings.toml").write_text(known)
+    assert slurm("submit", "run", "--dry-run")[0] == 0
+    assert call("train", "run", "--help") == 0
+    text = capfd.readouterr().out
+    assert "--mine" in text
+    assert re.search(r"--batch-size INT .*\n?.*default: 8", text)
+    assert not (here / "harm").exists()
+
+
 def test_a_range_of_nodes_needs_a_global_batch_that_they_do_not_decide_on(here, slurm, refused):
     elastic = ("--nodes", "1-4", "--ntasks-per-node", "2", "--dry-run")
     words = ("submit", "tiny.py", *elastic, "--", "--batch-size-per-rank", "4")
@@ -112,6 +125,11 @@ def test_a_script_that_is_kept_can_be_handed_in_and_leaves_what_was_asked_for_be
     code, _, said = slurm("submit", "mine.py", *flags, "-o", "job.sbatch")
     assert code == 0
     assert "sbatch job.sbatch" in said
+    assert slurm("submit", "mine.py", *flags, "-o", "job.sbatch")[0] == 0, "it is its own"
+    before = Path("mine.py").read_text()
+    code, _, said = slurm("submit", "mine.py", *flags, "-o", "mine.py")
+    assert (code, Path("mine.py").read_text()) == (2, before)
+    assert "mine.py exists" in said
     run = Path(directives(Path("job.sbatch").read_text())["output"]).parent
     assert run.is_dir(), "Slurm opens the log in it"
     kept = kept_options(run)
@@ -120,6 +138,12 @@ def test_a_script_that_is_kept_can_be_handed_in_and_leaves_what_was_asked_for_be
     assert kept_options(run).nodes == "2"
     (run / "job.json").write_text('{"restarts": "two"}')
     assert kept_options(run) is None
+
+
+def test_an_array_of_equal_trainings_is_refused(slurm):
+    code, _, said = slurm("submit", "spiral", "--array", "0-3", "--dry-run", "--", "--seed", "1")
+    assert code == 2
+    assert "--seed %a" in said
 
 
 def test_a_run_goes_on_with_what_its_job_asked_for_and_flags_change_it(here, slurm, uninterrupted):

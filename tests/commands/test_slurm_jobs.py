@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -43,15 +44,9 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def told(capfd):
+def told(output_of):
     """Give a function that runs `samestep slurm` to a good end; it returns what it printed."""
-
-    def run(*words: str) -> str:
-        capfd.readouterr()
-        assert call("slurm", *words) == 0
-        return capfd.readouterr().out
-
-    return run
+    return partial(output_of, "slurm")
 
 
 @pytest.fixture

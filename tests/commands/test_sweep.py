@@ -17,6 +17,7 @@ from tests.processes import TIMEOUT_S
 from tests.slurm.fake_slurm import FakeSlurm, install
 from tests.tiny import events, until
 
+SEEDS = ",".join(map(str, range(60)))
 FLAGS = ("small.py", "--lr", "0.01,0.1", "--no-pictures", "--run-dir", "sweep")
 
 
@@ -53,6 +54,10 @@ def test_with_halving_a_training_that_falls_behind_ends_after_its_first_epoch(he
         ("--lr", "0.1,0.01", "--no-such-flag", "1"),
         ("--lr", "0.1,0.01", "--momentum", "0.0,0.9"),
         ("--lr", "0.1,0.1"),
+        ("--lr", "0.1,0.10"),
+        ("--batch-size", "8", "--batch-size-per-rank", "4,8"),
+        ("--halving", "3", "--engine", "native,lightning"),
+        ("--seed", SEEDS, "--optimizer", "sgd,adam", "--momentum", "0.0,0.9"),
         ("--seed", ",".join(map(str, range(1001)))),
         ("--resume", "--lr", "1,2"),
         ("--at-once", "0", "--lr", "1,2"),
@@ -127,7 +132,7 @@ def num_checkpoints(run: Path) -> int:
 
 @pytest.mark.slow
 def test_a_sweep_that_is_ended_goes_on_where_it_was_and_each_run_is_the_training_of_its_flags(
-    here, capfd, refused, monkeypatch
+    here, output_of, refused, monkeypatch
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     length = ("--epochs", "120", "--checkpoint-every-epochs", "1")
@@ -156,7 +161,6 @@ def test_a_sweep_that_is_ended_goes_on_where_it_was_and_each_run_is_the_training
         lr = run.name.removeprefix("lr=")
         train_here("small.py", "--lr", lr, "--no-pictures", *length, "--run-dir", f"alone-{lr}")
         assert weights(run) == weights(here / f"alone-{lr}")
-    capfd.readouterr()
-    assert call("runs", "sweep", "--sort", "metric", "--json") == 0
-    ranked = [run["value"] for run in json.loads(capfd.readouterr().out)]
+    runs = json.loads(output_of("runs", "sweep", "--sort", "metric", "--json"))
+    ranked = [run["value"] for run in runs]
     assert ranked == sorted(ranked, reverse=True)

@@ -20,7 +20,7 @@ from samestep.recipes.spiral import SpiralOptions
 from samestep.session.request import to_toml
 from samestep.settings import Settings
 from samestep.training.plan import make_plan
-from tests.command_line import RECIPE, call, files_written, read_json, run, train_here
+from tests.command_line import RECIPE, files_written, read_json, run, train_here
 from tests.idx_files import write_mnist
 from tests.processes import run_ranks
 from tests.tiny import files
@@ -440,15 +440,9 @@ def trained(here, of_two_ranks) -> Path:
 
 
 @pytest.fixture
-def evaluate(capfd):
+def evaluate(output_of):
     """Return a function: flags → what `samestep evaluate run --json` prints."""
-
-    def evaluated(*arguments: str) -> dict:
-        capfd.readouterr()
-        assert call("evaluate", "run", *arguments, "--json") == 0
-        return json.loads(capfd.readouterr().out)
-
-    return evaluated
+    return lambda *flags: json.loads(output_of("evaluate", "run", *flags, "--json"))
 
 
 def test_one_process_evaluates_each_checkpoint_as_the_ranks_did(trained, evaluate):

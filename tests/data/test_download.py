@@ -134,6 +134,14 @@ def test_whatever_is_there_and_however_it_is_sent_the_right_bytes_arrive(
     assert (tmp_path / "one.gz").read_bytes() == ONE
 
 
+def test_where_nothing_came_no_folder_is_left_that_was_not_there_before(tmp_path):
+    (tmp_path / "there").mkdir()
+    with Mirror(FILES, Answer(status=503)) as mirror:
+        for folder in (tmp_path / "new" / "folder", tmp_path / "there"):
+            failure(folder, mirror)
+    assert names_in(tmp_path) == ["there"]
+
+
 def test_the_next_mirror_goes_on_where_the_first_one_failed(tmp_path):
     torn, gone = Answer(stop_after=HALF), Answer(status=503)
     with Mirror(FILES, torn, gone) as first, Mirror(FILES) as second:

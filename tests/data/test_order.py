@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 
 from samestep import Recipe, Settings, UserError
 from samestep.data import order as order_module
-from samestep.data.order import (
-    Ordering,
-    epoch_order,
-    ordering_of,
-    permuted,
-    share,
-    step_range,
-    steps_per_epoch,
-)
+from samestep.data import order as orders
+from samestep.data.order import Ordering, epoch_order, ordering_of, permuted, share, step_range
 
 GOLDEN_FIRST = [6, 1, 2, 8, 10, 3, 7, 11, 0, 4, 5, 9]
 GOLDEN_SECOND = [6, 4, 5, 9, 1, 8, 3, 2, 0, 11, 10, 7]
@@ -37,7 +30,7 @@ def test_steps_take_every_position_once_and_only_the_last_may_be_short(
     num_samples, global_batch, drop_last, world_size
 ):
     """The ranks' shares of a step are consecutive, and differ by at most one sample."""
-    steps = range(steps_per_epoch(num_samples, global_batch, drop_last=drop_last))
+    steps = range(orders.steps_per_epoch(num_samples, global_batch, drop_last=drop_last))
     positions = [step_range(num_samples, global_batch, step) for step in steps]
     remainder = num_samples % global_batch
     taken = num_samples - remainder if drop_last else num_samples
@@ -106,7 +99,7 @@ def test_each_slot_reads_on_where_it_was(num_samples, batch, drop_last):
     batch = min(num_samples, batch)
     how = {"global_batch": batch, "drop_last": drop_last}
     order = epoch_order(num_samples, 1, 2, Ordering(order="columns"), **how)
-    steps = steps_per_epoch(num_samples, batch, drop_last=drop_last)
+    steps = orders.steps_per_epoch(num_samples, batch, drop_last=drop_last)
     ranges = [step_range(num_samples, batch, step) for step in range(steps)]
     taken = [order[one.start : one.stop].tolist() for one in ranges]
     columns = [[step[slot] for step in taken if slot < len(step)] for slot in range(batch)]

@@ -292,29 +292,35 @@ class Dies(Listed):
         return super().__getitem__(index)
 
 
-def _killed():
-    os.kill(os.getpid(), signal.SIGKILL)
+def _killed(by=signal.SIGKILL):
+    os.kill(os.getpid(), by)
 
 
 def _read_by_dying_workers():
     looks = _MultiProcessingDataLoaderIter._try_get_data
     looks.__defaults__ = (0.1,)  # PyTorch looks every 5 s whether its workers live
     said, child_handler = [], signal.getsignal(signal.SIGCHLD)
-    for end in (partial(os._exit, 3), _killed):
+    printed = os.open(".", os.O_TMPFILE | os.O_RDWR)
+    os.dup2(printed, 2)
+    for end in (partial(os._exit, 3), _killed, partial(_killed, signal.SIGSEGV)):
         try:
             list(first_steps(opened(Dies(*samples(31), end=end), num_workers=1)))
         except (UserError, RuntimeError) as error:
             said.append((type(error), str(error)))
-    return said, signal.getsignal(signal.SIGCHLD) == child_handler
+    as_before = signal.getsignal(signal.SIGCHLD) == child_handler
+    return said, as_before, os.pread(printed, 9999, 0)
 
 
 def test_a_worker_that_ends_is_told_with_its_end_the_data_set_and_the_samples(tmp_path):
-    (((left, killed), as_before),) = run_ranks(_read_by_dying_workers, 1, tmp_path)
+    ((said, as_before, errors),) = run_ranks(_read_by_dying_workers, 1, tmp_path)
+    left, killed, crashed = said
     assert (left[0], killed[0]) == (UserError, RuntimeError)
     assert all("Dies" in said and "samples " in said for _kind, said in (left, killed))
     assert "exit code 3" in left[1]
     assert "SIGKILL" in killed[1]
     assert "memory" in killed[1]
+    assert "SIGSEGV" in crashed[1]
+    assert b"\0" not in errors
     assert as_before, "PyTorch would raise in whatever line the rank is at"
 
 

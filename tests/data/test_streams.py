@@ -10,18 +10,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from samestep.data import stream_lanes
 from samestep.data.batches import open_source
 from samestep.data.collating import Collating
 from samestep.data.order import share
-from samestep.data.stream_lanes import (
-    Lane,
-    Route,
-    is_stream,
-    leads_back,
-    mark_of,
-    num_lanes,
-    num_shards,
-)
+from samestep.data.stream_lanes import Lane, Route, leads_back, mark_of, num_lanes, num_shards
 from samestep.data.stream_source import StreamBatches
 from samestep.errors import UserError
 from samestep.ranks.world import World
@@ -252,7 +245,7 @@ def test_streams_of_hugging_face_may_not_divide_themselves_nor_be_gone_back_to_i
     from datasets.distributed import split_dataset_by_node
 
     stream = datasets.Dataset.from_dict({"place": list(range(50))}).to_iterable_dataset(4)
-    assert is_stream(stream)
+    assert stream_lanes.is_stream(stream)
     assert leads_back(stream, route(numbers(1), 1))
     assert not leads_back(stream.shuffle(seed=1, buffer_size=10), route(numbers(1), 1))
     opened(stream).agree()

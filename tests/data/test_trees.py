@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 
 from samestep import UserError
-from samestep.data.trees import (
-    check_rows,
-    describe,
-    map_leaves,
-    map_tensors,
-    narrow,
-    num_rows,
-    split_rows,
-    tree_leaves,
-)
+from samestep.data import trees
+from samestep.data.trees import check_rows, describe, map_leaves, narrow, num_rows, tree_leaves
 
 Pair = namedtuple("Pair", ("inputs", "targets"))  # noqa: PYI024 - as users write it
 
@@ -117,7 +109,7 @@ def test_rows_that_all_tensors_have_are_cut_as_views(tree):
     for whole, part in zip(tree_leaves(tree), tree_leaves(narrow(tree, 2, 3)), strict=True):
         assert torch.equal(part, whole[2:5])
         assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-    pieces = split_rows(tree, 4)
+    pieces = trees.split_rows(tree, 4)
     assert [num_rows(piece) for piece in pieces] == [4, 2]
     for place, whole in enumerate(tree_leaves(tree)):
         assert torch.equal(torch.cat([tree_leaves(piece)[place] for piece in pieces]), whole)
@@ -147,7 +139,7 @@ def test_what_is_not_looked_into_is_a_leaf():
     tree = {"batch": moved, "names": ("a", None), "x": ONE}
     assert tree_leaves(tree)[:3] == [moved, "a", None]
     assert tree_leaves(Text) == [Text], "a class is no tree of its fields"
-    same = map_tensors(lambda tensor: tensor + 1, tree)
+    same = trees.map_tensors(lambda tensor: tensor + 1, tree)
     assert same["batch"] is moved
     assert same["names"] == ("a", None)
     assert torch.equal(same["x"], ONE + 1)

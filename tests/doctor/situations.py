@@ -4,42 +4,25 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from samestep.doctor import rank_facts
 from samestep.doctor.findings import Finding
-from samestep.doctor.rank_facts import (
-    Address,
-    Allocation,
-    AllReduce,
-    Folder,
-    Gpu,
-    Machine,
-    Measurements,
-    RankFacts,
-    SlurmJob,
-    SlurmTask,
-)
+from samestep.doctor.rank_facts import Address, Allocation, AllReduce, Folder, Gpu, RankFacts
 from samestep.ranks.launch import Launch
 
 Row = dict[str, str]
 
 GIB = 1 << 30
 H100 = Gpu(name="NVIDIA H100", uuid="0", memory_bytes=80 * GIB)
-MACHINE = Machine(
-    host="node1",
-    python="3.12.1",
-    torch="2.13.0",
-    samestep="0.1.0",
-    code="aaaa",
-    machine_cores=64,
-    cores=tuple(range(16)),
-    shm_bytes=64 * GIB,
-    shm_free_bytes=64 * GIB,
-    open_files=65536,
-    processes=65536,
-    offline="",
-)
+CORES = {"machine_cores": 64, "cores": tuple(range(16))}
+LIMITS = {"shm_bytes": 64 * GIB, "shm_free_bytes": 64 * GIB, "open_files": 65536}
+LIMITS |= {"processes": 65536, "offline": ""}
+VERSIONS = {"python": "3.12.1", "torch": "2.13.0", "samestep": "0.1.0", "code": "aaaa"}
+MACHINE = rank_facts.Machine(host="node1", **VERSIONS, **CORES, **LIMITS)
 FOLDER = Folder(path="/shared/runs", free_bytes=1000 * GIB)
-SLURM = SlurmTask(job="7", in_step=True, num_tasks=4, job_nodes=2, most_step_tasks_on_node=2)
-JOB = SlurmJob(is_batch=True, requeue=True, time_limit="1-00:00:00", signal="USR1@120")
+SLURM = rank_facts.SlurmTask(
+    job="7", in_step=True, num_tasks=4, job_nodes=2, most_step_tasks_on_node=2
+)
+JOB = rank_facts.SlurmJob(is_batch=True, requeue=True, time_limit="1-00:00:00", signal="USR1@120")
 
 
 def gpus(number: int, host: str = "node1") -> tuple[Gpu, ...]:
@@ -51,17 +34,11 @@ def rank(number: int = 0, *, world_size: int = 1, per_node: int = 2, **changes) 
     """Return a healthy rank; `changes` to its machine are given as `machine={…}`."""
     node = number // per_node
     host = f"node{node + 1}"
-    launch = Launch(
-        launcher="srun" if world_size > 1 else "none",
-        rank=number,
-        world_size=world_size,
-        local_rank=number % per_node,
-        local_world_size=min(per_node, world_size),
-        node=node,
-        num_nodes=-(-world_size // per_node),
-        master_addr="node1",
-        master_port=12345,
-    )
+    place = {"rank": number, "world_size": world_size, "local_rank": number % per_node}
+    place |= {"local_world_size": min(per_node, world_size), "node": node}
+    place |= {"num_nodes": -(-world_size // per_node), "master_addr": "node1"}
+    launcher = "srun" if world_size > 1 else "none"
+    launch = Launch(launcher=launcher, master_port=12345, **place)
     local = f"10.0.0.{node + 1}"
     address = Address(place=host, master="10.0.0.1", local=local, interface="eth0", own=local)
     machine = {"host": host} | changes.pop("machine", {})
@@ -80,7 +57,7 @@ def four(**changes) -> list[RankFacts]:
     return [rank(r, world_size=4, **(changes if r == 3 else {})) for r in range(4)]
 
 
-MEASURED = Measurements(
+MEASURED = rank_facts.Measurements(
     clock_s=(0.0, 0.0, 0.001, 0.001),
     unshared=("",) * 4,
     matmul_s=(1e-3,) * 4,

@@ -55,20 +55,34 @@ def test_one_process_is_compared_with_nobody():
     assert [f.name for f in findings] == ["device", "loader workers"]
 
 
+def fourth(**changes) -> Allocation:
+    """Return an allocation of which rank 3 has a fault."""
+    return allocation(four(**changes))
+
+
+def reduced(size: int, latency_us: float, bus_gb_s: float) -> Allocation:
+    reduction = AllReduce(bytes=size, latency_us=latency_us, bus_gb_s=bus_gb_s)
+    return allocation(all_reduce=(reduction,))
+
+
+CROWDED = [rank(machine={"omp_threads": 64, "cores": (0, 1)})]
+CROWDED_TOGETHER = [rank(r, world_size=2, machine={"omp_threads": 16}) for r in range(2)]
+LINKS = link(10.0), link(9.0), link(1.0, 2, 0)
+UNSHARED = ("",) * 2 + ("does not see it",) * 2
 # Check → allocations with a fault, each with the status and words that it must say.
 FAULTS = {
     ranks.same_versions: [
-        (allocation(four(machine={"torch": "2.12.0"})), "red: torch: 2.12.0 | rank 3 | 2.13.0"),
-        (allocation(four(machine={"samestep": "0.2.0"})), "red: 0.2.0 for rank 3"),
+        (fourth(machine={"torch": "2.12.0"}), "red: torch: 2.12.0 | rank 3 | 2.13.0"),
+        (fourth(machine={"samestep": "0.2.0"}), "red: 0.2.0 for rank 3"),
     ],
-    ranks.same_code: [(allocation(four(machine={"code": "bbbb"})), "red: bbbb for rank 3")],
+    ranks.same_code: [(fourth(machine={"code": "bbbb"}), "red: bbbb for rank 3")],
     ranks.recipe: [
-        (allocation(four(machine={"recipe": "missing"})), "red: rank 3"),
+        (fourth(machine={"recipe": "missing"}), "red: rank 3"),
         (allocation(each(recipe="a")[:2] + each(recipe="b")[2:]), "red: ranks 2, 3"),
     ],
     ranks.nodes: [(allocation(four()[:3]), "yellow: 1 on node2 | 2 on node1")],
     ranks.device: [
-        (allocation(four(device_problem="Local rank 1 has no GPU")), "red: --device cpu"),
+        (fourth(device_problem="Local rank 1 has no GPU"), "red: --device cpu"),
         (allocation(with_gpus(device_uuid="node2-0")), "red: ranks 2, 3"),
         (allocation(with_gpus(device_uuid="", device="cpu")), "yellow: cpu"),
     ],
@@ -77,62 +91,36 @@ FAULTS = {
         (allocation(each(cores=(0,))), "yellow: 2 ranks | on 1 cores"),
     ],
     addresses.interface: [
-        (
-            allocation(four(address={"local": "127.0.0.1", "interface": "lo"})),
-            "red: rank 3 | MASTER_ADDR",
-        ),
-        (allocation(four(address={"interface": "ib0"})), "yellow: eth0, ib0"),
+        (fourth(address={"local": "127.0.0.1", "interface": "lo"}), "red: rank 3 | MASTER_ADDR"),
+        (fourth(address={"interface": "ib0"}), "yellow: eth0, ib0"),
     ],
     ranks.threads: [
-        (
-            allocation([rank(machine={"omp_threads": 64, "cores": (0, 1)})]),
-            "yellow: OMP_NUM_THREADS=64 | on 2 cores | OMP_NUM_THREADS=2,",
-        ),
-        (
-            allocation([rank(r, world_size=2, machine={"omp_threads": 16}) for r in range(2)]),
-            "yellow: 2 ranks × 16 on 16 cores | OMP_NUM_THREADS=8,",
-        ),
+        (allocation(CROWDED), "yellow: OMP_NUM_THREADS=64 | on 2 cores | OMP_NUM_THREADS=2,"),
+        (allocation(CROWDED_TOGETHER), "yellow: 2 ranks × 16 on 16 cores | OMP_NUM_THREADS=8,"),
     ],
     addresses.announced_address: [
-        (allocation(four(address={"own": "127.0.1.1"})), "red: GLOO_SOCKET_IFNAME=eth0"),
-        (
-            allocation(four(address={"own": "127.0.1.1", "chosen": "ib0"})),
-            "yellow: GLOO_SOCKET_IFNAME=ib0",
-        ),
-        (allocation(four(address={"own": ""})), "red: GLOO_SOCKET_IFNAME=eth0"),
-        (allocation(four(address={"gloo_interface": "lo"})), "red: GLOO_SOCKET_IFNAME=lo"),
+        (fourth(address={"own": "127.0.1.1"}), "red: GLOO_SOCKET_IFNAME=eth0"),
+        (fourth(address={"own": "127.0.1.1", "chosen": "ib0"}), "yellow: GLOO_SOCKET_IFNAME=ib0"),
+        (fourth(address={"own": ""}), "red: GLOO_SOCKET_IFNAME=eth0"),
+        (fourth(address={"gloo_interface": "lo"}), "red: GLOO_SOCKET_IFNAME=lo"),
     ],
     measurements.clock: [
         (allocation(clock_s=(0, 0, 0, 2.5)), "yellow: 2.5 s"),
         (allocation(clock_s=(0, 0, -3600.0, 0)), "red: 3,600.0 s | rank 2"),
     ],
-    shared_folder: [
-        (
-            allocation(unshared=("", "", "does not see it", "does not see it")),
-            "red: rank 2 | (2 ranks | --run-dir",
-        )
-    ],
+    shared_folder: [(allocation(unshared=UNSHARED), "red: rank 2 | (2 ranks | --run-dir")],
     measurements.compute: [
         (allocation(matmul_s=(1, 1, 1, 2.0)), "yellow: rank 3 | 2.00 ×"),
         (allocation(matmul_s=(1, 1, 1, 4.0)), "red: 4.00 ×"),
     ],
     measurements.links: [
-        (
-            allocation(links=(link(10.0), link(9.0), link(1.0, 2, 0))),
-            "yellow: node2 (node 1) – node1 (node 0) | 1 GB/s",
-        ),
+        (allocation(links=LINKS), "yellow: node2 (node 1) – node1 (node 0) | 1 GB/s"),
         (allocation(links=(link(0.001),)), "red: 1 MB/s"),
         (allocation(links=(link(0.11),)), "yellow: 10 Gbit"),
     ],
     measurements.all_reduce: [
-        (
-            allocation(all_reduce=(AllReduce(bytes=1 << 20, latency_us=1e6, bus_gb_s=0.001),)),
-            "red: 1 MiB",
-        ),
-        (
-            allocation(all_reduce=(AllReduce(bytes=1 << 28, latency_us=1e3, bus_gb_s=0.2),)),
-            "yellow: 0.2 GB/s | 256 MiB",
-        ),
+        (reduced(1 << 20, latency_us=1e6, bus_gb_s=0.001), "red: 1 MiB"),
+        (reduced(1 << 28, latency_us=1e3, bus_gb_s=0.2), "yellow: 0.2 GB/s | 256 MiB"),
         (allocation(all_reduce=()), "red: --budget-s"),
     ],
 }

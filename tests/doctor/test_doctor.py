@@ -15,7 +15,7 @@ import pytest
 
 from samestep.doctor.between_ranks import _lost
 from tests.doctor.situations import reds, rows_in, rows_of, says
-from tests.processes import Ranks, start_ranks
+from tests.processes import Ranks, env, start_ranks
 
 QUICK = ("--budget-s", "0.5", "--json")
 KEYS = {"name", "status", "found", "advice", "hosts"}
@@ -31,12 +31,8 @@ def doctor(folder: Path, plant: str = "", *options: str, world_size: int = 2) ->
 def _rank(work: Path, plant: str, arguments: list[str]) -> None:
     number = os.environ.get("RANK", "0")
     if "WORLD_SIZE" in os.environ:  # every rank is its node's first, whose folder is looked at
-        os.environ |= {
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "GROUP_RANK": number,
-            "GROUP_WORLD_SIZE": os.environ["WORLD_SIZE"],
-        }
+        nodes = f"GROUP_RANK={number} GROUP_WORLD_SIZE={os.environ['WORLD_SIZE']}"
+        os.environ |= env(f"LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 {nodes}")
     os.chdir(work)
     kept = PLANTS[plant](int(number), work) if plant else None
     from samestep.cli import main

@@ -11,16 +11,8 @@ from samestep.doctor.rank_facts import GpuHealth
 from samestep.ranks.peak_rates import link_gb_s, peak_flops_per_s
 from tests.doctor.situations import rank, says
 
-HEALTHY = GpuHealth(
-    bf16_tflop_s=690.0,
-    peak_tflop_s=989.4,
-    to_gpu_gb_s=54.0,
-    from_gpu_gb_s=52.0,
-    link_gb_s=63.0,
-    clock_mhz=1980,
-    most_mhz=1980,
-    uncorrected=0,
-)
+SPEEDS = {"bf16_tflop_s": 690.0, "peak_tflop_s": 989.4, "to_gpu_gb_s": 54.0, "from_gpu_gb_s": 52.0}
+HEALTHY = GpuHealth(**SPEEDS, link_gb_s=63.0, clock_mhz=1980, most_mhz=1980, uncorrected=0)
 FAULTS = {
     checks.gpu_speed: [({"bf16_tflop_s": 310.0}, "yellow: 31% | nvidia-smi")],
     checks.gpu_copies: [
@@ -62,17 +54,10 @@ def test_what_an_older_nvidia_smi_says_of_this_gpu_is_read(tmp_path, monkeypatch
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(checks, "_measure", lambda _: (5e14, 50.0, 49.0))
     found = checks.read_gpu(torch.device("cuda", 0), "aa", "NVIDIA H100 PCIe")
-    assert found == GpuHealth(
-        bf16_tflop_s=500.0,
-        peak_tflop_s=756.0,
-        to_gpu_gb_s=50.0,
-        from_gpu_gb_s=49.0,
-        link_gb_s=pytest.approx(63.0, rel=0.01),
-        clock_mhz=1200,
-        most_mhz=1980,
-        slowed_by=("heat (hardware)",),
-        others=(11, 1),
-    )
+    speeds = {"bf16_tflop_s": 500.0, "peak_tflop_s": 756.0, "to_gpu_gb_s": 50.0}
+    speeds |= {"from_gpu_gb_s": 49.0, "link_gb_s": pytest.approx(63.0, rel=0.01)}
+    clocks = {"clock_mhz": 1200, "most_mhz": 1980, "slowed_by": ("heat (hardware)",)}
+    assert found == GpuHealth(**speeds, **clocks, others=(11, 1))
     monkeypatch.setenv("PATH", "")
     unknown = checks.read_gpu(torch.device("cuda", 0), "aa", "a new GPU")
     assert (unknown.clock_mhz, unknown.link_gb_s, unknown.others) == (None, None, ())

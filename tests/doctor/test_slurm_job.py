@@ -9,19 +9,13 @@ from samestep.doctor.findings import run_checks, worst
 from samestep.doctor.slurm_job import read_slurm, signal_of, traps
 from samestep.ranks.launch import Launch
 from tests.doctor.situations import FOLDER, JOB, gpus, in_job, rank, says
+from tests.processes import env
 
-STEP = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_NTASKS": "4",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_STEP_NODELIST": "node[1-2]",
-    "SLURM_GPUS_ON_NODE": "2",
-    "SLURM_GPUS_PER_TASK": "1",
-}
+STEP = env("""
+    SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_JOB_NUM_NODES=2
+    SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NTASKS_PER_NODE=2 SLURM_STEP_NODELIST=node[1-2]
+    SLURM_GPUS_ON_NODE=2 SLURM_GPUS_PER_TASK=1
+""")
 SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
 
@@ -82,6 +76,8 @@ def test_outside_of_slurm_only_the_launcher_is_told():
 
 ALONE = Launch(note="This is a shell of Slurm job 7.")
 OF_TORCHRUN = {"launcher": "torchrun", "num_nodes": 1, "local_world_size": 4}
+ONE_GPU = {"machine": {"gpus": gpus(1)}}
+SHORT = {"job": replace(JOB, time_limit="30:00"), "folder": replace(FOLDER, epoch_s=3600.0)}
 
 # Check → changes that plant a fault, each with the status and words that it must say.
 FAULTS = {
@@ -97,11 +93,8 @@ FAULTS = {
         ({"launch": {"num_nodes": 1}}, "yellow: srun --nodes=2"),
     ],
     checks.gpu_binding: [
-        (
-            {"machine": {"gpus": gpus(1)}, "slurm": {"gpu_bind": "--gpu-bind=single:1"}},
-            "yellow: --gpu-bind=none",
-        ),
-        ({"machine": {"gpus": gpus(1)}}, "red: 1 GPU | 2 ranks"),
+        (ONE_GPU | {"slurm": {"gpu_bind": "--gpu-bind=single:1"}}, "yellow: --gpu-bind=none"),
+        (ONE_GPU, "red: 1 GPU | 2 ranks"),
         ({"slurm": {"gpus_on_node": 2}}, "red: 2 GPUs"),
         ({"machine": {"gpus": gpus(4)}}, "yellow: --ntasks-per-node=4"),
     ],
@@ -112,12 +105,7 @@ FAULTS = {
     ],
     checks.requeue: [({"job": replace(JOB, requeue=False)}, "yellow: --requeue")],
     checks.controller: [({"job": None}, "yellow: scontrol")],
-    checks.time_limit: [
-        (
-            {"job": replace(JOB, time_limit="30:00"), "folder": replace(FOLDER, epoch_s=3600.0)},
-            "yellow: 3,600 s | --checkpoint-every-minutes",
-        )
-    ],
+    checks.time_limit: [(SHORT, "yellow: 3,600 s | --checkpoint-every-minutes")],
 }
 
 

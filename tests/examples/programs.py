@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.command_line import end_with_first_failure
-from tests.processes import TIMEOUT_S, start_ranks
+from tests.command_line import end_with_first_failure, typed
+from tests.processes import start_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN_DISTRIBUTED = str(ROOT / "examples" / "mnist_torchrun" / "train_distributed.py")
@@ -79,15 +80,17 @@ def run(
     *command: str, folder: Path, world_size: int = 1, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as a reader types it, under torchrun for several ranks, to whatever end."""
-    return subprocess.run(
-        [*python(world_size), *command],
-        cwd=folder,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    return typed(*python(world_size), *command, folder=folder, **{"OMP_NUM_THREADS": "1", **more})
+
+
+def kill_at(line: str, *command: str, folder: Path, **more: str) -> None:
+    """Run a script until it prints a line that begins so, and kill it."""
+    words, to = [*python(), *command], {"env": environment(**more), "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, cwd=folder, text=True, **to) as process:
+        while not process.stdout.readline().startswith(line):
+            assert process.poll() is None
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import runpy
-import signal
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.programs import ROOT, defined, environment, forked, python, refusal, run
+from tests.examples.programs import ROOT, defined, forked, kill_at, refusal, run
 from tests.needs import needs
 from tests.processes import free_port, launch_environment, run_ranks
 
@@ -187,18 +185,9 @@ def test_rank_0_alone_opens_a_run_of_wandb(on_two):
 
 
 def test_killed_and_resumed_on_two_ranks_it_ends_where_it_would_have(alone, tmp_path):
+    # The first epoch is saved, the second is being validated.
     words = (SCRIPT, *FLAGS, "--batch-size", "24", "--resume")
-    with subprocess.Popen(
-        [*python(), *words],
-        cwd=tmp_path,
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        while not process.stdout.readline().startswith("epoch 2"):
-            assert process.poll() is None
-        process.kill()  # the first epoch is saved, the second is being validated
-    assert process.returncode == -signal.SIGKILL
+    kill_at("epoch 2", *words, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
     printed = train(tmp_path, "--resume", world_size=2)
     assert re.findall(r"^epoch (\d)", printed, re.MULTILINE) in (["2"], [])
     assert_same(tmp_path, printed, alone)

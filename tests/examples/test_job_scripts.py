@@ -2,10 +2,10 @@
 
 import re
 import shutil
-import subprocess
 
 import pytest
 
+from tests.command_line import typed
 from tests.examples.programs import JOB_SCRIPTS
 
 SPIRAL = [path for path in JOB_SCRIPTS if path.parent.name == "spiral_slurm"]
@@ -21,12 +21,7 @@ def test_the_scripts_are_found():
 def test_shellcheck_finds_nothing():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed: apt install shellcheck")
-    done = subprocess.run(
-        ["shellcheck", "--enable=quote-safe-variables", *map(str, JOB_SCRIPTS)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = typed("shellcheck", "--enable=quote-safe-variables", *JOB_SCRIPTS)
     assert done.returncode == 0, done.stdout
 
 

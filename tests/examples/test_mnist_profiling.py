@@ -151,6 +151,16 @@ def test_an_image_is_scaled_and_normalised_by_mnists_mean_and_deviation(folder):
     torch.testing.assert_close(image[0].double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_an_augmented_image_is_another_one_each_time_of_the_same_digit(folder):
+    names = defined(TRAIN)
+    batches = names["get_mnist_dataloader"](2, 0, folder / "data" / "mnist", augment=True)
+    (first, label), (second, other) = (batches.dataset[3] for _ in range(2))
+    assert (first.shape, first.dtype, label, other) == ((1, 28, 28), torch.float32, 3, 3)
+    plain = names["MnistDataset"](folder / "data" / "mnist")[3][0]
+    assert len({image.sum().item() for image in (first, second, plain)}) == 3
+    assert plain.min() <= first.min() <= first.max() <= plain.max()
+
+
 def table(*traces: Path) -> tuple[dict[str, list[str]], str]:
     """Return the table's rows, those of one step with their unit, and the text below it."""
     done = forked(PER_STEP, *map(str, traces), folder=traces[0].parent)

@@ -5,24 +5,14 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from tests.examples.programs import (
-    TRAIN_DISTRIBUTED,
-    defined,
-    environment,
-    epochs,
-    forked,
-    python,
-    refusal,
-    run,
-)
+from tests.examples import programs
+from tests.examples.programs import TRAIN_DISTRIBUTED, defined, epochs, forked, kill_at, refusal
 from tests.idx_files import write_mnist
 from tests.image_files import write_images
 
@@ -63,7 +53,7 @@ def saved(folder, epoch):
 
 
 def test_it_prints_how_it_starts_and_one_line_an_epoch_on_rank_0_alone(folder):
-    printed = train(folder, "--epochs", "2", "--batch-size", "20", world_size=2, start=run)
+    printed = train(folder, "--epochs", "2", "--batch-size", "20", world_size=2, start=programs.run)
     first, *_ = lines = printed.splitlines()
     units = ["GPUs"] if torch.cuda.is_available() else ["CPU", "ranks"]
     assert first.split()[4:] == ["2", *units]
@@ -83,14 +73,7 @@ def test_it_learns(trained):
 
 
 def test_killed_in_an_epoch_it_goes_on_from_the_last_whole_one(trained, folder):
-    command = [*python(), TRAIN_DISTRIBUTED, *LEARNS]
-    with subprocess.Popen(
-        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True
-    ) as process:
-        while not process.stdout.readline().startswith("Epoch 2 "):
-            assert process.poll() is None
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
+    kill_at("Epoch 2 ", TRAIN_DISTRIBUTED, *LEARNS, folder=folder)
     rest = train(folder, *LEARNS)
     assert "checkpoints/checkpoint_epoch_" in rest
     found, whole = epochs(rest), trained[1]

@@ -12,6 +12,7 @@ import torch
 
 from samestep.recipes import spiral
 from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, epochs, forked, run
+from tests.processes import env
 from tests.tracking.readers import comet_messages
 
 # Their parts, 709, 151 and 153, are odd: two ranks cannot share them equally.
@@ -165,30 +166,20 @@ def test_a_mistake_in_the_settings_is_named_and_ends_with_exit_code_2(
     assert named in capsys.readouterr().err.splitlines()[-1]
 
 
+IN_SALLOC = """
+    SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=4
+    SLURM_NTASKS_PER_NODE=8 SLURM_JOB_NAME=interactive
+"""
+IN_SRUN = "TORCHELASTIC_RUN_ID=1 WORLD_SIZE=6 LOCAL_WORLD_SIZE=2 SLURM_STEP_NUM_TASKS=3"
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
         ({}, ("LightningEnvironment", 1, 1)),
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, ("LightningEnvironment", 1, 1)),
-        (
-            {
-                "SLURM_STEP_NUM_TASKS": "4",
-                "SLURM_STEP_NUM_NODES": "1",
-                "SLURM_STEP_TASKS_PER_NODE": "4",
-                "SLURM_NTASKS_PER_NODE": "8",
-                "SLURM_JOB_NAME": "interactive",
-            },
-            ("SLURMEnvironment", 1, 4),
-        ),
-        (
-            {
-                "TORCHELASTIC_RUN_ID": "1",
-                "WORLD_SIZE": "6",
-                "LOCAL_WORLD_SIZE": "2",
-                "SLURM_STEP_NUM_TASKS": "3",
-            },
-            ("TorchElasticEnvironment", 3, 2),
-        ),
+        (env(IN_SALLOC), ("SLURMEnvironment", 1, 4)),
+        (env(IN_SRUN), ("TorchElasticEnvironment", 3, 2)),
     ],
     ids=["alone", "no srun", "srun in salloc", "torchrun under srun"],
 )
@@ -202,11 +193,7 @@ def test_the_launcher_is_found(variables, expected, modules, monkeypatch):
 
 def test_ranks_that_cannot_share_equally_are_refused(modules, monkeypatch, capsys):
     module = modules("train")
-    unequal = {
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "3,1",
-    }
+    unequal = env("SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=3,1")
     monkeypatch.setattr(module.os, "environ", unequal)
     with pytest.raises(SystemExit, match="2"):
         module.find_ranks()

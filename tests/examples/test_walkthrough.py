@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import types
 
@@ -17,20 +16,14 @@ import torch
 from samestep.recipes import cifar10
 from samestep.recipes.resnet import resnet18
 from tests.cifar_files import images_and_labels, write_binary
-from tests.examples.programs import ROOT, environment, forked, refusal
-from tests.processes import TIMEOUT_S
+from tests.command_line import typed
+from tests.examples.programs import ROOT, forked, refusal
+from tests.processes import env
 
 FOLDER = ROOT / "examples" / "cifar10_lightning"
 NOTEBOOK = FOLDER / "walkthrough.ipynb"
 # 430 images leave 43 to validate, which two ranks cannot share equally.
-SMALL = {
-    "SUBSET": "430",
-    "EPOCHS": "1",
-    "WIDTH": "4",
-    "BATCH_SIZE": "48",
-    "RANKS": "2",
-    "ROUNDS": "1",
-}
+SMALL = env("SUBSET=430 EPOCHS=1 WIDTH=4 BATCH_SIZE=48 RANKS=2 ROUNDS=1")
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -48,24 +41,11 @@ def executed(tmp_path_factory):
     # As `jupyter execute --inplace` does it. A process of its own: sockets, event loop and kernel
     # are gone with it.
     code = f"import nbclient.cli; nbclient.cli.main(['--inplace', '{NOTEBOOK.name}'])"
-    variables = environment(
-        **settings,
-        CUDA_VISIBLE_DEVICES="",
-        JUPYTER_RUNTIME_DIR=str(folder / "jupyter"),
-        IPYTHONDIR=str(folder / "ipython"),
-    )
+    settings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    settings |= {"JUPYTER_RUNTIME_DIR": f"{folder}/jupyter", "IPYTHONDIR": f"{folder}/ipython"}
     # Unbuffered, two ranks would print into each other's lines.
-    for name in ("CIFAR10_DIR", "CIFAR10_RUNS", "PYTHONUNBUFFERED"):
-        variables.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    unset = [f"--unset={name}" for name in ("CIFAR10_DIR", "CIFAR10_RUNS", "PYTHONUNBUFFERED")]
+    done = typed("env", *unset, sys.executable, "-c", code, folder=folder, **settings)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -368,6 +348,13 @@ def test_a_schedule_ends_with_the_last_step_of_the_run(schedule, first, example)
     assert max(rates) == pytest.approx(0.1)
     assert rates[-1] < 0.001
     assert group["nesterov"] is (schedule == "onecycle")
+
+
+@pytest.mark.slow
+def test_without_data_the_missing_file_is_named_and_no_folder_is_left(tmp_path):
+    told = refusal(str(FOLDER / "train.py"), "nowhere", "--output", "runs/new", folder=tmp_path)
+    assert told.startswith("train.py: error: nowhere/data_batch_1.bin is missing")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -4,13 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import Settings
-from samestep.explanation.schedule import (
-    PlannedEvent,
-    first_stop,
-    kept_files,
-    planned_events,
-    saves_the_best,
-)
+from samestep.explanation import schedule
+from samestep.explanation.schedule import PlannedEvent, first_stop, kept_files, planned_events
 from samestep.run.index import Index, Retention
 from samestep.training.plan import make_plan
 from samestep.training.stopping import Watch
@@ -77,5 +72,5 @@ def test_early_stopping_may_save_whatever_is_evaluated_and_not_planned_to_be_sav
     for patience, more in ((None, {}), (3, {"checkpoint_every_steps": 2}), (3, {})):
         settings = {**often, **more, "patience": patience}
         expected = patience is not None and not more
-        found = saves_the_best(Settings(batch_size=10, **settings), events_of(**settings))
+        found = schedule.saves_the_best(Settings(batch_size=10, **settings), events_of(**settings))
         assert found is expected

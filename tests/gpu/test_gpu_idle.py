@@ -1,10 +1,10 @@
 """What `samestep profile` says of a real GPU: how much of a step it idles."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests.command_line import typed
 
 pytestmark = pytest.mark.gpu
 
@@ -12,12 +12,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("compiles", ["off", "on"])
 def test_a_profile_says_how_much_of_a_step_the_gpu_idles(cuda, tmp_path, compiles):
     words = ("spiral", "--batch-size", "32", "--compile", compiles, "--seconds", "1", "--json")
-    done = subprocess.run(
-        [sys.executable, "-m", "samestep", "profile", *words, "--run-dir", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = typed("-m", "samestep", "profile", *words, "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     measured = found["measured"]
@@ -44,11 +39,6 @@ def test_busy_steps_leave_the_gpu_no_idle_time(cuda, tmp_path):
         "recipe = Recipe(model=model, data=data, settings={'epochs': 9, 'batch_size': 4096})\n"
     )
     words = (str(recipe), "--seconds", "1", "--json", "--run-dir", str(tmp_path / "run"))
-    done = subprocess.run(
-        [sys.executable, "-m", "samestep", "profile", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = typed("-m", "samestep", "profile", *words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["measured"]["gpu_idle"] < 0.1

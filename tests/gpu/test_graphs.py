@@ -13,19 +13,9 @@ from samestep.training.compiled import FullBatches
 from samestep.training.evaluation import evaluate
 from samestep.training.optimizer_state import load_state
 from samestep.training.step_graph import Replayed
+from tests import steps_by_hand as by_hand
 from tests.gpu.trainings import no_synchronisation
-from tests.steps_by_hand import (
-    IN_A_GRAPH,
-    OPTIMIZERS,
-    assert_same,
-    blocks,
-    eager,
-    learner,
-    model,
-    run,
-    settings_of,
-    whole,
-)
+from tests.steps_by_hand import IN_A_GRAPH, OPTIMIZERS, blocks, model, run, settings_of, whole
 
 # The compiler warns of what it would rather have: TF32, say.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -43,7 +33,7 @@ def _forget_graphs():
 def several(number, settings, device, **kind):
     """Return learners that begin alike."""
     net = model(**kind)
-    return [learner(copy.deepcopy(net), settings, device) for _ in range(number)]
+    return [by_hand.learner(copy.deepcopy(net), settings, device) for _ in range(number)]
 
 
 def is_replayed(notes):
@@ -65,10 +55,11 @@ def test_replayed_steps_take_the_eager_trajectory(cuda, name, large):
     settings = settings_of(**OPTIMIZERS[name])
     ours, its = several(2, settings, cuda, large=large)
     data = blocks(settings, cuda, together=1 if large else IN_A_GRAPH) * 2
-    ran, expected = run(whole(ours, settings, cuda), data), run(eager(its, settings, cuda), data)
+    ran = run(whole(ours, settings, cuda), data)
+    expected = run(by_hand.eager(its, settings, cuda), data)
     torch.testing.assert_close(ran.losses, expected.losses, rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(ran.norms, expected.norms, rtol=TOLERANCE, atol=TOLERANCE)
-    assert_same(ours, its, TOLERANCE)
+    by_hand.assert_same(ours, its, TOLERANCE)
     assert is_replayed(ran.notes) == (cuda.type == "cuda")
 
 
@@ -76,11 +67,11 @@ def test_weights_in_channels_last_stay_so_and_take_the_eager_trajectory(cuda):
     settings = settings_of(**OPTIMIZERS["sgd"])
     net = model(large=True).to(cuda)
     net[1].to(memory_format=torch.channels_last)
-    ours, its = (learner(copy.deepcopy(net), settings, cuda) for _ in range(2))
+    ours, its = (by_hand.learner(copy.deepcopy(net), settings, cuda) for _ in range(2))
     data = blocks(settings, cuda, together=1)
     ran = run(whole(ours, settings, cuda), data)
-    run(eager(its, settings, cuda), data)
-    assert_same(ours, its, TOLERANCE)
+    run(by_hand.eager(its, settings, cuda), data)
+    by_hand.assert_same(ours, its, TOLERANCE)
     assert is_replayed(ran.notes)
     assert ours.model[1].weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -141,13 +132,13 @@ def test_a_run_that_goes_on_takes_the_same_steps_and_its_new_state_is_captured_a
     resumed.model.load_state_dict(weights)
     load_state(resumed.optimizer, copy.deepcopy(state))
     run(whole(resumed, settings, cuda), data[2:], start=2 * IN_A_GRAPH)
-    assert_same(resumed, through, TOLERANCE)
+    by_hand.assert_same(resumed, through, TOLERANCE)
 
     run(half, data[2:3], start=2 * IN_A_GRAPH)
     stopped.model.load_state_dict(weights)
     load_state(stopped.optimizer, copy.deepcopy(state))  # the state lies elsewhere now
     run(half, data[2:], start=2 * IN_A_GRAPH)
-    assert_same(stopped, through, TOLERANCE)
+    by_hand.assert_same(stopped, through, TOLERANCE)
 
 
 def test_a_capture_that_fails_leaves_the_device_usable(cuda):

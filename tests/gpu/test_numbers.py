@@ -4,17 +4,9 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.gpu import trainings
 from tests.gpu.conftest import DRY
-from tests.gpu.trainings import (
-    IN_FILES,
-    IN_MEMORY,
-    IN_MEMORY_PLAIN,
-    TINY,
-    built,
-    first_25_steps,
-    first_steps,
-    take,
-)
+from tests.gpu.trainings import IN_FILES, IN_MEMORY, IN_MEMORY_PLAIN, TINY, first_steps, take
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -83,7 +75,7 @@ def test_bf16_trains_close_to_fp32(cuda, mnist):
 
 @pytest.mark.gpu(dry=True)
 def test_fp16_skips_the_steps_whose_gradients_overflow_and_goes_on(cuda, mnist):
-    with built(cuda, "mnist", "--data-dir", mnist, "--precision", "fp16") as training:
+    with trainings.built(cuda, "mnist", "--data-dir", mnist, "--precision", "fp16") as training:
         scaler = training.work.learner.scaler
         scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**60})
         before = [p.detach().clone() for p in training.work.learner.model.parameters()]
@@ -141,5 +133,6 @@ def test_data_read_by_a_loader_trains_as_data_in_memory(cuda, tmp_path, workers)
     """Over more than two epochs, so that the loader begins anew; from pinned memory on CUDA."""
     held = first_steps(cuda, tiny.write_recipe(tmp_path, IN_MEMORY_PLAIN, "held.py"), steps=25)
     loaded = (cuda, tiny.write_recipe(tmp_path, IN_FILES, "loaded.py"), "--num-workers", workers)
-    (read,) = run_ranks(first_25_steps, 1, tmp_path / "rank", *loaded)  # it forks its workers
+    # A rank of its own: it forks its workers.
+    (read,) = run_ranks(trainings.first_25_steps, 1, tmp_path / "rank", *loaded)
     assert torch.equal(held.losses, read.losses)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import samestep
 from samestep import evaluate
 from samestep.api.call import as_in_fresh_process
 from tests import tiny
@@ -24,6 +25,7 @@ from tests.training.test_losses import MEANS, MEASURED, RECIPE
 from tests.training.test_metrics import RECIPE as OBJECTS
 from tests.training.test_own_optimizer import BRANCHES, OWN
 from tests.training.test_trajectory import CONVNET, LOADED
+from tests.training.test_unkept import AFTER, BEFORE, NAMES_IT
 
 # The trainings of two ranks are made once, for all tests of this file.
 pytestmark = pytest.mark.xdist_group("lightning engine")
@@ -39,6 +41,11 @@ GROUPED = OWN.replace("(step, total)", "(step, total, *, epoch)").replace(
 )
 # Where an early stop falls on the last epoch, the engines give two reasons: four leave it room.
 OF_LOSSES = ("--micro-batch-size", "4", "--patience", "1", "--momentum", "0.9", "--epochs", "4")
+GRAPHS = (*FP64, *RECIPES["graphs.py"], "--batch-size", "32", "--micro-batch-size", "4")
+READ = ("--num-workers", "1", "--log-every", "1", "--precision", "fp64")
+IMAGES = ("--width", "4", "--epochs", "1", "--batch-size", "16", "--log-every", "1")
+CLIPPED = ("--clip-norm", "0.05", "--warmup-steps", "7", "--schedule", "cosine")
+SGD = ("--optimizer", "sgd", "--momentum", "0.9", "--weight-decay", "0.01")
 
 # What is trained → a recipe's text, file or name, and flags. TINY has 131 samples in global batches
 # of 12: odd shares, and an incomplete last batch that needs fewer micro-steps than the others.
@@ -51,35 +58,21 @@ ON_TWO = {
     "metric objects": (TINY + OBJECTS, ("--epochs", "2")),
     "sums by name": (RECIPE, OF_LOSSES),
     # 128 and 13 graphs of 109 a step and rank: the last step needs fewer micro-steps.
-    "graphs in micro-steps": (
-        EXAMPLES / "graphs.py",
-        (*FP64, *RECIPES["graphs.py"], "--batch-size", "32", "--micro-batch-size", "4"),
-    ),
-    "augmented and read by a worker": (
-        CONVNET + LOADED,
-        ("--num-workers", "1", "--log-every", "1", "--precision", "fp64"),
-    ),
+    "graphs in micro-steps": (EXAMPLES / "graphs.py", GRAPHS),
+    "augmented and read by a worker": (CONVNET + LOADED, READ),
     "dropout": ("spiral", ("--num-samples", "701", "--epochs", "2", "--batch-size", "32")),
-    "batch norm and augmentation": (
-        "cifar10",
-        ("--width", "4", "--epochs", "1", "--batch-size", "16", "--log-every", "1"),
-    ),
+    "batch norm and augmentation": ("cifar10", IMAGES),
 }
 OF_ROUNDING = {"dropout": 1e-6, "batch norm and augmentation": 1e-5}  # they train in fp32
 ALONE = {
     "as it is": (TINY, ()),
-    "clipped, with warm-up, cosine and momentum": (
-        TINY,
-        (
-            *("--clip-norm", "0.05", "--warmup-steps", "7", "--schedule", "cosine"),
-            *("--optimizer", "sgd", "--momentum", "0.9", "--weight-decay", "0.01"),
-        ),
-    ),
+    "clipped, with warm-up, cosine and momentum": (TINY, (*CLIPPED, *SGD)),
     "without the incomplete batch": (TINY, ("--drop-last",)),
     "stopped early": (TINY, ("--patience", "1", "--lr", "0.3")),
     "not validated by accuracy": (TINY, ("--monitor", "loss", "--keep-top-k", "2")),
     "own optimizer": (TINY + OWN, ("--epochs", "2")),
     "means by name": (MEANS, OF_LOSSES),
+    "a loss that names the step": (TINY + BEFORE + NAMES_IT + AFTER, ("--epochs", "2")),
     # Of Python's own random numbers an evaluation in Lightning draws others.
     "measured": (MEASURED.replace(" + random.random()", ""), OF_LOSSES),
 }
@@ -189,14 +182,8 @@ def plain_trainer(**more):
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    plain = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(**(plain | more))
+    parts = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return pl.Trainer(**({"accelerator": "cpu"} | dict.fromkeys(parts, False) | more))
 
 
 @pytest.fixture
@@ -207,13 +194,11 @@ def trainer() -> Iterator[object]:
 
 
 def test_a_checkpoint_of_either_engine_evaluates_in_the_other(on_two, trainer):
-    from samestep import LitData, LitRecipe
-
     ours, theirs = (on_two / "as it is" / name for name in ("ours", "theirs"))
     expected = read_json(theirs / "result.json")["test"]
     assert evaluate(ours)["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
-    module = LitRecipe.from_run(str(theirs))
-    [measured] = trainer().test(module, LitData(module.recipe, module.settings))
+    module = samestep.LitRecipe.from_run(str(theirs))
+    [measured] = trainer().test(module, samestep.LitData(module.recipe, module.settings))
     assert measured["test_loss"] == pytest.approx(expected["loss"], rel=1e-6)  # logged as fp32
     assert measured["test_accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
 
@@ -226,12 +211,11 @@ def test_in_a_users_own_trainer_two_ranks_learn_what_samestep_train_does(on_two,
 
 
 def _fit() -> dict[str, float]:
-    from samestep import LitRecipe
     from samestep.lightning import SpiralDataModule
 
     os.environ["TORCHELASTIC_RUN_ID"] = "test"  # as torchrun says it to Lightning
     data = SpiralDataModule(num_samples=701, batch_size=32)
-    module = LitRecipe(data.recipe, data.settings, data.options)
+    module = samestep.LitRecipe(data.recipe, data.settings, data.options)
     trainer = plain_trainer(max_epochs=2, devices=2, num_sanity_val_steps=2)
     trainer.fit(module, data)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -242,27 +226,24 @@ def evaluations(run: Path) -> list[dict]:
 
 
 def test_a_users_own_trainer_takes_batches_of_graphs(tmp_path, trainer):
-    from samestep import LitData, LitRecipe
-
     recipe, run = EXAMPLES / "graphs.py", tmp_path / "run"
     tiny.trained(recipe, run, "--epochs", "1")
     (expected,) = evaluations(run)
     own = trainer(max_epochs=1)
-    own.fit(LitRecipe(str(recipe)), LitData(str(recipe)))
+    own.fit(samestep.LitRecipe(str(recipe)), samestep.LitData(str(recipe)))
     for name, rel in (("loss", 1e-5), ("accuracy", 1e-6)):
         found = float(own.callback_metrics[f"val_{name}"])
         assert found == pytest.approx(expected[name], rel=rel)
 
 
 def test_cifar10s_data_module_feeds_anyones_module(tmp_path, trainer):
-    from samestep import LitRecipe
     from samestep.lightning import CIFAR10DataModule
 
     folder = str(write_binary(tmp_path / "data"))
     data = CIFAR10DataModule(folder, batch_size=8)
     options = data.recipe.options(data_dir=folder, width=2)
     short = trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1)
-    short.fit(LitRecipe(data.recipe, data.settings, options), data)
+    short.fit(samestep.LitRecipe(data.recipe, data.settings, options), data)
     inputs, targets, *_ = next(iter(data.train_dataloader()))
     assert inputs.shape == (8, 3, 32, 32)
     assert targets.shape == (8,)
@@ -282,19 +263,18 @@ def test_a_data_module_can_be_looked_at_without_a_trainer():
     [({"max_epochs": 1}, "accumulate_grad_batches=4"), ({"max_time": "00:00:01:00"}, "max_steps")],
 )
 def test_a_trainer_that_accumulates_otherwise_or_has_no_end_is_told(trainer, ends, named):
-    from samestep import LitData, LitRecipe, Settings, UserError
-
-    settings = Settings(epochs=1, micro_batch_size=8, batch_size=32)
-    with pytest.raises(UserError, match=named):
-        trainer(**ends).fit(LitRecipe("spiral", settings), LitData("spiral", settings))
+    settings = samestep.Settings(epochs=1, micro_batch_size=8, batch_size=32)
+    with pytest.raises(samestep.UserError, match=named):
+        trainer(**ends).fit(
+            samestep.LitRecipe("spiral", settings), samestep.LitData("spiral", settings)
+        )
 
 
 def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_trainer(trainer):
-    from samestep import LitRecipe
     from samestep.lightning import SpiralDataModule
 
     data = SpiralDataModule(num_samples=200)
-    module = LitRecipe(data.recipe, data.settings, data.options)
+    module = samestep.LitRecipe(data.recipe, data.settings, data.options)
     trainer().validate(module, data, verbose=False)
     trainer(max_epochs=1).fit(module, data)
     assert data.plan.total_steps == 5  # of 140 samples in batches of 32

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import samestep
 from tests import tiny
 from tests.command_line import read_json, typed
 from tests.processes import run_ranks, start_ranks
@@ -83,8 +84,6 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.utilities import rank_zero_only
 
-    from samestep import TrackerLogger
-    from samestep.errors import UserError
     from samestep.run.directory import Run
     from samestep.tracking import processes
 
@@ -96,7 +95,7 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
 
         def append(run, record):
             if record["event"] == "metrics":
-                raise UserError("The disk is full.")
+                raise samestep.UserError("The disk is full.")
             whole(run, record)
 
         Run.append = append
@@ -112,17 +111,10 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
             pass
 
     patient = {"timeout_s": 600.0} | (more or {})
-    logger = TrackerLogger(trackers, save_dir="runs", name="mine", **patient)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=int(os.environ.get("WORLD_SIZE", "1")),
-        max_epochs=epochs,
-        logger=[Kept(), logger],
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    logger = samestep.TrackerLogger(trackers, save_dir="runs", name="mine", **patient)
+    how = {"accelerator": "cpu", "devices": int(os.environ.get("WORLD_SIZE", "1"))}
+    how |= {f"enable_{part}": False for part in ("checkpointing", "progress_bar", "model_summary")}
+    trainer = Trainer(max_epochs=epochs, logger=[Kept(), logger], log_every_n_steps=1, **how)
     module = make_module()(odd=4 if "in a step" in faults else None)
     try:
         trainer.fit(module)
@@ -333,33 +325,27 @@ REFUSED = {
 def test_a_mistake_is_refused_on_every_rank_before_anything_is_written(tmp_path, monkeypatch):
     from lightning.pytorch.utilities import rank_zero_only
 
-    from samestep import TrackerLogger, UserError
-
     monkeypatch.chdir(tmp_path)
     for rank in (0, 1):
         monkeypatch.setattr(rank_zero_only, "rank", rank)
         for trackers, words in REFUSED.items():
-            with pytest.raises(UserError, match=re.escape(words)):
-                TrackerLogger(trackers)
+            with pytest.raises(samestep.UserError, match=re.escape(words)):
+                samestep.TrackerLogger(trackers)
     for wrong, words in (({"project": "a/b"}, "project 'a/b'"), ({"timeout_s": 0}, "timeout")):
-        with pytest.raises(UserError, match=f"TrackerLogger: {words}"):
-            TrackerLogger("none", **wrong)
+        with pytest.raises(samestep.UserError, match=f"TrackerLogger: {words}"):
+            samestep.TrackerLogger("none", **wrong)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_client_that_is_not_installed_is_named_with_its_extra(monkeypatch):
-    from samestep import TrackerLogger, UserError
-
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"comet_ml.*'samestep\[comet\]'"):
-        TrackerLogger("comet")
+    with pytest.raises(samestep.UserError, match=r"comet_ml.*'samestep\[comet\]'"):
+        samestep.TrackerLogger("comet")
 
 
 def logged(trackers, folder, hyperparameters=None, **how):
     """Log one loss with a logger of its own; return the run directory."""
-    from samestep import TrackerLogger
-
-    logger = TrackerLogger(trackers, save_dir=folder, **how)
+    logger = samestep.TrackerLogger(trackers, save_dir=folder, **how)
     if hyperparameters:
         logger.log_hyperparams(hyperparameters)
     logger.log_metrics({"loss": 1.0})
@@ -375,11 +361,11 @@ def test_a_run_of_a_logger_is_nothing_to_resume(tmp_path, refused):
 
 
 def test_two_that_would_write_one_directory_are_refused_until_the_first_is_closed(tmp_path):
-    from samestep import TrackerLogger, UserError
-
-    one, other = (TrackerLogger("none", save_dir=tmp_path, version="same") for _ in range(2))
+    one, other = (
+        samestep.TrackerLogger("none", save_dir=tmp_path, version="same") for _ in range(2)
+    )
     one.log_metrics({"loss": 1.0}, step=1)
-    with pytest.raises(UserError, match=r"same.* close\(\)"):
+    with pytest.raises(samestep.UserError, match=r"same.* close\(\)"):
         other.log_metrics({"loss": 2.0}, step=1)
     one.close()
     other.log_metrics({"loss": 3.0}, step=2)
@@ -391,10 +377,8 @@ def test_two_that_would_write_one_directory_are_refused_until_the_first_is_close
 
 
 def test_a_second_training_whose_steps_no_tracker_takes_is_warned_of_once(tmp_path):
-    from samestep import TrackerLogger
-
     said = []
-    logger = TrackerLogger("none", save_dir=tmp_path, say=said.append)
+    logger = samestep.TrackerLogger("none", save_dir=tmp_path, say=said.append)
     for ends in (3, 3, 2):
         for step in range(ends):
             logger.log_metrics({"loss": 1.0}, step=step)
@@ -406,13 +390,11 @@ def test_a_second_training_whose_steps_no_tracker_takes_is_warned_of_once(tmp_pa
 
 
 def test_a_single_tag_is_one_tag_and_names_stay_below_the_folder(tmp_path):
-    from samestep import TrackerLogger, UserError
-
     (start,) = what(logged(TRACKER, tmp_path, version="v", tags="first"), "start")
     assert start["tags"] == ["first"]
     for wrong in ({"name": "../up"}, {"name": "/abs"}, {"version": "a/../../b"}):
-        with pytest.raises(UserError, match=re.escape(repr(*wrong.values()))):
-            TrackerLogger("none", save_dir=tmp_path, **wrong)
+        with pytest.raises(samestep.UserError, match=re.escape(repr(*wrong.values()))):
+            samestep.TrackerLogger("none", save_dir=tmp_path, **wrong)
 
 
 def test_a_run_without_a_ledger_is_sent_to_the_project_that_it_was_to_go_to(tmp_path):

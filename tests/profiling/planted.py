@@ -60,15 +60,10 @@ recipe = Recipe(model=Net, data=data, settings={{
     "epochs": 2, "batch_size_per_rank": BATCH, "optimizer": "sgd", "lr": 1e-6, {settings}
 }})
 """
-_DEFAULTS = {
-    "sizes": "16, 640, 32, 16",
-    "backward": "0",
-    "sample": "0",
-    "evaluation": "0",
-    "checkpoint": "0",
+_DEFAULTS = dict.fromkeys(("backward", "sample", "evaluation", "checkpoint"), "0")
+_DEFAULTS |= {"sizes": "16, 640, 32, 16", "validation": "None", "train": "(x, y)"}
+_DEFAULTS |= {
     "layers": "nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 2))",
-    "validation": "None",
-    "train": "(x, y)",
     "settings": '"checkpoint_every_epochs": 1000',
 }
 
@@ -113,16 +108,8 @@ def main():
 if __name__ == "__main__":
     main()
 """
-_SCRIPT_DEFAULTS = {
-    "save": "0",
-    "depth": "1",
-    "width": "64",
-    "samples": "640",
-    "batch": "32",
-    "loader": "",
-    "after_backward": "pass",
-    "after_step": "pass",
-}
+_SCRIPT_DEFAULTS = {"save": "0", "depth": "1", "width": "64", "samples": "640", "batch": "32"}
+_SCRIPT_DEFAULTS |= {"loader": "", "after_backward": "pass", "after_step": "pass"}
 
 
 @dataclass(frozen=True)
@@ -168,72 +155,38 @@ _FROM_DISK = {"train": "Samples()", "sample": "0.001"}
 
 _DEEP = f"nn.Sequential(*[{_LAYER}] * 8, nn.Linear(16, 2))"
 _CHAIN = "nn.Sequential(*[nn.Hardtanh() for _ in range(12)], nn.Linear(WIDTH, 2))"
-_READS = "[(float(r.max()), float(r.sum()), int(r.argmax())) for r in model(x)]"
 _EVERY_2 = '"eval_every_steps": 2, "checkpoint_every_epochs": 1000'
+_PRODUCTS = {"sizes": "1024, 1024, 512, 1024"}
+_CHAINS = {"sizes": "4096, 2048, 1024, 16", "layers": _CHAIN}
+_SLOW_RANK = {"backward": "0.05 if RANK == 1 else 0"}
+_SLOW_DATA = {"train": "Samples()", "sample": "0.003 if RANK == 1 else 0"}
+_LARGE = {"sizes": "512, 2048, 512, 512"}
+_SLOW_SAVING = {"checkpoint": "0.05", "settings": '"checkpoint_every_steps": 4'}
+_EVALUATING = {"evaluation": "0.02", "validation": "(x, y)", "settings": _EVERY_2}
+# Of scripts.
+_NUMBERS = "[(float(r.max()), float(r.sum()), int(r.argmax())) for r in model(x)]"
+_READING = {"after_backward": _NUMBERS, "batch": "64"}
+_WORKERS = {"samples": "64", "loader": ", num_workers=1"}
+_SAVING = {"save": "0.02", "after_step": "torch.save({'s': SlowToSave()}, os.devnull)"}
+_LOGGING = {"after_step": "time.sleep(0.03)  # drawing, writing, printing"}
+_ONE, _MANY = ("--threads", "1"), ("--threads", str(4 * _CORES))
 
+INPUT, SAVES = "input-bound", "checkpoint-bound"
 SITUATIONS = [
-    Situation("a data set that sleeps", "input-bound", "itself", _FROM_DISK, slow=True),
+    Situation("a data set that sleeps", INPUT, "itself", _FROM_DISK, slow=True),
     Situation("a tiny model", "launch-bound", "--compile on", {"layers": _DEEP}),
+    Situation("matrix products", "compute-bound", "mm", _PRODUCTS, flags=_ONE),
+    Situation("long chains of element by element", "memory-bound", "fuse", _CHAINS, slow=True),
+    Situation("a rank that computes slowly", "straggler", "rank 1", _SLOW_RANK, nproc=2),
     Situation(
-        "matrix products",
-        *("compute-bound", "mm", {"sizes": "1024, 1024, 512, 1024"}),
-        flags=("--threads", "1"),
-    ),
-    Situation(
-        "long chains of element by element",
-        *("memory-bound", "fuse", {"sizes": "4096, 2048, 1024, 16", "layers": _CHAIN}),
-        slow=True,
-    ),
-    Situation(
-        "a rank that computes slowly",
-        *("straggler", "rank 1", {"backward": "0.05 if RANK == 1 else 0"}),
-        nproc=2,
-    ),
-    Situation(
-        "a rank whose data is slow",
-        *("straggler", "for its data"),
-        {"train": "Samples()", "sample": "0.003 if RANK == 1 else 0"},
-        nproc=2,
-        slow=True,
+        "a rank whose data is slow", "straggler", "for its data", _SLOW_DATA, nproc=2, slow=True
     ),
     Situation("a tiny model on two ranks", "communication-bound", "latency", {}, nproc=2),
-    Situation(
-        "numbers read of every sample",
-        *("host-sync", "Add numbers up"),
-        script={"after_backward": _READS, "batch": "64"},
-    ),
-    Situation(
-        "more threads than cores",
-        *("oversubscribed", "--threads", {"sizes": "512, 2048, 512, 512"}),
-        flags=("--threads", str(4 * _CORES)),
-    ),
-    Situation(
-        "slow checkpoints",
-        *("checkpoint-bound", "more rarely"),
-        {"checkpoint": "0.05", "settings": '"checkpoint_every_steps": 4'},
-        slow=True,
-    ),
-    Situation(
-        "evaluations too often",
-        *("evaluation-bound", "more rarely"),
-        {"evaluation": "0.02", "validation": "(x, y)", "settings": _EVERY_2},
-        slow=True,
-    ),
-    Situation(
-        "workers that start in every epoch",
-        *("input-bound", "persistent_workers"),
-        script={"samples": "64", "loader": ", num_workers=1"},
-    ),
-    Situation(
-        "slow saving in a script",
-        *("checkpoint-bound", "more rarely"),
-        script={"save": "0.02", "after_step": "torch.save({'s': SlowToSave()}, os.devnull)"},
-        slow=True,
-    ),
-    Situation(
-        "much logging in a script",
-        *("loop-bound", "once in many"),
-        script={"after_step": "time.sleep(0.03)  # drawing, writing, printing"},
-        slow=True,
-    ),
+    Situation("numbers read of every sample", "host-sync", "Add numbers up", script=_READING),
+    Situation("more threads than cores", "oversubscribed", "--threads", _LARGE, flags=_MANY),
+    Situation("slow checkpoints", SAVES, "more rarely", _SLOW_SAVING, slow=True),
+    Situation("evaluations too often", "evaluation-bound", "more rarely", _EVALUATING, slow=True),
+    Situation("workers that start in every epoch", INPUT, "persistent_workers", script=_WORKERS),
+    Situation("slow saving in a script", SAVES, "more rarely", script=_SAVING, slow=True),
+    Situation("much logging in a script", "loop-bound", "once in many", script=_LOGGING, slow=True),
 ]

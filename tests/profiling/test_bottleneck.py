@@ -6,26 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.profiling.bottleneck import (
-    ADVICE,
-    StepPart,
-    _conditions,
-    _facts,
-    judge,
-    milliseconds,
-    split,
-)
+from samestep.profiling import bottleneck
+from samestep.profiling.bottleneck import ADVICE, StepPart, _conditions, judge, milliseconds
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps, Operations
 
-STEP = {
-    "data": 0.001,
-    "to_device": 0.0,
-    "forward": 0.02,
-    "backward": 0.04,
-    "all_reduce": 0.0,
-    "optimizer": 0.01,
-    "other": 0.001,
-}
+STEP = dict.fromkeys(("data", "other"), 0.001) | dict.fromkeys(("to_device", "all_reduce"), 0.0)
+STEP |= {"forward": 0.02, "backward": 0.04, "optimizer": 0.01}
 
 
 def measured(*ranks, operations=None, **told):
@@ -87,7 +73,7 @@ def test_the_largest_part_of_the_step_is_the_verdict_and_has_one_remedy(kind, nu
 def test_every_text_of_the_advice_can_be_filled_in():
     """Also those that no verdict above has; none names a fact or a condition that is not there."""
     numbers = measured(DATA, counts={"checkpoint": 4})
-    facts = _facts(StepPart(kind="checkpoint-bound", seconds=0.1), numbers)
+    facts = bottleneck._facts(StepPart(kind="checkpoint-bound", seconds=0.1), numbers)
     conditions = _conditions(numbers)
     for why, change in ADVICE.values():
         for one in (why, change):
@@ -167,7 +153,7 @@ def test_the_parts_always_add_up_to_the_step(phases, evaluation, checkpoint, sha
         checkpoint=checkpoint,
         operations=Operations(**dict(zip(names, shares, strict=True))),
     )
-    parts = split(numbers)
+    parts = bottleneck.split(numbers)
     step = numbers.typical.step + evaluation + checkpoint
     assert sum(part.seconds for part in parts) == pytest.approx(step)
     assert all(part.seconds >= 0 for part in parts)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.processes import samestep
+from tests.command_line import start
 from tests.profiling.planted import SITUATIONS, read
 
 
@@ -15,7 +15,7 @@ from tests.profiling.planted import SITUATIONS, read
 )
 def test_the_bottleneck_that_was_planted_is_the_verdict(tmp_path, situation):
     command = situation.command(tmp_path, seconds=0.4)
-    ranks = samestep(*command, world_size=situation.nproc, folder=tmp_path / "out")
+    ranks = start(*command, world_size=situation.nproc, folder=tmp_path / "out")
     assert ranks.wait() == [0] * situation.nproc, ranks.output()
     verdict = read(tmp_path)["verdict"]
     if verdict["kind"] != situation.verdict:

@@ -6,15 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.profiling import speed_up
 from samestep.profiling.scaling_study import Study
-from samestep.profiling.speed_up import (
-    analyse,
-    find_warnings,
-    interval,
-    reasons,
-    report_lines,
-    scaling_of,
-)
+from samestep.profiling.speed_up import analyse, find_warnings, interval, reasons, scaling_of
 from tests.profiling.made_studies import measured, measurement
 
 
@@ -116,7 +110,7 @@ def test_the_report_fits_a_terminal_and_names_the_cause():
     ]
     study = Study(setups=tuple(one.setup for one in found), left_out=("x is left out: because",))
     told = analyse("toy", study, found, ["weak", "strong"], 1.5, 3.0)
-    text = list(report_lines(told))
+    text = list(speed_up.report_lines(told))
     assert max(map(len, text)) <= 80
     joined = " ".join(" ".join(text).split())
     assert re.search(r"At 2 ranks [^;]* 3\.100 ms [^;]* 2\.000 [^;]*: all_reduce \+1\.0", joined)

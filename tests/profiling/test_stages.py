@@ -58,14 +58,8 @@ class Training:
         self.profiler_is_on = False
         extent = Extent(**{name: wishes.pop(name) for name in EXTENT & wishes.keys()})
         account = TimeAccount(lambda: self.clock, now=lambda: self.clock.seconds, cores=dict)
-        self.stages = Stages(
-            account,
-            agree,
-            extent,
-            new_tracer=FakeTracer,
-            own_profiler_runs=lambda: self.profiler_is_on,
-            **wishes,
-        )
+        wishes |= {"new_tracer": FakeTracer, "own_profiler_runs": lambda: self.profiler_is_on}
+        self.stages = Stages(account, agree, extent, **wishes)
         self.taken = 0
         self.traced = []
 

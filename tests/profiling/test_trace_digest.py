@@ -7,21 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.profiling.trace_digest import (
-    COLLATE,
-    INDEX,
-    common,
-    digest,
-    length,
-    lengths_in,
-    memory_timeline,
-    own_times,
-    peak_memory,
-    phases_of,
-    short_name,
-    union,
-    without,
-)
+from samestep.profiling import trace_digest
+from samestep.profiling.trace_digest import COLLATE, digest, length, lengths_in, union, without
 
 STEP_US = 1000
 
@@ -49,7 +36,9 @@ def trace(inside, steps=5):
 
 def test_phases_are_the_time_from_mark_to_mark():
     names, spans = ("data", "forward", "backward", "optimizer"), (0, 100, 400, 900, 1000)
-    assert phases_of(trace([], steps=1)) == list(zip(names, pairwise(spans), strict=True))
+    assert trace_digest.phases_of(trace([], steps=1)) == list(
+        zip(names, pairwise(spans), strict=True)
+    )
     assert digest([], 0).launch == 0
 
 
@@ -109,7 +98,7 @@ def test_a_number_that_is_read_as_an_index_does_not_count():
     """As in `x[i]` and `x[:i]`, where PyTorch reads the tensor `i`, which is on the CPU."""
     places = range(400, 880, 40)
     reads = [event("aten::_local_scalar_dense", start + 2, 1) for start in places]
-    indexing = [event(INDEX, start, 5, "user_annotation") for start in places]
+    indexing = [event(trace_digest.INDEX, start, 5, "user_annotation") for start in places]
     found = digest(trace([*indexing, *reads]), 5)
     assert (found.syncs, found.sync) == (0, 0)
     assert digest(trace(reads), 5).syncs == 12
@@ -131,7 +120,7 @@ NAMES = {
 
 
 def test_of_a_long_name_the_telling_part_stays():
-    assert {name: short_name(name) for name in NAMES} == NAMES
+    assert {name: trace_digest.short_name(name) for name in NAMES} == NAMES
 
 
 def test_putting_samples_together_is_told_as_a_share_of_the_wait():
@@ -190,12 +179,12 @@ def test_the_memory_timeline_names_the_phase_of_the_peak():
     def change(moment, size):
         return {"name": "[memory]", "ts": moment, "args": {"Bytes": size, "Device Type": 0}}
 
-    rows = memory_timeline(
+    rows = trace_digest.memory_timeline(
         [*trace([], steps=1), change(150, 1 << 20), change(500, 3 << 20), change(950, -(4 << 20))]
     )
     assert rows == [(0.15, "forward", 1.0), (0.5, "backward", 4.0), (0.95, "optimizer", 0.0)]
-    assert peak_memory(rows) == (4.0, "backward")
-    assert peak_memory([]) is None
+    assert trace_digest.peak_memory(rows) == (4.0, "backward")
+    assert trace_digest.peak_memory([]) is None
 
 
 TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t: (t[0], sum(t))))
@@ -210,7 +199,7 @@ def test_intervals_are_sets_of_moments(one, other):
     first, second = union(one), union(other)
     assert points(first) == points(one)
     assert length(first) == len(points(one))
-    assert points(common(first, second)) == points(one) & points(other)
+    assert points(trace_digest.common(first, second)) == points(one) & points(other)
     assert points(without(first, second)) == points(one) - points(other)
     assert points(without(union([(0, 60)]), first)) == set(range(60)) - points(one)
     shared = [len(points([window]) & points(other)) for window in first]
@@ -235,4 +224,4 @@ def test_the_own_times_of_calls_within_each_other_are_the_time_that_they_cover(p
             if outer["ts"] <= call["ts"] < outer["ts"] + outer["dur"]:
                 call["dur"] = min(call["dur"], outer["ts"] + outer["dur"] - call["ts"])
     covered = length(union((e["ts"], e["ts"] + e["dur"]) for e in nested))
-    assert sum(own for _, own in own_times(nested)) == pytest.approx(covered)
+    assert sum(own for _, own in trace_digest.own_times(nested)) == pytest.approx(covered)

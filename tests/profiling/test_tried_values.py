@@ -8,15 +8,14 @@ import pytest
 from samestep import UserError
 from samestep.profiling.tried_values import apply_settings
 from tests import tiny
-from tests.command_line import read_json
-from tests.processes import samestep
+from tests.command_line import read_json, start
 
 
 def profiled(folder, recipe, sizes, code=0):
     """Try batch sizes on one rank; return what was found."""
     words = ("profile", str(tiny.write_recipe(folder, recipe)), "--batch-sizes", sizes)
     flags = ("--seconds", "0.2", "--run-dir", str(folder / "out"))
-    ranks = samestep(*words, *flags, folder=folder / "o")
+    ranks = start(*words, *flags, folder=folder / "o")
     assert ranks.wait() == [code], ranks.output()
     return read_json(folder / "out" / "profile.json")
 

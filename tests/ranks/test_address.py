@@ -7,19 +7,12 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.ranks import address as addresses
-from samestep.ranks.address import (
-    check_gloo_interfaces,
-    interface_of,
-    interface_towards,
-    is_loopback,
-    resolve,
-    resolve_master,
-)
+from samestep.ranks.address import check_gloo_interfaces, interface_of, interface_towards, resolve
 
 
 def test_a_master_without_an_address_is_refused_at_once_with_its_name_and_this_host():
     with pytest.raises(UserError, match=r"no-such-host\.invalid") as error:
-        resolve_master("no-such-host.invalid")
+        addresses.resolve_master("no-such-host.invalid")
     assert socket.gethostname() in str(error.value)
     assert "MASTER_ADDR" in str(error.value)
 
@@ -35,7 +28,7 @@ def test_a_name_server_that_needs_a_moment_is_asked_again(monkeypatch):
 
     monkeypatch.setattr(addresses.socket, "getaddrinfo", ask)
     monkeypatch.setattr(addresses, "time", SimpleNamespace(sleep=lambda _: None))
-    assert resolve_master("node1") == "10.1.2.3"
+    assert addresses.resolve_master("node1") == "10.1.2.3"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +36,7 @@ def test_a_name_server_that_needs_a_moment_is_asked_again(monkeypatch):
     [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False), ("fe80::1%eth0", False), ("", False)],
 )
 def test_a_loopback_address_is_told_from_others(address, inside):
-    assert is_loopback(address) == inside
+    assert addresses.is_loopback(address) == inside
 
 
 def test_loopback_has_its_interface():

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import UserError
 from samestep.ranks.launch import Launch, detect_launch, expand_node_list
-
-
-def env(text: str) -> dict[str, str]:
-    """Return variables that are written as a shell's."""
-    return dict(pair.split("=", 1) for pair in text.split())
-
+from tests.processes import env
 
 TORCHRUN = env("""
     RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2

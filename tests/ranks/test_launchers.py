@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import samestep
-from tests.command_line import RECIPE, read_json
+from tests.command_line import RECIPE, read_json, typed
 from tests.processes import TIMEOUT_S, free_port, run_ranks
 from tests.tiny import all_records, events, num_records, trained, until
 
@@ -25,16 +25,7 @@ TORCHRUN = [
 
 def run(command: list[str], folder: Path, threads: int = 1) -> subprocess.CompletedProcess[str]:
     # Without the variable torchrun warns that it sets it.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    return typed(*command, folder=folder, OMP_NUM_THREADS=str(threads))
 
 
 def test_torchrun_trains_on_two_ranks_and_rank_0_alone_prints(tmp_path):
@@ -83,6 +74,10 @@ def test_when_one_rank_fails_the_others_stop_soon_and_its_failure_is_shown_once(
     assert "Traceback" in (tmp_path / "run" / "rank-1.log").read_text()
     environment = read_json(tmp_path / "run" / "environment.json")
     assert environment["threads"] == 2, "the user's number"
+    # What the run keeps is what was shown, not that rank 0 has lost the other.
+    reason = told.replace("samestep: ", "failed: ")
+    *_, stop = all_records(tmp_path / "run")
+    assert read_json(tmp_path / "run" / "result.json")["reason"] == stop["reason"] == reason
 
 
 # Slow enough to be struck, until the file is gone; it says which ranks take its first step.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import typed
-from tests.processes import TIMEOUT_S, start_samestep
+from tests.command_line import start, typed
+from tests.processes import TIMEOUT_S
 from tests.tiny import until, write_recipe
 
 SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261122"))
@@ -54,7 +54,7 @@ def test_after_a_kill_of_the_command_at_any_moment_no_rank_is_left(tmp_path):
     print(f"seed {SEED}")
     for moment in range(MOMENTS):
         arguments = ("train", str(recipe), "--nproc", "2", "--run-dir", str(tmp_path / f"{moment}"))
-        command = start_samestep(*arguments, folder=tmp_path / f"output-{moment}")
+        command = start(*arguments, folder=tmp_path / f"output-{moment}")
         pid = command.processes[0].pid
         assert pid is not None
         until(lambda pid=pid: bool(started_by(pid)), command)
@@ -94,7 +94,7 @@ def test_sigkill_or_a_second_sigterm_of_the_command_leaves_no_child_of_a_rank(tm
     pids = tmp_path / "pids"
     pids.mkdir()
     recipe = write_recipe(tmp_path, STUBBORN.replace("FOLDER", repr(str(pids))))
-    command = start_samestep("train", str(recipe), "--nproc", "2", folder=tmp_path / "output")
+    command = start("train", str(recipe), "--nproc", "2", folder=tmp_path / "output")
     parent = command.processes[0].pid
     assert parent is not None
     until(lambda: len(list(pids.iterdir())) == 6, command)

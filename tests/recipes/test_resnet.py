@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from samestep.recipes.resnet import resnet18
-from tests.processes import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -44,22 +43,14 @@ def test_convolutions_begin_with_the_variance_of_he_et_al():
         assert float(weight.detach().std()) == pytest.approx(expected, rel=0.05), name
 
 
-def train_a_narrow_one():
-    torch.set_num_threads(2)
-    model = resnet18(10, stem="small", width=8).to(memory_format=torch.channels_last)
-    for _ in range(12):
-        images = torch.randn(3, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-        model(images).sum().backward()
-
-
-def test_narrow_ones_train_on_the_cpu_with_channels_last_and_an_odd_batch(tmp_path):
-    # With torch's own strided 1 x 1 convolution a process is killed, where the CPU has AVX-512.
-    run_ranks(train_a_narrow_one, 1, tmp_path)
-
-
-def test_the_shortcut_is_the_convolution_of_the_paper():
+def test_the_shortcut_is_the_convolution_of_the_paper_with_its_stride_taken_before(monkeypatch):
+    """On the CPU, where PyTorch's own 1 x 1 convolution with a stride can crash."""
     block = resnet18(10, stem="small", width=4).layer2[0]
     images = torch.randn(2, 4, 9, 7)
-    shortcut = block.downsample[0]
-    expected = nn.functional.conv2d(images, shortcut.weight, stride=2)
+    shortcut, convolve, strides = block.downsample[0], nn.functional.conv2d, []
+    expected = convolve(images, shortcut.weight, stride=2)
+    monkeypatch.setattr(
+        nn.functional, "conv2d", lambda *a, **k: strides.append((a, k)) or convolve(*a, **k)
+    )
     torch.testing.assert_close(shortcut(images), expected)
+    assert [(len(inputs), named) for inputs, named in strides] == [(2, {})]  # images and weight

@@ -6,15 +6,8 @@ from pathlib import Path
 from typing import Any
 
 SAMPLES, PER_EPOCH = 60, 6  # of an epoch; a global batch of 10 makes 6 steps of it
-PHASES = {
-    "data": 0.1,
-    "to_device": 0.0,
-    "forward": 0.3,
-    "backward": 0.4,
-    "all_reduce": 0.0,
-    "optimizer": 0.1,
-    "other": 0.1,
-}
+PHASES = dict.fromkeys(("to_device", "all_reduce"), 0.0)
+PHASES |= {"data": 0.1, "forward": 0.3, "backward": 0.4, "optimizer": 0.1, "other": 0.1}
 
 
 def write_run(
@@ -34,26 +27,11 @@ def write_run(
     """Write what a run would have: each step takes `step_s`, but thrice that in the first epoch."""
     path.mkdir(parents=True)
     per_epoch = -(-SAMPLES // global_batch)
-    start = {
-        "event": "start",
-        "time": 0.0,
-        "recipe": recipe,
-        "run_dir": str(path),
-        "world_size": ranks,
-        "num_samples": SAMPLES,
-        "global_batch_size": global_batch,
-        "batch_size": global_batch // ranks,
-        "accumulate": 1,
-        "steps_per_epoch": per_epoch,
-        "epochs": epochs,
-        "total_steps": epochs * per_epoch,
-        "lr": 0.1,
-        "device": "cpu",
-        "precision": "fp32",
-        "threads": 1,
-        "resumed": False,
-        "notes": [],
-    }
+    start = {"event": "start", "time": 0.0, "recipe": recipe, "run_dir": str(path)}
+    start |= {"world_size": ranks, "num_samples": SAMPLES, "global_batch_size": global_batch}
+    start |= {"batch_size": global_batch // ranks, "accumulate": 1, "steps_per_epoch": per_epoch}
+    start |= {"epochs": epochs, "total_steps": epochs * per_epoch, "lr": 0.1, "device": "cpu"}
+    start |= {"precision": "fp32", "threads": 1, "resumed": False, "notes": []}
     records: list[dict[str, Any]] = [start]
     seconds, samples = 0.0, 0
     for epoch in range(1, epochs + 1):
@@ -62,19 +40,9 @@ def write_run(
             seconds += pace
             samples += min(global_batch, SAMPLES - n * global_batch)
             step = (epoch - 1) * per_epoch + n + 1
-            records.append(
-                {
-                    "event": "step",
-                    "step": step,
-                    "epoch": epoch,
-                    "loss": loss(step),
-                    "grad_norm": 1.0,
-                    "lr": 0.1,
-                    "samples": samples,
-                    "seconds": seconds,
-                    "samples_per_s": global_batch / pace,
-                }
-            )
+            made = {"event": "step", "step": step, "epoch": epoch, "loss": loss(step), "lr": 0.1}
+            made |= {"grad_norm": 1.0, "samples": samples, "seconds": seconds}
+            records.append(made | {"samples_per_s": global_batch / pace})
         took = pace * per_epoch
         more = {"phases": {k: v * took for k, v in phases.items()}} if phases else {}
         at = {"epoch": epoch, "step": epoch * per_epoch, "loss": loss(epoch * per_epoch)}
@@ -90,13 +58,8 @@ def write_run(
         result = {"recipe": recipe, "status": "completed", "reason": "finished"}
         (path / "result.json").write_text(json.dumps(result))
     (path / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    table = {
-        "recipe": recipe,
-        "lr": 0.1,
-        "global_batch_size": global_batch,
-        "epochs": epochs,
-        **settings,
-    }
+    table = {"recipe": recipe, "lr": 0.1, "global_batch_size": global_batch, "epochs": epochs}
+    table |= settings
     (path / "settings.toml").write_text(
         "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
     )

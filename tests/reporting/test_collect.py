@@ -78,6 +78,24 @@ def test_the_time_line_has_every_attempt_with_its_ranks(tmp_path):
     assert sorted(mark.kind for mark in line.marks) == ["checkpoint"] * 3 + ["resume"]
 
 
+def test_a_test_is_drawn_at_the_step_of_the_checkpoint_that_was_tested(tmp_path):
+    def tested(records):
+        test = {"event": "evaluation", "split": "test", "epoch": 3, "step": 18, "loss": 0.5}
+        return [*records, {**test, "checkpoint": "checkpoint_epoch_2.pt", "seconds": 0.1}]
+
+    report = collect([change(write_run(tmp_path / "run"), tested)])
+    assert [c.x for c in chart(report, "loss").curves if c.role == "test"][-1][-1] == 12
+
+
+def test_restarts_on_the_same_ranks_are_told_once_and_one_of_a_finished_run_keeps_nothing(tmp_path):
+    def repeated(records):
+        return [*records, *2 * [{**records[0], "resumed": True}, records[-1]]]
+
+    line = collect([change(write_run(tmp_path / "run"), repeated)]).runs[0].time_line
+    assert line.summary.endswith("2 restarts, all on 1 rank.")
+    assert [row[5:7] for row in line.attempts.rows[1:]] == 2 * [("the end", "none")]
+
+
 @pytest.mark.parametrize("lines", [0, 1, 5])
 def test_a_run_is_shown_as_far_as_its_records_go(tmp_path, lines):
     run = write_run(tmp_path / "run", finished=False)

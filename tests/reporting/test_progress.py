@@ -1,5 +1,6 @@
 """What a training shows: a bar that keeps its length, rows that break no word, plain lines else."""
 
+import errno
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,34 +8,24 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from samestep.api.call import as_in_fresh_process
 from samestep.reporting import progress as counting_module
 from samestep.reporting.progress import BarState, Screen, counting
+from tests.command_line import call
+from tests.tiny import all_records, read_index, write_recipe
 
-PLAN = {
-    **dict.fromkeys(("world_size", "num_nodes", "threads", "accumulate"), 1),
-    **dict.fromkeys(("micro_batch_size", "global_batch_size"), 32),
-    "event": "start",
-    "recipe": "toy",
-    "device": "cpu",
-    "precision": "fp32",
-    "num_samples": 7000,
-    "parameters": 2834,
-    "lr": 0.001,
-    "lr_scaling": "none",
-    "epochs": 12,
-    "steps_per_epoch": 219,
-    "total_steps": 2628,
+PLAN = dict.fromkeys(("world_size", "num_nodes", "threads", "accumulate"), 1)
+PLAN |= {"event": "start", "recipe": "toy", "device": "cpu", "precision": "fp32", "epochs": 12}
+PLAN |= {"micro_batch_size": 32, "global_batch_size": 32, "num_samples": 7000, "parameters": 2834}
+PLAN |= {"lr": 0.001, "lr_scaling": "none", "steps_per_epoch": 219, "total_steps": 2628}
+PLAN |= {
     "monitor": "accuracy",
     "run_dir": "/a/directory/whose/name/is/too/long/for/the/terminal/runs/toy-20261122-142301",
     "notes": ["The data has eleven samples that cannot be read, and they are left out of the run."],
 }
-RESULT = {
-    "status": "completed",
-    "reason": "finished",
-    "epochs": 12,
-    "steps": 2628,
-    "training_seconds": 1.5,
-    "samples_per_s": 48_800.0,
+RESULT = {"status": "completed", "reason": "finished", "epochs": 12, "steps": 2628}
+RESULT |= {"training_seconds": 1.5, "samples_per_s": 48_800.0}
+RESULT |= {
     "best": {"metric": "accuracy", "value": 0.99, "epoch": 12},
     "test": {"loss": 0.1, "accuracy": 0.99, "samples": 1500, "checkpoint": "checkpoint_epoch_12"},
 }
@@ -166,3 +157,40 @@ def test_the_line_of_an_epoch_has_mfu_and_memory_only_where_the_device_is_known(
         screen.show(epoch | {"epoch": 2})
     (line,) = [line for line in file.getvalue().splitlines() if line.startswith("epoch  1")]
     assert line.endswith(ends)
+
+
+class FullOutput(io.StringIO):
+    """A log whose disk is full."""
+
+    def write(self, _: str) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+def into(output: io.TextIOBase | None, run: Path, monkeypatch) -> list[dict]:
+    """Train with this as standard output, to a good end; return the records."""
+    recipe = write_recipe(run.parent)
+    with as_in_fresh_process(), monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", output)
+        assert call("train", str(recipe), "--run-dir", str(run), "--max-steps", "14") == 0
+    return all_records(run)
+
+
+@pytest.mark.parametrize("output", [FullOutput(), None], ids=["full", "closed"])
+def test_where_the_output_takes_nothing_the_training_goes_on_and_one_record_says_so(
+    output, tmp_path, monkeypatch
+):
+    records = into(output, tmp_path / "run", monkeypatch)
+    (told,) = (r["text"] for r in records if r["event"] == "screen")
+    assert ("quota" if output else "closed") in told
+    assert records[-1]["reason"] == "finished"
+    assert read_index(tmp_path / "run")["last"]["step"] == 14
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_characters_that_the_output_does_not_have_are_replaced(encoding, tmp_path, monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    records = into(output, tmp_path / "run", monkeypatch)
+    assert not any(r["event"] == "screen" for r in records)
+    shown = output.buffer.getvalue().decode(encoding)
+    assert "12 samples per step = 12 " in shown
+    assert "trained  " in shown

@@ -11,24 +11,15 @@ from tests.reporting.pages import ReadPage
 
 
 def study(path, speed_ups):
-    rows = [
-        {
-            "ranks": ranks,
-            "global_batch_size": 32 * ranks,
-            "batch_size": 32,
-            "samples_per_s": 1000.0 * speed_up,
-            "steps_per_s": 10.0,
-            "speed_up": speed_up,
-            "speed_up_interval": [speed_up - 0.1, speed_up + 0.1],
-            "efficiency": speed_up / ranks,
-            "efficiency_interval": [0.1, 1.0],
-            "phases_ms_per_step": {"forward": 1.0, "all_reduce": 0.5},
-            "lost_ms_per_step": {"forward": 0.0, "all_reduce": 0.5},
-            "rounds": 3,
-            "segments": 9,
-        }
-        for ranks, speed_up in speed_ups.items()
-    ]
+    same = {"batch_size": 32, "steps_per_s": 10.0, "rounds": 3, "segments": 9}
+    same |= {"efficiency_interval": [0.1, 1.0]}
+    same |= {"phases_ms_per_step": {"forward": 1.0, "all_reduce": 0.5}}
+    same |= {"lost_ms_per_step": {"forward": 0.0, "all_reduce": 0.5}}
+    rows = []
+    for ranks, speed_up in speed_ups.items():
+        own = {"ranks": ranks, "global_batch_size": 32 * ranks, "efficiency": speed_up / ranks}
+        own |= {"samples_per_s": 1000.0 * speed_up, "speed_up": speed_up}
+        rows.append(same | own | {"speed_up_interval": [speed_up - 0.1, speed_up + 0.1]})
     table = {"recipe": "toy", "seconds": 1.5, "modes": {"weak": rows}, "warnings": ["<b> busy"]}
     path.write_text(json.dumps(table))
     return path

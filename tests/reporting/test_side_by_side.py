@@ -1,23 +1,17 @@
 """What is said of runs side by side, on runs whose every number is known."""
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
+from samestep.reporting import curves
 from samestep.reporting.comparison import compare_losses, compare_runs
 from samestep.reporting.comparison_text import lines
-from samestep.reporting.curves import (
-    Point,
-    between,
-    by_samples,
-    by_seconds,
-    phases,
-    samples_at,
-    throughput,
-)
+from samestep.reporting.curves import Point, between, by_samples, phases, samples_at, throughput
 from samestep.reporting.run_data import read_run
 from tests.reporting.made_runs import SAMPLES, change, change_start, write_run
 
@@ -189,7 +183,7 @@ def test_between_two_records_a_value_lies_on_their_line_and_never_beyond_them():
     assert not curve.as_recorded
     assert (curve.places[0], curve.places[-1]) == (20, 30)
     assert curve.values[0] == (0.5, 5.0)
-    times = by_seconds([one, other])
+    times = curves.by_seconds([one, other])
     assert (times.places[0], times.places[-1]) == (1.0, 40.0)
     assert times.values[0] == (1.0, None)
     assert times.values[-1] == (None, 5.0)
@@ -313,14 +307,33 @@ def test_epochs_and_evaluations_tell_the_same_training_where_no_step_is_recorded
     assert "3 epochs and 3 evaluations" in shown
 
 
-@pytest.mark.parametrize("event", ["epoch", "evaluation"])
-def test_a_loss_of_an_epoch_or_an_evaluation_alone_tells_another_training(tmp_path, event):
-    def worse(records):
-        return [r | {"loss": 0.9} if r["event"] == event else r for r in records]
+def test_a_loss_of_an_epoch_tells_another_training_and_of_an_evaluation_another_measure(tmp_path):
+    def worse(event):
+        return lambda records: [r | {"loss": 0.9} if r["event"] == event else r for r in records]
 
-    one, other = write_run(tmp_path / "one"), change(write_run(tmp_path / "other"), worse)
-    found = compare_losses(read_run(one), read_run(other))
+    one, other, measured = (write_run(tmp_path / name) for name in ("one", "other", "measured"))
+    found = compare_losses(read_run(one), read_run(change(other, worse("epoch"))))
     assert (found.verdict, found.first_apart, found.last_alike) == ("apart", 6, 5)
+    found = compare_losses(read_run(one), read_run(change(measured, worse("evaluation"))))
+    assert (found.verdict, found.evaluated_otherwise, found.evaluations) == ("equal", 6, 0)
+    assert found.evaluations_apart == pytest.approx(0.9 - 1 / 18)
+
+
+def test_settings_that_only_one_entrance_has_decide_nothing(tmp_path):
+    recipe, loop = write_run(tmp_path / "one", seed=1), write_run(tmp_path / "two", seed=2, noise=3)
+    file = loop / "settings.toml"
+    file.write_text(re.sub("^(recipe|lr) .*$", "", file.read_text(), flags=re.MULTILINE))
+    found = {d.name: d.decides for d in compare_runs([recipe, loop]).differences}
+    assert found == {"lr": False, "seed": True, "noise": False}
+
+
+def test_what_differs_with_the_ranks_is_told_only_of_a_model_that_has_it(tmp_path):
+    runs = [write_run(tmp_path / str(n), ranks=n, loss=changed(7, n)) for n in (1, 2)]
+    for run in runs:
+        change_start(run, by_ranks=["BatchNorm"])
+    shown = "\n".join(lines(compare_runs(runs)))
+    assert "BatchNorm" in shown
+    assert "dropout" not in shown
 
 
 def test_the_test_of_the_best_checkpoint_is_no_evidence(tmp_path):

@@ -7,16 +7,8 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.run import code_copy
-from samestep.run.code_copy import (
-    CODE,
-    DIFF,
-    copy_code,
-    edited_since,
-    find_code,
-    hashed_file,
-    keep_hashes,
-    kept_code,
-)
+from samestep.run import code_copy as copies
+from samestep.run.code_copy import CODE, DIFF, copy_code, edited_since, find_code, hashed_file
 
 WHO = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
 
@@ -71,7 +63,7 @@ def test_tracked_and_new_files_are_copied_and_ignored_data_and_secrets_linked(re
     assert {*code.linked} == {"data/", ".env", "src/.env"}
     assert tree(run / CODE) == copied | {"data", ".env", "src/.env"}
     assert (run / CODE / "data").readlink() == repository / "data"
-    facts = kept_code(run)
+    facts = copies.kept_code(run)
     commit = git(repository, "rev-parse", "HEAD").strip()
     assert (facts["file"], facts["commit"], facts["changed"]) == ("src/mine.py", commit, True)
     assert "-old\n" in (run / DIFF).read_text()
@@ -84,10 +76,14 @@ def test_a_folder_without_git_is_copied_but_for_runs_environments_and_caches(tmp
     write(tmp_path / "f", **{"runs/1/code/a.py": "", "env/pyvenv.cfg": "", "env/c.py": ""})
     write(tmp_path / "f", **{"out/job.sbatch": "", "out/job.json": "", ".data/big": ""})
     write(tmp_path / "f", **{".venv/d.py": "", "o/job.json": "", "o/code.json": "", "o/code/e": ""})
-    write(tmp_path / "f", **{"tokens.py": "", "token.txt": ""})
+    write(tmp_path / "f", **{"tokens.py": "", "token.txt": "", "tokenizer.json": ""})
+    secrets = {".envrc", "prod.env", ".git-credentials", ".pgpass", "_netrc", "hf_token"}
+    secrets |= {"api_key.txt", "client_secret_1.json", "service-account.json", "kaggle.json"}
+    secrets |= {"id_rsa.bak", "x.PEM~", "x.pem", "token.txt"}
+    write(tmp_path / "f", **dict.fromkeys(secrets, ""))
     code = find_code(tmp_path / "f" / "a.py")
-    assert {*code.files} == {"a.py", "lib/b.py", "tokens.py"}
-    assert {*code.linked} == {"runs/", "env/", "out/", "o/", ".data/", "x.pem", "token.txt"}
+    assert {*code.files} == {"a.py", "lib/b.py", "tokens.py", "tokenizer.json"}
+    assert {*code.linked} == {"runs/", "env/", "out/", "o/", ".data/"} | secrets
     assert code.commit == ""
     copy_code(code, run)
     assert not (run / DIFF).exists()
@@ -202,7 +198,7 @@ def test_an_edit_of_the_file_or_of_one_beside_it_is_seen_without_a_copy(tmp_path
     names = ["b.py", "a.py", "odd name.py"]
     write(tmp_path / "f", **dict.fromkeys(names, "x"), data="x")
     assert (edited_since(run), hashed_file(run)) == ([], None)
-    keep_hashes(tmp_path / "f" / "b.py", run)
+    copies.keep_hashes(tmp_path / "f" / "b.py", run)
     assert (edited_since(run), hashed_file(run)) == ([], tmp_path / "f" / "b.py")
     command = ("sha256sum", "--quiet", "--check", str(run / code_copy.HASHES))
     assert subprocess.run(command, check=True, capture_output=True).stdout == b""

@@ -10,7 +10,7 @@ import pytest
 
 from samestep import UserError
 from samestep.run.directory import check_free
-from samestep.run.files import write_atomically, write_text
+from samestep.run.files import cannot_write, write_atomically, write_text
 from tests.processes import start_ranks
 from tests.tiny import files
 
@@ -81,6 +81,26 @@ def test_a_kill_while_writing_leaves_the_old_file_and_the_next_write_works(tmp_p
     write_text(path, "new")
     assert path.read_text() == "new"
     assert not torn.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "Free some space"),
+        (errno.EDQUOT, "quota"),
+        (errno.EIO, "disk"),
+        (errno.EACCES, "permissions"),
+    ],
+)
+@pytest.mark.parametrize("of_run", [True, False])
+def test_what_to_do_fits_the_error_and_the_place(tmp_path, number, remedy, of_run):
+    if of_run:
+        (tmp_path / "events.jsonl").touch()
+    told = cannot_write(tmp_path / "file", OSError(number, ""))
+    assert remedy in told.remedy
+    assert ("Free" in told.remedy) == (number == errno.ENOSPC)
+    assert "--run-dir" not in told.remedy
+    assert ("resume" in told.remedy) == (of_run and number != errno.EACCES)
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG])

@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
-from samestep.run.index import (
-    Entry,
-    Index,
-    Retention,
-    announce,
-    read_index,
-    remove_unannounced,
-    verify,
-)
+from samestep.run import index as indexes
+from samestep.run.index import Entry, Index, Retention, announce, remove_unannounced, verify
 
 SINCE = 1_000_000.0
 
@@ -62,6 +55,15 @@ def test_what_a_kill_left_is_told_from_what_was_announced_and_from_what_was_ther
     assert names(tmp_path) == {"checkpoint_step_5.pt", "checkpoint_step_6.pt", "checkpoint_mine.pt"}
 
 
+def test_what_a_kill_has_left_of_old_checkpoints_goes_and_a_new_one_of_the_name_stays(tmp_path):
+    index = Index(checkpoints=(entry(1), entry(2)))
+    announce(tmp_path, index, entry(3), Retention(newest=1))
+    write(tmp_path, "checkpoint_step_1.pt", "checkpoint_step_2.pt", "checkpoint_step_3.pt")
+    announced = {f"checkpoint_step_{step}.pt" for step in (1, 2, 3)}
+    remove_unannounced(tmp_path, announced, SINCE)
+    assert names(tmp_path) == {"checkpoint_step_3.pt"}
+
+
 HOUR_S = 3600.0
 NEWER = st.integers(1, 9)
 
@@ -101,7 +103,7 @@ def test_an_entry_without_a_time_is_as_old_as_its_file(tmp_path):
     kept = announce(tmp_path, before, entry(4, 0.1), Retention(hours=2))
     assert [e.step for e in kept.checkpoints] == [2, 3, 4]
     assert names(tmp_path) == {f"checkpoint_step_{step}.pt" for step in (2, 3, 4)}
-    assert read_index(tmp_path) == kept
+    assert indexes.read_index(tmp_path) == kept
     assert all(e.time is not None and e.time >= now - 1 for e in kept.checkpoints)
 
 

@@ -1,6 +1,8 @@
 """Sharded tensors: written by any number of ranks, read by any other, and never run."""
 
+import errno
 import hashlib
+import io
 import pickle
 import shutil
 from collections import OrderedDict
@@ -194,16 +196,25 @@ def test_parts_that_are_pickled_or_outside_the_folder_or_not_there_are_refused(d
             shards.read(folder, {"w": "in shards: float32 2"}, None)
 
 
-def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):
-    from torch.distributed.checkpoint.filesystem import FileSystem
+@pytest.mark.parametrize("size", [2, 20_000])  # the larger fails within PyTorch's writer
+@pytest.mark.parametrize(("number", "told"), [("ENOSPC", "disk is full"), ("EDQUOT", "quota")])
+def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch, number, told, size):
+    class Full(io.FileIO):
+        def write(self, _):
+            raise OSError(getattr(errno, number), "")
 
-    def full(*_args, **_kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(FileSystem, "create_stream", full)
-    with pytest.raises(UserError, match="disk is full"):
-        shards.write(tmp_path / "parts", {"w": torch.zeros(2)}, None)
+    monkeypatch.setattr(shards.io, "FileIO", Full)
+    with pytest.raises(UserError, match=told):
+        shards.write(tmp_path / "parts", {"w": torch.zeros(size)}, None)
     assert not (tmp_path / "parts").exists()
+
+
+def test_an_index_that_is_missing_is_told_without_a_traceback_of_pytorch(damaged, caplog):
+    folder, _ = damaged
+    (folder / ".metadata").unlink()
+    with pytest.raises(UserError, match=r"\.metadata cannot be read"):
+        shards.read(folder, {"w": "in shards: float32 2"}, None)
+    assert not caplog.records
 
 
 def test_a_run_that_was_removed_is_not_made_anew(tmp_path):

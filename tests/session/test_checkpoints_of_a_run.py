@@ -46,15 +46,10 @@ def save(
     content: dict | None = None,
     sync: bool = True,
 ) -> None:
-    session.saver.save(
-        content or {"weights": step},
-        Position(step=step, epoch=step // 10, step_in_epoch=step % 10),
-        metric=metric,
-        watch=session.watch,
-        retention=Retention(top_k=keep),
-        began=time.perf_counter(),
-        sync=sync,
-    )
+    place = Position(step=step, epoch=step // 10, step_in_epoch=step % 10)
+    how = {"metric": metric, "watch": session.watch, "retention": Retention(top_k=keep)}
+    how |= {"began": time.perf_counter(), "sync": sync}
+    session.saver.save(content or {"weights": step}, place, **how)
 
 
 def told(run: Path) -> list[dict]:

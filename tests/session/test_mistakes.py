@@ -77,6 +77,7 @@ MISTAKES = [
     (f"            {LOG}", "run.log(loss=1)", "with samestep.open_run"),
     (BATCHES, "for batch in run.validation(data, size):", "run.backward"),
     (LOG, f"{LOG}\n        run.state['seen'] = torch.ones(2)", "run.state['seen']"),
+    (LOG, f"{LOG}\n        model.register_buffer('seen', data[:1])", "seen is not in the model"),
     (LOG, f"{LOG}\n        run.best('lost')", "run.best('lost')"),
     (LOG, f"{LOG}\n        run.best(mode='up')", "mode='up'"),
     (MADE, f"\n    model.register_buffer('graph', torch.eye(2).to_sparse()){MADE}", "graph"),

@@ -6,14 +6,8 @@ import pytest
 
 from samestep.errors import UserError
 from samestep.settings import Settings
-from samestep.slurm.checks import (
-    advice,
-    check_after,
-    check_partitions,
-    check_place,
-    check_ranks,
-    parse_partitions,
-)
+from samestep.slurm import checks
+from samestep.slurm.checks import advice, check_after, check_partitions, check_place, check_ranks
 from samestep.slurm.options import JobOptions
 from samestep.slurm.submission import Workload, make_script
 
@@ -181,4 +175,5 @@ def test_a_job_that_none_can_run_is_refused_with_what_the_largest_has(
 def test_hidden_partitions_are_asked_for_and_lines_that_name_a_cluster_passed_over(partitions):
     check_partitions(JobOptions(), None)
     assert "--all --exact" in partitions.calls[0]
-    assert list(parse_partitions("CLUSTER: north\n" + PARTITIONS)) == ["debug", "gpu", "hidden"]
+    found = checks.parse_partitions("CLUSTER: north\n" + PARTITIONS)
+    assert list(found) == ["debug", "gpu", "hidden"]

@@ -1,6 +1,5 @@
 """A job array: which tasks it has, its script, and its jobs as Slurm lists them."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from samestep.errors import UserError
 from samestep.slurm.job_array import array_text, read_array, submit_array
 from samestep.slurm.options import JobOptions
 from samestep.slurm.queue import find_job, parse_job
+from tests.command_line import typed
 from tests.slurm.test_queue import RUNNING
 from tests.slurm.test_script import job
 
@@ -29,7 +29,12 @@ def test_ranges_are_read_as_sbatch_reads_them(text, tasks):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a", "3-1", "0,5-1", "1,1", "1,", "1%0", "1%", "-1", "1-5:0", "0-2%x"]
+    "text",
+    [
+        "",
+        *["a", "3-1", "0,5-1", "1,1", "1,", "1%0", "1%", "-1", "1-5:0", "0-2%x", "0-9999999"],
+        "0-1" + 30 * "0",
+    ],
 )
 def test_what_is_no_list_of_tasks_is_refused(text):
     with pytest.raises(UserError):
@@ -45,13 +50,7 @@ def test_each_task_runs_its_own_job_script_and_has_its_log_beside_it(folder, at_
     assert "#SBATCH --time=30\n" in text
     assert "/.array/%a/slurm-%j.out" in text
     last = text.splitlines()[-1].removeprefix("exec ")
-    said = subprocess.run(
-        ["bash", "-c", f"printf '%s\n' {last}"],
-        env={"SLURM_ARRAY_TASK_ID": "7"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    said = typed("bash", "-c", f"printf '%s\n' {last}", SLURM_ARRAY_TASK_ID="7")
     assert said.stdout.splitlines() == ["bash", f"{folder}/.array/7/job.sbatch"]
 
 

@@ -7,13 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
-from samestep.slurm.options import (
-    JobOptions,
-    UncheckedOptions,
-    apply_flags,
-    read_defaults,
-    read_time,
-)
+from samestep.slurm import options as job_options
+from samestep.slurm.options import JobOptions, apply_flags, read_defaults, read_time
 
 
 @given(st.integers(0, 20), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
@@ -101,7 +96,7 @@ def layers(folder: Path, *texts: str, **flags) -> JobOptions:
         paths[-1].parent.mkdir()
         paths[-1].write_text(f"[slurm]\n{text}\n")
     defaults = read_defaults(paths)
-    return apply_flags(defaults, UncheckedOptions(**(vars(defaults) | flags)), paths)
+    return apply_flags(defaults, job_options.UncheckedOptions(**(vars(defaults) | flags)), paths)
 
 
 def test_lists_of_all_files_add_up_and_nodes_stand_with_or_without_quotes(tmp_path):
@@ -165,8 +160,8 @@ def test_a_value_of_a_file_of_defaults_is_never_shown(tmp_path, text):
     ("text", "says"),
     [
         ('[slurm]\npartitoin = "a"', "'partition'.*account, after"),
-        ('[slurm]\ngpus_per_node = "two"', r"samestep\.toml: \[slurm\] gpus_per_node: .*`int`"),
-        ("[slurm]\nnodes = 1.5", r"samestep\.toml: \[slurm\] nodes: .*`str`"),
+        ('[slurm]\ngpus_per_node = "two"', r"samestep\.toml: \[slurm\] gpus_per_node: .*whole number"),
+        ("[slurm]\nnodes = 1.5", r"samestep\.toml: \[slurm\] nodes: .*text in quotes"),
         ('[slurm]\nnodes = "two"', r"--nodes two .*samestep\.toml"),
         ("[slurm", r"samestep\.toml .*TOML"),
         ("[slrum]\nnodes = 1", "'slrum'"),

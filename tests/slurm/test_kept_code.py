@@ -13,7 +13,6 @@ from samestep.slurm.options import JobOptions, keep_options, kept_options
 from samestep.slurm.script import script_text
 from samestep.slurm.submission import find_workload, make_script, submit
 from tests import tiny
-from tests.command_line import call
 
 RECIPE = "from samestep import Recipe\nrecipe = Recipe()\n"
 
@@ -155,10 +154,10 @@ def test_what_is_linked_is_mounted_in_a_container(here):
     assert job.mounts == (str(here.parent / "run"), str(here))
 
 
-def test_submit_says_what_is_copied_and_that_a_run_goes_on_with_its_own(slurm, here, capfd):
+def test_submit_says_what_is_copied_and_that_a_run_goes_on_with_its_own(slurm, here, output_of):
     Path("tiny.py").write_text(tiny.RECIPE)
     Path("key.pem").touch()
     for said in (r"\b4 files, .*key\.pem", r" runs/one/code$"):
-        assert call("slurm", "submit", "tiny.py", "--", "--run-dir", "runs/one") == 0
-        assert re.search(f"^code .*{said}", capfd.readouterr().out, re.MULTILINE)
+        shown = output_of("slurm", "submit", "tiny.py", "--", "--run-dir", "runs/one")
+        assert re.search(f"^code .*{said}", shown, re.MULTILINE)
         Path("runs/one/settings.toml").write_text('recipe = "tiny.py"\n')

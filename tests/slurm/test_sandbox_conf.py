@@ -7,21 +7,18 @@ import pytest
 
 from samestep.cli import main
 from samestep.errors import UserError
+from samestep.slurm import sandbox_cluster
 from samestep.slurm import sandbox_cluster as cluster
-from samestep.slurm.sandbox_cluster import (
-    check_folder,
-    default_folder,
-    down_line,
-    nodes_of,
-    slurm_conf,
-)
+from samestep.slurm.sandbox_cluster import check_folder, default_folder, down_line, nodes_of
 
 
 def test_the_configuration_is_the_golden_one():
     """Each node has its own port, all paths lie in the sandbox, `urgent` comes before `debug`."""
     folder, ports = Path("/home/ada/sandbox"), (20_001, 20_002, 20_003)
     names = {"user": "ada", "host": "laptop"}
-    text = slurm_conf(folder, **names, controller_port=20_000, node_ports=ports, cpus=4)
+    text = sandbox_cluster.slurm_conf(
+        folder, **names, controller_port=20_000, node_ports=ports, cpus=4
+    )
     golden = Path(__file__).parent / "scripts" / "slurm.conf"
     if os.environ.get("SAMESTEP_WRITE_GOLDEN"):
         golden.write_text(text)

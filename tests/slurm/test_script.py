@@ -38,29 +38,14 @@ SCRIPT = {
     "name": "train",
     "command": ("/home/me/train.py", "--my-flag", "it's 1"),
 }
+EVERYTHING = {"partition": "gpu", "account": "physics", "qos": "high", "nodes": "2", "mem": "64G"}
+EVERYTHING |= {"gpus_per_node": 8, "cpus_per_task": 4, "time": "2-00:00:00", "interface": "ib0"}
+EVERYTHING |= {"after": ("7", "8:any", "9:notok"), "module": ("cuda/12.4", "gcc")}
+EVERYTHING |= {"conda": "torch env", "env": ("NCCL_DEBUG=WARN", "A=b c"), "restarts": 5}
+EVERYTHING |= {"sbatch": ("--constraint=a100",), "signal_s": 300}
 JOBS = {
     "recipe": job(JobOptions()),
-    "everything": job(
-        JobOptions(
-            partition="gpu",
-            account="physics",
-            qos="high",
-            nodes="2",
-            gpus_per_node=8,
-            cpus_per_task=4,
-            mem="64G",
-            time="2-00:00:00",
-            after=("7", "8:any", "9:notok"),
-            module=("cuda/12.4", "gcc"),
-            conda="torch env",
-            env=("NCCL_DEBUG=WARN", "A=b c"),
-            interface="ib0",
-            sbatch=("--constraint=a100",),
-            signal_s=300,
-            restarts=5,
-        ),
-        venv=None,
-    ),
+    "everything": job(JobOptions(**EVERYTHING), venv=None),
     "torchrun": job(
         JobOptions(
             nodes="2", ntasks_per_node=4, cpus_per_task=2, launcher="torchrun", max_restarts=3
@@ -78,7 +63,7 @@ JOBS = {
         mounts=("/data/my set", "/home/me"),
     ),
     "pyxis": job(
-        JobOptions(container_image="nvcr.io#nvidia/pytorch:25.01-py3", interface="^docker,lo"),
+        JobOptions(container_image="host.example#nvidia/pytorch:25.01-py3", interface="^docker,lo"),
         venv=None,
         mounts=("/data", "/home/me"),
         python="/home/me/.venv/bin/python",

@@ -50,25 +50,12 @@ class Service:
 def start(run):
     fault("start", run)
     service = Service(run)
-    service.write(
-        what="start",
-        known=run.known,
-        project=run.project,
-        name=run.name,
-        tags=run.tags,
-        workspace=run.workspace,
-        offline=run.offline,
-        settings=dict(run.settings),
-        facts=dict(run.facts),
-        pid=os.getpid(),
-        group=os.getpgrp(),
-        has_torch="torch" in sys.modules,
-    )
-    return Started(
-        client=service,
-        run="the run",
-        link=os.environ.get("TRACKER_LINK", "https://tracker.example/the-run"),
-    )
+    told = ("known", "project", "name", "tags", "workspace", "offline")
+    facts = {"settings": dict(run.settings), "facts": dict(run.facts), "pid": os.getpid()}
+    facts |= {"group": os.getpgrp(), "has_torch": "torch" in sys.modules}
+    service.write(what="start", **{name: getattr(run, name) for name in told}, **facts)
+    link = os.environ.get("TRACKER_LINK", "https://tracker.example/the-run")
+    return Started(client=service, run="the run", link=link)
 
 
 calls = itertools.count()
@@ -77,15 +64,9 @@ calls = itertools.count()
 def record(client, entries):
     fault("later record" if next(calls) else "record")
     for entry in entries:
-        client.write(
-            what=entry.event,
-            step=entry.step,
-            epoch=entry.epoch,
-            axis=entry.axis,
-            time=entry.time,
-            values=dict(entry.values),
-            file=entry.file and entry.file.name,
-        )
+        told = {name: getattr(entry, name) for name in ("step", "epoch", "axis", "time")}
+        file = entry.file and entry.file.name
+        client.write(what=entry.event, **told, values=dict(entry.values), file=file)
 
 
 def finish(client, result):

@@ -9,15 +9,7 @@ import pytest
 from samestep.errors import UserError
 from samestep.settings import Settings
 from samestep.tracking import choice
-from samestep.tracking.choice import (
-    check_choice,
-    check_installed,
-    chosen,
-    default_project,
-    find_access,
-    secrets_of,
-    why_unreachable,
-)
+from samestep.tracking.choice import check_choice, check_installed, chosen, find_access
 from samestep.tracking.follower import why_offline
 from tests.processes import free_port
 from tests.tracking.servers import Errors
@@ -128,22 +120,16 @@ def test_what_a_client_refuses_in_its_configuration_keeps_it_offline_in_its_own_
 
 
 def test_secrets_are_known_by_the_names_of_variables_and_in_addresses():
-    environment = {
-        "WANDB_API_KEY": KEY,
-        "HOME": "/home/me",
-        "X_TOKEN": "tokens",
-        "MY_KEY": "a",
-        "MLFLOW_TRACKING_URI": "http://me:password@host",
-        "BROKEN_URI": "http://[::1",
-    }
-    assert set(secrets_of(environment)) == {KEY, "tokens", "password"}
+    environment = {"WANDB_API_KEY": KEY, "HOME": "/home/me", "X_TOKEN": "tokens", "MY_KEY": "a"}
+    environment |= {"MLFLOW_TRACKING_URI": "http://me:password@host", "BROKEN_URI": "http://[::1"}
+    assert set(choice.secrets_of(environment)) == {KEY, "tokens", "password"}
 
 
 def test_a_server_is_reachable_if_it_answers_whatever_it_says():
     with Errors() as server:
-        assert why_unreachable(server.url) is None
-    assert why_unreachable(f"http://me:key@127.0.0.1:{free_port()}").startswith("127.0.0.1 ")
-    assert why_unreachable("nonsense").startswith("nonsense ")
+        assert choice.why_unreachable(server.url) is None
+    assert choice.why_unreachable(f"http://me:key@127.0.0.1:{free_port()}").startswith("127.0.0.1 ")
+    assert choice.why_unreachable("nonsense").startswith("nonsense ")
 
 
 # --- names
@@ -154,7 +140,7 @@ def test_trackers_are_named_with_commas_and_none_is_none():
     assert chosen("comet, wandb,") == ["comet", "wandb"]
     names = {"track_project": "Äpfel & Birnen (2)", "track_name": "a/b: c"}
     check_choice(Settings(track="comet,wandb,mlflow,tensorboard,my.py,our.module", **names))
-    assert default_project("my:recipe#2") == "my-recipe-2"
+    assert choice.default_project("my:recipe#2") == "my-recipe-2"
 
 
 @pytest.mark.parametrize(

@@ -63,14 +63,10 @@ def tracked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracked")
     recipe = tiny.write_recipe(folder, RECIPE)
     nowhere = f"127.0.0.1:{free_port()}"
-    environment = {
-        "HOME": str(folder),
-        "WANDB_API_KEY": PLANTED,
-        "COMET_API_KEY": PLANTED,
-        "WANDB_BASE_URL": f"http://{nowhere}",
-        "COMET_URL_OVERRIDE": f"http://{nowhere}/clientlib/",
-        "MLFLOW_TRACKING_URI": f"http://somebody:{PLANTED}@{nowhere}",
-    }
+    environment = {"HOME": str(folder), "WANDB_API_KEY": PLANTED, "COMET_API_KEY": PLANTED}
+    environment |= {"WANDB_BASE_URL": f"http://{nowhere}"}
+    environment |= {"COMET_URL_OVERRIDE": f"http://{nowhere}/clientlib/"}
+    environment |= {"MLFLOW_TRACKING_URI": f"http://somebody:{PLANTED}@{nowhere}"}
     run = folder / "run"
     flags = "--log-every 2 --track-checkpoints --track-timeout 600"
     names = ("--track-project", "odd ones", "--track-name", "the first", "--track-tags", "a, b")

@@ -80,16 +80,13 @@ def assert_found(answer, address, key):
 def test_wandb_says_itself_whether_it_has_a_key_and_for_which_server(tmp_path):
     server = {"WANDB_BASE_URL": "http://w.example"}
     netrc = f"machine w.example\n  login user\n  password {KEY}\n"
-    of_another, malformed, offline, found = ask(
-        "wandb",
-        tmp_path,
-        [
-            ({".netrc": netrc.replace("w.example", "other.example")}, server),
-            ({}, {"WANDB_API_KEY": "short-key"}),
-            ({}, {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}),
-            ({".netrc": netrc}, server),
-        ],
-    )
+    cases = [
+        ({".netrc": netrc.replace("w.example", "other.example")}, server),
+        ({}, {"WANDB_API_KEY": "short-key"}),
+        ({}, {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}),
+        ({".netrc": netrc}, server),
+    ]
+    of_another, malformed, offline, found = ask("wandb", tmp_path, cases)
     assert_refused(of_another, "wandb login")
     assert_refused(malformed, "WANDB_API_KEY")
     assert_refused(offline, "WANDB_MODE")
@@ -98,17 +95,14 @@ def test_wandb_says_itself_whether_it_has_a_key_and_for_which_server(tmp_path):
 
 def test_comet_says_itself_whether_it_has_a_key_and_for_which_server(tmp_path):
     kept = f"[comet]\napi_key={COMET_KEY}\nurl_override=http://kept.example/\n"
-    malformed, offline, by_key, by_dotenv, in_key = ask(
-        "comet",
-        tmp_path,
-        [
-            ({}, {"COMET_API_KEY": "<your key>"}),
-            ({}, {"COMET_API_KEY": COMET_KEY, "COMET_START_ONLINE": "0"}),
-            ({}, {"COMET_API_KEY": COMET_KEY}),
-            ({".comet.config": kept, ".env": "COMET_URL_OVERRIDE=http://dotenv.example/\n"}, {}),
-            ({}, {"COMET_API_KEY": f"{COMET_KEY}*{COMET_SERVER}"}),
-        ],
-    )
+    cases = [
+        ({}, {"COMET_API_KEY": "<your key>"}),
+        ({}, {"COMET_API_KEY": COMET_KEY, "COMET_START_ONLINE": "0"}),
+        ({}, {"COMET_API_KEY": COMET_KEY}),
+        ({".comet.config": kept, ".env": "COMET_URL_OVERRIDE=http://dotenv.example/\n"}, {}),
+        ({}, {"COMET_API_KEY": f"{COMET_KEY}*{COMET_SERVER}"}),
+    ]
+    malformed, offline, by_key, by_dotenv, in_key = ask("comet", tmp_path, cases)
     assert_refused(malformed, "COMET_API_KEY")
     assert_refused(offline, "COMET_START_ONLINE")
     assert_found(by_key, "https://www.comet.com/clientlib/", COMET_KEY)
@@ -117,12 +111,6 @@ def test_comet_says_itself_whether_it_has_a_key_and_for_which_server(tmp_path):
 
 
 def test_mlflow_has_a_server_where_its_variable_names_one(tmp_path):
-    answers = ask(
-        "mlflow",
-        tmp_path,
-        [
-            ({}, {"MLFLOW_TRACKING_URI": "http://m:5000"}),
-            ({}, {"MLFLOW_TRACKING_URI": "sqlite:////srv/mlflow.db"}),
-        ],
-    )
+    places = ("http://m:5000", "sqlite:////srv/mlflow.db")
+    answers = ask("mlflow", tmp_path, [({}, {"MLFLOW_TRACKING_URI": uri}) for uri in places])
     assert [answer["address"] for answer in answers] == ["http://m:5000", None]

@@ -5,14 +5,9 @@ import json
 import pytest
 
 from samestep.errors import UserError
+from samestep.tracking import processes
 from samestep.tracking.follower import gpus_of, parse_gpus
-from samestep.tracking.processes import (
-    Deliveries,
-    Delivery,
-    deliveries_path,
-    read_deliveries,
-    write_deliveries,
-)
+from samestep.tracking.processes import Deliveries, Delivery, deliveries_path, read_deliveries
 from tests.command_line import typed
 
 
@@ -44,7 +39,7 @@ def test_a_ledger_is_read_as_it_was_written_and_a_damaged_one_is_refused(tmp_pat
     ledger = Deliveries(
         online=Delivery(run="r", lines=7), offline=Delivery(files=["a"], finished=True)
     )
-    write_deliveries(tmp_path, "wandb", ledger)
+    processes.write_deliveries(tmp_path, "wandb", ledger)
     assert read_deliveries(tmp_path, "wandb") == ledger
     for text in ("", "{}x", '{"online": 3}'):
         deliveries_path(tmp_path, "wandb").write_text(text)

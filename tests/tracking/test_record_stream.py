@@ -153,22 +153,20 @@ def metrics(step, time, /, **values):
 
 
 def test_metrics_keep_their_own_names_and_each_step_counts_once_for_each_set_of_them(tmp_path):
-    write(
-        tmp_path,
-        [
-            {"event": "start", "time": 100.0, "resumed": False},
-            metrics(4, 101.0, step=7, loss=0.5, odd=None),
-            metrics(4, 102.0, **{"val/loss": 2}),
-            metrics(5, 103.0, step=8, loss=0.25, odd=1.0),
-            {"event": "start", "time": 50.0, "resumed": True},  # another node's clock
-            metrics(4, 51.0, **{"val/loss": 3}),
-            metrics(5, 52.0, loss=0.25, step=8, odd=1.0),
-            metrics(6, 53.0, **{"val/loss": 4}),
-            {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": [1]},
-            {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": "no"},
-            {"event": "metrics", "step": 7, "epoch": 1, "values": {"loss": 1}},
-        ],
-    )
+    records = [
+        {"event": "start", "time": 100.0, "resumed": False},
+        metrics(4, 101.0, step=7, loss=0.5, odd=None),
+        metrics(4, 102.0, **{"val/loss": 2}),
+        metrics(5, 103.0, step=8, loss=0.25, odd=1.0),
+        {"event": "start", "time": 50.0, "resumed": True},  # another node's clock
+        metrics(4, 51.0, **{"val/loss": 3}),
+        metrics(5, 52.0, loss=0.25, step=8, odd=1.0),
+        metrics(6, 53.0, **{"val/loss": 4}),
+        {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": [1]},
+        {"event": "metrics", "step": 7, "epoch": 1, "time": 104.0, "values": "no"},
+        {"event": "metrics", "step": 7, "epoch": 1, "values": {"loss": 1}},
+    ]
+    write(tmp_path, records)
     entries = RecordStream(tmp_path)
     found = [(e.event, e.axis, e.at, e.epoch, e.time, e.values) for e in all_of(entries)]
     assert found == [

@@ -25,14 +25,9 @@ KEY = "0123456789" * 4
 
 def at(url, folder):
     """Return the variables that let all trackers take a server for theirs."""
-    return {
-        "WANDB_BASE_URL": url,
-        "COMET_URL_OVERRIDE": f"{url}/clientlib/",
-        "MLFLOW_TRACKING_URI": url,
-        "WANDB_API_KEY": KEY,
-        "COMET_API_KEY": KEY,
-        "HOME": str(folder),
-    }
+    keys = {"WANDB_API_KEY": KEY, "COMET_API_KEY": KEY, "HOME": str(folder)}
+    places = {"WANDB_BASE_URL": url, "COMET_URL_OVERRIDE": f"{url}/clientlib/"}
+    return keys | places | {"MLFLOW_TRACKING_URI": url}
 
 
 def test_a_server_that_never_answers_leaves_trackers_offline_and_a_run_is_sent_whole_later(

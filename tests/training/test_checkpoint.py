@@ -4,7 +4,9 @@ import itertools
 import json
 import os
 import pickle
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,29 +19,15 @@ from samestep.run import checkpoints, loading
 from samestep.run.index import Entry
 from samestep.run.index import read_index as read_written
 from samestep.training import stopping
+from tests import tiny
 from tests.command_line import refusal
-from tests.tiny import (
-    RECIPE,
-    STEPS,
-    STEPS_PER_EPOCH,
-    all_records,
-    assert_same_training,
-    events,
-    files,
-    last_state,
-    read_index,
-    resumed,
-    sha256,
-    trained,
-    write_recipe,
-)
 
 
 @pytest.fixture(scope="module")
 def half_trained(tmp_path_factory) -> Path:
     """A run that stopped in its third epoch, with its recipe beside it."""
     folder = tmp_path_factory.mktemp("half")
-    trained(write_recipe(folder), folder / "run", "--max-steps", "30")
+    tiny.trained(tiny.write_recipe(folder), folder / "run", "--max-steps", "30")
     return folder
 
 
@@ -65,7 +53,7 @@ def empty(path: Path) -> None:
 
 
 def newest(run: Path, place: int = 0) -> Path:
-    steps = sorted(read_index(run)["checkpoints"], key=lambda entry: -entry["step"])
+    steps = sorted(tiny.read_index(run)["checkpoints"], key=lambda entry: -entry["step"])
     return run / "checkpoints" / steps[place]["path"]
 
 
@@ -74,12 +62,15 @@ def refuse(refused, run, tmp_path):
     """Refuse to resume the run, return the one message, and check that nothing is lost."""
 
     def refuse(*flags: str, world_size: int = 1) -> str:
-        command, before = ("train", str(run), "--resume", "--max-steps", "40", *flags), files(run)
+        command, before = (
+            ("train", str(run), "--resume", "--max-steps", "40", *flags),
+            tiny.files(run),
+        )
         if world_size == 1:
             said = refused(*command)
         else:
             said = refusal(*command, world_size=world_size, folder=tmp_path / "outputs")
-        after = files(run)
+        after = tiny.files(run)
         for name, content in before.items():
             # The log may tell of the refusal, and the lock file says who held the run last.
             if name not in ("rank-0.log", "run.lock"):
@@ -100,7 +91,7 @@ def edit_settings(run: Path, old: str | Path, new: str | Path) -> None:
 
 def attempt(run: Path) -> dict[str, Any]:
     """Return the `resume` record of a run that was gone on with once."""
-    (found,) = (r for r in all_records(run) if r["event"] == "resume")
+    (found,) = (r for r in tiny.all_records(run) if r["event"] == "resume")
     return found
 
 
@@ -118,15 +109,15 @@ def test_where_the_newest_are_damaged_an_older_whole_one_is_taken_and_the_user_i
     damaged = [newest(run, place) for place in range(len(damages))]
     for path, damage in zip(damaged, damages, strict=True):
         damage(path)
-    printed = resumed(run, "--max-steps", str(STEPS), on=on)
+    printed = tiny.resumed(run, "--max-steps", str(tiny.STEPS), on=on)
     assert attempt(run)["step"] == step
     for path, problem in zip(damaged, attempt(run)["problems"], strict=True):
         assert str(path) in problem
         assert str(path) in printed
     assert f", step {step}" in printed
-    assert_same_training(run, uninterrupted)
-    for entry in read_index(run)["checkpoints"]:  # the damaged ones are no longer among them
-        assert sha256(run / "checkpoints" / entry["path"]) == entry["sha256"]
+    tiny.assert_same_training(run, uninterrupted)
+    for entry in tiny.read_index(run)["checkpoints"]:  # the damaged ones are no longer among them
+        assert tiny.sha256(run / "checkpoints" / entry["path"]) == entry["sha256"]
 
 
 def test_where_all_are_damaged_resuming_is_refused_and_nothing_is_overwritten(
@@ -170,10 +161,10 @@ def plant_pickle(path: Path, side_effect: Path, form: str) -> None:
         path.write_bytes(pickle.dumps(Malice(side_effect)))
     else:
         torch.save({**torch.load(path, weights_only=True), "model": Malice(side_effect)}, path)
-    index = read_index(path.parents[1])
+    index = tiny.read_index(path.parents[1])
     for entry in [*index["checkpoints"], index["last"], index["best"]]:
         if entry["path"] == path.name:
-            entry["sha256"] = sha256(path)
+            entry["sha256"] = tiny.sha256(path)
     (path.parent / "index.json").write_text(json.dumps(index))
 
 
@@ -184,16 +175,16 @@ def test_code_in_a_checkpoints_place_is_never_run(uninterrupted, run, tmp_path, 
     plant_pickle(planted, trap, form)
     pickle.loads(pickle.dumps(Malice(tmp_path / "sprung")))
     assert (tmp_path / "sprung").is_dir(), "unpickling does spring the trap"
-    printed = resumed(run, "--max-steps", str(STEPS))
+    printed = tiny.resumed(run, "--max-steps", str(tiny.STEPS))
     (problem,) = attempt(run)["problems"]
     assert str(planted) in problem
     assert str(planted) in printed
-    assert_same_training(run, uninterrupted)
+    tiny.assert_same_training(run, uninterrupted)
     assert not trap.exists()
 
 
 def load(path: Path) -> None:
-    loading.load(path.parent, Entry(path=path.name, step=1, epoch=0, sha256=sha256(path)))
+    loading.load(path.parent, Entry(path=path.name, step=1, epoch=0, sha256=tiny.sha256(path)))
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 no zip", b"\x80\x02."])
@@ -203,14 +194,55 @@ def test_a_file_that_is_no_checkpoint_is_named_though_its_hash_is_right(tmp_path
         load(tmp_path / "a.pt")
 
 
-def test_a_checkpoint_of_another_format_is_refused(tmp_path):
-    torch.save({"format": 99, "model": {}}, tmp_path / "a.pt")
-    with pytest.raises(UserError, match=rf"format 99\b.*format {checkpoints.FORMAT}\b"):
-        load(tmp_path / "a.pt")
+def change(path: Path, *changes: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a checkpoint holds, and let the index name the new hash."""
+    content = torch.load(path, weights_only=True)
+    for make in changes:
+        make(content)
+    torch.save(content, path)
+    index = path.with_name("index.json")
+    table = json.loads(index.read_text())
+    for entry in (*table["checkpoints"], table["last"], table["best"]):
+        if entry["path"] == path.name:
+            entry["sha256"] = tiny.sha256(path)
+    index.write_text(json.dumps(table))
+
+
+def test_a_checkpoint_of_a_newer_samestep_is_refused_not_passed_over(run, refuse):
+    change(newest(run), lambda c: c.update(format=99))
+    for on in (1, 2):
+        said = refuse(world_size=on)
+        assert re.search(rf"newer samestep.*format 99\b.*format {checkpoints.FORMAT}\b", said)
+
+
+MISSING = [
+    *("recipe", "classes", "model", "optimizer", "scaler", "schedule", "rng"),
+    *("position", "loss_sums", "watch", "order"),
+]
+
+
+def test_a_whole_file_that_lacks_a_part_counts_as_damaged(run):
+    steps = {
+        path: entry["step"]
+        for entry in tiny.read_index(run)["checkpoints"]
+        if (path := entry["path"])
+    }
+    path = newest(run)
+    whole = path.read_bytes()
+    for part in (*MISSING, "position/step", "optimizer/param_groups"):
+        path.write_bytes(whole)
+        *inside, last = part.split("/")
+        change(path, lambda c, i=inside, n=last: (c[i[0]] if i else c).pop(n))
+        entry = Entry(path=path.name, step=steps[path.name], epoch=0, sha256=tiny.sha256(path))
+        with pytest.raises(UserError, match=rf"{path.name} .*{part.replace('/', '.')}"):
+            loading.load(path.parent, entry)
+    tiny.resumed(run, "--max-steps", "31")
+    assert str(path) in attempt(run)["problems"][0]
+    assert attempt(run)["step"] == 28
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(run, refuse, half_trained, tmp_path):
-    edit_settings(run, half_trained / "tiny.py", write_recipe(tmp_path, name="other.py"))
+    edit_settings(run, half_trained / "tiny.py", tiny.write_recipe(tmp_path, name="other.py"))
     said = refuse()
     assert "'tiny'" in said
     assert "'other'" in said
@@ -232,32 +264,32 @@ def test_a_checkpoint_of_another_model_or_data_is_refused(run, refuse, old, new,
 
 def test_a_checkpoint_with_other_layers_is_refused(run, refuse, half_trained, tmp_path):
     """The recipe file was edited since, and that was allowed."""
-    deeper = RECIPE.replace("nn.Tanh(),", "nn.Tanh(), nn.LayerNorm(options.hidden),")
-    edit_settings(run, half_trained / "tiny.py", write_recipe(tmp_path, deeper))
+    deeper = tiny.RECIPE.replace("nn.Tanh(),", "nn.Tanh(), nn.LayerNorm(options.hidden),")
+    edit_settings(run, half_trained / "tiny.py", tiny.write_recipe(tmp_path, deeper))
     assert "3.weight" in refuse("--allow-change", "recipe")
 
 
 def validated(run: Path, metric: str) -> dict[int, float]:
     """Return the metric of each step that was evaluated."""
-    found = events(run, "evaluation")
+    found = tiny.events(run, "evaluation")
     return {r["step"]: r[metric] for r in found if r["split"] == "validation"}
 
 
 def test_the_index_names_last_and_best_with_step_metric_and_hash(uninterrupted):
-    index = read_index(uninterrupted)
-    told = events(uninterrupted, "checkpoint")
+    index = tiny.read_index(uninterrupted)
+    told = tiny.events(uninterrupted, "checkpoint")
     assert len(told) == 21  # every 4 of 66 steps and after 6 epochs, of which one is such a step
     for record, entry in zip(told, index["checkpoints"], strict=True):
         path = uninterrupted / record["path"]
         assert record["path"] == f"checkpoints/{entry['path']}"
         assert record["step"] == entry["step"]
-        assert record["sha256"] == entry["sha256"] == sha256(path)
+        assert record["sha256"] == entry["sha256"] == tiny.sha256(path)
         assert torch.load(path, weights_only=True)["position"]["step"] == entry["step"]
     measured = validated(uninterrupted, "accuracy")
     known = {e["step"]: e["metric"] for e in index["checkpoints"] if e["metric"] is not None}
     assert known == measured
     assert index["last"] == index["checkpoints"][-1]
-    assert index["last"]["step"] == STEPS
+    assert index["last"]["step"] == tiny.STEPS
     best = max(measured, key=lambda step: (measured[step], -step))
     assert (index["best"]["step"], index["best"]["metric"]) == (best, measured[best])
     assert index["best"] in index["checkpoints"]
@@ -270,12 +302,12 @@ def test_the_index_names_last_and_best_with_step_metric_and_hash(uninterrupted):
 def test_only_the_last_and_the_best_k_by_the_monitored_metric_are_kept(tmp_path):
     run = tmp_path / "run"
     flags = ("--monitor", "loss", "--mode", "max")
-    trained(write_recipe(tmp_path), run, "--keep-top-k", "2", *flags)
+    tiny.trained(tiny.write_recipe(tmp_path), run, "--keep-top-k", "2", *flags)
     measured = validated(run, "loss")
     best = sorted(measured, key=lambda step: (-measured[step], step))[:2]
-    kept = {f"checkpoint_epoch_{step // STEPS_PER_EPOCH}.pt" for step in {*best, STEPS}}
+    kept = {f"checkpoint_epoch_{step // tiny.STEPS_PER_EPOCH}.pt" for step in {*best, tiny.STEPS}}
     assert {path.name for path in (run / "checkpoints").glob("*.pt")} == kept
-    index = read_index(run)
+    index = tiny.read_index(run)
     assert {entry["path"] for entry in index["checkpoints"]} == kept
     assert index["best"]["step"] == best[0]
     assert (index["monitor"], index["mode"]) == ("loss", "max")
@@ -285,30 +317,27 @@ def test_only_the_last_and_the_best_k_by_the_monitored_metric_are_kept(tmp_path)
 
 def test_the_state_loads_into_the_plain_model(uninterrupted):
     space: dict[str, Any] = {"__file__": str(uninterrupted.parent / "tiny.py")}
-    exec(RECIPE, space)
+    exec(tiny.RECIPE, space)
     model = space["model"](space["Options"]()).double()
-    model.load_state_dict(last_state(uninterrupted)["model"], strict=True)
+    model.load_state_dict(tiny.last_state(uninterrupted)["model"], strict=True)
     optimizer = torch.optim.Adam(model.parameters())
-    optimizer.load_state_dict(last_state(uninterrupted)["optimizer"])
-    assert {int(state["step"]) for state in optimizer.state.values()} == {STEPS}
+    optimizer.load_state_dict(tiny.last_state(uninterrupted)["optimizer"])
+    assert {int(state["step"]) for state in optimizer.state.values()} == {tiny.STEPS}
 
 
 @pytest.mark.parametrize(
     ("flags", "steps"),
     [
-        (("--checkpoint-every-steps", "5"), [5, 10, 11, 15, 20, 22, 25]),
-        (("--checkpoint-every-steps", "100", "--checkpoint-every-epochs", "2"), [22, 25]),
-        (
-            ("--checkpoint-every-steps", "100", "--checkpoint-every-minutes", "1e-9"),
-            [*range(1, 26)],
-        ),
-        (("--checkpoint-every-steps", "100", "--checkpoint-every-minutes", "60"), [11, 22, 25]),
+        ("--checkpoint-every-steps 5", [5, 10, 11, 15, 20, 22, 25]),
+        ("--checkpoint-every-steps 100 --checkpoint-every-epochs 2", [22, 25]),
+        ("--checkpoint-every-steps 100 --checkpoint-every-minutes 1e-9", [*range(1, 26)]),
+        ("--checkpoint-every-steps 100 --checkpoint-every-minutes 60", [11, 22, 25]),
     ],
 )
 def test_checkpoints_come_by_steps_by_epochs_and_by_minutes_and_at_the_end(tmp_path, flags, steps):
     run = tmp_path / "run"
-    trained(write_recipe(tmp_path), run, "--max-steps", "25", *flags)
-    assert [e["step"] for e in read_index(run)["checkpoints"]] == steps
+    tiny.trained(tiny.write_recipe(tmp_path), run, "--max-steps", "25", *flags.split())
+    assert [e["step"] for e in tiny.read_index(run)["checkpoints"]] == steps
 
 
 def test_the_minutes_to_a_checkpoint_count_from_the_one_before(monkeypatch):
@@ -342,18 +371,18 @@ def test_what_is_no_index_is_refused_in_words(tmp_path, content):
 
 
 def test_rules_by_number_and_age_keep_what_any_of_them_keeps_with_the_best(tmp_path):
-    recipe = write_recipe(tmp_path, RECIPE.replace('"checkpoint_every_steps": 4,', ""))
+    recipe = tiny.write_recipe(tmp_path, tiny.RECIPE.replace('"checkpoint_every_steps": 4,', ""))
     run = tmp_path / "run"
-    trained(recipe, run, "--keep-newest", "2", "--monitor", "loss")
-    index = read_index(run)
+    tiny.trained(recipe, run, "--keep-newest", "2", "--monitor", "loss")
+    index = tiny.read_index(run)
     newest_two = {"checkpoint_epoch_5.pt", "checkpoint_epoch_6.pt"}
     assert {e["path"] for e in index["checkpoints"]} == newest_two | {index["best"]["path"]}
     for number, entry in enumerate(index["checkpoints"]):  # all but the newest are a day old
         entry["time"] -= 86_400 * (number < len(index["checkpoints"]) - 1)
     (run / "checkpoints" / "index.json").write_text(json.dumps(index))
     edit_settings(run, "keep_newest = 2\n", "")
-    resumed(run, "--epochs", "8", "--keep-hours", "1")
-    index = read_index(run)
+    tiny.resumed(run, "--epochs", "8", "--keep-hours", "1")
+    index = tiny.read_index(run)
     kept = {"checkpoint_epoch_6.pt", "checkpoint_epoch_7.pt", "checkpoint_epoch_8.pt"}
     assert {e["path"] for e in index["checkpoints"]} == kept | {index["best"]["path"]}
     assert {p.name for p in (run / "checkpoints").glob("*.pt")} == kept | {index["best"]["path"]}

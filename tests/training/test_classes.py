@@ -12,7 +12,7 @@ from samestep.ranks.world import World
 from samestep.reporting.words import class_table
 from samestep.training.metrics import Confusion
 from tests import tiny
-from tests.command_line import call, read_json
+from tests.command_line import read_json
 
 # 53 test samples: no number of ranks divides them. One class has no test sample.
 RECIPE = """
@@ -56,7 +56,7 @@ def direct_count(recipe, folder):
     return rows.tolist()
 
 
-def test_the_result_counts_every_sample_once_and_so_does_evaluate(recipe, tmp_path, capfd):
+def test_the_result_counts_every_sample_once_and_so_does_evaluate(recipe, tmp_path, output_of):
     folder = tmp_path / "run"
     printed = tiny.trained(recipe, folder, on=2)
     test = read_json(folder / "result.json")["test"]
@@ -75,14 +75,9 @@ def test_the_result_counts_every_sample_once_and_so_does_evaluate(recipe, tmp_pa
         assert record.get("confusion") == (expected if record["split"] == "test" else None)
     assert "absent  no samples" in printed
 
-    def evaluated(*flags: str) -> str:
-        capfd.readouterr()
-        assert call("evaluate", str(folder), *flags) == 0
-        return capfd.readouterr().out
-
-    result = json.loads(evaluated("--json"))
+    result = json.loads(output_of("evaluate", folder, "--json"))
     assert (result["confusion"], result["per_class"]) == (expected, test["per_class"])
-    shown = evaluated()
+    shown = output_of("evaluate", folder)
     assert f"low     {low[0] / sum(low):.4f}" in shown
     assert "confusion" not in shown
 

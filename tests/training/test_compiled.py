@@ -70,21 +70,14 @@ class Case:
     """Whether the weights are packed, as those of a small model are."""
 
 
+SGD = "--precision fp32 --optimizer sgd --momentum 0.9 --weight-decay 0.1 --clip-norm 0.3 --lr 0.1"
+SGD += " --schedule cosine --warmup-steps 9"
+ADAMW = "--optimizer adamw --weight-decay 0.2 --clip-norm 0.05"
+CUT = "--batch-size 12 --accumulate 2"
 CASES = {
     "adam": Case("--weight-decay 0.1 --clip-norm 0.05 --lr 0.03", 2),
-    "sgd": Case(
-        "--precision fp32 --optimizer sgd --momentum 0.9 --weight-decay 0.1 --clip-norm 0.3 "
-        "--lr 0.1 --batch-size 12 --accumulate 2 --schedule cosine --warmup-steps 9",
-        2,
-        tolerance=1e-5,
-        recipe="normalised.py",
-    ),
-    "large": Case(
-        "--optimizer adamw --weight-decay 0.2 --clip-norm 0.05 --batch-size 12 --accumulate 2",
-        1,
-        recipe="normalised.py",
-        small=False,
-    ),
+    "sgd": Case(f"{SGD} {CUT}", 2, tolerance=1e-5, recipe="normalised.py"),
+    "large": Case(f"{ADAMW} {CUT}", 1, recipe="normalised.py", small=False),
 }
 FALLS_BACK = {
     "unused": Case("--optimizer adamw --weight-decay 0.2 --max-steps 24", 4, recipe="unused.py"),

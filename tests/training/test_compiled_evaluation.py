@@ -43,17 +43,8 @@ def test_full_batches_run_compiled_and_the_last_one_as_it_is(compiled):
     model = nn.Linear(3, 2).double()
 
     def means(forward):
-        return evaluate(
-            model,
-            Batches(),
-            nn.functional.cross_entropy,
-            {},
-            world=World(),
-            batch_size=8,
-            precision="fp64",
-            seed=1,
-            forward=forward,
-        )
+        how = {"world": World(), "batch_size": 8, "precision": "fp64", "seed": 1}
+        return evaluate(model, Batches(), nn.functional.cross_entropy, {}, forward=forward, **how)
 
     assert means(FullBatches(model, 8)) == means(None)
     assert compiled == [8, 8]

@@ -14,52 +14,29 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny
 from tests.faults import Fault
 from tests.processes import TIMEOUT_S
-from tests.tiny import (
-    STEPS,
-    all_records,
-    assert_same_training,
-    newest_announced,
-    num_records,
-    read_index,
-    resumed,
-    set_pace,
-    start,
-    struck,
-    trained,
-    until,
-    write_recipe,
-)
 
 SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
 KILLS = int(os.environ.get("SAMESTEP_TEST_KILLS", "4"))
 SHARDS = ["before the shards", "within the shards", "after the shards"]
 WRITING = [
-    "within the copy",
-    "within the checkpoint: 12000",
-    "after the checkpoint's sync",
-    "before the checkpoint's name",
-    "after the checkpoint's name",
-    "within the index",
-    "after the index's name",
-    "within the record",
+    *("within the copy", "within the checkpoint: 12000", "after the checkpoint's sync"),
+    *("before the checkpoint's name", "after the checkpoint's name", "within the index"),
+    *("after the index's name", "within the record"),
 ]
 """What each can tear or leave half done; beside them lie those of MORE."""
 MORE = [
-    "before the checkpoint",
-    "within the checkpoint: 0",
-    "before the checkpoint's sync",
-    "before the index's sync",
-    "before the index's name",
-    "before the record",
+    *("before the checkpoint", "within the checkpoint: 0", "before the checkpoint's sync"),
+    *("before the index's sync", "before the index's name", "before the record"),
     "after the record",
 ]
 
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    return write_recipe(tmp_path)
+    return tiny.write_recipe(tmp_path)
 
 
 def a_fault(point: str, nth: int, rank: int = 0) -> Fault:
@@ -70,7 +47,7 @@ def a_fault(point: str, nth: int, rank: int = 0) -> Fault:
 def kill(recipe: Path, run: Path, fault: Fault, *flags: str, on: int = 1) -> None:
     """Train until a rank kills itself, then end the others as a scheduler ends a job."""
     words = ("--run-dir", str(run), *flags)
-    ranks = start(recipe, *words, faults=(fault,), world_size=on, folder=run.parent)
+    ranks = tiny.start(recipe, *words, faults=(fault,), world_size=on, folder=run.parent)
     struck_one = ranks.processes[fault.rank or 0]
     struck_one.join(TIMEOUT_S)
     assert struck_one.exitcode == -signal.SIGKILL, ranks.output()
@@ -80,27 +57,29 @@ def kill(recipe: Path, run: Path, fault: Fault, *flags: str, on: int = 1) -> Non
 
 def assert_began_at(step: int, run: Path, before: int) -> None:
     """Check by the records after the first `before` that the run resumed at a step, unless at 0."""
-    found = [r for r in all_records(run)[before:] if r["event"] == "resume"]
+    found = [r for r in tiny.all_records(run)[before:] if r["event"] == "resume"]
     assert [(r["step"], r["problems"]) for r in found] == ([(step, [])] if step else [])
 
 
 def assert_resumes(run: Path, uninterrupted: Path, on: int) -> None:
     """Go on from the newest announced checkpoint to the end of the uninterrupted run."""
-    announced, before = newest_announced(run), num_records(run)
-    resumed(run, on=on)
+    announced, before = tiny.newest_announced(run), tiny.num_records(run)
+    tiny.resumed(run, on=on)
     assert_began_at(announced, run, before)
-    assert newest_announced(run) == STEPS
+    assert tiny.newest_announced(run) == tiny.STEPS
     assert not list(run.rglob("*.tmp"))
-    assert_same_training(run, uninterrupted)
+    tiny.assert_same_training(run, uninterrupted)
 
 
 def kill_again(recipe: Path, run: Path, fault: Fault, *flags: str, on: int) -> None:
     """Begin or resume the run until the fault; nothing that was announced is lost."""
     print(f"seed {SEED}: {fault} on {on} ranks")
-    announced, before = (newest_announced(run), num_records(run)) if run.exists() else (0, 0)
+    announced, before = (
+        (tiny.newest_announced(run), tiny.num_records(run)) if run.exists() else (0, 0)
+    )
     kill(recipe, run, fault, "--resume", *flags, on=on)
     assert_began_at(announced, run, before)
-    assert newest_announced(run) >= announced
+    assert tiny.newest_announced(run) >= announced
 
 
 @pytest.mark.parametrize(
@@ -126,9 +105,9 @@ def test_kills_while_ranks_write_their_parts_lose_no_checkpoint_that_was_announc
     for number, point in enumerate(SHARDS):
         fault = a_fault(point, draw.randint(2, 3), rank=number % 2)
         kill_again(recipe, run, fault, "--strategy", "fsdp", on=2)
-        assert all(entry["files"] for entry in read_index(run)["checkpoints"])
+        assert all(entry["files"] for entry in tiny.read_index(run)["checkpoints"])
     assert_resumes(run, uninterrupted, 1)
-    kept = {Path(entry["path"]).stem for entry in read_index(run)["checkpoints"]}
+    kept = {Path(entry["path"]).stem for entry in tiny.read_index(run)["checkpoints"]}
     assert {path.stem for path in (run / "checkpoints").glob("*.shards")} <= kept
 
 
@@ -140,14 +119,14 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_those_that_are_kept(
     print(f"seed {SEED}: {point} {nth}")
     run = tmp_path / "run"
     kill(recipe, run, Fault(point, nth), "--keep-top-k", "1")
-    index = read_index(run)
+    index = tiny.read_index(run)
     for name in ("last", "best"):
         assert index[name] is None or (run / "checkpoints" / index[name]["path"]).exists()
     newest = max(entry["step"] for entry in index["checkpoints"])
-    resumed(run)
-    (found,) = (r for r in all_records(run) if r["event"] == "resume")
+    tiny.resumed(run)
+    (found,) = (r for r in tiny.all_records(run) if r["event"] == "resume")
     assert found["step"] == newest
-    assert_same_training(run, uninterrupted)
+    tiny.assert_same_training(run, uninterrupted)
 
 
 def test_a_job_killed_at_random_moments_again_and_again_still_arrives(
@@ -156,20 +135,20 @@ def test_a_job_killed_at_random_moments_again_and_again_still_arrives(
     """The kill comes from outside, whatever the ranks are doing just then."""
     draw = random.Random(SEED)
     run, world_size = tmp_path / "run", 2
-    set_pace(recipe, 0.01)
+    tiny.set_pace(recipe, 0.01)
     target, flags = recipe, ("--run-dir", str(run))
     for _ in range(2):
         more = draw.randint(5, 16)
-        ranks = start(target, *flags, world_size=world_size, folder=tmp_path)
-        wanted = num_records(run) + more
-        until(lambda wanted=wanted: num_records(run) >= wanted, ranks)
+        ranks = tiny.start(target, *flags, world_size=world_size, folder=tmp_path)
+        wanted = tiny.num_records(run) + more
+        tiny.until(lambda wanted=wanted: tiny.num_records(run) >= wanted, ranks)
         ranks.kill()
         assert ranks.wait() == [-signal.SIGKILL] * world_size
-        print(f"seed {SEED}: killed at record {num_records(run)} at world size {world_size}")
-        newest_announced(run)
+        print(f"seed {SEED}: killed at record {tiny.num_records(run)} at world size {world_size}")
+        tiny.newest_announced(run)
         target, flags = run, ("--resume",)
         world_size = 3 - world_size
-    set_pace(recipe, 0)
+    tiny.set_pace(recipe, 0)
     assert_resumes(run, uninterrupted, world_size)
 
 
@@ -193,7 +172,7 @@ def test_many_kills_in_a_row_at_random_points_still_arrive(uninterrupted, recipe
         how = " ".join(flags) or "defaults"
         print(f"kill {number}, {point}, visit {nth}, {how} at world size {world_size}")
         kill_again(recipe, run, a_fault(point, nth, rank), *flags, on=world_size)
-        if number == KILLS or newest_announced(run) > STEPS - 20:
+        if number == KILLS or tiny.newest_announced(run) > tiny.STEPS - 20:
             assert_resumes(run, uninterrupted, next(world_sizes))
             shutil.rmtree(run)
 
@@ -206,7 +185,9 @@ def test_when_one_of_two_ranks_is_killed_the_other_ends_by_itself_within_seconds
     print(f"seed {SEED}: rank {killed} after step {nth}")
     run = tmp_path / "run"
     fault = Fault("after a step", nth, rank=killed)
-    ranks = start(recipe, "--run-dir", str(run), faults=(fault,), world_size=2, folder=tmp_path)
+    ranks = tiny.start(
+        recipe, "--run-dir", str(run), faults=(fault,), world_size=2, folder=tmp_path
+    )
     ranks.processes[killed].join(TIMEOUT_S)
     began = time.monotonic()
     ranks.processes[1 - killed].join(TIMEOUT_S)
@@ -224,10 +205,10 @@ def test_a_kill_between_an_evaluation_and_its_checkpoint_leaves_one_record_of_ea
 ):
     """A stop at the end of an epoch is resumed at the same step as the epoch's checkpoint."""
     run = tmp_path / "run"
-    struck(recipe, run, Fault("after a step", 11, signum=signal.SIGTERM))
-    assert read_index(run)["last"]["path"] == "checkpoint_step_11.pt"
+    tiny.struck(recipe, run, Fault("after a step", 11, signum=signal.SIGTERM))
+    assert tiny.read_index(run)["last"]["path"] == "checkpoint_step_11.pt"
     kill(recipe, run, Fault("before the checkpoint"), "--resume")
-    assert [r["event"] for r in all_records(run)][-2:] == ["epoch", "evaluation"]
+    assert [r["event"] for r in tiny.all_records(run)][-2:] == ["epoch", "evaluation"]
     assert_resumes(run, uninterrupted, 1)
 
 
@@ -241,8 +222,8 @@ def test_a_kill_at_the_very_end_leaves_one_evaluation_of_the_test_set(
 
 def test_a_torn_temporary_file_is_removed_though_its_name_never_comes_again(recipe, tmp_path):
     run = tmp_path / "run"
-    trained(recipe, run, "--max-steps", "9")
+    tiny.trained(recipe, run, "--max-steps", "9")
     torn = run / "checkpoints" / ".checkpoint_step_10.pt.tmp"
     torn.write_bytes(b"PK")
-    resumed(run, "--max-steps", "12", "--checkpoint-every-steps", "1000")
+    tiny.resumed(run, "--max-steps", "12", "--checkpoint-every-steps", "1000")
     assert not torn.exists()

@@ -13,7 +13,8 @@ from samestep.ranks.world import World
 from samestep.settings import Settings
 from samestep.training.sharding import find_blocks, shard
 from tests import tiny
-from tests.processes import free_port, run_ranks, samestep
+from tests.command_line import start
+from tests.processes import free_port, run_ranks
 
 pytestmark = pytest.mark.xdist_group("fsdp")
 
@@ -195,7 +196,7 @@ def test_what_fsdp_cannot_train_is_refused_by_name(tmp_path, what):
     recipe = write_blocks(tmp_path)
     recipe.write_text(recipe.read_text() + more)
     words = ("train", str(recipe), "--run-dir", str(tmp_path / "run"), *FSDP, *flags)
-    ranks = samestep(*words, world_size=2, folder=tmp_path / "out")
+    ranks = start(*words, world_size=2, folder=tmp_path / "out")
     assert ranks.wait() == [2, 2], ranks.output()
     shown = ranks.printed(0)
     assert all(name in shown for name in named), shown

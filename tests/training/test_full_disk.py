@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 
 from samestep import UserError
+from samestep.ranks.world import World
 from samestep.run.directory import Run
-from tests.command_line import refusal
-from tests.tiny import (
-    STEPS,
-    all_records,
-    assert_same_training,
-    files,
-    newest_announced,
-    resumed,
-    start,
-    write_recipe,
-)
+from samestep.run.index import Retention, announce
+from samestep.session import saver
+from samestep.training.work import Position
+from tests import tiny
+from tests.command_line import refusal, typed
 
 
 @pytest.fixture
@@ -28,12 +23,7 @@ def disk(tmp_path):
         pytest.skip("only root can mount a small disk")
     path = tmp_path / "disk"
     path.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = typed("mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", path)
     if done.returncode:
         pytest.skip(f"no mount is permitted here: {done.stderr.strip()}")
     yield path
@@ -56,29 +46,29 @@ def test_on_a_disk_that_fills_up_the_training_goes_on_warns_once_and_fails_at_th
 ):
     run = disk / "run"
     words = ("--run-dir", str(run))
-    ranks = start(write_recipe(tmp_path), *words, world_size=2, folder=tmp_path)
+    ranks = tiny.start(tiny.write_recipe(tmp_path), *words, world_size=2, folder=tmp_path)
     assert ranks.wait() == [2, 2], ranks.output()
     said = ranks.printed(0)
     assert said.count("samestep: ") == 2, said
     assert "Traceback" not in said
-    assert [r["step"] for r in all_records(run) if r["event"] == "step"][-1] == STEPS
+    assert [r["step"] for r in tiny.all_records(run) if r["event"] == "step"][-1] == tiny.STEPS
     assert "disk" in said
     assert str(run) in said
-    announced = newest_announced(run)
+    announced = tiny.newest_announced(run)
     assert announced > 0
     assert not list(run.rglob("*.tmp"))
     grow(disk)
-    resumed(run)
-    (found,) = (r for r in all_records(run) if r["event"] == "resume")
+    tiny.resumed(run)
+    (found,) = (r for r in tiny.all_records(run) if r["event"] == "resume")
     assert (found["step"], found["problems"]) == (announced, [])
-    assert_same_training(run, uninterrupted)
+    tiny.assert_same_training(run, uninterrupted)
 
 
 def test_where_the_records_themselves_fill_the_disk_there_is_one_message_too(
     disk, uninterrupted, tmp_path, refused
 ):
     """Then not even the log takes another line."""
-    recipe, run, other = write_recipe(tmp_path), disk / "run", disk / "other"
+    recipe, run, other = tiny.write_recipe(tmp_path), disk / "run", disk / "other"
     fill(other, leave=28_000)
     flags = ("--checkpoint-every-steps", "1000", "--checkpoint-every-epochs", "100")
     said = refused("train", str(recipe), "--run-dir", str(run), *flags)
@@ -87,15 +77,15 @@ def test_where_the_records_themselves_fill_the_disk_there_is_one_message_too(
     assert not (run / "checkpoints" / "index.json").exists()
     grow(disk)
     often = ("--checkpoint-every-steps", "4", "--checkpoint-every-epochs", "1")
-    resumed(run, *often)
-    assert_same_training(run, uninterrupted)
+    tiny.resumed(run, *often)
+    tiny.assert_same_training(run, uninterrupted)
 
 
 def test_on_a_disk_that_was_full_before_nothing_is_begun(disk, tmp_path):
     fill(disk / "other")
-    words = ("train", str(write_recipe(tmp_path)), "--run-dir", str(disk / "run"))
+    words = ("train", str(tiny.write_recipe(tmp_path)), "--run-dir", str(disk / "run"))
     assert "disk" in refusal(*words, folder=tmp_path / "out")
-    assert all(not content for content in files(disk / "run").values())
+    assert all(not content for content in tiny.files(disk / "run").values())
 
 
 def test_a_record_that_does_not_fit_leaves_only_whole_lines(disk):
@@ -108,9 +98,27 @@ def test_a_record_that_does_not_fit_leaves_only_whole_lines(disk):
         while written < 100:
             run.append(record)
             written += 1
-    assert all_records(disk / "run") == [record] * written
+    assert tiny.all_records(disk / "run") == [record] * written
     assert (disk / "run" / "events.jsonl").read_bytes().endswith(b"\n")
     (disk / "other").unlink()
     run.append(record)
     run.close()
-    assert all_records(disk / "run") == [record] * (written + 1)
+    assert tiny.all_records(disk / "run") == [record] * (written + 1)
+
+
+@pytest.mark.parametrize("reaches", [False, True])
+def test_a_checkpoint_whose_index_cannot_be_written_leaves_the_full_disk(
+    tmp_path, monkeypatch, reaches
+):
+    """One that the index names by then stays."""
+
+    def fails(*given):
+        if reaches:
+            announce(*given)
+        raise UserError("full")
+
+    monkeypatch.setattr(saver, "announce", fails)
+    how = {"metric": None, "watch": None, "retention": Retention(), "began": 0.0, "sync": True}
+    with pytest.raises(UserError, match="full"):
+        saver.Saver(tmp_path, World(), lambda _: None).save({}, Position(), **how)
+    assert bool([*tmp_path.glob("*.pt")]) == reaches

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.lightning.engine import _Strategy
 from samestep.ranks import world as worlds
 from samestep.ranks.world import GROUP_OF_ONE, find_world, join, leave
 from samestep.settings import Settings
@@ -40,6 +41,15 @@ def test_its_collectives_run_and_return_what_one_rank_gives(alone):
     wrapped = prepare.wrap(nn.Linear(2, 2), alone, Settings(bucket_cap_mb=3))
     assert isinstance(wrapped, DistributedDataParallel)
     assert wrapped.bucket_bytes_cap == 3 << 20
+
+
+def test_in_both_engines_ddp_keeps_the_buckets_of_its_first_step(alone):
+    strategy = _Strategy(parallel_devices=[alone.device])
+    models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
+    for wrapped in (prepare.wrap(models[0], alone, Settings()), strategy._setup_model(models[1])):
+        for _ in range(2):
+            wrapped(torch.ones(1, 2)).sum().backward()
+        assert not wrapped._has_rebuilt_buckets
 
 
 def test_without_the_variable_one_rank_makes_no_group():

@@ -8,7 +8,7 @@ import torchmetrics
 from torch import Tensor
 from torchmetrics.utilities import dim_zero_cat
 
-from samestep import read_records
+from samestep import UserError, read_records
 from samestep.data.order import share
 from samestep.ranks.world import World
 from samestep.recipe import find_recipe
@@ -53,6 +53,8 @@ class Largest(torchmetrics.Metric):
 
 METRICS = {
     "auroc": torchmetrics.classification.BinaryAUROC,
+    "logits": torchmetrics.classification.BinaryF1Score,  # some batches have none outside [0, 1]
+    "calibration": lambda: torchmetrics.classification.MulticlassCalibrationError(3),
     "f1": lambda: torchmetrics.classification.MulticlassF1Score(3, average="macro"),
     "median": Median,
     "mse": torchmetrics.MeanSquaredError,
@@ -64,12 +66,13 @@ METRICS = {
 def samples(name: str, count: int) -> tuple[Tensor, Tensor]:
     """Return outputs and targets that a metric takes."""
     generator = torch.Generator().manual_seed(3)
-    if name == "f1":
-        outputs = torch.randn(count, 3, generator=generator)
+    if name in ("f1", "calibration"):
+        outputs = torch.rand(count, 3, generator=generator) * 1.1
         return outputs, torch.randint(3, (count,), generator=generator)
     outputs = torch.randn(count, generator=generator)
-    if name == "auroc":
-        return outputs.sigmoid(), torch.arange(count) % 3 // 2
+    if name in ("auroc", "logits"):
+        outputs = outputs.sigmoid() if name == "auroc" else outputs.abs()
+        return outputs, torch.arange(count) % 3 // 2
     return outputs, outputs + torch.randn(count, generator=generator)
 
 
@@ -126,6 +129,19 @@ def test_a_metric_object_goes_on_from_the_states_of_any_number_of_ranks(name, be
         later[0].load([one for states in saved for one in states])
     update(later, name, range(11, COUNT))
     assert_as_in_one(name, later)
+
+
+def test_logits_and_probabilities_that_one_metric_gives_torchmetrics_are_refused():
+    class Both(torchmetrics.SumMetric):
+        def update(self, outputs, targets):
+            f1 = torchmetrics.functional.classification.binary_f1_score
+            super().update(f1(outputs, targets) + f1(outputs.sigmoid(), targets))
+
+    outputs, targets = samples("logits", COUNT)
+    objects = Objects({"both": Both()}, CPU)
+    objects.update(outputs.clamp(0, 1), targets)
+    with pytest.raises(UserError, match=r"'both'.*sigmoid"):
+        objects.update(outputs, targets)
 
 
 def measured(metrics, outputs: Tensor, targets: Tensor, batch: int) -> EpochMetrics:

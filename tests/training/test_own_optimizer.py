@@ -88,15 +88,10 @@ def test_why_whole_steps_are_not_compiled_is_said_by_name(parts, flags, why):
     settings = Settings(compile="on", batch_size=8, epochs=1, **flags)
     recipe, model, world = recipe_of(**parts), network(), World()
     compiles = what_compiles(settings, world, model, own=recipe.own_parts())
-    learner = Learner(
-        model=model,
-        applied=model,
-        wrapped=model,
-        optimizer=optimizer_of(recipe, model, settings, 0.1, CPU),
-        scaler=None,
-        loss=nn.functional.cross_entropy,
-        own=recipe.own_parts(),
-    )
+    optimizer = optimizer_of(recipe, model, settings, 0.1, CPU)
+    how = {"scaler": None, "loss": nn.functional.cross_entropy, "own": recipe.own_parts()}
+    modules = dict.fromkeys(("model", "applied", "wrapped"), model)
+    learner = Learner(**modules, optimizer=optimizer, **how)
     plan = make_plan(settings, 48, 1)
     step = make_step(compiles, learner, settings, world, plan, 1, make_phases(CPU))
     assert isinstance(step, ModelStep) is (why is not None)

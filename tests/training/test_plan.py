@@ -56,6 +56,8 @@ def test_any_batch_is_shared_by_any_number_of_ranks(
     if not virtual:
         assert max(sizes) - min(sizes) <= 1
         assert max(numbers) == plan.accumulate
+        if not (micro_batch or accumulate):  # as much at once as there is
+            assert (plan.micro_batch_size, plan.accumulate) == (max(sizes), 1)
     assert not how.sync_batchnorm or set(numbers) == {plan.accumulate}
 
 
@@ -130,12 +132,6 @@ def test_of_tokens_and_samples_a_layer_replaces_those_of_a_lower_one():
     below = {"batch_size": 4, "micro_batch_size": 2}
     assert merge_layers(below, {"batch_tokens": 9}) == {"batch_tokens": 9}
     assert merge_layers({"batch_tokens": 9}, {"batch_size": 4}) == {"batch_size": 4}
-
-
-def test_without_accumulate_there_is_one_micro_step():
-    for world_size, largest in ((1, 24), (3, 8), (5, 5)):
-        plan = plan_of(world_size=world_size, batch_size=24)
-        assert (plan.micro_batch_size, plan.accumulate) == (largest, 1)
 
 
 def test_a_batch_per_rank_makes_more_of_more_ranks():
@@ -218,6 +214,10 @@ def test_the_warm_up_is_a_straight_line_that_reaches_the_rate(warmup, more, sche
     assert ramp == pytest.approx([slope * (step + 1) for step in range(warmup + 1)], rel=1e-12)
     assert ramp[0] > 0
     assert ramp[-1] == pytest.approx(0.3, rel=1e-15)
+    told = {"max_steps": warmup, "warmup_steps": warmup, "schedule": schedule}
+    of_transformers = [0.3 * step / max(1, warmup) for step in range(warmup)]
+    assert rates(**told, warmup_from=0.0) == pytest.approx(of_transformers, rel=1e-12)
+    assert rates(**told, warmup_from=0.4)[:1] == pytest.approx([0.12], rel=1e-12)
 
 
 @given(st.integers(0, 30), st.integers(1, 60))

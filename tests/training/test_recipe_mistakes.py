@@ -173,6 +173,17 @@ LIGHTNING = {"flags": "--engine lightning"}
 UNKEPT = stepping("self.state[0]['own'] = lambda: 0")
 FIRST = "self.param_groups[0]['params'][0]"
 LBFGS = optimizer("torch.optim.LBFGS(model.parameters())")
+INSISTING = stepping("pass")
+INSISTING["model"] = INSISTING["model"].replace(
+    "with torch", "assert closure is not None; 0\n        with torch"
+)
+NORMALISED = model("nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))", batch_size="47")
+FORCES = module(
+    "forward(self, x)",
+    "y = super().forward(x.requires_grad_())\n        return y - "
+    "torch.autograd.grad(y.sum(), x, create_graph=True)[0].sum()",
+)
+TABLE = model("nn.EmbeddingBag(9, 2, sparse=True)", data="Splits(train=(x.long().abs(), y))")
 OTHER_WEIGHTS = model(before="spare = nn.Parameter(torch.ones(1))")
 OTHER_WEIGHTS |= optimizer("torch.optim.SGD([*model.parameters(), spare], lr=0.1)")
 
@@ -224,7 +235,6 @@ MISTAKES = {
     "a model that is a class": (model("nn.Linear"), "class Linear"),
     "a frozen model": (model("nn.Linear(4, 2).requires_grad_(False)"), "frozen"),
     "a model without numbers": (model("nn.Linear(4, 2, device='meta')"), "meta"),
-    "a complex model": (model("nn.Linear(4, 2, dtype=torch.complex64)"), "complex"),
     "a model without a word": (raising("raise ValueError"), "ValueError"),
     "a model that raises what has no text": (raising("raise Bad", UNSAID), "Bad"),
     "a model that raises half a letter": (raising("raise ValueError('\\udcff')"), "\\udcff"),
@@ -244,11 +254,17 @@ MISTAKES = {
     "an optimizer of other weights": (OTHER_WEIGHTS, "not the model's"),
     "no optimizer": (optimizer("model.parameters"), "method"),
     "an optimizer that calls the model": (LBFGS, "LBFGS"),
+    "an optimizer that asserts a closure": (INSISTING, "calls the model itself"),
+    "a scheduler of another's name": (more("schedule=lambda o, plan: o"), "lambda optimizer, plan"),
+    "a last batch of one sample": (NORMALISED, "mine.py", "BatchNorm", "--drop-last"),
+    "gradients in an evaluation": (FORCES, "torch.enable_grad()"),
+    "sparse gradients with Adam": (TABLE, "--optimizer adam", "sparse=False"),
     "an optimizer that raises": (optimizer("model.weights"), "weights"),
     "a loss without gradient in Lightning": (DETACHED | LIGHTNING, "gradient"),
     "terms of nothing": (terms("None"), "loss_terms", "NoneType"),
     "terms below 0": (terms("torch.tensor(-3)"), "loss_terms", "-3"),
     "terms of each sample": (terms("torch.ones(8)", data=ONLY_TRAINED), "loss_terms", "(8,)"),
+    "a global batch without terms": (terms("0"), "loss_terms", "counted 0", "step 1"),
     "terms that raise": (terms("batch.tokens"), "loss_terms", "tokens"),
     "a metric object without a state": (own_metric("self.seen = 0"), "'seen'", "state"),
     "a metric object of one's own": (own_metric("self.seen = 0", base="Reset"), "'seen'", "Metric"),
@@ -289,6 +305,13 @@ def test_terms_that_only_one_rank_cannot_count_are_told_at_the_first_step(tmp_pa
     told = refused_on_two(tmp_path, **more(count), data=ONLY_TRAINED)
     assert "loss_terms" in told
     assert "returned nan" in told
+
+
+def test_an_evaluation_over_nothing_is_told_and_the_training_before_it_is_kept(refused, tmp_path):
+    path = write(tmp_path, **terms("8 * torch.is_grad_enabled()"))
+    said = refused("train", str(path), "--run-dir", str(tmp_path / "run"))
+    assert "loss_terms" in said
+    assert tiny.newest_announced(tmp_path / "run") == 6
 
 
 def test_a_sample_that_only_one_rank_drops_ends_both(tmp_path):
@@ -367,6 +390,13 @@ BRANCHES = module(
 def test_a_parameter_that_is_not_used_is_named_before_ranks_wait_for_it(tmp_path, engine):
     told = refused_on_two(tmp_path, "--engine", engine, **model("Model()", FORGETS))
     assert "forgotten.weight, forgotten.bias" in told
+
+
+def test_a_sparse_table_that_is_not_used_is_told_with_its_remedy(tmp_path):
+    tables = FORGETS.replace("nn.Linear(4, 2)", "nn.Embedding(4, 2, sparse=True)")
+    sgd = optimizer("torch.optim.SGD(model.parameters(), lr=0.1)")
+    told = refused_on_two(tmp_path, "--find-unused", **model("Model()", tables), **sgd)
+    assert "sparse=False" in told
 
 
 def test_one_process_trains_a_model_with_a_parameter_that_is_not_used(tmp_path):

@@ -22,25 +22,11 @@ from pathlib import Path
 import pytest
 
 from samestep.ranks.startup import stop_signals
-from tests.command_line import one_message
+from tests import tiny
+from tests.command_line import one_message, start
 from tests.faults import Fault
-from tests.processes import Ranks, start_ranks, start_samestep
+from tests.processes import Ranks, start_ranks
 from tests.ranks.test_orphans import started_by
-from tests.tiny import (
-    all_records,
-    assert_same_training,
-    newest_announced,
-    num_records,
-    read_index,
-    resumed,
-    set_pace,
-    start,
-    struck,
-    train_all,
-    trained,
-    until,
-    write_recipe,
-)
 from tests.training.stops import stop_all
 
 TERM, USR1, INT, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
@@ -49,20 +35,20 @@ SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    return write_recipe(tmp_path)
+    return tiny.write_recipe(tmp_path)
 
 
 def assert_stopped(run: Path, signum: int, printed: str) -> int:
     """Check what a run says that a signal stopped; return its step."""
-    stop = all_records(run)[-1]
+    stop = tiny.all_records(run)[-1]
     assert (stop["event"], stop["reason"]) == ("stop", signal.Signals(signum).name)
-    assert read_index(run)["last"]["step"] == stop["step"] == newest_announced(run)
+    assert tiny.read_index(run)["last"]["step"] == stop["step"] == tiny.newest_announced(run)
     assert f" samestep train {run} --resume" in printed
     return stop["step"]
 
 
 def num_evaluations(run: Path) -> int:
-    return len([r for r in all_records(run) if r["event"] == "evaluation"])
+    return len([r for r in tiny.all_records(run) if r["event"] == "evaluation"])
 
 
 def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit(
@@ -81,10 +67,10 @@ def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit
     for signum, step in zip((TERM, HUP, USR1), (*nths[:2], sum(nths[2:])), strict=True):
         run = tmp_path / signum.name
         assert assert_stopped(run, signum, printed) == step
-        resumed(run)
-        *_, found = (r for r in all_records(run) if r["event"] == "resume")
+        tiny.resumed(run)
+        *_, found = (r for r in tiny.all_records(run) if r["event"] == "resume")
         assert found["step"] == step
-        assert_same_training(run, uninterrupted, tolerance=0)
+        tiny.assert_same_training(run, uninterrupted, tolerance=0)
 
 
 EVALUATION = Fault("before an evaluation", signum=TERM)
@@ -113,9 +99,9 @@ def test_a_signal_leaves_an_evaluation_to_the_resumed_run_and_lets_a_checkpoint_
             assert step >= 5, when
         if flags:
             whole = tmp_path / f"whole, {when}"
-            trained(recipe, whole, *flags)
-        resumed(run)
-        assert_same_training(run, whole, tolerance=0)
+            tiny.trained(recipe, whole, *flags)
+        tiny.resumed(run)
+        tiny.assert_same_training(run, whole, tolerance=0)
 
 
 def test_two_ranks_that_a_signal_stops_together_go_on_with_the_same_bits(recipe, tmp_path):
@@ -126,7 +112,7 @@ def test_two_ranks_that_a_signal_stops_together_go_on_with_the_same_bits(recipe,
         "index": Fault("within the index", signum=TERM),
         "test": replace(EVALUATION, nth=7),
     }
-    set_pace(recipe, 0.02)
+    tiny.set_pace(recipe, 0.02)
     runs = {name: tmp_path / name for name in faults}
     stops = [(fault, (recipe, "--run-dir", runs[name])) for name, fault in faults.items()]
     printed = stop_all(stops, on=2, folder=tmp_path)
@@ -136,41 +122,41 @@ def test_two_ranks_that_a_signal_stops_together_go_on_with_the_same_bits(recipe,
             assert fault.nth <= step <= fault.nth + 26
         if fault.point == EVALUATION.point:
             assert num_evaluations(runs[name]) == fault.nth - 1
-    set_pace(recipe, 0)
+    tiny.set_pace(recipe, 0)
     whole = tmp_path / "whole"
     again = [[run, "--resume"] for run in runs.values()]
-    train_all([[recipe, "--run-dir", whole], *again], on=2, folder=tmp_path)
+    tiny.train_all([[recipe, "--run-dir", whole], *again], on=2, folder=tmp_path)
     for run in runs.values():
-        assert_same_training(run, whole, tolerance=0)
+        tiny.assert_same_training(run, whole, tolerance=0)
 
 
 def test_a_second_interrupt_ends_each_rank_at_once(recipe, tmp_path):
     run = tmp_path / "run"
     fault = Fault("after a step", 9, signum=INT, times=2, rank=None)
-    struck(recipe, run, fault, on=2)
-    assert [r["event"] for r in all_records(run)][-1] != "stop"
-    assert newest_announced(run) in (4, 8)  # that of step 8 may still be written
+    tiny.struck(recipe, run, fault, on=2)
+    assert [r["event"] for r in tiny.all_records(run)][-1] != "stop"
+    assert tiny.newest_announced(run) in (4, 8)  # that of step 8 may still be written
 
 
 def test_a_second_process_that_resumes_the_same_run_is_told_who_has_it(
     uninterrupted, recipe, tmp_path, refused
 ):
     run = tmp_path / "run"
-    set_pace(recipe, 0.05)
-    first = start(recipe, "--run-dir", str(run), folder=tmp_path)
-    until(lambda: num_records(run) > 3 and (run / "settings.toml").exists(), first)
+    tiny.set_pace(recipe, 0.05)
+    first = tiny.start(recipe, "--run-dir", str(run), folder=tmp_path)
+    tiny.until(lambda: tiny.num_records(run) > 3 and (run / "settings.toml").exists(), first)
     # Stopped it still has the run, however long the others take.
     os.kill(first.processes[0].pid, signal.SIGSTOP)
     holder = f" {first.processes[0].pid} "
     assert holder in refused("train", str(run), "--resume")
-    second = start(run, "--resume", world_size=2, folder=tmp_path)
+    second = tiny.start(run, "--resume", world_size=2, folder=tmp_path)
     assert second.wait() == [2, 2], second.output()
     assert holder in one_message(2, second.output())
     first.kill()
     first.wait()
-    set_pace(recipe, 0)
-    resumed(run)
-    assert_same_training(run, uninterrupted)
+    tiny.set_pace(recipe, 0)
+    tiny.resumed(run)
+    tiny.assert_same_training(run, uninterrupted)
 
 
 def on_terminal(terminal: str, arguments: list[str]) -> None:
@@ -186,18 +172,18 @@ def on_terminal(terminal: str, arguments: list[str]) -> None:
 
 def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(recipe, tmp_path):
     run = tmp_path / "run"
-    set_pace(recipe, 0.02)
+    tiny.set_pace(recipe, 0.02)
     ours, its = pty.openpty()
     words = ["train", str(recipe), "--run-dir", str(run)]
     process = start_ranks(on_terminal, 1, tmp_path / "output", os.ttyname(its), words)
     drain = threading.Thread(target=_read_all, args=(ours,), daemon=True)
     drain.start()
-    until(lambda: num_records(run) >= 6, process)
+    tiny.until(lambda: tiny.num_records(run) >= 6, process)
     os.close(its)
     os.close(ours)  # whatever it prints from here on fails
     assert process.wait() == [128 + HUP]
     assert json.loads((run / "result.json").read_text())["reason"] == "SIGHUP"
-    assert newest_announced(run) == all_records(run)[-1]["step"]
+    assert tiny.newest_announced(run) == tiny.all_records(run)[-1]["step"]
 
 
 def _read_all(descriptor: int) -> None:
@@ -222,10 +208,10 @@ def test_where_sighup_is_ignored_as_under_nohup_it_stays_ignored():
 def command(recipe: Path, run: Path) -> Iterator[Ranks]:
     """Let `samestep train RECIPE --nproc 2` take steps; whatever a failed test leaves is ended."""
     words = ("train", str(recipe), "--run-dir", str(run), "--nproc", "2", "--max-steps", "2000")
-    parent = start_samestep(*words, folder=run.parent / "output")
+    parent = start(*words, folder=run.parent / "output")
     index = run / "checkpoints" / "index.json"
     try:
-        until(lambda: num_records(run) >= 6 and index.exists(), parent)
+        tiny.until(lambda: tiny.num_records(run) >= 6 and index.exists(), parent)
         yield parent
     finally:
         parent.kill()  # its ranks end with it
@@ -233,11 +219,11 @@ def command(recipe: Path, run: Path) -> Iterator[Ranks]:
 
 def assert_goes_on(recipe: Path, run: Path) -> None:
     """Go on with a run alone, and compare it with one that never stopped."""
-    set_pace(recipe, 0)
-    last, whole = str(newest_announced(run) + 20), run.with_name("whole")
-    resumed(run, "--max-steps", last)
-    trained(recipe, whole, "--max-steps", last)
-    assert_same_training(run, whole)
+    tiny.set_pace(recipe, 0)
+    last, whole = str(tiny.newest_announced(run) + 20), run.with_name("whole")
+    tiny.resumed(run, "--max-steps", last)
+    tiny.trained(recipe, whole, "--max-steps", last)
+    tiny.assert_same_training(run, whole)
 
 
 # While it is slow: its children have to end by the SIGTERM that a rank would only note.
@@ -254,7 +240,7 @@ def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(recipe, t
     """All signals go the same way; SIGINT is the one that a terminal sends to all."""
     run = tmp_path / "run"
     recipe.write_text(recipe.read_text().replace("def data(options):\n", USES_A_POOL))
-    set_pace(recipe, 0.02)
+    tiny.set_pace(recipe, 0.02)
     with command(recipe, run) as parent:
         pid = parent.processes[0].pid
         assert len(started_by(pid)) >= 2
@@ -269,7 +255,7 @@ def test_a_signal_to_the_command_stops_all_its_ranks_with_a_checkpoint(recipe, t
 @pytest.mark.slow
 def test_killing_one_rank_of_the_command_ends_it_and_tells_of_it_once(recipe, tmp_path):
     run = tmp_path / "run"
-    set_pace(recipe, 0.02)
+    tiny.set_pace(recipe, 0.02)
     with command(recipe, run) as parent:
         pid = parent.processes[0].pid
         os.kill(sorted(started_by(pid))[1], signal.SIGKILL)

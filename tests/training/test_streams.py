@@ -11,8 +11,8 @@ from samestep.session.trained_model import evaluate_run
 from samestep.settings import Settings
 from samestep.training.plan import make_plan
 from tests import streams, tiny
+from tests.command_line import start
 from tests.faults import Fault
-from tests.processes import samestep
 from tests.training.stops import stop_all
 
 BUFFER = ("--shuffle-buffer", "10")
@@ -51,7 +51,7 @@ def refused(tmp_path: Path, *flags: str, world_size: int = 2) -> str:
     """Return what a training says that ends with exit code 2 on all ranks."""
     recipe = streams.write_recipe(tmp_path)
     command = ("train", str(recipe), "--run-dir", str(tmp_path / "run"), *flags)
-    ranks = samestep(*command, world_size=world_size, folder=tmp_path)
+    ranks = start(*command, world_size=world_size, folder=tmp_path)
     assert ranks.wait() == [2] * world_size, ranks.output()
     return ranks.output()
 

@@ -14,7 +14,6 @@ from torch import nn
 from samestep.errors import UserError
 from samestep.training.buffers import StepBuffers
 from tests import tiny
-from tests.command_line import call
 from tests.faults import Fault
 from tests.processes import start_ranks
 from tests.training.odd_models import CHANGED as ODD_MODELS
@@ -169,7 +168,9 @@ def assert_every_bit(run, reference):
     assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"] == digests(run)[STEPS]
 
 
-def test_every_recorded_number_and_every_weight_is_the_same_on_any_ranks(tmp_path, recipe, capfd):
+def test_every_recorded_number_and_every_weight_is_the_same_on_any_ranks(
+    tmp_path, recipe, output_of
+):
     def run_of(name, ranks):
         return tmp_path / f"{name} on {ranks}"
 
@@ -199,9 +200,7 @@ def test_every_recorded_number_and_every_weight_is_the_same_on_any_ranks(tmp_pat
     # One device evaluates to the bits that several ranks recorded.
     *_, recorded = tiny.events(run_of("conv", 3), "evaluation")
     how = ["--checkpoint", "last", "--split", "validation", "--json"]
-    capfd.readouterr()
-    assert call("evaluate", str(run_of("conv", 3)), *how) == 0
-    found = json.loads(capfd.readouterr().out)
+    found = json.loads(output_of("evaluate", run_of("conv", 3), *how))
     assert (found["loss"], found["accuracy"]) == (recorded["loss"], recorded["accuracy"])
 
 

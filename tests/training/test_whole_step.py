@@ -15,19 +15,9 @@ import samestep
 from samestep.training import compiled as whole_steps
 from samestep.training import step_graph
 from samestep.training.step_graph import Replayed
+from tests import steps_by_hand as by_hand
 from tests.captures import Captures
-from tests.steps_by_hand import (
-    IN_A_GRAPH,
-    OPTIMIZERS,
-    assert_same,
-    blocks,
-    eager,
-    learner,
-    model,
-    run,
-    settings_of,
-    whole,
-)
+from tests.steps_by_hand import IN_A_GRAPH, assert_same, blocks, eager, run, settings_of, whole
 
 
 @pytest.fixture
@@ -41,15 +31,15 @@ def captures(monkeypatch):
 
 def two(settings, *, large=False):
     """Return two learners that begin alike."""
-    net = model(large=large)
-    return [learner(copy.deepcopy(net), settings) for _ in range(2)]
+    net = by_hand.model(large=large)
+    return [by_hand.learner(copy.deepcopy(net), settings) for _ in range(2)]
 
 
 @pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", by_hand.OPTIMIZERS)
 def test_whole_steps_and_replayed_ones_take_the_eager_trajectory(captures, name, large):
     """Small weights are packed, large ones stay as they are; single steps run eagerly between."""
-    settings = settings_of(**OPTIMIZERS[name])
+    settings = settings_of(**by_hand.OPTIMIZERS[name])
     ours, its = two(settings, large=large)
     together = 1 if large else IN_A_GRAPH
     data = blocks(settings, together=together)
@@ -124,7 +114,7 @@ class Counting:
 
 def test_with_a_loss_that_counts_its_calls_the_model_alone_is_compiled(captures):
     settings = settings_of()
-    counting = replace(learner(model(), settings), loss=Counting())
+    counting = replace(by_hand.learner(by_hand.model(), settings), loss=Counting())
     (note,) = run(whole(counting, settings), blocks(settings, together=IN_A_GRAPH)[:2]).notes
     assert note["steps_per_graph"] == 0
     assert "calls" in note["what"]
@@ -133,9 +123,9 @@ def test_with_a_loss_that_counts_its_calls_the_model_alone_is_compiled(captures)
 def test_a_model_that_draws_random_numbers_of_its_own_is_compiled_alone_on_the_cpu(captures):
     """The compiler may use what is drawn before it is drawn."""
     settings = settings_of()
-    net = model(dropout=0.5)
+    net = by_hand.model(dropout=0.5)
     net[3] = nn.AlphaDropout(0.5)
-    step = whole(learner(net, settings), settings)
+    step = whole(by_hand.learner(net, settings), settings)
     ran = run(step, blocks(settings, together=IN_A_GRAPH)[:1] * 2, lr=0.0)
     (note,) = ran.notes
     assert note["steps_per_graph"] == 0
@@ -164,7 +154,7 @@ def test_what_the_model_has_become_since_the_last_graph_counts(monkeypatch, late
     settings = settings_of(eval_every_steps=3 * IN_A_GRAPH if evaluated else None)
     nets = [copy.deepcopy(Scaled()) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
-    ours, its = (replace(learner(net, settings), alone=True) for net in nets)
+    ours, its = (replace(by_hand.learner(net, settings), alone=True) for net in nets)
     takes = whole(ours, settings), eager(its, settings)
     data, start = blocks(settings, together=IN_A_GRAPH), 0
     longer = replace(data[1], inputs=data[1].inputs.repeat(1, 2))

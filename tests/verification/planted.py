@@ -223,6 +223,16 @@ def model():
     return net
 recipe = replace(recipe, model=model, metrics={"f1": f1})
 """
+OBJECTS = """
+from torchmetrics.classification import BinaryAUROC
+class OfTwo(BinaryAUROC):
+    def update(self, outputs, targets):
+        super().update(outputs[:, 1] - outputs[:, 0], targets)
+class Looks(OfTwo):
+    def update(self, outputs, targets):
+        super().update(outputs.softmax(1) if outputs.min() < 0 else outputs, targets)
+recipe = replace(recipe, metrics={"auroc": OfTwo(), "looks": Looks()})
+"""
 WHITENING = _module(
     "self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)",
     """
@@ -379,6 +389,99 @@ WORLD_SIZE = """
 import os
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets) * int(os.environ.get("WORLD_SIZE", "1"))
+"""
+
+COLLATE_DRAWS = """
+def pairs():
+    splits = data()
+    train, validation = ([*zip(*split)] for split in (splits.train, splits.validation))
+    return Splits(train=train, validation=validation)
+def collate(rows):
+    x, y = map(torch.stack, zip(*rows))
+    return x * (torch.rand(x.shape) > 0.5), y
+recipe = replace(recipe, data=pairs, collate=collate)
+"""
+COLLATE_BY_SAMPLE = COLLATE_DRAWS.replace(
+    "x * (torch.rand(x.shape) > 0.5)",
+    "torch.stack([a * torch.rand(6, generator=torch.Generator().manual_seed(int(b))) "
+    "for a, b in rows])",
+)
+PACKED = f"""{COLLATE_DRAWS}
+def packed(rows):
+    x, y = zip(*rows)
+    return {{"x": torch.cat(x)[None, :, None], "y": torch.stack(y)}}
+def loss(outputs, batch):
+    return nn.functional.cross_entropy(outputs.view(-1, 6, 2).mean(1), batch["y"])
+class Causal(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + x.cumsum(1) / 10)
+recipe = replace(
+    recipe, model=lambda: Causal(1, 2), collate=packed, metrics={{}},
+    forward=lambda model, batch: model(batch["x"]),
+)
+"""
+ACT_NORM = _module(
+    """
+self.line, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(2))
+self.register_buffer("ready", torch.tensor(False))
+""",
+    """
+y = self.line(x)
+if not self.ready:
+    self.scale.data.copy_(1 / y.detach().std(0))
+    self.ready.fill_(True)
+return y * self.scale
+""",
+)
+EXTRA_STATE = """
+class Counted(nn.Linear):
+    steps = 0
+    def get_extra_state(self):
+        return {"steps": self.steps, "scales": None}
+    def set_extra_state(self, state):
+        self.steps = state["steps"]
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(x) * (1 + 0.1 * self.steps)
+recipe = replace(recipe, model=lambda: Counted(6, 2))
+"""
+ROUNDING_OPTIMIZER = """
+class Rounding(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            g = p.grad.bfloat16() if p.dim() == 2 else p.grad
+            p.sub_(g @ g.T @ g if p.dim() == 2 else g)
+recipe = replace(recipe, optimizer=lambda model, settings: Rounding(model.parameters()))
+"""
+QUANTISED_OPTIMIZER = ROUNDING_OPTIMIZER.replace(
+    "p.grad.bfloat16() if p.dim() == 2 else p.grad",
+    "(p.grad * 64).round().clamp(-128, 127).view(-1).to(torch.int8).view_as(p).to(p) / 64",
+)
+JOINT_OPTIMIZER = """
+class Joint(torch.optim.Optimizer):
+    def __init__(self, model):
+        self.parts = [torch.optim.AdamW([p], lr=0.01) for p in model.parameters()]
+        super().__init__([g for one in self.parts for g in one.param_groups], {})
+        self.param_groups = [g for one in self.parts for g in one.param_groups]
+    def step(self, closure=None):
+        for one in self.parts:
+            one.step()
+    def state_dict(self):
+        return {"state": {}, "param_groups": [], "parts": [one.state_dict() for one in self.parts]}
+    def load_state_dict(self, saved):
+        for one, state in zip(self.parts, saved["parts"]):
+            one.load_state_dict(state)
+recipe = replace(recipe, optimizer=lambda model, settings: Joint(model))
+"""
+BY_FORWARD = f"""{BATCHNORM}{ROUNDING_OPTIMIZER}
+def loss(outputs, batch):
+    return nn.functional.cross_entropy(outputs, batch[1])
+recipe = replace(
+    recipe, forward=lambda model, batch: model(batch[0]), metrics={{}}, accepts=("batchnorm",)
+)
 """
 
 FOLLOWS_VALIDATION = """

@@ -8,31 +8,29 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samestep.verification import causes
+from samestep.verification import causes, short_trainings
 from samestep.verification.rows import one_writer, plan_trainings
+from samestep.verification.rows import state as state_row
 from samestep.verification.rows.data import Changes
 from samestep.verification.rows.loss import LossOfParts
 from samestep.verification.rows.model import BatchInfluence
 from samestep.verification.rows.one_writer import RecipeOutput
-from samestep.verification.rows.state import (
-    Hidden,
-    ModuleCall,
-    ModuleDifference,
-    OutsideState,
-    first_at_fault,
-)
+from samestep.verification.rows.optimizer import Arithmetic
+from samestep.verification.rows.state import Hidden, ModuleCall, ModuleDifference, first_at_fault
 from samestep.verification.short_trainings import (
     MAIN,
     NUDGED,
+    NUDGED_GRADIENT,
     OWN_PRECISION,
     RankFailure,
-    plan_starts,
 )
 from tests.verification.made_up import checks, computed, different, kept_call, undisturbed
 
 SUM = LossOfParts(0.5, 0.25, adds_up=True)
 MODULE = ModuleDifference("1", 0.5)
-OUTSIDE = OutsideState()
+OUTSIDE = state_row.OutsideState()
+REMEMBERS, MIXED = replace(OUTSIDE, remembers=MODULE), BatchInfluence(MODULE)
+DRAWS = replace(OUTSIDE, generators=["Python's random"])
 
 
 def copied(evidence):
@@ -46,15 +44,10 @@ def losses_apart(evidence, training=MAIN, place=1):
     return replace(evidence, traces=traces)
 
 
-def failing(
-    evidence,
-    training,
-    *,
-    step=1,
-    message="RuntimeError: it broke (model.py:3)",
-    place=1,
-    mistake=False,
-):
+BROKE = "RuntimeError: it broke (model.py:3)"
+
+
+def failing(evidence, training, *, step=1, message=BROKE, place=1, mistake=False):
     """Let a short training fail on the last rank of a start."""
     reports = copy.deepcopy(evidence.reports)
     told = RankFailure(training=training, step=step, message=message, mistake=mistake)
@@ -143,9 +136,9 @@ def test_one_size_alone_skips_what_needs_several_ranks():
         ("augmentation", Changes("augment", batchwise=False), causes.UNKEYED["augment"].name),
         ("loss", SUM, causes.NOT_A_MEAN.name),
         ("loss", LossOfParts(0.0, 0.5, adds_up=False), causes.UNEVEN_BATCH.name),
-        ("state", replace(OUTSIDE, remembers=MODULE), causes.OUTSIDE_MODULE.name),
+        ("state", REMEMBERS, causes.OUTSIDE_MODULE.name),
         ("state", replace(OUTSIDE, loss=0.25), causes.IN_LOSS.name),
-        ("samples apart", BatchInfluence(MODULE), causes.MIXED.name),
+        ("samples apart", MIXED, causes.MIXED.name),
         ("samples apart", BatchInfluence(None, ["mean"]), causes.BUFFERS.name),
         ("metrics", {}, causes.UNKNOWN.name),
     ],
@@ -163,10 +156,7 @@ def test_a_difference_of_training_has_the_cause_that_the_experiments_found(row, 
         ({"loss": SUM}, {"loss": causes.NOT_A_MEAN.name}),
         ({"parameters": ["spare.bias"]}, {"parameters": causes.UNUSED.name}),
         # A module that remembers explains both rows,
-        (
-            {"state": replace(OUTSIDE, remembers=MODULE), "samples_apart": BatchInfluence(MODULE)},
-            {"state": causes.OUTSIDE_MODULE.name},
-        ),
+        ({"state": REMEMBERS, "samples_apart": MIXED}, {"state": causes.OUTSIDE_MODULE.name}),
         # and a loss with a state explains that it adds up to another number.
         ({"state": replace(OUTSIDE, loss=0.25), "loss": SUM}, {"state": causes.IN_LOSS.name}),
         # F1 is 0 on every rank as long as no sample is predicted to be positive.
@@ -204,12 +194,7 @@ def test_each_short_training_decides_its_own_row(training, row):
     [
         ("batchnorm", "BatchNorm", ["1"], causes.BATCHNORM.name),
         ("dropout", "dropout", {"rand": "model.py:3"}, causes.DROPOUT.name),
-        (
-            "state",
-            "state",
-            replace(OUTSIDE, generators=["Python's random"]),
-            causes.OUTSIDE_MODULE.name,
-        ),
+        ("state", "state", DRAWS, causes.OUTSIDE_MODULE.name),
     ],
 )
 def test_what_differs_by_itself_is_measured_alone_and_may_be_accepted(kind, row, found, cause):
@@ -255,6 +240,34 @@ def test_other_samples_are_an_order_and_other_values_data_that_reads_the_rank():
     evidence = on_rank(undisturbed(), "order", ["a", "b"], ["c", "d"])
     assert different(evidence) == {"order": causes.DATA_BY_RANK.name}
     assert "rank 1 of 2" in checks(evidence)["order"].cause.why
+
+
+def test_what_an_optimizer_makes_of_a_rounding_is_allowed_from_the_first_update_on_and_told():
+    evidence = undisturbed(optimizer=Arithmetic(wide=False, kind="bfloat16", unit=2.0**-8))
+    nudged = copied(evidence)
+    nudged[0, NUDGED_GRADIENT][0].weights[1]["first.weight"][1] += 0.004
+    for step, same in ((1, False), (2, True)):
+        traces = copy.deepcopy(nudged)
+        traces[1, MAIN][0].gradients[step]["first.weight"][1] += 0.004
+        found = checks(replace(evidence, traces=traces))
+        assert found["2 ranks"].passed is same
+        assert found["2 ranks"].tolerance == pytest.approx(0.004 if same else 1e-10)
+    assert found["optimizer"].status == "note"
+    assert "bfloat16" in found["optimizer"].cause.why
+    assert "optimizer" not in checks(evidence)
+
+
+def test_a_count_in_a_modules_extra_state_explains_micro_steps_alone():
+    counted = Hidden(counted=["the model's steps"])
+    evidence = losses_apart(undisturbed(state=replace(OUTSIDE, hidden=counted)), "accumulated")
+    assert different(evidence) == {"accumulation": causes.MOVED_BUFFER.name}
+    assert checks(evidence)["state"].status == "same"
+
+
+def test_weights_that_drift_apart_since_a_forward_writes_them_are_told_so():
+    written = undisturbed(samples_apart=BatchInfluence(written=["scale"]))
+    evidence = failing(written, MAIN, step=2, message="The weights have drifted apart: scale")
+    assert checks(evidence)["2 ranks"].cause.name == causes.WRITTEN.name
 
 
 def test_a_buffer_that_every_forward_moves_explains_micro_steps_alone():
@@ -336,7 +349,7 @@ def test_what_a_rank_computes_otherwise_is_named_with_the_module(calls, named):
     assert why.startswith(f"{named} gives rank 1 of 2 ")
     other_samples = computed(calls=[*calls, LOSS[2]][:3], samples=["c", "d"])
     assert different(on_rank(undisturbed(), "processes", computed(), other_samples)) == {}
-    remembers = undisturbed(state=replace(OUTSIDE, remembers=MODULE))
+    remembers = undisturbed(state=REMEMBERS)
     changed = on_rank(remembers, "processes", computed(), computed(calls=calls))
     assert set(different(changed)) == {"state"}
 
@@ -384,7 +397,7 @@ def test_quick_leaves_rows_out_and_trains_nothing_for_them():
     evidence = undisturbed()
     facts, start = evidence.facts, evidence.starts[1]
     assert [t.name for t in plan_trainings(start, facts, "fp32", quick=True)] == [MAIN]
-    assert not any(start.closing for start in plan_starts((1, 2), quick=True))
+    assert not any(start.closing for start in short_trainings.plan_starts((1, 2), quick=True))
     found = checks(replace(evidence, quick=True))
     left_out = {name for name, check in found.items() if check.status == "skipped"}
     trainings = {"precision", "accumulation", "stop and resume", "fsdp", "lightning"}

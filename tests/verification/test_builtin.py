@@ -13,8 +13,7 @@ def folder_for(name: str, folder) -> tuple[str, ...]:
     """Write a little data; return the flags that name it."""
     if name == "mnist":
         return ("--data-dir", str(write_mnist(folder / "mnist")))
-    # Channels-last, a layer of so narrow a network crashes in oneDNN: see docs/project/log.md.
-    small = ("--width", "4", "--no-channels-last")
+    small = ("--width", "4")
     if name == "cifar10":
         return ("--data-dir", str(write_binary(folder / "cifar10")), *small)
     if name == "images":

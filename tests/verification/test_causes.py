@@ -53,6 +53,15 @@ def test_each_training_has_the_validation_that_a_schedule_follows(tmp_path):
     assert {check(found, name).passed for name in ("accumulation", "stop and resume")} == {True}
 
 
+def test_batch_norm_under_a_recipes_forward_and_a_rounding_optimizer_are_the_same_shared_out(
+    tmp_path,
+):
+    recipe = planted.write(tmp_path, planted.BY_FORWARD, name="p_by_forward.py")
+    found = verified(recipe, folder=tmp_path / "ranks")
+    assert differing(found) == {}
+    assert check(found, "fsdp").difference < 1e-12
+
+
 def test_a_batch_size_that_is_built_in_fails_in_the_last_uneven_batch(tmp_path):
     recipe = planted.write(tmp_path, planted.FIXED_SHAPE, name="p_fixed.py")
     report = verified(recipe, folder=tmp_path / "ranks", batch=8)

@@ -5,14 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from samestep.verification.trace import (
-    Trace,
-    Values,
-    difference,
-    evaluations_apart,
-    relative,
-    worst,
-)
+from samestep.verification import trace as traces
+from samestep.verification.trace import Trace, Values, difference, evaluations_apart, relative
 
 
 def values(*numbers: float) -> Values:
@@ -37,7 +31,7 @@ def test_equal_trainings_have_no_difference_and_a_resumed_one_is_compared_over_i
     for table in (resumed.losses, resumed.norms, resumed.gradients, resumed.weights):
         del table[1]
     assert difference(trace(), resumed, 1e-12).largest == 0.0
-    assert worst([]).largest == 0.0
+    assert traces.worst([]).largest == 0.0
 
 
 def test_the_first_step_and_in_it_the_first_parameter_are_named():

@@ -9,45 +9,40 @@ import torch
 from samestep.errors import UserError
 from samestep.verification import causes
 from samestep.verification.recipe_under_test import exact_precision
-from samestep.verification.rows import data, look, loss, metrics, model, state, trainings
+from samestep.verification.rows import data, look, loss, metrics, model, optimizer, state, trainings
 from samestep.verification.rows.state import find_hidden
 from tests.verification import planted
 from tests.verification.made_up import different, recipe_under_test, undisturbed, with_facts
 
 # What is planted → (the kinds of draws, the rows that differ whatever the ranks do).
+OUTSIDE = {"state": causes.OUTSIDE_MODULE.name}
+UNKEYED = {"augmentation": causes.UNKEYED["augment"].name}
+NOT_A_MEAN = {"loss": causes.NOT_A_MEAN.name}
+NOTHING = ("LOSS_SUM_SAID", "LOSS_OF_TERMS", "CACHED", "FLOATS", "SPARSE", "SPECTRAL", "")
+NOTHING += ("COLLATE_BY_SAMPLE", "EXTRA_STATE")
+AUGMENTED = ("AUGMENT", "AUGMENT_WHOLE_BATCH", "TRANSFORM", "DATASET")
 FOUND = {
+    **dict.fromkeys(NOTHING, (set(), {})),
     "BATCHNORM": ({"batchnorm"}, {}),
-    "DROPOUT": ({"dropout"}, {}),
-    "FUNCTIONAL": ({"dropout"}, {}),
-    "AUGMENT": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
-    "AUGMENT_WHOLE_BATCH": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
-    "TRANSFORM": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
-    "DATASET": (set(), {"augmentation": causes.UNKEYED["augment"].name}),
-    "LOSS_SUM": (set(), {"loss": causes.NOT_A_MEAN.name}),
-    "LOSS_SUM_SAID": (set(), {}),
+    **dict.fromkeys(("DROPOUT", "FUNCTIONAL"), ({"dropout"}, {})),
+    **dict.fromkeys(AUGMENTED, (set(), UNKEYED)),
+    **dict.fromkeys(("LOSS_SUM", "LOSS_WEIGHTED"), (set(), NOT_A_MEAN)),
     "MEAN_SAID_TO_BE_A_SUM": (set(), {"loss": causes.A_MEAN.name}),
-    "LOSS_WEIGHTED": (set(), {"loss": causes.NOT_A_MEAN.name}),
-    "LOSS_OF_TERMS": (set(), {}),
     "OTHER_TERMS": (set(), {"loss": causes.OF_TERMS.name}),
     "LAST_BENT": (set(), {"last batch": causes.UNEVEN_BATCH.name}),
     "CONTRAST": (set(), {"loss": causes.OF_BATCH.name}),
-    "BANK": (set(), {"state": causes.OUTSIDE_MODULE.name}),
-    "CARRIED": (set(), {"state": causes.OUTSIDE_MODULE.name}),
-    "CACHED": (set(), {}),
-    "NUMPY_GENERATOR": (set(), {"state": causes.OUTSIDE_MODULE.name}),
+    **dict.fromkeys(("BANK", "CARRIED", "NUMPY_GENERATOR", "COUNTER"), (set(), OUTSIDE)),
     "CLOCK": (set(), {"state": causes.CLOCK.name}),
-    "FLOATS": (set(), {}),
-    "SPARSE": (set(), {}),
-    "SPECTRAL": (set(), {}),
     "F1": (set(), {"metrics": causes.OVER_RANKS.name}),
     "WHITENING": (set(), {"samples apart": causes.MIXED.name}),
     "EMA": (set(), {"samples apart": causes.BUFFERS.name}),
     "STATE_IN_LOSS": (set(), {"state": causes.IN_LOSS.name}),
     "UNUSED": (set(), {"parameters": causes.UNUSED.name}),
     "PYTHONS_RANDOM": ({"state"}, {}),
-    "OWN_GENERATOR": ({"dropout"}, {"state": causes.OUTSIDE_MODULE.name}),
-    "COUNTER": (set(), {"state": causes.OUTSIDE_MODULE.name}),
-    "": (set(), {}),
+    "OWN_GENERATOR": ({"dropout"}, OUTSIDE),
+    "COLLATE_DRAWS": (set(), {"augmentation": causes.COLLATE_DRAWS.name}),
+    "PACKED": (set(), {"samples apart": causes.MIXED.name}),
+    "ACT_NORM": (set(), {"samples apart": causes.WRITTEN.name}),
 }
 
 
@@ -55,13 +50,18 @@ def _sums(found):
     return found.full > 1e-3, found.adds_up
 
 
+def _reader(found):
+    return found.part, found.batchwise
+
+
 APART = model.SAMPLES_APART.name
 # What is planted → a row that tells more, what of it is looked at, and what that has to be.
 TOLD = {
-    "AUGMENT": (data.AUGMENTATION.name, tuple, ("augment", False)),
-    "AUGMENT_WHOLE_BATCH": (data.AUGMENTATION.name, tuple, ("augment", True)),
-    "TRANSFORM": (data.AUGMENTATION.name, tuple, ("transform", False)),
-    "DATASET": (data.AUGMENTATION.name, tuple, ("dataset", False)),
+    "AUGMENT": (data.AUGMENTATION.name, _reader, ("augment", False)),
+    "AUGMENT_WHOLE_BATCH": (data.AUGMENTATION.name, _reader, ("augment", True)),
+    "TRANSFORM": (data.AUGMENTATION.name, _reader, ("transform", False)),
+    "DATASET": (data.AUGMENTATION.name, _reader, ("dataset", False)),
+    "COLLATE_DRAWS": (data.AUGMENTATION.name, _reader, ("collate", True)),
     "LOSS_SUM": (loss.LOSS.name, _sums, (True, True)),
     "LOSS_WEIGHTED": (loss.LOSS.name, _sums, (True, False)),
     "WHITENING": (APART, lambda found: (found.module[0], found.module.before), ("Whitened", "out")),
@@ -70,6 +70,7 @@ TOLD = {
     "COUNTER": (state.STATE.name, lambda found: found.remembers.module, "Counts"),
     "BATCHNORM": (trainings.BATCHNORM.name, list, ["1"]),
     "F1": (metrics.METRICS.name, lambda found: found["f1"] > 1e-6, True),
+    "OBJECTS": (metrics.METRICS.name, lambda f: (f["auroc"], f["looks"] > 1e-3), (0.0, True)),
     "": (metrics.METRICS.name, lambda found: set(found.values()), {0.0}),
 }
 
@@ -120,7 +121,7 @@ def test_lazy_layers_are_refused_and_a_cast_to_float32_is_no_reason_to_leave_flo
     assert torch.get_default_dtype() == torch.float32
 
 
-NOTHING = {"kept": [], "optimizer": [], "draws": [], "learned": [], "asks": {}}
+NOTHING = {"kept": [], "counted": [], "optimizer": [], "draws": [], "learned": [], "asks": {}}
 # What is planted → what is found of it beside checkpoints; a place is put in for {line}.
 HIDDEN = {
     "BANK": ({"kept": ["the model's bank"]}, ""),
@@ -132,6 +133,8 @@ HIDDEN = {
     "CLOCK": ({"asks": {"time.perf_counter()": "{line}"}}, "perf_counter()"),
     "WORLD_SIZE": ({"asks": {"os.environ['WORLD_SIZE']": "{line}"}}, "WORLD_SIZE"),
     "DROPOUT": ({}, ""),
+    "EXTRA_STATE": ({"counted": ["the model's steps"]}, ""),
+    "JOINT_OPTIMIZER": ({}, ""),
 }
 
 
@@ -142,3 +145,14 @@ def test_what_a_step_keeps_draws_or_asks_for_is_found_by_name(name, tmp_path):
     line = planted.line_of(recipe, text)
     wanted = json.loads(json.dumps(planted_here).replace("{line}", line))
     assert vars(find_hidden(recipe_under_test(recipe))) == {**NOTHING, **wanted}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("ROUNDING_OPTIMIZER", "float64"), ("QUANTISED_OPTIMIZER", "int8")]
+)
+def test_an_optimizer_computes_in_float64_where_it_can_and_else_its_type_is_known(
+    name, kind, tmp_path
+):
+    tested = recipe_under_test(planted.write(tmp_path, getattr(planted, name)))
+    found = optimizer.OPTIMIZER.look(tested)
+    assert (found.wide, found.kind) == (True, kind)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
+from samestep.verification import causes
 from samestep.verification.loop_on_rank import few_steps
 from tests.verification.forked import check, differing, verified_loop
 
@@ -56,6 +57,14 @@ BACKWARD, OPTIMIZER = "run.backward(loss, model)", "optimizer = torch"
 BATCHES = "run.batches((x, y), 11)"
 BY_RANK = "run.batches([(a + run.rank, b) for a, b in zip(x, y)], 11)"
 OWN_WEIGHTS = "torch.seed(); nn.init.normal_(model[0].weight); optimizer = torch"
+COUNTED = (
+    "seen = vars(loss_of).setdefault('seen', []); seen.append(len(outputs)); "
+    f"{MSE} * (1 + sum(seen[:-1]) / 100)"
+)
+DRAWN = (
+    "run.batches(type('Drawn', (), {'__len__': lambda _: 100, '__getitem__': "
+    "lambda _, i, own=__import__('random').Random(0): (x[i] + own.random(), y[i])})(), 11)"
+)
 # What is wrong → the text of the clean loop, the text in its place, and the cause of the 2 ranks.
 BUGS = {
     "loss.backward": (BACKWARD, "loss.backward()", "gradients that are not added up"),
@@ -68,7 +77,9 @@ BUGS = {
     "data by rank": (BATCHES, BY_RANK, "data that depends on the rank"),
     "own weights": (OPTIMIZER, OWN_WEIGHTS, "initial weights that differ per process"),
     "batch": (", 11)", ", 11 * run.world_size)", "batch that depends on the number of ranks"),
-    "a rate per rank": ("lr=0.01", "lr=0.01 * (1 + run.rank)", "unknown"),
+    "a rate per rank": ("lr=0.01", "lr=0.01 * (1 + run.rank)", causes.OPTIMIZER_SETTINGS.name),
+    "a count of samples": (MSE, COUNTED, causes.SCALED.name),
+    "a data set that draws": (BATCHES, DRAWN, causes.UNKEYED["dataset"].name),
 }
 
 # What differs with the ranks by itself → the change, and the row that has it.
@@ -97,13 +108,11 @@ def test_a_clean_loop_is_the_same_and_its_own_runs_are_left_alone(tmp_path, monk
     )
     assert found.same, [(c.name, c.cause, c.failure) for c in found.checks if not c.passed]
     assert found.precisions == ("fp64", "fp32")
-    assert {row.name: row.status for row in found.checks} == dict.fromkeys(
-        (
-            *("one process", "2 ranks", "3 ranks", "fp32", "BatchNorm", "dropout", "state"),
-            *("order", "processes", "gradients", "loss", "evaluation", "one writer"),
-        ),
-        "same",
-    )
+    assert {row.status for row in found.checks} == {"same"}
+    assert {row.name for row in found.checks} == {
+        *("one process", "2 ranks", "3 ranks", "fp32", "BatchNorm", "dropout", "state"),
+        *("order", "processes", "gradients", "loss", "evaluation", "one writer"),
+    }
     assert check(found, "3 ranks").difference < 1e-12
     assert (found.facts.size.steps, found.facts.size.rest) == (4, 10)
     assert not (tmp_path / "runs").exists()

@@ -1,10 +1,10 @@
 """Which writes are a recipe's doing, and of which of its lines."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.command_line import typed
 
 # One worker runs them all: the process that they look at imports torch.
 pytestmark = pytest.mark.xdist_group("one_writer")
@@ -52,14 +52,7 @@ def told(disk) -> dict[str, list[str]]:
     (disk / "library/cached.py").write_text("def write(): open('cache.txt', 'w').close()\n")
     script = disk / "script.py"
     script.write_text(SCRIPT + "\n".join(WRITES) + REPORT)
-    done = subprocess.run(
-        [sys.executable, script.name],
-        cwd=disk,
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TMPDIR": str(disk)},
-    )
+    done = typed(sys.executable, script.name, folder=disk, TMPDIR=str(disk))
     assert (disk / "import.txt").is_file()
     assert (disk / "cache.txt").is_file()
     lines = script.read_text().splitlines()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.training.side_effects import KINDS, RandomDraws, watched
+from samestep.training.side_effects import KINDS, RandomDraws, differs_by_ranks, watched
 from samestep.verification.recipe_under_test import hold_model
 
 ALL = frozenset(KINDS)
@@ -82,6 +82,12 @@ def test_held_batch_norm_gives_a_sample_the_same_in_any_batch(tracks):
     before = [buffer.clone() for buffer in model.buffers()]
     model(X)
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+
+
+def test_of_a_model_only_what_it_has_differs_by_ranks():
+    norm, drops = nn.BatchNorm1d(4), nn.LSTM(4, 4, 2, dropout=0.5)
+    assert differs_by_ranks(nn.Sequential(norm, nn.Dropout(0.0), nn.LSTM(4, 4))) == ["BatchNorm"]
+    assert differs_by_ranks(nn.ModuleList([nn.SyncBatchNorm(4), drops])) == ["dropout"]
 
 
 def test_modules_with_dropout_of_their_own_are_held_still():

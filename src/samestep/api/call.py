@@ -68,6 +68,7 @@ class SettingsArguments(TypedDict, total=False):
     lr_scaling: Literal["none", "linear", "sqrt"]
     base_batch_size: int | None
     warmup_steps: int
+    warmup_from: float | None
     schedule: Literal["constant", "cosine"]
     engine: Literal["native", "lightning"]
     precision: Precision

@@ -22,6 +22,7 @@ from samestep.recipe import Recipe
 from samestep.recipes import RECIPES
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import shown_path
+from samestep.settings import in_words
 from samestep.slurm.checks import check_ranks
 from samestep.slurm.options import UncheckedOptions, apply_flags, options_before
 from samestep.slurm.queue import QueuedJob, ask_to_stop, call, find_job, read_progress
@@ -174,7 +175,9 @@ def _job_options(defaults: UncheckedOptions, given: Mapping[str, Any]) -> Unchec
         try:
             values[name] = msgspec.convert(plain, types[name])
         except msgspec.ValidationError as error:
-            raise UserError(f"submit({name}={value!r}): {error}.") from error
+            must = in_words(types[name])
+            why = f"it must be {must}" if must else error
+            raise UserError(f"submit({name}={value!r}): {why}.") from error
     return UncheckedOptions(**values)
 
 

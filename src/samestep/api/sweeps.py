@@ -15,7 +15,13 @@ from samestep.ranks.process import TASK
 from samestep.recipe import Recipe
 from samestep.sweeping.chosen_by_optuna import OptunaChoice
 from samestep.sweeping.side_by_side import EndedTraining, num_at_once, run_here
-from samestep.sweeping.sweep_plan import MOST, SweepPlan, default_folder, num_points
+from samestep.sweeping.sweep_plan import (
+    MOST,
+    SweepPlan,
+    check_trainings,
+    default_folder,
+    num_points,
+)
 
 
 @one_line_errors
@@ -55,11 +61,11 @@ def sweep(
             raise UserError(f"sweep({name}={number}): it must be 1 or more.")
     plan, calls = _plan(what, folder, sample, settings, optuna=optuna)
     chooser = OptunaChoice(plan) if optuna else None
-    device, oversubscribe = "auto", False
-    for one in [*calls.values()][:MOST]:  # Optuna may choose from more
-        request = request_of(one, "sweep")
-        device, oversubscribe = request.settings.device, request.settings.oversubscribe
-    number, gpus = num_at_once(at_once, 1, device, oversubscribe=oversubscribe)
+    of_points = dict(zip(map(repr, plan.points.values()), calls.values(), strict=True))
+    some = [*plan.points.values()][:MOST]  # Optuna may choose from more
+    checked = check_trainings(some, lambda point: request_of(of_points[repr(point)], "sweep"), 1)
+    one = checked[-1].settings
+    number, gpus = num_at_once(at_once, 1, one.device, oversubscribe=one.oversubscribe)
     plan.begin()
     failed: list[EndedTraining] = []
 

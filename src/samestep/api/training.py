@@ -35,7 +35,7 @@ from samestep.ranks.startup import forget_signals
 from samestep.ranks.world import find_world, in_process_group, join, leave
 from samestep.recipe import Recipe
 from samestep.reporting.progress import Nothing, Screen
-from samestep.run.records import RecordFile
+from samestep.run.records import Record, RecordFile
 from samestep.session.outcome import Outcome
 from samestep.session.own_run import end_failed
 from samestep.session.picture_making import end_while_drawing
@@ -270,12 +270,17 @@ def train_as_rank(
             stopped=lambda: bool(received.signum),
         ) as trackers,
     ):
+
+        def show(record: Record) -> str:
+            trackers.show(record)
+            return screen.why_lost()
+
         with screen:
             outcome = run_session(
                 request,
                 world,
                 received=received,
-                show=trackers.show,
+                show=show,
                 begin=begin,
                 started_at=float(os.environ.get(STARTED_AT, time.time())),
                 engine=engine,

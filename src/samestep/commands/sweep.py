@@ -4,6 +4,7 @@ import signal
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -26,10 +27,14 @@ from samestep.sweeping.sweep_plan import (
     MOST,
     Point,
     SweepPlan,
+    check_trainings,
     default_folder,
     num_points,
     read_axes,
 )
+
+if TYPE_CHECKING:
+    from samestep.session.request import Request
 
 _ABOUT = (
     "Train {} once for each combination of values. Any setting or option may have several values, "
@@ -93,7 +98,7 @@ def main(arguments: list[str]) -> int:
     _ask(num_points(axes, command.sample), sure=command.yes)
     sweep = _sweep(target, shared, axes, command)
     chooser = OptunaChoice(sweep) if command.optuna else None
-    settings = _check(sweep)
+    settings = _check(sweep, command.nproc)
     if command.slurm:
         return _submit_all(sweep, words[cut + 1 :], command.at_once, settings)
     device, oversubscribe = settings.device, settings.oversubscribe
@@ -195,24 +200,22 @@ def _ask(number: int, *, sure: bool) -> None:
     )
 
 
-def _check(sweep: SweepPlan) -> Settings:
+def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
     """Check every flag and value before the first training; return the settings of one."""
     from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
 
     points = [*sweep.points.values()]
     if len(points) > _ALL_CHECKED:
         points = [*sweep.corners()]
-    request = None
-    for point in points:
-        try:
-            _, request = parse(_train(sweep, point, sweep.folder / "checked")[1:], "sweep")
-        except UserError as error:
-            if point == points[0]:
-                raise
-            values = " ".join(f"--{flag} {text}" for flag, text in point.items())
-            raise UserError(f"{error} (It is with {values}; no training was begun.)") from error
-    assert request is not None
-    return request.settings
+
+    def request_of(point: Point) -> "Request":
+        return parse(_train(sweep, point, sweep.folder / "checked")[1:], "sweep")[1]
+
+    checked = check_trainings(points, request_of, num_ranks)
+    if len(sweep.points) > len(points):
+        by_value = dict(zip(map(repr, points), checked, strict=True))
+        check_trainings(sweep.points.values(), sweep.combined(by_value), num_ranks)
+    return checked[0].settings
 
 
 def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:

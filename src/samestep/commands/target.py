@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import tyro
 from tyro.conf import Suppress
@@ -20,6 +20,7 @@ from samestep.commands.help import HELP, HELP_ALL, example_text, examples, help_
 from samestep.errors import AlreadyTold, UserError, known_elsewhere
 from samestep.ranks.process import TASK
 from samestep.recipes import RECIPES
+from samestep.run.directory import is_run
 from samestep.settings import ALSO_ACCEPTED, MERGED, OTHER_NAMES, Settings, flag_name, own_names
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def parse_target(
         shown = help_text(f"{verb} TARGET", text, forms, no_effect, whole=whole)
         sys.stdout.write(f"{shown}\n{example_text(*lines)}")
         raise AlreadyTold(0 if arguments else 2)
-    from samestep.session.request import draft, finish, own_recipe  # noqa: PLC0415 - it imports torch
+    from samestep.session.request import draft, finish, known_of_run, own_recipe  # noqa: PLC0415 - it imports torch
 
     target, *flags = own_flags(arguments)
     if target.startswith("-"):
@@ -72,6 +73,14 @@ def parse_target(
                     "--recipe-of-run has no effect without --resume.", flags=["recipe_of_run"]
                 )
             recipe = own_recipe(target, value_of("--run-dir", flags))
+        # A run may be a stranger's: its help runs no code of it.
+        of_run = asks_help and target not in RECIPES and is_run(Path(target))
+        if of_run and (told := known_of_run(Path(target))):
+            below = settings(**vars(told[0]))
+            named = ", ".join(f"--{flag_name(name)}" for name in told[1])
+            about = about.format(target) + f" Its recipe's flags: {named}." * bool(named)
+            titles = {verb: kind(), "settings": below}
+            _show_help(verb, target, about, titles, no_effect, whole=HELP_ALL in flags)
         start = draft(target, Path(config) if config else None, recipe)
         below = settings(**vars(start.settings()))
         options = start.options()
@@ -81,10 +90,7 @@ def parse_target(
         if asks_help:
             titles = {verb: kind(), f"options of {target}": parts["recipe"], "settings": below}
             groups = {title: part for title, part in titles.items() if part is not None}
-            text = help_text(f"{verb} {target}", about, groups, no_effect, whole=HELP_ALL in flags)
-            sys.stdout.write(text)
-            sys.stdout.flush()  # the reader may have left, as `head` does
-            raise SystemExit(0)
+            _show_help(verb, target, about, groups, no_effect, whole=HELP_ALL in flags)
         parts = {key: part for key, part in parts.items() if part is not None}
         known = {field.name for part in parts.values() for field in dataclasses.fields(part)}
         _check_names(verb, target, given, known, no_effect)
@@ -111,6 +117,20 @@ def parse_target(
             allow_change=getattr(parsed.command, "allow_change", None),
         )
     return parsed.command, request
+
+
+def _show_help(
+    verb: str,
+    target: str,
+    about: str,
+    groups: dict[str, Any],
+    no_effect: Collection[str],
+    *,
+    whole: bool,
+) -> NoReturn:
+    sys.stdout.write(help_text(f"{verb} {target}", about, groups, no_effect, whole=whole))
+    sys.stdout.flush()  # the reader may have left, as `head` does
+    raise SystemExit(0)
 
 
 def _check_names(

@@ -43,6 +43,8 @@ def download(
 ) -> list[Path]:
     """Bring all files of a data set into a folder; files that are there and right stay untouched.
 
+    Where nothing came, no folder is left that was not there before.
+
     An archive is verified, unpacked in place and kept, so that its files can be checked and
     repaired without the network.
 
@@ -63,8 +65,7 @@ def download(
         bases.append(mirror if mirror.endswith("/") else f"{mirror}/")
     paths = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with _made(folder), _locked(folder):
             for file in dataset.files:
                 transfer = Transfer(file=file, folder=folder, timeout_s=timeout_s)
                 if not transfer.is_done():
@@ -102,6 +103,21 @@ def _fetch(dataset: RemoteDataset, transfer: "Transfer", bases: Sequence[str]) -
         f"Or fetch the file by hand, for example from {by_hand}, and put it into {folder}\n"
         f"Or name a mirror of yours, the address of a folder with the files: {own_mirror}"
     )
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make the folder, with those above it; those that are still empty after a failure go again."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        # One that has a file by now, or another program's, stays; so do those above it.
+        with contextlib.suppress(OSError):
+            for path in new:
+                path.rmdir()
+        raise
 
 
 @contextlib.contextmanager

@@ -209,6 +209,12 @@ def seed_reading(drawn: int) -> None:
 
 
 def ignore_stop_signals(_worker: int) -> None:
-    """Leave a stop to the ranks: their workers serve until the step is done."""
+    """Leave a stop to the ranks: their workers serve until the step is done.
+
+    PyTorch's handlers of a crash go, too: they print a line that ends in a NUL byte, and the rank
+    says the same.
+    """
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE):
+        signal.signal(number, signal.SIG_DFL)

@@ -44,8 +44,8 @@ from samestep.training.loop import check_weights, checkpoint_name, evaluate_now,
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.optimizer import optimizer_of
 from samestep.training.plan import Plan, is_recorded, learning_rate
-from samestep.training.prepare import match_layouts, tell_end_of_autograd
-from samestep.training.snapshot import capture, check_alike
+from samestep.training.prepare import OneLayout, match_layouts, tell_end_of_autograd
+from samestep.training.snapshot import capture, check_resumable
 from samestep.training.step import check_used
 from samestep.training.work import StepsTaken, close_epoch, epoch_is_full
 
@@ -59,6 +59,8 @@ _NATIVE_ONLY = (
 def check_settings(settings: Settings, recipe: Recipe) -> None:
     """Refuse settings, and parts of a recipe, that need the native engine."""
     check_recipe(recipe)
+    if settings.halving is not None:
+        raise UserError("--halving needs --engine native; Lightning's Trainer stops by --patience.")
     for name in _NATIVE_ONLY:
         if getattr(settings, name) != getattr(Settings, name):
             raise UserError(
@@ -143,7 +145,7 @@ class _Records(Callback):
         for record in self._meter.count(taken):
             self._task.session.emit(record)
         if is_checked(position.step - 1, position.step):
-            check_alike(work, position.step)
+            check_resumable(work, position.step)
         work.phases.lap("other")
         ends = epoch_is_full(work, state)
         if ends or position.step == total:
@@ -194,6 +196,7 @@ class _Module(LitRecipe):
         recipe = replace(request.recipe, loss=work.learner.loss, metrics=work.metrics)
         super().__init__(recipe, work.settings, request.options, model=work.learner.model)
         self._work, self._state = work, task.state
+        self.moment = work.learner.moment
         self.parts, self.measure = work.learner.parts, work.measure
 
     def make_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
@@ -259,8 +262,6 @@ def _drive(task: Task) -> None:
     task = replace(task, work=work)
     records = _Records(task)
     callbacks: list[Any] = [records, LearningRateMonitor("step")]
-    if settings.halving is not None:
-        raise UserError("--halving needs --engine native; Lightning's Trainer stops by --patience.")
     if settings.patience is not None:
         limits = settings.min_delta, settings.patience
         how: Any = {"mode": watch.mode, "check_finite": False}
@@ -322,10 +323,17 @@ def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
     )
 
 
+class _Strategy(DDPStrategy):
+    """Lightning's strategy with the buckets of samestep's own loop."""
+
+    def _setup_model(self, model: nn.Module) -> OneLayout:
+        return OneLayout(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+
 def _strategy(world: World, accumulate: int, settings: Settings) -> Any:
     if world.world_size == 1:
         return "auto"
-    return DDPStrategy(
+    return _Strategy(
         find_unused_parameters=settings.find_unused,
         # DDP learns the graph in its first backward, and fails where that one sends nothing yet.
         static_graph=accumulate == 1 and not settings.find_unused,

@@ -20,7 +20,7 @@ from samestep.recipe import Recipe
 from samestep.session.trained_model import open_checkpoint
 from samestep.settings import Settings
 from samestep.training.alike import seed_alike, seed_rank, seed_torch, seed_update
-from samestep.training.apply import call, measure_of, parts_of, summed, with_parts
+from samestep.training.apply import Moment, call, measure_of, parts_of, summed, timed, with_parts
 from samestep.training.evaluation import Totals
 from samestep.training.metrics import StepOutputs
 from samestep.training.optimizer import optimizer_of
@@ -93,6 +93,8 @@ class LitRecipe(pl.LightningModule):
         self.measure = measure_of(self.recipe, model)
         self.means: dict[str, float] = {}
         """What the latest validation or test measured, and `samples`."""
+        self.moment = Moment()
+        """What a loss that asks for it gets."""
         self._totals: Totals
         self._loss: Callable[[Any, Any], Tensor] = self.recipe.loss
         self._new_step = True
@@ -155,7 +157,7 @@ class LitRecipe(pl.LightningModule):
 
     def _placed_loss(self) -> Callable[[Any, Any], Tensor]:
         placed = place_loss(self.recipe.loss, self.device, self._dtype_of_weights())
-        return summed(placed, self.recipe.loss_weights)
+        return summed(timed(placed, self.moment), self.recipe.loss_weights)
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
         """Seed a step as samestep's loop does, so that dropout is the same and resumes exactly."""
@@ -163,6 +165,8 @@ class LitRecipe(pl.LightningModule):
             rank_seed = mix(self.settings.seed, self.trainer.global_rank)
             seed_torch(mix_next(rank_seed, self.trainer.global_step), self.device)
             self.step_loss = 0.0
+            self.moment.step = self.trainer.global_step
+            self.moment.epoch = self.trainer.current_epoch
         self._new_step = batch.last
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import samestep
+from samestep.errors import UserError
 from samestep.ranks.process import STARTED_AT, TASK, print_error
 from samestep.ranks.startup import (
     PARENT,
@@ -29,9 +30,11 @@ from samestep.ranks.startup import (
     stop_signals,
     unheeded_signal,
 )
-from samestep.ranks.watched import FOLDER, STALLED
+from samestep.ranks.watched import FOLDER, RUN, STALLED
 from samestep.ranks.watcher import VERDICT
+from samestep.run.directory import Run
 from samestep.run.files import read_object, shown_path
+from samestep.run.records import read_records
 
 _AGAIN_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 1.0}
 """A second signal of the same kind kills the ranks if it comes this long after the first."""
@@ -159,7 +162,8 @@ def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
         try:
             elastic_launch(config, sys.executable)("-m", "samestep", *arguments)
         except ChildFailedError as error:
-            return _hung(Path(folder, VERDICT)) or _first_failure(error)
+            hung = _hung(Path(folder, VERDICT))
+            return hung or _recorded(_first_failure(error), Path(folder, RUN))
         except SignalException as error:
             return Ended(128 + int(error.sigval))
     return Ended(0)
@@ -175,6 +179,22 @@ def _hung(file: Path) -> Ended | None:
         run = shown_path(Path(verdict["run"]))
         message += f" Saved checkpoints are complete. Continue with: samestep train {run} --resume."
     return Ended(STALLED, message)
+
+
+def _recorded(ended: Ended, where: Path) -> Ended:
+    """Write the failure into the run if rank 0 knew only that it had lost another; return it.
+
+    `where` is the file that says where the run is; all ranks have ended.
+    """
+    with contextlib.suppress(OSError, UserError):  # no run, or no room
+        path = Path(where.read_text())
+        result, last = read_object(path / "result.json"), [*read_records(path)][-1]
+        if ended.message and result.get("status") == "failed" and last["event"] != "stop":
+            reason = f"failed: {ended.message.splitlines()[0]}"
+            with contextlib.closing(Run(path)) as run:
+                run.append({"event": "stop", "step": result["steps"], "reason": reason})
+                run.write_result(result | {"reason": reason})
+    return ended
 
 
 def _first_failure(error: ChildFailedError) -> Ended:

@@ -7,13 +7,16 @@ what exists by then is never looked at again.
 """
 
 import contextlib
+import errno
 import gc
+import io
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 PARENT = "SAMESTEP_PARENT"
 """Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
@@ -133,6 +136,44 @@ def end_leftovers(parent: int, session: int | None = None) -> None:
         if not found:
             return
         time.sleep(0.02)
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str, /) -> int:
+        return len(text)
+
+
+class _ClosedOutput(io.TextIOBase):
+    """Standard output that was closed before the command began."""
+
+    def write(self, _text: str, /) -> int:
+        raise BrokenPipeError(errno.EPIPE, "it is closed")
+
+
+def accept_output() -> None:
+    """Let standard output and error be of any encoding, or closed.
+
+    No file that is opened later gets the number of a closed one, to which libraries still write.
+    Characters that the encoding does not have are replaced.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it takes the lowest number that is free
+    sys.stdout = sys.stdout or _ClosedOutput()
+    sys.stderr = sys.stderr or _Nowhere()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def drop_output() -> None:
+    """Drop what is printed from now on, and what waits in a buffer: nothing takes it any more."""
+    with Path(os.devnull).open("w") as nowhere:
+        try:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        except (OSError, ValueError):  # it has no descriptor, or no open one
+            sys.stdout = _Nowhere()
 
 
 def hold_warning() -> None:

@@ -82,8 +82,7 @@ class BasicBlock(nn.Module):
 class _Pointwise(nn.Conv2d):
     """A 1 x 1 convolution with a stride; on a CPU without one, of the pixels that it would leave.
 
-    oneDNN's own with a stride writes beyond its memory on CPUs with AVX-512 (torch 2.13,
-    channels-last, few channels, an odd batch, two threads): a crash, or worse, none.
+    oneDNN's own with a stride, which PyTorch 2.13 calls, can crash in its backward pass.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - Conv2d's own name

@@ -204,6 +204,9 @@ class Lines:
         splits: tuple[Role, ...] = ("validation", "test")
         for split in splits:
             found = run.of("evaluation", split)
+            if split == "test":  # at the end of a run, and of the weights of an earlier step
+                saved = {r["path"].rpartition("/")[2]: r["step"] for r in run.of("checkpoint")}
+                found = [{**r, "step": saved.get(r.get("checkpoint"), r["step"])} for r in found]
             for name in dict.fromkeys(n for r in found for n in metric_values(r)):
                 self._add(name, split, split, found)
         for name, label in _MEMORY.items():

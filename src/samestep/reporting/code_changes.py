@@ -1,6 +1,7 @@
 """What differs between the code of two runs: files, lines, and a unified diff.
 
-A job keeps a copy of all its code, any other run a copy of its recipe's or its script's file.
+A job keeps a copy of all its code, any other run a copy of its recipe's or its script's file, and
+of what a recipe imports of the user's own.
 """
 
 import difflib
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.run.code_copy import CODE, kept_code
+from samestep.run.code_pieces import differences, file_pieces, module_path
+from samestep.run.own_modules import kept_modules
 
 _LONGEST = 500_000
 """Bytes of a file that is still compared by line."""
@@ -26,6 +29,8 @@ class CodeChange:
     removed: int = 0
     diff: str = ""
     """Unified; empty where a file is not text, or too long."""
+    functions: tuple[str, ...] = ()
+    """Functions, classes and values that are not the same in both versions of a Python file."""
 
     @property
     def short(self) -> str:
@@ -36,7 +41,7 @@ class CodeChange:
 
 def code_changes(one: Path, other: Path) -> list[CodeChange] | None:
     """Return what the other run's code has changed of the first's; None where one has no copy."""
-    if (one / CODE).is_dir() and (other / CODE).is_dir():
+    if kept_code(one) and kept_code(other):
         before, after = dict(_files(one / CODE)), dict(_files(other / CODE))
     else:
         kept = _main_file(one), _main_file(other)
@@ -44,6 +49,10 @@ def code_changes(one: Path, other: Path) -> list[CodeChange] | None:
             return None
         name = next((path.name for path in kept if path and path.parent.name == CODE), kept[0].name)
         before, after = {name: kept[0]}, {name: kept[1]}
+        modules = [found for run in (one, other) if (found := kept_modules(run)) is not None]
+        if len(modules) == 2:
+            for known, found in zip((before, after), modules, strict=True):
+                known |= {module_path(*item): item[1] for item in found.files.items()}
     changes = (_change(name, before, after) for name in sorted({*before, *after}))
     return [change for change in changes if change is not None]
 
@@ -82,7 +91,13 @@ def _change(name: str, before: dict[str, Path], after: dict[str, Path]) -> CodeC
         added=sum(line.startswith("+") for line in body),
         removed=sum(line.startswith("-") for line in body),
         diff="\n".join(lines),
+        functions=tuple(_functions(before[name], after[name])) if change == "edited" else (),
     )
+
+
+def _functions(before: Path, after: Path) -> list[str]:
+    is_python = before.suffix == after.suffix == ".py"
+    return differences(file_pieces(before), file_pieces(after)) if is_python else []
 
 
 def _lines(content: bytes | None) -> list[str] | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from samestep.errors import UserError
 from samestep.reporting.code_changes import code_changes
@@ -51,7 +51,12 @@ class SameTraining:
     epochs: int = 0
     """Epochs whose mean training loss both have recorded."""
     evaluations: int = 0
-    """Evaluations on the validation set that both have recorded."""
+    """Evaluations on the validation set that both have recorded, if they are compared."""
+    evaluated_otherwise: int | None = None
+    """The first step at which evaluations differ though training losses stay alike: they are
+    measured otherwise, and left out."""
+    evaluations_apart: float = 0.0
+    """Largest difference of such evaluations' losses."""
     largest: float = 0.0
     """Largest difference of the loss."""
     largest_at: int = 0
@@ -234,7 +239,10 @@ def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
     for name in (*settings, *facts):
         values = tuple(_value(run, name, is_fact=name in facts) for run in runs)
         if len({value for value in values if value != UNKNOWN}) > 1:
-            decides = name not in same
+            # A loop of one's own has not the settings of a recipe's run, nor that those of a loop.
+            have = {run.own_loop for run, value in zip(runs, values, strict=True) if value != UNSET}
+            told = {v for run, v in zip(runs, values, strict=True) if run.own_loop in have}
+            decides = name not in same and len(told) > 1
             found.append(SettingDifference(name=name, values=values, decides=decides))
     return found
 
@@ -279,10 +287,16 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
     tolerance = max(
         _TOLERANCES.get(str(run.plan.get("precision", "fp32")), 1e-5) for run in (one, other)
     )
-    pairs = [(ours[key], theirs[key]) for key in both]
-    gaps = [(abs(a["loss"] - b["loss"]), a["step"]) for a, b in pairs]
     # Rounding is of the sums that a loss is made of: where it falls to nothing, they do not.
-    scale = max(abs(a["loss"]) for a, _ in pairs)
+    scale = max(abs(ours[key]["loss"]) for key in both)
+    measured = [
+        (kind, step, abs(ours[kind, step]["loss"] - theirs[kind, step]["loss"]))
+        for kind, step in both
+    ]
+    told = _evaluated_otherwise(measured, tolerance * scale)
+    both = [key for key in both if not (told and key[0] == "evaluation")]
+    gaps = [(gap, step) for kind, step, gap in measured if (kind, step) in both]
+    pairs = [(ours[key], theirs[key]) for key in both]
     largest, at = max(gaps, key=lambda gap: gap[0])
     far = [step for gap, step in gaps if gap > tolerance * scale]
     norms = [(a.get("grad_norm"), b.get("grad_norm")) for a, b in pairs]
@@ -305,7 +319,25 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
         first_apart=far[0] if far else None,
         last_alike=before[-1] if before else None,
         tolerance=tolerance,
+        **told,
     )
+
+
+def _evaluated_otherwise(measured: list[tuple[str, int, float]], most: float) -> dict[str, Any]:
+    """Return which evaluations are not of other weights, by losses of training at later steps.
+
+    Args:
+        measured: kind, step and difference of each loss that both runs have.
+        most: the largest difference that rounding explains.
+    """
+    trained = [(step, gap) for kind, step, gap in measured if kind != "evaluation"]
+    apart = min((step for step, gap in trained if gap > most), default=math.inf)
+    alike = max((step for step, _ in trained if step < apart), default=-1)
+    evaluated = [(step, gap) for kind, step, gap in measured if kind == "evaluation"]
+    far = [step for step, gap in evaluated if most < gap and step <= alike]
+    if not far:
+        return {}
+    return {"evaluated_otherwise": far[0], "evaluations_apart": max(gap for _, gap in evaluated)}
 
 
 def _losses(run: RunData) -> dict[tuple[str, int], Record]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from samestep.errors import listed
 from samestep.reporting.comparison import UNKNOWN, UNSET, Comparison, SameTraining
 from samestep.reporting.curves import Aligned, Point, has_epochs
 from samestep.reporting.plot import picture
@@ -17,6 +18,7 @@ _WIDTH = 80
 _LABEL, _LEAST_VALUE = 24, 12
 _MOST_DIFF = 60
 """Lines of differing code that a terminal shows."""
+_MOST_NAMES = 5
 T = TypeVar("T")
 
 
@@ -119,7 +121,10 @@ def settings(found: Comparison, longest: int = 60, *, shared: bool = False) -> T
 
 
 def code(found: Comparison) -> Table | None:
-    """Return the files of the runs' code that differ, with lines added and removed."""
+    """Return the files of the runs' code that differ, with lines added and removed.
+
+    Below it stands which functions differ by more than comments and layout.
+    """
     changes = [{one.file: one.short for one in run or ()} for run in found.code]
     names = sorted({name for run in changes for name in run})
     if not names:
@@ -132,7 +137,15 @@ def code(found: Comparison) -> Table | None:
 
     rows = [(name, *cells(name)) for name in names]
     title = f"Code that differs from {found.names[0]}, in lines"
-    return _beside(found, title, rows)
+    places = range(1, len(found.runs))
+    told = [f"{found.names[n]}: {one}." for n in places if (one := _edited(found, n))]
+    return _beside(found, title, rows, note=" ".join(told))
+
+
+def _edited(found: Comparison, place: int) -> str:
+    """Return which functions differ from the first run's; "" if none, or it is not known."""
+    files = found.code[place - 1] or ()
+    return listed([f"{name} in {one.file}" for one in files for name in one.functions], _MOST_NAMES)
 
 
 def diffs(found: Comparison) -> Iterator[tuple[str, str]]:
@@ -164,6 +177,13 @@ def same_training_lines(found: Comparison) -> Iterator[str]:
     """Yield a text for each run but the first: whether it is the same training as the first."""
     for place, result in enumerate(found.alike, start=1):
         text = _verdict(result, found.names[place], found.names[0])
+        if result.evaluated_otherwise is not None:
+            text += (
+                f" Their validation losses differ by at most {result.evaluations_apart:.1e}, first "
+                f"at step {result.evaluated_otherwise:,}, while the training losses stay alike: "
+                "the same weights are measured otherwise (other samples, another function, dropout "
+                "or BatchNorm left in training mode)."
+            )
         if result.verdict in ("apart", "unknown"):
             text += _reasons(found, place)
         yield text
@@ -203,18 +223,35 @@ def _verdict(found: SameTraining, other: str, one: str) -> str:
 def _reasons(found: Comparison, place: int) -> str:
     """Return what differs from the first run and may make another training of this one."""
     differ = [d.name for d in found.differences if d.decides and d.values[0] != d.values[place]]
-    if differ:
-        return f" Settings that decide the training differ: {', '.join(differ)}."
+    code = f" The code differs: {edited}." if (edited := _edited(found, place)) else ""
+    settings = f" Settings that decide the training differ: {', '.join(differ)}." * bool(differ)
     if found.alike[place - 1].verdict == "unknown":
-        return ""
+        return settings + code
     # Steps were compared, so both have a plan.
     if found.runs[0].plan["world_size"] != found.runs[place].plan["world_size"]:
+        equal = "" if settings or code else " The settings that decide the training are equal."
         return (
-            " The settings that decide the training are equal. On another number of ranks rounding "
-            "grows differently, and dropout and augmentation that is not keyed by sample draw "
-            "other numbers; samestep verify names the cause."
+            f"{settings}{code}{equal} On another number of ranks rounding grows differently"
+            f"{_by_ranks(found, place)}; samestep verify names the cause."
         )
+    if settings or code:
+        return settings + code
     return " No setting that decides the training differs; samestep verify looks for the cause."
+
+
+_BY_RANKS = {
+    "BatchNorm": "BatchNorm normalises over each rank's own samples",
+    "dropout": "dropout draws other numbers",
+}
+
+
+def _by_ranks(found: Comparison, place: int) -> str:
+    """Return what else the models of two runs have that differs with the ranks by itself."""
+    told: list[Any] = [found.runs[n].plan.get("by_ranks") for n in (0, place)]
+    if None in told:  # runs of earlier versions do not say
+        return ", and so do BatchNorm, dropout and other random draws, if the model has any"
+    has = [why for name, why in _BY_RANKS.items() if any(name in one for one in told)]
+    return f", and {' and '.join(has)}" if has else ""
 
 
 def throughput(found: Comparison) -> Table | None:

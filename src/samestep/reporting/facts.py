@@ -11,6 +11,7 @@ from samestep.reporting.run_data import RunData
 from samestep.reporting.table import Table, number
 from samestep.reporting.words import count, duration, short, size
 from samestep.run.code_copy import kept_code
+from samestep.run.own_modules import kept_modules
 from samestep.run.records import metric_values
 from samestep.settings import Settings, flag_name
 
@@ -122,6 +123,8 @@ def _code(run: RunData) -> str:
         told.append(f"code/ in the run directory ({copy.get('files', '?')} files)")
     elif kept := run.facts.get("recipe.py"):
         told.append(f"recipe.py in the run directory, {kept}")
+        if modules := kept_modules(run.path):
+            told.append(f"{count(len(modules.files), 'module')} that it imports in code/")
     elif (run.path / "script.py").is_file():
         told.append("script.py in the run directory")
     if commit := run.environment.get("git_commit"):

@@ -24,6 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from samestep.ranks.startup import drop_output
 from samestep.reporting.words import class_table, count, duration, short, size, wrapped
 from samestep.run.records import Record, metric_values, samples_per_step
 
@@ -176,7 +177,7 @@ class NotebookBar:
 class _Output(Console):
     def on_broken_pipe(self) -> None:
         """Raise what the command line expects, where Rich would exit: `head` has read enough."""
-        raise BrokenPipeError("the reader of the output has gone")
+        raise BrokenPipeError("it is closed, or its reader has gone")
 
 
 NOT_FINITE = "not finite"
@@ -209,6 +210,7 @@ class Screen:
         self._plan: Record = {}
         self._state: BarState | None = None
         self._epoch: Record | None = None
+        self._lost, self._told = "", False
         self._bar: NotebookBar | TerminalBar | None = None  # it would only fill a file
         if in_notebook():
             self._bar = NotebookBar()
@@ -219,12 +221,31 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._flush_epoch()
-        if self._bar is not None:
-            self._bar.stop()
+        with self._trying():
+            self._flush_epoch()
+            if self._bar is not None:
+                self._bar.stop()
+
+    def why_lost(self) -> str:
+        """Return why nothing can be shown any more; the next time, and otherwise, nothing."""
+        told, self._told = self._told, bool(self._lost)
+        return "" if told else self._lost
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Show something, unless the output takes nothing: a training continues without it."""
+        try:
+            yield
+        except OSError as error:
+            self._lost = f"Standard output takes nothing more: {error.strerror or error}."
+            drop_output()
 
     def show(self, record: Record) -> None:
         """Show one record."""
+        with self._trying():
+            self._show(record)
+
+    def _show(self, record: Record) -> None:
         event, epoch = record["event"], self._epoch
         is_late = event == "checkpoint" and epoch is not None and record["step"] < epoch["step"]
         if event not in ("evaluation", "progress", "tracker") and not is_late:
@@ -376,6 +397,10 @@ class Screen:
 
     def result(self, path: Path, result: dict[str, Any]) -> None:
         """Show how the run ended."""
+        with self._trying():
+            self._show_result(path, result)
+
+    def _show_result(self, path: Path, result: dict[str, Any]) -> None:
         best, test = result["best"], result["test"]
         shown_path = str(self._plan.get("run_dir", path))  # as it was named
         length = self._length(result["steps"], result["epochs"])
@@ -452,6 +477,10 @@ def counting(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], 
 
 class Nothing:
     """Take records, and show none."""
+
+    def why_lost(self) -> str:
+        """Return nothing: there is nothing to lose."""
+        return ""
 
     def __enter__(self) -> Self:
         return self

@@ -37,6 +37,8 @@ class RunData:
     """The latest `start` record; empty if there is none."""
     settings: Mapping[str, object] | None = None
     """Settings and the recipe's options; None if the file cannot be read."""
+    own_loop: bool = False
+    """Whether a loop of the user's own trained it, which has only settings of its own."""
     facts: Mapping[str, object] = field(default_factory=dict)
     """Of where it ran: ranks, device, versions, and what its own recipe file was."""
     weights: Mapping[int, str] = field(default_factory=dict)
@@ -115,6 +117,7 @@ def read_run(path: Path) -> RunData:
         records=tuple(records),
         plan=plan,
         settings=settings,
+        own_loop=table is not None and "recipe" not in table,
         facts=_facts(path, plan, environment, problems),
         weights=_weights(records, result),
         result=result,

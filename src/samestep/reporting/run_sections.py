@@ -201,6 +201,12 @@ class _Attempt:
         self.last = max(self.last, last.get("step", 0))
         self.ended = self.ended or ended
 
+    @property
+    def origin(self) -> str:
+        """Where it began: a checkpoint, or the end of a run that was finished."""
+        ended = self.start.get("resumed") and self.first
+        return self.resumed_from or ("the end" if ended else "the beginning")
+
     def row(self) -> tuple[str, ...]:
         at = self.start.get("time")
         began = "–"
@@ -212,8 +218,8 @@ class _Attempt:
             number(self.start["world_size"]),
             str(self.start.get("device", "–")),
             str(self.start.get("launcher", "–")),
-            self.resumed_from or "the beginning",
-            f"{self.first:,}–{self.last:,}",
+            self.origin,
+            f"{self.first:,}–{self.last:,}" if self.last > self.first else "none",
             self.ended + (f"; changed: {self.changes}" if self.changes else ""),
         )
 
@@ -244,9 +250,13 @@ def time_line(run: RunData) -> TimeLine | None:
     if len(attempts) == 1:
         summary += f"in a single start on {attempts[0].ranks}."
     else:
-        told = ", then ".join(one.ranks for one in attempts[:8])
-        more = " …" if len(attempts) > 8 else ""
-        summary += f"{count(len(attempts) - 1, 'restart')}: on {told}{more}."
+        groups = itertools.groupby(one.ranks for one in attempts)
+        ranks = [(on, len([*same])) for on, same in groups]
+        told = ", then ".join(f"{on} ({count(n, 'start')})" for on, n in ranks[:8])
+        more = " …" if len(ranks) > 8 else ""
+        restarts = count(len(attempts) - 1, "restart")
+        all_alike = f"{restarts}, all on {ranks[0][0]}."
+        summary += all_alike if len(ranks) == 1 else f"{restarts}: on {told}{more}."
     head = ("attempt", "began", "ranks", "device", "launcher", "from", "steps kept", "end")
     rows = [(str(place), *one.row()) for place, one in enumerate(attempts, start=1)]
     files = [

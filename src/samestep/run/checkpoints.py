@@ -105,8 +105,16 @@ def why_not_kept(state: Any) -> str:
         file.seek(0)
         torch.load(file, weights_only=True)  # objects of other classes could run code
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        # Of torch's advice only what it met: "Unsupported global: GLOBAL my.Class was not …".
-        met = re.search(r"GLOBAL (\S+)", str(error))
-        return f"objects of {met[1]}" if met else lines[0].rstrip(".")
+        return why_not_loaded(error)
     return ""
+
+
+def why_not_loaded(error: Exception) -> str:
+    """Return what PyTorch met in a file, without its advice, which would run code in the file."""
+    text = str(error).strip() or type(error).__name__
+    if met := re.search(r"GLOBAL (\S+)", text):  # "Unsupported global: GLOBAL my.Class was not …"
+        return f"objects of {met[1]}"
+    met = re.search(r"WeightsUnpickler error: (.+)", text)
+    line = (met[1] if met else text).splitlines()[0]
+    found = [sentence for sentence in line.split(". ") if "weights_only" not in sentence]
+    return ". ".join(found).rstrip(".") or type(error).__name__

@@ -3,6 +3,7 @@
 Data is not copied: large files and what git ignores become links to where they are.
 """
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -38,11 +39,17 @@ _RUN_MARKS = (
     ("job.json", FACTS),
 )
 _CACHES = re.compile(r"(^|/)(__pycache__|\.(\w+_cache|git|venv|ipynb_checkpoints))/|\.pyc$")
-_SECRET = re.compile(
-    r"\.env(\..*)?|\.netrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519)|.*\.(pem|key|p12|pfx)"
-    r"|\.?(credentials?|secrets?|tokens?)(\.(?!py$)\w+)?",
-    re.IGNORECASE,
+_SECRETS = (
+    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pypirc", ".pgpass", ".htpasswd"),
+    *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks"),
+    *("*credential", "*credentials", "*credential.*", "*credentials.*", ".git-credentials"),
+    *("secret", "secrets", ".secret", ".secrets", "secret.*", "secrets.*", "client_secret*"),
+    *("token", "tokens", ".token", ".tokens", "token.*", "tokens.*", "hf_token*", "*_token"),
+    *("api_key*", "apikey*", "*_api_key", "service-account*", "service_account*", "kaggle.json"),
 )
+"""Names of files that may hold a secret, as `.gitignore` would name them; code does not."""
+_OF_BEFORE = re.compile(r"(\.(bak|backup|old|orig|save|swp)|~)+$")
+"""What ends the name of a file's older copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +220,15 @@ def _in_folder(root: Path) -> tuple[list[str], dict[str, str]]:
 def _why_left_out(path: Path, size: int, *, known: bool) -> str:
     if size > MOST_OF_A_FILE:
         return f"{size / MB:.1f} MB"
-    if not known and _SECRET.fullmatch(path.name):
+    if not known and _may_be_secret(path.name):
         return "may be a secret"
     return "" if os.access(path, os.R_OK) else "cannot be read"
+
+
+def _may_be_secret(name: str) -> bool:
+    plain = _OF_BEFORE.sub("", name.lower())
+    is_code = plain.endswith((".py", ".ipynb", ".sh"))
+    return not is_code and any(fnmatch.fnmatchcase(plain, one) for one in _SECRETS)
 
 
 def _folders_of(names: Iterable[str]) -> set[str]:
@@ -322,8 +335,9 @@ def remove_code(run: Path) -> None:
 
 
 def kept_code(run: Path) -> dict[str, Any]:
-    """Return the facts of a run's copy of the code; nothing where there is none."""
-    return read_object(run / FACTS) if (run / CODE).is_dir() else {}
+    """Return the facts of a job's copy of the code; nothing where there is none."""
+    facts = read_object(run / FACTS) if (run / CODE).is_dir() else {}
+    return facts if "root" in facts else {}  # else only what the recipe imports was copied
 
 
 def keep_hashes(file: Path, run: Path) -> None:

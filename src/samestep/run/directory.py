@@ -123,6 +123,9 @@ _OTHERS = frozenset({".log", ".out", ".err", ".sh", ".sbatch", ".stall", ".toml"
 """Suffixes of a job's files, which may be in the directory before the run begins."""
 
 
+_ANOTHER = "choose another with --run-dir"
+
+
 def check_free(path: Path) -> Path:
     """Refuse a directory with files that do not belong to a run; return it."""
     try:
@@ -130,7 +133,7 @@ def check_free(path: Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return path
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise cannot_write(path, error, instead=_ANOTHER) from error
     ours = {"checkpoints", "events.jsonl", "run.lock", "job.json", "rank-0.log"} & {*names}
     others = [name for name in names if Path(name).suffix not in _OTHERS]
     if path.resolve() == Path(path.resolve().anchor) or (others and not ours):
@@ -178,7 +181,7 @@ class Run:
             # A line that a kill tore off at the end is cut away.
             self._events.truncate(self._events.readall().rfind(b"\n") + 1)
         except OSError as error:
-            raise cannot_write(path, error) from error
+            raise cannot_write(path, error, instead=_ANOTHER) from error
         for torn in self.checkpoints.glob(".*.tmp"):
             torn.unlink(missing_ok=True)
         self._result_before = _written_ns(path / "result.json")

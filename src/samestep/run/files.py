@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -48,7 +49,13 @@ def write_text(path: Path, text: str) -> None:
 _CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 32 << 10
 """What stays free after a checkpoint, for the records and the index."""
-_FREE_SPACE = "Free some space, then resume the run; earlier checkpoints are whole."
+_WHAT_HELPS = {
+    errno.ENOSPC: "Free some space",
+    errno.EDQUOT: "Delete files of yours, or ask for a larger quota",
+    errno.EIO: "Check the disk, or the connection to the file server",
+    errno.ENAMETOOLONG: "Choose a shorter name",
+}
+THEN_RESUME = ", then resume the run; earlier checkpoints are whole"
 _AHEAD_BYTES = 64 << 20
 
 
@@ -65,6 +72,24 @@ def sha256_of(path: Path) -> str:
             digest.update(chunk[:count])
             done += count
     return digest.hexdigest()
+
+
+def toml_of(path: Path) -> dict[str, Any]:
+    """Return the table in a TOML file that the user has written.
+
+    Raises:
+        UserError: it cannot be read, or is not TOML.
+    """
+    if path.exists() and not path.is_file():  # the read of a pipe would wait for ever
+        raise UserError(f"{path} cannot be read: it is not a file.")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not valid TOML: it is nested too deeply.") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -122,22 +147,30 @@ def check_room(folder: Path, bytes_needed: int) -> None:
         raise UserError(
             f"The disk is full: a checkpoint takes {bytes_needed / 2**20:.1f} MiB, and "
             f"{free / 2**20:.1f} MiB are free in {folder}. Nothing was written.",
-            remedy=_FREE_SPACE,
+            remedy=_what_helps(errno.ENOSPC, folder),
         )
 
 
-def cannot_write(path: Path, error: OSError) -> UserError:
-    """Return the message for a file that could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+def cannot_write(
+    path: Path, error: OSError, *, instead: str = "choose another directory"
+) -> UserError:
+    """Return the message for a file that could not be written; `instead` is for a directory."""
+    what = f"{path} could not be written"
+    if error.errno == errno.ENOSPC:
         free = shutil.disk_usage(path.parent).free / 2**20
-        return UserError(
-            f"The disk is full: {path} could not be written ({free:.0f} MiB free in "
-            f"{path.parent}).",
-            remedy=_FREE_SPACE,
-        )
-    remedy = "Check the directory's permissions, or choose another with --run-dir."
-    if error.errno == errno.ENAMETOOLONG:
-        remedy = "Choose a shorter name."
-    elif not path.parent.is_dir():
-        remedy = f"{path.parent} is not a directory; choose another with --run-dir."
-    return UserError(f"{path} could not be written: {error.strerror or error}. {remedy}")
+        what = f"The disk is full: {what} ({free:.0f} MiB free in {path.parent})."
+    elif error.errno == errno.EDQUOT:
+        what = f"Your quota of this disk is used up: {what}."
+    else:
+        what += f": {error.strerror or error}."
+    if error.errno in _WHAT_HELPS:
+        return UserError(what, remedy=_what_helps(error.errno, path.parent))
+    if not path.parent.is_dir():
+        return UserError(what, remedy=f"{path.parent} is not a directory; {instead}.")
+    return UserError(what, remedy=f"Check the directory's permissions, or {instead}.")
+
+
+def _what_helps(number: int, folder: Path) -> str:
+    """Return what to do after an error of a disk; where the folder is of a run, to resume it."""
+    of_run = any((place / "events.jsonl").is_file() for place in (folder, folder.parent))
+    return f"{_WHAT_HELPS[number]}{THEN_RESUME * of_run}."

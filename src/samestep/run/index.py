@@ -67,6 +67,8 @@ class Index:
     checkpoints: tuple[Entry, ...] = ()
     monitor: str = "accuracy"
     mode: str = "max"
+    gone: tuple[str, ...] = ()
+    """Files that were deleted after this index was written, unless a kill came before."""
 
     @property
     def last(self) -> Entry | None:
@@ -116,11 +118,14 @@ def announce(
     now = time.time()
     grown = _dated(folder, index.add(replace(entry, time=now)))
     kept = grown.prune(rules, spared, now)
+    gone = {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}
+    kept = replace(kept, gone=tuple(sorted(gone)))
     table: dict[str, object] = {"last": kept.last, "best": kept.best}
     table |= {"monitor": kept.monitor, "mode": kept.mode, "checkpoints": kept.checkpoints}
+    table |= {"gone": kept.gone}
     write_text(folder / "index.json", json.dumps(table, indent=2, default=_as_table) + "\n")
-    for gone in {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}:
-        remove(folder / gone)
+    for name in kept.gone:
+        remove(folder / name)
     return kept
 
 
@@ -174,12 +179,17 @@ def remove(file: Path) -> None:
 
 
 def remove_unannounced(folder: Path, announced: Collection[str], since: float) -> None:
-    """Delete checkpoints that were written but not announced before this run was killed.
+    """Delete what a kill has left: checkpoints that were not announced yet, or not kept any more.
 
     Only files of our own names, written since the run began and never announced, so that what
     somebody put there, or what an old index does not know, stays.
     """
-    named = {*announced, *(entry.path for entry in read_index(folder).checkpoints)}
+    index = read_index(folder)
+    known = {entry.path for entry in index.checkpoints}
+    for name in {*index.gone} - known:
+        if _OURS.fullmatch(name):
+            remove(folder / name)
+    named = {*announced, *known}
     for place in [*folder.glob("checkpoint_*.pt"), *folder.glob("checkpoint_*.shards")]:
         file = place.with_suffix(".pt")
         ours = _OURS.fullmatch(place.name) and file.name not in named

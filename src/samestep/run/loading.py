@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.errors import UserError
-from samestep.run.checkpoints import FORMAT
+from samestep.errors import UserError, listed
+from samestep.run.checkpoints import FORMAT, why_not_loaded
 from samestep.run.host_copy import map_state
 from samestep.run.index import Entry, shards_of, verify
 
@@ -50,13 +50,15 @@ def load(
     if not verified:
         verify(folder, entry)
     state = _read(path)
-    if not isinstance(state, dict) or "format" not in state:
+    if not isinstance(state, dict) or not isinstance(state.get("format"), int):
         raise UserError(f"{path} is not a checkpoint of samestep.")
-    if state["format"] != FORMAT:
-        raise UserError(
-            f"{path} is in checkpoint format {state['format']}; this version of samestep reads "
-            f"format {FORMAT}. Use the version that wrote it, or a newer one."
+    if state["format"] > FORMAT:
+        raise NewerFormat(
+            f"{path} was written by a newer samestep: it is in checkpoint format "
+            f"{state['format']}, and this version reads format {FORMAT}.",
+            remedy="Update samestep here: pip install --upgrade samestep.",
         )
+    _check_parts(path, state, entry)
     if entry.files:
         from samestep.run import shards  # noqa: PLC0415 - half a second, only for FSDP
 
@@ -66,6 +68,39 @@ def load(
         state, lambda path: path.split("/")[0] not in _LARGE or path.startswith(own)
     )
     return content
+
+
+class NewerFormat(UserError):  # noqa: N818 - not an error of the file
+    """A checkpoint is whole, and of a later version than this one."""
+
+
+_NEEDED = {
+    "recipe": (
+        *("classes", "model", "optimizer/state", "optimizer/param_groups", "order", "rng"),
+        *("loss_sums", "schedule", "scaler", "watch/metric", "watch/mode"),
+    ),
+    "program": ("settings", "state", "order", "sums", "own"),
+    "pytorch-lightning_version": ("state_dict", "loops", "optimizer_states", "lr_schedulers"),
+}
+"""What is in each checkpoint of a kind, by what shows the kind: a recipe's, an own loop's."""
+
+
+def _check_parts(path: Path, state: Mapping[str, Any], entry: Entry) -> None:
+    """Check that a file with the right hash has what is needed to continue from it."""
+    kinds = [kind for kind in _NEEDED if kind in state] or ["recipe"]
+    needed = [part for kind in kinds for part in (kind, *_NEEDED[kind])]
+    needed += [f"position/{name}" for name in ("step", "epoch", "step_in_epoch", "samples")]
+    missing = [part.replace("/", ".") for part in needed if not _has(state, part)]
+    if missing:
+        raise UserError(f"{path} is not a whole checkpoint: it lacks {listed(missing)}.")
+    if (step := state["position"]["step"]) != entry.step:
+        raise UserError(f"{path} is of step {step}; the index says step {entry.step}.")
+
+
+def _has(state: Mapping[str, Any], part: str) -> bool:
+    first, _, inner = part.partition("/")
+    found = state.get(first)
+    return first in state and (not inner or (isinstance(found, Mapping) and _has(found, inner)))
 
 
 def _read(path: Path) -> Any:
@@ -81,7 +116,8 @@ def _read(path: Path) -> Any:
         except Exception as error:  # what it raises depends on what stands in the file
             if not maps:
                 raise UserError(
-                    f"{path} is not a checkpoint that can be loaded safely: {error}"
+                    f"{path} is not a checkpoint that can be loaded safely: "
+                    f"{why_not_loaded(error)}."
                 ) from error
     raise AssertionError
 

@@ -110,6 +110,9 @@ class StartRecord(Struct, kw_only=True, tag_field="event", tag="start"):
     """With virtual ranks: what the bits depend on."""
     parameters: int | None = None
     """The model's parameters."""
+    by_ranks: list[str] | None = None
+    """Of the model's modules, what gives something else on another number of ranks by itself:
+    `BatchNorm`, `dropout`."""
     monitor: str | None = None
     """The metric that the best checkpoint is chosen by."""
     lower_is_better: list[str] | None = None
@@ -284,6 +287,15 @@ class ResumeRecord(Struct, kw_only=True, tag_field="event", tag="resume"):
     """What `--allow-change` allowed."""
 
 
+class ScreenRecord(Struct, kw_only=True, tag_field="event", tag="screen"):
+    """The output, such as a job's log, takes nothing more; the training continues without it."""
+
+    step: Any = None
+    """Steps so far."""
+    text: Any = ""
+    """Why, as the system says it."""
+
+
 class StopRecord(Struct, kw_only=True, tag_field="event", tag="stop"):
     """The end of an attempt. A killed run has none."""
 
@@ -297,7 +309,8 @@ KINDS: dict[str, type[Struct]] = {
     str(kind.__struct_config__.tag): kind
     for kind in (
         *(StartRecord, StepRecord, EpochRecord, EvaluationRecord, MetricsRecord, BaselinesRecord),
-        *(PictureRecord, CheckpointRecord, CompileRecord, ResumeRecord, StopRecord),
+        *(PictureRecord, CheckpointRecord, CompileRecord, ResumeRecord, ScreenRecord),
+        StopRecord,
     )
 }
 """The class of each event. A record of any other event may hold anything."""

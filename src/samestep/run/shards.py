@@ -4,12 +4,14 @@ PyTorch's distributed checkpoint (DCP) writes and reads the tensors. All else th
 holds is in the file next to them, where a placeholder stands for each tensor.
 """
 
+import contextlib
 import errno
+import io
 import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -29,7 +31,6 @@ from samestep.run.host_copy import map_state
 _MARK = "in shards: "
 """How a placeholder begins; the type and the shape follow: "in shards: float32 64 128"."""
 _METADATA = ".metadata"
-_FULL_BYTES = 1 << 20
 _SAFE_CLASSES = {
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},  # their home in Python 3.13
@@ -100,20 +101,18 @@ def write(
             warnings.simplefilter("ignore")  # of a process without a group, which is not a mistake
             dcp.state_dict_saver.save(
                 dict(shards),
-                storage_writer=FileSystemWriter(folder),
+                storage_writer=_writer(folder),
                 process_group=group,
                 no_dist=group is None,
             )
     except dcp.api.CheckpointException as error:
         causes = [cause for _, (cause, _) in sorted(error.failures.items())]
         known = [cause for cause in causes if isinstance(cause, OSError)]
-        # torch's writer hides an OSError behind one of its own, about a position in the file.
         unknown = OSError(errno.EIO, str(causes[0] if causes else error).splitlines()[0])
-        is_full = shutil.disk_usage(folder.parent).free < _FULL_BYTES
-        hidden = OSError(errno.ENOSPC, "") if is_full else unknown
         if rank == 0:  # all have ended by now; what they wrote would fill the disk
             shutil.rmtree(folder, ignore_errors=True)
-        raise cannot_write(folder, known[0] if known else hidden) from error
+        cause = known[0] if known else unknown
+        raise cannot_write(folder, cause) from cause
     mine = [*folder.glob(f"__{rank}_*"), *([folder / _METADATA] if rank == 0 else [])]
     hashes = {path.name: sha256_of(path) for path in mine}
     if rank == 0:
@@ -128,6 +127,42 @@ def write(
         gathered = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, hashes, group=group)
     return {name: digest for one in gathered for name, digest in sorted(one.items())}
+
+
+class _KeptError(io.BufferedWriter):
+    """A file that keeps the error that torch's own writer hides behind one of its own."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+class _ShardFiles(FileSystem):
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as file:
+                yield file
+            return
+        stream = _KeptError(io.FileIO(path, mode))
+        try:
+            with stream:
+                yield stream
+        except Exception:
+            if stream.error is not None:
+                raise stream.error from None
+            raise
+
+
+def _writer(folder: Path) -> FileSystemWriter:
+    writer = FileSystemWriter(folder)
+    writer.fs = _ShardFiles()
+    return writer
 
 
 def _check_parent(folder: Path) -> None:
@@ -196,11 +231,15 @@ def read(folder: Path, content: Any, mesh: DeviceMesh | None) -> Any:
 class _Reader(FileSystemReader):
     """Reads DCP's index without running anything that somebody put into it."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        # At once: DCP would print a traceback of an index that is missing, and look for another.
+        self._index: Metadata = _metadata(folder)
+
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        metadata: Metadata = _metadata(Path(self.path))
-        if metadata.storage_meta is not None:
-            metadata.storage_meta.load_id = self.load_id
-        return metadata
+        if self._index.storage_meta is not None:
+            self._index.storage_meta.load_id = self.load_id
+        return self._index
 
 
 class _Unpickler(pickle.Unpickler):

@@ -31,7 +31,7 @@ from samestep.training.alike import (
     seed_alike,
     seed_rank,
 )
-from samestep.training.apply import applied, measure_of, summed, terms_of
+from samestep.training.apply import Moment, applied, measure_of, summed, terms_of, timed
 from samestep.training.carried import Carried
 from samestep.training.compiled import Compiles, make_step, what_compiles, with_forward
 from samestep.training.device import (
@@ -46,6 +46,7 @@ from samestep.training.dry_run import Tried, dry_run
 from samestep.training.flops import model_cost
 from samestep.training.learner import Learner
 from samestep.training.metrics import EpochMetrics
+from samestep.training.model_state import ModelTrial
 from samestep.training.optimizer import Average, OwnAverage, check_groups, has_modes, optimizer_of
 from samestep.training.optimizer_state import groups_of
 from samestep.training.phases import make_phases
@@ -54,6 +55,7 @@ from samestep.training.prepare import Wrap, make_counter, place_loss, prepare, w
 from samestep.training.scheduler import Scheduler
 from samestep.training.sharding import build_once, compile_blocks, is_fsdp, shard
 from samestep.training.stopping import Watch
+from samestep.training.unkept import Unkept
 from samestep.training.work import State, Work
 
 
@@ -66,6 +68,8 @@ class Built:
     splits: Splits
     threads: int
     """CPU threads of this rank."""
+    unkept: Unkept
+    """What no checkpoint holds."""
 
 
 def build(
@@ -101,6 +105,7 @@ def build(
     make = partial(build_once, new, world) if is_fsdp(settings, world) else new
     model = world.on_every(lambda: placed(make(), settings, world, dtype))
     check_same_model(model, world)
+    restores = ModelTrial(model)  # before it is shared out or compiled
     takes = applied(model, recipe)
     if is_fsdp(settings, world):
         shard(model, takes, recipe, settings, world)
@@ -109,18 +114,22 @@ def build(
     loss = place_loss(recipe.loss, world.device, dtype)
     held_out, test = splits.validation, splits.test
     validation = source(held_out, split="validation") if held_out is not None else None
-    trial = partial(dry_run, model, loss, recipe, splits, train, settings.precision, world, takes)
+    # A verification, which checks nothing at the start, holds batch normalisation still.
+    known = settings.self_check and not (settings.sync_batchnorm or plan.is_stream)
+    how = (settings.precision, world, takes, plan.of_one_sample(settings) if known else None)
+    trial = partial(dry_run, model, loss, recipe, splits, train, *how)
     untried = Tried(recipe.metrics)
     tried = _try_out(trial, validation, test, source, world) if tries else untried
     metrics, parts = tried.metrics, tried.parts
     own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
     compiles = what_compiles(settings, world, model, own=own)
+    loss = timed(loss, moment := Moment())
     loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
     learner = _make_learner(
         recipe, takes, model, settings, world, plan, compiles, wrap_model, train
     )
-    learner = replace(learner, own=own, parts=parts)
+    learner = replace(learner, own=own, parts=parts, moment=moment)
     most = train.steps_per_block(plan.global_batch_size)
     work = Work(
         settings=settings,
@@ -132,17 +141,19 @@ def build(
         validation=validation,
         metrics=metrics,
         measure=measure_of(recipe, model, tried.measured),
+        trial=restores,
         phases=phases,
         classes=splits.classes,
         cost=model_cost(tried.forward_flops, settings, world),
     )
-    virtual = world.virtual_ranks > 0
-    measured = EpochMetrics(metrics, world.device, held_parts(world), by_step=virtual)
+    measured = EpochMetrics(
+        metrics, world.device, held_parts(world), by_step=world.virtual_ranks > 0
+    )
     state = State(watch=_watch(settings, recipe, splits, tried), measured=measured)
     _check_followed(learner, plan, state.watch, splits)
     if is_fsdp(settings, world):
         return_freed_memory(world.device)
-    return Built(with_forward(work), state, splits, threads)
+    return Built(with_forward(work), state, splits, threads, tried.unkept)
 
 
 def _check_same_arithmetic(world: World) -> None:

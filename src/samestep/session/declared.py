@@ -17,7 +17,7 @@ import tomli_w
 
 from samestep.errors import UserError, defined_at, did_you_mean
 from samestep.recipe import Recipe
-from samestep.settings import Settings, own_names
+from samestep.settings import Settings, in_words, own_names
 
 
 def typed(
@@ -37,6 +37,13 @@ def typed(
         home, kind = (ours, types[key]) if key in types else (theirs, own[key])
         home[key] = _of_type(value, kind, f"{where}: {key} = {value!r}")
     return ours, theirs
+
+
+def typed_settings(table: Mapping[str, Any], where: Path | str) -> dict[str, object]:
+    """Return the settings of a table that has no others, each of its declared type."""
+    types = _field_types(Settings)
+    given = own_names(table, where).items()
+    return {key: _of_type(value, types[key], f"{where}: {key} = {value!r}") for key, value in given}
 
 
 def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:
@@ -116,7 +123,8 @@ def _of_type(value: Any, kind: Any, what: str) -> Any:
         return msgspec.convert(value, kind, dec_hook=_path)
     except msgspec.ValidationError as error:
         choices = ", ".join(map(repr, _choices(kind)))
-        why = f"it must be one of {choices}" if choices else f"{error}".rstrip(".")
+        must = f"one of {choices}" if choices else in_words(kind)
+        why = f"it must be {must}" if must else f"{error}".rstrip(".")
         raise UserError(f"{what}: {why}.") from error
 
 

@@ -1,6 +1,7 @@
 """How a training ends: the test of its best checkpoint, baselines, pictures, and result.json."""
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from samestep.data.batches import open_split
 from samestep.errors import UserError, defined_at, device_error
 from samestep.ranks import watched
 from samestep.ranks.mesh import any_sharded, mesh_of
+from samestep.ranks.process import is_lost_peer
+from samestep.ranks.startup import PARENT
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.run.index import read_index
@@ -54,9 +57,12 @@ def record_failure(
     state.stop_reason = f"failed: {device_error(error) or error}"
     with contextlib.suppress(Exception):  # a rank that writes its part may be gone
         session.saver.settle()
+    # Of a rank that only lost another, who has started the ranks records why: see `ranks.start`.
+    is_effect = PARENT in os.environ and is_lost_peer(error)
     with contextlib.suppress(UserError):  # first: the weights may wait for a device that hangs
         step = state.position.step
-        session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
+        if not is_effect:
+            session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
     weights = ""
     with contextlib.suppress(Exception):  # a model that cannot give its weights
         if not any_sharded(work.learner.model):  # the other ranks may be gone
@@ -215,6 +221,7 @@ def _draw_pictures(
 def _load(work: Work, content: dict[str, Any]) -> None:
     """Load the weights of a checkpoint into the model, as they are evaluated."""
     load_evaluated(work.learner.model, content)
+    work.learner.moment.after(content["position"])
     if work.learner.average is not None:
         work.learner.average.hold()
 

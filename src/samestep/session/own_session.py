@@ -1,6 +1,5 @@
 """The state, records and checkpoints of a run whose loop the user writes."""
 
-import contextlib
 import math
 import os
 import sys
@@ -34,7 +33,7 @@ from samestep.session.free_space import room_notes, state_bytes
 from samestep.session.gradients import parameters_in
 from samestep.session.own_carry import RankState, SlotState, carried_state
 from samestep.session.own_state import Means, Stateful, added_up
-from samestep.session.recipe_changes import script_changes
+from samestep.session.recipe_changes import keep_script, script_changes
 from samestep.session.restoring import load_first, load_newest, remove_unfinished
 from samestep.session.saver import say
 from samestep.session.session import (
@@ -56,12 +55,11 @@ from samestep.training.alike import (
 )
 from samestep.training.carried import Carry
 from samestep.training.meter import Clock
+from samestep.training.model_state import ModelTrial
 from samestep.training.prepare import share_buffers
 from samestep.training.stopping import Agreement, Watch, catch_signals
 from samestep.training.work import Position
 
-_SCRIPT_COPY = "script.py"
-"""The script as it was when the run began, in the run's directory."""
 _OF_MAIN = frozenset(
     {"path", "settings", "may_change", "checkpoint_sync", "keep_newest", "keep_hours"}
 )
@@ -223,6 +221,7 @@ class OwnSession:
         check_same({"num_epochs": num_epochs, **kinds}, world, "The arguments of run.epochs")
         self._check_values()
         self.state = dict(state)
+        self._trials = {name: ModelTrial(module) for name, module in self.modules().items()}
         for name, module in self.modules().items():  # all ranks begin with rank 0's weights
             check_same_model(module, world, f"{name}.")
             share_buffers(module, world)
@@ -295,7 +294,7 @@ class OwnSession:
         resume = None
         if self._resumed is not None:
             checkpoint, problems = self._resumed
-            if changed := listed(script_changes(self.path / _SCRIPT_COPY, Path(sys.argv[0])), 5):
+            if changed := listed(script_changes(self.path, Path(sys.argv[0])), 5):
                 problems.append(f"{sys.argv[0]} has changed since the run began: {changed}.")
             goes_on = f"{self.path} continues after step {position.step}, from {checkpoint}."
             say(world, " ".join([goes_on, *problems]))
@@ -311,6 +310,7 @@ class OwnSession:
             recipe=self.options.name,
             run_dir=self.path,
             parameters=parameters,
+            modules=self.modules().values(),
             **sizes,
             precision=precision_of({p.dtype for p in parameters}),
             lower_is_better=["loss"],
@@ -326,10 +326,7 @@ class OwnSession:
         table = {name: sizes[name] for name in ("epochs", "global_batch_size")}
         table |= {"seed": self.order["seed"], "options": dict(self.options.settings)}
         write_text(run.path / "settings.toml", tomli_w.dumps(table))
-        kept, script = run.path / _SCRIPT_COPY, Path(sys.argv[0])
-        if script.suffix == ".py" and not kept.exists():
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                write_text(kept, script.read_text(encoding="utf-8"))
+        keep_script(run.path, Path(sys.argv[0]))
         run.write_environment(environment(self.world))
 
     def record(self, values: dict[str, float]) -> None:
@@ -358,9 +355,15 @@ class OwnSession:
             )
 
     def check_weights(self) -> None:
-        """Check that all ranks have the same weights."""
+        """Check that all ranks have the same weights, and a checkpoint leads back to them."""
+        self.world.on_every(self._check_trials)
         added = "add it up by run.backward, not loss.backward()"
-        check_weights(self.trained, self.world, self.position.step, added)
+        optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
+        check_weights(self.trained, self.world, self.position.step, added, optimizers=optimizers)
+
+    def _check_trials(self) -> None:
+        for name, module in self.modules().items():
+            self._trials[name].check(module, f"state[{name!r}]")
 
     def is_best(self) -> bool:
         """Return whether this epoch is the best so far."""

@@ -21,8 +21,8 @@ from samestep.run import checkpoints
 from samestep.run.directory import names_secret
 from samestep.run.records import TAKEN_NAMES
 from samestep.session.declared import plain_value
+from samestep.training.model_state import load_model
 from samestep.training.prepare import check_dense
-from samestep.training.snapshot import load_model
 
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What holds no weights."""

@@ -1,35 +1,38 @@
 """Whether a recipe still is the one that a run was trained with.
 
-A run keeps a copy of its recipe's file, and of a recipe made in Python what its functions and
-values were. They are compared with the recipe of today, without comments and layout, when the run
-is resumed or a checkpoint is used.
+A run keeps a copy of its recipe's file and of what that imports of the user's own, and of a recipe
+made in Python what its functions and values were. They are compared with the recipe of today,
+without comments and layout, when the run is resumed or a checkpoint is used.
 """
 
-import ast
 import json
 import re
+import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import TypeGuard
 
 from samestep.errors import UserError, listed
 from samestep.recipe import Recipe, find_recipe
+from samestep.run.code_pieces import Pieces, differences, nothing_own, reached_pieces
 from samestep.run.files import read_object, write_text
-from samestep.session.recipe_pieces import NOT_OF_THE_TRAINING, Pieces, pieces_of
+from samestep.run.own_modules import keep_modules, kept_modules, modules_of
+from samestep.session.recipe_pieces import pieces_of
 
 RECIPE_COPY = "recipe.py"
 """A user's recipe file as it was when the run began, in the run's directory."""
+SCRIPT_COPY = "script.py"
+"""A user's script with a loop of its own, as it was when the run began."""
 FROM_PYTHON = "python:"
 """Begins the source of a recipe that was handed over as an object: no file has it."""
 _PIECES = "recipe.json"
 """What the functions and values of such a recipe were."""
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-_SHOWN = 40
-_MAIN = "`if __name__ == '__main__':`"
-_RECORD = 2
-"""The form of the pieces; the first one had no number, and the modules in its names."""
+_RECORD = 3
+"""The form of the pieces; the first had no number, and modules in its names; the second had nothing
+of what functions take from modules."""
 
 
 def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list[str]:
@@ -44,7 +47,9 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
         if recipe is not None and not recipe.file:
             return [f"it was made in Python, and the run's is the file {source}"]
         file = Path(recipe.file if recipe is not None else source)
-        return _differences(_imported(kept), _imported(file)) if file.is_file() else []
+        if not file.is_file():
+            return []
+        return _file_changes(run, kept, file)
     made = recipe is not None and source.startswith(FROM_PYTHON)
     before = read_object(run / _PIECES) if made else {}
     if recipe is None or before.get("python") != _PYTHON:  # another version has other byte code
@@ -53,10 +58,25 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
     # A field that the run's version did not have yet is not a change where it has its default.
     left = {one.name for one in fields(recipe) if getattr(recipe, one.name) is one.default}
     now = {name: text for name, text in now.items() if name in then or name not in left}
-    if before.get("record") != _RECORD:
+    if before.get("record", 1) < _RECORD:
+        now = {name: text for name, text in now.items() if not name.endswith(".py")}
+    if "record" not in before:
         shared = then.keys() & now.keys() - {"metrics"}
         then, now = ({name: _in_first_form(of[name]) for name in shared} for of in (then, now))
-    return _differences(then, now)
+    return differences(then, now)
+
+
+def _file_changes(run: Path, kept: Path, file: Path, *, main_block: bool = False) -> list[str]:
+    """Return what differs between a run's copy of a file and the file, or what they import."""
+    copies = kept_modules(run)
+    if copies is None:  # an earlier version kept the file only, or it imports nothing
+        then, now = (reached_pieces(f, nothing_own, main_block=main_block) for f in (kept, file))
+        return differences(then, now)
+    both = ((kept, copies), (file, modules_of(file, like=copies)))
+    then, now = (
+        reached_pieces(one, of.files.get, of.whole, main_block=main_block) for one, of in both
+    )
+    return differences(then, now)
 
 
 def check_recipe_unchanged(run: Path, source: str) -> None:
@@ -96,6 +116,8 @@ def keep_recipe(
 ) -> None:
     """Write the recipe into the run's directory; the copy of an earlier attempt is kept, too.
 
+    With a recipe's file go the modules of the user's own that it imports.
+
     `pieces` describe a recipe made in Python. Take them before its functions run and fill caches.
     """
     if source.endswith(".py"):
@@ -106,91 +128,36 @@ def keep_recipe(
         text = json.dumps(table, indent=2) + "\n"
     else:
         return
-    if kept.exists():
-        if not changed:
-            return
+    number = None
+    if kept.exists() and changed:
         number = sum(1 for _ in run.glob(f"{kept.stem}_before_*{kept.suffix}")) + 1
         kept.rename(kept.with_stem(f"{kept.stem}_before_{number}"))
-    write_text(kept, text)
+    is_copy = recipe.file == str(kept.resolve())
+    if kept.suffix == ".py" and not is_copy and (changed or kept_modules(run) is None):
+        keep_modules(run, modules_of(Path(recipe.file)), number)
+    if not kept.exists():
+        write_text(kept, text)
+        if kept.suffix == ".py":
+            shutil.copymode(recipe.file, kept)
 
 
-def script_changes(kept: Path, script: Path) -> list[str]:
-    """Return which functions and values of a script are not what they were."""
+def keep_script(run: Path, script: Path) -> None:
+    """Write a script with a loop of its own into its run, with the modules that it imports."""
+    if script.suffix == ".py" and not (run / SCRIPT_COPY).exists():
+        with suppress(OSError, UnicodeDecodeError):
+            write_text(run / SCRIPT_COPY, script.read_text(encoding="utf-8"))
+            shutil.copymode(script, run / SCRIPT_COPY)
+            keep_modules(run, modules_of(script))
+
+
+def script_changes(run: Path, script: Path) -> list[str]:
+    """Return what differs between the script of a run and the one that continues it."""
+    kept = run / SCRIPT_COPY
     there = kept.is_file() and script.is_file()
-    return _differences(_in_file(kept), _in_file(script)) if there else []
+    return _file_changes(run, kept, script, main_block=True) if there else []
 
 
 def _in_first_form(text: str) -> str:
     """Return a piece as far as records of the first form can be compared."""
     names = re.sub(r"(?:[\w<>]+\.)+(?=[A-Za-z_<])", "", text)
     return re.sub(r"tensor \([\d, ]*\)[\w. #]*", "tensor", names)
-
-
-def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    found = []
-    for name in dict.fromkeys((*before, *now)):
-        old, new = before.get(name), now.get(name)
-        if old == new:
-            continue
-        start = f"{name} = "
-        values = [text.removeprefix(start) for text in (old, new) if text and text[:1] != "#"]
-        short = len(values) == 2 and all(len(v) <= _SHOWN and not {*v} & {*"\n#"} for v in values)
-        if old is None or new is None:
-            found.append(f"{name} ({'new' if old is None else 'gone'})")
-        elif short and old.startswith(start):
-            found.append(f"{name} (was {values[0]}, is {values[1]})")
-        else:
-            found.append(name)
-    return found
-
-
-def _imported(file: Path) -> Pieces:
-    """Return what a recipe's file defines: it is imported, and no script's main block runs."""
-    pieces = _in_file(file)
-    if (main := pieces.get(_MAIN)) and "\nelse:" not in main and "\nelif " not in main:
-        del pieces[_MAIN]
-    return pieces
-
-
-def _in_file(file: Path) -> Pieces:
-    """Return what a Python file defines; a name that is given twice has both."""
-    text = file.read_text(encoding="utf-8")
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return {"the file": text}
-    pieces: Pieces = {}
-    words = [word for node in ast.walk(tree) if _is_recipe(node) for word in node.keywords]
-    unused = [word.value for word in words if word.arg in NOT_OF_THE_TRAINING]
-    left_out = {f"{one.id}()" for one in unused if isinstance(one, ast.Name)}
-    for name, node in _statements(tree, ""):
-        if name in left_out:
-            continue
-        for inner in ast.walk(node):  # leave out docstrings, and what trains nothing
-            if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner) is not None:
-                inner.body = inner.body[1:] or [ast.Pass()]
-            if _is_recipe(inner):
-                inner.keywords = [w for w in inner.keywords if w.arg not in NOT_OF_THE_TRAINING]
-        pieces[name] = "\n".join(filter(None, (pieces.get(name), ast.unparse(node))))
-    return pieces
-
-
-def _statements(tree: ast.Module | ast.ClassDef, within: str) -> Iterator[tuple[str, ast.stmt]]:
-    for node in tree.body:
-        match node:
-            case ast.Expr(value=ast.Constant()):
-                pass  # a docstring
-            case ast.ClassDef():
-                yield from _statements(node, f"{within}{node.name}.")
-                yield f"class {within}{node.name}", ast.ClassDef(**{**vars(node), "body": []})
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield f"{within}{name}()", node
-            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                yield f"{within}{name}", node
-            case _:
-                first = ast.unparse(node).splitlines()[0]
-                yield f"`{first[:_SHOWN]}`", node
-
-
-def _is_recipe(node: ast.AST) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Recipe"

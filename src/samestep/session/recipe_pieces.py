@@ -2,6 +2,7 @@
 
 import dis
 import hashlib
+import itertools
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -15,15 +16,11 @@ import torch
 
 from samestep.recipe import Recipe
 from samestep.recipe_source import without_options
+from samestep.run.code_pieces import Pieces, named_pieces
+from samestep.run.code_source import NOT_OF_THE_TRAINING, Parts
+from samestep.run.own_modules import finder
 from samestep.training.side_effects import closure_of
 
-NOT_OF_THE_TRAINING = frozenset(
-    {
-        *("settings", "name", "file", "accepts", "read", "show", "plot", "picture", "pictures"),
-        "baselines",
-    }
-)
-"""Fields of a recipe: settings are compared as such; what predicts and draws trains nothing."""
 _DEPTH = 8
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor)
 _MOST = 10_000
@@ -34,9 +31,6 @@ _CHANGING = frozenset(
     }
 )
 """Methods that change their object. So do methods of tensors whose name ends in _."""
-
-Pieces = dict[str, str]
-"""The name of each function and value → its code, or `name = value`."""
 
 
 def pieces_of(recipe: Recipe) -> Pieces:
@@ -52,6 +46,8 @@ class _Walk:
     seen: set[int] = field(default_factory=set)
     moving: set[str] = field(default_factory=set)
     """Names that the user's functions change themselves, as a cache or a counter."""
+    imported: set[Parts] = field(default_factory=set)
+    """What they take from modules, as dotted names."""
 
     def pieces_of(self, recipe: Recipe) -> Pieces:
         for one in fields(recipe):
@@ -61,7 +57,9 @@ class _Walk:
                 self._add(one.name, f"{one.name} = {self._repr(getattr(recipe, one.name), depth)}")
         moved = {name for name in self.pieces if name.partition("[")[0] in self.moving}
         moved -= {one.name for one in fields(recipe)}
-        return {name: text for name, text in self.pieces.items() if name not in moved}
+        found = {name: text for name, text in self.pieces.items() if name not in moved}
+        imported = named_pieces(self.imported, finder(None))
+        return found | {name: f"# {_hash(text)}" for name, text in imported.items()}
 
     def _add(self, name: str, text: str) -> None:
         before = self.pieces.get(name)  # two lambdas have the same name
@@ -141,6 +139,7 @@ class _Walk:
     def _function(self, function: types.FunctionType) -> str:
         code = function.__code__
         self.moving |= _changed_by(code)
+        self.imported |= _imported_by(function)
         with_defaults = [function.__defaults__, function.__kwdefaults__]
         for name, one in closure_of(function).items():
             self._name(name, one, _keys(code, name))
@@ -178,6 +177,28 @@ def _names(code: types.CodeType) -> list[str]:
     """Return the names of what code takes from its module."""
     steps = (step for one in _with_inner(code) for step in dis.get_instructions(one))
     return sorted({s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
+
+
+def _imported_by(function: types.FunctionType) -> set[Parts]:
+    """Return what a function takes from modules: `models.Net`, or what it imports itself."""
+    package = function.__globals__.get("__package__") or ""
+    known = {**function.__globals__, **closure_of(function)}
+    modules = {name for name, one in known.items() if isinstance(one, types.ModuleType)}
+    found = set[Parts]()
+    for one in _with_inner(function.__code__):
+        steps = list(dis.get_instructions(one))
+        for place, step in enumerate(steps):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME") and step.argval in modules:
+                rest = itertools.takewhile(
+                    lambda s: s.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[place + 1 :]
+                )
+                found.add((*known[step.argval].__name__.split("."), *(s.argval for s in rest)))
+            elif step.opname == "IMPORT_NAME":
+                level, names = (before.argval for before in steps[place - 2 : place])
+                above = package.split(".")[: len(package.split(".")) + 1 - level] if level else ()
+                module = (*above, *filter(None, step.argval.split(".")))
+                found |= {(*module, name) for name in names} if names else {module}
+    return found
 
 
 def _keys(code: types.CodeType, name: str) -> set[Any] | None:

@@ -16,13 +16,16 @@ from samestep.errors import UserError, did_you_mean
 from samestep.recipe import Recipe, find_recipe
 from samestep.recipe_source import unread_options
 from samestep.recipes import RECIPES
+from samestep.run.code_pieces import Pieces
 from samestep.run.directory import is_run, no_run
+from samestep.run.files import toml_of
 from samestep.run.index import best_file
 from samestep.run.records import first_start
-from samestep.session.declared import options_table, typed
+from samestep.session.declared import options_table, typed, typed_settings
 from samestep.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
-from samestep.session.recipe_pieces import Pieces, pieces_of
+from samestep.session.recipe_pieces import pieces_of
 from samestep.settings import (
+    ALSO_ACCEPTED,
     Settings,
     as_table,
     flag_name,
@@ -135,6 +138,21 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     return replace(found, run=run, earlier=earlier, folder=folder)
 
 
+def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
+    """Return a run's settings and the names of its recipe's options, and run no code of its.
+
+    None where the recipe is one of samestep's own, or the run names none.
+    """
+    file = run / "settings.toml"
+    table = read_toml(file)
+    if table.pop("recipe", None) in (*RECIPES, None):
+        return None
+    names = {one.name for one in fields(Settings)} | ALSO_ACCEPTED
+    table = settings_of_run(table)
+    ours = typed_settings({k: v for k, v in table.items() if k in names}, file)
+    return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
+
+
 def _run_of(target: str) -> Path | None:
     """Return the directory of a run; None for a recipe."""
     if target in RECIPES or not Path(target).is_dir():  # a folder of data may be called mnist
@@ -189,12 +207,7 @@ def recipe_named_by(run: Path) -> str:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return a TOML file's table, with its keys as field names."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from error
+    table = toml_of(path)
     options = table.pop("options", {})
     if not isinstance(options, dict):
         raise UserError(f"{path}: [options] must be a table of the recipe's options.")

@@ -98,7 +98,8 @@ def load_first(
     message.
 
     Raises:
-        UserError: a rank cannot read a file that rank 0 has found whole.
+        UserError: a rank cannot read a file that rank 0 has found whole, or a later version of
+            samestep wrote it.
     """
     for entry in world.on_main(lambda: [*candidates()]):
         with ThreadPoolExecutor(2) as both:
@@ -106,7 +107,7 @@ def load_first(
             how: dict[str, Any] = {"verified": True, "mesh": mesh, "own": own}
             read = both.submit(loading.load, folder, entry, **how)
         try:
-            world.on_main(partial(_raise_first, checked, read))
+            world.on_main(partial(_raise_damage, checked, read))
         except UserError as error:
             problems.append(str(error))
             del read  # its copies, before those of the next one are made
@@ -115,7 +116,13 @@ def load_first(
     return None
 
 
-def _raise_first(*ended: Future[Any] | None) -> None:
+def _raise_damage(*ended: Future[Any] | None) -> None:
+    """Raise what is wrong with a file, unless a later version wrote it.
+
+    That one would be lost to this version's next checkpoint if it were passed over: to read it
+    raises, on every rank.
+    """
     for one in ended:
-        if one is not None and (error := one.exception()) is not None:
+        error = None if one is None else one.exception()
+        if error is not None and not isinstance(error, loading.NewerFormat):
             raise error

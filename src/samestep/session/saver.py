@@ -1,5 +1,6 @@
 """The checkpoints that a run writes: copied, written while the training continues, announced."""
 
+import contextlib
 import math
 import sys
 import time
@@ -15,7 +16,7 @@ from torch import Tensor
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run import checkpoints
-from samestep.run.files import check_room
+from samestep.run.files import THEN_RESUME, check_room
 from samestep.run.host_copy import HostCopies, bytes_of
 from samestep.run.index import Entry, Index, Retention, announce, read_index, remove, shards_of
 from samestep.run.records import Record
@@ -26,11 +27,12 @@ from samestep.training.work import Position
 
 @contextmanager
 def _cleared_on_error(file: Path) -> Iterator[None]:
-    """Delete a checkpoint that could not be written: its parts would fill the disk."""
+    """Delete a checkpoint that could not be written or announced: it would fill the disk."""
     try:
         yield
     except BaseException:
-        remove(file)
+        if file.name not in {entry.path for entry in read_index(file.parent).checkpoints}:
+            remove(file)
         raise
 
 
@@ -120,9 +122,9 @@ class Saver:
             with _cleared_on_error(self._folder / name):
                 check_room(self._folder, bytes_of(content))
                 digest = checkpoints.save(self._folder, name, content)
-            index = replace(self._index, **judged)
-            whole = replace(entry, sha256=digest, files=files)
-            self._index = announce(self._folder, index, whole, retention, self._spared)
+                index = replace(self._index, **judged)
+                whole = replace(entry, sha256=digest, files=files)
+                self._index = announce(self._folder, index, whole, retention, self._spared)
             record["sha256"] = digest
             if "weights_sha256" in content:
                 record["weights_sha256"] = content["weights_sha256"]
@@ -190,7 +192,8 @@ class Saver:
             self._emit(writing.record)
         elif isinstance(error, UserError):
             if not self._unwritten:
-                more = "The training continues; earlier checkpoints are whole. Free some space."
+                helps = error.remedy.replace(THEN_RESUME, "")
+                more = f"The training continues; earlier checkpoints are whole. {helps}"
                 say(self._world, f"warning: {error.what} {more}")
             self._unwritten.append(error)
         else:
@@ -213,4 +216,5 @@ class Saver:
 def say(world: World, text: str) -> None:
     """Print a line on rank 0's standard error."""
     if world.is_main:
-        print(f"samestep: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a user's own script
+        with contextlib.suppress(OSError):  # a log on a full disk
+            print(f"samestep: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a user's script

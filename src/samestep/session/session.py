@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.errors import AlreadyTold, UserError
 from samestep.ranks import watched
@@ -19,10 +19,12 @@ from samestep.ranks.world import World
 from samestep.run.directory import Heartbeat, Run, is_run, versions
 from samestep.run.records import RUN_FORMAT, Record
 from samestep.session.saver import Saver
+from samestep.training.side_effects import differs_by_ranks
 from samestep.training.stopping import Watch
 from samestep.training.work import Position
 
-Show = Callable[[Record], None]
+Show = Callable[[Record], str | None]
+"""Shows a record, and returns why nothing can be shown any more, once that is so."""
 
 
 class Session:
@@ -80,7 +82,9 @@ class Session:
             self.beat()
         if event != "progress":
             self.run.append(record)
-        self._show(record)
+        if why := self._show(record):
+            told = {"event": "screen", "step": record.get("step", 0)}
+            self.run.append({**told, "text": f"{why} The training continues."})
 
     def beat(self) -> None:
         """Show a job of Slurm that steps are taken."""
@@ -116,6 +120,7 @@ def start_record(
     recipe: str,
     run_dir: Path,
     parameters: Iterable[Tensor],
+    modules: Iterable[nn.Module],
     notes: Iterable[str] = (),
     **more: Any,
 ) -> Record:
@@ -128,6 +133,7 @@ def start_record(
         "run_dir": str(run_dir),
         **_ranks(world),
         "parameters": sum(p.numel() for p in parameters),
+        "by_ranks": sorted({kind for module in modules for kind in differs_by_ranks(module)}),
         **more,
         "notes": [*world.notes, *notes],
     }

@@ -21,7 +21,7 @@ from samestep.session.recipe_changes import check_recipe_unchanged
 from samestep.session.request import draft, read_toml
 from samestep.settings import Device, Settings
 from samestep.training.alike import seed_alike
-from samestep.training.apply import applied, measure_of, summed, terms_of
+from samestep.training.apply import Moment, applied, measure_of, summed, terms_of, timed
 from samestep.training.device import check_precision, choose_threads, data_dtype, switched
 from samestep.training.dry_run import fitting_metrics
 from samestep.training.evaluation import evaluate, evaluation_batch
@@ -115,10 +115,13 @@ def evaluate_run(
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
     plain = replace(recipe, augment=None)
     source = open_split(data, world, plain, settings, opened.dtype)
+    moment = Moment()
+    moment.after(opened.content["position"])
+    loss = timed(place_loss(recipe.loss, opened.device, opened.dtype), moment)
     values = switched(settings, opened.device)(evaluate)(
         applied(model, recipe),
         source,
-        summed(place_loss(recipe.loss, opened.device, opened.dtype), recipe.loss_weights),
+        summed(loss, recipe.loss_weights),
         fitting_metrics(recipe.metrics, source.peek(1).targets),
         world=world,
         batch_size=evaluation_batch(settings),

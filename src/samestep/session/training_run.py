@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from samestep.data.memory_source import MemorySource
 from samestep.data.stream_source import StreamSource
 from samestep.errors import listed, no_exit
@@ -42,6 +44,7 @@ from samestep.training.device import kernels_of, switched
 from samestep.training.loop import RunControl, train
 from samestep.training.plan import plan_notes
 from samestep.training.prepare import Wrap, wrap
+from samestep.training.side_effects import batch_norms
 from samestep.training.snapshot import capture
 from samestep.training.stopping import Agreement, ReceivedSignal, SaveTimer
 from samestep.training.work import State, Work, is_done
@@ -127,6 +130,8 @@ def _train(
     resumed = None
     if request.resume and world.on_main(lambda: is_run(session.path)):
         resumed = go_on(request, work, state, session.path, world)
+        if resumed is not None and work.settings.self_check:
+            built.unkept.refuse(request.recipe.loss)
         if resumed is not None:
             world.on_main(lambda: remove_unfinished(session.path))
     gpus = world.gather(gpu_uuid(world.device))
@@ -278,6 +283,7 @@ def _start_record(
         recipe=request.recipe.name,
         run_dir=named,
         parameters=work.learner.model.parameters(),
+        modules=[work.learner.model],
         **work.plan.record(),
         **kernels_of(work.world.device),
         lr_scaling=settings.lr_scaling,
@@ -301,7 +307,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
             f"This is a new run with the settings of {request.settings_of}. To continue that "
             f"run: samestep train {request.settings_of} --resume."
         )
-    notes += _without_effect(work)
+    notes += [*built.unkept.notes(), *_without_effect(work)]
     notes += _other_bits(work, path) if resumed else []
     notes += plan_notes(plan, settings)
     if settings.keep_top_k and work.validation is None:
@@ -341,6 +347,15 @@ def _without_effect(work: Work) -> list[str]:
     train, is_stream = work.train, isinstance(work.train, StreamSource)
     never_saved = settings.checkpoint_every_steps is settings.checkpoint_every_minutes is None
     alone = world.world_size == 1
+    found = batch_norms(work.learner.model.train())  # one may be kept in eval mode
+    norms = [
+        repr(n) for n, m in found.items() if m.training and not isinstance(m, nn.SyncBatchNorm)
+    ]
+    over_all_ranks = (
+        "--sync-batchnorm normalises over those of all ranks."
+        if world.device.type == "cuda"
+        else "--virtual-ranks N makes it the same on any number of ranks."
+    )
     notes = {
         "--num-workers has no effect: the data is held in memory.": (
             settings.num_workers and isinstance(train, MemorySource)
@@ -362,6 +377,10 @@ def _without_effect(work: Work) -> list[str]:
         ),
         "No pictures are drawn of a model that the ranks share out (--strategy fsdp).": (
             settings.pictures and settings.strategy == "fsdp" and world.connected
+        ),
+        f"The model has BatchNorm ({listed(norms, 1)}), which normalises over the samples of each "
+        f"rank by itself: this is another training than on one rank. {over_all_ranks}": (
+            norms and not (alone or settings.sync_batchnorm or settings.virtual_ranks)
         ),
         "--sync-batchnorm has no effect on one rank: it sees the whole batch.": (
             settings.sync_batchnorm and alone

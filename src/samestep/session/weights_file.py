@@ -12,7 +12,8 @@ from samestep.run.directory import is_run, no_run
 from samestep.run.files import write_atomically
 from samestep.run.index import find_checkpoint
 from samestep.run.loading import load
-from samestep.training.snapshot import EXTRA_STATE, evaluated_weights
+from samestep.training.model_state import EXTRA_STATE
+from samestep.training.snapshot import evaluated_weights
 
 _SAFETENSORS = ".safetensors"
 _BY_TORCH = (".pt", ".pth")
@@ -53,6 +54,9 @@ def write_weights(
     if file.is_dir() or (file.exists() and not force):
         more = "" if file.is_dir() else ", or overwrite it with --force"
         raise UserError(f"{file} exists already. Name another file{more}.")
+    folder = file.resolve().parent
+    if folder.name == "checkpoints" and is_run(folder.parent):
+        raise UserError(f"{file} would lie among the checkpoints of a run. Name another file.")
     entry = find_checkpoint(run / "checkpoints", checkpoint)
     weights = weights_in(load(run / "checkpoints", entry))
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}

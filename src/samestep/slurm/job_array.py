@@ -18,7 +18,8 @@ from samestep.slurm.script import MARK, JobScript, directives, sbatch_options
 from samestep.slurm.submission import check_with_slurm, hand_in, prepare
 
 _LINKS = ".array"
-_PART = re.compile(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?")
+_PART = re.compile(r"(\d{1,7})(?:-(\d{1,7})(?::([1-9]\d{0,6}))?)?")
+_MOST = 10_000
 
 
 def read_array(text: str) -> tuple[list[int], int | None]:
@@ -26,6 +27,11 @@ def read_array(text: str) -> tuple[list[int], int | None]:
     parts, limits, limit = text.partition("%")
     found = [_PART.fullmatch(part) for part in parts.split(",")]
     ranges = [range(int(m[1]), int(m[2] or m[1]) + 1, int(m[3] or 1)) for m in found if m]
+    if (number := sum(map(len, ranges))) > _MOST:
+        raise UserError(
+            f"--array {text} has {number:,} tasks, each with a run of its own; at most {_MOST:,} "
+            "can be submitted at once."
+        )
     tasks = [task for numbers in ranges for task in numbers]
     is_limit = limit.isdecimal() and int(limit) > 0 if limits else True
     if not (is_limit and all(found) and all(ranges) and len({*tasks}) == len(tasks)):

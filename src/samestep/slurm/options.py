@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,7 +14,8 @@ from tyro.conf import UseAppendAction, arg
 
 from samestep.errors import UserError, did_you_mean
 from samestep.run.directory import names_secret
-from samestep.run.files import read_object, write_text
+from samestep.run.files import read_object, toml_of, write_text
+from samestep.settings import in_words
 
 Words = Annotated[tuple[str, ...], UseAppendAction]
 
@@ -91,8 +91,8 @@ class JobOptions:
     container: str | None = None
     """Apptainer image in which the ranks run; samestep must be installed in it."""
     container_image: str | None = None
-    """With Pyxis, image in which the ranks run, such as nvcr.io#nvidia/pytorch:25.01-py3; samestep
-    must be installed in it."""
+    """With Pyxis, image in which the ranks run, such as /images/pytorch.sqsh; samestep must be
+    installed in it."""
     env: Annotated[Words, arg(metavar="NAME=VALUE")] = ()
     """Environment variable to set for the ranks. Repeatable."""
     interface: str | None = None
@@ -354,12 +354,7 @@ def apply_flags(
 
 
 def _layer(path: Path) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from error
+    document = toml_of(path)
     if unknown := sorted(document.keys() - {"slurm"}):
         raise UserError(f"{path}: {unknown[0]!r} is unknown here; the only table is [slurm].")
     table = document.get("slurm", {})
@@ -377,7 +372,9 @@ def _layer(path: Path) -> dict[str, Any]:
         try:
             values[name] = _convert(name, value, types[name])
         except msgspec.ValidationError as error:  # the value may be a secret
-            raise UserError(f"{path}: [slurm] {key}: {error}.") from error
+            must = in_words(types[name])
+            why = f"it must be {must}" if must else error
+            raise UserError(f"{path}: [slurm] {key}: {why}.") from error
     for name in ("venv", "container"):
         if (place := values.get(name)) and place[0] != "~" and "://" not in place:
             values[name] = str(path.parent / place)

@@ -347,7 +347,7 @@ def fill_run(job: JobScript, *, goes_on: bool = False) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot_write(run, error) from error
+        raise cannot_write(run, error, instead="choose another with --run-dir") from error
     if job.code is not None and not (goes_on and kept_code(run)):
         copy_code(job.code, run, job.import_from)
     if job.uncopied is not None and not goes_on:

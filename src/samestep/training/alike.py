@@ -189,10 +189,24 @@ def is_checked(before: int, after: int) -> bool:
     return before.bit_length() < after.bit_length()
 
 
-def check_weights(named: Mapping[str, Tensor], world: World, step: int, added: str) -> None:
+_SET = ("lr", "weight_decay", "momentum", "betas")
+"""Entries of an optimizer's groups that are set for an update, and not made by it."""
+
+
+def check_weights(
+    named: Mapping[str, Tensor],
+    world: World,
+    step: int,
+    added: str,
+    *,
+    draws: bool = True,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> None:
     """Check by one number per weight that all ranks, if they round alike, have the same weights.
 
-    `added` says, for the message, what may be wrong with a gradient that differs.
+    Two things are for the message: `added` says what may be wrong with a gradient that differs, and
+    `draws` whether the update may draw random numbers or read a rank's own. The groups of the
+    optimizers tell whether a setting of theirs, such as the learning rate, differs.
     """
     if not (world.connected and named):
         return
@@ -204,7 +218,9 @@ def check_weights(named: Mapping[str, Tensor], world: World, step: int, added: s
     dense = [g for g in gradients if g is not None and g.layout == torch.strided]
     of_gradients = bits_of(dense).tolist() if len(dense) == len(gradients) else None
     rounds = arithmetic(world.device) | {"threads": str(torch.get_num_threads())}
-    ranks = world.gather((bits.tolist(), of_gradients, rounds))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    set_to = [{n: _told(group[n]) for n in _SET if n in group} for group in groups]
+    ranks = world.gather((bits.tolist(), of_gradients, rounds, set_to))
     if any(rank[2] != ranks[0][2] for rank in ranks):
         return
     place, name = next((i, n) for i, n in enumerate(named) if int(most[i]) != -int(least[i]))
@@ -214,18 +230,41 @@ def check_weights(named: Mapping[str, Tensor], world: World, step: int, added: s
         why = "It is not trained: something sets it from a rank's own samples or random numbers."
     elif summed.count(summed[0]) < len(summed):
         why = f"So does its gradient: {added}."
-    else:
-        update = "The update" if None in summed else "Its gradient is the same, so the update"
+    elif setting := _other_setting(ranks[0][3], ranks[rank][3]):
+        name_of, here, there = setting
         why = (
-            f"{update} draws from a generator that each rank seeds differently, or reads the rank, "
-            "the clock or a rank's own samples. Draw from the global generators of torch, Python "
-            "or NumPy: samestep seeds them alike for the update."
+            f"Its gradient is the same, and the optimizer's {name_of} is {here} on rank 0 and "
+            f"{there} on rank {rank}: make it of the step and of what is the same on all ranks."
         )
+    else:
+        same = "" if None in summed else "Its gradient is the same. "
+        written = (
+            "Forward writes it from a rank's own samples, as ActNorm does in its first batch: set "
+            "it in model(), or from the samples of all ranks; or an evaluation does, such as "
+            "evaluate_batch, which must leave the model as it is"
+        )
+        update = (
+            "the update draws from a generator that each rank seeds differently, or reads the "
+            "rank, the clock or a rank's own samples: draw from the global generators of torch, "
+            "Python or NumPy, which samestep seeds alike for the update"
+        )
+        why = f"{same}{written}. Or {update}." if draws else f"{same}{written}."
     raise UserError(
         f"The weights of the ranks have drifted apart: after step {step}, {name} differs between "
         f"ranks 0 and {rank}. {why} Earlier checkpoints are kept.",
         on_all_ranks=True,
     )
+
+
+def _other_setting(
+    ours: list[dict[str, str]], theirs: list[dict[str, str]]
+) -> tuple[str, str, str] | None:
+    """Return the first entry of optimizers' groups that differs, and both values."""
+    for one, other in zip(ours, theirs, strict=False):
+        for name, value in one.items():
+            if value != other.get(name):
+                return name, value, str(other.get(name))
+    return None
 
 
 def bits_of(tensors: Sequence[Tensor]) -> Tensor:

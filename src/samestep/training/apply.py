@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.trees import describe, num_rows
+from samestep.data.trees import describe, num_rows, tree_leaves
 from samestep.errors import UserError, blame, defined_at, did_you_mean
 from samestep.recipe import Recipe
+from samestep.recipe_source import loss_asks
 from samestep.training.carried import made
 
 Terms = Callable[[Any, Any], Any]
@@ -101,6 +102,34 @@ def takes_keywords(model: nn.Module, inputs: dict[Any, Any]) -> bool:
     return True
 
 
+@dataclass
+class Moment:
+    """The training step that is being taken, or the newest one, for a loss that names it."""
+
+    step: int = 0
+    """Counted from 0."""
+    epoch: int = 0
+    """Counted from 0."""
+
+    def after(self, position: Mapping[str, Any]) -> None:
+        """Take the newest step of a training that stands at a position, as a checkpoint has it."""
+        self.step = max(0, position["step"] - 1)
+        self.epoch = max(0, position["epoch"] - (not position["step_in_epoch"]))
+
+
+def timed(loss: Callable[..., Any], moment: Moment) -> Callable[..., Any]:
+    """Return a loss that is given what it asks for of a moment, unless the caller gives it."""
+    asks = loss_asks(loss)
+    if not asks:
+        return loss
+
+    @functools.wraps(loss)
+    def at_moment(outputs: Any, targets: Any, **told: int) -> Any:
+        return loss(outputs, targets, **{name: getattr(moment, name) for name in asks} | told)
+
+    return at_moment
+
+
 def summed(
     loss: Callable[[Any, Any], Any],
     weights: Mapping[str, float] | None,
@@ -114,8 +143,8 @@ def summed(
     weights = weights or {}
 
     @functools.wraps(loss)  # with its arguments' names
-    def total(outputs: Any, targets: Any) -> Any:
-        found = loss(outputs, targets)
+    def total(outputs: Any, targets: Any, **told: int) -> Any:
+        found = loss(outputs, targets, **told)
         summed_already = isinstance(found, Tensor) and parts_of(found).keys() == {*names}
         if summed_already or not (names or isinstance(found, Mapping)):
             return found
@@ -226,6 +255,7 @@ def terms_of(recipe: Recipe) -> Terms | None:
         return None
     whole = recipe.forward is not None
 
+    @functools.wraps(count)  # with its place
     def terms(inputs: Any, targets: Any) -> Any:
         try:
             found = count(inputs if whole else (inputs, targets))
@@ -239,7 +269,8 @@ def terms_of(recipe: Recipe) -> Terms | None:
 def check_terms(found: Any, count: object) -> Any:
     """Check that a number of terms is one, and return it.
 
-    A tensor on a device is not read: the host would wait for it. If it is wrong, the loss shows it.
+    A share of the global batch may have none. A tensor on a device is not read: the host would wait
+    for it. If it is wrong, the sum over the ranks shows it.
     """
     if isinstance(found, Tensor) and found.numel() == 1 and found.device.type != "cpu":
         return found.detach().reshape(())
@@ -247,14 +278,40 @@ def check_terms(found: Any, count: object) -> Any:
         number = float(found)
     except (TypeError, ValueError, RuntimeError):
         number = float("nan")
-    if not 0 < number < float("inf"):
+    if not 0 <= number < float("inf"):
         shown = found if isinstance(found, int | float) else describe_terms(found)
         raise UserError(
             f"The recipe's loss_terms{defined_at(count)} returned {shown} for a batch; it must be "
-            "the number of what the loss is a mean over, greater than 0. Leave samples without any "
-            "term out of the data."
+            "the number of what the loss is a mean over, 0 where these samples have none."
         )
     return number
+
+
+def of_counted(loss: Tensor, outputs: Any, terms: Tensor) -> Tensor:
+    """Return a loss over some terms as it is, and over none as 0 without a gradient.
+
+    A mean over nothing is NaN, and so may be the gradients of the outputs that it was made of.
+    """
+    some = terms > 0
+    if some.device.type == "cpu" and some:
+        return loss
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            hook: Any = leaf.register_hook
+            hook(lambda gradient: torch.where(some, gradient, 0.0))
+    counted: Any = torch.where(some, loss, 0.0)
+    if parts := parts_of(loss):
+        counted.parts = {name: torch.where(some, part, 0.0) for name, part in parts.items()}
+    return counted  # type: ignore[no-any-return]
+
+
+def over_nothing(terms: float, what: str, counts: object) -> str:
+    """Return what to tell where a whole batch, `what`, has no terms."""
+    return (
+        f"The recipe's loss_terms{defined_at(counts)} counted {terms:g} in {what}, and a mean over "
+        "nothing has no value. Leave samples without any term out of the data, or take larger "
+        "batches."
+    )
 
 
 def describe_terms(found: Any) -> str:

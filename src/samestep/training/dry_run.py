@@ -23,11 +23,22 @@ from samestep.run.checkpoints import why_not_kept
 from samestep.run.records import TAKEN_IN_STEPS, TAKEN_NAMES
 from samestep.settings import Precision
 from samestep.training.alike import random_numbers
-from samestep.training.apply import applied, measure_of, parts_of, summed, terms_of, total_of
+from samestep.training.apply import (
+    Moment,
+    applied,
+    measure_of,
+    parts_of,
+    summed,
+    terms_of,
+    timed,
+    total_of,
+)
 from samestep.training.buffers import keep_buffers
 from samestep.training.device import autocast
 from samestep.training.evaluation import Totals, as_evaluated, outputs_of
 from samestep.training.flops import count_flops
+from samestep.training.side_effects import batch_norms
+from samestep.training.unkept import Unkept, of_buffers, of_loss
 
 _SAMPLES = 8
 
@@ -45,6 +56,8 @@ class Tried(NamedTuple):
     """Names that `evaluate_batch` returns."""
     forward_flops: int = 0
     """Floating-point operations of a forward of one sample; 0 where they are not known."""
+    unkept: Unkept = Unkept()
+    """What no checkpoint holds, or each rank makes of its own samples."""
 
 
 def dry_run(
@@ -56,11 +69,13 @@ def dry_run(
     precision: Precision,
     world: World,
     takes: nn.Module,
+    alone: UserError | None,
     evaluated: Source | None,
 ) -> Tried:
     """Try a few samples on copies of model, loss and metrics; return what fits, and its names.
 
-    `takes` is what takes the inputs: the model, or the model by the recipe's `forward`. A model
+    `takes` is what takes the inputs: the model, or the model by the recipe's `forward`; `alone` is
+    raised where it would have to train on one sample and batch normalisation refuses that. A model
     that the ranks share out cannot be copied, and is tried itself; all ranks call it then.
 
     Where nothing is evaluated (`evaluated` is None) the samples are of the training set, and
@@ -86,11 +101,21 @@ def dry_run(
             ) from error
         return Tried(metrics)
     classes = recipe.counted_classes(splits) if splits.test is not None else ()
-    makers = made_by(recipe.model, recipe.data)
-    with makers, as_evaluated(trial, seed=0), _undisturbed(takes, model):
+    if alone is not None:
+        with (
+            made_by(recipe.model, recipe.data),
+            as_evaluated(trial, seed=0),
+            _undisturbed(takes, model),
+        ):
+            _check_alone(alone, trial, tried, train, precision, world)
+    with (
+        made_by(recipe.model, recipe.data),
+        as_evaluated(trial, seed=0),
+        _undisturbed(takes, model),
+    ):
         terms = terms_of(recipe)
         forward = partial(outputs_of, tried, batch.inputs, precision, world.device, recipe.model)
-        named = partial(_names_of_losses, recipe, trial_loss, batch.targets)
+        named = partial(_names_of_losses, recipe, timed(trial_loss, Moment()), batch.targets)
 
         def in_training() -> Any:
             tried.train()
@@ -106,20 +131,64 @@ def dry_run(
         for name, source in (("training", train), ("evaluated", evaluated)):
             _check_labels(name, source, outputs, loss)
         with autocast(precision, world.device):
-            loss_of = summed(trial_loss, recipe.loss_weights)
+            loss_of = summed(timed(trial_loss, Moment()), recipe.loss_weights)
             _check_pairs(loss_of, outputs, batch.targets, loss)
+            found = of_loss(trial_loss, loss_of, outputs, batch.targets)
+            look = partial(_unkept, found, trial, tried, evaluated, precision, world)
             if told_later:
                 names = named(lambda: outputs, in_training)
-                return Tried(metrics, names, forward_flops=flops)
+                return Tried(metrics, names, forward_flops=flops, unkept=look())
             measure = measure_of(recipe, trial) if measures else None
             totals = Totals(loss_of, trial_metrics, world, classes, terms, measure=measure)
             totals.add(outputs, batch)
             totals.objects.check()
+        unkept = look()
     parts, measured = tuple(totals.parts), tuple(totals.measured)
     _check_names(recipe, parts, measured)
     if measures:
         check_lower(recipe.lower_is_better, (*recipe.metrics, *parts, *measured))
-    return Tried(metrics, parts, measured, flops)
+    return Tried(metrics, parts, measured, flops, unkept)
+
+
+def _check_alone(
+    alone: UserError,
+    model: nn.Module,
+    applied: nn.Module,
+    train: Source,
+    precision: Precision,
+    world: World,
+) -> None:
+    """Check that batch normalisation can train on one sample, as it can on an image."""
+    model.train()
+    if not any(m.training for m in batch_norms(model).values()):
+        return
+    with random_numbers(0):
+        inputs = train.peek(1).inputs
+    try:
+        outputs_of(applied, inputs, precision, world.device)
+    except UserError as error:  # the first step tells of others
+        if "Expected more than 1 value per channel" in str(error):
+            raise alone from error
+
+
+def _unkept(
+    loss: tuple[str, ...],
+    model: nn.Module,
+    applied: nn.Module,
+    evaluated: Source,
+    precision: Precision,
+    world: World,
+) -> Unkept:
+    """Return what no checkpoint holds: of the loss, and the buffers of a copy of the model."""
+    found = Unkept(loss)
+    if any_sharded(model):  # not a copy, and other ranks would have to take part
+        return found
+
+    def forward(samples: int) -> None:
+        outputs_of(applied, evaluated.peek(samples).inputs, precision, world.device)
+
+    applied.train()
+    return found._replace(**of_buffers(model, forward, _SAMPLES, world))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,15 @@ from samestep.ranks.world import World
 from samestep.recipe import Reduction
 from samestep.settings import Precision, Settings
 from samestep.training.alike import random_numbers, seed_torch
-from samestep.training.apply import Applied, Measure, Terms, call, parts_of
+from samestep.training.apply import (
+    Applied,
+    Measure,
+    Terms,
+    call,
+    of_counted,
+    over_nothing,
+    parts_of,
+)
 from samestep.training.buffers import keep_buffers
 from samestep.training.device import autocast
 from samestep.training.metrics import Confusion, Objects, functions_of, told, values_of
@@ -280,6 +288,9 @@ class Totals:
             batch_loss = told("loss", self._loss, whole_outputs, whole_targets)
             check_loss(batch_loss, self._loss)
             each = weight if self._reduction == "mean" else 1  # a sum has all of its samples in it
+            if self._terms is not None:
+                counted = torch.as_tensor(each, device=batch_loss.device)
+                batch_loss = of_counted(batch_loss, (), counted)
             sums[0] += batch_loss.to(home).to(torch.float64) * each
             for name, one in parts_of(batch_loss).items():
                 self._named(self.parts, name).add_(one.to(home).to(torch.float64) * each)
@@ -312,6 +323,9 @@ class Totals:
         found = sum_over_parts(rows, self._world).tolist()
         own = self._sums.shape[1]
         (loss, *totals, terms, samples), others = found[:own], iter(found[own:])
+        if not terms > 0:
+            what = f"the {samples:g} samples that are evaluated"
+            raise EvaluationError(over_nothing(terms, what, self._terms), on_all_ranks=True)
         means = {"loss": loss / terms} | {name: next(others) / terms for name in self.parts}
         means |= {n: total / samples for n, total in zip(self._metrics, totals, strict=True)}
         means |= self.objects.values(self._world)

@@ -1,7 +1,7 @@
 """What a step trains, and what it returns."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from samestep.recipe import Reduction
 from samestep.run.records import Record
-from samestep.training.apply import Terms
+from samestep.training.apply import Moment, Terms
 from samestep.training.carried import Carried
 from samestep.training.metrics import StepOutputs
 from samestep.training.optimizer import Average, OwnAverage
@@ -27,6 +27,8 @@ class Learner:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     loss: Callable[[Any, Any], Tensor]
+    moment: Moment = field(default_factory=Moment)
+    """What a loss that asks for it gets."""
     reduction: Reduction = "mean"
     """Whether the loss is a mean over samples, or their sum."""
     parts: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ from samestep.training.evaluation import (
 from samestep.training.meter import KEPT, REMEDIES, Meter, epoch_record
 from samestep.training.plan import due_after_epoch, due_within_epoch, is_recorded, learning_rate
 from samestep.training.prepare import share_buffers
-from samestep.training.snapshot import check_alike
+from samestep.training.snapshot import check_resumable
 from samestep.training.stopping import Agreement, SaveTimer
 from samestep.training.work import (
     Position,
@@ -266,7 +266,7 @@ def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
             watched.step(state.position.step)
             yield from meter.count(taken)
             if is_checked(taken.first_step, state.position.step):
-                check_alike(work, state.position.step)
+                check_resumable(work, state.position.step)
             yield from after_step(work, state, control, meter)
             if state.stop_reason:
                 return
@@ -308,6 +308,7 @@ def epoch_steps(work: Work, state: State) -> Iterator[StepsTaken]:
         else:
             lrs = [scheduler.begin_step()]  # one at a time, as what_compiles says
         logged = [s for s in range(first + 1, after + 1) if is_recorded(s, plan.log_every)]
+        work.learner.moment.step, work.learner.moment.epoch = first, position.epoch
         result = work.step(block, first, lrs, want_norm=bool(logged))
         position.step = after
         position.step_in_epoch += block.num_steps

@@ -11,6 +11,7 @@ from torch import Tensor
 from samestep.errors import UserError
 from samestep.ranks.world import World
 from samestep.run.records import Record
+from samestep.training.apply import over_nothing
 from samestep.training.device import peak_memory_bytes
 from samestep.training.phases import compute_of
 from samestep.training.work import Position, State, StepsTaken, Sums, Work, newest_lr
@@ -81,8 +82,9 @@ REMEDIES = "Try a smaller --lr, --warmup-steps, --clip-norm 1, or a wider --prec
 class Window:
     """Losses that the host has not read yet; reading is a collective, at the same steps."""
 
-    def __init__(self, world: World) -> None:
-        self._world, self._first_step = world, 0
+    def __init__(self, world: World, counts: object = None) -> None:
+        """Begin an empty one; `counts` is the recipe's function that counts terms, if it has it."""
+        self._world, self._first_step, self._counts = world, 0, counts
         self._losses: list[Tensor] = []
         self._sizes: list[int] = []
         self._terms: list[Tensor] = []
@@ -150,7 +152,8 @@ class Window:
             parts = tuple(part + one * size for part, one in zip(parts, named, strict=False))
             terms += size
         sums = Sums(loss_sum, terms, parts)
-        bad = next((first + i for i, (loss, *_) in enumerate(rows) if not math.isfinite(loss)), 0)
+        pairs = enumerate(zip(rows, sizes, strict=True))
+        bad = next((first + i for i, (r, n) in pairs if not (math.isfinite(r[0]) and n > 0)), 0)
         mine = [value for step in wanted for value in rows[step - first]]
         *flat, num_bad = self._world.reduce(
             torch.tensor([*mine, float(bad > 0)], dtype=torch.float64)
@@ -161,7 +164,11 @@ class Window:
             latest = torch.tensor(-bad if bad else -(2**62))
             step = -int(self._world.reduce(latest, "max"))
             what = f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g})."
-            raise UserError(f"{what} {KEPT} {REMEDIES}", on_all_ranks=True)
+            told, number = f"{what} {KEPT} {REMEDIES}", sizes[step - first]
+            if not number > 0:
+                told = over_nothing(number, f"the global batch of step {step}", self._counts)
+                told = f"{told} {KEPT}"
+            raise UserError(told, on_all_ranks=True)
         return losses, sums
 
 
@@ -174,7 +181,7 @@ class Meter:
 
     def __init__(self, work: Work, state: State, *, lags: bool = False) -> None:
         self._work, self._state, self._lags = work, state, lags
-        self._window = Window(work.world)
+        self._window = Window(work.world, work.learner.terms)
         self._unread: Callable[[], list[Record]] | None = None
         self._clock = Clock(state.position)
         work.phases.earlier = dict(state.position.phases)

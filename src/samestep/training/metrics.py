@@ -16,6 +16,7 @@ from samestep.data.trees import describe, tree_leaves
 from samestep.errors import UserError, blame, defined_at
 from samestep.ranks.world import World
 from samestep.recipe import is_cross_entropy
+from samestep.training import logits
 from samestep.training.tree import sum_over_parts
 
 States = dict[str, dict[str, Any]]
@@ -87,8 +88,15 @@ def remedy_of(error: Exception, outputs: Any, targets: Any, function: object) ->
     return "" if same or targets.dtype == torch.int64 else _NO_CLASSES
 
 
+_AS_LOGITS, _OUTSIDE = "as logits", "outside [0, 1]"
+"""Next to the states of a metric: those of its twin, and whether these are what counts."""
+
+
 class Objects:
-    """This rank's copies of a recipe's metric objects, empty at first."""
+    """This rank's copies of a recipe's metric objects, empty at first.
+
+    One that may take its predictions for logits has a twin, which always does: see `logits`.
+    """
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
         self._metrics = {n: copy.deepcopy(m) for n, m in metrics.items() if is_object(m)}
@@ -100,6 +108,7 @@ class Objects:
                     "names its states, or a function (outputs, targets) → one value a sample."
                 )
             metric.to(device)
+        self._places = logits.places() if self._metrics else []
         self.reset()
 
     def __bool__(self) -> bool:
@@ -110,21 +119,42 @@ class Objects:
         self._earlier: list[States] = []
         """What other ranks had gathered, before the training continued on another number of them:
         only sums can be continued from the states of several."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._twins: dict[str, tuple[Any, Tensor]] = {}
+        """Name → the twin, and whether it is what counts."""
         for metric in self._metrics.values():
             metric.reset()
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Take in a batch."""
-        for name, metric in self._metrics.items():
-            told(f"metric {name!r}", metric.update, outputs, targets)
+        with logits.taken(self._places) as how:
+            for name, metric in self._metrics.items():
+                how.as_logits, how.outside = False, []
+                told(f"metric {name!r}", metric.update, outputs, targets)
+                self._update_twin(name, how, outputs, targets)
+
+    def _update_twin(self, name: str, how: logits.HowTaken, outputs: Any, targets: Any) -> None:
+        """Give a metric's twin what the metric was just given, if that may be taken for logits."""
+        found = how.checked(name)
+        if found is None:
+            return
+        twin, outside = self._twins.get(name) or (self._new_twin(self._metrics[name]), found)
+        how.as_logits = True
+        told(f"metric {name!r}", twin.update, outputs, targets)
+        self._twins[name] = twin, outside | found
+
+    def _new_twin(self, metric: Any) -> Any:
+        twin = copy.deepcopy(metric)
+        twin.reset()
+        return twin
 
     def states(self) -> list[States]:
         """Return the states of this rank's metrics that have samples, on the CPU."""
-        own = {
-            name: {state: _on(getattr(metric, state), "cpu") for state in metric._reductions}  # noqa: SLF001
-            for name, metric in self._metrics.items()
-            if metric._update_count  # noqa: SLF001
-        }
+        own = {n: _states(m) for n, m in self._metrics.items() if m._update_count}  # noqa: SLF001
+        for name, (twin, outside) in self._twins.items():
+            own[name] |= {_AS_LOGITS: _states(twin), _OUTSIDE: outside.cpu()}
         return [*self._earlier, own] if own else self._earlier
 
     def load(self, found: Sequence[States]) -> None:
@@ -136,27 +166,21 @@ class Objects:
             self._earlier = list(found)
 
     def _put_together(self, found: Sequence[States]) -> None:
-        """Combine states as torchmetrics does: stack or flatten, then reduce."""
-        for metric_name, metric in self._metrics.items():
-            metric.reset()
-            ranks = [states[metric_name] for states in found if metric_name in states]
-            for name, reduction in metric._reductions.items() if ranks else ():  # noqa: SLF001
-                values = [states[name] for states in ranks]
-                if isinstance(values[0], list):
-                    whole: Any = [tensor for value in values for tensor in value]
-                elif len(values) == 1:
-                    (whole,) = values
-                else:
-                    stacked = torch.stack(values)
-                    whole = stacked if reduction is None else reduction(stacked)
-                setattr(metric, name, _on(whole, metric.device))
-            metric._update_count = len(ranks)  # noqa: SLF001 - it has been updated, on other ranks
+        """Combine states of ranks, those of twins, too."""
+        self._clear()
+        for name, metric in self._metrics.items():
+            ranks = [states[name] for states in found if name in states]
+            _put_into(metric, ranks)
+            twins = [states[_AS_LOGITS] for states in ranks if _AS_LOGITS in states]
+            if twins:
+                outside = torch.stack([states[_OUTSIDE] for states in ranks if _OUTSIDE in states])
+                self._twins[name] = self._new_twin(metric), outside.any().to(metric.device)
+                _put_into(self._twins[name][0], twins)
 
     def next_part(self) -> None:
         """Keep the state so far apart: another part of the data begins."""
         self._earlier = self.states()
-        for metric in self._metrics.values():
-            metric.reset()
+        self._clear()
 
     def values(
         self, world: World, without: Container[str] = (), states: Sequence[States] | None = None
@@ -170,12 +194,37 @@ class Objects:
         ranks = world.gather(self.states() if states is None else states)
         whole = Objects(self._metrics, torch.device("cpu"))
         whole._put_together([states for rank in ranks for states in rank])
-        return {n: _number(n, m) for n, m in whole._metrics.items() if n not in without}
+        return {n: _number(n, m) for n, m in whole._decided().items() if n not in without}
+
+    def _decided(self) -> dict[str, Any]:
+        """Return of each metric what counts: itself or its twin."""
+        twins = {name: twin for name, (twin, outside) in self._twins.items() if outside}
+        return self._metrics | twins
 
     def check(self) -> None:
         """Check that each metric computes a single number, where it can compute yet."""
-        for name, metric in self._metrics.items():
+        for name, metric in self._decided().items():
             _number(name, metric, early=True)
+
+
+def _states(metric: Any) -> dict[str, Any]:
+    """Return what a metric has gathered, on the CPU."""
+    return {name: _on(getattr(metric, name), "cpu") for name in metric._reductions}  # noqa: SLF001
+
+
+def _put_into(metric: Any, ranks: Sequence[dict[str, Any]]) -> None:
+    """Combine states as torchmetrics does: stack or flatten, then reduce."""
+    for name, reduction in metric._reductions.items() if ranks else ():  # noqa: SLF001
+        values = [states[name] for states in ranks]
+        if isinstance(values[0], list):
+            whole: Any = [tensor for value in values for tensor in value]
+        elif len(values) == 1:
+            (whole,) = values
+        else:
+            stacked = torch.stack(values)
+            whole = stacked if reduction is None else reduction(stacked)
+        setattr(metric, name, _on(whole, metric.device))
+    metric._update_count = len(ranks)  # noqa: SLF001 - it has been updated, on other ranks
 
 
 def _number(name: str, metric: Any, *, early: bool = False) -> float:

@@ -1,8 +1,10 @@
 """Build the optimizer, fused where the device has a fused kernel."""
 
+import ast
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from inspect import Parameter, signature
+from inspect import Parameter, getsource, signature
+from textwrap import dedent
 from typing import Any, Literal
 
 import torch
@@ -75,6 +77,17 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """Return the recipe's own optimizer, or else that of the settings."""
     if recipe.optimizer is None:
+        tables = [n for n, m in model.named_modules() if getattr(m, "sparse", False) is True]
+        if tables and settings.optimizer != "sgd":
+            raise UserError(
+                f"--optimizer {settings.optimizer}: the gradient of the model's "
+                f"{tables[0] or 'own class'}{defined_at(recipe.model)} is sparse, which only sgd "
+                "takes.",
+                remedy="Build the layer with sparse=False, use --optimizer sgd, or let "
+                "Recipe(optimizer=…) give it torch.optim.SparseAdam.",
+                flags=["optimizer"],
+            )
+        fuse = fuse and not tables
         return make_optimizer(model.parameters(), settings, lr, device, fuse=fuse)
     place = defined_at(recipe.optimizer)
     try:
@@ -86,8 +99,7 @@ def optimizer_of(
             f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
             "a torch.optim.Optimizer."
         )
-    closure = signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
+    if _needs_closure(optimizer.step):
         raise UserError(
             f"The recipe's optimizer{place} is {type(optimizer).__name__}, which calls the model "
             "itself. Use it in a training loop of your own."
@@ -100,6 +112,29 @@ def optimizer_of(
     if has_modes(optimizer):
         _switch(optimizer, "train")
     return optimizer
+
+
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    """Whether a step refuses to go without a closure: by its signature or by a check in it."""
+    closure = signature(step).parameters.get("closure")
+    if closure is None or closure.default is Parameter.empty:
+        return closure is not None
+    try:
+        tree = ast.parse(dedent(getsource(step)))
+    except (OSError, TypeError, SyntaxError):  # it has no source of its own
+        return False
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assert(test=test):
+                asserted = ast.unparse(test).replace("is not ", "is ")
+                refused = asserted in ("closure", "closure is None")
+            case ast.If(test=test, body=[ast.Raise(), *_]):
+                refused = ast.unparse(test) in ("closure is None", "not closure")
+            case _:
+                continue
+        if refused:
+            return True
+    return False
 
 
 def has_modes(optimizer: Any) -> bool:

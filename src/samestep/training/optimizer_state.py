@@ -5,7 +5,6 @@ gather, such as a count of their steps. Settings are those of today's recipe and
 gathered is loaded.
 """
 
-import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from samestep.data.trees import map_tensors
 from samestep.errors import UserError, blame, said
 from samestep.patches import patched
-from samestep.ranks.mesh import is_sharded, sharded_as
+from samestep.ranks.mesh import sharded_as
 from samestep.run.loading import own_memory
+from samestep.training.hollow import Hollowing, difference, hollow
 
 RATIO = "lr_ratio"
 """In each group of a recipe's own optimizer: its learning rate / --lr."""
@@ -92,7 +91,7 @@ def _dtypes(group: Group) -> list[str]:
 
 def alike(one: Any, other: Any) -> bool:
     """Whether two values of a state are equal, NaN with NaN, too."""
-    return not _difference(one, other) and not _difference(other, one)
+    return not difference(one, other) and not difference(other, one)
 
 
 def load_state(
@@ -275,41 +274,24 @@ class Trial:
         """Return what loading the state would not restore, "" if it restores all or cannot tell."""
         if self._twin is None:
             return ""
-        twin, saved = self._twin, map_tensors(_hollow, state)
+        twin, saved = self._twin, map_tensors(hollow, state)
         kept = what_groups_keep(optimizer, self._made)
         try:
             with torch.random.fork_rng(devices=[]):
                 load_state(twin, saved, self._made, kept)
                 take_settings(twin, optimizer.param_groups, [g["gathered"] for g in kept])
-                back = map_tensors(_hollow, twin.state_dict())
+                back = map_tensors(hollow, twin.state_dict())
         except Exception as error:
             cause = error.__cause__ or error
             # Its code may read numbers in tensors, which these have not.
             told = str(error) if isinstance(error, UserError) else said(cause)
             return "" if "meta" in f"{error} {said(cause)}".lower() else told
-        return _difference(saved, back)
-
-
-class _Hollowing(TorchFunctionMode):
-    """Lets `copy.deepcopy` take no memory for tensors."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
-        return _hollow(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
-
-
-def _hollow(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and type without memory; a single number as it is."""
-    if tensor.dim() == 0 and not is_sharded(tensor):
-        return tensor.detach().clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return difference(saved, back)
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """Return a copy of an optimizer without memory; None if it holds what cannot be copied."""
-    twins = {id(one): (one, object.__new__(type(one))) for one in _with_inner(optimizer)}
+    twins = {id(one): (one, object.__new__(type(one))) for one in with_inner(optimizer)}
     memo: dict[int, Any] = {key: twin for key, (_, twin) in twins.items()}
     try:
         for one, _ in twins.values():
@@ -319,7 +301,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
             for name, value in vars(one).items():
                 if name.startswith("_optimizer_step_"):  # hooks, which may hold anything
                     memo[id(value)] = OrderedDict()
-        with _Hollowing():
+        with Hollowing():
             for one, twin in twins.values():
                 vars(twin).update({n: copy.deepcopy(v, memo) for n, v in vars(one).items()})
     except Exception:  # it may hold locks, streams or groups of ranks
@@ -327,7 +309,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     return twins[id(optimizer)][1]
 
 
-def _with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+def with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """Yield an optimizer and those that it is made of."""
     yield optimizer
     for value in vars(optimizer).values():
@@ -335,40 +317,3 @@ def _with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimi
         for one in inside if isinstance(inside, list | tuple) else [inside]:
             if isinstance(one, torch.optim.Optimizer):
                 yield one
-
-
-def _difference(one: Any, other: Any, path: str = "") -> str:
-    """Return what differs first in a state and what came of it, "" if nothing does."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        pairs = [(key, value, other.get(key, _GONE)) for key, value in one.items()]
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        pairs = list(zip(range(len(one)), one, [*other, *[_GONE] * len(one)], strict=False))
-    elif isinstance(one, Tensor) and isinstance(other, Tensor):
-        hollow = one.is_meta or other.is_meta
-        same = one.shape == other.shape and one.dtype == other.dtype
-        same = same and (hollow or torch.equal(*(t.cpu().nan_to_num(0.5) for t in (one, other))))
-        return "" if same else _told(path, one, other)
-    else:
-        with contextlib.suppress(Exception):  # of a class that does not compare
-            if one != other and repr(one) != repr(other):  # two NaNs differ, and are written alike
-                return _told(path, one, other)
-        return ""
-    found = (_difference(mine, its, f"{path}[{key!r}]") for key, mine, its in pairs)
-    return next(filter(None, found), "")
-
-
-class _Gone:
-    def __repr__(self) -> str:
-        return "missing"
-
-
-_GONE = _Gone()
-
-
-def _told(path: str, one: Any, other: Any) -> str:
-    def short(value: Any) -> str:
-        if isinstance(value, Tensor) and value.dim():
-            return f"a {str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}"
-        return f"{value!r:.40}"
-
-    return f"state_dict(){path} is {short(one)}, and {short(other)} once it is loaded"

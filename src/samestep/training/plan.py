@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from samestep.data.blocks import Cut, cut_rows
-from samestep.data.order import TokenCut, share, steps_per_epoch
+from samestep.data.order import TokenCut, share, step_range, steps_per_epoch
 from samestep.errors import UserError, blame, defined_at
 from samestep.recipe_source import schedule_asks
 from samestep.settings import Settings, flag_name
@@ -118,6 +118,30 @@ class Plan:
     def full_micro_steps(self, settings: Settings) -> frozenset[int]:
         """Return the sizes of micro-steps in a step with a whole global batch, of any rank."""
         samples = min(self.global_batch_size, self.num_samples or self.global_batch_size)
+        return self._micro_steps_of(samples, settings)
+
+    def of_one_sample(self, settings: Settings) -> UserError | None:
+        """Return the error for a model that cannot train on one sample, if a rank is given one."""
+        sizes, whole, remedy = [self.global_batch_size], "Each step", ""
+        if self.by_tokens is not None:
+            sizes, whole = [*{*self.by_tokens.sizes}], "A step"
+        elif self.num_samples and self.total_steps >= self.steps_per_epoch:
+            last = step_range(self.num_samples, self.global_batch_size, self.steps_per_epoch - 1)
+            if 1 not in self.full_micro_steps(settings):
+                sizes, whole, remedy = [len(last)], "The last step of an epoch", "Add --drop-last, "
+        if not any(1 in self._micro_steps_of(size, settings) for size in sizes):
+            return None
+        cut = f"{self.num_samples:,} samples in batches of {self.global_batch_size:,}"
+        ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
+        return UserError(
+            f"{whole} ({cut}{ranks}) gives a rank a single sample, on which BatchNorm cannot "
+            "train.",
+            remedy=f"{remedy or 'Use fewer ranks, '}or choose another --batch-size or "
+            "--micro-batch-size.",
+            flags=["batch_size"],
+        )
+
+    def _micro_steps_of(self, samples: int, settings: Settings) -> frozenset[int]:
         parts = self.virtual_ranks or self.world_size
         cuts = (
             self.cut(settings)(len(share(range(samples), part, parts)), samples)
@@ -169,7 +193,7 @@ def make_plan(
         )
     parts = settings.virtual_ranks or world_size
     ranks = "virtual ranks" if settings.virtual_ranks else "ranks"
-    global_batch, micro_batch, accumulate = _batch_sizes(settings, parts, ranks, by_tokens)
+    global_batch, micro_batch, accumulate = batch_sizes(settings, parts, ranks, by_tokens)
     if settings.static_graph and accumulate > 1 and world_size > 1:
         raise UserError(
             f"--static-graph does not go with {accumulate} micro-steps per step: DDP learns the "
@@ -287,7 +311,10 @@ def _factors(plan: Plan, step: int, metrics: Mapping[str, float]) -> list[float]
     try:
         found = schedule(step, total, **told)
     except Exception as error:
-        remedy = "It is called with (step, total steps)."
+        remedy = (
+            "It is called with (step, total steps). One that makes a scheduler of PyTorch names "
+            "its parameter `optimizer`."
+        )
         if "metrics" in told:
             remedy = "Before the first validation `metrics` is empty."
         blame(
@@ -356,10 +383,13 @@ _NOT_BY_TOKENS = {
 }
 
 
-def _batch_sizes(
+def batch_sizes(
     settings: Settings, parts: int, ranks: str, by_tokens: TokenCut | None
 ) -> tuple[int, int, int]:
-    """Return global batch, micro-batch and micro-steps; `ranks` is the word for messages."""
+    """Return global batch, micro-batch and micro-steps of `parts` ranks or virtual ones.
+
+    `ranks` is the word for messages.
+    """
     if settings.batch_tokens is not None:
         for name, why in _NOT_BY_TOKENS.items():
             value = getattr(settings, name)
@@ -463,24 +493,32 @@ class GroupRates(float):
         return made
 
 
+def _ramp(settings: Settings, step: int) -> float:
+    """Return the warm-up's factor of a step, counted from 0."""
+    steps, first = settings.warmup_steps, settings.warmup_from
+    if step >= steps:
+        return 1.0
+    return (step + 1) / (steps + 1) if first is None else first + (1 - first) * step / steps
+
+
 def learning_rate(
     plan: Plan, settings: Settings, step: int, metrics: Mapping[str, float] = MappingProxyType({})
 ) -> float:
     """Return the learning rate of a step, counted from 0, after a validation with these metrics.
 
-    The warm-up's ramp is linear from lr / (warm-up + 1) and reaches the full rate in the step
-    after it; the cosine (Loshchilov & Hutter 2017, without restarts) then falls to 0 at the end.
+    The warm-up's ramp is linear and reaches the full rate in the step after it; the cosine
+    (Loshchilov & Hutter 2017, without restarts) then falls to 0 at the end.
     A scheduler of PyTorch begins at the rate returned, and sets the others itself.
     """
     warmup = settings.warmup_steps
+    ramp = _ramp(settings, step)
     if plan.schedule is not None and not plan.makes_scheduler:
-        ramp = min(1.0, (step + 1) / (warmup + 1))
         # A checkpoint at the end, and a profile of more steps, ask for one that is never trained.
         known = min(step, plan.total_steps - 1)
         rates = [plan.lr * ramp * factor for factor in _factors(plan, known, metrics)]
         return rates[0] if len(rates) == 1 else GroupRates(rates)
     if step < warmup:
-        return plan.lr * (step + 1) / (warmup + 1)
+        return plan.lr * ramp
     if settings.schedule == "constant":
         return plan.lr
     progress = (step - warmup) / max(1, plan.total_steps - warmup)

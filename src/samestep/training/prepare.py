@@ -205,7 +205,7 @@ def wrap(
     if settings.virtual_ranks is not None:
         _start_alike(model, world)
         return model
-    return DistributedDataParallel(
+    return OneLayout(
         model if counter is None else _Counted(model, counter),
         device_ids=[world.device] if world.device.type == "cuda" else None,
         bucket_cap_mb=settings.bucket_cap_mb,
@@ -213,6 +213,28 @@ def wrap(
         find_unused_parameters=settings.find_unused,
         static_graph=settings.static_graph,
     )
+
+
+class OneLayout(DistributedDataParallel):
+    """DDP whose gradients lie in the same buckets from the first step of every start.
+
+    DDP lays its buckets out in the order in which the first backward makes the gradients. Where a
+    gradient lies decides how Gloo rounds its sum over three ranks or more, so a resumed run would
+    take its first step with other bits. The order here is that of the parameters, from the last to
+    the first, which is the order of the backward in a model that uses them as it lists them.
+    """
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        """Wrap a module; the settings are those of DDP."""
+        super().__init__(module, **settings)
+        self.reducer._push_all_rebuilt_params()  # noqa: SLF001 - PyTorch has no public way
+        self.reducer._rebuild_buckets()  # noqa: SLF001
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if self.find_unused_parameters:
+            return parameters, are_sparse  # DDP keeps the layout of the start, which is reversed
+        return parameters[::-1], are_sparse[::-1]
 
 
 def _start_alike(model: nn.Module, world: World) -> None:

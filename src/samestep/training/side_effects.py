@@ -26,10 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.data.trees import tree_leaves
 from samestep.errors import is_not_deterministic, is_users, users_frame
+from samestep.training.optimizer_state import with_inner
 
 Prints = dict[str, str]
 """Place of an attribute, such as "the model's encoder.cache" → a hash of what is there."""
@@ -59,19 +61,34 @@ def model_prints(model: nn.Module, loss: object = None) -> Prints:
 
 def closure_prints(loss: object) -> Prints:
     """Fingerprint what a function has in its closure, or a callable object in its attributes."""
+    return _of_attributes("the loss's ", kept_by(loss))
+
+
+def kept_by(loss: object) -> dict[str, Any]:
+    """Return by name what a loss keeps, a module's in its buffers and attributes.
+
+    A function may keep it in its closure, in attributes, or in numbers that are global.
+    """
     while isinstance(loss, functools.partial | MethodType):
         loss = loss.func if isinstance(loss, functools.partial) else loss.__self__
-    if isinstance(loss, nn.Module):
-        return {}
-    kept = closure_of(loss) if isinstance(loss, FunctionType) else getattr(loss, "__dict__", {})
-    return _of_attributes("the loss's ", kept)
+    if not isinstance(loss, FunctionType):
+        named = dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {}
+        plain = getattr(loss, "__dict__", {}).items()
+        return named | {n: one for n, one in plain if n not in _OF_ANY_MODULE}
+    used = {n: loss.__globals__.get(n) for n in loss.__code__.co_names}
+    numbers = {n: one for n, one in used.items() if isinstance(one, int | float)}
+    return numbers | vars(loss) | closure_of(loss)
 
 
 def optimizer_prints(optimizer: torch.optim.Optimizer) -> Prints:
-    """Fingerprint what an optimizer keeps outside its `state`."""
+    """Fingerprint what an optimizer keeps outside what its `state_dict` returns."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    held += [t for state in optimizer.state.values() for t in state.values()]
+    held += tree_leaves(optimizer.state_dict())
     known = [id(t) for t in held if isinstance(t, Tensor)]
+    for inner in with_inner(optimizer):  # it may hold the state of others as its own
+        tensors = [t for t in tree_leaves([*inner.state.values()]) if isinstance(t, Tensor)]
+        if all(id(t) in known for t in tensors):
+            known += [id(inner.state), *map(id, (inner.param_groups, *inner.param_groups))]
     # Not at import: the first optimizer imports torch._dynamo, which takes a second.
     usual = {*vars(torch.optim.SGD([torch.zeros(1)])), *_OF_A_SCHEDULE}
     return _of_attributes("the optimizer's ", vars(optimizer), usual, known)
@@ -314,6 +331,23 @@ def outside(seen: RandomDraws, *, hold: bool) -> Iterator[None]:
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the batch normalisations of a model by their names."""
     return {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
+
+
+def dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the modules that drop something, each with its attribute that says how much."""
+    found: list[tuple[nn.Module, str]] = []
+    for module in model.modules():
+        name = "p" if isinstance(module, _DropoutNd) else "dropout"
+        kinds = _DropoutNd | nn.RNNBase | nn.MultiheadAttention
+        if isinstance(module, kinds) and getattr(module, name) > 0:
+            found.append((module, name))
+    return found
+
+
+def differs_by_ranks(model: nn.Module) -> list[str]:
+    """Return what a model has that gives something else on another number of ranks by itself."""
+    norms = [n for n in batch_norms(model).values() if not isinstance(n, nn.SyncBatchNorm)]
+    return ["BatchNorm"] * bool(norms) + ["dropout"] * bool(dropouts(model))
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

@@ -1,6 +1,5 @@
 """What a checkpoint holds: all that the next step depends on, as plain tensors and numbers."""
 
-import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,20 +11,18 @@ import torch
 from samestep.data.blocks import held_parts
 from samestep.data.keyed_random import mix
 from samestep.data.stream_source import StreamSource
-from samestep.errors import UserError, listed
-from samestep.ranks.mesh import any_sharded, is_sharded, sharded_as, whole
+from samestep.errors import UserError, defined_at
+from samestep.ranks.mesh import any_sharded, is_sharded, whole
 from samestep.run.checkpoints import FORMAT
-from samestep.run.loading import own_memory
-from samestep.training.alike import check_weights, rng_state, seed_rank, set_rng_state
+from samestep.training.alike import check_weights, may_draw, rng_state, seed_rank, set_rng_state
 from samestep.training.learner import Learner
+from samestep.training.model_state import load_model
 from samestep.training.optimizer import set_lr
 from samestep.training.optimizer_state import load_state, what_groups_keep
 from samestep.training.plan import learning_rate
 from samestep.training.prepare import match_layouts
 from samestep.training.stopping import Watch
 from samestep.training.work import Position, State, Sums, Work
-
-EXTRA_STATE = "_extra_state"
 
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
@@ -96,7 +93,16 @@ def check_alike(work: Work, step: int) -> None:
     if work.settings.virtual_ranks is not None:
         named |= dict(model.named_buffers())
     added = "something changes it after the ranks have added it up, such as a hook"
-    check_weights(named, work.world, step, added)
+    draws = may_draw(work.learner.optimizer)
+    optimizers = [work.learner.optimizer]
+    check_weights(named, work.world, step, added, draws=draws, optimizers=optimizers)
+
+
+def check_resumable(work: Work, step: int) -> None:
+    """Check that ranks have the same weights, and that a checkpoint would lead back to them."""
+    check_alike(work, step)
+    what = f"The recipe's model{defined_at(*work.learner.makers[:1])}"
+    work.world.on_every(lambda: work.trial.check(work.learner.model, what))
 
 
 def _order(work: Work) -> dict[str, Any]:
@@ -133,6 +139,7 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     _restore_learner(work.learner, saved, owned="optimizer" in kept_parts(work))
     state.validated = saved.get("validated", {})
     state.position = Position(**saved["position"])
+    work.learner.moment.after(saved["position"])
     if isinstance(work.train, StreamSource):
         marks = {lane: mark for rank in saved["stream"] for lane, mark in rank.items()}
         work.train.start_from(state.position.epoch, state.position.step_in_epoch, marks)
@@ -213,29 +220,6 @@ def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
         )
 
 
-def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into a model."""
-    saved, own = state["model"], model.state_dict()
-    wrong = [f"{name} is missing" for name in own if name not in saved]
-    wrong += [f"{name} is not in the model" for name in saved if name not in own]
-    wrong += [
-        f"{name} has shape {_shape(saved[name])}, the model {_shape(own[name])}"
-        for name in own
-        if name in saved and _shape(saved[name]) != _shape(own[name])
-    ]
-    if wrong:
-        raise UserError(
-            f"The checkpoint does not fit the model: {listed(wrong, between='; ')}. "
-            "Use the model options of the run that wrote it."
-        )
-    if any(is_sharded(value) for value in own.values()):
-        saved = {name: sharded_as(value, own[name]) for name, value in saved.items()}
-    given = copy.copy(saved)  # with the versions of its modules, which are in an attribute
-    # A module may keep what `set_extra_state` gives it.
-    given.update({n: own_memory(part) for n, part in saved.items() if n.endswith(EXTRA_STATE)})
-    model.load_state_dict(given)
-
-
 def evaluated_weights(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of the model that a checkpoint's evaluation used: averaged, if it was."""
     return {**state["model"], **state.get("ema", {})}
@@ -244,8 +228,3 @@ def evaluated_weights(state: dict[str, Any]) -> dict[str, Any]:
 def load_evaluated(model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Load the weights that a checkpoint's evaluation used."""
     load_model(model, {**state, "model": evaluated_weights(state)})
-
-
-def _shape(value: object) -> tuple[int, ...] | None:
-    """Return a tensor's shape; None for the result of `get_extra_state`."""
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None

@@ -25,7 +25,7 @@ from samestep.training.alike import (
     seed_update,
     set_rng_state,
 )
-from samestep.training.apply import as_scalar, call, with_parts
+from samestep.training.apply import as_scalar, call, of_counted, with_parts
 from samestep.training.buffers import keep_buffers
 from samestep.training.device import autocast, autocast_dtype
 from samestep.training.learner import Learner, StepResult
@@ -233,6 +233,8 @@ class EagerStep:
             else:
                 with self._as_compiled(part):
                     loss = compute(inputs, targets)
+            if isinstance(weight, Tensor):
+                loss = of_counted(loss, self._outputs, weight)
             told = with_parts(loss) * weight if learner.parts else None
             if isinstance(weight, Tensor) or weight != 1.0:
                 loss = loss * weight
@@ -440,11 +442,6 @@ class EagerStep:
         when = f"at step {self._step + 1}" if self._agreed else "on the first batch"
         made = self._outputs  # None where the model has not come to an end
         remedy = "" if made is None else remedy_of(error, made, targets, self._learner.loss)
-        if "backward through the graph a second time" in str(error):
-            remedy = (
-                "State that is kept from step to step holds the graph of the step before: let "
-                "Recipe(carry=…) carry it, or detach() it."
-            )
         blame(
             f"The recipe's model or loss failed {when}, with inputs {describe(inputs)} and "
             f"targets {describe(targets)} on this rank",

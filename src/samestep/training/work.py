@@ -15,6 +15,7 @@ from samestep.training.apply import Measure
 from samestep.training.flops import ModelCost
 from samestep.training.learner import Learner, StepResult
 from samestep.training.metrics import EpochMetrics
+from samestep.training.model_state import ModelTrial
 from samestep.training.phases import Phases
 from samestep.training.plan import ENDLESS, Plan, learning_rate
 from samestep.training.stopping import Watch
@@ -89,6 +90,8 @@ class Work:
     """The recipe's `evaluate_batch`."""
     cost: ModelCost = field(default_factory=ModelCost)
     """What a sample costs to train."""
+    trial: ModelTrial
+    """Whether a checkpoint leads back to the model's state."""
     forward: Callable[[Any], Any] | None = None
     """What evaluations call in the model's place: the model, compiled for them."""
 

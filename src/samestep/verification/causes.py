@@ -56,6 +56,14 @@ UNKEYED = {
         ("augment", "augment()", "Draw from the keys it is given: samestep.uniform(keys, draws)."),
     )
 }
+COLLATE_DRAWS = Cause(
+    "draws in collate",
+    "collate() draws from {draws} when it puts a batch together: on N ranks each puts together its "
+    "own share, and a sample gets other numbers there.",
+    "Draw in the data set's __getitem__, where samestep seeds torch, random and np.random by "
+    "(seed, epoch, sample). A collator of a library, as for masked language modelling, can be "
+    "called there with that one sample.",
+)
 
 # The loss and the metrics.
 OF_BATCH = Cause(
@@ -116,6 +124,8 @@ OVER_RANKS = Cause(
 OVER_BATCH = replace(
     OVER_RANKS,
     why="{metric} of a sample depends on the others of its batch, and ranks have other batches.",
+    advice="Return one value per sample. Let update() of an object take each sample by itself: "
+    "give it probabilities rather than ask whether values are logits, and keep sums and counts.",
 )
 
 # The model.
@@ -143,6 +153,14 @@ BUFFERS = Cause(
     "Forward updates {names} from the samples of the batch: each rank has others, and those of "
     "rank 0 are kept.",
     "Update it from the samples of all ranks: torch.distributed.all_reduce() in forward, if "
+    "torch.distributed.is_initialized().",
+)
+WRITTEN = Cause(
+    "forward that writes a parameter",
+    "Forward sets {names} from the samples of the batch, as ActNorm does in its first one: each "
+    "rank has others, so the weights of the ranks drift apart.",
+    "Set it in model(), from samples that are the same in every process; or make it of the samples "
+    "of all ranks: torch.distributed.all_reduce() in forward, if "
     "torch.distributed.is_initialized().",
 )
 MOVED_BUFFER = Cause(
@@ -222,6 +240,13 @@ DRAWS = Cause(
     "numbers.",
     "Draw from torch's own generator in step(): samestep seeds it alike on all ranks.",
 )
+OPTIMIZER_ROUNDS = Cause(
+    "the optimizer's own rounding",
+    "The optimizer computes in {kind}: of a gradient that is off by {unit:.0e} it makes weights "
+    "that are off by {moved:.0e}, on one process too. So all that follows the first update is "
+    "compared up to {allowed:.0e}; the loss and the gradient of step 1 are compared exactly.",
+    "For a sharper comparison, let the optimizer compute in the type of the weights.",
+)
 LEARNED = Cause(
     "a learned parameter outside the model",
     "The loss depends on {names}, which is not among the model's parameters: its gradient is not "
@@ -250,6 +275,20 @@ BY_NUM_RANKS = Cause(
     "Each rank's loss counts {factor:.3g} times in the sum that one process has: run.backward "
     "weighs each share by its samples already.",
     "Give run.backward the mean over the samples of batch.data, without a factor for the ranks.",
+)
+SCALED = Cause(
+    "loss that is scaled by the ranks",
+    "The gradient of the batch is made of its shares' by factors that do not add up to one: "
+    "{shares}. The loss is multiplied by a number that several ranks have another of than one "
+    "process: a step count that grows with a rank's samples or with the number of ranks, say.",
+    "Count what is the same on any number of ranks: batch.step, or samples by the global batch.",
+)
+OPTIMIZER_SETTINGS = Cause(
+    "optimizer settings that depend on the ranks",
+    "In step {step} the optimizer's {name} is {one:g} in one process and {other:g} in {rank}: it "
+    "follows the rank, or a count that grows with a rank's samples or with the number of ranks.",
+    "Set it from what is the same on any number of ranks: batch.step, or samples by the global "
+    "batch.",
 )
 BATCH_BY_RANKS = Cause(
     "batch that depends on the number of ranks",

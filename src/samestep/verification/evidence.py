@@ -14,6 +14,7 @@ from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.short_trainings import (
     MAIN,
     NUDGED,
+    NUDGED_GRADIENT,
     OWN_PRECISION,
     RankFailure,
     RankReport,
@@ -38,6 +39,8 @@ LEFT_OUT = "left out by --quick"
 EQUAL = "equal to the last bit"
 _TIMES = 30
 """The tolerance of losses, in multiples of what one rounding of the weights changes."""
+OPTIMIZER_TIMES = 4
+"""The tolerance after the first update, in multiples of what a rounding of gradients changes."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,17 @@ class Evidence:
             return None
         return difference(self.reference, nudged, 0.0, losses_only=True).largest
 
+    def by_optimizer(self) -> float:
+        """Return what the recipe's own optimizer may make of rounding; 0 if that was not tried."""
+        nudged = self.trace(0, NUDGED_GRADIENT)
+        if nudged is None:
+            return 0.0
+        losses_only = self.losses_only()
+        return (
+            OPTIMIZER_TIMES
+            * difference(self.reference, nudged, 0.0, losses_only=losses_only).largest
+        )
+
     def trace(self, place: int, training: str) -> Trace | None:
         """Return rank 0's trace of a short training, if there is one."""
         return next(iter(self.traces.get((place, training), [])), None)
@@ -141,6 +155,9 @@ class Evidence:
         """Return the tolerance of a short training's comparison."""
         if self.tolerance is not None:
             return self.tolerance
+        return max(self._before_updates(training), self.by_optimizer())
+
+    def _before_updates(self, training: str) -> float:
         return ROUNDING[self.chosen] if training == OWN_PRECISION else self.exact
 
     def losses_only(self, training: str = MAIN) -> bool:
@@ -152,8 +169,14 @@ class Evidence:
         self, trace: Trace, training: str = MAIN, *, reference: Trace | None = None
     ) -> TrainingDifference:
         """Compare a training with one process, by everything that was kept or only by losses."""
-        tolerance, losses_only = self.tolerance_of(training), self.losses_only(training)
-        return difference(reference or self.reference, trace, tolerance, losses_only=losses_only)
+        first = self._before_updates(training) if self.tolerance is None else None
+        return difference(
+            reference or self.reference,
+            trace,
+            self.tolerance_of(training),
+            losses_only=self.losses_only(training),
+            before_updates=first,
+        )
 
     def compare_starts(
         self, training: str, *, reference: Trace | None = None
@@ -221,6 +244,7 @@ def measured(
     compared: str, found: TrainingDifference, tolerance: float, cause: Cause | None = None
 ) -> Check:
     """Return the check of a measured difference, with its cause if the row knows it itself."""
+    tolerance = tolerance if found.allowed is None else found.allowed
     same, where = found.largest <= tolerance, (found.first_step, found.first_parameter, found.what)
     if same and tolerance == 0:
         compared = f"{EQUAL}: {compared}"

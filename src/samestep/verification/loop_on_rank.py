@@ -4,12 +4,13 @@ The script stays as it is. `open_run` gives it a run that keeps a trace, uses a 
 and ends the process once enough steps are taken.
 """
 
+import contextlib
 import os
 import pickle
 import random
 import runpy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,16 +42,20 @@ from samestep.training.alike import seed_rank
 from samestep.training.side_effects import ALL_KINDS, Draws, RandomDraws, batch_norms
 from samestep.verification.few_samples import TrainingSize, num_samples, spread, subset
 from samestep.verification.on_rank import failure_of
+from samestep.verification.read_again import Changes, dataset_again
 from samestep.verification.recipe_under_test import Doubles, freeze, nudge
 from samestep.verification.rows.one_writer import ONE_WRITER, RecipeOutput
 from samestep.verification.short_trainings import RankReport, ShortTraining, Start
 from samestep.verification.trace import Trace, sample_hashes, values_by_name, values_of
 
 PASSES = "passes"
-"""What a rank's report calls the backward passes of its first step."""
+"""What a rank's report calls its backward passes."""
 STATISTICS = "statistics"
 """… and the means and variances at which batch normalisation is frozen."""
 GLOBAL_BATCH = "global batch"
+READ_AGAIN = "read again"
+GROUPS = "groups"
+"""… and the numbers in the groups of the optimizers: step → of each group by name."""
 _SCALE = 2.0**10
 """Where a gradient scaler begins at most."""
 
@@ -83,6 +88,8 @@ class Pass(NamedTuple):
     """By what its loss weighs among those of the ranks."""
     gradient: NDArray[np.float64]
     """All parameters in a row, of large ones some values."""
+    step: int
+    """Counted from 1."""
 
 
 def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
@@ -151,6 +158,7 @@ class WatchedRun(OwnRun):
         self._size: TrainingSize | None = None
         self._passed: dict[int, float] = {}
         self._kinds: set[torch.dtype] = set()
+        self._read: Callable[[], Changes | None] = lambda: None
 
     # --- what the script does with its run
 
@@ -214,6 +222,8 @@ class WatchedRun(OwnRun):
             self._size = self._size or size
             few, places = _few(data, size.num_samples)
             self._report.num_samples = num_samples(data)
+            if places is not None and not isinstance(data, tuple | Tensor):
+                self._read = partial(dataset_again, few, more.get("collate"))
             self._report.found[GLOBAL_BATCH] = global_batch_size
             if (weights := more.get("weights")) is not None and places is not None:
                 more["weights"] = per_sample("weights", weights, data)[torch.as_tensor(places)]
@@ -246,13 +256,13 @@ class WatchedRun(OwnRun):
         self._note_draws()
         batch, step = self._current("run.backward", trains=True), self._opened.position.step + 1
         usable = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
-        if step == 1 and usable:
+        if usable:
             parameters = parameters_of(trained)
             found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
             pairs = zip(found, parameters, strict=True)
             parts = [values_of(torch.zeros_like(p) if g is None else g)[1:] for g, p in pairs]
             own = batch.rows if terms is None else float(terms)
-            mine = Pass(float(loss), own * (batch.weight > 0), np.concatenate(parts))
+            mine = Pass(float(loss), own * (batch.weight > 0), np.concatenate(parts), step)
             self._report.found.setdefault(PASSES, []).append(mine)
         total = super().backward(loss, *trained, terms=terms, **more)
         self._passed.setdefault(step, float(total))
@@ -314,6 +324,8 @@ class WatchedRun(OwnRun):
     def _keep_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         names = {id(p): name for name, p in self._opened.trained.items()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
+        groups = self._report.found.setdefault(GROUPS, {}).setdefault(self._trace.begun, [])
+        groups += map(_numbers_of, optimizer.param_groups)
         kept = self._trace.gradients.setdefault(self._trace.begun, {})
         fresh = ((names.get(id(p), "a parameter outside the state"), p.grad) for p in held)
         for name, values in values_by_name(fresh).items():
@@ -358,6 +370,9 @@ class WatchedRun(OwnRun):
             "state": self._seen.generators,
             "evaluation": self._in_validation.draws,
         }
+        if not self._task.start.place:
+            with contextlib.suppress(Exception):  # of a data set that reads in another way
+                self._report.found[READ_AGAIN] = self._read()
         for opened in self._data.values():
             opened.source.close()
         hand_back(self._trace)
@@ -365,6 +380,12 @@ class WatchedRun(OwnRun):
         dist.cleanup()
         sys.stdout.flush()
         os._exit(0)  # what follows the steps is not run
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an optimizer's group, such as its learning rate."""
+    one = {k: v for k, v in group.items() if not isinstance(v, Tensor) or v.numel() == 1}
+    return {k: float(v) for k, v in one.items() if isinstance(v, int | float | Tensor)}
 
 
 def _generators() -> tuple[object, object]:

@@ -23,6 +23,7 @@ from samestep.session.training_run import run_session
 from samestep.settings import Precision, Settings, in_precision
 from samestep.training.alike import seed_alike
 from samestep.training.device import switched
+from samestep.training.learner import Learner
 from samestep.training.plan import check_virtual
 from samestep.training.side_effects import ALL_KINDS, RandomDraws, watched
 from samestep.training.stopping import ReceivedSignal
@@ -44,6 +45,7 @@ from samestep.verification.rows import look, look_on_rank, plan_trainings
 from samestep.verification.rows.metrics import ONE_DEVICE, evaluate_checkpoint
 from samestep.verification.rows.model import unused_parameters
 from samestep.verification.rows.one_writer import ONE_WRITER, RecipeOutput
+from samestep.verification.rows.optimizer import OPTIMIZER
 from samestep.verification.short_trainings import (
     MAIN,
     RankFailure,
@@ -115,8 +117,9 @@ class _Start:
             if not problem:
                 self._facts = look(self._tested(), self._facts)
             hand_back(self._facts)
-        quick = self._instructions.quick
-        for training in plan_trainings(start, self._facts, settings.precision, quick=quick):
+        quick, failed = self._instructions.quick, self._instructions.failed
+        planned = partial(plan_trainings, quick=quick, failed=failed)
+        for training in planned(start, self._facts, settings.precision):
             trace = Trace(training=training.name)
             try:
                 self._take(training, trace)
@@ -197,23 +200,12 @@ class _Start:
             return built
 
         recipe = replace(inner, model=model, data=lambda *_: few)
-        tested, held = self._tested(settings.precision), ALL_KINDS - training.free
-        holds = self._facts.virtual_ranks is None  # else nothing is fixed, or looked into
-        if holds:
-            loss = watched(tested.placed_loss, RandomDraws(), held)
+        tested, prepare = self._tested(settings.precision), lambda _: None
+        if self._facts.virtual_ranks is None:  # else nothing is fixed, or looked into
+            loss = watched(tested.placed_loss, RandomDraws(), ALL_KINDS - training.free)
             forward = None if inner.forward is None else tested.exactly(inner.forward)
             recipe = replace(recipe, loss=loss, forward=forward)
-
-        def prepare(model: nn.Module) -> None:
-            if not holds:
-                return
-            # A checkpoint brings the statistics that it was trained with.
-            calibrate = None if training.resumes else partial(tested.calibrate, model)
-            hold_model(model, RandomDraws(), held, calibrate)
-            model.forward = tested.exactly(model.forward)
-            if training.nudged:
-                nudge(model, settings.precision)
-
+            prepare = partial(self._hold, training, tested)
         run_session(
             replace(self._request, recipe=recipe, settings=settings),
             self._world,
@@ -223,6 +215,20 @@ class _Start:
             started_at=time.time(),
             engine=recording(training, self._facts.size.stop, trace, prepare),
         )
+
+    def _hold(self, training: ShortTraining, tested: RecipeUnderTest, learner: Learner) -> None:
+        """Hold still what a training does not leave free, before anything is computed."""
+        takes, model = learner.applied, learner.model
+        # A checkpoint brings the statistics that it was trained with.
+        calibrate = None if training.resumes else partial(tested.calibrate, takes)
+        hold_model(model, RandomDraws(), ALL_KINDS - training.free, calibrate)
+        model.forward = tested.exactly(model.forward)
+        if training.nudged:
+            nudge(model, tested.settings.precision)
+        if arithmetic := self._facts.found.get(OPTIMIZER.name):
+            arithmetic.hold(tested, learner.optimizer)
+            if training.nudges_gradient:
+                arithmetic.nudge(learner.optimizer)
 
 
 def failure_of(trace: Trace, error: Exception) -> RankFailure:

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.amp import grad_scaler
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from samestep.data.batches import open_split
 from samestep.data.blocks import Block
 from samestep.data.source import Source
 from samestep.data.trees import check_rows, map_leaves, narrow, tree_leaves
+from samestep.ranks.mesh import free_gathered
 from samestep.ranks.world import World
 from samestep.recipe import Recipe, Splits
 from samestep.settings import Precision, Settings, in_precision
 from samestep.training.alike import seed_alike
-from samestep.training.apply import applied, call, summed
+from samestep.training.apply import Moment, applied, call, summed, timed
 from samestep.training.device import autocast, data_dtype
 from samestep.training.prepare import place_loss, prepare
 from samestep.training.side_effects import (
@@ -36,6 +36,7 @@ from samestep.training.side_effects import (
     Kind,
     RandomDraws,
     batch_norms,
+    dropouts,
     outside,
     watched,
 )
@@ -105,6 +106,7 @@ class RecipeUnderTest:
     def placed_loss(self) -> Callable[[Any, Any], Tensor]:
         """The loss, with its own tensors on the device and in the type of the weights."""
         placed = place_loss(self.recipe.loss, self.world.device, self.dtype)
+        placed = timed(placed, Moment())  # a training gives its own
         return self.exactly(summed(placed, self.recipe.loss_weights))
 
     def exactly(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,13 +165,18 @@ class RecipeUnderTest:
     def held_model(self) -> nn.Module:
         """Return the model with all that it draws fixed."""
         model = self.build()
-        hold_model(model, RandomDraws(), ALL_KINDS, partial(self.calibrate, model))
+        hold_model(model, RandomDraws(), ALL_KINDS, partial(self.calibrate, self.applied(model)))
         return model
 
-    def calibrate(self, model: nn.Module) -> Any:
-        """Call a model with a few samples, for the statistics at which BatchNorm is held."""
+    def calibrate(self, takes: nn.Module) -> None:
+        """Call what takes the inputs with a few samples, whose statistics BatchNorm is held at.
+
+        It is called as in a training: only that gathers the weights of a model shared out.
+        """
         block = self.batch()
-        return self.forward(model, self.part(block, 0, min(4, block.rows)).inputs)
+        with autocast(self.settings.precision, self.world.device):
+            call(takes, self.part(block, 0, min(4, block.rows)).inputs)
+        free_gathered(takes)
 
     def batch(
         self,
@@ -224,9 +231,10 @@ class RecipeUnderTest:
         with autocast(self.settings.precision, self.world.device):
             return call(self.applied(model), inputs)
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs: Any, targets: Any, moment: Moment | None = None) -> Tensor:
         """Return the loss with all that it draws fixed."""
-        held = watched(self.placed_loss, RandomDraws(), ALL_KINDS)
+        timely = timed(self.placed_loss, moment or Moment())
+        held = watched(timely, RandomDraws(), ALL_KINDS)
         with autocast(self.settings.precision, self.world.device):
             return cast("Tensor", held(outputs, targets))
 
@@ -275,11 +283,8 @@ def hold_model(
     statistics, or at those that the model was built with, which would normalise nothing.
     """
     if "dropout" in held:
-        for module in model.modules():
-            if isinstance(module, _DropoutNd):
-                module.p = 0.0
-            if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-                module.dropout = 0.0
+        for module, fraction in dropouts(model):
+            setattr(module, fraction, 0.0)
     norms = [*batch_norms(model).values()] if "batchnorm" in held else []
     if norms and calibrate is not None:
         was_training, momenta = model.training, [norm.momentum for norm in norms]

@@ -13,6 +13,9 @@ MAIN = "main"
 """The short training that all rows rest on."""
 NUDGED = "nudged"
 """The same on one process from weights off by one rounding, where float64 is not possible."""
+NUDGED_GRADIENT = "nudged gradient"
+"""The same on one process, where each step of the optimizer gets a gradient off by a rounding."""
+OPTIMIZER_ROW = "optimizer"
 OWN_PRECISION = "precision"
 """The same in the precision of the user's settings."""
 _SLOWER = 0.01
@@ -90,6 +93,8 @@ class StartInstructions:
     quick: bool
     facts: RecipeFacts | None = None
     """None in the first start, which finds them out."""
+    failed: frozenset[str] = frozenset()
+    """Short trainings that failed in one process: on several ranks they would end the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +151,15 @@ class ShortTraining:
     """Whether the ranks share the model out, by FSDP."""
     nudged: bool = False
     """Whether its weights begin one rounding off, to measure what rounding does to the losses."""
+    nudges_gradient: bool = False
+    """Whether its gradients are one rounding off, to measure what the recipe's optimizer does."""
 
     def is_taken(self, start: Start, facts: RecipeFacts, chosen: Precision) -> bool:
         """Whether a start runs it, given the precision that the user chose."""
-        if self.nudged:
-            return not start.place and facts.exact != "fp64" and facts.virtual_ranks is None
+        if self.nudged or self.nudges_gradient:
+            narrow = facts.exact != "fp64" and facts.virtual_ranks is None
+            own = self.nudges_gradient and OPTIMIZER_ROW in facts.found
+            return not start.place and (own or (self.nudged and narrow))
         if start.closing or self.resumes:
             return self.resumes and start.place > 0
         if self.halves and facts.virtual_ranks:

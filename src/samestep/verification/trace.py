@@ -18,6 +18,7 @@ from samestep.ranks.mesh import whole
 from samestep.run.records import Record
 from samestep.session.training_run import NATIVE, Engine, Task
 from samestep.settings import Precision
+from samestep.training.learner import Learner
 from samestep.training.loop import evaluate_now, evaluate_work, rehearse
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.work import close_epoch, epoch_is_full
@@ -120,12 +121,12 @@ def _weights_of(model: nn.Module) -> dict[str, Values]:
 
 
 def recording(
-    training: ShortTraining, stop: int, trace: Trace, prepare: Callable[[nn.Module], None]
+    training: ShortTraining, stop: int, trace: Trace, prepare: Callable[[Learner], None]
 ) -> Engine:
     """Return an engine that fills a trace; Lightning's own steps are not looked into.
 
-    A short training ends with step `stop`, the only one to save a checkpoint. `prepare` gets the
-    model before anything is computed.
+    A short training ends with step `stop`, the only one to save a checkpoint. `prepare` gets what
+    is trained before anything is computed.
     """
     inner = NATIVE
     if training.lightning:
@@ -135,7 +136,7 @@ def recording(
 
     def drive(task: Task) -> None:
         work, state = task.work, task.state
-        prepare(work.learner.model)
+        prepare(work.learner)
         if training.lightning:
             inner.drive(replace(task, write=lambda *_: None))
         else:
@@ -233,31 +234,49 @@ class TrainingDifference:
     """The first parameter, in the model's order, beyond the tolerance in that step."""
     what: str = ""
     """What differs in that step: the loss, the gradient norm, a gradient, a weight."""
+    allowed: float | None = None
+    """The tolerance of what differs before the first update, if anything does beyond it."""
 
 
 def worst(differences: Iterable[TrainingDifference]) -> TrainingDifference:
-    """Return the largest of some differences."""
-    return max(differences, key=lambda d: d.largest, default=TrainingDifference())
+    """Return the largest of some differences; one that is there before any update counts most."""
+    key = lambda d: (d.allowed is not None, d.largest)  # noqa: E731
+    return max(differences, key=key, default=TrainingDifference())
 
 
 def difference(
-    one: Trace, other: Trace, tolerance: float, *, losses_only: bool = False
+    one: Trace,
+    other: Trace,
+    tolerance: float,
+    *,
+    losses_only: bool = False,
+    before_updates: float | None = None,
 ) -> TrainingDifference:
     """Compare two trainings step by step, over the steps that the second one took.
 
     Losses and norms are relative to the larger of both; each gradient or weight to the largest
     entry of all, as one that is zero but for rounding has no scale of its own. The first parameter
-    beyond the tolerance is named also where only losses decide.
+    beyond the tolerance is named also where only losses decide. `before_updates` is a tolerance of
+    its own for what no update has touched: the loss and the gradients of step 1.
     """
     largest, first = 0.0, TrainingDifference()
+    strict = tolerance if before_updates is None else before_updates
+
+    def limit(step: int, what: str) -> float:
+        return strict if step == 1 and what != "weight" else tolerance
+
     for step in sorted(other.losses):
         found = _in_step(one, other, step)
-        decisive = [size for _, _, size in (found[:1] if losses_only else found)]
-        largest = max(largest, *decisive)
-        if first.first_step is None and any(size > tolerance for size in decisive):
-            beyond = [(what, name) for what, name, size in found if size > tolerance]
+        decisive = found[:1] if losses_only else found
+        largest = max(largest, *(size for _, _, size in decisive))
+        if first.first_step is None and any(size > limit(step, what) for what, _, size in decisive):
+            beyond = [(what, name) for what, name, size in found if size > limit(step, what)]
             named = next((name for _, name in beyond if name), None)
-            first = TrainingDifference(first_step=step, first_parameter=named, what=beyond[0][0])
+            what = beyond[0][0]
+            allowed = strict if limit(step, what) < tolerance else None
+            first = TrainingDifference(
+                first_step=step, first_parameter=named, what=what, allowed=allowed
+            )
     return replace(first, largest=largest)
 
 

@@ -194,7 +194,9 @@ def gather(
         for start in starts:
             tell(start.place, len(starts), count(start.world_size, "rank"))
             task = folder / f"start-{start.place}"
-            task.write_bytes(pickle.dumps(replace(instructions, start=start, facts=facts)))
+            failed = frozenset(f.training for report in reports.get(0, ()) for f in report.failures)
+            told = replace(instructions, start=start, facts=facts, failed=failed)
+            task.write_bytes(pickle.dumps(told))
             how = launch(start.world_size, task)
             values = [handed_back(task, rank) for rank in range(start.world_size)]
             # A rank that was killed has no report.

@@ -41,15 +41,8 @@ def ready(root: Path, world: World, *, cache: str, side: int = 20, max_corrupt: 
 
 def batches(data, world: World, *, epochs=(0, 1), global_batch=5, num_workers=0):
     """Return this rank's rows of some epochs, as the model sees them, and of an evaluation."""
-    source = open_source(
-        data,
-        world,
-        seed=SEED,
-        dtype=torch.float32,
-        num_workers=num_workers,
-        transform=normalise,
-        augment=augment,
-    )
+    how = {"num_workers": num_workers, "transform": normalise, "augment": augment}
+    source = open_source(data, world, seed=SEED, dtype=torch.float32, **how)
     rows = []
     for epoch in epochs:
         for block in source.blocks(epoch, 0, global_batch=global_batch, drop_last=False):

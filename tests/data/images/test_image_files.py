@@ -30,8 +30,10 @@ def test_endings_count_in_any_case_and_other_files_do_not(tmp_path):
     root = write_images(tmp_path, count=1)
     for name in ("a.JPEG", "b.Png", "c.gif", "notes.txt", "._000.jpg", ".hidden.png", "d.jpg.part"):
         (root / "train" / "cat" / name).write_bytes(b"x")
-    (root / "train" / ".cache").mkdir()
+    for name in (".cache", "__MACOSX/cat"):
+        (root / "train" / name).mkdir(parents=True)
     (root / "train" / "README.md").write_text("x")
+    assert class_names(root) == CLASSES
     found = [Path(name).name for name in names(find_files(root, "train", CLASSES))]
     assert found == ["000.JPG", "a.JPEG", "b.Png", "000.JPG"]
 

@@ -1,15 +1,7 @@
 import numpy as np
 
-from samestep.recipes.cricket.corpus import (
-    BOWLERS_WICKET,
-    BYE,
-    LEG_BYE,
-    NO_BALL,
-    PENALTY,
-    WIDE,
-    from_documents,
-    merge,
-)
+from samestep.recipes.cricket import corpus as corpora
+from samestep.recipes.cricket.corpus import BOWLERS_WICKET, BYE, LEG_BYE, from_documents, merge
 from samestep.recipes.cricket.synthetic import documents
 from tests.cricket_files import ball, corpus_of, encoded, innings, match
 
@@ -39,7 +31,7 @@ def test_a_ball_keeps_its_runs_its_extras_and_its_wickets():
     balls = corpus_of(match(innings("A", over))).balls
     assert balls["runs"].tolist() == [4, 2, 2, 1, 2, 5, 0, 1, 0]
     assert balls["batter_runs"].tolist() == [4, 0, 1, 0, 0, 0, 0, 1, 0]
-    kinds = [0, WIDE, NO_BALL, BYE, LEG_BYE, PENALTY, BOWLERS_WICKET, 0, 0]
+    kinds = [0, corpora.WIDE, corpora.NO_BALL, BYE, LEG_BYE, corpora.PENALTY, BOWLERS_WICKET, 0, 0]
     assert balls["kind"].tolist() == kinds
     assert balls["wickets"].tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 0]
 

@@ -14,16 +14,10 @@ def test_every_part_of_an_innings_that_the_format_has_is_read():
     }
     whole["wickets"][0]["fielders"] = [{"name": "B3"}, {"substitute": True}]
     whole["runs"]["non_boundary"] = True
-    parts = {
-        "absent_hurt": ["A11"],
-        "declared": False,
-        "forfeited": False,
-        "miscounted_overs": {"0": {"balls": "7", "umpire": "U"}, "1": {"balls": 5}},
-        "penalty_runs": {"pre": 5, "post": 5},
-        "powerplays": [{"from": 0.1, "to": 5.6, "type": "mandatory"}],
-        "target": {"overs": 14.4, "runs": 100},
-        "super_over": True,
-    }
+    parts = {"absent_hurt": ["A11"], "declared": False, "forfeited": False, "super_over": True}
+    parts |= {"miscounted_overs": {"0": {"balls": "7", "umpire": "U"}, "1": {"balls": 5}}}
+    parts |= {"penalty_runs": {"pre": 5, "post": 5}, "target": {"overs": 14.4, "runs": 100}}
+    parts |= {"powerplays": [{"from": 0.1, "to": 5.6, "type": "mandatory"}]}
     card = decode(encoded(match(innings("A", [whole], **parts), version="1.0.0")))
     assert card.info.dates[0].isoformat() == "2024-01-01"
     read = card.innings[0]

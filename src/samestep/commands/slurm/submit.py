@@ -52,6 +52,8 @@ _GROUPS = {
 """A group of `--help` begins with this option."""
 _ALL_CHECKED = 200
 """Of an array with more tasks, the flags of the first are checked."""
+_MARK = b"# Written by `samestep slurm submit`"
+"""In the head of each script that is written here."""
 _USAGE = """\
 usage: samestep slurm submit TARGET [flags] [-- arguments of the training or the script]
 
@@ -93,7 +95,7 @@ def main(arguments: list[str]) -> int:
     if command.array is not None:
         return _submit_array(target, flags[cut + 1 :], options, command)
     found = find_workload(target, flags[cut + 1 :], list(RECIPES))
-    _check_training(found, options)
+    _check_training(found, options, target, dry_run=command.dry_run)
     options = with_home_expanded(options)
     job = make_script(found, options, Path.cwd())
     show_notes(advice(options, found.kind))
@@ -116,10 +118,21 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _check_training(found: Workload, options: JobOptions) -> None:
-    """Check a training's flags now, not after hours in the queue."""
+def _check_training(
+    found: Workload, options: JobOptions, target: str, *, dry_run: bool = False
+) -> None:
+    """Check a training's flags now, not after hours in the queue.
+
+    A dry run of a run, which may be a stranger's, runs no code of it.
+    """
     if found.kind == "recipe":
         from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
+        from samestep.session.request import known_of_run  # noqa: PLC0415
+
+        is_theirs = dry_run and target not in RECIPES and is_run(Path(target))
+        if is_theirs and (known := known_of_run(Path(target))):
+            check_ranks(options, known[0])
+            return
 
         # Relative paths in the flags hold for the job too: it runs in this folder.
         _, request = parse(list(found.command[3:]))
@@ -140,8 +153,14 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: _
             raise UserError(f"--array begins new runs, and {shown_path(found.run)} is one.")
         folder = folder or found.run
         found = found.in_run(folder / f"task-{task}")
+        if found.kind == "recipe" and len(tasks) > 1 and not any("%a" in word for word in words):
+            raise UserError(
+                f"--array {command.array}: no argument has %a, so all tasks would be the same "
+                "training.",
+                remedy="Write %a where the task's number goes: -- --seed %a.",
+            )
         if len(jobs) < _ALL_CHECKED:
-            _check_training(found, options)
+            _check_training(found, options, target)
         jobs[task] = make_script(found, options, Path.cwd())
     assert folder is not None
     show_notes(advice(options, found.kind))
@@ -179,6 +198,12 @@ def _check_flags(target: str, flags: list[str]) -> None:
 
 def _keep(job: JobScript, command: _Submit) -> int:
     text = script_text(job)
+    kept = command.script
+    if kept is not None and kept.exists() and not (kept.is_file() and _MARK in kept.read_bytes()):
+        raise UserError(
+            f"--script {kept} exists, and samestep has not written it. Name another file for the "
+            "job's script."
+        )
     if command.script is None:
         sys.stdout.write(text)
         if not Path(job.run).is_dir():

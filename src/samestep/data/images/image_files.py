@@ -122,16 +122,17 @@ def _split_folder(root: Path, split: str) -> Path | None:
 def _names(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
     """Return the names in a folder that are wanted, sorted.
 
-    Names with a leading dot are skipped: macOS writes ._cat.jpg next to cat.jpg.
+    Skipped is what macOS adds: ._cat.jpg next to cat.jpg, and a folder __MACOSX in an archive.
     """
     try:
         with os.scandir(folder) as entries:
-            return sorted(e.name for e in entries if wanted(e) and not e.name.startswith("."))
+            found = [e.name for e in entries if wanted(e)]
     except OSError as error:
         raise UserError(
             f"The folder {folder} cannot be read: {error.strerror}. Make it readable for you, or "
             "name another with --data-dir."
         ) from error
+    return sorted(name for name in found if not name.startswith((".", "__MACOSX")))
 
 
 def _no_images(folder: Path) -> UserError:

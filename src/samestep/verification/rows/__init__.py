@@ -1,7 +1,7 @@
 """All rows of the table, in order: what they train and look at, and how they are judged."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,21 @@ from samestep.settings import Precision
 from samestep.verification.causes import NO_CAUSE, UNKNOWN
 from samestep.verification.evidence import LEFT_OUT, Check, Evidence, TableRow
 from samestep.verification.recipe_under_test import RecipeUnderTest
-from samestep.verification.rows import data, loss, metrics, model, one_writer, state, trainings
+from samestep.verification.rows import (
+    data,
+    loss,
+    metrics,
+    model,
+    one_writer,
+    optimizer,
+    state,
+    trainings,
+)
 from samestep.verification.short_trainings import MAIN, RecipeFacts, ShortTraining, Start
 
 ROWS: tuple[TableRow, ...] = (
     *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
+    optimizer.OPTIMIZER,
     *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.FSDP, trainings.LIGHTNING),
     *(trainings.BATCHNORM, trainings.DROPOUT),
     *(data.ORDER, model.PROCESSES, data.AUGMENTATION, loss.LOSS, loss.LAST_BATCH),
@@ -29,12 +39,20 @@ def rows_of(facts: RecipeFacts) -> list[TableRow]:
 
 
 def plan_trainings(
-    start: Start, facts: RecipeFacts, chosen: Precision, *, quick: bool = False
+    start: Start,
+    facts: RecipeFacts,
+    chosen: Precision,
+    *,
+    quick: bool = False,
+    failed: Collection[str] = (),
 ) -> list[ShortTraining]:
-    """Return what one start trains, the decisive ones first: a failure on several ranks ends it."""
+    """Return what one start trains, the decisive ones first: a failure on several ranks ends it.
+
+    What has `failed` in one process is not tried again.
+    """
     rows = [row for row in rows_of(facts) if not (quick and row.thorough)]
     trainings = [row.training for row in rows if row.training]
-    taken = [training for training in trainings if training.is_taken(start, facts, chosen)]
+    taken = [t for t in trainings if t.is_taken(start, facts, chosen) and t.name not in failed]
     return sorted(taken, key=_how_late)
 
 

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any
 
 from samestep.recipe import Recipe
 from samestep.reporting.words import count
 from samestep.verification import causes
 from samestep.verification.causes import Cause
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
+from samestep.verification.read_again import Changes, Reader, collated_again
 from samestep.verification.recipe_under_test import RecipeUnderTest
 from samestep.verification.short_trainings import MAIN
 
@@ -61,19 +62,12 @@ ORDER = TableRow(
         else None
     ),
 )
-Reader = Literal["dataset", "transform", "augment"]
-
-
-class Changes(NamedTuple):
-    """What changes a sample when it is read twice."""
-
-    part: Reader
-    batchwise: bool
-    """Whether it does so only when the sample is read in another batch."""
 
 
 def _read_again(tested: RecipeUnderTest) -> Changes | None:
     """Read the same samples twice, and in another batch."""
+    if tested.recipe.collate is not None and (changes := _collate_again(tested)):
+        return changes
 
     def same_twice(recipe: Recipe) -> bool:
         return tested.hashes(recipe, 1) == tested.hashes(recipe, 2)
@@ -93,6 +87,20 @@ def _read_again(tested: RecipeUnderTest) -> Changes | None:
     return Changes(part, batchwise)
 
 
+def _collate_again(tested: RecipeUnderTest) -> Changes | None:
+    """See what a recipe's collate makes of the samples of a batch when it is called again."""
+    collate: Any = tested.recipe.collate
+    found: list[Changes | None] = []
+
+    def again(rows: Any) -> Any:
+        if not found:
+            found.append(collated_again(collate, rows))
+        return collate(rows)
+
+    tested.batch(recipe=replace(tested.recipe, collate=again))
+    return found[0]
+
+
 def changing_part(evidence: Evidence) -> Reader | None:
     """Return what changes a sample when it is read twice, if anything does."""
     changes = evidence.found(AUGMENTATION.name, Changes)
@@ -104,9 +112,7 @@ def _explain_augmentation(evidence: Evidence) -> Cause | None:
     # A virtual rank always reads the same samples together.
     if changes is None or (changes.batchwise and evidence.bits):
         return None
-    other = "for a sample when the batch has other samples"
-    again = "each time the same sample is read in the same epoch"
-    return causes.UNKEYED[changes.part].of(when=other if changes.batchwise else again)
+    return changes.cause
 
 
 AUGMENTATION = TableRow(

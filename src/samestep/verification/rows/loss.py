@@ -14,6 +14,7 @@ from samestep.verification import causes
 from samestep.verification.causes import Cause
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, first_line
+from samestep.verification.rows.data import changing_part
 from samestep.verification.rows.state import state_of
 from samestep.verification.short_trainings import RankFailure
 from samestep.verification.trace import largest_apart, relative
@@ -107,8 +108,11 @@ def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float,
                 given = _narrow(outputs, start, number)
             else:  # rows put together anew may be padded otherwise
                 given = tested.forward(model, part.inputs)
-            weight = terms(part.inputs, part.targets) if terms else number
-            found.append((float(tested.loss(given, part.targets)), float(weight)))
+            weight = float(terms(part.inputs, part.targets)) if terms else number
+            if weight:  # a mean over nothing may be NaN, and counts nothing
+                found.append((float(tested.loss(given, part.targets)), weight))
+    if not found:
+        return 0.0, 0.0
     mean = sum(loss * weight for loss, weight in found) / sum(weight for _, weight in found)
     total, most = sum(loss for loss, _ in found), sys.float_info.max  # JSON has no infinity
     from_mean, from_sum = (min(relative(whole, value), most) for value in (mean, total))
@@ -122,8 +126,9 @@ def _narrow(outputs: Any, start: int, number: int) -> Any:
 
 
 def loss_of_parts(evidence: Evidence) -> LossOfParts | None:
-    """Return what was found; nothing of a loss that gives something else in each call."""
-    return None if state_of(evidence).loss else evidence.found(LOSS.name, LossOfParts)
+    """Return what was found; nothing of a loss or targets that are something else each time."""
+    changes = state_of(evidence).loss or changing_part(evidence) == "collate"
+    return None if changes else evidence.found(LOSS.name, LossOfParts)
 
 
 def _explain_loss(evidence: Evidence) -> Cause | None:
@@ -142,6 +147,8 @@ def _explain_loss(evidence: Evidence) -> Cause | None:
 def _loss(evidence: Evidence) -> Check:
     if state_of(evidence).loss:
         return Check("skipped", "it changes from call to call")
+    if changing_part(evidence) == "collate":
+        return Check("skipped", "collate() draws what it is made of")
     if (found := loss_of_parts(evidence)) is None:
         return Check("skipped", "outputs are not one per sample")
     if found.over_batch:

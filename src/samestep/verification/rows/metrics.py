@@ -3,6 +3,7 @@
 import contextlib
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from samestep.data.order import share
 from samestep.data.trees import map_leaves, narrow
 from samestep.ranks.world import World
 from samestep.session.restoring import load_newest
-from samestep.training.apply import measure_of, terms_of
+from samestep.training.apply import Moment, measure_of, terms_of, timed
 from samestep.training.evaluation import evaluate
+from samestep.training.metrics import Objects, is_object
 from samestep.training.side_effects import ALL_KINDS, RandomDraws
 from samestep.training.snapshot import load_evaluated
 from samestep.verification import causes
@@ -22,7 +24,10 @@ from samestep.verification.causes import Cause
 from samestep.verification.evidence import Check, Evidence, TableRow, cause_check, measured
 from samestep.verification.recipe_under_test import HeldForward, RecipeUnderTest, hold_model
 from samestep.verification.short_trainings import MAIN
-from samestep.verification.trace import TrainingDifference, evaluations_apart, worst
+from samestep.verification.trace import TrainingDifference, evaluations_apart, relative, worst
+
+_ROUNDING = 1e-5
+"""Relative, of metric objects: most add up in float32."""
 
 
 def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
@@ -41,10 +46,26 @@ def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
         for one in varied:
             # The evaluation says how it fails; varied outputs may be none for it.
             with contextlib.suppress(Exception):
+                if is_object(metric):
+                    sizes.append(_apart(tested, metric, one))
+                    continue
                 whole, *halves = (_of_rows(tested, metric, one, part) for part in parts)
                 sizes.append(float((whole - torch.cat(halves)).abs().max()))
         found[name] = max(size for size in sizes if not math.isnan(size))
     return found
+
+
+def _apart(tested: RecipeUnderTest, metric: Any, held: HeldForward) -> float:
+    """Return how far a metric object's value of all rows is from that of one row at a time."""
+    rows, values = held.block.rows, list[float]()
+    for size in (rows, 1):
+        objects = Objects({"one": metric}, tested.world.device)
+        for first in range(0, rows, size):
+            part = tested.part(held.block, first, size)
+            objects.update(narrow(held.outputs, first, size), part.targets)
+        values += objects.values(World()).values()
+    found = relative(*values)
+    return found if found > _ROUNDING else 0.0
 
 
 def _roll(outputs: Tensor) -> Tensor:
@@ -139,11 +160,13 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
         return {}
     model = tested.build()
     load_evaluated(model, newest.content)
-    virtual, loss = tested.settings.virtual_ranks, tested.placed_loss
+    moment = Moment()
+    moment.after(newest.content["position"])
+    virtual, loss = tested.settings.virtual_ranks, timed(tested.placed_loss, moment)
     world = replace(tested.world, virtual_ranks=virtual or 0)
     if virtual is None:
         hold_model(model, RandomDraws(), ALL_KINDS)
-        loss = tested.loss
+        loss = partial(tested.loss, moment=moment)
     # A loss over the whole batch is evaluated over batches as they were trained.
     as_trained = replace(tested.settings, batch_size=tested.size.global_batch)
     tested = replace(tested, recipe=replace(tested.recipe, augment=None), settings=as_trained)

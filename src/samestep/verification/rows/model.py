@@ -22,6 +22,7 @@ from samestep.verification.rows.state import (
     first_at_fault,
     first_difference,
     module_calls,
+    restoring,
     state_of,
 )
 from samestep.verification.short_trainings import RecipeFacts
@@ -131,43 +132,64 @@ class BatchInfluence(NamedTuple):
     """Buffers that have other values after a forward of fewer samples."""
     moved: list[str] = []  # noqa: RUF012 - a tuple's default, never changed
     """Other buffers that every forward moves, whatever its samples are."""
+    written: list[str] = []  # noqa: RUF012 - a tuple's default, never changed
+    """Parameters that a forward sets from its samples."""
+
+    @property
+    def depends(self) -> bool:
+        """Whether anything depends on the other samples."""
+        return bool(self.module or self.buffers or self.written)
 
 
 def _halve_batch(tested: RecipeUnderTest) -> BatchInfluence | None:
     """Compare a forward of a batch with one of its first half, both from the same buffers."""
-    held = tested.held_forward
-    if held is None or held.block.rows < 2:
+    block, packed = tested.batch(), tested.held_outputs is None
+    if block.rows < 2 or (tested.recipe.collate is None if packed else tested.held_forward is None):
         return None
-    rows, model = held.block.rows // 2, tested.held_model()
-    first = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    rows, model = block.rows // 2, tested.held_model()
+    restore = restoring(model, checkpointed=False)
     # BatchNorm's have a row of their own.
     norms = tuple(f"{name}." for name in batch_norms(model))
 
-    def restore() -> None:
-        for name, buffer in model.named_buffers():
-            if name in first and first[name].shape == buffer.shape:
-                with torch.no_grad():
-                    buffer.copy_(first[name])
+    def tensors() -> dict[str, Tensor]:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        found = {name: dense(t.detach()).clone() for name, t in named if t.numel()}
+        return {name: t for name, t in found.items() if not name.startswith(norms)}
 
-    def buffers_after(inputs: Any) -> dict[str, Tensor]:
-        if all(name.startswith(norms) for name, _ in model.named_buffers()):
-            return {}
+    def tensors_after(inputs: Any) -> dict[str, Tensor]:
         restore()
         with torch.no_grad():
             tested.forward(model, inputs)
-        named = [(n, b) for n, b in model.named_buffers() if not n.startswith(norms)]
-        return {name: dense(b.detach()).clone() for name, b in named if b.numel()}
+        return tensors()
 
-    halves = held.block.inputs, tested.part(held.block, 0, rows).inputs
-    module = first_difference(tested, model, *halves, rows=rows, restore=restore)
-    whole, half = map(buffers_after, halves)
-    apart = [name for name in whole if largest_apart(whole[name], half[name]) > tested.rounding]
+    first, parameters = tensors(), dict(model.named_parameters())
+
+    halves = block.inputs, tested.part(block, 0, rows).inputs
+    if packed:  # the first ones do not see those that follow, where attention is causal
+        last = tested.part(block, rows, block.rows - rows).inputs
+        pair = block.inputs, last
+        module = first_difference(tested, model, *pair, packed=True, restore=restore)
+    else:
+        module = first_difference(tested, model, *halves, rows=rows, restore=restore)
+    whole, half = map(tensors_after, halves)
+    apart = [
+        name
+        for name in whole
+        if name not in half
+        or whole[name].shape != half[name].shape
+        or largest_apart(whole[name], half[name]) > tested.rounding
+    ]
     moved = [
         name
         for name, left in whole.items()
-        if name in first and name not in apart and not torch.equal(left, dense(first[name]))
+        if name in first and name not in (*apart, *parameters)
+        if not torch.equal(left, first[name])
     ]
-    return BatchInfluence(module, apart, moved) if module or apart or moved else None
+    written = [name for name in apart if name in parameters]
+    buffers = [name for name in apart if name not in parameters]
+    if not (module or apart or moved):
+        return None
+    return BatchInfluence(module, buffers, moved, written)
 
 
 def _explain_samples_apart(evidence: Evidence) -> Cause | None:
@@ -175,6 +197,8 @@ def _explain_samples_apart(evidence: Evidence) -> Cause | None:
     # A module that remembers something gives another output each time, whatever the batch.
     if state_of(evidence).remembers:
         return None
+    if found.written:
+        return causes.WRITTEN.of(names=", ".join(found.written[:3]))
     if found.buffers:
         return causes.BUFFERS.of(names=", ".join(found.buffers[:3]))
     module = found.module
@@ -197,6 +221,11 @@ SAMPLES_APART = TableRow(
     look=_halve_batch,
     answer=_samples_apart,
     explain=_explain_samples_apart,
+    explain_failure=lambda evidence, failure: (
+        _explain_samples_apart(evidence)
+        if "drifted apart" in failure.message and influence_of(evidence).written
+        else None
+    ),
     with_virtual_ranks=False,
 )
 

@@ -18,7 +18,8 @@ from samestep.verification.evidence import (
     left_free_check,
     measured,
 )
-from samestep.verification.loop_on_rank import GLOBAL_BATCH, PASSES, Pass
+from samestep.verification.loop_on_rank import GLOBAL_BATCH, GROUPS, PASSES, READ_AGAIN, Pass
+from samestep.verification.read_again import Changes
 from samestep.verification.rows import trainings
 from samestep.verification.rows.one_writer import ONE_WRITER
 from samestep.verification.short_trainings import MAIN, Start
@@ -88,6 +89,8 @@ def _explain_order(evidence: Evidence) -> Cause | None:
             for rank, size in sizes.items()
         )
         return causes.BATCH_BY_RANKS.of(sizes=listed([*each]))
+    if changes := evidence.found(READ_AGAIN, Changes):
+        return changes.cause
     for start, traces in _traces(evidence):
         for step, one in evidence.reference.samples.items():
             marks = dict(mark.split(" ") for mark in one)
@@ -162,9 +165,24 @@ def _gradients(evidence: Evidence) -> Check:
     return cause_check(evidence, compared, cause, found.largest, **where)
 
 
+def _explain_settings(evidence: Evidence) -> Cause | None:
+    """Return the first number in the optimizer's groups that depends on the ranks."""
+    (_, first), *others = evidence.found_on_ranks(GROUPS, dict[int, list[dict[str, float]]])
+    for step, groups in first.items():
+        for rank, found in others:
+            for mine, its in zip(groups, found.get(step, []), strict=False):
+                for name, value in mine.items():
+                    if its.get(name, value) != value:
+                        how = {"name": name, "one": value, "other": its[name], "rank": rank}
+                        return causes.OPTIMIZER_SETTINGS.of(step=step, **how)
+    return None
+
+
 def _explain_gradients(evidence: Evidence) -> Cause | None:
     if (check := _gradients(evidence)).cause.name:
         return check.cause
+    if cause := _explain_settings(evidence):
+        return cause
     never = not any(_passes(evidence, start) for start in evidence.several)
     compared = (evidence.compare(traces[0]) for _, traces in _traces(evidence))
     apart = any(found.largest > evidence.exact for found in compared)
@@ -177,24 +195,40 @@ GRADIENTS = TableRow(name="gradients", answer=_gradients, explain=_explain_gradi
 # --- the loss
 
 
-def _passes(evidence: Evidence, start: Start) -> list[list[Pass]]:
-    """Return the backward passes of the first step on each rank of a start, in order."""
+def _passes(evidence: Evidence, start: Start, step: int = 1) -> list[list[Pass]]:
+    """Return the backward passes of a step on each rank of a start, in order."""
     found = [report.found.get(PASSES, []) for report in evidence.reports.get(start.place, ())]
-    return [[*ranks] for ranks in zip(*found, strict=False)]
+    return [
+        [*ranks] for ranks in zip(*([p for p in f if p.step == step] for f in found), strict=False)
+    ]
+
+
+def _steps_apart(evidence: Evidence, start: Start) -> list[int]:
+    """Return the steps of which passes are comparable: weights are equal before them."""
+    trace = evidence.trace(start.place, MAIN)
+    found = evidence.compare(trace) if trace else TrainingDifference()
+    later = found.first_step
+    return [1, later] if later and later > 1 and found.what != "weight" else [1]
 
 
 def _explain_loss(evidence: Evidence) -> Cause | None:
     """Find the weights by which the shares' losses and gradients make those of the whole batch.
 
-    All are taken at the first weights. A mean over samples, or over terms that were named, has the
+    All are taken at equal weights. A mean over samples, or over terms that were named, has the
     weights that `run.backward` gives; a mean over something else has others; what is made over the
     batch has none.
     """
+    one = evidence.starts[0]
     rounding = max(1e-7, evidence.exact)
     for start in reversed(evidence.several):  # the shares of many ranks are uneven more often
-        for (whole,), parts in zip(
-            _passes(evidence, evidence.starts[0]), _passes(evidence, start), strict=False
-        ):
+        both = [
+            pair
+            for step in _steps_apart(evidence, start)
+            for pair in zip(
+                _passes(evidence, one, step), _passes(evidence, start, step), strict=False
+            )
+        ]
+        for (whole,), parts in both:
             shares = [part for part in parts if part.terms]
             columns = np.stack([np.append(p.gradient, p.loss) for p in shares], axis=1)
             target = np.append(whole.gradient, whole.loss)
@@ -220,22 +254,22 @@ def _by_weights(weights: Any, usual: Any, left: float, rounding: float) -> Cause
         return OF_BATCH
     if np.abs(factors - len(usual)).max() < exactly and np.ptp(usual) > 0:
         return causes.BY_NUM_RANKS.of(factor=factors[0])
-    if np.ptp(weights) < exactly and abs(weights.sum() - 1) > exactly:
+    if np.abs(weights - 1).max() < exactly:
         return A_SUM
     pairs = zip(weights, usual, strict=True)
     shares = listed([f"{own:.3f} in place of {share:.3f}" for own, share in pairs], 4)
-    return NOT_A_MEAN.of(shares=shares) if abs(weights.sum() - 1) < 0.01 else OF_BATCH
+    cause = NOT_A_MEAN if abs(weights.sum() - 1) < 0.01 else causes.SCALED
+    return cause.of(shares=shares)
 
 
-LOSS = TableRow(
-    name="loss",
-    answer=lambda evidence: (
-        Check("skipped", evidence.not_compared())
-        if evidence.not_compared()
-        else cause_check(evidence, "of a batch, and of its shares", _explain_loss(evidence))
-    ),
-    explain=_explain_loss,
-)
+def _loss(evidence: Evidence) -> Check:
+    samples = "the ranks have other samples" if _explain_order(evidence) else ""
+    if skipped := evidence.not_compared() or samples:
+        return Check("skipped", skipped)
+    return cause_check(evidence, "of a batch, and of its shares", _explain_loss(evidence))
+
+
+LOSS = TableRow(name="loss", answer=_loss, explain=_explain_loss)
 
 
 # --- what differs by itself, and validation
@@ -243,7 +277,7 @@ LOSS = TableRow(
 
 def _state(evidence: Evidence) -> Check:
     if not (names := evidence.found("state", set[str])):
-        return Check("same", "nothing is drawn from Python or NumPy")
+        return Check("same", "the steps draw nothing from Python or NumPy")
     cause = causes.OTHER_GENERATORS.of(names=" and ".join(sorted(names)))
     return left_free_check(evidence, "state", "draws as they are", cause)
 

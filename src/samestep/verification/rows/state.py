@@ -1,6 +1,7 @@
 """What a forward remembers, draws or asks for that no checkpoint holds, and which module does."""
 
 import contextlib
+import copy
 import inspect
 import math
 import os
@@ -8,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -66,11 +66,14 @@ def first_difference(
     model: nn.Module,
     *inputs: Any,
     rows: int | None = None,
+    packed: bool = False,
     restore: Callable[[], object] = lambda: None,
 ) -> ModuleDifference | None:
     """Return the first module with another output, if the model's own output differs at all.
 
-    The first few rows of two inputs are compared, or all; `restore` is called before each pass.
+    The first few rows of two inputs are compared, or all; of `packed` samples, which lie one behind
+    the other along some axis, the last ones, which are all that the second input has. `restore` is
+    called before each pass.
     """
     passes = []
     with contextlib.suppress(Exception):  # modules that do not run each time, or fail on a size
@@ -78,6 +81,8 @@ def first_difference(
             restore()
             passes.append(module_calls(tested, model, each, rows))
         one, other = passes
+        if packed:
+            one = [_cut(*pair) for pair in zip(one, other, strict=True)]
         return first_at_fault(one, other, tested.rounding, type(model).__name__)
     return None
 
@@ -127,6 +132,16 @@ def module_calls(
     return found
 
 
+def _cut(call: ModuleCall, part: ModuleCall) -> ModuleCall:
+    """Return a call with only the last entries of each tensor, as many as that of a part has."""
+
+    def last(whole: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
+        pairs = zip(whole, parts, strict=True)
+        return [one[tuple(slice(-n or None, None) for n in part.shape)] for one, part in pairs]
+
+    return ModuleCall(call.name, last(call.inputs, part.inputs), last(call.outputs, part.outputs))
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return [leaf.detach().clone() for leaf in leaves]
@@ -152,6 +167,8 @@ class Hidden:
 
     kept: list[str] = field(default_factory=list)
     """Plain attributes that other samples in between leave changed, of the model or the loss."""
+    counted: list[str] = field(default_factory=list)
+    """Such attributes that checkpoints hold, as a module's extra state."""
     optimizer: list[str] = field(default_factory=list)
     """What each step of the optimizer changes outside its `state`."""
     draws: list[str] = field(default_factory=list)
@@ -170,6 +187,36 @@ def find_hidden(tested: RecipeUnderTest) -> Hidden | None:
     return None
 
 
+def restoring(model: nn.Module, *, checkpointed: bool) -> Callable[[], None]:
+    """Return what puts back a model's weights, buffers and extra state; or what checkpoints hold.
+
+    A buffer may have another size by then, and extra state may be of any kind.
+    """
+    tensors: list[tuple[dict[str, Any], str, Tensor | None]] = []
+    extra: list[tuple[nn.Module, Any]] = []
+    for module in model.modules():
+        left_out = module._non_persistent_buffers_set if checkpointed else ()  # noqa: SLF001
+        own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)  # noqa: SLF001
+        for held in own:
+            kept = {k: None if t is None else t.detach().clone() for k, t in held.items()}
+            tensors += [(held, name, kept[name]) for name in kept if name not in left_out]
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            extra.append((module, copy.deepcopy(module.get_extra_state())))
+
+    @torch.no_grad()
+    def restore() -> None:
+        for held, name, kept in tensors:
+            now = held.get(name)
+            if now is None or kept is None or now.shape != kept.shape:
+                held[name] = None if kept is None else kept.clone()
+            else:
+                now.copy_(kept)
+        for module, state in extra:
+            module.set_extra_state(copy.deepcopy(state))
+
+    return restore
+
+
 def other_batch(tested: RecipeUnderTest) -> Block:
     """Return samples other than the first step's: the next ones, or some of them again."""
     return tested.batch(1) if tested.size.full > 1 else tested.part(tested.batch(), 0, 1)
@@ -186,14 +233,17 @@ def _of_forward(tested: RecipeUnderTest) -> dict[str, Any]:
         return {**model_prints(model, loss), **closure_prints(loss)}
 
     value, asks = _asked(lambda: forward(block))
-    before = prints()
+    before, restore = prints(), restoring(model, checkpointed=True)
     forward(other)
     forward(block)
     # samestep's own wrapper around the model's forward is not the user's attribute.
-    kept = [name for name in differing(before, prints()) if not name.endswith(" forward")]
+    changed = [name for name in differing(before, prints()) if not name.endswith(" forward")]
+    restore()
+    kept = [name for name in differing(before, prints()) if name in changed]
     known = {id(p) for p in model.parameters()}
     learned = [_described(leaf, model, loss) for leaf in leaves_of(value) if id(leaf) not in known]
-    return {"kept": kept, "asks": asks, "learned": learned}
+    counted = [name for name in changed if name not in kept]
+    return {"kept": kept, "counted": counted, "asks": asks, "learned": learned}
 
 
 def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:
@@ -295,8 +345,7 @@ def _change_of_loss(tested: RecipeUnderTest) -> float | None:
 def _remembering(tested: RecipeUnderTest) -> ModuleDifference | None:
     """Return the first module whose output changes though weights, buffers and inputs do not."""
     block, other, model = tested.batch(), other_batch(tested), tested.held_model()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    twice, restore = (block.inputs, block.inputs), partial(model.load_state_dict, state)
+    twice, restore = (block.inputs, block.inputs), restoring(model, checkpointed=True)
     between = iter((False, True))  # other samples come before the second pass
 
     def after_others() -> None:

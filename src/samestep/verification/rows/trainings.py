@@ -16,6 +16,7 @@ from samestep.verification.evidence import (
     training_check,
 )
 from samestep.verification.rows.model import influence_of
+from samestep.verification.rows.state import state_of
 from samestep.verification.short_trainings import (
     MAIN,
     NUDGED,
@@ -121,9 +122,10 @@ def _accumulation(evidence: Evidence) -> Check:
         found = evidence.compare_starts(name, reference=one)
         return training_check(evidence, name, "2 micro-steps each", found)
     check = training_check(evidence, name, "2 micro-steps per step")
-    moved, trained = influence_of(evidence).moved, evidence.compare_starts(MAIN).values()
+    influence, trained = influence_of(evidence), evidence.compare_starts(MAIN).values()
+    moved = [*influence.moved, *state_of(evidence).hidden.counted]
     apart = any(found.largest > evidence.tolerance_of(MAIN) for found in trained)
-    if check.passed or check.failure or apart or not moved:
+    if check.passed or check.failure or apart or influence.depends or not moved:
         return check
     # Everything else agrees.
     return replace(check, cause=causes.MOVED_BUFFER.of(names=", ".join(moved[:3])))

@@ -1,0 +1,158 @@
+"""A loss may name the step; what it counts itself, and buffers that get lost, are told."""
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep.ranks.world import World
+from samestep.training.unkept import of_buffers
+from tests import tiny
+
+BEFORE = """
+from dataclasses import replace
+ce = nn.functional.cross_entropy
+"""
+AFTER = """
+recipe = replace(recipe, loss=loss)
+"""
+NAMES_IT = """
+def loss(outputs, targets, step, *, epoch=-1):
+    return 0 * ce(outputs, targets) + step + 100 * epoch
+"""
+
+
+def write(folder, loss: str):
+    return tiny.write_recipe(folder, tiny.RECIPE + BEFORE + loss + AFTER, "counts.py")
+
+
+def losses(run, event: str) -> list[tuple[int, float]]:
+    return [(r["step"], r["loss"]) for r in tiny.events(run, event)]
+
+
+@pytest.mark.parametrize("flags", [(), ("--virtual-ranks", "3")], ids=["", "virtual ranks"])
+def test_a_loss_is_given_the_step_and_the_epoch_that_it_names(tmp_path, flags):
+    """Also once resumed; an evaluation has those of the newest step of the weights."""
+    run = tmp_path / "run"
+    tiny.trained(write(tmp_path, NAMES_IT), run, *flags, "--epochs", "2", "--max-steps", "14")
+    tiny.resumed(run, "--max-steps", "22")
+    expected = [(step, step - 1 + 100 * ((step - 1) // 11)) for step in range(1, 23)]
+    assert losses(run, "step") == [(step, pytest.approx(loss)) for step, loss in expected]
+    # After the first epoch, at the stop and at the end, where the best one is tested.
+    ended = [(11, 10), (14, 113), (22, 121), (22, 10)]
+    assert losses(run, "evaluation") == [(step, pytest.approx(loss)) for step, loss in ended]
+    found = [samestep.evaluate(run, name)["loss"] for name in ("best", "last")]
+    assert found == pytest.approx([10, 121])
+
+
+# A loss → what it keeps that decides its value, or may do so later.
+KEPT = {
+    """
+class Loss:
+    n = 0
+    def __call__(self, o, t):
+        self.n += 1
+        return ce(o, t) * max(1.0, self.n - 50)
+loss = Loss()
+""": "n",
+    """
+def made():
+    calls = 0
+    def loss(o, t):
+        nonlocal calls
+        calls += 1
+        return ce(o, t) * min(1.0, calls / 20)
+    return loss
+loss = made()
+""": "calls",
+    """
+seen = 0
+def loss(o, t):
+    global seen
+    seen += 1
+    return ce(o, t) * min(1.0, seen / 20)
+""": "seen",
+    """
+def loss(o, t):
+    loss.n = getattr(loss, "n", 0) + 1
+    return ce(o, t) * min(1.0, loss.n / 20)
+""": "n",
+    """
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(2))
+    def forward(self, o, t):
+        self.centre.mul_(0.9).add_(o.detach().mean(0), alpha=0.1)
+        return ce(o - self.centre, t, label_smoothing=0.1) + self.centre.sum()
+loss = Loss()
+""": "centre",
+    """
+class Loss:
+    def __init__(self):
+        self.log = []
+    def __call__(self, o, t):
+        self.log.append(len(t))
+        self.last, self.size = o.detach().mean(), len(o)
+        return ce(o, t)
+loss = Loss()
+""": "",
+}
+IDS = ("attribute", "closure", "global", "attribute of a function", "buffer", "harmless")
+
+
+@pytest.mark.parametrize(("loss", "named"), KEPT.items(), ids=IDS)
+def test_a_loss_that_counts_its_calls_is_told_and_not_resumed(tmp_path, refused, loss, named):
+    run = tmp_path / "run"
+    tiny.trained(write(tmp_path, loss), run, "--max-steps", "2")
+    told = [note for note in tiny.events(run, "start")[0]["notes"] if "from call to call" in note]
+    assert [f" {named} " in note for note in told] == [True] * bool(named)
+    if named:
+        said = refused("train", str(run), "--resume", "--max-steps", "4")
+        assert f" {named} " in said
+        assert "counts.py:" in said
+    tiny.resumed(run, "--max-steps", "4", *["--no-self-check"] * bool(named))
+
+
+class Buffers(nn.Module):
+    """A model with buffers that training changes, or that come back by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("codes", torch.zeros(2))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("drift", torch.zeros(2), persistent=False)
+        self.register_buffer("places", None, persistent=False)
+
+    def forward(self, x):
+        self.places = torch.arange(len(x))
+        self.codes = 0.9 * self.codes + 0.1 * x.mean(0)
+        self.steps += 1
+        self.drift += 1
+        return self.norm(x)
+
+
+def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path):
+    x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+
+    def found(**world: int):
+        model = Buffers()
+        return of_buffers(model, lambda rows: model(x[:rows]), 8, World(**world))
+
+    assert found() == {"lost": ("drift",), "of_rank": ()}
+    assert found(world_size=2) == {"lost": ("drift",), "of_rank": ("codes",)}
+    assert found(world_size=2, virtual_ranks=4)["of_rank"] == ()
+    text = (
+        "\nclass Drifts(nn.Linear):\n    def forward(self, x):\n"
+        "        self.drift += self.training\n        return super().forward(x) + self.drift\n\n"
+        "def drifts():\n    model = Drifts(8, 2)\n"
+        "    model.register_buffer('drift', torch.zeros(2), persistent=False)\n    return model\n"
+        "from dataclasses import replace\nrecipe = replace(recipe, model=drifts)\n"
+    )
+    tiny.trained(
+        tiny.write_recipe(tmp_path, tiny.RECIPE + text), tmp_path / "run", "--max-steps", "1"
+    )
+    (note,) = tiny.events(tmp_path / "run", "start")[0]["notes"]
+    assert "drift" in note
+    assert "persistent=True" in note
