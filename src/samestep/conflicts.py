@@ -59,11 +59,11 @@ def conflict_in(settings: Any) -> Conflict | None:
     is_fsdp = settings.strategy == "fsdp"
     own = _conflict(settings, _WITH_FSDP if is_fsdp else _WITH_DDP, "strategy", settings.strategy)
     virtual = settings.virtual_ranks is not None
-    if settings.warmup_from is not None and not settings.warmup_steps:
+    if settings.momentum and settings.optimizer != "sgd":
         return Conflict(
-            f"--warmup-from {settings.warmup_from} has no effect without --warmup-steps.",
-            ("warmup_from", "warmup_steps"),
-            "Add it, or leave --warmup-from out.",
+            f"--momentum {settings.momentum} has no effect with --optimizer {settings.optimizer}.",
+            ("momentum", "optimizer"),
+            "Leave it out, or use --optimizer sgd.",
         )
     return (
         _order_conflict(settings)

@@ -6,8 +6,9 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
-from typing import NoReturn
+from pathlib import Path
+from types import FrameType, UnionType
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 # Errors of a rank whose peer has gone: an effect, never the cause.
 LOST_PEER = re.compile(
@@ -131,6 +132,26 @@ _OF_A_RECIPE = {
 }
 
 
+_WORDS: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text in quotes",
+    Path: "a path in quotes",
+}
+
+
+def in_words(kind: Any) -> str:
+    """Return what a value of a declared type is, as a message says it, or an empty text."""
+    inner = [one for one in get_args(kind) if one not in (type(None), ...)]
+    if get_origin(kind) in (Union, UnionType, Annotated):
+        return in_words(inner[0]) if get_origin(kind) is Annotated or len(inner) == 1 else ""
+    if get_origin(kind) in (tuple, list):
+        words = in_words(inner[0])
+        return f"a list, each {words}" if words else ""
+    return _WORDS.get(kind, "")
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "Did you mean …? " with the closest of the names, or an empty text."""
     import difflib  # noqa: PLC0415 - only after a mistake
@@ -140,7 +161,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
         return f"Recipe({field}=…) sets it. "
     meant = known_elsewhere(name, names)
     within = [one for one in names if len(name) > 3 and name in one]
-    cutoff = 0.0 if within else 0.6  # below it a name is another word
+    # Below it a long name is another word; of two letters one may be wrong.
+    cutoff = 0.0 if within else 0.6 if len(name) > 3 else 0.5
     close = difflib.get_close_matches(name, within or names, n=1, cutoff=cutoff)
     return f"Did you mean {(meant or close[0])!r}? " if meant or close else ""
 

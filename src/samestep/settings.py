@@ -10,9 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar
 
 from samestep.conflicts import conflict_in
 from samestep.errors import UserError
@@ -306,12 +304,6 @@ class Settings:
                 f"--lr {self.lr} was tuned for.",
                 flags=["lr_scaling", "base_batch_size"],
             )
-        if self.momentum and self.optimizer != "sgd":
-            raise UserError(
-                f"--momentum {self.momentum} has no effect with --optimizer {self.optimizer}.",
-                remedy="Leave it out, or use --optimizer sgd.",
-                flags=["momentum", "optimizer"],
-            )
         if self.param_dtype == "bf16" and self.precision != "bf16":
             raise UserError(
                 f"--param-dtype bf16 does not go with --precision {self.precision}: weights in "
@@ -380,26 +372,6 @@ def check_flags(
         value = getattr(options, name)
         if value is not None and not holds(value):
             raise UserError(f"--{flag_name(name)} is {value}; it must {must_be}.", flags=[name])
-
-
-_WORDS: dict[object, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text in quotes",
-    Path: "a path in quotes",
-}
-
-
-def in_words(kind: Any) -> str:
-    """Return what a value of a declared type is, as a message says it, or an empty text."""
-    inner = [one for one in get_args(kind) if one not in (type(None), ...)]
-    if get_origin(kind) in (Union, UnionType, Annotated):
-        return in_words(inner[0]) if get_origin(kind) is Annotated or len(inner) == 1 else ""
-    if get_origin(kind) in (tuple, list):
-        words = in_words(inner[0])
-        return f"a list, each {words}" if words else ""
-    return _WORDS.get(kind, "")
 
 
 def flag_name(name: str) -> str:

@@ -160,7 +160,10 @@ def test_a_value_of_a_file_of_defaults_is_never_shown(tmp_path, text):
     ("text", "says"),
     [
         ('[slurm]\npartitoin = "a"', "'partition'.*account, after"),
-        ('[slurm]\ngpus_per_node = "two"', r"samestep\.toml: \[slurm\] gpus_per_node: .*whole number"),
+        (
+            '[slurm]\ngpus_per_node = "two"',
+            r"samestep\.toml: \[slurm\] gpus_per_node: .*whole number",
+        ),
         ("[slurm]\nnodes = 1.5", r"samestep\.toml: \[slurm\] nodes: .*text in quotes"),
         ('[slurm]\nnodes = "two"', r"--nodes two .*samestep\.toml"),
         ("[slurm", r"samestep\.toml .*TOML"),

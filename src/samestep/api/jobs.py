@@ -16,13 +16,12 @@ from samestep.api.arguments import AnyPath, one_line_errors
 from samestep.api.call import call_of, check_may_start, request_of
 from samestep.api.sending import send
 from samestep.api.trained_run import TrainedRun
-from samestep.errors import UserError
+from samestep.errors import UserError, in_words
 from samestep.ranks.process import TASK
 from samestep.recipe import Recipe
 from samestep.recipes import RECIPES
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import shown_path
-from samestep.settings import in_words
 from samestep.slurm.checks import check_ranks
 from samestep.slurm.options import UncheckedOptions, apply_flags, options_before
 from samestep.slurm.queue import QueuedJob, ask_to_stop, call, find_job, read_progress

@@ -9,19 +9,14 @@ from typing import Any
 from samestep.api.arguments import AnyPath, one_line_errors, path_of
 from samestep.api.call import Call, call_of, check_may_start, request_of
 from samestep.api.sending import send
+from samestep.api.sweep_checks import check_trainings
 from samestep.api.trained_run import TrainedRun
 from samestep.errors import UserError
 from samestep.ranks.process import TASK
 from samestep.recipe import Recipe
 from samestep.sweeping.chosen_by_optuna import OptunaChoice
 from samestep.sweeping.side_by_side import EndedTraining, num_at_once, run_here
-from samestep.sweeping.sweep_plan import (
-    MOST,
-    SweepPlan,
-    check_trainings,
-    default_folder,
-    num_points,
-)
+from samestep.sweeping.sweep_plan import MOST, SweepPlan, default_folder, num_points
 
 
 @one_line_errors

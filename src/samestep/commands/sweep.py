@@ -27,7 +27,6 @@ from samestep.sweeping.sweep_plan import (
     MOST,
     Point,
     SweepPlan,
-    check_trainings,
     default_folder,
     num_points,
     read_axes,
@@ -202,7 +201,8 @@ def _ask(number: int, *, sure: bool) -> None:
 
 def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
     """Check every flag and value before the first training; return the settings of one."""
-    from samestep.commands.train import parse  # noqa: PLC0415 - it imports torch
+    from samestep.api.sweep_checks import check_trainings  # noqa: PLC0415 - it imports torch
+    from samestep.commands.train import parse  # noqa: PLC0415
 
     points = [*sweep.points.values()]
     if len(points) > _ALL_CHECKED:

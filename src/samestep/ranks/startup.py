@@ -164,7 +164,8 @@ def accept_output() -> None:
     sys.stdout = sys.stdout or _ClosedOutput()
     sys.stderr = sys.stderr or _Nowhere()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        with contextlib.suppress(OSError):  # its descriptor leads elsewhere than when it was opened
+            sys.stdout.reconfigure(errors="replace")
 
 
 def drop_output() -> None:

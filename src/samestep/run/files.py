@@ -80,7 +80,8 @@ def toml_of(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or is not TOML.
     """
-    if path.exists() and not path.is_file():  # the read of a pipe would wait for ever
+    # The read of a pipe would wait for ever.
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path} cannot be read: it is not a file.")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))

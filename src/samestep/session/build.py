@@ -42,7 +42,7 @@ from samestep.training.device import (
     make_scaler,
     return_freed_memory,
 )
-from samestep.training.dry_run import Tried, dry_run
+from samestep.training.dry_run import Tried, dry_run, of_one_sample
 from samestep.training.flops import model_cost
 from samestep.training.learner import Learner
 from samestep.training.metrics import EpochMetrics
@@ -115,8 +115,8 @@ def build(
     held_out, test = splits.validation, splits.test
     validation = source(held_out, split="validation") if held_out is not None else None
     # A verification, which checks nothing at the start, holds batch normalisation still.
-    known = settings.self_check and not (settings.sync_batchnorm or plan.is_stream)
-    how = (settings.precision, world, takes, plan.of_one_sample(settings) if known else None)
+    lonely = of_one_sample(plan, settings) if settings.self_check else None
+    how = (settings.precision, world, takes, lonely)
     trial = partial(dry_run, model, loss, recipe, splits, train, *how)
     untried = Tried(recipe.metrics)
     tried = _try_out(trial, validation, test, source, world) if tries else untried

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from samestep.errors import UserError, defined_at, did_you_mean
+from samestep.errors import UserError, defined_at, did_you_mean, in_words
 from samestep.recipe import Recipe
-from samestep.settings import Settings, in_words, own_names
+from samestep.settings import Settings, own_names
 
 
 def typed(

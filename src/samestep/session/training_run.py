@@ -391,6 +391,9 @@ def _without_effect(work: Work) -> list[str]:
         "--bucket-cap-mb has no effect on one rank: nothing is reduced.": (
             settings.bucket_cap_mb is not None and alone and not world.connected
         ),
+        "--warmup-from has no effect without --warmup-steps.": (
+            settings.warmup_from is not None and not settings.warmup_steps
+        ),
         "--cudnn-benchmark has no effect: only NVIDIA GPUs use cuDNN.": (
             settings.cudnn_benchmark and world.device.type != "cuda"
         ),

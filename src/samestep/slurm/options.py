@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from tyro.conf import UseAppendAction, arg
 
-from samestep.errors import UserError, did_you_mean
+from samestep.errors import UserError, did_you_mean, in_words
 from samestep.run.directory import names_secret
 from samestep.run.files import read_object, toml_of, write_text
-from samestep.settings import in_words
 
 Words = Annotated[tuple[str, ...], UseAppendAction]
 

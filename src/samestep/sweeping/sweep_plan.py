@@ -11,17 +11,14 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.errors import UserError
 from samestep.run.directory import SWEEP, is_run
 from samestep.run.files import read_object, shown_path, write_text
-
-if TYPE_CHECKING:
-    from samestep.session.request import Request
 
 LOGS = ".logs"
 """In the sweep's folder: what each training printed."""
@@ -102,7 +99,7 @@ class SweepPlan:
         for flag, values in self.axes.items():
             yield from ({**first, flag: value} for value in values[1:])
 
-    def combined(self, requests: "Mapping[str, Request]") -> "Callable[[Point], Request]":
+    def combined(self, requests: Mapping[str, Any]) -> Callable[[Point], Any]:
         """Return what makes the request of a point of those of the corners, by their `repr`.
 
         It takes microseconds, where the words of a point take a tenth of a second to read.
@@ -114,7 +111,7 @@ class SweepPlan:
             pairs = vars(corner).items() if before is not None else ()
             return {name: value for name, value in pairs if value != getattr(before, name)}
 
-        def request_of(point: Point) -> "Request":
+        def request_of(point: Point) -> Any:
             ours: dict[str, Any] = {}
             theirs: dict[str, Any] = {}
             for flag, text in point.items():
@@ -159,51 +156,6 @@ class SweepPlan:
                 "--run-dir, or repeat the command that began this one.",
                 flags=["run_dir"],
             )
-
-
-def check_trainings(
-    points: Iterable[Point], request_of: Callable[[Point], "Request"], num_ranks: int
-) -> "list[Request]":
-    """Check trainings before the first begins; return the request of each point.
-
-    Raises:
-        UserError: one would be refused, by itself or by its engine, or two are the same training.
-    """
-    found: list[Request] = []
-    seen: dict[str, str] = {}
-    for point in points:
-        try:
-            request = request_of(point)
-            _check_alone(request, num_ranks)
-        except UserError as error:
-            if not found:
-                raise
-            raise UserError(f"{error} (It is with {_typed(point)}; none was begun.)") from error
-        what = repr((replace(request.settings, run_dir=None), request.options))
-        if (other := seen.setdefault(what, _typed(point))) != _typed(point):
-            raise UserError(
-                f"{other} and {_typed(point)} are the same training. Give each value once."
-            )
-        found.append(request)
-    return found
-
-
-def _check_alone(request: "Request", num_ranks: int) -> None:
-    """Check what a training's settings say of its engine and its batch."""
-    from samestep.training.plan import batch_sizes  # noqa: PLC0415 - it imports torch
-
-    settings = request.settings
-    if settings.engine == "lightning":
-        from samestep.lightning.engine import check_settings  # noqa: PLC0415 - rarely needed
-
-        check_settings(settings, request.recipe)
-    if settings.batch_tokens is None:  # else the data decides
-        virtual = settings.virtual_ranks
-        batch_sizes(settings, virtual or num_ranks, "virtual ranks" if virtual else "ranks", None)
-
-
-def _typed(point: Point) -> str:
-    return " ".join(f"--{flag} {text}" for flag, text in point.items())
 
 
 def _sha256(file: Path) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.memory_source import MemorySource
+from samestep.data.order import step_range
 from samestep.data.source import Source
 from samestep.errors import UserError, defined_at, made_by
 from samestep.ranks.mesh import any_sharded, free_gathered
@@ -21,7 +22,7 @@ from samestep.recipe import Recipe, Splits, accuracy
 from samestep.recipe_checks import check_lower, check_names
 from samestep.run.checkpoints import why_not_kept
 from samestep.run.records import TAKEN_IN_STEPS, TAKEN_NAMES
-from samestep.settings import Precision
+from samestep.settings import Precision, Settings
 from samestep.training.alike import random_numbers
 from samestep.training.apply import (
     Moment,
@@ -37,6 +38,7 @@ from samestep.training.buffers import keep_buffers
 from samestep.training.device import autocast
 from samestep.training.evaluation import Totals, as_evaluated, outputs_of
 from samestep.training.flops import count_flops
+from samestep.training.plan import Plan
 from samestep.training.side_effects import batch_norms
 from samestep.training.unkept import Unkept, of_buffers, of_loss
 
@@ -148,6 +150,27 @@ def dry_run(
     if measures:
         check_lower(recipe.lower_is_better, (*recipe.metrics, *parts, *measured))
     return Tried(metrics, parts, measured, flops, unkept)
+
+
+def of_one_sample(plan: Plan, settings: Settings) -> UserError | None:
+    """Return the error for a model that cannot train on one sample, if a rank is given one."""
+    if settings.sync_batchnorm or plan.is_stream:
+        return None  # it may see those of other ranks, or comes of what is unknown
+    sizes, whole, remedy = [plan.global_batch_size], "Each step", "Use fewer ranks, "
+    if plan.by_tokens is not None:
+        sizes, whole = [*{*plan.by_tokens.sizes}], "A step"
+    elif plan.total_steps >= plan.steps_per_epoch and 1 not in plan.full_micro_steps(settings):
+        last = step_range(plan.num_samples, plan.global_batch_size, plan.steps_per_epoch - 1)
+        sizes, whole, remedy = [len(last)], "The last step of an epoch", "Add --drop-last, "
+    if not any(1 in plan.micro_steps_of(size, settings) for size in sizes):
+        return None
+    cut = f"{plan.num_samples:,} samples in batches of {plan.global_batch_size:,}"
+    ranks = f" on {plan.world_size} ranks" if plan.world_size > 1 else ""
+    return UserError(
+        f"{whole} ({cut}{ranks}) gives a rank a single sample, on which BatchNorm cannot train.",
+        remedy=f"{remedy}or choose another --batch-size or --micro-batch-size.",
+        flags=["batch_size"],
+    )
 
 
 def _check_alone(

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from samestep.data.blocks import Cut, cut_rows
-from samestep.data.order import TokenCut, share, step_range, steps_per_epoch
+from samestep.data.order import TokenCut, share, steps_per_epoch
 from samestep.errors import UserError, blame, defined_at
 from samestep.recipe_source import schedule_asks
 from samestep.settings import Settings, flag_name
@@ -118,30 +118,10 @@ class Plan:
     def full_micro_steps(self, settings: Settings) -> frozenset[int]:
         """Return the sizes of micro-steps in a step with a whole global batch, of any rank."""
         samples = min(self.global_batch_size, self.num_samples or self.global_batch_size)
-        return self._micro_steps_of(samples, settings)
+        return self.micro_steps_of(samples, settings)
 
-    def of_one_sample(self, settings: Settings) -> UserError | None:
-        """Return the error for a model that cannot train on one sample, if a rank is given one."""
-        sizes, whole, remedy = [self.global_batch_size], "Each step", ""
-        if self.by_tokens is not None:
-            sizes, whole = [*{*self.by_tokens.sizes}], "A step"
-        elif self.num_samples and self.total_steps >= self.steps_per_epoch:
-            last = step_range(self.num_samples, self.global_batch_size, self.steps_per_epoch - 1)
-            if 1 not in self.full_micro_steps(settings):
-                sizes, whole, remedy = [len(last)], "The last step of an epoch", "Add --drop-last, "
-        if not any(1 in self._micro_steps_of(size, settings) for size in sizes):
-            return None
-        cut = f"{self.num_samples:,} samples in batches of {self.global_batch_size:,}"
-        ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
-        return UserError(
-            f"{whole} ({cut}{ranks}) gives a rank a single sample, on which BatchNorm cannot "
-            "train.",
-            remedy=f"{remedy or 'Use fewer ranks, '}or choose another --batch-size or "
-            "--micro-batch-size.",
-            flags=["batch_size"],
-        )
-
-    def _micro_steps_of(self, samples: int, settings: Settings) -> frozenset[int]:
+    def micro_steps_of(self, samples: int, settings: Settings) -> frozenset[int]:
+        """Return the sizes of micro-steps in a step of some samples, of any rank."""
         parts = self.virtual_ranks or self.world_size
         cuts = (
             self.cut(settings)(len(share(range(samples), part, parts)), samples)
@@ -311,10 +291,7 @@ def _factors(plan: Plan, step: int, metrics: Mapping[str, float]) -> list[float]
     try:
         found = schedule(step, total, **told)
     except Exception as error:
-        remedy = (
-            "It is called with (step, total steps). One that makes a scheduler of PyTorch names "
-            "its parameter `optimizer`."
-        )
+        remedy = "It is called with (step, total steps); to make a scheduler, name `optimizer`."
         if "metrics" in told:
             remedy = "Before the first validation `metrics` is empty."
         blame(
@@ -386,10 +363,7 @@ _NOT_BY_TOKENS = {
 def batch_sizes(
     settings: Settings, parts: int, ranks: str, by_tokens: TokenCut | None
 ) -> tuple[int, int, int]:
-    """Return global batch, micro-batch and micro-steps of `parts` ranks or virtual ones.
-
-    `ranks` is the word for messages.
-    """
+    """Return global batch, micro-batch and micro-steps; `ranks` is the word for messages."""
     if settings.batch_tokens is not None:
         for name, why in _NOT_BY_TOKENS.items():
             value = getattr(settings, name)
