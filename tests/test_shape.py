@@ -58,6 +58,7 @@ SHORT_FILES = {
     "version": "the build reads it",
     "api.arguments": "what the public functions share, without torch",
     "api.run_lists": "the public functions that need no torch",
+    "recipes.small_convnet": "a network, as recipes.resnet is",
     "api.sweep_checks": "what the verb and the function check of a sweep alike",
     "data.augment": "public functions for recipes",
     "data.recipe_splits": "recipes import it, without the sources",

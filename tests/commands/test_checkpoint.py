@@ -163,7 +163,10 @@ def own_run(folder, **state):
     run = write_run(folder / "run")
     (run / "checkpoints").mkdir()
     held = {name: one.state_dict() for name, one in state.items()}
-    digest = save(run / "checkpoints", "checkpoint_epoch_1.pt", {"format": FORMAT, "state": held})
+    position = {"step": 1, "epoch": 1, "step_in_epoch": 0, "samples": 1}
+    content = {part: {} for part in ("program", "settings", "order", "sums", "own")}
+    content |= {"format": FORMAT, "state": held, "position": position}
+    digest = save(run / "checkpoints", "checkpoint_epoch_1.pt", content)
     entry = Entry(path="checkpoint_epoch_1.pt", step=1, epoch=1, sha256=digest)
     announce(run / "checkpoints", Index(), entry, Retention())
     return run

@@ -51,7 +51,7 @@ steps = 0
 def loss(outputs, targets):
     global steps
     steps += 1
-    if steps == 3 and os.environ.get("RANK") == "1":
+    if steps == 12 and os.environ.get("RANK") == "1":
         raise KeyError("lost on the way")
     return nn.functional.cross_entropy(outputs, targets)
 

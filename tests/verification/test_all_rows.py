@@ -15,7 +15,7 @@ from samestep.verification.rows.data import Changes
 from samestep.verification.rows.loss import LossOfParts
 from samestep.verification.rows.model import BatchInfluence
 from samestep.verification.rows.one_writer import RecipeOutput
-from samestep.verification.rows.optimizer import Arithmetic
+from samestep.verification.rows.rounding import Arithmetic
 from samestep.verification.rows.state import Hidden, ModuleCall, ModuleDifference, first_at_fault
 from samestep.verification.short_trainings import (
     MAIN,

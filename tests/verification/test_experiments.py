@@ -9,7 +9,7 @@ import torch
 from samestep.errors import UserError
 from samestep.verification import causes
 from samestep.verification.recipe_under_test import exact_precision
-from samestep.verification.rows import data, look, loss, metrics, model, optimizer, state, trainings
+from samestep.verification.rows import data, look, loss, metrics, model, rounding, state, trainings
 from samestep.verification.rows.state import find_hidden
 from tests.verification import planted
 from tests.verification.made_up import different, recipe_under_test, undisturbed, with_facts
@@ -154,5 +154,5 @@ def test_an_optimizer_computes_in_float64_where_it_can_and_else_its_type_is_know
     name, kind, tmp_path
 ):
     tested = recipe_under_test(planted.write(tmp_path, getattr(planted, name)))
-    found = optimizer.OPTIMIZER.look(tested)
+    found = rounding.OPTIMIZER.look(tested)
     assert (found.wide, found.kind) == (True, kind)

@@ -45,7 +45,7 @@ from samestep.verification.rows import look, look_on_rank, plan_trainings
 from samestep.verification.rows.metrics import ONE_DEVICE, evaluate_checkpoint
 from samestep.verification.rows.model import unused_parameters
 from samestep.verification.rows.one_writer import ONE_WRITER, RecipeOutput
-from samestep.verification.rows.optimizer import OPTIMIZER
+from samestep.verification.rows.rounding import OPTIMIZER
 from samestep.verification.short_trainings import (
     MAIN,
     RankFailure,

@@ -16,7 +16,7 @@ from samestep.verification.rows import (
     metrics,
     model,
     one_writer,
-    optimizer,
+    rounding,
     state,
     trainings,
 )
@@ -24,7 +24,7 @@ from samestep.verification.short_trainings import MAIN, RecipeFacts, ShortTraini
 
 ROWS: tuple[TableRow, ...] = (
     *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
-    optimizer.OPTIMIZER,
+    rounding.OPTIMIZER,
     *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.FSDP, trainings.LIGHTNING),
     *(trainings.BATCHNORM, trainings.DROPOUT),
     *(data.ORDER, model.PROCESSES, data.AUGMENTATION, loss.LOSS, loss.LAST_BATCH),
