@@ -134,6 +134,13 @@ def test_reads_of_numbers_are_noted_where_they_are_not_the_bottleneck():
     assert not judge(measured(operations=Operations(matmul=1.0))).notes
 
 
+def test_a_wait_for_data_is_noted_too_where_workers_could_read_meanwhile():
+    waits = {"data": 0.03}
+    assert any("--num-workers" in note for note in judge(measured(waits)).notes)
+    assert not judge(measured(waits, workers=2)).notes
+    assert not judge(measured({"data": 0.01})).notes
+
+
 SECONDS = st.floats(0.0, 1.0)
 
 

@@ -14,6 +14,8 @@ _STRAGGLES = 0.15
 # A run counts as oversubscribed if a thread waits for a core longer than this fraction of a step,
 # and the ranks by themselves would use more than this many times the available cores.
 _STARVED, _OVER = 0.2, 1.2
+# From this fraction of a step on, waiting for data is told even if another part takes longer.
+_WAITS_LONG = 0.2
 # Evaluations and checkpoints may take this fraction of the time.
 _AFFORDABLE = 0.05
 _LATENCY_BYTES = 1 << 20
@@ -163,7 +165,8 @@ ADVICE = {
             "over samples.",
             "all cores work": "Make reading a sample cheaper: decode once and keep the result, or "
             "hold the data in memory; {cores} feed no more than {workers} per rank.",
-            "recipe": "Read in worker processes: --workers {tried} here finds how many.",
+            "recipe": "Read in worker processes, --num-workers {enough}: --workers {tried} here finds "
+            "how many.",
             "iterable": f"{_MORE_WORKERS}, with an IterableDataset whose __iter__ yields only its "
             "worker's share by torch.utils.data.get_worker_info(): else each worker yields every "
             "sample.",
@@ -361,6 +364,14 @@ def _notes(measured: MeasuredSteps, kind: str, starved: float) -> tuple[str, ...
         notes.append(
             "The script profiles some of its steps itself: they are left out, with what it does "
             "with its trace."
+        )
+    step, waits = measured.typical.step, measured.typical.phases.get("data", 0.0)
+    reads_itself = not (measured.workers or measured.in_memory)
+    if kind != "input-bound" and reads_itself and waits >= _WAITS_LONG * step:
+        flag = "DataLoader(…, num_workers=2)" if measured.script else "--num-workers 2"
+        notes.append(
+            f"The step also waits {milliseconds(waits)} for its data, {waits / step:.0%} of it, which "
+            f"the training process reads itself: {flag} reads it meanwhile."
         )
     syncs = measured.traced.syncs
     if syncs >= 0.5 and kind != "host-sync":
