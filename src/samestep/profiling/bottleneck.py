@@ -165,8 +165,8 @@ ADVICE = {
             "over samples.",
             "all cores work": "Make reading a sample cheaper: decode once and keep the result, or "
             "hold the data in memory; {cores} feed no more than {workers} per rank.",
-            "recipe": "Read in worker processes, --num-workers {enough}: --workers {tried} here finds "
-            "how many.",
+            "recipe": "Read in worker processes, --num-workers {enough}: --workers {tried} here "
+            "finds how many.",
             "iterable": f"{_MORE_WORKERS}, with an IterableDataset whose __iter__ yields only its "
             "worker's share by torch.utils.data.get_worker_info(): else each worker yields every "
             "sample.",
@@ -370,7 +370,7 @@ def _notes(measured: MeasuredSteps, kind: str, starved: float) -> tuple[str, ...
     if kind != "input-bound" and reads_itself and waits >= _WAITS_LONG * step:
         flag = "DataLoader(…, num_workers=2)" if measured.script else "--num-workers 2"
         notes.append(
-            f"The step also waits {milliseconds(waits)} for its data, {waits / step:.0%} of it, which "
+            f"The step also waits {milliseconds(waits)} ({waits / step:.0%}) for its data, which "
             f"the training process reads itself: {flag} reads it meanwhile."
         )
     syncs = measured.traced.syncs
