@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from samestep.cli import VERBS
+from samestep.reporting.table import escape
 from samestep.version import __version__
 from tests.command_line import call, typed
 from tests.reporting.made_runs import write_run
@@ -146,3 +147,24 @@ def test_a_reader_that_leaves_early_sees_no_traceback_and_ends_no_training(words
     program = f"exec {sys.executable} -m samestep {words} | true; exit ${{PIPESTATUS[0]}}"
     done = typed("bash", "-c", program)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_names_that_hold_codes_of_a_terminal_are_shown_without_them(refused):
+    """Somebody else's file could hide a line with them."""
+    shown = refused("train", "a\x1b[2Kb.py")
+    assert "a\ufffd[2Kb.py" in shown
+    assert "\x1b" not in shown
+    assert escape("[red]\x1b[2K\nx") == "\\[red]\ufffd[2K\nx"
+
+
+def test_a_terminal_is_told_at_once_what_starts_and_a_log_is_not(monkeypatch, capsys):
+    for words, told in (
+        (["r.py"], "starting …\n"),
+        (["r.py", "--nproc", "2"], "starting 2 ranks …\n"),
+    ):
+        call("train", *words, "--epochs", "x")
+        assert "starting" not in capsys.readouterr().err
+        with monkeypatch.context() as context:
+            context.setattr(sys.stderr, "isatty", lambda: True)
+            call("train", *words, "--epochs", "x")
+        assert capsys.readouterr().err.startswith(told)

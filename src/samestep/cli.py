@@ -1,5 +1,6 @@
 """The command line: find the verb, then import its module, so that help needs no torch."""
 
+import contextlib
 import importlib
 import os
 import sys
@@ -79,6 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     postpone_collections()
     if verb == "train":  # other verbs end by it at once
         hold_warning()
+        _say_that_it_starts(rest)
     try:
         if verb not in VERBS:
             hint = did_you_mean(verb, VERBS)
@@ -96,3 +98,15 @@ def main(arguments: list[str] | None = None) -> int:
 
         return report(error)
     return code
+
+
+def _say_that_it_starts(words: list[str]) -> None:
+    """Tell a terminal at once what will take seconds: PyTorch is imported first."""
+    if PARENT in os.environ or {"-h", "--help", "--help-all"} & {*words}:
+        return
+    with contextlib.suppress(OSError, ValueError):  # a closed one
+        if sys.stderr.isatty():
+            at = words.index("--nproc") + 1 if "--nproc" in words else 0
+            ranks = f"{words[at]} ranks " if 0 < at < len(words) and words[at] != "1" else ""
+            sys.stderr.write(f"starting {ranks}…\n")
+            sys.stderr.flush()

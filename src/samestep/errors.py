@@ -173,6 +173,11 @@ def known_elsewhere(name: str, names: Collection[str]) -> str | None:
     return meant if meant in names else None
 
 
+def printable(text: str, but: str = "") -> str:
+    """Return a text without what would move the cursor or cannot be encoded, `but` for these."""
+    return "".join(c if c.isprintable() or c in but else "\ufffd" for c in text)
+
+
 def listed(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
     """Return the first names, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""

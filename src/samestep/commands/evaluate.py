@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
 
 import samestep
 from samestep.commands.help import CheckpointName, RunPath, Switch, parse_flags
+from samestep.reporting.table import escape
 from samestep.reporting.words import class_table
 from samestep.run.directory import plain
 from samestep.settings import Device

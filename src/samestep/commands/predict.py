@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
 
 from samestep.commands.help import CheckpointName, RunPath, Switch, check_positive, parse_flags
 from samestep.errors import UserError
 from samestep.reporting.plot import check_picture, picture
+from samestep.reporting.table import escape
 from samestep.reporting.words import Columns, word
 from samestep.settings import Device
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rich.console import Console
-from rich.markup import escape
 from tyro.conf import arg
 
 from samestep.commands.help import RunPath, Switch, parse_flags
 from samestep.ranks.process import print_error
+from samestep.reporting.table import escape
 from samestep.tracking.processes import send_run
 
 _EXAMPLES = (

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 
 from rich.console import Console
-from rich.markup import escape
 
 from samestep.doctor import (
     addresses,
@@ -24,7 +23,7 @@ from samestep.doctor.rank_facts import Allocation, AllReduce, DoctorOptions, Ran
 from samestep.errors import UserError
 from samestep.ranks.launch import OPEN_MPI, PMI, TORCHRUN, Launch, detect_launch
 from samestep.ranks.world import World, find_world
-from samestep.reporting.table import Table, text_lines
+from samestep.reporting.table import Table, escape, text_lines
 from samestep.reporting.words import wrapped
 
 _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}

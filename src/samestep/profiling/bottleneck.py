@@ -14,7 +14,7 @@ _STRAGGLES = 0.15
 # A run counts as oversubscribed if a thread waits for a core longer than this fraction of a step,
 # and the ranks by themselves would use more than this many times the available cores.
 _STARVED, _OVER = 0.2, 1.2
-# From this fraction of a step on, waiting for data is told even if another part takes longer.
+# From this fraction of a step on, a wait for data is named even if another part takes longer.
 _WAITS_LONG = 0.2
 # Evaluations and checkpoints may take this fraction of the time.
 _AFFORDABLE = 0.05

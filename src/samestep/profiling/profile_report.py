@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from samestep.profiling.bottleneck import Bottleneck, milliseconds
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps
 from samestep.profiling.tracing import write_whole
-from samestep.reporting.table import Cell, Styled, Table, text_lines
+from samestep.reporting.table import Cell, Styled, Table, escape, text_lines
 from samestep.reporting.words import count
 
 _ALL = 0.999

@@ -28,6 +28,7 @@ from samestep.errors import (
     file_error,
     is_users,
     no_exit,
+    printable,
     said,
 )
 from samestep.ranks import watched
@@ -187,7 +188,8 @@ def print_error(message: str, descriptor: int = 2) -> None:
     """Print one error message to standard error."""
     with contextlib.suppress(OSError):  # a terminal that was closed takes nothing more
         sys.stderr.flush()
-        os.write(descriptor, f"samestep: {message}\n".encode())
+        text = printable(message, "\n\t")  # names of others' files may hold codes of a terminal
+        os.write(descriptor, f"samestep: {text}\n".encode())
 
 
 def _describe(error: BaseException, log: Path | None) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -25,6 +24,7 @@ from rich.progress import (
 )
 
 from samestep.ranks.startup import drop_output
+from samestep.reporting.table import escape
 from samestep.reporting.words import class_table, count, duration, short, size, wrapped
 from samestep.run.records import Record, metric_values, samples_per_step
 

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from samestep.reporting.table import Table, printable, text_lines
+from samestep.errors import printable
+from samestep.reporting.table import Table, text_lines
 from samestep.reporting.words import count, duration, sparkline, wrapped
 from samestep.run.summary import RunSummary
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
+from samestep.errors import printable
 from samestep.reporting.words import wrapped
 
 _LEAST_NAME = 16
@@ -164,9 +165,11 @@ def columns_of(text: str) -> int:
     return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
 
 
-def printable(text: str) -> str:
-    """Return a text without what would move the cursor or cannot be encoded."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+def escape(text: str) -> str:
+    """Return a text that rich prints as it is: no markup, and nothing that moves the cursor."""
+    from rich.markup import escape as without_markup  # noqa: PLC0415 - tables need no rich
+
+    return without_markup(printable(text, "\n\t"))
 
 
 def number(value: object) -> str:

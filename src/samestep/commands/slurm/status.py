@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from rich.markup import escape
 from tyro.conf import Positional, arg
 
 from samestep.commands.help import Switch, parse_flags
-from samestep.errors import UserError
-from samestep.reporting.table import Table, printable, text_lines
+from samestep.errors import UserError, printable
+from samestep.reporting.table import Table, escape, text_lines
 from samestep.reporting.words import duration
 from samestep.slurm.pulses import LastSign, read_pulses
 from samestep.slurm.queue import (
