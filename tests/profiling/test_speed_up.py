@@ -112,6 +112,8 @@ def test_the_report_fits_a_terminal_and_names_the_cause():
     told = analyse("toy", study, found, ["weak", "strong"], 1.5, 3.0)
     text = list(speed_up.report_lines(told))
     assert max(map(len, text)) <= 80
+    assert text[0] == "2 ranks are 1.29 times as fast as 1 here: a gain, at 65% of the ideal."
+    assert "2 ranks are 1.25 times as fast as 1 here: a gain, at 62% of the ideal." in text
     joined = " ".join(" ".join(text).split())
     assert re.search(r"At 2 ranks [^;]* 3\.100 ms [^;]* 2\.000 [^;]*: all_reduce \+1\.0", joined)
     assert re.search(r"At 2 ranks [^;]* 1\.600 ms [^;]* 1\.000 [^;]*\(that of 1 rank / 2\)", joined)

@@ -20,6 +20,8 @@ from samestep.reporting.words import ranks as ranks_in_words
 
 DRAWS = 1000
 _WIDTH = 80
+_A_GAIN, _WORTH_IT = 1.1, 0.7
+"""A speed-up that is more than noise; the share of the ideal from which more ranks pay."""
 BUSY = 0.3  # from this many cores on, other work that keeps them busy counts
 Interval = tuple[float, float]
 
@@ -217,6 +219,7 @@ def report_lines(report: ScalingReport) -> Iterator[str]:
     """Yield the lines of the report for the terminal."""
     for mode, results in report.results.items():
         if len(results) > 1:  # else a warning says why there is nothing to compare
+            yield _answer(results)
             yield from _speed_ups(mode, results)
             yield from _phases(results)
             yield from _explanation(mode, results, report.crowded)
@@ -229,6 +232,16 @@ def report_lines(report: ScalingReport) -> Iterator[str]:
         "rounds, then over the segments of a round.",
         "",
     )
+
+
+def _answer(results: list[ScalingResult]) -> str:
+    base, most = results[0], results[-1]
+    gains = most.speed_up_interval[0] > _A_GAIN
+    worth = f"a gain, at {most.efficiency:.0%} of the ideal" if gains else "not worth it"
+    if gains and most.efficiency >= _WORTH_IT:
+        worth = "worth it"
+    than = f"{most.speed_up:.2f} times as fast as {base.setup.ranks}"
+    return f"{ranks_in_words([most.setup.ranks])} are {than} here: {worth}."
 
 
 def _speed_ups(mode: Mode, results: list[ScalingResult]) -> Iterator[str]:
