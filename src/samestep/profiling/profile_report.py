@@ -93,9 +93,11 @@ def show(profile: Profile, console: Console) -> None:
         parts.append(f"{count(measured.workers, 'worker')} each")
     where = ", ".join(filter(None, [*parts, profile.precision, count(measured.cores, "core")]))
     console.print(f"[bold]{escape(profile.name)}[/]")
+    for name, text in _answer(profile):
+        _line(console, name, text)
     _line(console, "where", f"{where}; {measured.steps:,} steps measured")
     _print_table(console, _phases(measured, profile.verdict))
-    for name, text in _verdict(profile):
+    for name, text in _more(profile):
         _line(console, name, text)
     for one in profile.sweeps:
         _print_table(console, sweep_table(one), after=False)
@@ -153,8 +155,8 @@ def _number(seconds: float) -> str:
     return milliseconds(seconds).removesuffix(" ms")
 
 
-def _verdict(profile: Profile) -> list[tuple[str, str]]:
-    verdict, measured = profile.verdict, profile.measured
+def _answer(profile: Profile) -> list[tuple[str, str]]:
+    verdict = profile.verdict
     ceiling = (
         f"{verdict.ceiling:.2f} times as fast if that were gone altogether; then "
         f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} per step."
@@ -163,11 +165,15 @@ def _verdict(profile: Profile) -> list[tuple[str, str]]:
         ceiling = "The whole step is that: there is nothing else."
     elif verdict.kind == "untraced":
         ceiling = "Only a trace tells how much of that could be gone."
-    lines = [
+    return [
         ("verdict", f"{verdict.kind} ({verdict.share:.0%} of the step). {verdict.why}"),
-        ("ceiling", ceiling),
         ("change", verdict.change),
+        ("ceiling", ceiling),
     ]
+
+
+def _more(profile: Profile) -> list[tuple[str, str]]:
+    verdict, measured, lines = profile.verdict, profile.measured, list[tuple[str, str]]()
     if measured.samples:
         # At least four digits: 40.41, 218.9, 115,360.
         steps, samples = (
