@@ -160,7 +160,8 @@ ADVICE = {
         },
         change={
             "starts workers": "Keep the workers between epochs: build the DataLoader once, with "
-            "persistent_workers=True.",
+            "persistent_workers=True. From the second epoch on the order is then another one, "
+            "unless the sampler has a generator of its own, or set_epoch.",
             "in memory": "Make transform and augment cheaper: they get a batch, so need no loop "
             "over samples.",
             "all cores work": "Make reading a sample cheaper: decode once and keep the result, or "
