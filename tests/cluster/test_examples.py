@@ -74,7 +74,7 @@ def test_the_three_spiral_scripts_train_the_same_and_go_on_when_submitted_again(
     assert "epoch 1 " not in again
     assert "where   2 ranks, " in end(sandbox, folder, whole)
     alone = last_losses(folder / "runs" / "one_node")
-    assert last_losses(folder / "runs" / "spiral") == pytest.approx(alone, abs=1e-5)
+    assert last_losses(folder / "runs" / "spiral-slurm") == pytest.approx(alone, abs=1e-5)
 
 
 def test_torchrun_on_two_nodes_trains_as_it_does_on_one_and_goes_on_when_submitted_again(

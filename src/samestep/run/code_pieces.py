@@ -155,7 +155,8 @@ class _Reach:
         if decorator[0] in source.places:
             return True
         target = (*source.bound.get(decorator[0], decorator[:1]), *decorator[1:])
-        return bool(self._place(target)[0]) or "regist" in ".".join(target).lower()
+        called = ".".join(target).lower()
+        return bool(self._place(target)[0]) or "register" in called or "registry" in called
 
     def _take_subclasses(self) -> bool:
         """Take classes whose base learns of them; return whether there were more."""
