@@ -154,7 +154,7 @@ def test_names_that_hold_codes_of_a_terminal_are_shown_without_them(refused):
     shown = refused("train", "a\x1b[2Kb.py")
     assert "a\ufffd[2Kb.py" in shown
     assert "\x1b" not in shown
-    assert escape("[red]\x1b[2K\nx") == "\\[red]\ufffd[2K\nx"
+    assert escape("[red]\x1b[2K\n\u200d\xa0x") == "\\[red]\ufffd[2K\n\u200d\xa0x"
 
 
 def test_a_terminal_is_told_at_once_what_starts_and_a_log_is_not(monkeypatch, capsys):

@@ -173,9 +173,16 @@ def known_elsewhere(name: str, names: Collection[str]) -> str | None:
     return meant if meant in names else None
 
 
-def printable(text: str, but: str = "") -> str:
-    """Return a text without what would move the cursor or cannot be encoded, `but` for these."""
-    return "".join(c if c.isprintable() or c in but else "\ufffd" for c in text)
+_MOVES = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_OF_LINES, _OF_TEXTS = re.compile(f"[{_MOVES}]"), re.compile(rf"(?![\n\t])[{_MOVES}]")
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """Return a text without what would move the cursor or cannot be encoded.
+
+    With `lines` it may have several, and tabs. Joiners and spaces of other scripts stay.
+    """
+    return (_OF_TEXTS if lines else _OF_LINES).sub("\ufffd", text)
 
 
 def listed(names: Sequence[str], most: int = 3, between: str = ", ") -> str:

@@ -188,7 +188,7 @@ def print_error(message: str, descriptor: int = 2) -> None:
     """Print one error message to standard error."""
     with contextlib.suppress(OSError):  # a terminal that was closed takes nothing more
         sys.stderr.flush()
-        text = printable(message, "\n\t")  # names of others' files may hold codes of a terminal
+        text = printable(message, lines=True)  # names of others' files may hold codes of a terminal
         os.write(descriptor, f"samestep: {text}\n".encode())
 
 

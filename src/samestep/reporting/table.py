@@ -169,7 +169,7 @@ def escape(text: str) -> str:
     """Return a text that rich prints as it is: no markup, and nothing that moves the cursor."""
     from rich.markup import escape as without_markup  # noqa: PLC0415 - tables need no rich
 
-    return without_markup(printable(text, "\n\t"))
+    return without_markup(printable(text, lines=True))
 
 
 def number(value: object) -> str:
