@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -27,18 +28,20 @@ TIMEOUT_S = 600.0
 
 
 # Below those that Linux hands out for outgoing connections: one of these could take a port between
-# its choice and its use. Each pytest process has its own, and another run begins elsewhere.
-_PORTS_EACH = 250
-_first_port = 30_000 + _PORTS_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10)
-_begin = os.getpid() % _PORTS_EACH
-_ports = (_first_port + number % _PORTS_EACH for number in itertools.count(_begin))
+# its choice and its use. Who takes one holds the UDP port of that number: other pytest processes
+# of this machine, of other runs too, then pass it over.
+_ports = itertools.islice(itertools.cycle(range(30_000, 32_500)), os.getpid() % 2_500, None)
+_held: deque[socket.socket] = deque(maxlen=100)
 
 
 def free_port() -> int:
     """Return a port that is free, and that no other test takes soon."""
     for port in _ports:
+        held = socket.socket(type=socket.SOCK_DGRAM)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            held.bind(("127.0.0.1", port))
             probe.bind(("127.0.0.1", port))
+            _held.append(held)
             return port
     raise AssertionError
 
