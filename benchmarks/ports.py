@@ -28,7 +28,7 @@ from torch import Tensor
 from samestep.cli import main as samestep
 from samestep.data.keyed_random import mix
 from samestep.data.order import Ordering, epoch_order
-from samestep.recipe_source import opens_run
+from samestep.file_kinds import opens_run
 from samestep.session.own_data import OwnBatch
 from samestep.training.alike import seed_alike, seed_torch
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import UserError
+from samestep.file_kinds import names_recipe
 from samestep.recipe import find_recipe
-from samestep.recipe_source import names_recipe
 
 
 @pytest.mark.parametrize(
@@ -26,20 +26,21 @@ def test_a_recipe_is_told_by_what_the_file_ends_up_with(text, expected):
     assert names_recipe(ast.parse(text)) is expected
 
 
-@pytest.mark.parametrize("call", ["samestep.open_run", "open_run"])
-def test_a_loop_of_its_own_is_not_run_to_find_that_it_has_no_recipe(call, tmp_path):
-    path = tmp_path / "loop.py"
-    ran = f"import pathlib\npathlib.Path(r'{tmp_path}', 'ran').touch()\n"
-    path.write_text(f"{ran}def main():\n    with {call}('runs/x') as run:\n        pass\nmain()\n")
-    with pytest.raises(UserError, match=rf"line 4 .*torchrun .*{path.name}"):
-        find_recipe(str(path))
-    assert not Path(tmp_path, "ran").exists()
+LOOP = "def main():\n    with {}('runs/x') as run:\n        pass\nmain()\n"
 
 
-def test_a_plain_training_script_is_not_run_to_find_that_it_has_no_recipe(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (LOOP.format("samestep.open_run"), "line 4 .*torchrun"),
+        (LOOP.format("open_run"), "line 4 .*torchrun"),
+        ("", "samestep check"),
+    ],
+)
+def test_a_loop_or_a_plain_script_is_not_run_to_find_that_it_has_no_recipe(text, told, tmp_path):
     path = tmp_path / "train.py"
-    path.write_text(f"import pathlib\npathlib.Path(r'{tmp_path}', 'ran').touch()\n")
-    with pytest.raises(UserError, match=rf"samestep check .*{path.name}"):
+    path.write_text(f"import pathlib\npathlib.Path(r'{tmp_path}', 'ran').touch()\n{text}")
+    with pytest.raises(UserError, match=rf"{told} .*{path.name}"):
         find_recipe(str(path))
     assert not Path(tmp_path, "ran").exists()
 

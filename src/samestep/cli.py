@@ -1,12 +1,12 @@
 """The command line: find the verb, then import its module, so that help needs no torch."""
 
 import contextlib
-import importlib
 import os
 import sys
 import time
 
 from samestep.errors import UserError, did_you_mean
+from samestep.plugins import Names
 from samestep.ranks.startup import (
     PARENT,
     accept_output,
@@ -18,7 +18,7 @@ from samestep.version import __version__
 
 _STARTED_AT = time.time()
 
-VERBS = {
+_OWN = {
     "demo": "see a run, killed and resumed on other ranks, end in the same bits",
     "new": "write a starter file: a recipe, or a loop of your own",
     "train": "train a recipe or a recipe file; with --resume, continue a run",
@@ -41,6 +41,8 @@ VERBS = {
     "completion": "print a completion script for bash, zsh or fish",
     "slurm": "submit, watch and stop jobs on a cluster; a sandbox to learn on",
 }
+VERBS = Names({verb: f"samestep.commands.{verb}" for verb in _OWN}, "verbs")
+"""Verb → its module, with `main(words) -> exit code`; those of installed packages, too."""
 
 _HELP = """\
 usage: samestep VERB …
@@ -60,12 +62,17 @@ examples:
 """
 
 
+def about(verb: str) -> str:
+    """Return what a verb is for; of an installed package's, who brings it."""
+    return _OWN.get(verb) or f"of the package {VERBS[verb].partition('.')[0]}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb and return the exit code: 0 done, 1 failed, 2 a user's mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
     accept_output()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        verbs = "\n".join(f"  {verb:<12} {what}" for verb, what in VERBS.items())
+        verbs = "\n".join(f"  {verb:<12} {about(verb)}" for verb in VERBS)
         sys.stdout.write(_HELP.format(verbs=verbs))
         return 0 if arguments else 2
     verb, *rest = arguments
@@ -85,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         if verb not in VERBS:
             hint = did_you_mean(verb, VERBS)
             raise UserError(f"There is no verb {verb!r}. {hint}The verbs are: {', '.join(VERBS)}.")
-        code: int = importlib.import_module(f"samestep.commands.{verb}").main(rest)
+        code: int = VERBS.load(verb).main(rest)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -30,7 +30,9 @@ from samestep.errors import (
     said,
     what_to_install,
 )
+from samestep.file_kinds import cannot_have_recipe, opens_run
 from samestep.nearby import nearby
+from samestep.plugins import Names
 from samestep.recipe_checks import (
     check_batch_fields,
     check_functions,
@@ -43,14 +45,7 @@ from samestep.recipe_checks import (
     shown,
     telling_options,
 )
-from samestep.recipe_source import (
-    all_with_options,
-    cannot_have_recipe,
-    loss_asks,
-    opens_run,
-    schedule_asks,
-    with_options,
-)
+from samestep.recipe_source import all_with_options, loss_asks, schedule_asks, with_options
 from samestep.run.own_modules import imports_of
 from samestep.settings import ALSO_ACCEPTED, Settings, documented
 
@@ -338,9 +333,9 @@ class Recipe:
             blame(f"The recipe's {name}() failed", error, function, remedy=remedy)
 
 
-def _recipes() -> dict[str, str]:
+def _recipes() -> Names:
     # Imported by name: the recipes are built upon this module.
-    found: dict[str, str] = importlib.import_module("samestep.recipes").RECIPES
+    found: Names = importlib.import_module("samestep.recipes").RECIPES
     return found
 
 
@@ -361,7 +356,10 @@ def find_recipe(name: str, original: str | None = None) -> Recipe:
             f"{', '.join(known)}; or give the path of your own file, ending in .py."
             f"{nearby(name, 'run') or nearby(f'{name}.py', 'file')}"
         )
-    recipe: Recipe = importlib.import_module(known[name]).recipe
+    found = known.load(name)
+    recipe = getattr(found, "recipe", found)
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"{known[name]}, which brings the recipe {name}, holds no `recipe`.")
     return replace(recipe, name=name)
 
 

@@ -7,8 +7,8 @@ from samestep.api.call import check_may_start
 from samestep.checking.check_report import CheckReport
 from samestep.checking.check_script import check_script
 from samestep.errors import UserError
+from samestep.file_kinds import is_recipe_file, loop_of
 from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
-from samestep.recipe_source import is_recipe_file, loop_of
 
 
 @one_line_errors

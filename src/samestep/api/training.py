@@ -40,7 +40,7 @@ from samestep.session.outcome import Outcome
 from samestep.session.own_run import end_failed
 from samestep.session.picture_making import end_while_drawing
 from samestep.session.request import Request
-from samestep.session.training_run import NATIVE, run_session
+from samestep.session.training_run import engine_named, run_session
 from samestep.tracking.choice import check_installed, chosen
 from samestep.tracking.processes import TrackerProcesses
 from samestep.training.stopping import Again, catch_signals, end_process
@@ -250,12 +250,9 @@ def train_as_rank(
     Rank 0 shows the records on the screen. Every rank calls `begin` with the run directory as soon
     as it exists. `again` is what a second Ctrl-C does.
     """
-    settings, engine = request.settings, NATIVE
+    settings = request.settings
     check_engine(request)
-    if settings.engine != "native":
-        from samestep.lightning.engine import LIGHTNING  # noqa: PLC0415 - an extra
-
-        engine = LIGHTNING
+    engine = engine_named(settings.engine)
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     watched.start_watcher(world, settings.stall_s)
     join(world, settings.timeout_s)

@@ -17,10 +17,10 @@ from samestep.api.call import (
 )
 from samestep.api.sending import CALL_FILE, send
 from samestep.errors import UserError
+from samestep.file_kinds import loop_of
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.ranks.start import Ended, run_ranks
 from samestep.recipe import Recipe
-from samestep.recipe_source import loop_of
 from samestep.verification.result_table import as_table
 from samestep.verification.verify_loop import verify_loop
 from samestep.verification.verify_recipe import MOST_RANKS, VerifyOptions, verify_recipe

@@ -13,9 +13,9 @@ from rich.console import Console
 from samestep.commands.help import Switch, check_positive, parse_flags
 from samestep.commands.script_target import ScriptTarget, script_target, target_first
 from samestep.errors import AlreadyTold, UserError
+from samestep.file_kinds import is_recipe_file, loop_of
 from samestep.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.ranks.process import run_as_rank
-from samestep.recipe_source import is_recipe_file, loop_of
 from samestep.recipes import RECIPES
 from samestep.reporting.words import count
 

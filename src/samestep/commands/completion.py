@@ -12,20 +12,20 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import tyro
 
-from samestep.cli import VERBS
+from samestep.cli import VERBS, about
 from samestep.commands import slurm
 from samestep.commands.help import HELP_ALL, example_text, show_general_help, typed_fields
 from samestep.commands.new import KINDS
 from samestep.errors import UserError
 from samestep.recipes import RECIPES
 from samestep.settings import MERGED, Settings, flag_name
-from samestep.tracking.choice import PACKAGES
+from samestep.tracking.choice import TRACKERS
 
 Target = Literal["recipe", "run", "runs", "files", "file", "folder", "none"]
 """What the positional words are: a recipe, file or run; a run; runs; a run, then files; …"""
 
 _NAMED_FILES = ("dir", "config", "script", "plot", "out", "output", "container", "venv")
-_KNOWN_VALUES = {"checkpoint": ("best", "last"), "track": (*PACKAGES,), "to": (*PACKAGES,)}
+_KNOWN_VALUES = {"checkpoint": ("best", "last"), "track": (*TRACKERS,), "to": (*TRACKERS,)}
 """Suggestions for flags that take any text."""
 
 # verb → the module and the dataclass of its flags, and its target. With "+" the verb takes the
@@ -319,8 +319,8 @@ def fish(words: Words) -> str:
     def after(verb: str) -> str:
         return "; and ".join(f"{seen} {word}" for word in verb.split())
 
-    for verb, about in VERBS.items():
-        offer("__fish_use_subcommand", f"-a {verb} -d {shlex.quote(about)}")
+    for verb in VERBS:
+        offer("__fish_use_subcommand", f"-a {verb} -d {shlex.quote(about(verb))}")
     for verb, following in _INNER.items():
         inner = " ".join(following)
         offer(f"{after(verb)}; and not {seen} {inner}", f"-a {shlex.quote(inner)}")

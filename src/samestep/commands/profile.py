@@ -21,6 +21,7 @@ from samestep.commands.help import (
 )
 from samestep.commands.script_target import ScriptTarget, script_target, target_first
 from samestep.errors import UserError
+from samestep.file_kinds import is_recipe_file
 from samestep.profiling.measured import Extent
 from samestep.ranks import watched
 from samestep.ranks.launch import detect_launch
@@ -34,7 +35,6 @@ from samestep.ranks.process import (
     run_as_rank,
 )
 from samestep.ranks.startup import PARENT
-from samestep.recipe_source import is_recipe_file
 from samestep.recipes import RECIPES
 from samestep.run.directory import is_run, new_run_path
 from samestep.settings import Settings

@@ -19,9 +19,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from samestep.commands.help import Numbers, Switch, check_positive, numbers, parse_flags
 from samestep.commands.target import names_given, own_flags, parse_target
 from samestep.errors import UserError
+from samestep.file_kinds import loop_of
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.ranks.process import TASK, rank_of, run_as_rank
-from samestep.recipe_source import loop_of
 from samestep.settings import flag_name
 from samestep.verification import NO_EFFECT
 

@@ -28,6 +28,7 @@ from lightning.pytorch.plugins import CheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
+from samestep.autograd import tell_end_of_autograd
 from samestep.errors import UserError
 from samestep.lightning.datamodule import LitData, MicroBatch
 from samestep.lightning.module import LitRecipe, check_recipe
@@ -44,7 +45,7 @@ from samestep.training.loop import check_weights, checkpoint_name, evaluate_now,
 from samestep.training.meter import Meter, epoch_record
 from samestep.training.optimizer import optimizer_of
 from samestep.training.plan import Plan, is_recorded, learning_rate
-from samestep.training.prepare import OneLayout, match_layouts, tell_end_of_autograd
+from samestep.training.prepare import OneLayout, match_layouts
 from samestep.training.snapshot import capture, check_resumable
 from samestep.training.step import check_used
 from samestep.training.work import StepsTaken, close_epoch, epoch_is_full

@@ -21,10 +21,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, dataloader
 
+from samestep.autograd import leaves_of, tell_end_of_autograd
 from samestep.patches import patched
 from samestep.training.phases import Phases, make_phases
-from samestep.training.prepare import tell_end_of_autograd
-from samestep.training.side_effects import leaves_of
 
 COLLATE = "collate_fn of DataLoader"
 """A range in which a script's loader collates samples in the training process."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from samestep.data.batches import open_split
-from samestep.errors import UserError, defined_at, device_error
+from samestep.errors import UserError, defined_at
 from samestep.ranks import watched
 from samestep.ranks.mesh import any_sharded, mesh_of
-from samestep.ranks.process import is_lost_peer
+from samestep.ranks.process import is_lost_peer, why_failed
 from samestep.ranks.startup import PARENT
 from samestep.ranks.world import World
 from samestep.recipe import Recipe
@@ -54,7 +54,7 @@ def record_failure(
     """Write down why the run failed, as far as the disk allows; a refused run stays as it was."""
     if session.run is None or not session.begun:
         return
-    state.stop_reason = f"failed: {device_error(error) or error}"
+    state.stop_reason = f"failed: {why_failed(error)}"
     with contextlib.suppress(Exception):  # a rank that writes its part may be gone
         session.saver.settle()
     # Of a rank that only lost another, who has started the ranks records why: see `ranks.start`.

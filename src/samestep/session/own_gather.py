@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep import dist
 from samestep.data.trees import describe
 from samestep.errors import UserError
+from samestep.ranks import process_group
 from samestep.ranks.world import World
 from samestep.training.gathered import gather_rows
 
@@ -70,8 +70,8 @@ def gather(x: Tensor) -> Tensor:
     if _open:
         world, has_share = _open[-1]()
     else:
-        world, has_share = dist.current_world(), True
-        if world is dist.ALONE:
+        world, has_share = process_group.current_world(), True
+        if world is process_group.ALONE:
             raise UserError(
                 "samestep.gather was called outside of a training. Call it in the loop over "
                 "run.batches of samestep.open_run, or after samestep.dist.setup_distributed(); a "

@@ -13,11 +13,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from samestep import dist
 from samestep.data.keyed_random import mix
 from samestep.data.order import steps_per_epoch
 from samestep.errors import AlreadyTold, UserError, did_you_mean, raised_at
-from samestep.ranks import watched
+from samestep.ranks import process_group, watched
 from samestep.ranks.process import RankLog, rank_of, report
 from samestep.ranks.world import World, abandon
 from samestep.recipe import Collate, PerSample
@@ -73,7 +72,7 @@ def end_failed(error: BaseException, log: RankLog, *, connected: bool) -> None:
     Return where Python should show its own traceback: one process, and no mistake of the user.
     """
     if not connected:
-        dist.cleanup()  # a notebook runs on
+        process_group.cleanup()  # a notebook runs on
     if isinstance(error, UserError) or (connected and isinstance(error, Exception)):
         _end_reported(report(error, log))
     if connected:
@@ -134,7 +133,7 @@ class OwnRun:
         try:
             own = self._own = OwnSession(self._options, self._log)
         except Exception as error:
-            end_failed(error, self._log, connected=dist.current_world().connected)
+            end_failed(error, self._log, connected=process_group.current_world().connected)
             raise
         self._log_into, self._passes, self._is_open = own.means, Passes(own.world), True
         open_gather(self._where)
@@ -179,7 +178,7 @@ class OwnRun:
         own.close(error)
         if error is None or isinstance(error, Stopped):
             try:
-                dist.cleanup()
+                process_group.cleanup()
             except RuntimeError as late:  # another rank is gone
                 error = late
             else:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from samestep import dist
 from samestep.errors import UserError, listed
-from samestep.ranks import watched
+from samestep.ranks import process_group, watched
 from samestep.ranks.launch import detect_launch
-from samestep.ranks.process import RankLog
+from samestep.ranks.process import RankLog, why_failed
 from samestep.ranks.startup import JOB_RUN
 from samestep.ranks.world import World
 from samestep.run import checkpoints
@@ -58,6 +57,7 @@ from samestep.training.meter import Clock
 from samestep.training.model_state import ModelTrial
 from samestep.training.prepare import share_buffers
 from samestep.training.stopping import Agreement, Watch, catch_signals
+from samestep.training.unkept import Unkept, at_first_forward
 from samestep.training.work import Position
 
 _OF_MAIN = frozenset(
@@ -115,13 +115,13 @@ class OwnSession:
     def __init__(self, options: Options, log: RankLog) -> None:
         """Join the other ranks, open the run directory, seed all alike, catch stop signals."""
         options = options.checked()
-        if dist.current_world().connected:
+        if process_group.current_world().connected:
             raise UserError(
                 "open_run joins the ranks by itself.", remedy="Leave setup_distributed() out."
             )
         watched.start_watcher(detect_launch(os.environ), options.stall_s)
-        dist.setup_distributed(options.device, options.backend, options.timeout_s)
-        self.options, self.world = options, dist.current_world()
+        process_group.setup_distributed(options.device, options.backend, options.timeout_s)
+        self.options, self.world = options, process_group.current_world()
         options.check_same(self.world)
         self.session = Session(self.world.on_main(self._choose_path), self.world, log.move_to)
         self.path = self.session.path
@@ -225,6 +225,7 @@ class OwnSession:
         for name, module in self.modules().items():  # all ranks begin with rank 0's weights
             check_same_model(module, world, f"{name}.")
             share_buffers(module, world)
+            at_first_forward(module, world, self._note)
             self.trained |= {f"{name}.{of}": p for of, p in module.named_parameters()}
             for parameter in module.parameters():
                 world.take_from_main(parameter.detach())
@@ -241,6 +242,11 @@ class OwnSession:
             self._resumed = found.entry.path, found.problems
             self._saved_at = self.position.epoch, self.position.step
         self.agreement.start(self.position.step)
+
+    def _note(self, unkept: Unkept) -> None:
+        remedy = "Let samestep.dist.reduce_tensor add up what it is made of over all ranks."
+        for note in unkept.notes(remedy):
+            say(self.world, f"note: {note}")
 
     def _check_values(self) -> None:
         """Refuse a `run.state` that another rank has otherwise; all ranks call it."""
@@ -444,7 +450,7 @@ class OwnSession:
             text = f"Stopped by {reason} after step {step}; {self.path} continues from there"
             say(self.world, f"{text} with resume=True.")
         elif error is not None:
-            status, reason = "failed", f"failed: {error or type(error).__name__}"
+            status, reason = "failed", f"failed: {why_failed(error)}"
         elif self.finished is not None:
             reason = self.finished["reason"]
         elif self.left:

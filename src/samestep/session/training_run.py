@@ -3,6 +3,7 @@
 This is where settings, recipe and world meet. The caller decides what the screen shows.
 """
 
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -84,6 +85,15 @@ def _drive(task: Task) -> None:
 
 
 NATIVE = Engine(wrap=wrap, drive=_drive)
+
+
+def engine_named(name: str) -> Engine:
+    """Return the engine that `--engine` names."""
+    if name == "native":
+        return NATIVE
+    # By its name: the bridge is built upon this module, and what it needs is an extra.
+    engine: Engine = importlib.import_module("samestep.lightning.engine").LIGHTNING
+    return engine
 
 
 def run_session(
@@ -307,7 +317,10 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
             f"This is a new run with the settings of {request.settings_of}. To continue that "
             f"run: samestep train {request.settings_of} --resume."
         )
-    notes += [*built.unkept.notes(), *_without_effect(work)]
+    by_virtual = "--virtual-ranks N makes it the same on any number of ranks."
+    sharded = any_sharded(work.learner.model)
+    by_virtual = f"With --strategy ddp, {by_virtual}" if sharded else by_virtual
+    notes += [*built.unkept.notes(by_virtual), *_without_effect(work)]
     notes += _other_bits(work, path) if resumed else []
     notes += plan_notes(plan, settings)
     if settings.keep_top_k and work.validation is None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.errors import UserError, listed
+from samestep.file_kinds import names_recipe
 from samestep.nearby import nearby
-from samestep.recipe_source import names_recipe
 from samestep.run.code_copy import (
     CODE,
     copy_code,

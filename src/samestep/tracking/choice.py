@@ -16,11 +16,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from samestep.errors import UserError, did_you_mean
+from samestep.plugins import Names
 from samestep.run.directory import names_secret
 from samestep.settings import Settings
 
 PACKAGES = {"comet": "comet_ml", "mlflow": "mlflow", "tensorboard": "tensorboard", "wandb": "wandb"}
 """The trackers that come with samestep, and the package that each needs."""
+
+TRACKERS = Names({name: f"samestep.tracking.{name}" for name in PACKAGES}, "trackers")
+"""Those, and the trackers of installed packages, each with its module."""
 
 PROJECT_VARIABLES = {
     "comet": "COMET_PROJECT_NAME",
@@ -87,7 +91,10 @@ def check_installed(trackers: list[str]) -> None:
         folder = tracker.partition(".")[0]
         if tracker.endswith(".py"):
             _check_file(Path(tracker))
-        elif package is None and PathFinder.find_spec(folder, [*sys.path, str(Path.cwd())]) is None:
+        elif (
+            tracker not in TRACKERS
+            and PathFinder.find_spec(folder, [*sys.path, str(Path.cwd())]) is None
+        ):
             # Only its package is looked for: the training does not import it.
             raise UserError(
                 f"--track {tracker}: there is no package {folder} here. A tracker of your own is a "
@@ -103,11 +110,11 @@ def _check_tracker(tracker: str) -> None:
             "tracker. Give the file another name."
         )
     is_module = "." in tracker and all(part.isidentifier() for part in tracker.split("."))
-    if tracker in PACKAGES or is_file or is_module:
+    if tracker in TRACKERS or is_file or is_module:
         return
     raise UserError(
-        f"There is no tracker {tracker!r}. {did_you_mean(tracker, [*PACKAGES, 'none'])}"
-        f"The trackers are: {', '.join(PACKAGES)}; or give your own as a file (my_tracker.py) or a "
+        f"There is no tracker {tracker!r}. {did_you_mean(tracker, [*TRACKERS, 'none'])}"
+        f"The trackers are: {', '.join(TRACKERS)}; or give your own as a file (my_tracker.py) or a "
         "module (package.module); none for no tracker."
     )
 

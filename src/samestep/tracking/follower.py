@@ -25,7 +25,7 @@ from samestep.errors import UserError
 from samestep.run.files import Held, hold, read_object
 from samestep.run.records import SYSTEM, first_start
 from samestep.tracking import Server, Started, TrackedResult, TrackedRun
-from samestep.tracking.choice import PACKAGES, why_unreachable, without_credentials
+from samestep.tracking.choice import PACKAGES, TRACKERS, why_unreachable, without_credentials
 from samestep.tracking.processes import (
     FOLDER,
     HYPERPARAMETERS,
@@ -237,8 +237,9 @@ _SIZES = (
 
 def load_tracker(source: str) -> ModuleType:
     """Import a tracker: one of samestep's, a file or a module."""
-    if source in PACKAGES:
-        return importlib.import_module(f"samestep.tracking.{source}")
+    if source in TRACKERS:
+        found: ModuleType = TRACKERS.load(source)
+        return found
     if not source.endswith(".py"):
         sys.path.append(str(Path.cwd()))
         return importlib.import_module(source)

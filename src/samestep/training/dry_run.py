@@ -204,8 +204,6 @@ def _unkept(
 ) -> Unkept:
     """Return what no checkpoint holds: of the loss, and the buffers of a copy of the model."""
     found = Unkept(loss)
-    if any_sharded(model):  # not a copy, and other ranks would have to take part
-        return found
 
     def forward(samples: int) -> None:
         outputs_of(applied, evaluated.peek(samples).inputs, precision, world.device)
@@ -220,12 +218,20 @@ def _undisturbed(takes: nn.Module, model: nn.Module) -> Iterator[None]:
     if not any_sharded(model):
         yield
         return
-    put_back = keep_buffers(model)
+    put_back, counted = keep_buffers(model), [_plain(one) for one in model.modules()]
     try:
         yield
     finally:
         free_gathered(takes)
+        for module, plain in zip(model.modules(), counted, strict=True):
+            vars(module).update(plain)
         put_back()
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Return what a module may count in attributes of its own."""
+    kinds = (int, float, str, Tensor, type(None))
+    return {n: one for n, one in vars(module).items() if n[0] != "_" and isinstance(one, kinds)}
 
 
 def _names_of_losses(

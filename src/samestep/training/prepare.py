@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -250,20 +249,6 @@ def share_buffers(model: nn.Module, world: World) -> None:
     """
     for buffer in model.buffers():
         world.take_from_main(buffer)
-
-
-def tell_end_of_autograd(loss: Tensor, tell: Callable[[], None]) -> None:
-    """Call `tell` within loss.backward(), once all gradients are computed and sent off.
-
-    The engine calls back in the order of requests: this one when backward begins, DDP's wait for
-    all-reduces with the last gradient.
-    """
-    engine = Variable._execution_engine  # noqa: SLF001 - PyTorch's own DDP has no other way
-
-    def ask(_gradient: Tensor) -> None:
-        engine.queue_callback(tell)
-
-    loss.register_hook(ask)  # type: ignore[no-untyped-call]
 
 
 def without_sync(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -94,19 +94,6 @@ def optimizer_prints(optimizer: torch.optim.Optimizer) -> Prints:
     return _of_attributes("the optimizer's ", vars(optimizer), usual, known)
 
 
-def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that the backward of a loss gives a gradient to."""
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        nodes += [following for following, _ in node.next_functions]
-
-
 def differing(before: Prints, after: Prints) -> list[str]:
     """Return the places at which two fingerprints differ, in order."""
     return [name for name in {**before, **after} if before.get(name) != after.get(name)]

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from samestep.autograd import tell_end_of_autograd
 from samestep.data.blocks import Block, cut_rows
 from samestep.data.keyed_random import mix, mix_next
 from samestep.data.trees import check_rows, describe, map_tensors, narrow
@@ -32,7 +33,7 @@ from samestep.training.learner import Learner, StepResult
 from samestep.training.metrics import StepOutputs, remedy_of
 from samestep.training.optimizer import Update
 from samestep.training.phases import Phases
-from samestep.training.prepare import share_buffers, tell_end_of_autograd, without_sync
+from samestep.training.prepare import share_buffers, without_sync
 from samestep.training.whole_batch import OutputGradient, WholeBatch
 
 Weight = float | Tensor | OutputGradient

@@ -4,16 +4,23 @@ It is looked for before the first step, on a copy of the model and with a few sa
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from samestep.data.trees import map_tensors, num_rows
 from samestep.errors import UserError, defined_at, listed
+from samestep.ranks.mesh import any_sharded
 from samestep.ranks.world import World
+from samestep.training.alike import random_numbers
 from samestep.training.buffers import keep_buffers
 from samestep.training.side_effects import batch_norms, closure_prints, differing, kept_by
+
+_ROWS = 8
+"""Samples of a batch of the user's that are tried."""
 
 
 class Unkept(NamedTuple):
@@ -37,8 +44,8 @@ class Unkept(NamedTuple):
                 on_all_ranks=True,
             )
 
-    def notes(self) -> list[str]:
-        """Return what to tell before the first step."""
+    def notes(self, remedy: str) -> list[str]:
+        """Return what to tell before the first step; `remedy` is for buffers of one rank."""
         found = {
             f"The loss changes {listed(self.loss, 3)} from call to call, and no checkpoint holds "
             "it: a resume will be refused. Let the loss name `step` or `epoch` among its "
@@ -47,8 +54,7 @@ class Unkept(NamedTuple):
             "it: a resumed run begins with its first value. Register it with "
             "persistent=True.": self.lost,
             f"The model's buffer {listed(self.of_rank, 3)} is made of rank 0's own samples, so "
-            "this is another training than on one rank. --virtual-ranks N makes it the same on "
-            "any number of ranks.": self.of_rank,
+            f"this is another training than on one rank. {remedy}": self.of_rank,
         }
         return [note for note, names in found.items() if names]
 
@@ -87,11 +93,7 @@ def of_buffers(
 
     `forward` calls it in training mode with that many samples, of which there are `rows`.
     """
-    names = {n for n, _ in model.named_buffers()}
-    lost = names - {*model.state_dict()}
-    several = world.world_size > 1 and not world.virtual_ranks
-    norms = tuple(f"{n}." if n else "" for n in batch_norms(model))
-    made = {n for n in names if several and not (norms and n.startswith(norms))}
+    lost, made = _watched(model, world)
     if not (lost | made):
         return {}
     put_back = keep_buffers(model)
@@ -106,9 +108,9 @@ def of_buffers(
         look(rows)
         put_back()
         look(max(1, rows // 2))
-    if len(seen) < 3:
+    if len(seen) < 2:
         return {}
-    first, again, half = seen
+    first, again, half = seen[0], seen[1], seen[-1]
 
     def apart(other: dict[str, Tensor], among: set[str]) -> tuple[str, ...]:
         pairs = {n: (first[n], other[n]) for n in first if n in among and n in other}
@@ -116,5 +118,40 @@ def of_buffers(
             n for n, (a, b) in pairs.items() if a.shape == b.shape and not torch.equal(a, b)
         )
 
-    floats = {n for n in made if n in first and first[n].is_floating_point()}
+    floats = {n for n in made if n in first and first[n].is_floating_point() and half is not again}
     return {"lost": apart(again, lost), "of_rank": apart(half, floats)}
+
+
+def _watched(model: nn.Module, world: World) -> tuple[set[str], set[str]]:
+    """Return the buffers that could be lost, and those that a rank may make of its own samples."""
+    names = {n for n, _ in model.named_buffers()}
+    several = world.world_size > 1 and not world.virtual_ranks
+    norms = tuple(f"{n}." if n else "" for n in batch_norms(model))
+    made = {n for n in names if several and not (norms and n.startswith(norms))}
+    return names - {*model.state_dict()}, made
+
+
+def at_first_forward(model: nn.Module, world: World, tell: Callable[[Unkept], None]) -> None:
+    """Let `tell` know what `of_buffers` finds, as soon as a loop of the user's trains a model.
+
+    Every rank does as much then, in case its forward is a collective.
+    """
+    if not any(_watched(model, world)) or any_sharded(model):
+        return
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return
+        hook.remove()
+        rows = num_rows([args, kwargs]) or 1
+        with contextlib.suppress(Exception), torch.no_grad(), random_numbers(0, world.device):
+            twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+            def forward(samples: int) -> None:
+                given, named = map_tensors(lambda t: t[:samples] if t.dim() else t, [args, kwargs])
+                twin(*given, **named)
+
+            tell(Unkept(**of_buffers(twin, forward, min(rows, _ROWS), world)))
+        torch.clear_autocast_cache()  # older PyTorch kept casts made without gradients
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from samestep import dist
 from samestep.data.order import per_sample
 from samestep.data.trees import map_tensors, tree_leaves
 from samestep.errors import AlreadyTold, UserError
+from samestep.ranks import process_group
 from samestep.ranks.process import hand_back, leave_for_parent
 from samestep.ranks.startup import JOB_RUN
 from samestep.ranks.world import abandon
@@ -377,7 +377,7 @@ class WatchedRun(OwnRun):
             opened.source.close()
         hand_back(self._trace)
         hand_back(self._report)
-        dist.cleanup()
+        process_group.cleanup()
         sys.stdout.flush()
         os._exit(0)  # what follows the steps is not run
 

@@ -16,7 +16,7 @@ from samestep.data.source import Source
 from samestep.data.trees import tree_leaves
 from samestep.ranks.mesh import whole
 from samestep.run.records import Record
-from samestep.session.training_run import NATIVE, Engine, Task
+from samestep.session.training_run import Engine, Task, engine_named
 from samestep.settings import Precision
 from samestep.training.learner import Learner
 from samestep.training.loop import evaluate_now, evaluate_work, rehearse
@@ -128,11 +128,7 @@ def recording(
     A short training ends with step `stop`, the only one to save a checkpoint. `prepare` gets what
     is trained before anything is computed.
     """
-    inner = NATIVE
-    if training.lightning:
-        from samestep.lightning.engine import LIGHTNING  # noqa: PLC0415 - an extra
-
-        inner = LIGHTNING
+    inner = engine_named("lightning" if training.lightning else "native")
 
     def drive(task: Task) -> None:
         work, state = task.work, task.state

@@ -26,11 +26,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from samestep.autograd import leaves_of
 from samestep.checking.recorder import Recorder, row_hashes
 from samestep.checking.watch.weights import Weights
 from samestep.data.trees import tree_leaves
 from samestep.patches import Patch, patched
-from samestep.training.side_effects import leaves_of
 
 _INSIDE = {
     "DistributedDataParallel": "module",

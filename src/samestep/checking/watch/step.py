@@ -28,10 +28,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from samestep.autograd import leaves_of
 from samestep.checking.recorder import Recorder, checksum
 from samestep.patches import Patch, patched
 from samestep.script.hooks import step_closure, tensors_of
-from samestep.training.side_effects import leaves_of
 
 _SAMPLE = 4  # tensors of an optimizer whose gradients are looked at, the smallest first
 _FIRST = 6  # backward passes of which the leaves are looked for

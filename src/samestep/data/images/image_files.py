@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from samestep.counting import counting
 from samestep.data.images.decode import UnreadableImageError, decode
 from samestep.errors import UserError, listed
 from samestep.machine import usable_cores
 from samestep.ranks.world import World
-from samestep.reporting.progress import counting
 from samestep.run.files import read_object, write_text
 
 SUFFIXES = (".jpg", ".jpeg", ".png")

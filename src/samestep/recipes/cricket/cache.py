@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import samestep
+from samestep.counting import counting
 from samestep.errors import UserError, listed
 from samestep.machine import usable_cores
 from samestep.recipes.cricket.corpus import VERSION, Corpus, from_documents, load, merge
 from samestep.recipes.cricket.match_files import Document, MatchFiles, open_match_files
 from samestep.reporting import words
-from samestep.reporting.progress import counting
 from samestep.run.files import Held, hold
 
 _FILES_PER_PART = 64

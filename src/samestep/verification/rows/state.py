@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samestep.autograd import leaves_of
 from samestep.data.blocks import Block
 from samestep.data.trees import map_leaves, tree_leaves
 from samestep.errors import is_users, listed
@@ -23,7 +24,6 @@ from samestep.training.side_effects import (
     RandomDraws,
     closure_prints,
     differing,
-    leaves_of,
     model_prints,
     optimizer_prints,
     users_line,
