@@ -1,12 +1,14 @@
-"""Check training scripts, and measure what being watched costs them.
+"""Count what `samestep check` finds and what it says wrongly, and measure how long it takes.
 
-    python benchmarks/check.py FOLDER [NAME ...] [--python PYTHON] [--cost]
+    python benchmarks/check.py [NAME ...] [--public FOLDER] [--python PYTHON] [--cost]
 
-FOLDER/NAME/ holds a copy of somebody's script and `cmd.txt`: its arguments in the first line,
-`launch: torchrun` or `launch: python` in the second, its name in the third if that is not train.py.
-FOLDER/origins.json says where each is from. Each is checked as a user would check it. With --cost
-it is also run to its end on the same ranks, by itself and then under watch, with no epoch cut
-short, and the two times are compared. Writes `results/check.md`.
+Checks the scripts of check_plants.py: those with a mistake, and right ones. FOLDER has public
+scripts: FOLDER/NAME/ is a copy of somebody's script with a case.json beside it: `origin`
+(repository, commit, path), `script`, `arguments`, `launch` ("torchrun" or "python"), `flags` of the
+check, `changed` (what had to be changed in it, if anything) and `real` (a code, and why it is a
+mistake of the script: it was read). Each is checked as a user would check it. With --cost it is also
+run to its end on the same ranks, by itself and under watch, with no epoch cut short. Writes
+`results/check.json` after each script, and `results/check.md`.
 """
 
 import argparse
@@ -14,71 +16,98 @@ import json
 import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from check_plants import PLANTS, clean
 from report import machine
 
 KEPT = Path(__file__).parent / "results" / "check.json"
 RANKS, TIMEOUT_S = 2, 600
 WHOLE = ("--steps", "1000000", "--seconds", str(TIMEOUT_S))
 NOTES = """\
-Verdict: what `samestep check` said, as (code, severity); "could not be checked" is exit code 2.
-Seconds: the whole check, start of Python and PyTorch included. Cost: the wall time of the script
-under watch over that of the script alone, on the same two ranks, with all of its steps.
+**Found**: scripts with a planted mistake in which a code about it was reported, of all; a mistake that
+no code is about counts as missed. **False**: right scripts with an error or a warning, of all;
+in public ones, unless reading the script shows that the finding is right. Advice is not counted.
+**Seconds**: the whole check, start of Python and PyTorch included, two checks at a time on two cores.
+**Cost**: the wall time of a script under watch over that of the script alone, on the same two ranks,
+with all of its steps.
 """
 
 
 def main() -> None:
-    """Check the scripts, one after the other, and write the table."""
+    """Check the scripts, two at a time, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("names", nargs="*", help="of scripts, or kinds: planted, clean, public")
+    parser.add_argument("--public", type=Path, help="the folder of public scripts")
     parser.add_argument("--python", default=sys.executable, help="which has what the scripts need")
+    parser.add_argument("--jobs", type=int, default=2, help="checks at a time")
     parser.add_argument("--cost", action="store_true")
     given = parser.parse_args()
-    found: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {"scripts": {}}
-    places = sorted(path.parent for path in given.folder.glob("*/cmd.txt"))
-    for place in places:
-        if not given.names or place.name in given.names:
-            one = found["scripts"].setdefault(place.name, {})
-            one |= checked(place, given.python)
+    found: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    lock = threading.Lock()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def one(kind: str, name: str, place: Path) -> None:
+            case = _case(place)
+            said = checked(place, case, given.python)
             if given.cost:
-                one |= cost(place, given.python)
-            one["origin"] = origin(given.folder, place.name)
-            print(place.name, one["verdict"], f"{one['seconds']:.1f} s", one.get("cost", ""))
-            found["machine"] = machine()
-            KEPT.write_text(json.dumps(found, indent=1) + "\n")
-            KEPT.with_suffix(".md").write_text(page(found))
+                said |= cost(place, case, given.python)
+            with lock:
+                kept = found.setdefault(kind, {})
+                kept[name] = kept.get(name, {}) | said
+                kept[name] |= {key: case[key] for key in ("origin", "changed", "real") if key in case}
+                print(kind, name, said["codes"], f"{said['seconds']:.1f} s", said.get("cost", ""))
+                found["machine"] = machine()
+                KEPT.write_text(json.dumps(found, indent=1) + "\n")
+                KEPT.with_suffix(".md").write_text(page(found))
+
+        with ThreadPoolExecutor(given.jobs) as pool:
+            for kind, name, place in scripts(Path(folder), given.public):
+                if not given.names or {kind, name} & set(given.names):
+                    pool.submit(one, kind, name, place).add_done_callback(lambda done: done.result())
 
 
 class _Raw(argparse.RawDescriptionHelpFormatter):
     """Keep the lines of this file's description."""
 
 
-def checked(place: Path, python: str) -> dict[str, Any]:
-    """Return what `samestep check` says of a script, and how long it took."""
+def scripts(folder: Path, public: Path | None) -> list[tuple[str, str, Path]]:
+    """Write the planted and the right scripts into a folder; return kind, name and place of all."""
+    texts = {("planted", name): plant.text for name, plant in PLANTS.items()}
+    texts |= {("clean", name): text for name, text in clean().items()}
+    for (kind, name), text in texts.items():
+        (folder / kind / name).mkdir(parents=True)
+        (folder / kind / name / "train.py").write_text(text)
+    places = sorted(path.parent for path in public.glob("*/case.json")) if public else []
+    own = [(kind, name, folder / kind / name) for kind, name in texts]
+    return own + [("public", place.name, place) for place in places]
+
+
+def checked(place: Path, case: dict[str, Any], python: str) -> dict[str, Any]:
+    """Return the codes that `samestep check` reports of a script, and how long it took."""
     began = time.perf_counter()
-    done = _samestep_check(place, python)
-    seconds = time.perf_counter() - began
+    done = _samestep_check(place, case, python, *case.get("flags", []))
+    seconds = round(time.perf_counter() - began, 1)
     if done.returncode not in (0, 1):
         lines = done.stderr.strip().splitlines() or ["no message"]
-        return {"verdict": f"could not be checked: {lines[-1]}", "seconds": seconds, "steps": 0}
+        return {"codes": {}, "failed": lines[-1], "seconds": seconds, "steps": 0}
     said = json.loads(done.stdout)
-    codes = sorted({f"{one['code']} ({one['severity']})" for one in said["findings"]})
-    verdict = ", ".join(codes) or "nothing found"
-    return {"verdict": verdict, "seconds": seconds, "steps": said["steps"]}
+    codes = {one["code"]: one["severity"] for one in said["findings"]}
+    return {"codes": codes, "failed": "", "seconds": seconds, "steps": said["steps"]}
 
 
-def cost(place: Path, python: str) -> dict[str, Any]:
+def cost(place: Path, case: dict[str, Any], python: str) -> dict[str, Any]:
     """Return the seconds of a script to its end, alone and under watch, and their ratio."""
-    script, words, launch = _command(place)
     start = [python]
-    if launch == "torchrun":
+    if case["launch"] == "torchrun":
         start += ["-m", "torch.distributed.run", f"--nproc_per_node={RANKS}"]
         start += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
     times = []
@@ -86,7 +115,7 @@ def cost(place: Path, python: str) -> dict[str, Any]:
         shutil.copytree(place, copy, dirs_exist_ok=True)
         began = time.perf_counter()
         subprocess.run(
-            [*start, script, *words],
+            [*start, case["script"], *shlex.split(case["arguments"])],
             cwd=copy,
             env=_environment(),
             capture_output=True,
@@ -95,57 +124,94 @@ def cost(place: Path, python: str) -> dict[str, Any]:
         )
         times.append(time.perf_counter() - began)
     began = time.perf_counter()
-    done = _samestep_check(place, python, *WHOLE)
+    done = _samestep_check(place, case, python, *WHOLE)
     times.append(time.perf_counter() - began)
     if done.returncode not in (0, 1):
         return {}
     return {"alone": times[0], "watched": times[1], "cost": times[1] / times[0]}
 
 
-def origin(folder: Path, name: str) -> str:
-    """Return where a script is from."""
-    path = folder / "origins.json"
-    return str(json.loads(path.read_text()).get(name, "")) if path.exists() else ""
+def wrong(one: dict[str, Any]) -> list[str]:
+    """Return the errors and warnings of a script that has no such mistake."""
+    told = [code for code, severity in one["codes"].items() if severity != "advice"]
+    return [code for code in told if code not in one.get("real", {})]
 
 
 def page(found: dict[str, Any]) -> str:
-    """Return the table as Markdown."""
+    """Return the page as Markdown: the three numbers, the misses, the tables."""
     facts = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
+    planted = {name: found.get("planted", {})[name] for name in PLANTS if name in found["planted"]}
+    right = found.get("clean", {})
+    public = {name: one for name, one in found.get("public", {}).items() if not one["failed"]}
+    hits = [name for name, one in planted.items() if set(PLANTS[name].codes) & set(one["codes"])]
+    alarms = [sum(map(bool, map(wrong, kind.values()))) for kind in (right, public)]
+    real = sum(bool(one.get("real")) for one in public.values())
+    every = [*planted.values(), *right.values(), *public.values()]
+    costs = [one["cost"] for one in every if "cost" in one]
     lines = [
-        "# `samestep check` on public scripts",
+        "# What `samestep check` finds, and what it says wrongly",
         "",
-        "    python benchmarks/check.py FOLDER --cost",
+        "    python benchmarks/check.py --public FOLDER --cost",
+        "",
+        f"{facts}.",
+        "",
+        "| found / planted | false / clean | false / public | median seconds | median cost |",
+        "|---:|---:|---:|---:|---:|",
+        f"| {len(hits)} / {len(planted)} | {alarms[0]} / {len(right)} | {alarms[1]} / {len(public)} "
+        f"| {statistics.median(one['seconds'] for one in every):.0f} "
+        f"| {f'{statistics.median(costs):.2f}' if costs else ''} |",
+        "",
+        NOTES,
+        f"Of the public scripts {real} have a mistake that `check` found and that is there.",
+        "",
+        "## Planted mistakes",
+        "",
+        "| script | mistake | expected | reported | |",
+        "|---|---|---|---|---|",
     ]
-    lines += ["", f"{facts}.", "", NOTES]
+    for name, one in planted.items():
+        plant = PLANTS[name]
+        sign = "found" if name in hits else "**missed**"
+        row = (name, plant.what, " or ".join(plant.codes) or "no code", _told(one), sign)
+        lines.append(f"| {' | '.join(row)} |")
+    lines += ["", "## Right scripts", "", "| script | reported | seconds |", "|---|---|---:|"]
+    for name, one in right.items():
+        lines.append(f"| {name} | {_told(one)} | {one['seconds']:.0f} |")
     lines += [
-        "| script | from | verdict | steps | seconds | cost |",
-        "|---|---|---|---:|---:|---:|",
+        "",
+        "## Public scripts",
+        "",
+        "| script | from | reported | steps | seconds | cost | |",
+        "|---|---|---|---:|---:|---:|---|",
     ]
-    for name, one in sorted(found["scripts"].items()):
-        times = f"{one['cost']:.2f}" if "cost" in one else ""
-        cells = (
-            name,
-            one["origin"],
-            one["verdict"],
-            str(one["steps"]),
-            f"{one['seconds']:.0f}",
-            times,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+    for name, one in sorted(found.get("public", {}).items()):
+        notes = [f"{code} is right: {why}" for code, why in one.get("real", {}).items()]
+        notes += [f"changed: {one['changed']}"] if one.get("changed") else []
+        ratio = f"{one['cost']:.2f}" if "cost" in one else ""
+        row = (name, one["origin"], _told(one), str(one["steps"]), f"{one['seconds']:.0f}", ratio)
+        lines.append(f"| {' | '.join(row)} | {'; '.join(notes)} |")
     return "\n".join(lines) + "\n"
 
 
-def _command(place: Path) -> tuple[str, list[str], str]:
-    """Return a script's name, its arguments and how it is launched."""
-    lines = [*(place / "cmd.txt").read_text().splitlines(), "", ""]
-    words, launch, script = lines[:3]
-    return script or "train.py", shlex.split(words), launch.removeprefix("launch: ") or "torchrun"
+def _told(one: dict[str, Any]) -> str:
+    if one["failed"]:
+        return f"could not be checked: {one['failed']}"
+    return ", ".join(f"{code} ({kind})" for code, kind in sorted(one["codes"].items())) or "nothing"
 
 
-def _samestep_check(place: Path, python: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    script, words, _ = _command(place)
+def _case(place: Path) -> dict[str, Any]:
+    """Return how a script is started; a planted one has nothing to say."""
+    path = place / "case.json"
+    told = json.loads(path.read_text()) if path.exists() else {}
+    return {"script": "train.py", "arguments": "", "launch": "torchrun"} | told
+
+
+def _samestep_check(
+    place: Path, case: dict[str, Any], python: str, *flags: str
+) -> subprocess.CompletedProcess[str]:
+    words = ["--", *shlex.split(case["arguments"])]
     return subprocess.run(
-        [python, "-m", "samestep", "check", script, "--json", *flags, "--", *words],
+        [python, "-m", "samestep", "check", case["script"], "--json", *flags, *words],
         cwd=place,
         env=_environment(),
         capture_output=True,

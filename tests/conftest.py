@@ -82,7 +82,6 @@ def _modules_of_one_test(tmp_path_factory) -> Iterator[None]:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """An empty working directory."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -140,7 +139,6 @@ def uninterrupted(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted_on_two(tmp_path_factory) -> Path:
-    """The same on two ranks."""
     return _whole_run(tmp_path_factory.mktemp("uninterrupted-on-two"), 2)
 
 

@@ -23,7 +23,6 @@ def ball(runs=0, *, batter="A1", other="A2", bowler="B1", out=None, kind="bowled
 
 
 def innings(team="A", *overs, **more):
-    """Return an innings of overs, each a list of deliveries."""
     listed = [{"over": number, "deliveries": list(over)} for number, over in enumerate(overs)]
     return {"team": team, "overs": listed, **more}
 
@@ -42,12 +41,10 @@ def match(*some, date="2024-01-01", version="1.1.0", **info):
 
 
 def encoded(card):
-    """Return a match as the bytes of its file."""
     return json.dumps(card).encode()
 
 
 def write(folder: Path, cards) -> Path:
-    """Write matches, by name, into a folder and return it."""
     for name, card in cards.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,5 +53,4 @@ def write(folder: Path, cards) -> Path:
 
 
 def corpus_of(*cards):
-    """Return the corpus of some matches."""
     return merge([from_documents((f"{k:03}.json", encoded(card)) for k, card in enumerate(cards))])

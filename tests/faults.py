@@ -14,8 +14,6 @@ Strike = Callable[[], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal that a rank sends itself."""
-
     point: str
     """One of POINTS."""
     nth: int = 1

@@ -41,8 +41,11 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             held.bind(("127.0.0.1", port))
             probe.bind(("127.0.0.1", port))
+            if len(_held) == _held.maxlen:
+                _held.popleft().close()
             _held.append(held)
             return port
+        held.close()
     raise AssertionError
 
 
@@ -59,8 +62,6 @@ def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @dataclass
 class Ranks:
-    """Processes that run as the ranks of one job."""
-
     processes: list[BaseProcess]
     folder: Path
 
@@ -72,7 +73,6 @@ class Ranks:
         return [int(p.exitcode or 0) for p in self.processes]
 
     def output(self) -> str:
-        """Return what all ranks printed, rank by rank."""
         return "\n".join(self.printed(rank) for rank in range(len(self.processes)))
 
     def printed(self, rank: int) -> str:
@@ -80,7 +80,6 @@ class Ranks:
         return (self.folder / f"output-{rank}.txt").read_text()
 
     def kill(self) -> None:
-        """SIGKILL every rank that still runs."""
         for process in self.processes:
             process.kill()
 

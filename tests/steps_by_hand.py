@@ -74,7 +74,6 @@ def blocks(settings: Settings, device: torch.device = CPU, *, together: int) -> 
 
 
 def eager(trained: Learner, settings: Settings, device: torch.device = CPU) -> EagerStep:
-    """Return what takes the steps one by one."""
     most = settings.micro_batch_size or BATCH
     return EagerStep(trained, settings, World(device=device), most, make_phases(device))
 
@@ -88,8 +87,6 @@ def whole(trained: Learner, settings: Settings, device: torch.device = CPU) -> W
 
 @dataclass(frozen=True)
 class Ran:
-    """What some steps gave."""
-
     losses: Tensor
     norms: Tensor
     notes: list
@@ -111,7 +108,6 @@ def run(step: EagerStep, some: list[Block], start: int = 0, lr: float = 0.05) ->
 
 
 def assert_same(one: Learner, other: Learner, tolerance: float = 1e-12) -> None:
-    """Compare weights, buffers and the optimizer's state."""
     ours, its = one.model.state_dict(), other.model.state_dict()
     for name, value in its.items():
         torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance)

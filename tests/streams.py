@@ -138,7 +138,6 @@ recipe = Recipe(model=model, data=data, collate=collate, options=Options, settin
 
 
 def write_recipe(folder: Path, text: str = RECIPE) -> Path:
-    """Write the recipe into a folder and return its path."""
     return tiny.write_recipe(folder, text, "flow.py")
 
 

@@ -75,15 +75,12 @@ def without_torch(tmp_path_factory) -> dict[str, tuple[int, str, list[str]]]:
     return json.loads(done.stdout)
 
 
-def test_the_help_of_every_verb_imports_no_torch_and_ends_with_examples(without_torch):
+def test_help_and_verbs_that_only_read_and_write_files_import_no_torch(without_torch):
     helps = {c: found for c, found in without_torch.items() if c.endswith("--help")}
     assert {command.split()[0] for command in helps} == {*VERBS}
     for command, (code, printed, heavy) in helps.items():
         assert (code, "torch" in heavy) == (0, False), command
         assert_ends_with_examples(printed, command)
-
-
-def test_verbs_that_only_read_and_write_files_import_no_torch(without_torch):
     for command in PLAIN:
         code, printed, heavy = without_torch[command]
         assert (code, "torch" in heavy) == (0, False), command

@@ -4,6 +4,7 @@ The torchrun of docs/index.md is typed. What else `python`, `torchrun` and `same
 is forked from one process, which has torch: each rank imports it for seconds.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import samestep
+from samestep.ranks import launch
 from samestep.recipes.cricket.synthetic import documents
 from tests import cricket_files
 from tests.cifar_files import write_binary
@@ -22,6 +25,7 @@ from tests.examples.programs import forked as script
 from tests.idx_files import write_mnist
 from tests.image_files import write_images
 from tests.processes import TIMEOUT_S
+from tools.reference import REFERENCE, outdated
 
 ROOT = Path(__file__).parent.parent
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
@@ -195,3 +199,43 @@ def test_the_readme_shows_the_numbers_of_its_recipe_on_one_and_two_ranks(ranks, 
     expected = [pytest.approx(float(n), abs=1.5e-4) for n in numbers.findall(shown[str(ranks)])]
     assert [float(n) for n in numbers.findall(line)] == expected
     assert len(expected) == 4
+
+
+SOURCE = Path(samestep.__file__).parent
+VARIABLE = re.compile(
+    r"(SAMESTEP|SLURMD?|SBATCH|OMPI|PMIX?|MPI|OMP|NCCL|GLOO|CUDA|CUBLAS|TORCH[A-Z]*|XDG|COMET|WANDB"
+    r"|MLFLOW|KINETO|HF)_[A-Z_a-z]*[A-Za-z]|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_(RANK|WORLD_SIZE)"
+    r"|MASTER_(ADDR|PORT)|TMPDIR|NETRC|HTTPS_PROXY|PYTHONPATH|MPLBACKEND"
+)
+"""What the source names in quotes and an environment may have."""
+NOT_READ = {"SLURM_TASK_PID"}
+"""Of other processes, to tell tasks of the sandbox apart."""
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (REFERENCE / "environment.md").read_text()
+
+
+def test_each_generated_page_is_up_to_date():
+    """Where it is not, `python tools/reference.py` writes it."""
+    assert [str(path) for path, _ in outdated()] == []
+
+
+def test_each_variable_of_the_source_is_in_the_reference_and_no_other(page):
+    named = {*launch.OPEN_MPI, *launch.PMI, *launch.MPI_JOB_IDS}
+    for file in SOURCE.rglob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text()))
+        texts = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        named |= {text for text in texts if VARIABLE.fullmatch(text)}
+    assert len(named) > 80
+    assert {name for name in named - NOT_READ if f"`{name}`" not in page} == set()
+    written = "\n".join(file.read_text() for file in SOURCE.rglob("*.py"))
+    tables = page.partition("## What a run records")[0]
+    tables = tables.replace("Variables of the libraries, such as `NCCL_DEBUG`", "")
+    for name in re.findall(r"`([A-Z]+(?:_[A-Za-z]+)+|RANK|TMPDIR|NETRC)`", tables):
+        # Some names are put together there, from a prefix and a list.
+        assert any(
+            part in written
+            for part in (name, re.sub(r"^[A-Z]+_(?:COMM_WORLD_|TRACKING_)?", "", name))
+        ), name

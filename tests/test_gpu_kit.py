@@ -63,9 +63,12 @@ def test_what_is_missing_is_fetched_with_all_that_it_needs_itself(tmp_path):
     }
 
 
-def test_a_package_that_is_too_old_there_is_fetched(tmp_path):
+def test_a_package_that_is_too_old_is_fetched_and_versions_that_exclude_each_other_not(tmp_path):
     assert gather({"one": "1.0"}, {"one": ("1.2", [])}, tmp_path, "one>=1.1") == {"one": "1.2"}
     assert gather({"one": None}, {}, tmp_path, "one>=1.1") == {}  # which version is not known
+    wheels = {"one": ("1.0", ["both>=2"]), "both": ("1.5", [])}
+    with pytest.raises(gpu_kit.KitError):
+        gather({}, wheels, tmp_path, "both<2", "one")
 
 
 @pytest.mark.parametrize("present", [{}, {"torch": "2.10.0+cu130"}])
@@ -75,16 +78,14 @@ def test_torch_is_never_carried(present, tmp_path):
     assert gather({"torch": "2.11.0+cu130"}, {}, tmp_path, "torch>=2.11") == {}
 
 
-def test_versions_that_exclude_each_other_are_refused(tmp_path):
-    wheels = {"one": ("1.0", ["both>=2"]), "both": ("1.5", [])}
-    with pytest.raises(gpu_kit.KitError):
-        gather({}, wheels, tmp_path, "both<2", "one")
-
-
-def test_samesteps_own_needs_and_the_tools_of_the_gpu_tests_are_asked_for():
+def test_what_samestep_and_the_gpu_tests_need_is_asked_for_beside_the_code_of_git(tmp_path):
     names = {r.name for r in gpu_kit.requirements(ROOT / "pyproject.toml")}
     assert names >= {"torch", "tyro", "msgspec", "lightning", "accelerate", "pytest-timeout"}
     assert not names & {"mypy", "ruff", "mlflow"}
+    gpu_kit.copy_code(tmp_path)
+    assert (tmp_path / "tools" / "gpu.sh").read_bytes() == (ROOT / "tools/gpu.sh").read_bytes()
+    assert not (tmp_path / ".git").exists()
+    assert not list(tmp_path.rglob("__pycache__"))
 
 
 @pytest.mark.slow
@@ -110,13 +111,6 @@ def test_a_kit_above_the_limit_is_refused_with_its_largest_files(tmp_path):
     (tmp_path / "large.whl").write_bytes(bytes(1000))
     with pytest.raises(gpu_kit.KitError, match=r"large\.whl"):
         gpu_kit.check_size(tmp_path, 1000)
-
-
-def test_the_code_in_the_kit_is_what_git_tracks(tmp_path):
-    gpu_kit.copy_code(tmp_path)
-    assert (tmp_path / "tools" / "gpu.sh").read_bytes() == (ROOT / "tools/gpu.sh").read_bytes()
-    assert not (tmp_path / ".git").exists()
-    assert not list(tmp_path.rglob("__pycache__"))
 
 
 def test_jpegs_become_cifar10s_binary_files_and_digits_a_small_mnist(tmp_path):

@@ -35,9 +35,7 @@ def copy(tmp_path, request) -> Path:
 @pytest.mark.parametrize(
     ("copy", "step", "world_size", "losses"), GOES_ON, indirect=["copy"], ids=NAMES
 )
-def test_a_kept_run_goes_on_from_its_step_on_another_number_of_ranks(
-    copy, step, world_size, losses, tmp_path
-):
+def test_a_kept_run_goes_on_on_another_number_of_ranks(copy, step, world_size, losses, tmp_path):
     before = (copy / "events.jsonl").read_bytes()
     run(
         *("train", str(copy), "--resume", "--epochs", "6", "--max-steps", "42"),

@@ -73,15 +73,12 @@ def steps() -> dict[str, list[list[str]]]:
     return rows
 
 
-def test_every_step_of_the_five_lessons_has_its_page_and_its_file_or_reason():
+def test_every_step_of_the_five_lessons_has_its_page_and_its_file_with_what_it_names():
     found = steps()
     assert {lesson: len(rows) for lesson, rows in found.items()} == STEPS
     for step, page, files in (row for rows in found.values() for row in rows):
         assert re.search(r"\]\([^)]+\)", page), step  # where it leads to: test_docs.py
         assert NAMED.search(files) or files.startswith("On purpose: "), step
-
-
-def test_what_a_step_names_is_in_the_file_that_it_names():
     for step, _, files in (row for rows in steps().values() for row in rows):
         for path, names in NAMED.findall(files):
             assert (ROOT / path).exists(), f"{step}: {path}"

@@ -1,4 +1,4 @@
-"""The style, as `make lint` checks it: each of its commands is a test, beside the others."""
+"""The style, each command of `make lint` a test; the linter of prose finds what it is for."""
 
 import re
 import subprocess
@@ -25,3 +25,82 @@ def test_no_file_names_the_host_of_a_registry():
     command = ["git", "grep", "--line-number", "-I", "-E", hosts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == ""
+
+
+PROSE = Path(__file__).parent.parent / "tools" / "prose.py"
+
+
+def lint(path: Path, text: str) -> tuple[int, list[str]]:
+    path.write_text(text)
+    ran = subprocess.run(
+        [sys.executable, PROSE, path], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert not ran.stderr
+    return ran.returncode, ran.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Rank 0 alone writes.",
+        "That is no error.",
+        "It stands beside the file.",
+        "The rank is told its share.",
+        "It takes so many steps.",
+        "The training goes on.",
+        "Nobody waits.",
+        "Whoever needs it can have it.",
+        "It is not without rules.",
+        "This continues\nonly if it is\ntold to.",
+    ],
+)
+def test_a_sentence_against_the_words_is_found_in_a_page(tmp_path, sentence):
+    code, lines = lint(tmp_path / "page.md", f"# A page\n\n{sentence}\n")
+    assert code == 1
+    assert len(lines) == 1
+    assert lines[0].split(":")[1] == ("4" if "\n" in sentence else "3")
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ('"""A module."""\n\n\ndef f():\n    """Do it.\n\n    Rank 0 alone writes.\n    """\n', 7),
+        ("x = 1\n# Nobody waits.\n", 2),
+        ("x = 1  # it goes\ny = 2  # on later\n", None),
+        ("# The run\n# goes on\n# after it.\n", 2),
+        ('n = 2\nprint(f"rank {n} alone writes")\n', 2),
+        ('print("a name, alone")\n', 1),
+    ],
+)
+def test_python_is_read_in_docstrings_comments_and_strings(tmp_path, source, line):
+    code, lines = lint(tmp_path / "module.py", source)
+    assert code == int(line is not None)
+    assert [f"module.py:{line}:" in found for found in lines] == [True] * code
+
+
+def test_a_long_sentence_and_line_are_found_where_they_begin_but_not_in_tables(tmp_path):
+    page = "# A page\n\nGood. " + "word\n" * 30 + "end.\n\n" + "short " * 21 + "\n"
+    code, lines = lint(tmp_path / "page.md", page)
+    assert code == 1
+    assert "page.md:3: 31 words" in lines[0]
+    assert "page.md:35: 126 characters" in lines[1]
+    table = f"| Rank 0 alone | {'word ' * 40}|\n|---|---|\n| `alone` | x |\n"
+    code, lines = lint(tmp_path / "page.md", f"# A page\n\n{table}")
+    assert code == 1
+    assert [line.split(":")[1] for line in lines] == ["3"]
+
+
+def test_good_text_passes_and_so_do_code_tables_links_and_exceptions(tmp_path):
+    page = (
+        "# A page\n\nRank 0 only writes. There is no error. Run `goes on` or "
+        "[this](https://example.org/alone).\n\n```console\n$ nobody goes on\n```\n\n"
+        f"| only | {'word ' * 40}|\n|---|---|\n"
+    )
+    assert lint(tmp_path / "page.md", page) == (0, [])
+    assert lint(tmp_path / "module.py", 'alone = "alone"\n"""Return the sum."""\n') == (0, [])
+
+
+def test_the_pages_and_sources_that_the_rules_cover_pass():
+    ran = subprocess.run([sys.executable, PROSE], capture_output=True, text=True, check=False)
+    assert ran.stdout == ""
+    assert ran.returncode == 0

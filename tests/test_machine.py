@@ -15,14 +15,14 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_the_usable_cores_are_those_of_the_affinity():
+def test_the_usable_cores_are_those_of_the_affinity_without_a_quota(tmp_path):
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else usable_cores()
     assert usable_cores() == allowed
     assert 1 <= len(usable_cores()) <= os.cpu_count()
+    assert quota_cores(tmp_path) is None
 
 
 def version_1(folder: str, quota_us: int) -> dict[str, str]:
-    """Return the files of a control group of version 1."""
     return {f"{folder}/cpu.cfs_quota_us": str(quota_us), f"{folder}/cpu.cfs_period_us": "100000"}
 
 
@@ -50,10 +50,6 @@ def test_the_control_groups_quota_is_read(tmp_path, kind):
     for name, text in files.items():
         write(tmp_path / "sys/fs/cgroup" / name, f"{text}\n")
     assert quota_cores(tmp_path) == cores
-
-
-def test_without_control_groups_there_is_no_quota(tmp_path):
-    assert quota_cores(tmp_path) is None
 
 
 def test_free_memory_is_the_least_that_the_machine_and_each_group_above_allow(tmp_path):

@@ -44,9 +44,7 @@ def project(tmp_path, monkeypatch):
         (".", "..", "runs", None),
     ],
 )
-def test_it_is_found_as_seen_from_the_current_folder(
-    project, monkeypatch, place, target, kind, found
-):
+def test_it_is_found_as_seen_from_the_folder(project, monkeypatch, place, target, kind, found):
     monkeypatch.chdir(project / place)
     assert find_nearby(target, kind) == found
 
@@ -104,9 +102,7 @@ def test_the_search_ends_in_time(project, monkeypatch):
         ("toy-1 --resume", "runs/toy-1 --resume"),
     ],
 )
-def test_the_command_is_told_with_the_right_place_in_it(
-    project, refused, monkeypatch, command, right
-):
+def test_the_command_is_told_with_the_place(project, refused, monkeypatch, command, right):
     monkeypatch.setattr("sys.argv", ["samestep", "train", *command.split()])
     assert refused("train", *command.split()).endswith(f"samestep train {right}")
 

@@ -68,7 +68,7 @@ def command(tmp_path):
     return run
 
 
-def test_a_package_brings_a_recipe_a_tracker_and_a_verb(command, tmp_path):
+def test_a_package_brings_a_recipe_a_tracker_and_a_verb_or_is_named_if_broken(command, tmp_path):
     trained = command("train", "tiny", "--track", "notes", "--run-dir", "run")
     assert trained.returncode == 0, trained.stderr
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "completed"
@@ -77,9 +77,6 @@ def test_a_package_brings_a_recipe_a_tracker_and_a_verb(command, tmp_path):
     greeted = command("greet", "you")
     assert (greeted.returncode, greeted.stdout) == (3, "hello you\n")
     assert "greet        of the package tiny_package" in command("--help").stdout
-
-
-def test_a_package_that_cannot_be_imported_is_named_and_replaces_nothing(command):
     broken = command("train", "broken")
     assert broken.returncode == 2
     assert "tiny_package.broken, which cannot be imported" in broken.stderr

@@ -109,18 +109,15 @@ def own_imports(name: str) -> set[str]:
     return {t if t in modules() else t.rpartition(".")[0] for t in own}
 
 
-def test_every_room_is_on_one_floor():
+def test_every_room_is_on_one_floor_and_no_module_imports_a_template():
     rooms = {room_of(name) for name in modules()}
     assert sorted(room for floor in FLOORS for room in floor) == sorted(rooms)
-
-
-def test_no_module_imports_a_template():
     assert not {
         name for name in modules() for own in own_imports(name) if own.startswith(TEMPLATES)
     }
 
 
-def test_imports_point_one_way():
+def test_imports_point_one_way_and_lead_back_nowhere():
     floor_of = {room: place for place, floor in enumerate(FLOORS) for room in floor}
     wrong = {
         f"{name} imports {target}"
@@ -129,13 +126,10 @@ def test_imports_point_one_way():
         if room_of(target) != room_of(name) and floor_of[room_of(target)] >= floor_of[room_of(name)]
     }
     assert not wrong
-
-
-def test_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter({name: own_imports(name) for name in modules()}).prepare()
 
 
-def test_only_the_world_talks_to_torch_distributed():
+def test_only_the_world_talks_to_torch_distributed_and_no_recipe_asks_for_its_rank():
     parts = ("torch.distributed", "torch.nn.parallel", "torch.multiprocessing")
     found = {}
     for name, tree in modules().items():
@@ -148,9 +142,6 @@ def test_only_the_world_talks_to_torch_distributed():
         if everything := used | (attributes & set(parts)):
             found[name] = everything
     assert found == DISTRIBUTED
-
-
-def test_no_recipe_and_no_data_source_asks_for_its_rank():
     asked = {"rank", "local_rank", "world_size", "is_main"}
     for name, tree in modules().items():
         if name.startswith("recipes."):
@@ -175,7 +166,7 @@ def test_what_needs_no_torch_does_not_import_it():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_a_file_is_one_subject():
+def test_a_file_is_one_subject_and_a_name_means_one_thing():
     lengths = {
         name: len((SOURCE / f"{name.replace('.', '/')}.py").read_text().splitlines())
         for name in modules()
@@ -185,9 +176,6 @@ def test_a_file_is_one_subject():
     verbs = {name for name in lengths if name.startswith("commands.")}
     short = {name: n for name, n in lengths.items() if n < SHORTEST_FILE and name not in verbs}
     assert short.keys() <= SHORT_FILES.keys(), short
-
-
-def test_a_name_means_one_thing():
     classes = [
         node.name
         for tree in modules().values()
@@ -201,7 +189,7 @@ def test_a_name_means_one_thing():
     assert sum(times > 1 for times in files.values()) <= MOST_REPEATED_FILE_NAMES, files
 
 
-def test_every_public_name_of_the_package_is_there_and_no_other():
+def test_every_public_name_is_there_and_every_setting_an_argument_that_editors_complete():
     import samestep
 
     for name in samestep.__all__:
@@ -210,19 +198,6 @@ def test_every_public_name_of_the_package_is_there_and_no_other():
         samestep.nothing  # noqa: B018
     assert {*dir(samestep)} <= {*samestep.__all__}
     assert "train" in dir(samestep)
-
-
-def test_a_name_that_moved_still_works_and_warns_once(monkeypatch):
-    import samestep
-
-    for name in samestep._MOVED:
-        monkeypatch.delitem(vars(samestep), name, raising=False)
-        with pytest.warns(DeprecationWarning, match=rf"samestep\.{name} is") as told:
-            assert getattr(samestep, name) is getattr(samestep, name)
-        assert len(told) == 1
-
-
-def test_every_setting_is_an_argument_that_an_editor_completes():
     from samestep.api.call import SettingsArguments
     from samestep.settings import MERGED, Settings
 
@@ -238,7 +213,7 @@ def test_every_file_that_the_page_on_architecture_names_is_there():
     assert named
 
 
-def test_old_names_of_a_recipe_s_plot_and_a_run_s_rows_go_on_with_a_warning(tmp_path):
+def test_old_names_work_with_a_warning(tmp_path, monkeypatch):
     from samestep import OwnRun, Recipe, TrainedRun, open_run
 
     with pytest.warns(DeprecationWarning, match="plot"):
@@ -251,3 +226,10 @@ def test_old_names_of_a_recipe_s_plot_and_a_run_s_rows_go_on_with_a_warning(tmp_
         assert TrainedRun(tmp_path).epochs == []
     with pytest.warns(DeprecationWarning, match="keep_newest"):
         assert isinstance(open_run(tmp_path / "run", keep_checkpoints=2), OwnRun)
+    import samestep
+
+    for name in samestep._MOVED:
+        monkeypatch.delitem(vars(samestep), name, raising=False)
+        with pytest.warns(DeprecationWarning, match=rf"samestep\.{name} is") as told:
+            assert getattr(samestep, name) is getattr(samestep, name)
+        assert len(told) == 1

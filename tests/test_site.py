@@ -26,16 +26,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_each_page_of_the_handbook_is_in_it(site):
+def test_each_page_of_the_handbook_is_in_it_with_what_it_loads(site):
     pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     assert all((site / page).with_suffix(".html").is_file() for page in pages)
     named = (ROOT / "mkdocs.yml").read_text()
     assert {str(page) for page in pages if f"{page}\n" not in named} == {
         str(page) for page in pages if page.parent.name == "check"
     }
-
-
-def test_what_a_page_loads_is_a_file_of_the_site(site):
     for page in site.rglob("*.html"):
         if page.name == "404.html":
             continue  # served only by a server
@@ -45,22 +42,31 @@ def test_what_a_page_loads_is_a_file_of_the_site(site):
             assert found, f"{page.relative_to(site)}: {target}"
 
 
-def test_a_notebook_is_a_page_with_its_outputs_and_pictures(site):
+def test_a_notebook_has_its_outputs_and_a_table_of_flags_its_headings(site):
     text = (site / "source" / "examples" / "cifar10_lightning" / "walkthrough.html").read_text()
     assert 'id="12-testing-the-best-checkpoint"' in text
     assert "10,000 test images" in text
     assert "data:image/png;base64," in text
     lesson = (site / "examples" / "cifar10-lightning.html").read_text()
     assert 'href="../source/examples/cifar10_lightning/walkthrough.html"' in lesson
+    text = (site / "reference" / "settings.html").read_text()
+    row = text[text.index('<span class="whole">--warmup-steps</span>') :].partition("</tr>")[0]
+    assert '<td data-label="default"><code>0</code></td>' in row
+    assert '<td data-label="on resume">' in row
 
 
-def test_the_site_says_its_version_and_offers_the_examples_where_commands_need_them(site):
+def test_the_site_says_its_version_and_shows_no_markup_that_it_cannot_draw(site):
     assert f"samestep {__version__}" in (site / "index.html").read_text()
     offer = 'href="../source/examples.zip"'
     assert offer in (site / "examples" / "mnist-profiling.html").read_text()
     assert offer not in (site / "concepts" / "checkpoints.html").read_text()
     with zipfile.ZipFile(site / "source" / "examples.zip") as archive:
         assert "examples/mnist_profiling/dataloader.py" in archive.namelist()
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert not re.findall(r"<td[^>]*>.*?<code>[^<]*\\\|", text), page
+        assert "<code>flowchart" not in text, page
+        assert "language-mermaid" not in text, page
 
 
 @pytest.mark.parametrize(
@@ -92,19 +98,3 @@ def test_the_button_copies_what_is_typed_and_nothing_else(site, tmp_path):
     assert not [block for block in blocks if re.search(r"^\$ ", block, re.MULTILINE)]
     submit = "sbatch examples/mnist_torchrun/run_distributed.slurm --data-dir data/mnist --epochs 2"
     assert f"mkdir -p logs\n{submit}" in blocks
-
-
-def test_no_page_shows_markup_that_the_site_cannot_draw(site):
-    """A bar in the code of a table has no backslash, and a drawing is a picture."""
-    for page in site.rglob("*.html"):
-        text = page.read_text()
-        assert not re.findall(r"<td[^>]*>.*?<code>[^<]*\\\|", text), page
-        assert "<code>flowchart" not in text, page
-        assert "language-mermaid" not in text, page
-
-
-def test_the_columns_of_a_table_of_flags_keep_their_headings_on_a_narrow_screen(site):
-    text = (site / "reference" / "settings.html").read_text()
-    row = text[text.index('<span class="whole">--warmup-steps</span>') :].partition("</tr>")[0]
-    assert '<td data-label="default"><code>0</code></td>' in row
-    assert '<td data-label="on resume">' in row

@@ -75,7 +75,6 @@ _outputs = itertools.count()
 
 
 def write_recipe(folder: Path, text: str = RECIPE, name: str = "tiny.py") -> Path:
-    """Write the recipe into a folder and return its path."""
     path = folder / name
     path.write_text(text)
     return path
@@ -205,7 +204,6 @@ def assert_same_training(run: Path, reference: Path, tolerance: float = 1e-12) -
 
 
 def assert_close_records(ours: list[dict], theirs: list[dict], tolerance: float) -> None:
-    """Compare two accounts, record by record."""
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
@@ -221,7 +219,6 @@ def _name(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def assert_close(one: Any, other: Any, tolerance: float) -> None:
-    """Compare two trees of tensors and plain values."""
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         for key in one:
@@ -242,7 +239,6 @@ def read_index(run: Path) -> dict[str, Any]:
 
 
 def sha256(path: Path) -> str:
-    """Return a file's SHA-256."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -276,5 +272,4 @@ def newest_announced(run: Path) -> int:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file under a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}

@@ -8,5 +8,4 @@ import torch._dynamo  # noqa: F401 - it sets a variable of the environment, once
 
 @pytest.fixture(autouse=True)
 def _own_path(monkeypatch):
-    """Forget the folders that recipe files were found in."""
     monkeypatch.setattr(sys, "path", [*sys.path])

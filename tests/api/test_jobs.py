@@ -1,4 +1,4 @@
-"""`samestep.submit` and the job that it returns, with Slurm's programs played by scripts."""
+"""`samestep.submit`, with Slurm's programs played by scripts, `sweep` and `check` from Python."""
 
 import os
 
@@ -7,6 +7,7 @@ import pytest
 import samestep
 from samestep import SubmittedJob, UserError
 from tests.api.recipes import made
+from tests.checking.planted import BASE, forked, planted
 from tests.reporting.made_runs import write_run
 from tests.slurm.fake_slurm import FakeSlurm, install
 
@@ -43,7 +44,7 @@ def test_a_mistake_is_refused_before_anything_is_submitted(wrong, slurm, here):
     assert not (here / "runs").exists()
 
 
-def test_a_job_is_waited_for_and_gives_its_run(slurm, here):
+def test_a_job_that_is_waited_for_gives_its_run_or_the_error_of_its_rank(slurm, here):
     write_run(here / "run")
     slurm.add(77, here / "run", "RUNNING")
     job = SubmittedJob(77, here / "run")
@@ -52,9 +53,6 @@ def test_a_job_is_waited_for_and_gives_its_run(slurm, here):
     slurm.add(77, here / "run", "COMPLETED")
     assert job.wait()
     assert job.result().path == here / "run"
-
-
-def test_the_error_of_a_failed_job_has_what_its_rank_said(slurm, here):
     (here / "slurm-77.out").write_text("samestep: job 77, start 1, on a\n1: ValueError: planted\n")
     slurm.add(77, here, "FAILED", log=str(here / "slurm-77.out"))
     with pytest.raises(UserError, match="ValueError: planted"):
@@ -66,3 +64,52 @@ def test_only_a_job_that_has_not_ended_is_cancelled(state, slurm, here):
     slurm.add(77, here, state)
     SubmittedJob(77, here).cancel()
     assert any(line.startswith("scancel") for line in slurm.calls) == (state == "PENDING")
+
+
+@pytest.mark.slow
+def test_a_recipe_made_in_python_is_trained_with_each_value(here, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    asked = {"lr": [0.01, 0.1], "pictures": False, "folder": "sweep", "quiet": True}
+    recipe = made(settings={"epochs": 1})
+    runs = samestep.sweep(recipe, **asked)
+    assert [run.settings["lr"] for run in runs] == [0.01, 0.1]
+    alone = samestep.train(recipe, lr=0.1, pictures=False, run_dir="alone", quiet=True)
+    assert runs[1].result["weights_sha256"] == alone.result["weights_sha256"]
+    before = [run.history for run in runs]
+    assert [run.history for run in samestep.sweep(recipe, **asked)] == before
+    with pytest.raises(UserError):
+        samestep.sweep(recipe, **(asked | {"lr": [0.01, 0.2]}))
+
+
+@pytest.mark.parametrize("wrong", [{"lr": []}, {"lr": 0.1}, {"lr": [0.1, 0.01], "run_dir": "x"}])
+def test_a_mistake_is_an_error_before_the_first_training(wrong, here):
+    with pytest.raises(UserError):
+        samestep.sweep(made(), **wrong, folder="sweep", quiet=True)
+    assert not (here / "sweep").exists()
+
+
+@pytest.fixture(autouse=True)
+def _forked_ranks(monkeypatch):
+    monkeypatch.setattr("samestep.checking.check_script.start_processes", forked)
+
+
+def test_a_script_is_checked_from_python_and_its_report_is_data(here):
+    source = planted(
+        ("range(3)", "range(int(sys.argv[1]))"), ("import os\n", "import os\nimport sys\n")
+    )
+    (here / "train.py").write_text(source)
+    report = samestep.check("train.py", args=[1], nproc=2)
+    assert isinstance(report, samestep.CheckReport)
+    assert (report.findings, report.exit_code, report.steps, report.ranks) == ([], 0, 4, 2)
+    assert "4 steps" in str(report)
+
+
+def test_what_cannot_be_checked_raises_one_error(here):
+    (here / "train.py").write_text(BASE)
+    for script, more in ((3, {}), ("train.py", {"steps": 0}), ("no_such", {"module": True})):
+        with pytest.raises(samestep.UserError):
+            samestep.check(script, **more)
+    for text in ("recipe = samestep.Recipe()", "samestep.open_run('x')"):
+        (here / "mine.py").write_text(f"import samestep\n{text}\n")
+        with pytest.raises(samestep.UserError, match="verify"):
+            samestep.check("mine.py")

@@ -101,9 +101,7 @@ def losses(path: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_training_and_its_checkpoint_are_those_of_the_command_line_in_each_precision_and_mode(
-    precision, typed, tmp_path, output_of
-):
+def test_it_is_the_training_of_the_command_line_in_each_mode(precision, typed, tmp_path, output_of):
     path = typed(precision, "--log-every", "1")
     assert len(losses(path)) == 25
     file, expected = path.parent / "any.txt", read_json(path / "result.json")

@@ -21,7 +21,7 @@ def trained(tmp_path_factory):
     return samestep.train(made(name="mine"), run_dir=folder, quiet=True)
 
 
-def test_the_curves_are_those_of_the_records_and_the_best_is_marked(trained):
+def test_the_curves_are_those_of_the_records_and_a_notebook_shows_facts_and_no_markup(trained):
     figure = trained.plot()
     panels = {panel.get_title(): panel for panel in figure.axes}
     assert list(panels) == ["loss", "accuracy"]
@@ -34,23 +34,6 @@ def test_the_curves_are_those_of_the_records_and_the_best_is_marked(trained):
     (mark,) = (line for line in panels["accuracy"].lines if line.get_marker() == "*")
     assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([best["epoch"]], [best["value"]])
     assert figure._repr_png_().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_command_is_told(trained, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=re.escape("pip install 'samestep[plot]'")):
-        trained.plot()
-
-
-def test_a_run_without_an_epoch_has_no_curves(tmp_path):
-    (tmp_path / "settings.toml").write_text("lr = 1.0\n")
-    (tmp_path / "events.jsonl").write_text("")
-    with pytest.raises(UserError, match="epoch"):
-        TrainedRun(tmp_path).plot()
-
-
-def test_a_notebook_shows_facts_and_the_loss_and_no_markup_of_the_users(trained):
     shown = trained._repr_html_()
     assert "<b>" not in shown
     assert "mine" in shown
@@ -61,7 +44,18 @@ def test_a_notebook_shows_facts_and_the_loss_and_no_markup_of_the_users(trained)
     assert len(points) == 4
 
 
-def test_a_notebook_shows_the_boundary_where_it_is_small(trained, tmp_path):
+def test_without_an_epoch_or_matplotlib_there_are_no_curves(tmp_path, trained, monkeypatch):
+    (tmp_path / "settings.toml").write_text("lr = 1.0\n")
+    (tmp_path / "events.jsonl").write_text("")
+    with pytest.raises(UserError, match="epoch"):
+        TrainedRun(tmp_path).plot()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=re.escape("pip install 'samestep[plot]'")):
+        trained.plot()
+
+
+def test_a_notebook_shows_the_boundary_if_small_and_nothing_else(trained, tmp_path):
     run = shutil.copytree(trained.path, tmp_path / "run")
     small, large = png(bytes(12), 2, 2, 3), png(bytes(12), 2, 2, 3) + bytes(300_000)
     for content in (small, large):
@@ -76,9 +70,6 @@ def test_a_notebook_shows_the_boundary_where_it_is_small(trained, tmp_path):
         data = base64.b64encode(small).decode()
         assert (f"data:image/png;base64,{data}" in shown) == (content is small)
         assert len(shown) < 200_000
-
-
-def test_a_picture_outside_of_the_run_is_not_shown(trained, tmp_path):
     run = tmp_path / "run"
     (run / "pictures").mkdir(parents=True)
     (run / "settings.toml").write_text("lr = 1.0\n")

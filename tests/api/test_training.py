@@ -54,12 +54,15 @@ def test_it_goes_on_with_a_run_by_the_run_its_path_or_its_run_dir():
     assert sum(record["event"] == "resume" for record in again.history) == 3
 
 
-def test_numbers_of_numpy_and_paths_are_settings_too():
+def test_numbers_of_numpy_and_paths_are_settings_too_and_it_trains_in_a_thread():
     given = {"epochs": np.int64(1), "lr": np.float64(0.5), "run_dir": Path("x")}
     trained = samestep.train(made(), quiet=True, **given)
     assert (trained.settings["epochs"], trained.settings["lr"]) == (1, 0.5)
     assert trained.path == Path("x").absolute()
     assert repr(trained) == "TrainedRun('x')"
+    with ThreadPoolExecutor(1) as pool:
+        trained = pool.submit(samestep.train, made(), epochs=1, quiet=True).result()
+    assert trained.result["status"] == "completed"
 
 
 def generators() -> tuple:
@@ -149,12 +152,6 @@ def test_a_signal_that_ends_the_process_does_so_once_all_is_saved():
     assert [Path("t/result.json") in files for files in heard] == [True]
 
 
-def test_it_trains_in_a_thread_too():
-    with ThreadPoolExecutor(1) as pool:
-        trained = pool.submit(samestep.train, made(), epochs=1, quiet=True).result()
-    assert trained.result["status"] == "completed"
-
-
 REFUSED = {
     "an unknown setting": lambda: samestep.train(made(), epoch=2),
     "zero ranks": lambda: samestep.train(made(), nproc=0),
@@ -202,9 +199,7 @@ def test_a_mistake_that_nobody_catches_is_one_line_with_the_place_of_the_call(ca
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_error_that_somebody_has_caught_leaves_the_way_of_showing_errors_as_it_was(
-    here, monkeypatch
-):
+def test_a_caught_error_leaves_the_way_of_showing_errors_as_it_was(here, monkeypatch):
     # An error of an earlier test may still be alive, and with it its way of being shown.
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 

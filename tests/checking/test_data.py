@@ -76,7 +76,6 @@ def unsampled(*more: tuple[str, str], loader: str = SHUFFLED) -> str:
 
 
 def and_then(line: str) -> tuple[str, str]:
-    """Return the change that adds a line below that of the training set."""
     return TRAIN_SET, f"{TRAIN_SET}    {line}\n"
 
 
@@ -111,9 +110,36 @@ ONE_BATCH = planted(
     (f"        {LOOP}:\n", "        for _ in range(4):\n            inputs, labels = batch\n"),
     ("    best = 0.0\n", "    best = 0.0\n    batch = next(iter(train_loader))\n"),
 )
+VALID, VAL_SET = "DataLoader(val_set, batch_size=8, sampler=val_sampler", "val_set = TensorDataset("
+DROPS_LAST = planted((VALID, f"{VALID.replace('8', '5')}, drop_last=True"))
+NOISY = """
+
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        inputs, label = self.data[index]
+        return inputs + torch.randn(8), label
+
+
+def without_last(samples):
+    return torch.utils.data.default_collate(samples[:-1])
+
+
+def main():
+"""
+VALID_NOISY = planted((MAIN, NOISY), (VALID, VALID.replace("(val_set", "(Noisy(val_set)")))
+LEAVES_OUT = planted((MAIN, NOISY), (VALID, f"{VALID}, collate_fn=without_last"))
 LOADER_LINE, STREAM_LINE = "train_loader = ", "def __iter__"
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 PLANTED = {
+    "a last batch is dropped": (DROPS_LAST, "SS112", "val_loader =", "of 16 samples", "last 1"),
+    "augmented in evaluation": (VALID_NOISY, "SS113", "val_loader =", "of the first 16", "torch"),
+    "rows that are lost": (LEAVES_OUT, "SS111", "val_loader =", "2 batches", "first 1 of 8"),
     "one loader for all": (unsampled(), "SS101", LOADER_LINE, "same 64 samples"),
     "the same copy on each rank": (COPIES, "SS101", LOADER_LINE, "same 64 samples"),
     "no loader and one seed": (ALIKE, "SS101", "loss = loss_of", "same 8 samples"),

@@ -60,6 +60,46 @@ def main():
 DROPS = (("\n\ndef main():\n", FUNCTIONAL), ("nn.ReLU(), ", "nn.ReLU(), Drops(), "))
 DROPS_ALWAYS = planted(*DROPS).replace("MODE", "")
 NEVER_IN_EVAL = planted(DROPOUT, ("        model.eval()\n", ""))
+OF_MEANS_OF_COUNTS = planted(
+    (LOADER, OF_A_PART.replace("24", "25")),
+    (
+        f"{REDUCE}        accuracy = float(counts[0] / counts[1])\n",
+        """\
+        total, count = counts[0] / 3, counts[1].long()
+        dist.all_reduce(total)
+        dist.all_reduce(count)
+        accuracy = float(total / 2 / (count // 2))
+""",
+    ),
+    ("x = torch.randn(96", "x = torch.randn(97"),
+    NO_BEST,
+)
+AVERAGE = """\
+            optimizer.step()
+            if rank == 0:
+                with torch.no_grad():
+                    for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                        mean.lerp_(p, 0.1)
+"""
+AVERAGED = planted(
+    ("            optimizer.step()\n", AVERAGE),
+    ("    best = 0.0\n", "    best, average = 0.0, copy.deepcopy(model.module).eval()\n"),
+    ("import gc\n", "import copy\nimport gc\n"),
+    ("right = model(inputs)", "right = average(inputs)"),
+)
+TEACHER = """\
+            with torch.no_grad():
+                soft = teacher(inputs).softmax(1)
+            loss = loss_of(model(inputs), labels) + loss_of(model(inputs), soft)
+"""
+TAUGHT = planted(
+    ("            loss = loss_of(model(inputs), labels)\n", TEACHER),
+    ("    best = 0.0\n", f"    best, teacher = 0.0, {DROPOUT[1]}\n"),
+    NO_BEST,
+)
+ATTENDS = planted(*DROPS).replace(
+    "dropout(xMODE)", "scaled_dot_product_attention(x, x, x, dropout_p=0.5)"
+)
 WITH_GRADIENTS = planted(("with torch.no_grad():", "if True:"))
 EACH_16 = "rank 0 evaluated 16 samples, rank 1 another 16"
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
@@ -70,6 +110,10 @@ PLANTED = {
     "evaluation mode in training": (STAYS_IN_EVAL, "SS706", "loss = loss_of(", "from step 5 on"),
     "training mode in evaluation": (NEVER_IN_EVAL, "SS707", "right = model(", "1 of 1 layers"),
     "dropout by a function": (DROPS_ALWAYS, "SS707", "functional.dropout(", "p=0.5"),
+    "dropout in attention": (ATTENDS, "SS707", "functional.scaled", "p=0.5"),
+    "a teacher in training mode": (TAUGHT, "SS707", "soft = teacher(", "Sequential, whose"),
+    "an average of rank 0": (AVERAGED, "SS405", "right = average(", "in 3 evaluations"),
+    "a count that is cut": (OF_MEANS_OF_COUNTS, "SS402", "dist.all_reduce(total)", "33 / 2 = 16"),
     "gradients in evaluation": (WITH_GRADIENTS, "SS709", "right = model("),
 }
 
@@ -83,6 +127,33 @@ def test_a_mistake_in_evaluation_is_found_at_its_line(name, tmp_path):
 def test_dropout_of_its_mode_or_by_intention_is_no_mistake(tmp_path):
     for mode in (", training=self.training", ", 0.1, True"):
         assert "SS707" not in codes(check(tmp_path, planted(*DROPS).replace("MODE", mode)))
+
+
+MOVES = """\
+            optimizer.step()
+            with torch.no_grad():
+                for mean, p in zip(teacher.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(p, 0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new"),
+    [
+        (
+            AVERAGED,
+            "            if rank == 0:\n                with torch",
+            "            if True:\n                with torch",
+        ),
+        (TAUGHT, DROPOUT[1], f"{DROPOUT[1]}.eval()"),
+        (TAUGHT, "            optimizer.step()\n", MOVES),
+        (OF_MEANS_OF_COUNTS, "total / 2 / (count // 2)", "total / count"),
+        (ATTENDS, "p=0.5", "p=0.5 if self.training else 0.0"),
+    ],
+    ids=["an average", "a teacher", "a mean teacher", "a count", "attention"],
+)
+def test_what_evaluates_in_the_same_way_on_all_ranks_is_right(text, old, new, tmp_path):
+    assert check(tmp_path, planted((old, new), base=text)).findings == []
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,10 @@ STEP = "            optimizer.step()\n"
 
 
 def lines(*text: str) -> str:
-    """Return lines of the body of the planted script."""
     return "\n    ".join(text)
 
 
 def early(*between: str) -> str:
-    """Return a script that makes its optimizer before something happens to its model."""
     return planted((f"{MODEL}\n    {OPTIMIZER}", lines(NET, EARLY, *between, "model = DDP(net)")))
 
 
@@ -28,6 +26,40 @@ ONLY_FIRST = planted((OPTIMIZER, OPTIMIZER.replace("model.param", "model.module[
 RESTORED = planted(
     (OPTIMIZER, lines(OPTIMIZER, "first = model.module[0].weight.detach().clone()")),
     (STEP, f"{STEP}            model.module[0].weight.data.copy_(first)\n"),
+)
+BARE = "model.module[0].weight.grad = model.module[0].weight.grad if number > 1 else None"
+LATE = planted(
+    ("optimizer.step()\n", "optimizer.step()\n            number += 1\n"),
+    ("    best = 0.0\n", "    best, number = 0.0, 0\n"),
+    ("            loss.backward()\n", f"            loss.backward()\n            {BARE}\n"),
+    base=RESTORED,
+)
+STOPPED = planted(
+    (
+        "            model.module[0].weight.data.copy_(first)\n",
+        """\
+            number += 1
+            (first if number < 8 else model.module[0].weight.data).copy_(
+                model.module[0].weight.data if number < 8 else first
+            )
+""",
+    ),
+    ("    best = 0.0\n", "    best, number = 0.0, 0\n"),
+    ("batch_size=8, sampler=sampler", "batch_size=3, sampler=sampler"),
+    base=RESTORED,
+)
+DECAYS = planted(
+    (
+        OPTIMIZER,
+        f"{OPTIMIZER.replace('momentum=0.9', 'weight_decay=0.1')}\n    net = model.module[0]",
+    ),
+    ("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
+    (STEP, f"{STEP}            net.requires_grad_(False)\n"),
+    (MODEL, MODEL.replace("))", "), find_unused_parameters=True)")),
+)
+LEARNS = planted(
+    (MODEL, MODEL.replace("nn.ReLU()", "nn.BatchNorm1d(16).requires_grad_(False), nn.ReLU()")),
+    ("DataLoader(train_set, batch_size=8", "DataLoader(train_set, batch_size=16"),
 )
 FROZEN = planted((STEP, f"            optimizer.param_groups[0]['lr'] = 0.0\n{STEP}"))
 UNTRAINED = planted(
@@ -44,10 +76,17 @@ UNTRAINED = planted(
         (early(REPLACED), "SS702", "optimizer = torch.optim", "2 tensors"),
         (early(COPIED), "SS702", "optimizer = torch.optim", "4 tensors"),
         (RESTORED, "SS703", "optimizer.step()", "1 of 4 parameters"),
-        (FROZEN, "SS703", "optimizer.step()", "all 4 steps"),
+        (FROZEN, "SS703", "optimizer.step()", "all 6 steps"),
+        (LATE, "SS703", "optimizer.step()", "1 of 4 parameters"),
+        (STOPPED, "SS703", "optimizer.step()", "before step 20 as before step 10"),
+        (DECAYS, "SS713", "optimizer.step()", "2 parameters"),
+        (LEARNS, "SS713", "loss = loss_of", "1 frozen"),
         (UNTRAINED, "SS712", "torch.save(", "after 8 steps"),
     ],
-    ids=["held in part", "loaded", "part replaced", "copied", "restored", "frozen", "untrained"],
+    ids=[
+        *("held in part", "loaded", "part replaced", "copied", "restored", "frozen", "late"),
+        *("stopped", "decays", "norms learn", "untrained"),
+    ],
 )
 def test_weights_that_are_not_trained_or_not_saved_are_found(tmp_path, text, code, line, number):
     found_in(tmp_path, text, code, line, number, nproc=1)

@@ -74,7 +74,6 @@ UNEQUAL = planted(*SHARES).replace(
 
 
 def by_hand(reduces):
-    """Return a script without DDP that puts the gradients together by itself."""
     return planted(
         ("model = DDP(", "model = ("),
         ("            optimizer.step()\n", f"{reduces}            optimizer.step()\n"),
@@ -104,6 +103,12 @@ EPOCHS, AUTOCAST = "    for epoch in range(3):\n", "torch.autocast('cpu', dtype=
 ONE_AUTOCAST = planted((EPOCHS, f"    {AUTOCAST}.__enter__()\n{EPOCHS}"))
 STEPS_SCALED = STEP.replace("loss.backward", "scaler.scale(loss).backward")
 BACKWARD, CLIP, STEPPED = "loss.backward()", "clip_grad_norm_", "optimizer.step()"
+TWICE = planted((BACKWARD, f"{BACKWARD}\n{SUMMED.rstrip()}"))
+NOT_DIVIDED = planted(
+    (" / 2\n", "\n"),
+    ("nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass"),
+    base=ACCUMULATING,
+)
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 PLANTED = {
     "micro-batches meet": (MEETS_TWICE, "SS301", BACKWARD, "2 backward passes per optimizer step"),
@@ -113,6 +118,8 @@ PLANTED = {
     "a scheduler never": (NOT_SCHEDULED, "SS305", "StepLR", "not stepped once in 9 "),
     "scaled gradients": (planted(SCALER, (STEP, STEPS_SCALED)), "SS310", STEPPED, "by 65536"),
     "a cosine of epochs": (COSINE_OF_EPOCHS, "SS311", "scheduler.step()", "0.05, 0, 0.05"),
+    "averages that are added up": (TWICE, "SS313", "dist.all_reduce(p.grad)", "2 times as large"),
+    "micro-batches": (NOT_DIVIDED, "SS314", BACKWARD, "2 micro-batches per step"),
     "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
     "unequal shares": (UNEQUAL, "SS307", BACKWARD, "step 4 the ranks have 4 and 8 samples"),
     "gradients that are added up": (by_hand(SUMMED), "SS309", BACKWARD, "is 2 times"),

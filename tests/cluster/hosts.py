@@ -35,11 +35,9 @@ class Hosts:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
 
     def namespace(self, host: int) -> str:
-        """Return the name of a host's network namespace."""
         return f"samestep-{self.mark}-{host}"
 
     def interface(self, host: int) -> str:
-        """Return the name of a host's end of the cable."""
         return f"ss{self.mark}{host}"
 
     def enter(self, host: int) -> tuple[str, ...]:
@@ -72,7 +70,6 @@ class Hosts:
             (folder / "nsswitch.conf").write_text("hosts: files\n")
 
     def kill(self) -> None:
-        """Kill whatever still runs on the hosts; torchrun's ranks outlive it."""
         for host in (0, 1):
             for pid in ip("netns", "pids", self.namespace(host)).split():
                 with contextlib.suppress(ProcessLookupError):
@@ -91,7 +88,6 @@ class Hosts:
             Path("/etc/netns").rmdir()  # ours only if it is empty
 
     def bytes_sent(self, host: int) -> int:
-        """Return how many bytes a host has sent over the cable."""
         told = ip("-n", self.namespace(host), "-s", "link", "show", self.interface(host))
         return int(re.search(r"TX:.*\n\s*(\d+)", told)[1])
 
@@ -135,7 +131,6 @@ class Hosts:
 
 
 def ip(*arguments: str) -> str:
-    """Run Linux's `ip`; return what it printed."""
     return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
 
 

@@ -46,15 +46,12 @@ recipe = Recipe(model=model, data=data, loss=loss,
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A job that `samestep slurm submit` handed in."""
-
     sandbox: RunningSandbox
     job: str
     run: Path
 
     @property
     def log(self) -> str:
-        """What the job's log says so far."""
         path = self.run / f"slurm-{self.job}.out"
         return path.read_text() if path.exists() else ""
 
@@ -66,8 +63,6 @@ class Submitted:
             raise AssertionError(f"{error}\n{self.log}") from error
 
     def wait_for_step(self, step: int, within_s: float = WITHIN_S) -> None:
-        """Wait until the training has come to a step."""
-
         def is_there() -> bool:
             assert self.sandbox.state(self.job) not in FINAL, self.log
             return any(r["event"] == "step" and r["step"] >= step for r in self.records())
@@ -79,16 +74,13 @@ class Submitted:
         return list(read_records(self.run)) if (self.run / "events.jsonl").exists() else []
 
     def losses(self) -> list[tuple[int, float]]:
-        """Return each step's number and loss."""
         return [(r["step"], r["loss"]) for r in self.records() if r["event"] == "step"]
 
     def all_records(self) -> list[dict[str, Any]]:
-        """Return every record that any start wrote."""
         lines = (self.run / "events.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
     def result(self) -> dict[str, Any]:
-        """Return result.json."""
         return json.loads((self.run / "result.json").read_text())
 
     def weights(self) -> bytes:
@@ -102,14 +94,12 @@ class Submitted:
 
 
 def write_recipe(folder: Path) -> Path:
-    """Write the recipe of these tests into a folder."""
     path = folder / "tiny.py"
     path.write_text(RECIPE)
     return path
 
 
 def set_pace(folder: Path, seconds: float | None) -> None:
-    """Let each step take this long from now on."""
     path = folder / "pace"
     if seconds is None:
         path.unlink(missing_ok=True)
@@ -146,7 +136,6 @@ def _command_line(words: Sequence[str], folder: Path, outputs: Path, shell: dict
 
 
 def submit(sandbox: RunningSandbox, folder: Path, *words: str) -> Submitted:
-    """Submit a job; it must be taken."""
     done = samestep(sandbox, folder, "slurm", "submit", *words)
     assert done.returncode == 0, done.stderr
     job, run = re.findall(r"^(?:job|run) +(\S.*)$", done.stdout, re.MULTILINE)

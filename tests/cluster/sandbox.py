@@ -23,8 +23,6 @@ def reason_to_skip() -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningSandbox:
-    """A sandbox that is up."""
-
     folder: Path
     """Where it lives; what `down`, `start_node`, … take."""
 
@@ -67,7 +65,6 @@ class RunningSandbox:
         return self.field(job, "JobState")
 
     def field(self, job: str, name: str) -> str:
-        """Return one field of `scontrol show job`."""
         said = self.run("scontrol", "show", "job", job, "--oneliner")
         return next(word for word in said.split() if word.startswith(f"{name}=")).split("=", 1)[1]
 

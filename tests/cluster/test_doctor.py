@@ -12,7 +12,6 @@ TWO_EACH = ("-N2", "--ntasks-per-node=2")
 
 
 def in_script(sandbox, folder, command: str, *options: str, head: str = ""):
-    """Run doctor by a command in a batch script; return its exit code and its rows."""
     line = f"OMP_NUM_THREADS=1 {command} --json --budget-s 1 > {folder}/table.json"
     (folder / "work").mkdir()
     job = sandbox.submit(folder, f"{head}\ncd work\n{line}\necho $?", *options)
@@ -29,7 +28,6 @@ def command_of_the_handbook(folder: Path) -> str:
 
 
 def own_signals(sandbox) -> str:
-    """Return the lines of samestep's own job script that ask for a signal and pass it on."""
     submit = ("slurm", "submit", "spiral", "--time", "10:00", "--dry-run")
     lines = sandbox.run("samestep", *submit).splitlines()
     return "\n".join(line for line in lines if line.startswith(("#SBATCH --signal", "trap ")))

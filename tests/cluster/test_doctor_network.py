@@ -17,7 +17,6 @@ WITHIN_S = 300
 
 @pytest.fixture
 def hosts(tmp_path):
-    """Give two hosts whose names lead to their addresses."""
     with two_hosts(tmp_path, "tc") as both:
         yield both
 

@@ -26,7 +26,6 @@ TRAINS = (
 
 @contextmanager
 def without(sandbox: RunningSandbox, node: str) -> Iterator[None]:
-    """Take a node away from the jobs that start meanwhile."""
     update = ("scontrol", "update", f"NodeName={node}")
     sandbox.run(*update, "State=DRAIN", "Reason=test")
     try:

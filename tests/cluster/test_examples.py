@@ -43,7 +43,6 @@ def end(sandbox, folder, job, state="COMPLETED"):
 
 
 def edit(script, *edits):
-    """Replace texts of a script, each by another."""
     text = script.read_text()
     for before, after in edits:
         assert before in text
@@ -52,7 +51,6 @@ def edit(script, *edits):
 
 
 def last_losses(run_folder):
-    """Return the last epoch's loss in training, and the loss on the test data."""
     records = [json.loads(line) for line in (run_folder / "events.jsonl").read_text().splitlines()]
     result = json.loads((run_folder / "result.json").read_text())
     assert result["status"] == "completed"
@@ -60,8 +58,6 @@ def last_losses(run_folder):
 
 
 def test_the_three_spiral_scripts_train_the_same_and_go_on_when_submitted_again(sandbox, folder):
-    """What one rank began goes on on two nodes, with the losses of two ranks on one node."""
-
     def start(name, *settings):
         return submit(sandbox, folder, f"spiral_slurm/{name}.sbatch", *SPIRAL, *settings)
 
@@ -77,9 +73,7 @@ def test_the_three_spiral_scripts_train_the_same_and_go_on_when_submitted_again(
     assert last_losses(folder / "runs" / "spiral-slurm") == pytest.approx(alone, abs=1e-5)
 
 
-def test_torchrun_on_two_nodes_trains_as_it_does_on_one_and_goes_on_when_submitted_again(
-    sandbox, folder
-):
+def test_torchrun_trains_as_on_one_node_and_goes_on_when_submitted_again(sandbox, folder):
     settings = ("--batch-size", "10")
     here = forked(
         *(TRAIN_DISTRIBUTED, *settings, "--epochs", "2", "--checkpoint-dir", "here"),

@@ -103,7 +103,6 @@ def test_a_sandbox_that_cannot_be_is_refused_and_leaves_nothing(empty, monkeypat
 
 
 def pose_as(monkeypatch, folder: Path, program: str, script: str) -> None:
-    """Let a script take the place of a program of Slurm's."""
     fake = folder / "bin" / program
     fake.parent.mkdir()
     fake.write_text(f"#!/bin/sh\n{script}\n")
@@ -112,9 +111,7 @@ def pose_as(monkeypatch, folder: Path, program: str, script: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "daemon"), [("slurmd", "node1"), ("slurmctld", "slurmctld")])
-def test_a_daemon_that_fails_is_named_with_its_log_and_nothing_runs_on(
-    empty, tmp_path, monkeypatch, name, daemon
-):
+def test_a_daemon_that_fails_is_named_with_its_log(empty, tmp_path, monkeypatch, name, daemon):
     pose_as(monkeypatch, tmp_path, name, "echo the disk is on fire >&2\nexit 3")
     with pytest.raises(UserError, match=f"{name} .* 3") as caught:
         up(empty, nodes=2)
@@ -207,7 +204,6 @@ sys.exit(main(sys.argv[1:]))' "$@"
 
 
 def _sleepers() -> set[str]:
-    """Return for how long the `sleep`s of this machine sleep."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -19,7 +19,6 @@ TWO = ("--nodes", "2", "--ntasks-per-node", "1")
 
 @pytest.fixture(scope="module")
 def uninterrupted(sandbox, tmp_path_factory) -> Submitted:
-    """The same job on two nodes that nothing disturbs."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     write_recipe(folder)
     job = submit(sandbox, folder, "tiny.py", *TWO)
@@ -55,9 +54,7 @@ def starts(job: Submitted) -> int:
     return sum(record["event"] == "start" for record in job.all_records()) if there else 0
 
 
-def test_a_job_that_comes_to_its_time_limit_goes_on_and_completes(
-    sandbox, recipe, tmp_path, uninterrupted
-):
+def test_a_job_that_comes_to_its_time_limit_goes_on(sandbox, recipe, tmp_path, uninterrupted):
     # One minute is the shortest limit; Slurm warns up to a minute early, so right at the start.
     set_pace(tmp_path, 2.1)  # an epoch of 30 steps is longer than the limit
     job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--time", "1", "--signal-s", "40")
@@ -69,7 +66,6 @@ def test_a_job_that_comes_to_its_time_limit_goes_on_and_completes(
 
 
 def ranks_of(job: Submitted) -> dict[int, int]:
-    """Return the process id of each rank of a job."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -89,7 +85,6 @@ def ranks_of(job: Submitted) -> dict[int, int]:
 
 
 def test_a_job_that_everything_happens_to_loses_nothing(sandbox, recipe, tmp_path, uninterrupted):
-    """An urgent job sends it away, a rank is killed, a node is lost."""
     set_pace(tmp_path, 0.6)  # it still trains when the last of this has happened
     job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--", "--checkpoint-every-steps", "2")
 
@@ -162,9 +157,7 @@ def test_a_script_of_the_users_that_saves_when_warned_goes_on(sandbox, tmp_path)
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_a_job_that_is_cancelled_saves_first_and_does_not_come_back(
-    sandbox, recipe, tmp_path, launcher
-):
+def test_a_job_that_is_cancelled_saves_and_stays_away(sandbox, recipe, tmp_path, launcher):
     how = (*TWO, "--time", "30", "--signal-s", "30", "--launcher", launcher)
     job = submit(sandbox, tmp_path, "tiny.py", *how)
     if launcher == "srun":  # also as soon as it runs, while its ranks still import

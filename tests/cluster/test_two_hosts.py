@@ -21,7 +21,6 @@ TRAINING = ("--epochs", "1", "--batch-size", "10", "--data-dir", "data")
 
 @pytest.fixture
 def hosts(tmp_path) -> Iterator[Hosts]:
-    """Give two hosts, and a data set."""
     with two_hosts(tmp_path) as both:
         write_mnist(tmp_path / "data")
         yield both

@@ -77,9 +77,7 @@ def test_the_example_has_the_mistakes_that_the_handbook_shows(here, output_of):
         assert re.search(rf"^\w+ +{code}  .*\n +examples/check_me.py:{line}$", shown, re.MULTILINE)
 
 
-def test_a_module_is_checked_with_its_arguments_and_what_a_comment_silences_is_no_failure(
-    here, output_of
-):
+def test_a_module_is_checked_and_a_silencing_comment_respected(here, output_of):
     source = planted(
         ("        sampler.set_epoch(epoch)\n", ""),
         ("in train_loader:", "in train_loader:  # samestep: ignore[SS103]"),

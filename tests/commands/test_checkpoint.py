@@ -41,7 +41,6 @@ def refuse(refused):
 
 @pytest.fixture
 def copy(trained, tmp_path):
-    """A copy of the run that a test may damage."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
@@ -69,9 +68,7 @@ def test_a_run_without_checkpoints_has_an_empty_list_and_no_run_is_refused(tmp_p
 
 
 @pytest.mark.parametrize("how", ["changed", "cut", "missing"])
-def test_verify_names_what_is_damaged_and_ends_with_1_and_it_is_not_exported(
-    copy, tmp_path, capfd, refuse, how
-):
+def test_verify_names_what_is_damaged_and_it_is_not_exported(copy, tmp_path, capfd, refuse, how):
     assert printed(capfd, "verify", copy)
     damaged = copy / "checkpoints" / "checkpoint_epoch_2.pt"
     content = bytearray(damaged.read_bytes())
@@ -100,9 +97,7 @@ def test_verify_names_what_is_damaged_and_ends_with_1_and_it_is_not_exported(
         pytest.param("w.safetensors", "last", marks=SAFETENSORS),
     ],
 )
-def test_the_weights_that_are_exported_are_those_that_are_evaluated(
-    trained, tmp_path, capfd, name, checkpoint
-):
+def test_the_exported_weights_are_those_evaluated(trained, tmp_path, capfd, name, checkpoint):
     file = tmp_path / name
     words = ("export", trained, "-o", file, "--checkpoint", checkpoint, "--json")
     told = json.loads(printed(capfd, *words))
@@ -122,7 +117,7 @@ def test_the_weights_that_are_exported_are_those_that_are_evaluated(
     assert not torch.equal(found["0.weight"], content["model"]["0.weight"])
 
 
-def test_a_file_that_is_there_is_kept_unless_forced(trained, tmp_path, capfd, refuse):
+def test_what_is_there_is_kept_unless_forced(trained, tmp_path, capfd, refuse, monkeypatch):
     file = tmp_path / "w.pt"
     file.write_text("mine")
     assert "--force" in refuse("export", trained, "-o", file)
@@ -132,10 +127,6 @@ def test_a_file_that_is_there_is_kept_unless_forced(trained, tmp_path, capfd, re
     assert "checkpoints" in refuse("export", trained, "-o", announced, "--force")
     assert torch.load(file, weights_only=True)
     assert [path.name for path in tmp_path.iterdir()] == ["w.pt"]
-
-
-def test_what_cannot_be_written_is_refused(trained, tmp_path, refuse, monkeypatch):
-    """Another kind of file, one in no folder, and one that a missing package would write."""
     for name in ("model.onnx", "model", "nowhere/model.pt"):
         assert name in refuse("export", trained, "-o", tmp_path / name)
     monkeypatch.setitem(sys.modules, "safetensors", None)

@@ -25,11 +25,10 @@ def of_two_ranks(tmp_path_factory):
 
 @pytest.fixture
 def compare(uninterrupted, of_two_ranks, output_of):
-    """Compare the run of one rank and that of two in this process; return what is printed."""
     return partial(output_of, "compare", uninterrupted, of_two_ranks)
 
 
-def test_one_rank_and_two_are_told_to_be_the_same_training(uninterrupted, compare):
+def test_one_rank_and_two_are_shown_to_be_the_same_training(uninterrupted, compare, tmp_path):
     found = json.loads(compare("--metric", "loss", "--json"))
     (same,) = found["same_training"]
     assert same["verdict"] in ("equal", "rounding")
@@ -47,9 +46,6 @@ def test_one_rank_and_two_are_told_to_be_the_same_training(uninterrupted, compar
     assert found["by_samples"]["as_recorded"]
     assert found["by_samples"]["values"][0][0] == epochs[0]["loss"]
     assert found["by_samples"]["places"][0] == epochs[0]["epoch"] * 131
-
-
-def test_the_curves_are_drawn_into_a_file(tmp_path, compare):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "curves.png"
     compare("--plot", str(picture))

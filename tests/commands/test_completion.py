@@ -83,8 +83,11 @@ def test_bash_completes_verbs_targets_flags_and_values(script, tmp_path):
     assert dict(zip(OFFERED, offers, strict=True)) == OFFERED
 
 
-def test_every_verb_is_completed(words):
+def test_every_verb_is_completed_and_shells_get_their_script(words, script, refused, output_of):
     assert {word.split()[0] for word in (*words.flags, *_INNER)} == set(VERBS)
+    assert output_of("completion", "bash") == script.read_text()
+    for wrong in (("csh",), ("bash", "zsh")):
+        assert "fish" in refused("completion", *wrong)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -109,9 +112,3 @@ def test_fish_completes(words, tmp_path):
         command = f"source samestep.fish; complete -C {shlex.quote(line)}"
         done = typed(shutil.which("fish"), "--no-config", "-c", command, folder=tmp_path)
         assert {found.partition("\t")[0] for found in done.stdout.splitlines()} == {offered}
-
-
-def test_the_command_prints_the_script_of_a_shell_that_it_knows(script, refused, output_of):
-    assert output_of("completion", "bash") == script.read_text()
-    for words in (("csh",), ("bash", "zsh")):
-        assert "fish" in refused("completion", *words)

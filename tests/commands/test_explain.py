@@ -23,7 +23,6 @@ CASES = {
 
 @pytest.fixture
 def explained(output_of):
-    """Explain a training, and return the object that is printed."""
     return lambda *arguments: json.loads(output_of("explain", *arguments, "--json"))
 
 
@@ -97,7 +96,7 @@ def test_a_run_is_explained_as_it_goes_on_on_another_number_of_ranks(trained, tm
     assert_as_trained(told, run)
 
 
-def test_the_text_tells_the_same_numbers(trained, shown):
+def test_the_text_tells_the_same_numbers_and_of_another_training_as_train(trained, shown, refused):
     text = shown(trained, "--max-steps", "30", "--epochs", "9", "--nproc", "2")
     assert f"from checkpoint_epoch_1.pt, step {tiny.STEPS_PER_EPOCH}; " in text
     assert f"{30 - tiny.STEPS_PER_EPOCH} steps are left" in text
@@ -109,6 +108,9 @@ def test_the_text_tells_the_same_numbers(trained, shown):
     assert f"{131 % 12} samples per epoch" in text
     assert "2 evaluations without improvement" in text
     assert "after every step" in text
+    for change in (("--lr", "0.5"), ("--batch-size", "24"), ("--seed", "1")):
+        told = refused("explain", str(trained), *change)
+        assert told == refused("train", str(trained), "--resume", *change)
 
 
 def test_the_length_of_a_stream_is_not_known(tmp_path, explained, shown):
@@ -122,7 +124,7 @@ def test_the_length_of_a_stream_is_not_known(tmp_path, explained, shown):
     assert "at most 7 steps" in shown(recipe, "--max-steps", 7)
 
 
-def test_eight_gpus_on_two_nodes_are_explained_without_any(explained):
+def test_eight_gpus_on_two_nodes_are_explained_without_any_in_80_columns(explained, output_of):
     flags = "--nproc 4 --nodes 2 --device cuda --precision fp16"
     told = explained("spiral", *flags.split())
     ranks = told["ranks"]
@@ -130,18 +132,19 @@ def test_eight_gpus_on_two_nodes_are_explained_without_any(explained):
     assert told["plan"]["global_batch_size"] == 32
     assert [other["ranks"] for other in told["others"]] == [1, 4, 8, 16]
     assert told["memory"]["optimizer"]["exp_avg"]["elements"] == 2834
+    flags = "--nproc 3 --virtual-ranks 5 --keep-top-k 2 --ema 0.9"
+    lines = output_of("explain", "spiral", "--batch-size", "120", *flags.split()).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines == [line.rstrip() for line in lines]
 
 
-def test_activations_are_what_a_forward_keeps_beside_weights_and_batch(tmp_path, explained):
+def test_activations_are_those_of_a_forward_and_gradients_of_virtual_ranks(tmp_path, explained):
     text = tiny.RECIPE.replace("def data(options):", "def data(options):\n    print('reading')")
     told = explained(tiny.write_recipe(tmp_path, text))  # what it prints is not in the object
     tanh, log_softmax, num_targets = 12 * 16 * 8, 12 * 2 * 8, 8
     assert told["memory"]["activations"]["bytes"] == tanh + log_softmax + num_targets
     assert told["memory"]["batch"]["bytes"] == 12 * 8 * 8 + 12 * 8
     assert told["memory"]["data"]["bytes"] == (131 + 37) * (8 * 8 + 8)
-
-
-def test_the_gradients_of_virtual_ranks_are_counted_as_often_as_they_wait(tmp_path, explained):
     recipe = tiny.write_recipe(tmp_path)
     copies = [
         explained(recipe, "--virtual-ranks", 4, "--nproc", ranks)["memory"]["gradients"]["copies"]
@@ -175,9 +178,7 @@ def test_what_differs_on_other_numbers_of_ranks_is_found_in_the_model(tmp_path, 
     assert ["BatchNorm" in note for note in notes] == [True, False, False]
 
 
-def test_a_model_for_a_gpu_that_does_not_run_here_is_explained_without_its_memory(
-    tmp_path, explained, shown, refused
-):
+def test_a_model_for_a_gpu_is_explained_without_its_memory(tmp_path, explained, shown, refused):
     text = tiny.RECIPE.replace("time.sleep(seconds)", "raise RuntimeError('no kernel')  #")
     recipe = tiny.write_recipe(tmp_path, text)
     told = explained(recipe, "--device", "cuda")
@@ -186,13 +187,6 @@ def test_a_model_for_a_gpu_that_does_not_run_here_is_explained_without_its_memor
     assert told["plan"]["total_steps"] == tiny.STEPS
     assert "no kernel" in shown(recipe, "--device", "cuda")
     assert "no kernel" in refused("explain", str(recipe), "--device", "cpu")
-
-
-def test_every_line_for_people_fits_80_columns(output_of):
-    flags = "--nproc 3 --virtual-ranks 5 --keep-top-k 2 --ema 0.9"
-    lines = output_of("explain", "spiral", "--batch-size", "120", *flags.split()).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines == [line.rstrip() for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -208,12 +202,6 @@ def test_a_mistake_is_told_as_train_tells_it(arguments, here, refused):
     words = arguments.split()
     assert refused("explain", *words) == refused("train", *words)
     assert tree(here) == set()
-
-
-def test_a_run_that_would_become_another_training_is_refused(trained, refused):
-    for change in (("--lr", "0.5"), ("--batch-size", "24"), ("--seed", "1")):
-        told = refused("explain", str(trained), *change)
-        assert told == refused("train", str(trained), "--resume", *change)
 
 
 @pytest.mark.parametrize(

@@ -35,19 +35,8 @@ def _process():
 
 
 def written(kind: str, folder: Path, name: str = "mine.py") -> Path:
-    """Write a template into a folder and return its path."""
     assert call("new", kind, str(folder / name)) == 0
     return folder / name
-
-
-# --- what is written
-
-
-def test_every_kind_has_a_template_and_every_template_a_kind():
-    files = {
-        path.stem.removesuffix("_template").replace("_", "-") for path in TEMPLATES.glob("[!_]*.py")
-    }
-    assert files == KINDS.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,14 +54,17 @@ def test_a_file_names_itself_and_the_place_for_data_and_is_short(kind, here, cap
         assert f"    {command}" in "\n".join(lines), "the file itself shows the same commands"
 
 
-def test_the_folder_of_the_name_is_where_it_goes_and_commands_can_be_pasted(here, output_of):
+def test_the_folder_of_the_name_is_where_it_goes_and_no_installed_module_hides_it(here, output_of):
     folder = here / "of mine"
     folder.mkdir()
     assert "samestep train 'of mine/reviews.py'" in output_of("new", "text", "of mine/reviews.py")
     assert "samestep train reviews.py" in (folder / "reviews.py").read_text()
+    (here / "houses").mkdir()
+    (here / "houses" / "__init__.py").write_text("")
+    assert call("new", "regression", "houses.py") == 0
 
 
-def test_help_has_a_line_for_each_kind_and_is_what_is_shown_without_a_name(here, output_of):
+def test_help_has_a_line_for_each_kind_which_each_have_a_template(here, output_of):
     printed = output_of("new", "--help")
     for kind in KINDS:
         assert f"\n  {kind} " in printed
@@ -80,9 +72,11 @@ def test_help_has_a_line_for_each_kind_and_is_what_is_shown_without_a_name(here,
     for arguments in ((), ("text",)):
         assert "usage: samestep new" in output_of("new", *arguments, code=2)
     assert tree(here) == set()
+    files = {
+        path.stem.removesuffix("_template").replace("_", "-") for path in TEMPLATES.glob("[!_]*.py")
+    }
+    assert files == KINDS.keys()
 
-
-# --- what is refused
 
 # What is wrong → the arguments, and what of them the one message names.
 REFUSED = {
@@ -120,24 +114,13 @@ def test_a_mistake_is_one_message_with_what_to_type_and_writes_nothing(name, her
             assert call(*words) == 0, "what it says to type works"
 
 
-def test_a_module_beside_the_file_is_not_an_installed_one(here):
-    (here / "houses").mkdir()
-    (here / "houses" / "__init__.py").write_text("")
-    assert call("new", "regression", "houses.py") == 0
-
-
-def test_without_pytorch_geometric_both_new_and_train_say_how_to_install_it(
-    here, refused, monkeypatch, output_of
-):
+def test_without_pytorch_geometric_the_install_is_told(here, refused, monkeypatch, output_of):
     install = "pip install 'samestep[graphs]'"
     for module in [m for m in sys.modules if m.partition(".")[0] == "torch_geometric"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
     assert install in output_of("new", "graph", "molecules.py")
     assert install in refused("train", "molecules.py")
-
-
-# --- the recipes
 
 
 @pytest.mark.parametrize("kind", RECIPES)
@@ -158,7 +141,6 @@ def test_it_learns_with_its_own_settings(kind, tmp_path):
     ],
 )
 def test_verify_finds_the_same_training_and_nothing_to_accept(kind, sizes, tmp_path):
-    """It also stops and resumes it, to the same bits."""
     found = verified(written(kind, tmp_path), folder=tmp_path / "ranks", sizes=sizes)
     assert found.same, [(c.name, c.cause.name) for c in found.checks if not c.passed]
     assert differing(found) == {}
@@ -166,8 +148,6 @@ def test_verify_finds_the_same_training_and_nothing_to_accept(kind, sizes, tmp_p
     for row in (f"{sizes[1]} ranks", "accumulation", "stop and resume", "samples apart", "loss"):
         assert check(found, row).status == "same", row
 
-
-# --- data of one's own: kind → what its place says, the file, and what predict shows of it
 
 ROWS = 30
 TABLE = "area,rooms,age,price\n" + "".join(
@@ -188,7 +168,6 @@ OWN = {"regression": TABLE, "classification": FISH, "text": REVIEWS, "graph": GR
 
 
 def write_photos(folder: Path) -> Path:
-    """Write a few images of each class and return the folder of all."""
     for place, name in enumerate(("disc", "square", "stripes")):
         (folder / "photos" / name).mkdir(parents=True)
         for number in range(10):
@@ -198,7 +177,6 @@ def write_photos(folder: Path) -> Path:
 
 
 def at_the_place(recipe: Path, data: Path) -> None:
-    """Put a path where the recipe says that it belongs."""
     text, count = re.subn(
         r"(Path \| None) = None  # --- y", rf"\1 = Path({str(data)!r})  # y", recipe.read_text()
     )
@@ -271,21 +249,15 @@ def test_columns_of_another_scale_a_missing_one_and_a_broken_image_are_named(tmp
     assert "disc/half.jpg" in refused("train", str(recipe))
 
 
-# --- the script
-
-
 @pytest.fixture
 def alone(tmp_path) -> Path:
-    """The script's run in one process."""
     folder = tmp_path / "alone"
     folder.mkdir()
     scripts.run(written("own-loop", folder), "run", folder=folder)
     return folder / "run"
 
 
-def test_the_script_learns_and_trains_the_same_on_two_ranks_as_compare_says(
-    alone, tmp_path, output_of
-):
+def test_the_script_learns_the_same_on_two_ranks_as_compare_says(alone, tmp_path, output_of):
     held_out = [r["loss"] for r in read_records(alone) if r["event"] == "evaluation"]
     assert len(held_out) == 10
     assert held_out[-1] < held_out[0] / 4

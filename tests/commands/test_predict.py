@@ -36,7 +36,7 @@ def predict(capsys, *arguments) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_the_run_keeps_what_the_data_told(place):
+def test_the_run_keeps_what_the_data_told_and_each_file_gets_its_classes(place, capsys):
     options = draft(str(place / "run")).options()
     assert options.classes == ("cat", "dog")
     assert options.image_size == 20
@@ -48,9 +48,6 @@ def test_the_run_keeps_what_the_data_told(place):
     test = read_json(place / "run" / "result.json")["test"]
     assert test["samples"] == 6
     assert test["per_class"].keys() == {"cat", "dog"}
-
-
-def test_each_file_gets_its_classes_with_probabilities(place, capsys):
     files = sorted((place / "data" / "test").rglob("*.*"))
     code, shown = predict(capsys, place / "run", *files, "--json")
     assert code == 0
@@ -62,7 +59,6 @@ def test_each_file_gets_its_classes_with_probabilities(place, capsys):
         assert probabilities == sorted(probabilities, reverse=True)
         assert abs(sum(probabilities) - 1) < 1e-9
     right = sum(t["classes"][0]["class"] == Path(t["file"]).parent.name for t in tables)
-    test = read_json(place / "run" / "result.json")["test"]
     assert right / 6 == test["accuracy"], "it predicts what the evaluation measured"
 
 
@@ -87,7 +83,6 @@ def test_a_broken_file_is_named_and_others_of_any_size_and_mode_predicted(place,
 
 @pytest.fixture(scope="module")
 def readless(tmp_path_factory) -> str:
-    """A run of a recipe that reads no files."""
     folder = tmp_path_factory.mktemp("readless")
     (folder / "small.py").write_text(RECIPE)
     recipe = str(folder / "small.py")
@@ -118,9 +113,7 @@ def test_what_predict_cannot_do_is_one_message(place, readless, refused, tmp_pat
     assert places.get(says, says) in message
 
 
-def test_evaluate_reads_only_the_split_it_needs_and_checks_the_classes(
-    place, refused, tmp_path, output_of
-):
+def test_evaluate_reads_only_its_split_and_checks_the_classes(place, refused, tmp_path, output_of):
     (tmp_path / "other" / "train").mkdir(parents=True)
     root = write_images(tmp_path / "other", classes=("cat", "emu"))
     write_images(root, "test", classes=("cat", "emu"))

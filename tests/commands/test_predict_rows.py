@@ -15,7 +15,6 @@ from tests.session.scripts import EXAMPLES
 
 
 def predicted(output_of, *arguments, code: int = 0) -> list[dict]:
-    """Return what predict says in JSON, a dict for each line."""
     lines = output_of("predict", *arguments, "--json", code=code).splitlines()
     return [json.loads(line) for line in lines]
 
@@ -27,7 +26,6 @@ def trained(recipe: Path, folder: Path, *flags: str) -> Path:
 
 
 def test_each_row_of_a_table_is_predicted_beside_its_actual_value(tmp_path, output_of):
-    """Over the validation's rows the error is what the evaluation measured."""
     recipe = EXAMPLES / "csv_regression.py"
     run = trained(recipe, tmp_path)
     rows = find_recipe(str(recipe)).model.__globals__["made_up"](1009)[:100]
@@ -48,9 +46,7 @@ def test_each_row_of_a_table_is_predicted_beside_its_actual_value(tmp_path, outp
     assert len(shown) == 102
 
 
-def test_a_row_that_cannot_be_read_is_named_and_a_row_has_the_same_in_any_company(
-    tmp_path, output_of
-):
+def test_a_row_that_is_unreadable_is_named_and_company_changes_none(tmp_path, output_of):
     run = trained(EXAMPLES / "padded_text.py", tmp_path, "--num-sentences", "40")
     rows = ["the cat", "a dog often hears the bird and the", "the bird"]
     together, alone = tmp_path / "together.txt", tmp_path / "alone.txt"

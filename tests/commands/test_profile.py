@@ -39,7 +39,6 @@ def profile(here, capfd):
 
 
 def found_in(here: Path) -> dict:
-    """Return what a profile wrote."""
     (path,) = here.rglob("profile.json")
     return read_json(path)
 
@@ -64,8 +63,7 @@ def of_two_ranks(tmp_path_factory) -> tuple[Path, str]:
     return here / "out", run(*words, folder=here.parent / "outputs", **how).printed(0)
 
 
-def test_the_phases_of_a_profile_add_up_to_the_clock(of_two_ranks):
-    """Measured by the clock alone, over whole steps; every rank for itself."""
+def test_the_phases_of_a_profile_add_up_and_every_rank_leaves_a_whole_trace(of_two_ranks):
     out, shown = of_two_ranks
     found = read_json(out / "profile.json")
     measured = found["measured"]
@@ -78,10 +76,6 @@ def test_the_phases_of_a_profile_add_up_to_the_clock(of_two_ranks):
     assert max(map(len, lines)) <= 80
     for word in ("forward", "verdict", "ceiling", "change", "100%"):
         assert word in shown
-
-
-def test_every_rank_leaves_a_whole_trace_that_viewers_can_open(of_two_ranks):
-    out, _shown = of_two_ranks
     traces = traces_of(out)
     assert traces == [f"trace_rank{rank}_workers_0.json.gz" for rank in (0, 1)]
     for rank, name in enumerate(traces):
@@ -111,7 +105,6 @@ def args_of(events: dict) -> set[str]:
 
 
 def test_a_whole_epoch_can_be_traced_with_shapes_and_python_calls(here, profile, of_two_ranks):
-    """The tiny recipe has 11 steps an epoch."""
     profile(f"{tiny.write_recipe(here)} --epoch 2 --record-shapes --with-stack --run-dir out")
     (trace,) = traces_of(here / "out")
     events = events_of(here / "out" / "traces" / trace)
@@ -131,7 +124,6 @@ def test_batches_and_a_schedule_of_a_recipes_own_are_profiled_beyond_its_end(her
 
 @pytest.mark.slow
 def test_a_sweep_of_workers_finds_those_that_help_and_writes_them_where_it_is_told(here):
-    """Each sample sleeps, so more workers than none are faster on any machine."""
     (here / "mine.toml").write_text("lr = 0.5  # mine\n")
     # On a rank, whose loader workers are forked.
     words = f"profile {SLOW_DATA.write(here)} {QUICK} --workers 2,0 --run-dir out"
@@ -165,9 +157,6 @@ def test_the_profile_of_a_run_is_a_directory_of_its_own_and_json_is_nothing_but_
     assert (made / "settings.toml").is_file()
     assert found["verdict"]["kind"]
     assert found == read_json(made / "profile.json")
-
-
-# --- scripts
 
 
 LOOP = """
@@ -245,9 +234,6 @@ def test_flags_may_stand_before_what_is_profiled(given, target):
     assert target_first(given.split(), _SWITCHES) == target.split()
 
 
-# --- what is refused
-
-
 def test_a_script_that_cannot_be_measured_is_one_message(here, refused):
     for text, says in (
         ("print('nothing')", "torch.optim"),
@@ -282,7 +268,6 @@ def test_what_is_wrong_with_a_command_is_one_message(here, refused, arguments, s
 
 
 def test_sigterm_ends_the_profile_of_a_recipe_and_shows_what_was_measured(here):
-    """Every rank gets the signal, as from a scheduler, when it has trained step 100."""
     words = ["profile", str(tiny.write_recipe(here)), "--seconds", "60", "--run-dir", "out"]
     signals = (Fault("after a step", 100, signal.SIGTERM, rank=None),)
     ranks = start_ranks(command_line, 2, here.parent / "outputs", words, signals)

@@ -1,13 +1,20 @@
-"""`samestep report`: where the page is written, and what is refused."""
+"""`samestep report` and `watch`: where the page is, until when, and what is refused."""
 
+import os
+import signal
+import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from samestep.errors import UserError
-from tests.command_line import call
+from tests.command_line import call, one_message, start
+from tests.processes import TIMEOUT_S
 from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage
+from tests.slurm.fake_slurm import install
+from tests.tiny import until
 
 
 def test_the_page_of_a_run_is_in_its_directory_and_that_of_several_is_here(here, output_of):
@@ -20,9 +27,7 @@ def test_the_page_of_a_run_is_in_its_directory_and_that_of_several_is_here(here,
 
 
 @pytest.mark.parametrize("browser", [True, False])
-def test_it_is_written_where_it_is_asked_for_and_opened_if_there_is_a_browser(
-    tmp_path, capsys, monkeypatch, browser
-):
+def test_it_is_written_where_asked_for_and_opened(tmp_path, capsys, monkeypatch, browser):
     opened = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or browser)
     file = tmp_path / "my page.html"
@@ -32,9 +37,7 @@ def test_it_is_written_where_it_is_asked_for_and_opened_if_there_is_a_browser(
     assert file.is_file()
 
 
-def test_a_run_directory_that_cannot_be_written_is_refused_with_the_flag(
-    tmp_path, refused, monkeypatch
-):
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path, refused, monkeypatch):
     run = write_run(tmp_path / "run")
 
     def refuse(path, text):
@@ -62,3 +65,54 @@ def test_a_mistake_gets_one_message_and_exit_code_2(here, refused, arguments, na
     write_run(here / "run")
     assert named in refused("report", *arguments)
     assert not list(here.rglob("*.html"))
+
+
+def test_it_awaits_its_run_prints_its_address_serves_the_page_and_ends_on_ctrl_c(tmp_path):
+    run = tmp_path / "run"
+    watching = start("watch", str(run), "--port", "0", folder=tmp_path / "output")
+    (process,) = watching.processes
+
+    def lines() -> list[str]:
+        file = watching.folder / "output-0.txt"
+        return file.read_text().splitlines() if file.exists() else []
+
+    until(lambda: len(lines()) == 1, watching)
+    write_run(run, epochs=1)
+    until(lambda: len(lines()) == 2, watching)
+    waits, address = lines()
+    assert "60 s" in waits
+    assert address.startswith("http://127.0.0.1:")
+    with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+        assert answer.status == 200
+    os.kill(process.pid, signal.SIGINT)
+    assert watching.wait() == [130]
+    assert lines() == [waits, address]
+
+
+def test_a_port_that_is_taken_and_what_is_no_run_are_refused(tmp_path, refused, capfd, monkeypatch):
+    run = str(write_run(tmp_path / "run", epochs=1))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        for port in ("-1", "65536", str(other.getsockname()[1])):
+            assert port in refused("watch", run, f"--port={port}")
+    monkeypatch.setattr("samestep.commands.watch._PATIENCE_S", 0.0)
+    code = call("watch", str(tmp_path / "nowhere"))
+    waits, message = capfd.readouterr().err.splitlines(keepends=True)
+    assert "nowhere" in waits
+    assert "nowhere" in one_message(code, message)
+
+
+@pytest.mark.parametrize(("kind", "says"), [("recipe", "not begun"), ("script", "script")])
+def test_a_jobs_run_without_records_says_what_tells(tmp_path, capfd, monkeypatch, kind, says):
+    monkeypatch.setattr("samestep.commands.watch._PATIENCE_S", 0.0)
+    fake = install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(fake.folder))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "job.sbatch").write_text(f"--kind {kind}")
+    fake.add(5, run)
+    for name in ("5", str(run)):
+        code = call("watch", name)
+        _, message = capfd.readouterr().err.splitlines(keepends=True)
+        message = one_message(code, message)
+        assert says in message
+        assert f"samestep slurm status {run}" in message

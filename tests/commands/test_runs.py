@@ -26,7 +26,7 @@ def listed(output_of, *arguments):
     return json.loads(output_of("runs", *arguments, "--json"))
 
 
-def test_the_runs_of_a_folder_are_listed_by_default_those_of_runs(folder, output_of):
+def test_runs_of_a_folder_or_of_one_recipe_are_listed_by_default_those_of_runs(folder, output_of):
     heading, *lines = output_of("runs").splitlines()
     assert heading.split()[0] == "run"
     assert {line.split()[0] for line in lines} == {"one", "two"}
@@ -35,9 +35,6 @@ def test_the_runs_of_a_folder_are_listed_by_default_those_of_runs(folder, output
     assert all(set(run) == KEYS for run in found)
     assert found[0]["state"] == "completed"
     assert found[0]["run_dir"] == str(folder / "one")
-
-
-def test_one_recipe_may_be_asked_for(folder, output_of):
     assert [run["name"] for run in listed(output_of, "--recipe", "spiral")] == ["two"]
     assert listed(output_of, "--recipe", "mnist") == []
     assert "spiral, toy" in output_of("runs", "--recipe", "mnist")

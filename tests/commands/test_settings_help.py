@@ -2,16 +2,19 @@
 
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 
 from samestep.commands.completion import COMMANDS, completion_words
 from samestep.commands.help import help_text
+from samestep.commands.target import parse_target
+from samestep.recipes.cricket.recipe import CricketOptions
 from samestep.settings import Settings, flag_name
+from tests.processes import free_port, launch_environment
 
 
 def groups_of(text: str) -> dict[str, set[str]]:
-    """Return the flags below each heading."""
     groups: dict[str, set[str]] = {}
     for line in text.splitlines():
         if heading := re.fullmatch(r"(\w.*):", line):
@@ -21,7 +24,7 @@ def groups_of(text: str) -> dict[str, set[str]]:
     return groups
 
 
-def test_the_settings_of_a_training_stand_in_groups(output_of):
+def test_the_settings_stand_in_groups_with_defaults_of_recipe_and_file(output_of, here):
     groups = groups_of(output_of("train", "spiral", "--help-all"))
     for group, flag in {
         "train": "resume",
@@ -34,15 +37,21 @@ def test_the_settings_of_a_training_stand_in_groups(output_of):
     shown = [flag for flags in groups.values() for flag in flags]
     assert sorted(shown) == sorted(set(shown))
     assert {flag_name(field.name) for field in fields(Settings)} < set(shown)
+    text = " ".join(output_of("train", "images", "--help-all").split())
+    assert "(default: on; --no-channels-last turns it off)" in text
+    (here / "my.toml").write_text("epochs = 7\n")
+    text = output_of("train", "spiral", "--config", "my.toml", "--help-all")
+    assert "Passes over the training set. (default: 7)" in text
+    for verb, flag in (("verify", "max-steps"), ("scale", "patience")):
+        shown = groups_of(output_of(verb, "spiral", "--help-all"))
+        assert not any(flag in flags for flags in shown.values())
 
 
 COMMON = {"epochs", "batch-size", "lr", "precision", "device", "seed", "run-dir"}
 
 
 @pytest.mark.parametrize("target", [("images",), ("spiral",), ()])
-def test_without_being_asked_for_all_the_help_has_the_common_settings(
-    output_of, monkeypatch, target
-):
+def test_without_being_asked_for_all_common_settings_are_shown(output_of, monkeypatch, target):
     monkeypatch.setenv("COLUMNS", "80")
     text = output_of("train", *target, "-h")
     shown = [flag for flags in groups_of(text).values() for flag in flags]
@@ -54,14 +63,11 @@ def test_without_being_asked_for_all_the_help_has_the_common_settings(
 
 @pytest.fixture(scope="module")
 def completed():
-    """The flags that are completed: all of each verb."""
     return completion_words().flags
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
-def test_the_help_of_a_verb_has_all_its_flags_fits_and_shows_only_defaults_that_can_be_typed(
-    output_of, monkeypatch, completed, verb
-):
+def test_the_help_of_a_verb_has_all_its_flags_and_fits(output_of, monkeypatch, completed, verb):
     monkeypatch.setenv("COLUMNS", "60")
     place, kind = COMMANDS[verb]
     target = ("images",) if kind == "recipe" else ()
@@ -90,15 +96,36 @@ def test_a_word_that_is_longer_than_its_line_stays_whole_beside_its_flag(monkeyp
     assert line.startswith("  --url ")
 
 
-def test_the_defaults_are_those_of_the_recipe_and_of_the_file_that_config_names(output_of, here):
-    text = " ".join(output_of("train", "images", "--help-all").split())
-    assert "(default: on; --no-channels-last turns it off)" in text
-    (here / "my.toml").write_text("epochs = 7\n")
-    text = output_of("train", "spiral", "--config", "my.toml", "--help-all")
-    assert "Passes over the training set. (default: 7)" in text
+@dataclass(frozen=True)
+class Own:
+    config: Path | None = None
+    rounds: int = 3
 
 
-def test_a_flag_without_effect_is_not_shown(output_of):
-    for verb, flag in (("verify", "max-steps"), ("scale", "patience")):
-        shown = groups_of(output_of(verb, "spiral", "--help-all"))
-        assert not any(flag in flags for flags in shown.values())
+def test_a_verbs_flag_goes_before_an_option_of_the_same_name(tmp_path):
+    table = tmp_path / "settings.toml"
+    table.write_text("rounds = 2\n")
+    flags = ["--rounds", "7", "--width", "8"]
+    command, request = parse_target(
+        "try", "Try {}.", Own, ["cricket", *flags, "--config", str(table)]
+    )
+    assert command.rounds == 7
+    assert request.options == CricketOptions(rounds=2, width=8)
+    assert type(request.options) is CricketOptions
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"), [("--learning-rate", "--lr"), ("--max_epochs=3", "--epochs")]
+)
+def test_a_flag_that_other_tools_call_otherwise_is_named(refused, flag, meant):
+    assert f"{meant} here" in refused("train", "spiral", flag, "3")
+
+
+@pytest.mark.parametrize(
+    "command", ["train spiral --nproc 2", "verify spiral", "scale spiral", "check mine.py"]
+)
+def test_ranks_are_not_started_within_a_launcher(here, refused, monkeypatch, command):
+    (here / "mine.py").write_text("print(1)\n")
+    for name, value in launch_environment(0, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    assert "torchrun" in refused(*command.split())

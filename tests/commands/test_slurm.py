@@ -25,8 +25,6 @@ def here(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def slurm(capfd):
-    """Give a function that runs `samestep slurm` here; it returns exit code, output and errors."""
-
     def run(*words: str) -> tuple[int, str, str]:
         code = call("slurm", *words)
         return code, *capfd.readouterr()
@@ -58,7 +56,7 @@ def test_a_mistake_gets_one_message_and_exit_code_2(here, refused, words, names)
     assert not (here / "runs").exists()
 
 
-def test_a_dry_run_needs_no_slurm_and_writes_nothing(here, slurm):
+def test_a_dry_run_needs_no_slurm_and_runs_no_code_of_a_strangers_run(here, slurm, capfd):
     flags = ("--track", "wandb", "--track-offline", "--track-project", "two words")
     code, text, _ = slurm("submit", "tiny.py", "--nodes", "2", "--dry-run", "--", *flags)
     assert code == 0
@@ -67,9 +65,6 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(here, slurm):
     words = " ".join(text.replace("\\\n", " ").split())
     assert "--track wandb --track-offline --track-project 'two words' --run-dir" in words
     assert not (here / "runs").exists()
-
-
-def test_help_and_a_dry_run_run_no_code_of_a_strangers_run(here, slurm, capfd):
     (here / "run").mkdir()
     (here / "run" / "recipe.py").write_text("open('harm', 'w')\n")
     known = 'recipe = "/gone/recipe.py"\nbatch_size = 8\n[options]\nmine = 2\n'
@@ -91,9 +86,12 @@ def test_a_range_of_nodes_needs_a_global_batch_that_they_do_not_decide_on(here, 
     assert slurm("submit", "mine.py", *elastic)[0] == 0  # a script of the user's
 
 
-def test_no_verb_shows_the_verbs_and_is_a_mistake(slurm):
+def test_no_verb_and_an_array_of_equal_trainings_are_mistakes(slurm):
     code, text, _ = slurm()
     assert (code, "verbs:" in text) == (2, True)
+    code, _, said = slurm("submit", "spiral", "--array", "0-3", "--dry-run", "--", "--seed", "1")
+    assert code == 2
+    assert "--seed %a" in said
 
 
 def directives(text: str) -> dict[str, str]:
@@ -134,26 +132,27 @@ def test_a_script_that_is_kept_can_be_handed_in_and_leaves_what_was_asked_for_be
     assert run.is_dir(), "Slurm opens the log in it"
     kept = kept_options(run)
     assert (kept.nodes, kept.ntasks_per_node, kept.time, kept.after) == ("2", 3, "30", ())
+    assert kept.job_name == "mine", "as the run's next job is called"
     (run / "job.json").write_text('{"nodes": 2}')  # as earlier versions wrote it
     assert kept_options(run).nodes == "2"
     (run / "job.json").write_text('{"restarts": "two"}')
     assert kept_options(run) is None
 
 
-def test_an_array_of_equal_trainings_is_refused(slurm):
-    code, _, said = slurm("submit", "spiral", "--array", "0-3", "--dry-run", "--", "--seed", "1")
-    assert code == 2
-    assert "--seed %a" in said
-
-
 def test_a_run_goes_on_with_what_its_job_asked_for_and_flags_change_it(here, slurm, uninterrupted):
     shutil.copytree(uninterrupted, here / "runs" / "one")
     (here / "samestep.toml").write_text('[slurm]\nenv = ["A=2"]\nqos = "q"\n')
-    keep_options(here / "runs" / "one", JobOptions(nodes="2", time="30", env=("A=1",)))
+    ones = ("--exclusive", "--hold", "-H", "--begin=now+1hour", "-d afterok:7")
+    kept = JobOptions(nodes="2", time="30", env=("A=1",), sbatch=ones, job_name="mine")
+    keep_options(here / "runs" / "one", kept)
     code, text, _ = slurm("submit", "runs/one", "--dry-run", "--time", "60")
     assert code == 0
     found = directives(text)
     assert (found["nodes"], found["time"], "qos" in found) == ("2", "60", False)
+    assert found["job-name"] == "mine"
+    assert re.findall("^#SBATCH .*(exclusive|hold|-H|begin|afterok)", text, re.MULTILINE) == [
+        "exclusive"
+    ]
     assert re.findall("^export A=(.*)$", text, re.MULTILINE) == ["1"]
     code, text, _ = slurm("submit", "runs/one", "--nodes", "1-4", "--dry-run")
     assert (code, directives(text)["nodes"]) == (0, "1-4"), "it goes on with its global batch"

@@ -30,7 +30,6 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    """Give a run that has trained for ten steps and has two logs."""
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
     (folder / "settings.toml").touch()
@@ -45,7 +44,6 @@ def run(tmp_path):
 
 @pytest.fixture
 def told(output_of):
-    """Give a function that runs `samestep slurm` to a good end; it returns what it printed."""
     return partial(output_of, "slurm")
 
 
@@ -54,15 +52,10 @@ def refusal(refused):
     return lambda *words: refused("slurm", *words)
 
 
-# --- which job
-
-
 @pytest.mark.parametrize(
     "states", [("COMPLETED", "RUNNING"), ("RUNNING", "FAILED"), ("COMPLETED", "FAILED")]
 )
-def test_a_run_directory_names_its_job_that_has_not_ended_or_else_the_newest(
-    slurm, run, told, states
-):
+def test_a_run_directory_names_its_job_or_else_the_newest(slurm, run, told, states):
     for job, state in zip((3, 5), states, strict=True):
         slurm.add(job, run, state, log=f"{run}/slurm-{job}.out")
     expected = 3 if states[0] == "RUNNING" else 5
@@ -82,9 +75,7 @@ def test_a_job_of_another_user_is_refused(slurm, run, refusal, verb):
         assert str(run) in refusal("cancel", str(run)), "it has no job of this user's"
 
 
-def test_the_controller_is_asked_once_for_the_jobs_of_the_kernels_user_and_not_of_the_shells(
-    slurm, run, told, monkeypatch
-):
+def test_the_controller_is_asked_once_for_the_jobs_of_the_user(slurm, run, told, monkeypatch):
     monkeypatch.setenv("LOGNAME", "eve")
     monkeypatch.setenv("USER", "eve")
     slurm.add(9, run, uid=os.getuid() + 1, user="eve")
@@ -103,14 +94,9 @@ def test_a_filter_of_the_users_own_hides_no_job(slurm, run, monkeypatch):
     assert [job.job for job in queue.my_jobs()] == [5]
 
 
-# --- without an answer
-
-
 @pytest.mark.parametrize("how", ["none", "down"])
 @pytest.mark.parametrize("name", ["runs/one", "5"])
-def test_status_and_logs_go_on_with_the_runs_files_where_slurm_is_silent(
-    slurm, run, told, capfd, refusal, monkeypatch, how, name
-):
+def test_where_slurm_is_silent_files_tell(slurm, run, told, capfd, refusal, monkeypatch, how, name):
     if how == "none":
         monkeypatch.setenv("PATH", str(run))
         says = "squeue" if "/" in name else "scontrol"  # is not on the PATH
@@ -130,9 +116,7 @@ def test_status_and_logs_go_on_with_the_runs_files_where_slurm_is_silent(
     assert says in refusal("cancel", name)
 
 
-def test_programs_without_a_configuration_or_with_that_of_a_sandbox_that_is_down_are_told(
-    slurm, tmp_path, refusal, monkeypatch
-):
+def test_programs_without_a_configuration_are_told(slurm, tmp_path, refusal, monkeypatch):
     monkeypatch.delenv("SLURM_CONF", raising=False)
     program = slurm.folder / "squeue"
     text = program.read_text()
@@ -159,11 +143,7 @@ def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, told):
     assert told("status")
 
 
-# --- how far it has come
-
-
 def of_age(run, seconds: float) -> None:
-    """Let the run's last sign of life be so many seconds old."""
     at = time.time() - seconds
     for name in ("events.jsonl", STEPPED):
         (run / name).touch()
@@ -209,9 +189,6 @@ def test_a_script_that_is_done_has_begun(slurm, run, told):
     assert rows["ended"] == "completed, exit code 0"
 
 
-# --- going on after cancel
-
-
 def test_cancel_waits_until_the_jobs_script_can_be_told(slurm, run, told, monkeypatch):
     slurm.add(5, run)
     begun, waited = run / BEGUN, []
@@ -242,7 +219,6 @@ def test_cancel_says_when_ranks_that_hang_are_killed_and_how_to_go_on(slurm, run
 
 
 def pulse(run, ages: dict[int, float]) -> None:
-    """Write what the nodes of a job write of their ranks."""
     ranks = [
         {"rank": r, "step": 29, "phase": "backward", "age_s": age, "call": "all_reduce #812"}
         for r, age in ages.items()
@@ -270,11 +246,11 @@ def test_a_job_whose_comment_was_replaced_is_found_by_its_folder(slurm, run, tol
     assert found["queue"]["log"].endswith("/slurm-5.out")
 
 
-def test_a_job_that_slurm_forgot_stays_listed_and_one_that_failed_says_how_to_go_on(
-    slurm, run, told
-):
+def test_a_forgotten_job_is_listed_and_a_failed_one_says_how_to_go_on(slurm, run, told):
     (run / ".begun").write_text("4 0\n")
     assert re.search(r"^4 +one ", told("status"), re.MULTILINE)
+    keep_options(run, JobOptions(job_name="mine"))
+    assert re.search(r"^4 +mine ", told("status"), re.MULTILINE)
     slurm.add(4, run, state="TIMEOUT")
     assert f"samestep slurm submit {run}" in told("status", "4")
 
@@ -290,6 +266,8 @@ def test_of_two_jobs_of_one_run_the_later_has_its_steps(slurm, run, told):
     shown = told("status", "5")
     assert "samestep slurm status 7" in shown
     assert "slurm submit" not in shown
+    slurm.add(8, run, state="CANCELLED")  # before it began
+    assert "has not begun" in told("status", "8")
 
 
 def test_an_empty_log_is_said_to_be_empty(slurm, run, capfd):

@@ -23,7 +23,6 @@ FLAGS = ("small.py", "--lr", "0.01,0.1", "--no-pictures", "--run-dir", "sweep")
 
 @pytest.fixture
 def here(here) -> Path:
-    """A working directory that holds a small recipe."""
     (here / "small.py").write_text(RECIPE)
     return here
 
@@ -126,14 +125,11 @@ def test_on_slurm_each_training_that_has_none_gets_a_job(slurm, here):
 
 
 def num_checkpoints(run: Path) -> int:
-    """Return how many checkpoints a run has announced so far."""
     return len(events(run, "checkpoint")) if (run / "events.jsonl").exists() else 0
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_ended_goes_on_where_it_was_and_each_run_is_the_training_of_its_flags(
-    here, output_of, refused, monkeypatch
-):
+def test_a_sweep_goes_on_where_it_was_ended(here, output_of, refused, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     length = ("--epochs", "120", "--checkpoint-every-epochs", "1")
     words = ("sweep", *FLAGS, "--at-once", "1", *length)

@@ -17,7 +17,6 @@ from tests.tracking.test_following import TRACKER, sent, what
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that had no tracker."""
     folder = tmp_path_factory.mktemp("finished")
     tiny.trained(tiny.write_recipe(folder), folder / "run", "--epochs", "1")
     return folder / "run"
@@ -25,14 +24,11 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A copy of it."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture
 def track(capfd):
-    """Return a function that runs `samestep track` here; it returns what it printed."""
-
     def tracked(*arguments, code=0):
         capfd.readouterr()
         ended = call("track", *map(str, arguments))

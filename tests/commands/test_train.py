@@ -83,19 +83,15 @@ def assert_says(message: str, words: str) -> None:
     assert [word for word in words.replace(",", "").split() if word not in message] == [], message
 
 
-@pytest.mark.parametrize("name", WRONG_FLAGS)
-def test_a_wrong_command_is_refused_with_what_to_do(here, refuse, name):
-    (here / "FILE").touch()
-    command, words = WRONG_FLAGS[name]
-    assert_says(refuse(*command.split()), words)
+# Two ranks refuse as one: a mistake that every rank finds, and one that only rank 0 does.
+ON_TWO = [(name, 2) for name in ("NCCL without CUDA", "run directory below a file")]
 
 
-# A mistake that every rank finds, and one that only rank 0 does.
-@pytest.mark.parametrize("name", ["NCCL without CUDA", "run directory below a file"])
-def test_two_ranks_refuse_as_one(here, refuse, name):
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 1) for name in WRONG_FLAGS), *ON_TWO])
+def test_a_wrong_command_is_refused_with_what_to_do(here, refuse, name, ranks):
     (here / "FILE").touch()
     command, words = WRONG_FLAGS[name]
-    assert_says(refuse(*command.split(), world_size=2), words)
+    assert_says(refuse(*command.split(), world_size=ranks), words)
 
 
 def test_a_node_that_does_not_see_the_run_directory_of_its_job_is_named(refuse, monkeypatch):
@@ -173,30 +169,26 @@ def test_a_wrong_recipe_file_is_named_with_its_line(here, refuse, name):
 
 @pytest.fixture
 def finished(here) -> str:
-    """A run of two epochs with its recipe, both in the working directory."""
     (here / "small.py").write_text(RECIPE)
     train_here("small.py", "--run-dir", "done")
     return "done"
 
 
-def test_a_directory_that_holds_a_run_is_not_written_over(here, refuse, finished):
+def test_a_directory_that_holds_a_run_goes_on_with_no_other_data(here, refuse, finished):
     before = files(here / finished)
     for target in ("small.py", finished):
         assert f"samestep train {finished} --resume" in refuse(target, "--run-dir", finished)
     assert files(here / finished) == before
+    # Of another length: Python knows what it compiled within the same second by its size.
+    (here / "small.py").write_text(RECIPE.replace("[:60]", "[: 50]"))
+    message = refuse(finished, "--resume", "--epochs", "3", "--allow-change", "recipe")
+    assert_says(message, "num_samples = 60, 50")
 
 
 def test_a_folder_with_the_name_of_a_recipe_does_not_hide_it(here):
     (here / "spiral").mkdir()
     train_here("spiral", "--max-steps", "1")
     assert len(list((here / "runs").iterdir())) == 1
-
-
-def test_a_run_does_not_go_on_with_other_data(here, refuse, finished):
-    # Of another length: Python knows what it compiled within the same second by its size.
-    (here / "small.py").write_text(RECIPE.replace("[:60]", "[: 50]"))
-    message = refuse(finished, "--resume", "--epochs", "3", "--allow-change", "recipe")
-    assert_says(message, "num_samples = 60, 50")
 
 
 # From its fourth step in the second epoch on, the loss of one rank is NaN.
@@ -217,10 +209,7 @@ recipe = Recipe(loss=loss, """,
 )
 
 
-def test_a_loss_that_becomes_nan_stops_with_step_and_rate_and_keeps_the_last_good_checkpoint(
-    here, output_of
-):
-    """Also when only one rank meets it, and when nothing is logged before the epoch ends."""
+def test_a_loss_that_becomes_nan_stops_with_the_last_good_checkpoint(here, output_of):
     (here / "nan.py").write_text(NAN)
     flags = "--run-dir run --lr 0.03125 --batch-size 10 --log-every 1000"
     more = {"world_size": 2, "folder": here.parent / "outputs"}
@@ -237,11 +226,13 @@ def test_a_loss_that_becomes_nan_stops_with_step_and_rate_and_keeps_the_last_goo
     assert "checkpoint_epoch_1.pt" in output_of("evaluate", "run", "--checkpoint", "last")
 
 
-def test_a_port_that_is_taken_is_named(refuse):
+def test_a_taken_port_is_named_and_mistakes_found_before_ranks_start(refuse, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         message = refuse("spiral", world_size=2, environment={"MASTER_PORT": port})
     assert_says(message, f"127.0.0.1:{port} MASTER_PORT")
+    monkeypatch.setattr("samestep.ranks.start.run_ranks", None)
+    assert re.search(r"--epochs .* 0\b", refuse("spiral", "--nproc", "2", "--epochs", "0"))
 
 
 # A bug that is met as a checkpoint is written.
@@ -261,7 +252,6 @@ recipe = """
 
 
 def test_an_error_that_was_not_foreseen_says_where_it_arose(here, capfd):
-    """Exit code 1; what is no mistake of the user's keeps its traceback, here in the log."""
     text = RECIPE.replace("\nrecipe = ", BUG).replace("return nn.Linear(", "return Model(")
     (here / "bug.py").write_text(text)
     assert call("train", "bug.py", "--run-dir", "run") == 1
@@ -271,12 +261,6 @@ def test_an_error_that_was_not_foreseen_says_where_it_arose(here, capfd):
     assert "Traceback" not in printed + told
     assert "Traceback" in (here / "run" / "rank-0.log").read_text()
     assert read_json(here / "run" / "result.json")["status"] == "failed"
-
-
-def test_a_mistake_is_found_before_the_ranks_are_started(refuse, monkeypatch):
-    """So that it is one process that speaks, and soon."""
-    monkeypatch.setattr("samestep.ranks.start.run_ranks", None)
-    assert re.search(r"--epochs .* 0\b", refuse("spiral", "--nproc", "2", "--epochs", "0"))
 
 
 def test_ranks_wait_for_each_other_as_long_as_the_user_says(here, refused, monkeypatch):

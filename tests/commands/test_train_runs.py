@@ -37,7 +37,6 @@ SECRETS = {
 
 @pytest.fixture
 def here(here) -> Path:
-    """A working directory that holds a small recipe."""
     (here / "small.py").write_text(RECIPE)
     return here
 
@@ -54,19 +53,12 @@ def losses(path: Path) -> list[float]:
     return [record["loss"] for record in records(path, "step")]
 
 
-# --- what a run leaves
-
-
 @dataclass(frozen=True)
 class Finished:
-    """A run of two epochs that tests only look at, or copy."""
-
     path: Path
     recipe: Path
-    printed: list[str]
-    """What each rank printed."""
-    written: list[set[Path]]
-    """What each rank opened for writing, or renamed."""
+    printed: list[str]  # by each rank
+    written: list[set[Path]]  # what each rank opened for writing, or renamed
 
 
 WANTED = {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID_OF_ME": "17", "TORCH_LOGS": "-all"}
@@ -83,7 +75,6 @@ def watched_training(arguments: list[str], variables: dict[str, str]) -> set[Pat
 
 
 def _finish(folder: Path, *flags: str, world_size: int = 1, **variables: str) -> Finished:
-    """Train into the default directory."""
     here, outputs = folder / "here", folder / "outputs"
     here.mkdir()
     (here / "small.py").write_text(LOUD)
@@ -127,7 +118,7 @@ def test_a_run_leaves_these_files_and_no_other(finished):
     }
 
 
-def test_the_result_says_how_the_run_ended(of_two_ranks):
+def test_the_result_says_how_the_run_ended_and_the_environment_no_secret(of_two_ranks):
     result = read_json(of_two_ranks.path / "result.json")
     expected = {"recipe": "small", "status": "completed", "reason": "finished", "device": "cpu"}
     expected |= {"world_size": 2, "global_batch_size": 10, "epochs": 2, "steps": 12}
@@ -142,45 +133,6 @@ def test_the_result_says_how_the_run_ended(of_two_ranks):
     assert result["best"]["epoch"] == 1 + evaluated.index(max(evaluated))
     assert {"samestep", "torch", "python"} <= result["versions"].keys()
     assert f"{result['test']['accuracy']:.4f}" in of_two_ranks.printed[0]
-
-
-def test_times_are_plausible_and_steps_recorded_with_the_samples_so_far(alone, of_two_ranks):
-    result = read_json(alone.path / "result.json")
-    for name in ("training_seconds", "seconds_to_first_step"):
-        assert 0 < result[name] < 3600, name  # on however busy a machine
-    assert result["samples_per_s"] == pytest.approx(120 / result["training_seconds"], rel=1e-6)
-    steps = records(alone.path, "step")
-    assert records(of_two_ranks.path, "step") == [], "its interval is longer than the run"
-    assert [(r["step"], r["samples"], r["epoch"]) for r in steps] == [
-        (step, 10 * step, 1 + (step - 1) // 6) for step in range(1, 13)
-    ]
-    assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(steps))
-
-
-EVENTS = {
-    "start": "recipe world_size global_batch_size micro_batch_size accumulate lr",
-    "step": "step epoch loss grad_norm lr samples seconds samples_per_s",
-    "epoch": "epoch step loss samples train_seconds samples_per_s phases",
-    "evaluation": "split epoch loss accuracy samples seconds",
-    "checkpoint": "step path sha256 seconds",
-    "stop": "reason step",
-}
-
-
-def test_every_record_names_its_event_first_and_has_its_fields(alone):
-    lines = (alone.path / "events.jsonl").read_text().splitlines()
-    assert all(line.startswith('{"event": "') for line in lines)
-    assert not any("NaN" in line or "Infinity" in line for line in lines)
-    found = list(read_records(alone.path))
-    assert found[0]["event"] == "start"
-    assert found[-1] | {"step": 12, "reason": "finished"} == found[-1]
-    for event, names in EVENTS.items():
-        of_event = [record for record in found if record["event"] == event]
-        assert of_event, event
-        assert all({*names.split()} <= record.keys() for record in of_event), event
-
-
-def test_the_environment_is_recorded_by_an_allow_list_without_secrets(of_two_ranks):
     recorded = read_json(of_two_ranks.path / "environment.json")
     assert recorded["world_size"] == 2
     assert recorded["launcher"] == "torchrun"
@@ -193,10 +145,40 @@ def test_the_environment_is_recorded_by_an_allow_list_without_secrets(of_two_ran
         assert path.is_dir() or PLANTED.encode() not in path.read_bytes(), path
 
 
-# --- rank 0 alone prints and writes
+def test_times_are_plausible_and_every_record_has_its_fields(alone, of_two_ranks):
+    result = read_json(alone.path / "result.json")
+    for name in ("training_seconds", "seconds_to_first_step"):
+        assert 0 < result[name] < 3600, name  # on however busy a machine
+    assert result["samples_per_s"] == pytest.approx(120 / result["training_seconds"], rel=1e-6)
+    steps = records(alone.path, "step")
+    assert records(of_two_ranks.path, "step") == [], "its interval is longer than the run"
+    assert [(r["step"], r["samples"], r["epoch"]) for r in steps] == [
+        (step, 10 * step, 1 + (step - 1) // 6) for step in range(1, 13)
+    ]
+    assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(steps))
+    lines = (alone.path / "events.jsonl").read_text().splitlines()
+    assert all(line.startswith('{"event": "') for line in lines)
+    assert not any("NaN" in line or "Infinity" in line for line in lines)
+    found = list(read_records(alone.path))
+    assert found[0]["event"] == "start"
+    assert found[-1] | {"step": 12, "reason": "finished"} == found[-1]
+    for event, names in EVENTS.items():
+        of_event = [record for record in found if record["event"] == event]
+        assert of_event, event
+        assert all({*names.split()} <= record.keys() for record in of_event), event
 
 
-def test_what_another_rank_prints_goes_to_its_log_in_the_one_default_directory(of_two_ranks):
+EVENTS = {
+    "start": "recipe world_size global_batch_size micro_batch_size accumulate lr",
+    "step": "step epoch loss grad_norm lr samples seconds samples_per_s",
+    "epoch": "epoch step loss samples train_seconds samples_per_s phases",
+    "evaluation": "split epoch loss accuracy samples seconds",
+    "checkpoint": "step path sha256 seconds",
+    "stop": "reason step",
+}
+
+
+def test_another_rank_writes_nothing_but_its_log_in_the_one_default_directory(of_two_ranks):
     of_main, of_other = of_two_ranks.printed
     assert of_other == ""
     assert "import on 0\nmodel on 0\n" in of_main
@@ -204,18 +186,12 @@ def test_what_another_rank_prints_goes_to_its_log_in_the_one_default_directory(o
     log = (of_two_ranks.path / "rank-1.log").read_text()
     assert sorted(log.splitlines()) == ["import on 1", "model on 1"]
     assert re.fullmatch(r"small-\d{8}-\d{6}-[0-9a-f]{4}", of_two_ranks.path.name)
-
-
-def test_another_rank_writes_no_file_but_its_log(of_two_ranks):
     here = of_two_ranks.recipe.parent
     in_run = [
         {path.name for path in paths if here in path.parents} for paths in of_two_ranks.written
     ]
     assert {"events.jsonl", ".settings.toml.tmp", ".result.json.tmp"} <= in_run[0]
     assert in_run[1] == {"rank-1.log"}
-
-
-# --- settings: recipe defaults < TOML < flags
 
 
 # Another value than the default of each, as TOML has it.
@@ -248,7 +224,6 @@ NOT_IN_FILE = {"run_dir", "accumulate", "batch_size_per_rank"}
 
 
 def as_flags(table: dict) -> list[str]:
-    """Return a table as it is typed on the command line."""
     flags = []
     for name, value in table.items():
         flag = f"--{name.replace('_', '-')}"
@@ -262,8 +237,6 @@ def as_flags(table: dict) -> list[str]:
 
 
 def write_toml(path: Path, table: dict) -> str:
-    """Write a table of settings and options, without help of samestep's own writer."""
-
     def text(value: object) -> str:
         if isinstance(value, bool):
             return str(value).lower()
@@ -274,7 +247,6 @@ def write_toml(path: Path, table: dict) -> str:
 
 
 def resolved(flags: list[str]) -> dict:
-    """Return the settings and options that `samestep train spiral` makes of some flags."""
     _, request = parse(["spiral", *flags])
     cut = TokenCut((100,) * 70, 1) if request.settings.batch_tokens else None
     plan = make_plan(request.settings, 7000, 1, by_tokens=cut)
@@ -323,16 +295,13 @@ def test_settings_come_from_a_toml_file_or_from_flags_which_win_and_are_saved(he
     assert {name: found[name] for name in wanted} == wanted
 
 
-def test_a_setting_of_the_recipe_beats_the_default_and_loses_to_both_others(here):
+def test_a_layer_of_settings_beats_those_below_and_replaces_what_excludes_its_own(here):
     assert Settings().epochs is None
     assert resolved([])["epochs"] == 30
     config = write_toml(here / "my.toml", {"epochs": 4})
     assert resolved(["--config", config])["epochs"] == 4
     assert resolved(["--config", config, "--epochs", "5"])["epochs"] == 5
     assert resolved(["--epochs=5", f"--config={config}"])["epochs"] == 5
-
-
-def test_of_settings_that_exclude_each_other_a_layer_replaces_those_of_a_lower_one(here):
     config = write_toml(here / "my.toml", {"global_batch_size": 10, "accumulate": 4})
     values = resolved(["--config", config])
     assert (values["batch_size"], values["accumulate"]) == (10, 4)
@@ -341,9 +310,6 @@ def test_of_settings_that_exclude_each_other_a_layer_replaces_those_of_a_lower_o
     values = resolved(["--config", config, "--batch-size-per-rank", "7"])
     assert (values["batch_size"], values["batch_size_per_rank"]) == (None, 7)
     assert resolved(["--max-steps", "5"])["epochs"] is None
-
-
-# --- the directory of a run as the target
 
 
 def test_a_run_starts_another_one_from_its_settings(here):
@@ -361,7 +327,6 @@ def test_a_run_starts_another_one_from_its_settings(here):
 
 
 def test_one_command_begins_a_run_and_repeated_goes_on_with_it_and_keeps_its_result(here):
-    """What a job script does that is queued again."""
     command = ["small.py", "--run-dir", "run", "--resume"]
     train_here(*command)
     assert records(here / "run", "resume") == []
@@ -389,9 +354,6 @@ def test_a_finished_run_goes_on_for_more_epochs_as_if_it_had_never_stopped(here,
         result = read_json(here / name / "result.json")
         assert (result["epochs"], result["steps"], result["world_size"]) == (4, 24, ranks)
         assert saved_settings(here / name)["epochs"] == 4
-
-
-# --- recipes
 
 
 def test_a_file_of_a_few_lines_is_a_recipe_and_may_import_its_neighbour(here):
@@ -430,22 +392,17 @@ def test_mnist_trains_both_models_from_files_where_others_put_them(here, model, 
     assert result["test"]["accuracy"] > 0.3
 
 
-# --- evaluate
-
-
 @pytest.fixture
 def trained(here, of_two_ranks) -> Path:
-    """A copy of the run of two ranks in the working directory."""
     return shutil.copytree(of_two_ranks.path, here / "run")
 
 
 @pytest.fixture
 def evaluate(output_of):
-    """Return a function: flags → what `samestep evaluate run --json` prints."""
     return lambda *flags: json.loads(output_of("evaluate", "run", *flags, "--json"))
 
 
-def test_one_process_evaluates_each_checkpoint_as_the_ranks_did(trained, evaluate):
+def test_one_process_evaluates_as_ranks_did_and_no_damaged_checkpoint(trained, evaluate, refused):
     found, test = evaluate(), read_json(trained / "result.json")["test"]
     assert found["samples"] == test["samples"] == 15
     assert found["checkpoint"] == test["checkpoint"]
@@ -456,6 +413,9 @@ def test_one_process_evaluates_each_checkpoint_as_the_ranks_did(trained, evaluat
         found = evaluate("--checkpoint", name, "--split", "validation")
         assert found["loss"] == pytest.approx(by_epoch[epoch]["loss"], abs=1e-6)
         assert found["samples"] == 15
+    path = trained / "checkpoints" / "checkpoint_epoch_2.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert path.name in refused("evaluate", "run", "--checkpoint", "last")
 
 
 @pytest.mark.parametrize(
@@ -470,9 +430,3 @@ def test_one_process_evaluates_each_checkpoint_as_the_ranks_did(trained, evaluat
 )
 def test_a_wrong_evaluation_is_refused(refused, trained, arguments, says):
     assert says in refused("evaluate", *arguments.split())
-
-
-def test_a_damaged_checkpoint_is_not_evaluated(trained, refused):
-    path = trained / "checkpoints" / "checkpoint_epoch_2.pt"
-    path.write_bytes(path.read_bytes()[:-1])
-    assert path.name in refused("evaluate", "run", "--checkpoint", "last")

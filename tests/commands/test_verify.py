@@ -21,7 +21,6 @@ def here(here) -> Path:
 
 @pytest.fixture
 def verify(tmp_path, monkeypatch, capfd):
-    """Verify on forked ranks; return the exit code and what was printed on output and on errors."""
     folder = tmp_path / "ranks"
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(

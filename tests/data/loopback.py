@@ -7,8 +7,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """How to answer one request."""
-
     status: int = 200
     body: bytes | None = None
     """What to send in place of the file."""

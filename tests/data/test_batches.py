@@ -26,8 +26,6 @@ WORLD_SIZES = (1, 2, 3)
 
 
 class Listed(Dataset):
-    """The same samples as a pair of tensors, one at a time."""
-
     def __init__(self, inputs, targets):
         self.inputs, self.targets = inputs, targets
 
@@ -110,7 +108,6 @@ arguments = st.fixed_dictionaries({**ARGUMENTS, "seed": st.integers(0, 1000)})
 @given(st.integers(1, 50), arguments, st.booleans())
 @settings(max_examples=20)
 def test_every_order_is_read_alike_on_any_ranks_and_from_any_step_on(kind, order, num, how, lazy):
-    """A large index is forced through the same path by a limit of 0."""
     data, batch = samples(num), min(num, how["global_batch"])
     weights = (torch.arange(num) % 3 + 1).double() if order == "weighted" else None
     ordering = Ordering(order=order, weights=weights)
@@ -134,10 +131,7 @@ def test_every_order_is_read_alike_on_any_ranks_and_from_any_step_on(kind, order
 @BOTH_KINDS
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(9, 40), st.data())
 @settings(max_examples=20)
-def test_batches_by_tokens_are_read_alike_on_any_ranks_and_from_any_step_on(
-    kind, lengths, most, data
-):
-    """Also those with fewer samples than ranks."""
+def test_batches_by_tokens_are_read_alike_on_any_ranks(kind, lengths, most, data):
     ordering = Ordering(lengths=torch.tensor(lengths).double(), batch_tokens=most)
     first = data.draw(st.integers(0, len(ordering.token_cut.sizes)))
     how = {"epoch": 1, "first_step": first, "ordering": ordering}
@@ -150,7 +144,7 @@ def test_batches_by_tokens_are_read_alike_on_any_ranks_and_from_any_step_on(
         assert torch.equal(targets, order[ends[step - 1] if step else 0 : ends[step]])
 
 
-def test_a_loader_looks_only_a_few_batches_ahead():
+def test_a_loader_looks_only_a_few_batches_ahead_and_draws_anew_in_another_epoch():
     """The steps of a large index are not listed: what is not asked for is not made."""
     looked = []
 
@@ -169,6 +163,15 @@ def test_a_loader_looks_only_a_few_batches_ahead():
     assert len(looked) == len({*looked}) == 300
     assert max(looked) > 2**34
     one.close()
+
+    def drawn(epoch, seed):
+        inputs, targets = together(Noisy(), 1, epoch, global_batch=23, seed=seed)[0]
+        return inputs[targets.argsort(), 1:]
+
+    here = drawn(0, 1)
+    assert all(len(column.unique()) == 23 for column in here.T)
+    for other in (drawn(1, 1), drawn(0, 2)):
+        assert not (here == other).any()
 
 
 def _shift(inputs, keys):
@@ -194,28 +197,11 @@ def _with_workers(augments):
 
 
 def test_what_is_read_and_drawn_is_the_same_on_any_ranks_and_with_any_workers(tmp_path):
-    """Drawn by the recipe's augment, and by a data set from torch, random and numpy."""
     augments = (None, _shift)
     (with_workers,) = run_ranks(_with_workers, 1, tmp_path, augments)
     for augment, found in zip(augments, with_workers, strict=True):
         alone = _some_epochs(1, 0, augment)
         assert all(same(one, alone) for one in (*found, _some_epochs(3, 0, augment)))
-
-
-def test_a_data_set_draws_anew_in_another_epoch_and_for_another_seed():
-    def drawn(epoch, seed):
-        inputs, targets = together(Noisy(), 1, epoch, global_batch=23, seed=seed)[0]
-        return inputs[targets.argsort(), 1:]
-
-    here = drawn(0, 1)
-    assert all(len(column.unique()) == 23 for column in here.T)
-    for other in (drawn(1, 1), drawn(0, 2)):
-        assert not (here == other).any()
-
-
-def test_data_in_memory_is_not_copied_on_the_cpu():
-    inputs, targets = samples(9)
-    assert source((inputs, targets))._inputs.data_ptr() == inputs.data_ptr()
 
 
 @BOTH_KINDS
@@ -230,9 +216,7 @@ def test_floating_point_inputs_and_targets_take_the_type_of_the_model(kind):
 @BOTH_KINDS
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 20))
 @settings(max_examples=60)
-def test_an_evaluation_reads_each_sample_once_also_on_more_ranks_than_samples(
-    kind, num, world_size, batch_size
-):
+def test_an_evaluation_reads_each_sample_once_on_any_ranks(kind, num, world_size, batch_size):
     data = kind(samples(num))
     read = []
     for rank in range(world_size):
@@ -298,14 +282,12 @@ def test_data_of_a_wrong_kind_is_named_with_what_is_right(data, told):
 
 
 class Doubled(TensorDataset):
-    """A tensor data set that reads its samples in a way of its own."""
-
     def __getitem__(self, index):
         inputs, targets = super().__getitem__(index)
         return inputs * 2, targets
 
 
-def test_only_what_is_known_to_be_two_tensors_is_held_in_memory():
+def test_only_what_is_known_to_be_two_tensors_is_held_in_memory_without_a_copy():
     inputs, targets = samples(5)
     assert isinstance(source((inputs, targets)), MemorySource)
     assert isinstance(source(TensorDataset(inputs, targets)), MemorySource)
@@ -314,6 +296,8 @@ def test_only_what_is_known_to_be_two_tensors_is_held_in_memory():
     ((read, its, *_),) = source(Doubled(inputs, targets)).evaluation(5)
     assert torch.equal(read, inputs * 2)
     assert torch.equal(its, targets)
+    inputs, targets = samples(9)
+    assert source((inputs, targets))._inputs.data_ptr() == inputs.data_ptr()
 
 
 HELD_BY_A_MODULE = """

@@ -21,7 +21,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def texts(*lengths):
-    """Return samples of words with a class each."""
     return [(torch.full((length,), place), place) for place, length in enumerate(lengths)]
 
 
@@ -92,7 +91,20 @@ def test_samples_that_are_dropped_or_come_twice_are_counted(function, told):
     assert f"{__file__}:{function.__code__.co_firstlineno}" in message
 
 
-def test_an_object_that_can_be_moved_is_a_batch_whose_graphs_are_counted():
+def test_a_collate_is_called_once_for_a_batch_with_a_row_a_sample_or_of_graphs():
+    calls = []
+
+    def counted(samples):
+        calls.append(len(samples))
+        return without_long_ones(samples)
+
+    collating = Collating(TEXTS, counted, whole=True)
+    for _ in range(3):
+        collating(texts(3, 1, 2))
+    assert calls == [3, 3, 3]
+    with pytest.raises(UserError, match="leaves out 2 of 5"):  # also of a later batch
+        collating(TEXTS)
+
     class Batch:
         def __init__(self, samples):
             self.words = padded(samples)
@@ -112,25 +124,15 @@ def test_an_object_that_can_be_moved_is_a_batch_whose_graphs_are_counted():
         collate(lambda samples: Graphs(samples[1:]), TEXTS)
 
 
-def test_a_collate_is_called_once_for_a_batch_that_has_a_row_for_each_sample():
-    calls = []
-
-    def counted(samples):
-        calls.append(len(samples))
-        return without_long_ones(samples)
-
-    collating = Collating(TEXTS, counted, whole=True)
-    for _ in range(3):
-        collating(texts(3, 1, 2))
-    assert calls == [3, 3, 3]
-    with pytest.raises(UserError, match="leaves out 2 of 5"):  # also of a later batch
-        collating(TEXTS)
-
-
-def test_a_batch_without_a_tensor_is_refused():
+def test_what_collate_can_make_no_batch_of_is_refused():
     with pytest.raises(UserError, match="no tensor") as raised:
         collate(lambda samples: ([words.tolist() for words, _ in samples], None), TEXTS)
     assert __file__ in str(raised.value)
+    with pytest.raises(UserError, match="collate"):
+        collate(None, TEXTS, whole=False)
+    x, reading = torch.zeros(4, 2), {"seed": 1, "dtype": torch.float32, "num_workers": 0}
+    with pytest.raises(UserError):
+        open_source((x, x), World(), collate=list, **reading)
 
 
 @pytest.mark.parametrize(
@@ -163,17 +165,6 @@ def test_a_collate_that_fails_is_told_with_the_users_line():
     assert "(3,) int64" in message
 
 
-def test_without_a_collate_samples_of_different_size_are_told_to_need_one():
-    with pytest.raises(UserError, match="collate"):
-        collate(None, TEXTS, whole=False)
-
-
-def test_collate_beside_tensors_that_are_batches_already_is_refused():
-    x, reading = torch.zeros(4, 2), {"seed": 1, "dtype": torch.float32, "num_workers": 0}
-    with pytest.raises(UserError):
-        open_source((x, x), World(), collate=list, **reading)
-
-
 @dataclass
 class Held:
     numbers: Any
@@ -192,15 +183,19 @@ def trees() -> dict[str, Any]:
     }
 
 
-def test_a_packed_batch_is_the_same_batch():
+def test_a_packed_batch_is_the_same_in_one_memory_and_one_that_is_not_sent_is_not_packed():
     found = Packed(trees()).batch()
     assert repr(found) == repr(trees())
     same_tensors(found, trees())
     assert found["twice"][0] is found["twice"][1]
+    first, second = Packed([torch.arange(3), torch.ones(5)]).batch()
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert first.is_shared()
+    here = Collating([], torch.stack, whole=True, packed=True)
+    assert here([torch.ones(2), torch.zeros(2)])[0].tolist() == [[1, 1], [0, 0]]
 
 
 def same_tensors(found: Any, tree: Any) -> None:
-    """Compare them bit for bit, their layouts too."""
     for one, other in zip(tree_leaves(found), tree_leaves(tree), strict=True):
         if isinstance(other, torch.Tensor):
             assert one.stride() == other.stride()
@@ -219,11 +214,3 @@ def test_what_workers_collate_is_what_one_process_collates(example):
         read.append([part.inputs for block in blocks for part in block.parts])
         source.close()
     same_tensors(*read)
-
-
-def test_dense_tensors_share_one_memory_and_nothing_is_packed_where_nothing_is_sent():
-    first, second = Packed([torch.arange(3), torch.ones(5)]).batch()
-    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    assert first.is_shared()
-    here = Collating([], torch.stack, whole=True, packed=True)
-    assert here([torch.ones(2), torch.zeros(2)])[0].tolist() == [[1, 1], [0, 0]]

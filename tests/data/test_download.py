@@ -118,10 +118,7 @@ WAYS = {  # what is there, what the server does, and from where it is asked for 
 
 
 @pytest.mark.parametrize(("there", "answers", "asked"), WAYS.values(), ids=WAYS)
-def test_whatever_is_there_and_however_it_is_sent_the_right_bytes_arrive(
-    tmp_path, there, answers, asked
-):
-    """A transfer goes on from the byte where it was cut; a part that cannot be continued goes."""
+def test_whatever_is_there_the_right_bytes_arrive(tmp_path, there, answers, asked):
     for name, content in there.items():
         (tmp_path / name).write_bytes(content)
     with Mirror(FILES, *answers) as mirror:
@@ -208,13 +205,10 @@ def test_a_killed_download_leaves_no_file_and_the_next_one_goes_on(tmp_path):
     assert (data / "one.gz").read_bytes() == ONE
 
 
-def test_a_mirror_that_is_no_web_address_is_refused(tmp_path):
+def test_a_mirror_that_is_no_web_address_and_a_folder_that_cannot_be_made_are_named(tmp_path):
     for mirror in ("somewhere", "file:///data", "https://"):
         with pytest.raises(UserError, match=f"'{mirror}'"):
             get_one(tmp_path, mirror)
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=str(tmp_path / "file")):
         get_one(tmp_path / "file", "http://127.0.0.1:1/")

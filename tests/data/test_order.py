@@ -26,9 +26,7 @@ WORLD_SIZES = st.integers(1, 9)
 
 @given(st.integers(1, 120), st.integers(1, 40), st.booleans(), WORLD_SIZES)
 @settings(max_examples=150)
-def test_steps_take_every_position_once_and_only_the_last_may_be_short(
-    num_samples, global_batch, drop_last, world_size
-):
+def test_steps_take_every_position_once(num_samples, global_batch, drop_last, world_size):
     """The ranks' shares of a step are consecutive, and differ by at most one sample."""
     steps = range(orders.steps_per_epoch(num_samples, global_batch, drop_last=drop_last))
     positions = [step_range(num_samples, global_batch, step) for step in steps]
@@ -58,7 +56,6 @@ def test_each_seed_and_epoch_has_an_order_of_its_own(seed, other_seed, epoch, ot
 @given(st.integers(1, 3000), SEEDS, st.data())
 @settings(max_examples=150)
 def test_a_permutation_without_a_table_has_each_sample_once(num_samples, key, data):
-    """Whatever the positions that are asked for together."""
     whole = permuted(num_samples, key, torch.arange(num_samples))
     assert sorted(whole.tolist()) == list(range(num_samples))
     start = data.draw(st.integers(0, num_samples))
@@ -67,7 +64,6 @@ def test_a_permutation_without_a_table_has_each_sample_once(num_samples, key, da
 
 
 def test_a_permutation_without_a_table_is_spread_as_a_fair_shuffle():
-    """Each sample is anywhere, and so is its neighbour beside it."""
     num, keys = 37, 600
     orders = torch.stack([permuted(num, key, torch.arange(num)) for key in range(keys)])
     # Chi-squared with 36 degrees of freedom is above 80 once in 30,000 times.
@@ -80,7 +76,6 @@ def test_a_permutation_without_a_table_is_spread_as_a_fair_shuffle():
 
 
 def test_a_large_index_has_no_table(monkeypatch):
-    """Its checkpoints say so, and a smaller index keeps the order that it always had."""
     order = epoch_order(10**12, 1, 2)
     assert len(order) == 10**12
     far = order[10**12 - 5 : 10**12]
@@ -111,12 +106,18 @@ def test_each_slot_reads_on_where_it_was(num_samples, batch, drop_last):
     assert columns == [list(part) for part in parts]
 
 
-def test_draws_with_replacement_are_as_many_as_samples_and_uniform():
+def test_draws_with_replacement_are_uniform_or_in_proportion_to_the_weights():
     many = [epoch_order(50, 3, epoch, Ordering(order="replacement"))[0:50] for epoch in range(400)]
     assert {len(drawn) for drawn in many} == {50}
     counts = torch.bincount(torch.cat(many), minlength=50).double()
     assert float(((counts - 400) ** 2 / 400).sum()) < 100  # 49 degrees of freedom
     assert len(many[0].unique()) < 50
+    weights = torch.tensor([1.0, 0.0, 2.0, 5.0] * 500, dtype=torch.float64)
+    ordering = Ordering(order="weighted", weights=weights)
+    drawn = torch.cat([epoch_order(2000, 1, epoch, ordering)[0:2000] for epoch in range(20)])
+    found = Counter((drawn % 4).tolist())
+    for kind, part in ((0, 1 / 8), (2, 2 / 8), (3, 5 / 8)):
+        assert abs(found[kind] / 40_000 - part) < 5 * (part * (1 - part) / 40_000) ** 0.5
 
 
 @given(st.lists(st.sampled_from([0.0, 1e-300, 0.5, 1.0, 3.0, 1e300]), min_size=1, max_size=20))
@@ -125,15 +126,6 @@ def test_a_sample_of_weight_0_is_never_drawn(weights):
     if any(weights):
         drawn = epoch_order(len(weights), 1, 2, ordering)[0 : len(weights)].tolist()
         assert all(weights[sample] > 0 for sample in drawn)
-
-
-def test_draws_are_in_proportion_to_the_weights():
-    weights = torch.tensor([1.0, 0.0, 2.0, 5.0] * 500, dtype=torch.float64)
-    ordering = Ordering(order="weighted", weights=weights)
-    drawn = torch.cat([epoch_order(2000, 1, epoch, ordering)[0:2000] for epoch in range(20)])
-    found = Counter((drawn % 4).tolist())
-    for kind, part in ((0, 1 / 8), (2, 2 / 8), (3, 5 / 8)):
-        assert abs(found[kind] / 40_000 - part) < 5 * (part * (1 - part) / 40_000) ** 0.5
 
 
 def weighted_by(weights):
@@ -200,7 +192,6 @@ def test_batches_by_length_hold_each_sample_once_and_little_padding(num_samples,
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=80), st.integers(30, 200), SEEDS)
 @settings(max_examples=60)
 def test_batches_by_tokens_hold_each_sample_once_and_never_more_tokens(lengths, most, seed):
-    """With as many steps in each epoch, none of which could have taken the next shortest sample."""
     known = torch.tensor(lengths, dtype=torch.float64)
     ordering = Ordering(lengths=known, batch_tokens=most)
     sizes = ordering.token_cut.sizes
@@ -230,19 +221,16 @@ def test_batches_by_tokens_change_from_epoch_to_epoch():
     assert len({tuple(ordering.ends(1, epoch)) for epoch in range(6)}) > 1
 
 
-def test_a_sample_of_more_tokens_than_a_batch_is_refused():
-    lengths = torch.tensor([3.0, 41.5, 50.0])
-    with pytest.raises(UserError, match=r"--batch-tokens 40 .* 50 tokens \(2 of 3"):
-        _ = Ordering(lengths=lengths, batch_tokens=40).token_cut
-    assert Ordering(lengths=lengths, batch_tokens=50).token_cut == ((1, 1, 1), 1)
-
-
-def test_samples_by_length_need_lengths_and_a_shuffled_order():
+def test_samples_by_length_need_lengths_a_shuffled_order_and_at_most_a_batch_of_tokens():
     data, recipe = (torch.zeros(3), torch.zeros(3)), Recipe(model=list, data=list)
     with pytest.raises(UserError, match="--group-by-length: the recipe has no lengths"):
         ordering_of(recipe, Settings(group_by_length=True), data)
     with pytest.raises(UserError, match=r"--group-by-length .* --order columns"):
         Settings(group_by_length=True, order="columns")
+    lengths = torch.tensor([3.0, 41.5, 50.0])
+    with pytest.raises(UserError, match=r"--batch-tokens 40 .* 50 tokens \(2 of 3"):
+        _ = Ordering(lengths=lengths, batch_tokens=40).token_cut
+    assert Ordering(lengths=lengths, batch_tokens=50).token_cut == ((1, 1, 1), 1)
 
 
 def test_the_order_is_the_one_that_earlier_versions_had():

@@ -183,7 +183,6 @@ def cuda(monkeypatch):
 
 
 def test_copies_run_on_a_stream_of_their_own_from_pinned_memory(cuda):
-    """The computation waits for the copy, and keeps its memory; the host waits a batch later."""
     stream = SideStream(GPU)
     zero = stream.start(({"a": [Leaf(cuda, 0)]}, (Leaf(cuda, 1),)))
     assert [entry for entry in cuda.log if entry[0] in ("pin", "copy")] == [
@@ -223,7 +222,6 @@ def opened(data, rank=0, world_size=1, **how):
 @BOTH_KINDS
 @pytest.mark.parametrize(("rank", "first_step"), [(0, 3), (2, 0)])
 def test_what_is_copied_ahead_is_what_is_read_in_place(monkeypatch, kind, rank, first_step):
-    """Bit for bit, from any step on; the reader of data in memory gathers several steps."""
     monkeypatch.setattr(memory_source, "_STEPS_PER_GATHER", 2)
     plain = opened(kind(samples(31)), rank, 3)
     its, evaluated = steps_of(plain, 2, first_step), dict(enumerate(plain.evaluation(4)))
@@ -365,27 +363,12 @@ def on_gpu(ranks=1, backend="none"):
     return World(world_size=ranks, local_world_size=ranks, device=GPU, backend=backend)
 
 
-def test_data_takes_a_quarter_of_a_gpu_all_splits_together(gpus):
+def test_data_takes_a_quarter_of_a_gpu_and_what_does_not_fit_is_left_to_the_cpu(gpus):
     assert memory_source._room(on_gpu()) == 20 * GIB
     gpus.allocated = 15 * GIB  # the training set
     assert memory_source._room(on_gpu()) == 5 * GIB
     gpus.allocated, gpus.cached = 18 * GIB, 30 * GIB  # and what PyTorch keeps for itself
     assert memory_source._room(on_gpu()) == 2 * GIB
-
-
-@pytest.mark.parametrize(
-    ("ranks", "backend", "count", "sharing"),
-    [(3, "gloo", 2, 2), (8, "nccl", 8, 1), (8, "nccl", 1, 1)],
-)
-def test_ranks_that_share_a_gpu_share_the_quarter(gpus, ranks, backend, count, sharing):
-    """Under mpirun each rank may see its own GPU alone: NCCL tells that it is not shared."""
-    gpus.count = count
-    assert memory_source._room(on_gpu(ranks, backend)) == 20 * GIB / sharing
-    gpus.others = 10 * GIB  # another of these ranks was faster
-    assert memory_source._room(on_gpu(ranks, backend)) < 20 * GIB / sharing
-
-
-def test_what_does_not_fit_is_left_to_the_cpu_and_what_a_recipe_put_there_stays(gpus):
     world = on_gpu()
     stored = [SimpleNamespace(nbytes=8 * GIB, device=CPU) for _ in range(2)]
     assert memory_source._fits(stored, world)
@@ -394,6 +377,17 @@ def test_what_does_not_fit_is_left_to_the_cpu_and_what_a_recipe_put_there_stays(
     for tensor in stored:
         tensor.device = world.device
     assert memory_source._fits(stored, world)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend", "count", "sharing"),
+    [(3, "gloo", 2, 2), (8, "nccl", 8, 1), (8, "nccl", 1, 1)],
+)
+def test_ranks_that_share_a_gpu_share_the_quarter(gpus, ranks, backend, count, sharing):
+    gpus.count = count
+    assert memory_source._room(on_gpu(ranks, backend)) == 20 * GIB / sharing
+    gpus.others = 10 * GIB  # another of these ranks was faster
+    assert memory_source._room(on_gpu(ranks, backend)) < 20 * GIB / sharing
 
 
 @pytest.mark.parametrize(("ranks", "on_cuda"), [(1, 8), (8, 64)])

@@ -119,7 +119,7 @@ def test_reading_goes_on_from_the_marks_of_any_batch(shards, window, kind):
         assert [rows for rows, _ in again] == [rows for rows, _ in batches[step:]]
 
 
-def test_a_buffer_shuffles_by_seed_and_epoch():
+def test_a_buffer_shuffles_by_seed_and_epoch_and_a_stream_that_differs_is_refused():
     stream = numbers(60)
     way = route(stream, 10, window=20)
     orders = [
@@ -129,6 +129,12 @@ def test_a_buffer_shuffles_by_seed_and_epoch():
     assert orders[0] == orders[1]
     assert all(orders[0] != other for other in (*orders[2:], list(range(60))))
     assert sorted(orders[0][:20]) == list(range(20))
+    for stream in (Differs([[]]), Once(20)):
+        with pytest.raises(UserError, match="second time"):
+            opened(stream).agree()
+    parts = (opened(numbers(5)), Differs([[]]), opened, World())
+    with pytest.raises(UserError, match="second time"):
+        _try_out(lambda _source: {}, *parts)
 
 
 def opened(stream, **how):
@@ -224,16 +230,6 @@ class Differs(Numbers):
         yield torch.tensor(next(self.drawn)), torch.zeros(())
 
 
-def test_a_stream_that_is_not_the_same_each_time_is_refused():
-    """Also one to test with: it is tried before the training."""
-    for stream in (Differs([[]]), Once(20)):
-        with pytest.raises(UserError, match="second time"):
-            opened(stream).agree()
-    parts = (opened(numbers(5)), Differs([[]]), opened, World())
-    with pytest.raises(UserError, match="second time"):
-        _try_out(lambda _source: {}, *parts)
-
-
 def test_a_state_is_used_if_it_leads_back_in_the_first_shard_that_is_long_enough():
     stream = GoesOn([[], [0], [1, 2, 3]])
     assert leads_back(stream, route(stream, 3))
@@ -269,7 +265,7 @@ def test_what_collate_draws_depends_on_the_batch_alone(num_workers):
     assert drawn(2, num_workers=num_workers) == drawn()[2:]
 
 
-def test_elements_of_any_kind_are_compared():
+def test_elements_of_any_kind_are_compared_and_what_cannot_be_read_is_told():
     def elements():
         yield torch.ones(3, dtype=torch.bfloat16)
         yield np.array([{"a": 1}, None, "text"], dtype=object)
@@ -280,14 +276,34 @@ def test_elements_of_any_kind_are_compared():
     assert list(map(mark_of, elements())) == list(map(mark_of, elements()))
     assert mark_of(torch.ones(2)) != mark_of(torch.ones(2, 1))
     assert mark_of(np.array(["a"], dtype=object)) != mark_of(np.array(["b"], dtype=object))
+    shrunk, once = opened(numbers(20)), opened(Once(20))
+    shrunk.start_from(0, 3, {0: (36, None, False)})
+    assert len(steps(once)) == 2
+    for told, read_it in {
+        "only once": lambda: opened(n for n in range(3)),
+        "DataLoader": lambda: opened(torch.utils.data.DataLoader([0, 1])),
+        "no elements": lambda: steps(opened(numbers(0))),
+        "element 2": lambda: steps(opened(Numbers([[0, 1, "no number"]]))),
+        "--drop-last": lambda: steps(opened(numbers(11)), drop_last=True),
+        "epoch 2": lambda: steps(once, epoch=1),
+        "20 elements": lambda: steps(shrunk, first_step=3),
+    }.items():
+        with pytest.raises(UserError, match=told):
+            read_it()
 
 
-def test_the_lanes_of_a_process_and_their_windows_are_bounded():
+def test_lanes_and_their_windows_are_bounded_and_marks_of_ended_ones_are_kept():
     assert [num_lanes(1000, 2000), num_lanes(1000, 12), num_lanes(3, 12)] == [256, 12, 3]
     blocks = opened(numbers(700, 300), shuffle_buffer=1000).blocks(
         0, 0, global_batch=500, drop_last=False
     )
     assert sum(block.rows for block in blocks) == 700
+    stream = numbers(24)
+    source = opened(stream)
+    list(source.blocks(0, 0, global_batch=12, drop_last=False))
+    source.start_from(0, 2, {0: (24, None, True)})
+    assert list(source.blocks(0, 2, global_batch=12, drop_last=False)) == []
+    assert source.marks_at(0, 2) == {0: (24, None, True)}
 
 
 class Waits(Numbers):
@@ -310,29 +326,3 @@ def test_a_worker_that_is_killed_is_no_mistake_of_the_streams_and_one_that_waits
         list(blocks)
     source.close()
     assert {worker.exitcode for worker in workers} == {-signal.SIGKILL}
-
-
-def test_marks_of_lanes_that_have_ended_are_kept():
-    stream = numbers(24)
-    source = opened(stream)
-    list(source.blocks(0, 0, global_batch=12, drop_last=False))
-    source.start_from(0, 2, {0: (24, None, True)})
-    assert list(source.blocks(0, 2, global_batch=12, drop_last=False)) == []
-    assert source.marks_at(0, 2) == {0: (24, None, True)}
-
-
-def test_what_cannot_be_read_is_told():
-    shrunk, once = opened(numbers(20)), opened(Once(20))
-    shrunk.start_from(0, 3, {0: (36, None, False)})
-    assert len(steps(once)) == 2
-    for told, read_it in {
-        "only once": lambda: opened(n for n in range(3)),
-        "DataLoader": lambda: opened(torch.utils.data.DataLoader([0, 1])),
-        "no elements": lambda: steps(opened(numbers(0))),
-        "element 2": lambda: steps(opened(Numbers([[0, 1, "no number"]]))),
-        "--drop-last": lambda: steps(opened(numbers(11)), drop_last=True),
-        "epoch 2": lambda: steps(once, epoch=1),
-        "20 elements": lambda: steps(shrunk, first_step=3),
-    }.items():
-        with pytest.raises(UserError, match=told):
-            read_it()

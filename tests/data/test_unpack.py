@@ -20,7 +20,6 @@ NAME = "cifar-10-binary.tar.gz"
 
 
 def archive_of(folder, top="cifar-10-batches-bin"):
-    """Return the bytes of an archive of a folder's files, as the publishers make it."""
     box = io.BytesIO()
     with tarfile.open(fileobj=box, mode="w:gz") as tar:
         tar.add(folder, arcname=top)

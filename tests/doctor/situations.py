@@ -26,7 +26,6 @@ JOB = rank_facts.SlurmJob(is_batch=True, requeue=True, time_limit="1-00:00:00", 
 
 
 def gpus(number: int, host: str = "node1") -> tuple[Gpu, ...]:
-    """Return the GPUs of a host."""
     return tuple(replace(H100, uuid=f"{host}-{index}") for index in range(number))
 
 
@@ -96,7 +95,6 @@ def rows_of(printed: str) -> dict[str, Row]:
 
 
 def rows_in(table: dict[str, Any]) -> dict[str, Row]:
-    """Return the rows of a table by name."""
     return {row["name"]: row for row in table["checks"]}
 
 

@@ -19,7 +19,6 @@ from tests.doctor.situations import allocation, four, gpus, rank, says
 
 
 def with_gpus(**changes):
-    """Return four ranks that each have a GPU; `changes` are to rank 3."""
     healthy = [
         replace(
             r,
@@ -33,7 +32,6 @@ def with_gpus(**changes):
 
 
 def each(**machine):
-    """Return four ranks of which each machine has these changes."""
     return [replace(r, machine=replace(r.machine, **machine)) for r in four()]
 
 
@@ -49,14 +47,14 @@ def test_a_healthy_allocation_is_all_green(of):
     assert {"nodes", "links", "all reduce", "clock", "same versions"} <= {f.name for f in findings}
 
 
-def test_one_process_is_compared_with_nobody():
+def test_one_process_is_compared_with_nobody_and_what_is_unknown_is_not_judged():
     alone = Allocation(ranks=(rank(),))
     findings = run_checks(SIDE_BY_SIDE, alone)
     assert [f.name for f in findings] == ["device", "loader workers"]
+    assert shared_folder(allocation(unshared=None)) is None
 
 
 def fourth(**changes) -> Allocation:
-    """Return an allocation of which rank 3 has a fault."""
     return allocation(four(**changes))
 
 
@@ -132,16 +130,13 @@ def test_each_planted_fault_is_found_and_comes_with_advice(check):
         says(check(faulty), said)
 
 
-def test_on_one_host_speed_is_not_judged_by_a_networks_measure():
+def test_speed_is_not_judged_on_one_host_and_where_ranks_take_turns_on_a_core():
     one_host = [replace(r, address=replace(r.address, place="node1")) for r in four()]
     slow = (AllReduce(bytes=1 << 28, latency_us=1e6, bus_gb_s=0.001),)
     found = allocation(one_host, links=(link(0.001),), all_reduce=slow)
     assert measurements.all_reduce(found).status == "green"
     assert measurements.links(found).status == "green"
     assert addresses.announced_address(found) is None
-
-
-def test_where_ranks_take_turns_on_a_core_a_slow_one_is_no_fault():
     says(measurements.compute(allocation(each(cores=(0,)), matmul_s=(1, 1, 1, 9.0))), "yellow")
 
 
@@ -166,12 +161,7 @@ def test_a_link_carries_what_its_backend_can_send(backend, device):
     assert sent == [(device, 1)]
 
 
-def test_where_rank_0_could_not_write_sharing_is_not_judged():
-    assert shared_folder(allocation(unshared=None)) is None
-
-
 def meeting_at(address: str, port: int, number: int = 0):
-    """Return a rank that is to meet the others there."""
     return rank(number, launch={"master_port": port}, address={"master": address})
 
 
@@ -194,12 +184,9 @@ def test_each_fault_of_the_meeting_point_is_found(monkeypatch):
     says(addresses.master_address(meeting_at(foreign, port, 1)), "green", foreign)
 
 
-def test_facts_travel_between_ranks_unchanged():
+def test_facts_travel_unchanged_and_an_unknown_name_leaves_the_rest_empty():
     for sent in with_gpus():
         assert msgspec.json.decode(msgspec.json.encode(sent), type=RankFacts) == sent
-
-
-def test_a_name_that_does_not_resolve_leaves_the_rest_empty():
     address = read_address("no-such-host.invalid", {"GLOO_SOCKET_IFNAME": "eth7"})
     assert (address.master, address.local, address.interface) == ("", "", "")
     assert address.gloo_interface == "eth7"

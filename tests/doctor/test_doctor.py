@@ -178,7 +178,6 @@ def test_each_planted_fault_is_a_red_row_with_advice_and_nobody_hangs(tmp_path, 
 
 
 def run_here(capfd, *arguments: str) -> tuple[int | str | None, str]:
-    """Run the verb in this process, which it does not get far in; return its exit code and text."""
     from samestep.commands.doctor import main
 
     try:
@@ -211,9 +210,7 @@ def test_a_rank_that_lost_contact_reports_an_effect_and_another_the_cause():
     ("variables", "words"),
     [({"RANK": "0"}, "LOCAL_RANK"), ({"RANK": "first", "LOCAL_RANK": "0"}, "RANK=first")],
 )
-def test_contradicting_variables_of_a_launcher_are_one_red_row(
-    capfd, monkeypatch, variables, words
-):
+def test_contradicting_variables_are_one_red_row(capfd, monkeypatch, variables, words):
     for name, value in (variables | {"WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     code, text = run_here(capfd, "--json")

@@ -66,12 +66,9 @@ def test_each_planted_fault_is_found_and_comes_with_advice(check):
         says(check(replace(WITH_GPUS, **changes)), said)
 
 
-def test_locked_memory_matters_only_where_cards_read_memory():
+def test_locked_memory_matters_where_cards_read_it_and_what_is_not_here_has_no_row():
     says(checks.locked_memory(replace(MACHINE, locked_bytes=8 << 20)), "green", "no InfiniBand")
     says(checks.locked_memory(replace(MACHINE, has_rdma=True)), "green", "no limit")
-
-
-def test_what_is_not_here_gets_no_row():
     assert checks.shared_memory(replace(MACHINE, shm_bytes=None)) is None
     assert checks.gpus(MACHINE) is None
     assert checks.internet(replace(MACHINE, offline=None)) is None
@@ -89,13 +86,26 @@ def test_the_facts_of_this_machine_are_read_and_pass_for_what_they_are():
     )
 
 
-def test_a_recipe_file_is_known_by_its_content(tmp_path):
+def test_a_recipe_file_is_known_by_its_content_a_stale_shared_file_by_its_use(tmp_path):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text("a = 1")
     other.write_text("a = 2")
     assert checks.hash_of_recipe(None) == ""
     assert checks.hash_of_recipe(tmp_path / "none.py") == "missing"
     assert checks.hash_of_recipe(one) != checks.hash_of_recipe(other)
+    shm, processes = tmp_path / "shm", tmp_path / "proc"
+    (processes / "7" / "fd").mkdir(parents=True)
+    shm.mkdir()
+    sizes = {"left": 2 << 20, "larger": 3 << 20, "mapped": 2 << 20, "open": 2 << 20, "small": 9}
+    for name, size in sizes.items():
+        (shm / name).write_bytes(bytes(size))
+    (processes / "7" / "maps").write_text(f"7f0-7f1 rw-s 00000000 00:1a 33   {shm}/mapped\n")
+    (processes / "7" / "fd" / "3").symlink_to(shm / "open")
+    assert checks.stale_files(shm, processes) == {}, "they are too young"
+    later = time.time() + checks.STALE_S + 1
+    found = checks.stale_files(shm, processes, now=later)
+    assert found == {str(shm / "larger"): 3 << 20, str(shm / "left"): 2 << 20}
+    assert list(found) == [str(shm / "larger"), str(shm / "left")]
 
 
 def test_what_does_not_answer_or_fails_is_given_up_in_time_and_told_or_replaced():
@@ -115,19 +125,3 @@ def test_what_does_not_answer_or_fails_is_given_up_in_time_and_told_or_replaced(
         if thread is not threading.current_thread() and thread.name.startswith("samestep"):
             thread.join()
     assert not still_waiting()
-
-
-def test_a_file_in_shared_memory_is_stale_if_nobody_holds_it_and_it_is_old_and_large(tmp_path):
-    shm, processes = tmp_path / "shm", tmp_path / "proc"
-    (processes / "7" / "fd").mkdir(parents=True)
-    shm.mkdir()
-    sizes = {"left": 2 << 20, "larger": 3 << 20, "mapped": 2 << 20, "open": 2 << 20, "small": 9}
-    for name, size in sizes.items():
-        (shm / name).write_bytes(bytes(size))
-    (processes / "7" / "maps").write_text(f"7f0-7f1 rw-s 00000000 00:1a 33   {shm}/mapped\n")
-    (processes / "7" / "fd" / "3").symlink_to(shm / "open")
-    assert checks.stale_files(shm, processes) == {}, "they are too young"
-    later = time.time() + checks.STALE_S + 1
-    found = checks.stale_files(shm, processes, now=later)
-    assert found == {str(shm / "larger"): 3 << 20, str(shm / "left"): 2 << 20}
-    assert list(found) == [str(shm / "larger"), str(shm / "left")]

@@ -15,14 +15,11 @@ from samestep.doctor.run_directory import read_folder
 from tests.doctor.situations import FOLDER, says
 
 
-def test_a_folder_that_can_be_written_is_green_and_nothing_is_left_in_it(tmp_path):
+def test_a_folder_that_can_be_written_is_green_and_a_file_in_its_place_red(tmp_path):
     folder = read_folder(tmp_path / "runs" / "deep")
     assert folder.problem == ""
     assert list(tmp_path.iterdir()) == []
     says(checks.run_directory(folder), "green", str(tmp_path))
-
-
-def test_a_file_in_place_of_the_folder_is_red(tmp_path):
     (tmp_path / "runs").write_text("not a folder")
     for path in (tmp_path / "runs", tmp_path / "runs" / "below"):
         says(checks.run_directory(read_folder(path)), "red", str(tmp_path / "runs"), "--run-dir")
@@ -64,7 +61,6 @@ def test_a_file_system_that_does_not_answer_is_red_in_bounded_time(tmp_path, mon
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of three epochs with two checkpoints."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "settings.toml").write_text("epochs = 5\nnum_workers = 3\n")
     for epoch in (1, 2):

@@ -19,7 +19,7 @@ STEP = env("""
 SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
 
-def test_a_step_is_read_from_its_variables():
+def test_a_step_and_how_its_tasks_see_gpus_are_read_from_its_variables():
     slurm = read_slurm(STEP)
     assert slurm.in_step
     assert (slurm.num_tasks, slurm.job_nodes, slurm.tasks_per_node) == (4, 2, 2)
@@ -30,9 +30,6 @@ def test_a_step_is_read_from_its_variables():
     slurm = read_slurm(STEP | {"SLURM_GPUS_ON_NODE": "two", "SLURM_STEP_NODELIST": "node[2-1]"})
     assert (slurm.gpus_on_node, slurm.hosts) == (None, ())
     assert read_slurm({}) is None
-
-
-def test_it_is_known_by_which_option_tasks_see_gpus_of_their_own():
     found = {"NTASKS_PER_GPU": "--ntasks-per-gpu=1", "GPU_BIND": "--gpu-bind=single:1"}
     for name, bound in found.items():
         variables = {"SLURM_JOB_ID": "7", f"SLURM_{name}": bound.partition("=")[2]}
@@ -49,13 +46,10 @@ def test_the_script_and_the_interactive_shell_are_no_steps(more, in_script):
     assert (slurm.in_step, slurm.in_script, slurm.num_tasks) == (False, in_script, 4)
 
 
-def test_the_signal_is_found_in_the_options_of_a_script_and_nowhere_else():
+def test_the_signal_of_a_script_and_its_trap_are_found_and_in_no_comment():
     assert signal_of("#!/bin/bash\n#SBATCH --signal=USR1@120\nsrun x") == "USR1@120"
     assert signal_of("#!/bin/bash\n#SBATCH --signal B:TERM@60\nsrun x") == "B:TERM@60"
     assert signal_of("#!/bin/bash\n#SBATCH --nodes=2\nsrun x\n#SBATCH --signal=USR1@120") == ""
-
-
-def test_a_trap_is_found_by_the_name_of_its_signal_and_in_no_comment():
     script = "trap 'pass_on USR1' USR1 TERM\n# trap : USR2\n"
     assert traps(script, "B:USR1@120")
     assert traps(script, "B:SIGTERM")
@@ -67,11 +61,6 @@ def test_a_well_started_job_is_green(job):
     findings = run_checks(checks.CHECKS, in_job(job=job))
     known = [f for f in findings if f.name != "controller"]
     assert worst(known) == "green", findings
-
-
-def test_outside_of_slurm_only_the_launcher_is_told():
-    findings = run_checks(checks.CHECKS, rank())
-    assert [f.name for f in findings] == ["launcher"]
 
 
 ALONE = Launch(note="This is a shell of Slurm job 7.")
@@ -115,7 +104,7 @@ def test_each_planted_fault_is_found_and_comes_with_advice(check):
         says(check(in_job(**changes)), said)
 
 
-def test_what_is_right_is_green():
+def test_what_is_right_is_green_and_outside_of_slurm_only_the_launcher_is_told():
     says(checks.gpu_binding(in_job(machine={"gpus": gpus(2)})), "green", "2 GPUs")
     one_each = {"slurm": {"most_step_tasks_on_node": 1}, "elastic": True}
     says(checks.torchrun_in_srun(in_job(**one_each)), "green")
@@ -132,3 +121,5 @@ def test_what_is_right_is_green():
     interactive = in_job(job=replace(JOB, is_batch=False, signal=None, requeue=False))
     assert checks.stop_signal(interactive) is None
     assert checks.requeue(interactive) is None
+    findings = run_checks(checks.CHECKS, rank())
+    assert [f.name for f in findings] == ["launcher"]

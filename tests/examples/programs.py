@@ -105,7 +105,6 @@ def _beside(script: str) -> Iterator[None]:
 
 
 def defined(script: str) -> dict[str, Any]:
-    """Return what a script defines, by name."""
     with _beside(script):
         return runpy.run_path(script)
 

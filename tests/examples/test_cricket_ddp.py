@@ -36,7 +36,6 @@ def script(folder, *flags, world_size=1, start=forked):
 
 
 def train(folder, *flags, world_size=1, start=forked):
-    """Train to the good end with 24 balls per step; return what was printed."""
     batch = ("--batch-size", str(24 // world_size))
     done = script(folder, *FLAGS, *batch, *flags, world_size=world_size, start=start)
     assert done.returncode == 0, done.stderr
@@ -44,7 +43,6 @@ def train(folder, *flags, world_size=1, start=forked):
 
 
 def errors(printed, part):
-    """Return the errors of a part, as often as they were printed."""
     return [tuple(map(float, found[1:])) for found in PART.findall(printed) if found[0] == part]
 
 
@@ -58,14 +56,12 @@ def best_model(folder):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """A training by one process: its folder, and what it printed."""
     folder = tmp_path_factory.mktemp("alone")
     return folder, train(folder)
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory):
-    """The same by torchrun with two ranks, and W&B offline."""
     folder = tmp_path_factory.mktemp("two")
     return folder, train(folder, "--wandb-mode", "offline", world_size=2, start=run)
 
@@ -90,7 +86,6 @@ def test_on_two_ranks_the_metrics_are_those_of_one_process(on_two, alone):
 
 
 def assert_same(folder, printed, alone):
-    """Check that a training had the metrics of the one by a single process."""
     for found, expected in zip(history(folder), history(alone[0]), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
     assert errors(printed, "test")[0] == pytest.approx(errors(alone[1], "test")[0], abs=2e-4)
@@ -195,7 +190,6 @@ def test_killed_and_resumed_on_two_ranks_it_ends_where_it_would_have(alone, tmp_
 
 @pytest.fixture(scope="module")
 def functions():
-    """Give the functions of the script by their names."""
     return defined(SCRIPT)
 
 

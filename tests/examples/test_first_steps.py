@@ -13,7 +13,6 @@ NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 
 
 def last_results(notebook) -> list[str]:
-    """Return what each cell of code shows as its value."""
     return [
         output["data"]["text/plain"]
         for cell in notebook.cells

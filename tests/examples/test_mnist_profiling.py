@@ -25,7 +25,6 @@ pytestmark = [pytest.mark.xdist_group("mnist profiling"), pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Give the examples and a small data set as a newcomer has them."""
     folder = tmp_path_factory.mktemp("newcomer")
     shutil.copytree(MNIST_PROFILING, folder / "examples" / "mnist_profiling")
     write_mnist(folder / "data" / "mnist", num_train=IMAGES)
@@ -40,7 +39,6 @@ def from_its_folder(folder):
 
 @pytest.fixture(scope="module")
 def from_elsewhere(folder):
-    """Return the same with two workers, typed where the data is."""
     return profiled(folder, "examples/mnist_profiling/single_gpu_train.py", 2, "--batch_size", "32")
 
 
@@ -52,15 +50,12 @@ def profiled(folder, script, workers, *more, start=forked):
 
 
 def spans(trace: Path, prefix: str) -> list[dict]:
-    """Return the events of a Chrome trace whose name begins so, by their start."""
     events = json.loads(trace.read_text())["traceEvents"]
     found = [e for e in events if e["ph"] == "X" and e["name"].startswith(prefix)]
     return sorted(found, key=lambda event: event["ts"])
 
 
-def test_typed_in_its_own_folder_it_trains_five_epochs_and_prints_every_100_batches(
-    from_its_folder,
-):
+def test_typed_in_its_own_folder_it_trains_five_epochs_prints_and_predicts(from_its_folder):
     printed, _ = from_its_folder
     lines = printed.splitlines()
     assert re.findall(r"\d+", lines[0])[:3] == ["120", "1", "0"]  # batches, images, workers
@@ -75,9 +70,12 @@ def test_typed_in_its_own_folder_it_trains_five_epochs_and_prints_every_100_batc
     profiled = [line for line in lines if line.startswith("Epoch 2: ")]
     assert [re.findall(r"\d+", line) for line in profiled] == [["2", "120"], ["2", "120"]]
     assert any("trace_single_gpu_workers_0.json" in line for line in lines)
+    ((kind, digit, probability, label),) = PREDICTED.findall(from_its_folder[0].strip())
+    assert (kind, digit, label) == ("test", "0", "0")  # write_mnist's labels begin with 0
+    assert 0.1 < float(probability) <= 1
 
 
-def test_the_trace_is_a_chrome_trace_of_the_steps_of_one_epoch(from_its_folder):
+def test_the_trace_is_of_one_epoch_with_workers_if_there_are_some(from_its_folder, from_elsewhere):
     _, trace = from_its_folder
     content = json.loads(trace.read_text())
     assert {"traceEvents", "displayTimeUnit"} <= content.keys()
@@ -88,20 +86,11 @@ def test_the_trace_is_a_chrome_trace_of_the_steps_of_one_epoch(from_its_folder):
         starts = [event["ts"] for event in found]
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)), name
     assert not trace.with_suffix(".tmp").exists()
-
-
-def test_the_workers_prepare_the_batches_only_if_there_are_some(from_its_folder, from_elsewhere):
     assert spans(from_its_folder[1], "enumerate(DataLoader)#_SingleProcess")
     assert spans(from_elsewhere[1], "enumerate(DataLoader)#_MultiProcessing")
 
 
 PREDICTED = re.compile(r"First (\w+) image: predicted (\d) with probability (\S+), label (\d)$")
-
-
-def test_it_predicts_the_first_test_image(from_its_folder):
-    ((kind, digit, probability, label),) = PREDICTED.findall(from_its_folder[0].strip())
-    assert (kind, digit, label) == ("test", "0", "0")  # write_mnist's labels begin with 0
-    assert 0.1 < float(probability) <= 1
 
 
 def layers_and_functions(trace: Path) -> tuple[list[dict], list[str]]:
@@ -111,9 +100,7 @@ def layers_and_functions(trace: Path) -> tuple[list[dict], list[str]]:
     return layers, [event["name"] for event in events if event.get("cat") == "python_function"]
 
 
-def test_shapes_and_python_functions_are_in_the_trace_only_if_asked_for(
-    from_its_folder, folder, tmp_path
-):
+def test_shapes_and_python_functions_are_in_the_trace_if_asked(from_its_folder, folder, tmp_path):
     layers, functions = layers_and_functions(from_its_folder[1])
     assert not functions
     assert not [layer for layer in layers if "Input Dims" in layer]
@@ -142,16 +129,13 @@ def test_without_test_files_it_predicts_a_training_image_and_says_why(damaged, t
     assert "t10k-images-idx3-ubyte" in printed
 
 
-def test_an_image_is_scaled_and_normalised_by_mnists_mean_and_deviation(folder):
+def test_an_image_is_normalised_by_mnists_numbers_and_another_each_time_if_augmented(folder):
     dataset = defined(TRAIN)["MnistDataset"](folder / "data" / "mnist")
     image, label = dataset[3]
     assert (image.shape, image.dtype, label) == ((1, 28, 28), torch.float32, 3)
     scaled = torch.from_numpy(dataset.images[3] / 255)
     expected = (scaled - 0.1307) / 0.3081
     torch.testing.assert_close(image[0].double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_an_augmented_image_is_another_one_each_time_of_the_same_digit(folder):
     names = defined(TRAIN)
     batches = names["get_mnist_dataloader"](2, 0, folder / "data" / "mnist", augment=True)
     (first, label), (second, other) = (batches.dataset[3] for _ in range(2))

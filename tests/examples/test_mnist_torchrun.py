@@ -26,13 +26,11 @@ LEARNS = ("--epochs", "6", "--batch-size", "10")
 
 @pytest.fixture
 def folder(tmp_path):
-    """Give a folder with a small data set where the script looks for one."""
     write_mnist(tmp_path / "data" / "mnist")
     return tmp_path
 
 
 def train(folder, *arguments, world_size=1, start=forked):
-    """Run the script to its good end; return what it printed."""
     done = start(TRAIN_DISTRIBUTED, *arguments, folder=folder, world_size=world_size)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -41,14 +39,12 @@ def train(folder, *arguments, world_size=1, start=forked):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Give the folder of a whole run, and what it printed."""
     folder = tmp_path_factory.mktemp("trained")
     write_mnist(folder / "data" / "mnist")
     return folder, train(folder, *LEARNS)
 
 
 def saved(folder, epoch):
-    """Return the checkpoint of an epoch."""
     return torch.load(folder / f"checkpoint_epoch_{epoch}.pt", weights_only=True)
 
 
@@ -66,10 +62,15 @@ def test_it_prints_how_it_starts_and_one_line_an_epoch_on_rank_0_alone(folder):
     assert left == {"checkpoint_epoch_1.pt", "checkpoint_epoch_2.pt"}
 
 
-def test_it_learns(trained):
+def test_it_learns_also_in_half_precision_which_computes_other_numbers(trained, folder):
     found = epochs(trained[1])
     assert found[-1][4] > 90
     assert found[-1][1] < 0.5 * found[0][1]
+    half = epochs(train(folder, *LEARNS, "--amp"))
+    assert half != epochs(trained[1])
+    assert half[-1][4] > 90
+    weights = saved(folder / "checkpoints", 6)["model"].values()
+    assert {tensor.dtype for tensor in weights} == {torch.float32}
 
 
 def test_killed_in_an_epoch_it_goes_on_from_the_last_whole_one(trained, folder):
@@ -125,7 +126,6 @@ def test_its_losses_are_those_of_samestep_train_mnist(tmp_path):
 
 @pytest.fixture(scope="module")
 def load_data():
-    """Give the script's function that reads a folder."""
     return defined(TRAIN_DISTRIBUTED)["load_data"]
 
 
@@ -171,14 +171,6 @@ def test_the_model_has_as_many_classes_as_there_are_folders_and_each_image_count
     # Nothing is left to train, so one rank measures the same model: on every image, once.
     again = train(folder, *told, "--num-workers", "2")
     assert again.splitlines()[-1] == printed.splitlines()[-1]
-
-
-def test_half_precision_learns_and_is_not_what_single_precision_computes(trained, folder):
-    half = epochs(train(folder, *LEARNS, "--amp"))
-    assert half != epochs(trained[1])
-    assert half[-1][4] > 90
-    weights = saved(folder / "checkpoints", 6)["model"].values()
-    assert {tensor.dtype for tensor in weights} == {torch.float32}
 
 
 WITH_SCALER = """
@@ -247,8 +239,6 @@ def test_tasks_of_srun_without_torchrun_do_not_each_train_a_model(folder):
 
 
 class Mischief:
-    """Make a folder when unpickled."""
-
     def __init__(self, folder):
         self.folder = folder
 

@@ -21,7 +21,6 @@ PLAIN = Path(__file__).parent / "plain_loop.py"
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """The run of a single process."""
     folder = tmp_path_factory.mktemp("alone")
     ranks = run(SCRIPT, "run", folder=folder)
     assert "samestep:" not in ranks.output()
@@ -51,23 +50,14 @@ def test_it_takes_at_most_ten_lines_more_than_the_plain_loop():
     assert 5 < len(differ) <= 10, "\n".join(differ)
 
 
-def test_a_run_that_was_stopped_goes_on_on_another_number_of_ranks(alone, resumed):
+def test_a_run_that_was_stopped_goes_on_on_other_ranks_as_compare_tells(alone, resumed, capsys):
     assert_same(resumed, alone)
-
-
-def test_it_does_nothing_where_the_run_is_finished(alone, tmp_path):
-    records = (alone / "events.jsonl").read_bytes()
-    run(SCRIPT, str(alone), folder=tmp_path)
-    assert (alone / "events.jsonl").read_bytes() == records
-
-
-def test_compare_reads_two_such_runs(alone, resumed, capsys):
     assert main(["compare", str(alone), str(resumed), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["same_training"][0]["verdict"] in ("equal", "rounding")
 
 
-def test_the_records_are_of_all_samples(alone):
+def test_the_records_are_of_all_samples_and_a_finished_run_is_left_as_it_is(alone, tmp_path):
     (start,) = (r for r in read_records(alone) if r["event"] == "start")
     assert (start["num_samples"], start["global_batch_size"], start["steps_per_epoch"]) == (
         *(1000, 64),
@@ -78,6 +68,9 @@ def test_the_records_are_of_all_samples(alone):
         (n, 16 * n, 1000) for n in range(1, 6)
     ]
     assert epochs[-1]["loss"] < 0.1 * epochs[0]["loss"]
+    records = (alone / "events.jsonl").read_bytes()
+    run(SCRIPT, str(alone), folder=tmp_path)
+    assert (alone / "events.jsonl").read_bytes() == records
 
 
 def programs_of_the_page() -> tuple[str, str, str]:
@@ -90,7 +83,6 @@ def programs_of_the_page() -> tuple[str, str, str]:
 
 
 def test_the_three_programs_of_the_handbook_have_the_same_losses(tmp_path, monkeypatch, capsys):
-    """They stop early after the same epoch, too."""
     plain, own, recipe = programs_of_the_page()
     assert len(plain.splitlines()) <= 70
     found = {}

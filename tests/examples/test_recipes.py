@@ -83,9 +83,7 @@ def test_the_hugging_face_model_learns_what_not_means(tmp_path, capsys):
     ("name", "package", "extra"),
     [("graphs", "torch_geometric", "graphs"), ("huggingface", "transformers", "huggingface")],
 )
-def test_a_package_that_is_missing_is_told_with_the_command_that_installs_it(
-    refused, monkeypatch, name, package, extra
-):
+def test_a_missing_package_is_told_with_its_install(refused, monkeypatch, name, package, extra):
     for module in [m for m in sys.modules if m.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)

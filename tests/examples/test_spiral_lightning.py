@@ -23,7 +23,6 @@ ODD = ("--num_samples", "1013")
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Give a function that imports a file of the example, as train.py finds it."""
     names = ("datamodule", "model", "train")
     assert not set(names) & set(sys.modules)
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "spiral_lightning"))
@@ -33,7 +32,6 @@ def modules(monkeypatch):
 
 
 def train(folder, *arguments, world_size=1, start=forked):
-    """Run the script to its good end; return what it printed."""
     done = start(SPIRAL_LIGHTNING, *arguments, folder=folder, world_size=world_size)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -117,7 +115,6 @@ def test_two_ranks_print_once_and_measure_what_one_process_measures(on_two, modu
 
 
 def test_the_logged_loss_of_a_step_is_that_of_all_ranks(tmp_path):
-    """Without dropout, two ranks with half the batch each take the steps of one process."""
     told = ("--dropout", "0", "--num_samples", "1000", "--max_epochs", "1")
     train(tmp_path, *told, "--batch_size", "20", "--output_dir", "one")
     train(tmp_path, *told, "--batch_size", "10", "--output_dir", "two", world_size=2)
@@ -154,9 +151,7 @@ def test_the_file_sets_what_it_names_and_the_flags_win_over_it(tmp_path):
         (["--config", "nowhere.toml"], "nowhere.toml"),
     ],
 )
-def test_a_mistake_in_the_settings_is_named_and_ends_with_exit_code_2(
-    arguments, named, tmp_path, modules, monkeypatch, capsys
-):
+def test_a_mistake_ends_with_exit_code_2(arguments, named, tmp_path, modules, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("a.toml").write_text("speed = 9")
     Path("b.toml").write_text("max_epochs = -1")
@@ -204,7 +199,7 @@ def test_ranks_that_cannot_share_equally_are_refused(modules, monkeypatch, capsy
     assert "--num_samples 20" in capsys.readouterr().err
 
 
-def test_points_and_parts_are_those_of_samestep_train_spiral(modules):
+def test_points_and_parts_are_samesteps_and_each_is_evaluated_once(modules):
     data = modules("datamodule").SpiralDataModule(num_samples=1013)
     data.setup("fit")
     parts = {"train": data.training, "validation": data.validation, "test": data.test}
@@ -212,9 +207,6 @@ def test_points_and_parts_are_those_of_samestep_train_spiral(modules):
     for name, part in parts.items():
         for ours, expected in zip(part.dataset[part.indices], getattr(theirs, name), strict=True):
             assert torch.equal(ours, expected)
-
-
-def test_to_evaluate_each_sample_is_given_out_once(modules):
     sampler = modules("datamodule").EverySampleOnce
     shares = [list(sampler(range(11), rank, 3)) for rank in range(3)]
     assert sorted(index for share in shares for index in share) == list(range(11))
@@ -244,9 +236,7 @@ def test_without_a_key_comet_writes_offline_what_is_printed(on_two):
 @pytest.mark.parametrize(
     ("project", "hidden"), [("spirals", "samestep"), ("a/b", "nothing")], ids=["missing", "refused"]
 )
-def test_what_keeps_comet_from_starting_is_one_message(
-    project, hidden, modules, monkeypatch, capsys
-):
+def test_what_keeps_comet_from_starting_is_told(project, hidden, modules, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, hidden, None)
     module = modules("train")
     with pytest.raises(SystemExit) as ended:

@@ -52,7 +52,6 @@ def executed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def notebook(executed):
-    """Return the executed notebook."""
     return nbformat.read(executed / NOTEBOOK.name, as_version=4)
 
 
@@ -65,17 +64,14 @@ def example(monkeypatch):
 
 
 def outputs(notebook):
-    """Return the outputs of all cells, one after the other."""
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
 def printed(notebook):
-    """Return what all cells print."""
     return "".join(o["text"] for o in outputs(notebook) if o["output_type"] == "stream")
 
 
 def plots(notebook):
-    """Return the pictures, as they are written in the file."""
     return [o["data"]["image/png"] for o in outputs(notebook) if "image/png" in o.get("data", {})]
 
 
@@ -95,13 +91,11 @@ def pairs_of_ranks(text):
 
 
 def column(run, name):
-    """Return the values of a metric that a run has logged."""
     with (run / "logs" / "version_0" / "metrics.csv").open() as file:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
 def evaluate(module, images, labels):
-    """Return loss and accuracy of a network over all of these images at once."""
     module.eval()
     pixels = (images / 255 - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
     with torch.no_grad():
@@ -111,18 +105,27 @@ def evaluate(module, images, labels):
 
 
 @pytest.mark.slow
-def test_it_has_twelve_numbered_sections_and_runs_from_end_to_end(notebook):
+def test_it_has_twelve_sections_runs_from_end_to_end_and_measures_in_turns(notebook):
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     found = re.findall(r"^## (\d+)\. ", text, re.MULTILINE)
     assert found == [str(number) for number in range(1, 13)]
     check_complete(notebook)
-    assert "MADE-UP images" in printed(notebook)
+    text = printed(notebook)
+    assert "MADE-UP images" in text
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // 2)
+    for side in ("2 ranks, ", "2 ranks, gradients", f"1 process, {threads} t"):
+        assert f"--- round 1: {side}" in text
+        values = re.search(
+            rf"^{side}.*\n +images_per_s +([\d.]+) .*\n +step_ms +([\d.]+) ", text, re.MULTILINE
+        )
+        assert min(map(float, values.groups())) > 0
+    speed_up, efficiency = re.search(r"speed-up .*: (\d+\.\d+); efficiency: (\d+)%", text).groups()
+    assert float(efficiency) == pytest.approx(50 * float(speed_up), abs=1)
 
 
 @pytest.mark.slow
-def test_its_ranks_are_two_processes_that_see_their_variables_and_end_with_equal_weights(
-    executed, notebook
-):
+def test_its_ranks_end_with_equal_weights_and_each_image_tested_once(executed, notebook, example):
     text = printed(notebook)
     (ranks,) = pairs_of_ranks(text)
     assert set(ranks) == {"0", "1"}
@@ -139,6 +142,20 @@ def test_its_ranks_are_two_processes_that_see_their_variables_and_end_with_equal
     results = [json.loads(file.read_text()) for file in executed.glob("runs/*/*/result.json")]
     assert len(results) == 3 + 1 + (4 if len(os.sched_getaffinity(0)) > 1 else 3)
     assert all(found["same_weights"] for found in results)
+    (run,) = (executed / "runs").glob("*/ddp")
+    (best,) = run.glob("checkpoints/epoch*.ckpt")
+    module = example.LitResNet.load_from_checkpoint(best, map_location="cpu")
+    data = example.CIFAR10DataModule(str(run.parent / "made-up"), subset=430)
+    data.setup("fit")
+    assert (len(data.validation), len(data.training)) == (43, 387)
+    loss, accuracy = evaluate(module, *data.validation.tensors)
+    assert column(run, "val_loss") == [pytest.approx(loss, rel=1e-5)]
+    assert best.stem == f"epoch=00-val_accuracy={accuracy:.4f}"
+    loss, accuracy = evaluate(module, *example.read(run.parent / "made-up", example.TEST_FILES))
+    assert f"{best.name}, 500 test images\n" in text
+    assert f"test loss {loss:.4f}, accuracy {accuracy:.4f}\n" in text
+    found = dict(re.findall(r"^([a-z]+) +(\d\.\d{3})\b", text, re.MULTILINE))
+    assert tuple(found) == cifar10.CLASSES
 
 
 @pytest.mark.slow
@@ -175,9 +192,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_killed_in_an_epoch_and_resumed_it_ends_with_the_weights_of_an_undisturbed_run(
-    tmp_path, example
-):
+def test_killed_in_an_epoch_it_ends_with_the_weights_of_an_undisturbed_run(tmp_path, example):
     example.write_made_up(tmp_path / "data", 300, 60)
     (tmp_path / "killed.py").write_text(KILLED_IN_EPOCH_2)
     train = (str(FOLDER / "train.py"), "data", "--epochs", "2", "--width", "2")
@@ -201,41 +216,7 @@ def test_killed_in_an_epoch_and_resumed_it_ends_with_the_weights_of_an_undisturb
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
-@pytest.mark.slow
-def test_two_ranks_validate_and_test_each_image_once(executed, notebook, example):
-    (run,) = (executed / "runs").glob("*/ddp")
-    (best,) = run.glob("checkpoints/epoch*.ckpt")
-    module = example.LitResNet.load_from_checkpoint(best, map_location="cpu")
-    data = example.CIFAR10DataModule(str(run.parent / "made-up"), subset=430)
-    data.setup("fit")
-    assert (len(data.validation), len(data.training)) == (43, 387)
-    loss, accuracy = evaluate(module, *data.validation.tensors)
-    assert column(run, "val_loss") == [pytest.approx(loss, rel=1e-5)]
-    assert best.stem == f"epoch=00-val_accuracy={accuracy:.4f}"
-    loss, accuracy = evaluate(module, *example.read(run.parent / "made-up", example.TEST_FILES))
-    text = printed(notebook)
-    assert f"{best.name}, 500 test images\n" in text
-    assert f"test loss {loss:.4f}, accuracy {accuracy:.4f}\n" in text
-    found = dict(re.findall(r"^([a-z]+) +(\d\.\d{3})\b", text, re.MULTILINE))
-    assert tuple(found) == cifar10.CLASSES
-
-
-@pytest.mark.slow
-def test_one_process_and_two_ranks_are_measured_in_turns(notebook):
-    text = printed(notebook)
-    cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // 2)
-    for side in ("2 ranks, ", "2 ranks, gradients", f"1 process, {threads} t"):
-        assert f"--- round 1: {side}" in text
-        values = re.search(
-            rf"^{side}.*\n +images_per_s +([\d.]+) .*\n +step_ms +([\d.]+) ", text, re.MULTILINE
-        )
-        assert min(map(float, values.groups())) > 0
-    speed_up, efficiency = re.search(r"speed-up .*: (\d+\.\d+); efficiency: (\d+)%", text).groups()
-    assert float(efficiency) == pytest.approx(50 * float(speed_up), abs=1)
-
-
-def test_the_outputs_that_are_kept_are_whole_and_tell_nothing_of_a_machine():
+def test_the_outputs_that_are_kept_are_whole_of_the_files_and_of_no_machine():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     check_complete(notebook)
     text = printed(notebook)
@@ -249,10 +230,6 @@ def test_the_outputs_that_are_kept_are_whole_and_tell_nothing_of_a_machine():
             value for kind, value in output["data"].items() if kind.startswith("text/")
         )
         assert not re.search(r"/(tmp|root|home|work|Users|var|usr)\b|site-packages|\w@\w", words)
-
-
-def test_the_source_that_its_outputs_show_is_that_of_the_files():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
     source = (FOLDER / "cifar10.py").read_text() + (FOLDER / "train.py").read_text()
     data = [output.get("data", {}) for output in outputs(notebook)]
     shown = [kinds["text/markdown"] for kinds in data if "text/markdown" in kinds]
@@ -261,7 +238,7 @@ def test_the_source_that_its_outputs_show_is_that_of_the_files():
         assert text.removeprefix("```python\n").removesuffix("```") in source
 
 
-def test_its_network_is_samesteps(example):
+def test_its_network_is_samesteps_and_each_image_of_a_batch_cropped_by_itself(example):
     """Both have their parameters in the same order, so weights go over by their place."""
     torch.manual_seed(0)
     theirs, ours = resnet18(10, stem="small", width=4), example.resnet18(4)
@@ -269,20 +246,6 @@ def test_its_network_is_samesteps(example):
     ours.load_state_dict(dict(zip(ours.state_dict(), values, strict=True)))
     images = torch.randn(3, 3, 32, 32)
     assert torch.equal(ours(images), theirs(images))
-
-
-def test_it_reads_what_the_binary_version_has(tmp_path, example):
-    write_binary(tmp_path, per_file=7, num_test=30)
-    images, labels = example.read(tmp_path, example.TRAIN_FILES)
-    assert images.shape == (35, 3, 32, 32)
-    for number in range(5):
-        expected, classes = images_and_labels(7, seed=number)
-        part = slice(7 * number, 7 * number + 7)
-        assert torch.equal(images[part], torch.from_numpy(expected))
-        assert labels[part].tolist() == classes.tolist()
-
-
-def test_a_batch_is_cropped_and_mirrored_each_image_by_itself(example):
     torch.manual_seed(0)
     images = torch.randint(1, 256, (40, 3, 32, 32), dtype=torch.uint8)
     made = example.crop_and_flip(images)
@@ -302,6 +265,17 @@ def test_a_batch_is_cropped_and_mirrored_each_image_by_itself(example):
     assert {place[2] for place in places} == {False, True}
 
 
+def test_it_reads_what_the_binary_version_has(tmp_path, example):
+    write_binary(tmp_path, per_file=7, num_test=30)
+    images, labels = example.read(tmp_path, example.TRAIN_FILES)
+    assert images.shape == (35, 3, 32, 32)
+    for number in range(5):
+        expected, classes = images_and_labels(7, seed=number)
+        part = slice(7 * number, 7 * number + 7)
+        assert torch.equal(images[part], torch.from_numpy(expected))
+        assert labels[part].tolist() == classes.tolist()
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_each_image_is_validated_once_and_all_ranks_have_as_many_batches(world_size, example):
     for count, size in ((4, 4), (5, 1), (5, 4), (12, 4), (31, 4), (101, 4)):
@@ -312,7 +286,7 @@ def test_each_image_is_validated_once_and_all_ranks_have_as_many_batches(world_s
         assert sorted(number for batch in batches for number in batch) == list(range(count))
 
 
-def test_a_step_trains_the_same_images_on_any_number_of_ranks(example):
+def test_a_step_trains_the_same_images_on_any_ranks_in_the_order_of_the_epoch_that_was_set(example):
     def steps(ranks, epoch):
         shares = [example.Shares(101, 24 // ranks, (rank, ranks), seed=5) for rank in range(ranks)]
         for share in shares:
@@ -321,10 +295,6 @@ def test_a_step_trains_the_same_images_on_any_number_of_ranks(example):
 
     assert steps(3, 0) == steps(1, 0)
     assert steps(3, 1) == steps(1, 1) != steps(1, 0)
-
-
-def test_the_order_is_that_of_the_epoch_set_before_the_first_batch(example):
-    """When Lightning resumes a run, it calls `iter` before `set_epoch`."""
     share, other = (example.Shares(40, 4, (0, 2), seed=1) for _ in range(2))
     batches = iter(share)
     share.set_epoch(3)

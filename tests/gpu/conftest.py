@@ -27,7 +27,6 @@ if HAS_CUDA:
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what cannot run here, with the reason."""
     for item in items:
         marks = list(item.iter_markers("gpu"))
         if not marks:

@@ -22,7 +22,6 @@ MADE = ("--width", "4", "--batch-size", "10", "--log-every", "1")
 
 
 def printed_json(*arguments, folder):
-    """Run a command; return the JSON object that it printed."""
     text = run(*map(str, arguments), folder=folder / "outputs").printed(0)
     found, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
     return found
@@ -42,12 +41,10 @@ def train(cuda, folder, *arguments, name="run"):
 
 
 def is_real(folder):
-    """Whether data is the kit's."""
     return str(folder).startswith(os.environ.get("SAMESTEP_GPU_DATA", "\0"))
 
 
 def assert_evaluates_alike(path, cuda, folder):
-    """Evaluate a run's checkpoint on the device and on the CPU."""
     ours, theirs = (
         printed_json("evaluate", path, "--device", device, "--json", folder=folder)
         for device in (cuda.type, "cpu")

@@ -20,7 +20,6 @@ NUM_SAMPLES, BATCH = 203, 16
 
 
 def samples():
-    """Return CIFAR's kind of images, and labels."""
     generator = torch.Generator().manual_seed(3)
     images = torch.randint(0, 256, (NUM_SAMPLES, 3, 32, 32), generator=generator)
     return images.to(torch.uint8), torch.randint(0, 10, (NUM_SAMPLES,), generator=generator)
@@ -56,7 +55,6 @@ def opened(kind, device, **how):
 
 
 def leaves(tree):
-    """Return the tensors of a tree on the CPU."""
     return [leaf.cpu() for leaf in torch.utils._pytree.tree_leaves(tree)]
 
 
@@ -91,7 +89,6 @@ def kind(request, monkeypatch):
 @pytest.mark.gpu(dry=True)
 @pytest.mark.parametrize("first_step", [0, 5])
 def test_batches_are_those_of_the_cpu_to_the_last_bit(cuda, kind, first_step):
-    """Gathered, cropped, mirrored, normalised; also from a step within the epoch on."""
     assert_same(read(opened(kind, cuda), first_step), read(opened(kind, CPU), first_step))
 
 
@@ -117,7 +114,6 @@ def test_data_that_fits_is_on_the_device(cuda):
 
 
 def test_the_host_never_waits_for_the_device_in_a_pass(cuda, kind):
-    """Training and evaluation: order, keys, gather, crop, flip and normalisation included."""
     source = opened(kind, cuda)
     read(source)  # what is made once is made here
     with no_synchronisation():

@@ -25,13 +25,11 @@ TOLERANCE = 1e-9
 
 @pytest.fixture(autouse=True)
 def _forget_graphs():
-    """Let no test meet what another one has compiled."""
     yield
     torch._dynamo.reset()
 
 
 def several(number, settings, device, **kind):
-    """Return learners that begin alike."""
     net = model(**kind)
     return [by_hand.learner(copy.deepcopy(net), settings, device) for _ in range(number)]
 
@@ -51,7 +49,6 @@ def is_replayed(notes):
     ],
 )
 def test_replayed_steps_take_the_eager_trajectory(cuda, name, large):
-    """With batch normalisation, clipping, another rate at every step and an incomplete batch."""
     settings = settings_of(**OPTIMIZERS[name])
     ours, its = several(2, settings, cuda, large=large)
     data = blocks(settings, cuda, together=1 if large else IN_A_GRAPH) * 2
@@ -77,7 +74,6 @@ def test_weights_in_channels_last_stay_so_and_take_the_eager_trajectory(cuda):
 
 
 def test_a_replayed_step_draws_what_it_draws_uncaptured(cuda, monkeypatch):
-    """The seed of a step counts, whether its kernels are launched one by one or replayed."""
     settings = settings_of()
     ours, its = several(2, settings, cuda, dropout=0.5)
     data = blocks(settings, cuda, together=IN_A_GRAPH)[:1] * 3
@@ -106,7 +102,6 @@ def test_a_replayed_call_does_not_synchronise(cuda):
 
 
 def test_losses_of_earlier_calls_are_kept(cuda):
-    """The loop reads the losses of many steps together."""
     settings = settings_of()
     (ours,) = several(1, settings, cuda)
     step = whole(ours, settings, cuda)

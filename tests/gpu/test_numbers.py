@@ -34,7 +34,7 @@ def tiny_recipe(tmp_path):
         for precision in CLOSE
     ],
 )
-def test_the_losses_of_the_first_steps_are_those_of_the_cpu(
+def test_the_first_losses_are_as_on_the_cpu(
     cuda, ieee, recipe, precision, mnist, cifar10, tmp_path
 ):
     """Dropout draws other numbers on another device, so the recipes that have it go without."""
@@ -99,7 +99,6 @@ COMPILED = {
 @pytest.mark.xdist_group("compiled")
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiled_steps_are_the_eager_ones(cuda, ieee, case, cifar10):
-    """Those of fp64 to rounding; a network with convolutions in fp32."""
     target, *flags = COMPILED[case]
     tolerance = 1e-9
     if target == "cifar10":
@@ -130,7 +129,6 @@ def test_data_too_large_for_the_device_trains_the_same(cuda, tmp_path, monkeypat
 @pytest.mark.gpu(dry=True)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_read_by_a_loader_trains_as_data_in_memory(cuda, tmp_path, workers):
-    """Over more than two epochs, so that the loader begins anew; from pinned memory on CUDA."""
     held = first_steps(cuda, tiny.write_recipe(tmp_path, IN_MEMORY_PLAIN, "held.py"), steps=25)
     loaded = (cuda, tiny.write_recipe(tmp_path, IN_FILES, "loaded.py"), "--num-workers", workers)
     # A rank of its own: it forks its workers.

@@ -123,7 +123,6 @@ def test_a_run_goes_on_from_the_gpu_on_the_cpu_and_back(cuda, recipe, tmp_path):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(cuda, tmp_path):
-    """On the same device; with dropout, whose numbers depend on the step alone."""
     dropping = TINY.replace("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.2)")
     recipe = tiny.write_recipe(tmp_path, dropping)
     device = ("--device", cuda.type)

@@ -72,9 +72,7 @@ def train(device, target, folder, name, *flags, environment=None):
 
 
 @pytest.mark.gpu(dry=True)
-def test_deterministic_trainings_are_equal_to_the_last_bit_and_so_is_a_resumed_one(
-    cuda, recipe, tmp_path
-):
+def test_deterministic_trainings_are_equal_to_the_last_bit(cuda, recipe, tmp_path):
     target, flag = recipe(), "--deterministic"
     whole, again = (train(cuda, target, tmp_path, name, flag) for name in ("whole", "again"))
     tiny.assert_same_training(again, whole, 0.0)

@@ -1,6 +1,7 @@
 """A step never makes the host wait for the device, its phases add up, and memory can run out."""
 
 import contextlib
+import json
 from itertools import islice
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from samestep import read_records
 from samestep.training.loop import rehearse
 from tests import tiny
-from tests.command_line import refusal, run
+from tests.command_line import refusal, run, typed
 from tests.gpu.trainings import blocks, built, no_synchronisation
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +41,6 @@ recipe = Recipe(model=Large, data=data, settings={"batch_size": 200, "epochs": 1
 
 @pytest.fixture(scope="module")
 def trained(cifar10, mnist):
-    """Return the recipes that are looked at, and their flags."""
     return {
         "spiral": ("spiral",),
         "sgd, clipped": ("spiral", "--optimizer", "sgd", "--momentum", "0.9", "--clip-norm", "1"),
@@ -69,7 +69,6 @@ def test_an_eager_step_does_not_synchronise(cuda, trained, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loop_does_not_synchronise_within_an_epoch(cuda, trained, name):
-    """Also not where it reads, gathers and augments its samples."""
     with built(cuda, *trained[name]) as training:
         assert training.work.plan.steps_per_epoch >= WARM_UP + 3
         steps = rehearse(training.work.endless(), training.state)
@@ -97,3 +96,38 @@ def test_out_of_memory_is_one_message_that_names_the_batch_size(cuda, tmp_path):
     told = refusal("train", str(recipe), "--run-dir", str(tmp_path / "run"), folder=tmp_path)
     assert "memory" in told
     assert "--micro-batch-size" in told
+
+
+@pytest.mark.parametrize("compiles", ["off", "on"])
+def test_a_profile_says_how_much_of_a_step_the_gpu_idles(cuda, tmp_path, compiles):
+    words = ("spiral", "--batch-size", "32", "--compile", compiles, "--seconds", "1", "--json")
+    done = typed("-m", "samestep", "profile", *words, "--run-dir", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    measured = found["measured"]
+    (rank,) = measured["ranks"]
+    assert measured["device"] == cuda.type
+    assert 0 < rank["operations"]["gpu_busy"] < 1.05 * measured["wall"]
+    assert 0 <= measured["gpu_idle"] < 1
+    if compiles == "off":
+        assert measured["gpu_idle"] > 0.3, "an eager step of a model this small waits for the host"
+
+
+def test_busy_steps_leave_the_gpu_no_idle_time(cuda, tmp_path):
+    """Products of large matrices: a kernel that runs for milliseconds hides all the rest."""
+    recipe = tmp_path / "large.py"
+    recipe.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from samestep import Recipe, Splits\n"
+        "def data():\n"
+        "    return Splits(train=(torch.randn(16384, 4096), torch.zeros(16384).long()))\n"
+        "def model():\n"
+        "    wide = [layer for _ in range(4) for layer in (nn.Linear(4096, 4096), nn.ReLU())]\n"
+        "    return nn.Sequential(*wide, nn.Linear(4096, 2))\n"
+        "recipe = Recipe(model=model, data=data, settings={'epochs': 9, 'batch_size': 4096})\n"
+    )
+    words = (str(recipe), "--seconds", "1", "--json", "--run-dir", str(tmp_path / "run"))
+    done = typed("-m", "samestep", "profile", *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["measured"]["gpu_idle"] < 0.1

@@ -51,8 +51,6 @@ IN_FILES = IN_MEMORY_PLAIN + LOADED
 
 @dataclass(frozen=True)
 class Steps:
-    """What the first steps of a training gave."""
-
     losses: torch.Tensor
     norms: torch.Tensor
     weights: torch.Tensor
@@ -112,7 +110,6 @@ def take(training: Built, steps: int) -> Steps:
 
 
 def weights(training: Built) -> torch.Tensor:
-    """Return all weights, one after the other."""
     parameters = training.work.learner.model.parameters()
     return torch.cat([p.detach().cpu().double().flatten() for p in parameters])
 

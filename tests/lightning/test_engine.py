@@ -39,9 +39,18 @@ TINY = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
 GROUPED = OWN.replace("(step, total)", "(step, total, *, epoch)").replace(
     "return 1 - step / total", "return [1 - step / total, 1 / (1 + epoch)]"
 )
-# Where an early stop falls on the last epoch, the engines give two reasons: four leave it room.
 OF_LOSSES = ("--micro-batch-size", "4", "--patience", "1", "--momentum", "0.9", "--epochs", "4")
 GRAPHS = (*FP64, *RECIPES["graphs.py"], "--batch-size", "32", "--micro-batch-size", "4")
+# A mean over samples of one class, of which some shares and micro-steps have none.
+TERMS = """
+from dataclasses import replace
+
+def of_ones(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, ignore_index=0)
+
+recipe = replace(recipe, loss=of_ones, loss_terms=lambda batch: batch[1].sum())
+"""
+BY_TERMS = (TINY + TERMS, ("--micro-batch-size", "2", "--batch-size", "14", "--epochs", "2"))
 READ = ("--num-workers", "1", "--log-every", "1", "--precision", "fp64")
 IMAGES = ("--width", "4", "--epochs", "1", "--batch-size", "16", "--log-every", "1")
 CLIPPED = ("--clip-norm", "0.05", "--warmup-steps", "7", "--schedule", "cosine")
@@ -57,6 +66,7 @@ ON_TWO = {
     "branches": (TINY + BRANCHES, ("--find-unused", "--epochs", "2")),
     "metric objects": (TINY + OBJECTS, ("--epochs", "2")),
     "sums by name": (RECIPE, OF_LOSSES),
+    "means over terms": BY_TERMS,
     # 128 and 13 graphs of 109 a step and rank: the last step needs fewer micro-steps.
     "graphs in micro-steps": (EXAMPLES / "graphs.py", GRAPHS),
     "augmented and read by a worker": (CONVNET + LOADED, READ),
@@ -69,17 +79,17 @@ ALONE = {
     "clipped, with warm-up, cosine and momentum": (TINY, (*CLIPPED, *SGD)),
     "without the incomplete batch": (TINY, ("--drop-last",)),
     "stopped early": (TINY, ("--patience", "1", "--lr", "0.3")),
+    "stopped early in the last epoch": (TINY, ("--patience", "1", "--lr", "0.3", "--epochs", "2")),
     "not validated by accuracy": (TINY, ("--monitor", "loss", "--keep-top-k", "2")),
     "own optimizer": (TINY + OWN, ("--epochs", "2")),
     "means by name": (MEANS, OF_LOSSES),
+    "means over terms": BY_TERMS,
     "a loss that names the step": (TINY + BEFORE + NAMES_IT + AFTER, ("--epochs", "2")),
-    # Of Python's own random numbers an evaluation in Lightning draws others.
-    "measured": (MEASURED.replace(" + random.random()", ""), OF_LOSSES),
+    "measured": (MEASURED, OF_LOSSES),
 }
 
 
 def as_target(target: str | Path, folder: Path) -> str:
-    """Return what `samestep train` is given: a recipe that is a text becomes a file."""
     is_text = isinstance(target, str) and "\n" in target
     return str(tiny.write_recipe(folder, target) if is_text else target)
 
@@ -177,7 +187,6 @@ def test_reduced_precision_trains_clipped_and_keeps_its_scaler(tmp_path, precisi
 
 
 def plain_trainer(**more):
-    """Return a Trainer of the user's own that writes and shows nothing."""
     import lightning.pytorch as pl
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -249,15 +258,6 @@ def test_cifar10s_data_module_feeds_anyones_module(tmp_path, trainer):
     assert targets.shape == (8,)
 
 
-def test_a_data_module_can_be_looked_at_without_a_trainer():
-    from samestep.lightning import SpiralDataModule
-
-    data = SpiralDataModule(num_samples=200, batch_size=8)
-    data.setup("fit")
-    inputs, targets, *_ = next(iter(data.train_dataloader()))
-    assert (inputs.shape, targets.shape) == ((8, 2), (8,))
-
-
 @pytest.mark.parametrize(
     ("ends", "named"),
     [({"max_epochs": 1}, "accumulate_grad_batches=4"), ({"max_time": "00:00:01:00"}, "max_steps")],
@@ -270,7 +270,7 @@ def test_a_trainer_that_accumulates_otherwise_or_has_no_end_is_told(trainer, end
         )
 
 
-def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_trainer(trainer):
+def test_data_modules_take_the_numbers_of_the_next_trainer_or_of_none(trainer):
     from samestep.lightning import SpiralDataModule
 
     data = SpiralDataModule(num_samples=200)
@@ -281,6 +281,10 @@ def test_data_that_was_fitted_or_measured_before_takes_the_numbers_of_the_next_t
     again = trainer(max_epochs=3, accumulate_grad_batches=2)
     again.fit(module, data)
     assert (data.plan.accumulate, data.plan.total_steps, again.global_step) == (2, 15, 15)
+    data = SpiralDataModule(num_samples=200, batch_size=8)
+    data.setup("fit")
+    inputs, targets, *_ = next(iter(data.train_dataloader()))
+    assert (inputs.shape, targets.shape) == ((8, 2), (8,))
 
 
 REFUSED = [
@@ -312,11 +316,11 @@ def test_the_model_is_back_on_its_device_before_it_is_tested(tmp_path, monkeypat
 
 def test_what_lightning_cannot_do_is_refused_before_anything_is_written(tmp_path, refused):
     path = tmp_path / "run"
-    text = TINY.replace("Recipe(", "Recipe(loss_terms=lambda batch: len(batch[0]), ")
+    text = TINY.replace("Recipe(", 'Recipe(loss_over="batch", ')
     recipe = tiny.write_recipe(tmp_path, text)
     for target, flag in (*(("spiral", flag) for flag in REFUSED), (str(recipe), "")):
         message = refused("train", target, *flag.split(), *LIGHTNING, "--run-dir", str(path))
-        assert (flag or "loss_terms") in message
+        assert (flag or "loss_over") in message
         assert "--engine native" in message
         assert not path.exists()
 

@@ -61,8 +61,6 @@ def make_module():
 
 @dataclass
 class Fitted:
-    """What a rank has seen."""
-
     logged: list  # what the Trainer gave to loggers: (step, metrics)
     imported: list
     weights: list
@@ -162,13 +160,11 @@ def faulty(folder, faults):
 
 @pytest.fixture(scope="module")
 def untracked(tmp_path_factory):
-    """Return what a Trainer does without a tracker."""
     (value,), run, _ = fits(tmp_path_factory.mktemp("untracked"), "none", {})
     assert not (run / "tracking").exists()
     return value
 
 
-# --- what arrives at a tracker of the user's own, from two ranks; Comet itself is tried in
 # tests/examples/test_spiral_lightning.py
 
 
@@ -199,12 +195,7 @@ def test_two_ranks_have_one_run_with_what_the_trainer_logged_in_its_order(tmp_pa
     assert not readers.files_with(PLANTED, run)
 
 
-# --- a tracker that misbehaves
-
-
-def test_whatever_trackers_do_the_training_is_the_same_and_each_is_warned_of_once(
-    tmp_path, untracked
-):
+def test_whatever_trackers_do_the_training_is_the_same(tmp_path, untracked):
     """The other faults of test_following.py differ only for the tracker's process."""
     trackers = faulty(tmp_path, ["start:hang", "record:kill"])
     given, planted = [str(path) for path in trackers.values()], {"TRACKER_FAULT": "planted"}
@@ -231,9 +222,6 @@ def test_a_disk_that_is_full_is_warned_of_once_and_does_not_end_the_training(tmp
     assert value.weights == untracked.weights
     assert said.count("warning TrackerLogger: ") == 1
     assert what(run, "finish")[0]["status"] == "completed"
-
-
-# --- how it ends, and goes on
 
 
 def test_a_fit_that_fails_leaves_a_failed_run_and_its_own_error_and_waits_for_no_tracker(tmp_path):
@@ -312,9 +300,6 @@ def test_a_script_that_ends_without_a_word_is_none_that_was_completed(tmp_path):
     assert what(run, "finish")[0]["status"] == "killed"
 
 
-# --- what is refused
-
-
 REFUSED = {
     "comt": "'comet'",
     "comet,comet": "TrackerLogger: comet,comet",
@@ -344,7 +329,6 @@ def test_a_client_that_is_not_installed_is_named_with_its_extra(monkeypatch):
 
 
 def logged(trackers, folder, hyperparameters=None, **how):
-    """Log one loss with a logger of its own; return the run directory."""
     logger = samestep.TrackerLogger(trackers, save_dir=folder, **how)
     if hyperparameters:
         logger.log_hyperparams(hyperparameters)

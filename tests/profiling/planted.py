@@ -114,8 +114,6 @@ _SCRIPT_DEFAULTS |= {"loader": "", "after_backward": "pass", "after_step": "pass
 
 @dataclass(frozen=True)
 class Situation:
-    """A planted bottleneck."""
-
     name: str
     verdict: str
     says: str
@@ -128,7 +126,6 @@ class Situation:
     """Whether only `make test-all` runs it: a quicker test covers most of it."""
 
     def write(self, folder: Path) -> Path:
-        """Write its file and return its path."""
         path = folder / "planted.py"
         if self.script:
             path.write_text(SCRIPT.format(**{**_SCRIPT_DEFAULTS, **self.script}))
@@ -137,14 +134,12 @@ class Situation:
         return path
 
     def command(self, folder: Path, seconds: float) -> list[str]:
-        """Return the arguments of `samestep` that profile it into a folder."""
         place = ("--out" if self.script else "--run-dir", str(folder / "profile"))
         target = str(self.write(folder))
         return ["profile", target, "--seconds", str(seconds), *self.flags, *place]
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what a profile of a situation found."""
     found: dict[str, Any] = json.loads((folder / "profile" / "profile.json").read_text())
     return found
 

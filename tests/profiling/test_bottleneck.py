@@ -1,14 +1,22 @@
-"""The verdict is a function of measured numbers: what it names, its ceiling, what comes next."""
+"""The verdict is a function of measured numbers, and finds bottlenecks that were planted."""
 
+import io
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from samestep.profiling import bottleneck
 from samestep.profiling.bottleneck import ADVICE, StepPart, _conditions, judge, milliseconds
 from samestep.profiling.measured import MeasuredRank, MeasuredSteps, Operations
+from samestep.profiling.profile_report import Profile, Sweep, SweepRow, show, sweep_table
+from samestep.reporting.table import text_lines
+from tests.command_line import start
+from tests.profiling.planted import SITUATIONS, read
 
 STEP = dict.fromkeys(("data", "other"), 0.001) | dict.fromkeys(("to_device", "all_reduce"), 0.0)
 STEP |= {"forward": 0.02, "backward": 0.04, "optimizer": 0.01}
@@ -70,8 +78,7 @@ def test_the_largest_part_of_the_step_is_the_verdict_and_has_one_remedy(kind, nu
     assert milliseconds(verdict.step) in verdict.why
 
 
-def test_every_text_of_the_advice_can_be_filled_in():
-    """Also those that no verdict above has; none names a fact or a condition that is not there."""
+def test_every_text_of_the_advice_can_be_filled_in_with_three_digits():
     numbers = measured(DATA, counts={"checkpoint": 4})
     facts = bottleneck._facts(StepPart(kind="checkpoint-bound", seconds=0.1), numbers)
     conditions = _conditions(numbers)
@@ -80,16 +87,22 @@ def test_every_text_of_the_advice_can_be_filled_in():
             cases = one if isinstance(one, dict) else {"else": one}
             assert cases.keys() <= conditions.keys()
             assert "{" not in "".join(text.format(**facts) for text in cases.values())
+    shown = [milliseconds(seconds) for seconds in (0.0, 4.2e-6, 0.00123, 0.0456, 0.12, 4.2)]
+    assert shown == ["0 ms", "0.0042 ms", "1.23 ms", "45.6 ms", "120 ms", "4,200 ms"]
 
 
-def test_the_ceiling_is_amdahls_and_the_next_bottleneck_the_next_largest_part():
+def test_the_ceiling_is_amdahls_and_the_next_bottleneck_the_next_part_looked_into():
     verdict = judge(measured({"data": 0.3}, checkpoint=0.1, operations=operations()))
     assert verdict.step == pytest.approx(0.3 + 0.071 + 0.1)
     assert verdict.ceiling == pytest.approx(verdict.step / 0.171)
     assert (verdict.next_kind, verdict.next_seconds) == ("checkpoint-bound", 0.1)
+    verdict = judge(measured({"data": 0.3, "other": 0.003}))
+    assert (verdict.kind, verdict.next_kind) == ("input-bound", "loop-bound")
+    verdict = judge(measured(dict.fromkeys(STEP, 0.0)))
+    assert (verdict.share, verdict.ceiling) == (0.0, pytest.approx(1.0))
 
 
-def test_more_threads_than_cores_are_the_cause_of_whatever_they_slow_down():
+def test_more_threads_than_cores_are_a_cause_and_the_evidence_names_operations_of_its_kind():
     slow = measured(operations=operations(launch=0.6), threads=16, cores=4)
     slow = replace(slow, ranks=(replace(slow.ranks[0], starved=0.03, wanted_cores=9.0),))
     verdict = judge(slow)
@@ -97,6 +110,14 @@ def test_more_threads_than_cores_are_the_cause_of_whatever_they_slow_down():
     assert "--threads 4" in verdict.change
     workers = judge(replace(slow, threads=4, workers=3))
     assert workers.change.startswith("Fewer workers: 3")
+    top = {"top_matmul": (("mm", 0.3),), "top_memory": (("add", 0.2),)}
+    for kind, shares in (("memory", {"memory": 0.8, "matmul": 0.2}), ("compute", {"matmul": 1.0})):
+        verdict = judge(measured(operations=Operations(**shares, **top)))
+        assert verdict.kind == f"{kind}-bound"
+        assert ("mm 30%" in verdict.why, "add 20%" in verdict.why) == (
+            kind == "compute",
+            kind == "memory",
+        )
 
 
 @pytest.mark.parametrize("wanted", [1.0, 9.0])
@@ -110,31 +131,10 @@ def test_a_neighbour_on_the_machine_is_a_note_and_no_verdict(wanted):
     assert "30.0 ms" in note
 
 
-def test_the_evidence_names_only_operations_of_its_kind():
-    top = {"top_matmul": (("mm", 0.3),), "top_memory": (("add", 0.2),)}
-    for kind, shares in (("memory", {"memory": 0.8, "matmul": 0.2}), ("compute", {"matmul": 1.0})):
-        verdict = judge(measured(operations=Operations(**shares, **top)))
-        assert verdict.kind == f"{kind}-bound"
-        assert ("mm 30%" in verdict.why, "add 20%" in verdict.why) == (
-            kind == "compute",
-            kind == "memory",
-        )
-
-
-def test_what_was_not_looked_into_comes_not_next_and_steps_without_time_have_a_verdict_too():
-    verdict = judge(measured({"data": 0.3, "other": 0.003}))
-    assert (verdict.kind, verdict.next_kind) == ("input-bound", "loop-bound")
-    verdict = judge(measured(dict.fromkeys(STEP, 0.0)))
-    assert (verdict.share, verdict.ceiling) == (0.0, pytest.approx(1.0))
-
-
-def test_reads_of_numbers_are_noted_where_they_are_not_the_bottleneck():
+def test_reads_of_numbers_and_waits_for_data_are_noted_where_they_are_no_bottleneck():
     few = Operations(matmul=1.0, syncs=3.0)
     assert ".item()" in judge(measured(operations=few)).notes[0]
     assert not judge(measured(operations=Operations(matmul=1.0))).notes
-
-
-def test_a_wait_for_data_is_noted_too_where_workers_could_read_meanwhile():
     waits = {"data": 0.03}
     assert any("--num-workers" in note for note in judge(measured(waits)).notes)
     assert not judge(measured(waits, workers=2)).notes
@@ -167,11 +167,6 @@ def test_the_parts_always_add_up_to_the_step(phases, evaluation, checkpoint, sha
     assert judge(numbers).step == pytest.approx(step)
 
 
-def test_a_duration_has_three_digits():
-    shown = [milliseconds(seconds) for seconds in (0.0, 4.2e-6, 0.00123, 0.0456, 0.12, 4.2)]
-    assert shown == ["0 ms", "0.0042 ms", "1.23 ms", "45.6 ms", "120 ms", "4,200 ms"]
-
-
 @pytest.mark.parametrize("traced", [0.2, 0.45, 0.7])
 def test_on_a_gpu_the_verdict_does_not_depend_on_how_much_tracing_delays_the_host(traced):
     """Of the 70 ms that an untraced step computes, kernels take 50, whatever traced steps show."""
@@ -181,3 +176,77 @@ def test_on_a_gpu_the_verdict_does_not_depend_on_how_much_tracing_delays_the_hos
     assert verdict.seconds == pytest.approx(0.03)
     parts = {part.kind: part.seconds for part in verdict.parts}
     assert parts["launch-bound"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else [])
+        for one in SITUATIONS
+    ],
+)
+def test_the_bottleneck_that_was_planted_is_the_verdict(tmp_path, situation):
+    command = situation.command(tmp_path, seconds=0.4)
+    ranks = start(*command, world_size=situation.nproc, folder=tmp_path / "out")
+    assert ranks.wait() == [0] * situation.nproc, ranks.output()
+    verdict = read(tmp_path)["verdict"]
+    if verdict["kind"] != situation.verdict:
+        # Others that use the cores may take more of a step than what was planted, if it says so.
+        assert "Other programs use the cores" in " ".join(verdict["notes"]), ranks.output()
+        return
+    assert situation.says in f"{verdict['why']} {verdict['change']}"
+    assert verdict["ceiling"] > 1
+    assert verdict["next_kind"] != verdict["kind"]
+
+
+RANK = MeasuredRank(phases={"forward": 0.02, "backward": 0.03, "other": 0.001, "evaluation": 0.0})
+MEASURED = MeasuredSteps(ranks=(RANK,), steps=284, samples=32, cores=2, script=True)
+
+
+def shown(measured: MeasuredSteps) -> dict[str, str]:
+    profile = Profile(name="x", path=Path("x"), measured=measured, verdict=judge(measured))
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    show(profile, console)
+    lines = [line for line in console.file.getvalue().splitlines() if line.strip()]
+    assert max(map(len, lines)) <= 80
+    return {line.split()[0]: line for line in lines}
+
+
+def test_what_was_measured_has_its_share_and_all_else_is_unseen_or_no_row():
+    lines = shown(MEASURED)
+    for phase in ("evaluation", "checkpoint"):
+        assert lines[phase].split()[1:] == ["not", "seen", "in", "284", "steps"]
+    assert "evaluations" not in lines["speed"]
+    phases = {**RANK.phases, "evaluation": 0.049}
+    lines = shown(replace(MEASURED, ranks=(replace(RANK, phases=phases),) * 2))
+    assert lines["evaluation"].split()[1:] == ["49.0", "49.0", "49%"]
+    assert lines["checkpoint"].split()[-3:] == ["in", "284", "steps"]
+    assert ("evaluations" in lines["speed"], "checkpoints" in lines["speed"]) == (True, False)
+    recipe = replace(MEASURED, script=False, checkpoint=0.001)
+    assert "evaluation" not in shown(recipe)
+    lines = shown(replace(recipe, checkpoint=0.0, stopped=True))
+    assert "284" in lines["checkpoint"]
+    assert "284 steps" in lines["note"]
+
+
+def test_the_idle_share_of_a_gpu_is_that_of_the_steps_measured_without_the_profiler():
+    rank = replace(RANK, operations=Operations(matmul=1.0, gpu_busy=0.03))
+    measured = replace(MEASURED, ranks=(rank,), wall=0.04, device="cuda")
+    profile = Profile(name="x", path=Path("x"), measured=measured, verdict=judge(measured))
+    assert json.loads(profile.as_json())["measured"]["gpu_idle"] == pytest.approx(0.25)
+    assert "25%" in shown(measured)["gpu"]
+    assert replace(measured, wall=0.02).gpu_idle == 0
+    assert "gpu" not in shown(MEASURED)
+    assert MEASURED.gpu_idle is None
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_table_of_a_sweep_cuts_no_number_and_no_heading(width):
+    times = {"seconds": 0.012345, "data": 0.00123, "samples_per_s": 115_360.0}
+    row = SweepRow(value=64, **times, ratio=1.0, low=0.98, high=1.02, helps=True)
+    found = Sweep(setting="batch_size", rows=(row, replace(row, value=32)), best=64)
+    lines = list(text_lines(sweep_table(found), width))
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).split()
+    for word in ("--batch-size", "waiting", "before", "samples/s", "115,360", "0.98–1.02"):
+        assert word in words

@@ -39,7 +39,6 @@ def script(here: Path, text: str) -> str:
 
 
 def profiled(here: Path, text: str, *flags: str) -> dict:
-    """Profile a script in this process; return what was found."""
     assert call("profile", script(here, text), "--out", "out", *flags) == 0
     return found_in(here)
 
@@ -49,14 +48,12 @@ def found_in(here: Path) -> dict:
 
 
 def ended(here: Path, code: int, text: str, *flags: str) -> Ranks:
-    """Profile a script that ends in this way; return its one rank."""
     ranks = start("profile", *flags, script(here, text), folder=here.parent / "o")
     assert ranks.wait() == [code], ranks.output()
     return ranks
 
 
 def line_of(ranks: Ranks) -> str:
-    """Return the one line of samestep's own that was printed."""
     (line,) = [line for line in ranks.output().splitlines() if line.startswith("samestep: ")]
     return line
 
@@ -113,7 +110,6 @@ while not Path("said").exists():
 
 
 def test_ranks_that_samestep_starts_tell_of_a_failure_once_and_leave_logs_that_say_something(here):
-    """In real processes: the parent tells what the ranks leave for it."""
     path = script(here, SAYS_AND_WAITS + ERROR)
     done = typed("-m", "samestep", "profile", path, "--nproc", "3", folder=here)
     assert done.returncode == 1, done.stderr
@@ -131,7 +127,6 @@ def test_what_was_measured_until_a_script_failed_is_kept(here):
 
 
 def test_sigterm_ends_a_script_and_shows_what_was_measured(here):
-    """The script sends the signal itself, in the midst of a step, once there is enough."""
     text = "import os, signal, sys\n" + STEPS.format(100)
     text += "os.kill(os.getpid(), signal.SIGTERM)\nprint('went on')\n"
     ranks = ended(here, 143, text, "--seconds", "60", "--out", "out")

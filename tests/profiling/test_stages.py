@@ -91,7 +91,6 @@ class Training:
 
 
 def profiled(**wishes):
-    """Return a training that has run until its profile was done."""
     training = Training(**wishes)
     assert training.run()
     return training
@@ -109,7 +108,7 @@ def test_steps_are_measured_after_the_warm_up_and_others_are_traced_after_that()
     assert training.stages.done
 
 
-def test_no_step_of_the_warm_up_counts_and_each_of_several_in_one_graph():
+def test_no_step_of_the_warm_up_counts_and_of_short_steps_more_are_traced():
     training = Training()
     training.clock.seconds = 0.4  # most of the warm-up was the start of the program
     assert training.run()
@@ -117,9 +116,6 @@ def test_no_step_of_the_warm_up_counts_and_each_of_several_in_one_graph():
     assert training.stages.span.steps == training.traced[0] - 4  # 4 is the first decision
     training = profiled(at_once=8)
     assert training.stages.tracer.steps == 8 * len(training.traced)
-
-
-def test_of_short_steps_more_are_traced_than_of_long_ones():
     training = Training(seconds=0.5)
     training.run(steps=4)
     for step in count(5):
@@ -137,15 +133,12 @@ def test_whole_epochs_are_measured_with_what_lies_between_them_and_the_next(prof
     assert training.stages.tracer.steps == 5
 
 
-def test_while_it_waits_for_a_long_epochs_end_it_traces_and_counts_none_of_that():
+def test_while_it_waits_for_an_epochs_end_it_traces_and_ends_after_20_seconds():
     training = profiled(per_epoch=100, wants_epochs=lambda: True, seconds=3.0)
     span = training.stages.span
     assert 0.2 < training.traced[0] / 100 < 0.4, "long before the first epoch's end"
     assert training.stages.tracer.steps == 5
     assert span.seconds == pytest.approx(STEP_S * span.steps, rel=0.03)
-
-
-def test_of_an_epoch_without_an_end_what_there_is_after_20_seconds_is_measured():
     training = profiled(per_epoch=10**6, wants_epochs=lambda: True, seconds=1.0)
     assert 20 < training.clock.seconds < 50
     assert training.seconds_per_step == pytest.approx(STEP_S)
@@ -160,7 +153,6 @@ def test_so_many_steps_are_measured_as_are_wished_for_whatever_the_epochs(wished
 
 @pytest.mark.parametrize("taken", [10, 30])
 def test_a_stop_signal_ends_it_with_what_was_measured_until_then(taken):
-    """The warm-up ends with step 4; of 3 s to measure step 30 is one of the last."""
     training = Training(seconds=3.0, stop=lambda: training.taken >= taken)
     assert training.run()
     assert training.stages.stopped
@@ -168,14 +160,11 @@ def test_a_stop_signal_ends_it_with_what_was_measured_until_then(taken):
     assert training.seconds_per_step == pytest.approx(STEP_S)
 
 
-def test_one_epoch_is_traced_from_its_first_step_to_its_last():
+def test_one_epoch_is_traced_whole_and_the_first_measured_meanwhile():
     training = profiled(per_epoch=11, epoch=2)
     assert training.traced == list(range(11, 22))
     assert training.stages.span.steps == 7  # of the epoch before, since the first decision
     assert training.seconds_per_step == pytest.approx(STEP_S + 0.5 / 7)
-
-
-def test_the_first_epochs_steps_are_measured_while_they_are_traced_for_there_are_no_others():
     training = profiled(per_epoch=11, epoch=1)
     assert training.traced == list(range(11))
     assert training.stages.span.steps == 11
@@ -183,14 +172,7 @@ def test_the_first_epochs_steps_are_measured_while_they_are_traced_for_there_are
     assert training.stages.span.seconds == pytest.approx(11 * STEP_S * SLOW_DOWN + 0.5)
 
 
-def test_steps_that_the_script_profiles_itself_are_in_no_number():
-    training = profiled(profiles=range(10, 20), seconds=3.0)
-    assert training.stages.profiled_itself
-    assert training.seconds_per_step == pytest.approx(STEP_S)
-    assert training.stages.tracer.steps == 5
-
-
-def test_a_profiler_of_the_scripts_own_ends_a_trace_early_and_the_rest_goes_on():
+def test_a_profiler_of_the_scripts_own_ends_a_trace_early_and_is_in_no_number():
     training = Training(seconds=1.0)
     while training.stages.stage != "trace":
         assert not training.stages.at(training.taken)
@@ -204,9 +186,13 @@ def test_a_profiler_of_the_scripts_own_ends_a_trace_early_and_the_rest_goes_on()
         done = training.stages.at(step)
     assert done
     assert training.stages.tracer.steps == 1
+    training = profiled(profiles=range(10, 20), seconds=3.0)
+    assert training.stages.profiled_itself
+    assert training.seconds_per_step == pytest.approx(STEP_S)
+    assert training.stages.tracer.steps == 5
 
 
-def test_an_epoch_that_never_begins_or_is_profiled_by_the_script_leaves_no_trace():
+def test_an_epoch_that_never_begins_leaves_no_trace_and_one_that_ends_early_what_there_was():
     training = Training(per_epoch=11, epoch=9)
     assert not training.run(steps=33)
     training.stages.end()
@@ -214,21 +200,6 @@ def test_an_epoch_that_never_begins_or_is_profiled_by_the_script_leaves_no_trace
     training = profiled(per_epoch=10, epoch=2, profiles=range(8, 30))
     assert training.stages.tracer is None
     assert training.taken == 10
-
-
-@pytest.mark.parametrize(("steps", "measured"), [(1, None), (2, None), (3, 2), (20, 16)])
-def test_a_training_that_ends_early_is_measured_as_far_as_it_came(steps, measured):
-    """In three steps the warm-up had no end, so all but the first count."""
-    training = Training(seconds=60.0)
-    assert not training.run(steps=steps)
-    training.stages.end()
-    assert training.stages.done
-    assert training.stages.tracer is None
-    span = training.stages.span
-    assert (span and span.steps) == measured
-
-
-def test_a_training_that_ends_in_the_midst_of_the_trace_keeps_what_was_traced():
     training = Training(seconds=1.0)
     while not training.traced:
         training.run(steps=1)
@@ -238,8 +209,18 @@ def test_a_training_that_ends_in_the_midst_of_the_trace_keeps_what_was_traced():
     assert training.seconds_per_step == pytest.approx(STEP_S)
 
 
+@pytest.mark.parametrize(("steps", "measured"), [(1, None), (2, None), (3, 2), (20, 16)])
+def test_a_training_that_ends_early_is_measured_as_far_as_it_came(steps, measured):
+    training = Training(seconds=60.0)
+    assert not training.run(steps=steps)
+    training.stages.end()
+    assert training.stages.done
+    assert training.stages.tracer is None
+    span = training.stages.span
+    assert (span and span.steps) == measured
+
+
 def test_rank_0s_answers_move_every_rank_alike():
-    """A rank whose own clock says otherwise follows what rank 0 says."""
     first = Training(seconds=2.0)
     answers = []
     first.stages._agree = lambda answer: answers.append(answer()) or answers[-1]

@@ -34,15 +34,7 @@ def trace(inside, steps=5):
     return events
 
 
-def test_phases_are_the_time_from_mark_to_mark():
-    names, spans = ("data", "forward", "backward", "optimizer"), (0, 100, 400, 900, 1000)
-    assert trace_digest.phases_of(trace([], steps=1)) == list(
-        zip(names, pairwise(spans), strict=True)
-    )
-    assert digest([], 0).launch == 0
-
-
-def test_what_no_operation_works_in_is_the_cost_of_starting_operations():
+def test_phases_lie_between_marks_and_what_no_operation_works_in_is_a_cost_of_its_own():
     found = digest(trace([event("aten::mm", 100, 90)]), 5)
     # 2 µs are taken for an operation that does nothing, and up to three of them are no work.
     assert found.matmul == pytest.approx(84 / 900, rel=0.01)
@@ -50,9 +42,14 @@ def test_what_no_operation_works_in_is_the_cost_of_starting_operations():
     assert found.count == 1
     of_python = digest(trace([event("SlowBackward", 400, 500)]), 5)  # a node of autograd
     assert of_python.launch == pytest.approx(1.0)
+    names, spans = ("data", "forward", "backward", "optimizer"), (0, 100, 400, 900, 1000)
+    assert trace_digest.phases_of(trace([], steps=1)) == list(
+        zip(names, pairwise(spans), strict=True)
+    )
+    assert digest([], 0).launch == 0
 
 
-def test_work_is_counted_once_where_an_operation_calls_another():
+def test_work_is_counted_once_and_a_step_in_which_another_had_the_core_changes_nothing():
     nested = [
         event("aten::linear", 100, 800),
         event("aten::addmm", 200, 600),
@@ -63,16 +60,13 @@ def test_work_is_counted_once_where_an_operation_calls_another():
     assert found.memory == pytest.approx(74 / 900, rel=0.01)
     assert found.top_matmul[0] == ("addmm", pytest.approx(594 / 900, rel=0.01))
     assert found.top_memory == (("add", pytest.approx(74 / 900, rel=0.01)),)
-
-
-def test_a_step_in_which_another_program_had_the_core_changes_nothing():
     calm = trace([event("aten::mm", 100, 500), event("aten::add", 700, 100)])
     disturbed = [dict(one) for one in calm]
     next(one for one in disturbed if one["name"] == "aten::mm")["dur"] = 590
     assert digest(disturbed, 5).matmul == pytest.approx(digest(calm, 5).matmul, rel=0.01)
 
 
-def test_a_loop_that_reads_numbers_is_told_from_other_overhead():
+def test_a_loop_that_reads_numbers_is_told_from_indices_an_optimizer_and_overhead():
     norms = [event("aten::norm", start, 10) for start in range(400, 880, 40)]
     loop = [*norms, *(event("aten::_local_scalar_dense", e["ts"] + 20, 1) for e in norms)]
     found = digest(trace(loop), 5)
@@ -80,10 +74,6 @@ def test_a_loop_that_reads_numbers_is_told_from_other_overhead():
     assert found.sync == pytest.approx(440 / 900, rel=0.01)
     single = digest(trace([event("aten::_local_scalar_dense", 500, 1)]), 5)
     assert (single.syncs, single.sync) == (1, 0)
-
-
-def test_an_optimizer_that_reads_again_and_again_is_no_loop_of_the_scripts():
-    """LBFGS does so; the closure that it calls is the script's, in another phase."""
     reads = [event("aten::_local_scalar_dense", start, 1) for start in range(910, 990, 10)]
     ranges = [event("Optimizer.step#LBFGS.step", 400, 595, "user_annotation")]
     found = digest(trace([*ranges, *reads]), 5)
@@ -92,10 +82,6 @@ def test_an_optimizer_that_reads_again_and_again_is_no_loop_of_the_scripts():
     found = digest(trace([*ranges, *closures]), 5)
     assert found.syncs == 48
     assert found.sync > 0.5
-
-
-def test_a_number_that_is_read_as_an_index_does_not_count():
-    """As in `x[i]` and `x[:i]`, where PyTorch reads the tensor `i`, which is on the CPU."""
     places = range(400, 880, 40)
     reads = [event("aten::_local_scalar_dense", start + 2, 1) for start in places]
     indexing = [event(trace_digest.INDEX, start, 5, "user_annotation") for start in places]
@@ -119,15 +105,12 @@ NAMES = {
 }
 
 
-def test_of_a_long_name_the_telling_part_stays():
-    assert {name: trace_digest.short_name(name) for name in NAMES} == NAMES
-
-
-def test_putting_samples_together_is_told_as_a_share_of_the_wait():
+def test_putting_samples_together_is_a_share_of_the_wait_and_long_names_are_cut():
     calls = [event("aten::stack", 20, 60), event("aten::mm", 200, 50)]
     assert digest(trace(calls), 5).collate == pytest.approx(0.6)
     collates = event(COLLATE, 10, 80, "user_annotation")  # whatever that calls
     assert digest(trace([collates, *calls]), 5).collate == pytest.approx(0.8)
+    assert {name: trace_digest.short_name(name) for name in NAMES} == NAMES
 
 
 KERNEL = "kernel"
@@ -167,15 +150,13 @@ def test_a_gpus_time_is_split_by_what_it_does_or_waits_for(case):
         assert least <= getattr(found, name) <= most, (name, found)
 
 
-def test_a_gpu_is_busy_while_any_kernel_runs_on_any_of_its_streams():
+def test_a_gpu_is_busy_while_any_kernel_runs_and_the_memory_peak_has_a_phase():
     copy = event("Memcpy HtoD (Pinned -> Device)", 750, 100, "gpu_memcpy", 9)
     step = [on_gpu(100, 500), on_gpu(400, 300, NCCL, 8), copy]
     assert digest(trace(step), 5).gpu_busy == pytest.approx(600e-6)
     assert digest(trace(step, steps=5), 40).gpu_busy == pytest.approx(75e-6)  # 8 steps a graph
     assert digest(trace([event("aten::mm", 100, 90)]), 5).gpu_busy is None
 
-
-def test_the_memory_timeline_names_the_phase_of_the_peak():
     def change(moment, size):
         return {"name": "[memory]", "ts": moment, "args": {"Bytes": size, "Device Type": 0}}
 

@@ -11,8 +11,7 @@ from tests import tiny
 from tests.command_line import read_json, start
 
 
-def profiled(folder, recipe, sizes, code=0):
-    """Try batch sizes on one rank; return what was found."""
+def swept(folder, recipe, sizes, code=0):
     words = ("profile", str(tiny.write_recipe(folder, recipe)), "--batch-sizes", sizes)
     flags = ("--seconds", "0.2", "--run-dir", str(folder / "out"))
     ranks = start(*words, *flags, folder=folder / "o")
@@ -23,7 +22,7 @@ def profiled(folder, recipe, sizes, code=0):
 def test_an_epochs_small_last_batch_counts_as_such_and_how_long_to_train_need_not_be_said(tmp_path):
     """A step of 100 samples is followed by one of 31: together they are 131, not 200."""
     recipe = tiny.RECIPE.replace('"epochs": 6', '"lr": 0.1')
-    ((row,),) = (sweep["rows"] for sweep in profiled(tmp_path, recipe, "100")["sweeps"])
+    ((row,),) = (sweep["rows"] for sweep in swept(tmp_path, recipe, "100")["sweeps"])
     assert 31 <= row["samples_per_s"] * row["seconds"] <= 80
 
 
@@ -51,14 +50,12 @@ recipe = replace(recipe, loss=loss)
 
 
 def test_after_a_stop_signal_no_further_value_is_tried_and_what_there_is_is_shown(tmp_path):
-    found = profiled(tmp_path, tiny.RECIPE + STOPS_AT_4, "2,4,8", code=143)
+    found = swept(tmp_path, tiny.RECIPE + STOPS_AT_4, "2,4,8", code=143)
     (sweep,) = found["sweeps"]
     assert [row["value"] for row in sweep["rows"]] == [2, 4]
     assert sweep["skipped"] == [8]
     assert found["measured"]["stopped"]
 
-
-# --- `--apply` changes its keys of a TOML file and nothing else in it
 
 FILE = """\
 # my settings

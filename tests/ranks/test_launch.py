@@ -171,8 +171,7 @@ def test_steps_of_one_job_listen_at_different_ports(job, steps):
     assert len(ports) == len(steps)
 
 
-def test_all_ranks_of_a_step_agree_where_rank_0_listens():
-    """It is the first host of the step, at a port below the ephemeral ones."""
+def test_all_ranks_of_a_step_agree_where_rank_0_listens_also_under_open_mpi():
     places = set()
     for rank in range(6):
         place = {"SLURM_NODEID": rank // 3, "SLURM_LOCALID": rank % 3, "SLURM_PROCID": rank}
@@ -182,9 +181,6 @@ def test_all_ranks_of_a_step_agree_where_rank_0_listens():
     ((host, port),) = places
     assert host == "gpu013"
     assert port in range(12000, 30000)
-
-
-def test_open_mpi_on_one_node_listens_on_the_loopback_at_a_port_of_its_job():
     launch = detect_launch(OPEN_MPI_ONE_NODE)
     other = {"OMPI_MCA_ess_base_jobid": "1966735362"}
     assert launch.master_addr == "127.0.0.1"

@@ -15,7 +15,7 @@ import torch
 import samestep
 from tests.command_line import RECIPE, read_json, typed
 from tests.processes import TIMEOUT_S, free_port, run_ranks
-from tests.tiny import all_records, events, num_records, trained, until
+from tests.tiny import all_records, events, num_records, start, trained, until
 
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
@@ -80,6 +80,17 @@ def test_when_one_rank_fails_the_others_stop_soon_and_its_failure_is_shown_once(
     assert read_json(tmp_path / "run" / "result.json")["reason"] == stop["reason"] == reason
 
 
+def test_under_other_launchers_a_run_keeps_the_first_failure_and_not_what_followed(tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS_ON_RANK_1)
+    run = tmp_path / "run"
+    ranks = start(tmp_path / "fails.py", "--run-dir", str(run), world_size=2, folder=tmp_path)
+    assert ranks.wait() == [1, 2]
+    reason = read_json(run / "result.json")["reason"]
+    assert "[rank 1]" in reason
+    assert "KeyError" in reason
+    assert all_records(run)[-1]["reason"] == reason
+
+
 # Slow enough to be struck, until the file is gone; it says which ranks take its first step.
 PACED = RECIPE.replace(
     "recipe = Recipe(",
@@ -121,7 +132,6 @@ def wait_for_step(folder: Path, *, after_starts: int) -> None:
 
 
 def children(process: subprocess.Popen[bytes]) -> list[int]:
-    """Return the process ids of the ranks that an agent has started."""
     path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     return [int(pid) for pid in path.read_text().split()]
 

@@ -1,5 +1,6 @@
-"""A scheduler's warning during the import of PyTorch is not lost; children end as they are told."""
+"""A warning during the import of PyTorch is not lost; children end; garbage waits for imports."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -52,13 +53,10 @@ def test_a_warning_during_the_import_of_torch_ends_the_training_with_a_checkpoin
     assert (here / "run" / "checkpoints" / index["last"]["path"]).is_file()
 
 
-def test_a_warning_before_any_rank_has_begun_starts_none(here):
+def test_a_warning_before_any_rank_has_begun_starts_none_and_ends_another_verb(here):
     done = run(here, "torch", "train", "small.py", "--run-dir", "run", "--nproc", "2")
     assert done.returncode == 128 + signal.SIGUSR1, done.stderr
     assert not (here / "run").exists()
-
-
-def test_another_verb_ends_by_the_signal_at_once(here):
     done = run(here, "tyro", "data", "list")
     assert done.returncode == -signal.SIGUSR1
 
@@ -113,11 +111,35 @@ def _children_of_a_training() -> tuple[list[int | None], list[list[int]], bool, 
     return codes, counted, child.exitcode == 0, _handlers_of_child() == before
 
 
-def test_a_child_that_is_started_in_a_training_ends_with_sigterm_and_leaves_other_stops_to_it(
-    tmp_path,
-):
+def test_a_child_of_a_training_ends_with_sigterm_and_only_so(tmp_path):
     ((codes, counted, lived, as_before),) = run_ranks(_children_of_a_training, 1, tmp_path)
     assert codes == [-signal.SIGTERM] * 8
     assert counted == [list(range(64))] * 3
     assert lived, "Ctrl-C and a scheduler's warning stop the training, not what serves it"
     assert as_before, "a caller's own children have the caller's handlers"
+
+
+USUAL = gc.get_threshold()
+SAYS = (
+    "import gc\nprint('state', gc.get_threshold(), gc.get_freeze_count() > 100_000, flush=True)\n"
+)
+
+
+def test_a_recipe_is_collected_as_usual_and_without_the_modules(tmp_path):
+    says = "\n".join(f"    {line}" for line in SAYS.splitlines())
+    text = RECIPE.replace("def model():\n", f"def model():\n{says}\n")
+    (tmp_path / "recipe.py").write_text(text)
+    done = typed("-m", "samestep", "train", "recipe.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = {line for line in done.stdout.splitlines() if line.startswith("state ")}
+    assert told == {f"state {USUAL} True"}
+
+
+def test_who_imports_samestep_keeps_a_collector_of_their_own(tmp_path):
+    code = (
+        "import gc; gc.set_threshold(70, 7, 7)\n"
+        "import samestep; samestep.dist.setup_distributed(); samestep.dist.cleanup()\n"
+        "assert (gc.get_threshold(), gc.get_freeze_count()) == ((70, 7, 7), 0)"
+    )
+    done = typed("-c", code, folder=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,12 +1,16 @@
-"""Which device and backend a rank gets, and what the collectives return."""
+"""Which device, backend and interface a rank gets, and what the collectives return."""
 
 import math
+import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from samestep.errors import UserError
+from samestep.ranks import address as addresses
 from samestep.ranks import world as worlds
+from samestep.ranks.address import check_gloo_interfaces, interface_of, interface_towards, resolve
 from samestep.ranks.world import choose_backend, choose_device, find_world, join, leave, open_store
 from tests.processes import launch_environment, run_ranks
 
@@ -82,9 +86,7 @@ def test_nccl_is_refused_where_it_cannot_serve(device, platform):
     ("wanted", "world_size", "device", "warned"),
     [("auto", 1, "mps", False), ("auto", 2, "cpu", True), ("mps", 2, "mps", True)],
 )
-def test_several_ranks_on_one_apple_gpu_are_told_that_nothing_is_gained(
-    monkeypatch, wanted, world_size, device, warned
-):
+def test_several_ranks_on_one_apple_gpu_are_told(monkeypatch, wanted, world_size, device, warned):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     world = find_world(wanted, environment=launch_environment(0, world_size, 29500))
@@ -174,3 +176,63 @@ def meets_again() -> list[bool]:
 def test_ranks_that_meet_again_find_nothing_of_their_last_meeting(tmp_path):
     # An address of that time would lead one of them to where nobody listens any more.
     assert run_ranks(meets_again, 2, tmp_path) == [[False] * 3] * 2
+
+
+def test_a_master_without_an_address_is_refused_and_loopback_has_its_interface():
+    with pytest.raises(UserError, match=r"no-such-host\.invalid") as error:
+        addresses.resolve_master("no-such-host.invalid")
+    assert socket.gethostname() in str(error.value)
+    assert "MASTER_ADDR" in str(error.value)
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.77") == ""  # of a net for documentation
+    assert resolve("localhost") in ("127.0.0.1", "::1")
+
+
+def test_a_name_server_that_needs_a_moment_is_asked_again(monkeypatch):
+    answers = iter([socket.gaierror(socket.EAI_AGAIN, "later"), [(0, 0, 0, "", ("10.1.2.3", 0))]])
+
+    def ask(*_, **__):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", ask)
+    monkeypatch.setattr(addresses, "time", SimpleNamespace(sleep=lambda _: None))
+    assert addresses.resolve_master("node1") == "10.1.2.3"
+
+
+@pytest.mark.parametrize(
+    ("address", "inside"),
+    [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False), ("fe80::1%eth0", False), ("", False)],
+)
+def test_a_loopback_address_is_told_from_others(address, inside):
+    assert addresses.is_loopback(address) == inside
+
+
+@pytest.mark.parametrize("own", ["127.0.1.1", ""])
+def test_where_it_has_none_the_interface_on_the_way_to_rank_0_is_named(monkeypatch, own):
+    ways = {"10.9.9.9": "10.1.2.3", "192.0.2.1": "10.4.5.6"}
+    monkeypatch.setattr(addresses, "address_towards", lambda to: ways.get(to, "127.0.0.1"))
+    names = {"10.1.2.3": "ib0", "10.4.5.6": "eth0"}
+    monkeypatch.setattr(addresses, "interface_of", lambda address: names[address])
+    assert interface_towards("10.9.9.9", own) == "ib0"
+    assert interface_towards("127.0.1.1", own) == "eth0"  # on rank 0's own host: the way out
+    assert interface_towards("10.9.9.9", own="10.1.2.3") == "", "Gloo chooses by itself"
+    monkeypatch.setattr(addresses, "address_towards", lambda _: "")  # without a network
+    assert interface_towards("127.0.1.1", own) == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ("^docker,lo", "NCCL_SOCKET_IFNAME"),
+        ("=lo", "NCCL_SOCKET_IFNAME"),
+        ("no-such-0", "no interface no-such-0, but .*lo"),
+        ("lo,no-such-0", "no interface no-such-0"),
+    ],
+)
+def test_an_interface_with_which_gloo_cannot_start_is_refused_with_those_that_are_here(names, says):
+    with pytest.raises(UserError, match=f"GLOO_SOCKET_IFNAME is .*{says}"):
+        check_gloo_interfaces(names)
+    check_gloo_interfaces("lo")

@@ -31,7 +31,6 @@ def test_the_binary_version_gives_every_record_in_the_order_of_its_files(tmp_pat
 
 
 def test_the_files_may_lie_where_their_archive_is_unpacked(tmp_path):
-    """Also next to the Python version."""
     write_binary(tmp_path / "cifar-10-batches-bin", num_test=7)
     (tmp_path / "batches.meta").write_bytes(b"")
     images, labels = read_cifar10(tmp_path, "test")

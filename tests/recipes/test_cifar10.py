@@ -1,13 +1,17 @@
 """The recipe cifar10 from the command line, on small files."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from samestep import UserError, read_records
+from samestep import read_records
+from samestep.errors import UserError
 from samestep.recipe import find_recipe
 from samestep.recipes.cifar10 import CLASSES, Cifar10Options
+from samestep.recipes.resnet import resnet18
 from tests import tiny
 from tests.cifar_files import write_binary
 from tests.command_line import read_json, train_here
@@ -56,7 +60,6 @@ def test_it_trains_and_tells_each_class(binary, tmp_path):
 
 
 def test_the_settings_file_of_the_fast_training_is_accepted(binary, tmp_path):
-    """Without compiling, which takes a minute on a CPU; with a flag that needs more ranks."""
     settings = Path(__file__).parents[2] / "examples" / "cifar10_fast.toml"
     flags = ("--compile", "off", "--max-steps", "3", "--warmup-steps", "2", "--sync-batchnorm")
     folder = train(binary, tmp_path, "--config", str(settings), *flags)
@@ -68,7 +71,6 @@ def test_the_settings_file_of_the_fast_training_is_accepted(binary, tmp_path):
 
 
 def test_a_run_goes_on_in_another_layout_with_activations_computed_again(binary, tmp_path):
-    """In float64, so that it is told apart from momentum that lies at the wrong weights."""
     flags = ("--precision", "fp64", "--epochs", "2", "--batch-size", "30")
     whole = train(binary, tmp_path, *flags, name="whole")
     kept = ("--checkpoint-every-steps", "1", "--keep-top-k", "1")
@@ -92,3 +94,47 @@ def test_a_run_goes_on_in_another_layout_with_activations_computed_again(binary,
 def test_a_bad_option_is_named_with_its_value(option, value, told):
     with pytest.raises(UserError, match=told):
         find_recipe("cifar10").load_data(Cifar10Options(**{option: value}))
+
+
+@pytest.mark.parametrize(
+    ("stem", "num_classes", "parameters", "side", "final"),
+    # torchvision's resnet18 has 11,689,512; the small one is what others train on CIFAR-10.
+    [("large", 1000, 11_689_512, 224, 7), ("small", 10, 11_173_962, 32, 4)],
+)
+def test_it_has_the_known_parameters_and_sizes(stem, num_classes, parameters, side, final):
+    model = resnet18(num_classes, stem=stem)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len([m for m in layers if getattr(m, "kernel_size", 0) != (1, 1)]) == 18
+    narrow, shapes = resnet18(3, stem=stem, width=2), []
+    narrow.layer4.register_forward_hook(lambda _m, _i, out: shapes.append(out.shape))
+    assert narrow(torch.zeros(2, 3, side, side)).shape == (2, 3)
+    assert shapes == [(2, 16, final, final)]
+
+
+def test_names_are_those_of_torchvision_and_weights_begin_as_those_of_he_et_al():
+    names = set(resnet18(1000, stem="large", width=1).state_dict())
+    assert {"bn1.running_var", "layer4.1.bn2.bias", "layer2.0.downsample.0.weight"} <= names
+    assert len(names) == 122
+    assert "layer1.0.downsample.0.weight" not in names
+    with pytest.raises(ValueError, match="'small' or 'large'"):
+        resnet18(10, stem="medium")
+    torch.manual_seed(0)
+    model = resnet18(10, stem="small")
+    for name in ("layer1.0.conv1", "layer3.0.conv1", "layer4.1.conv2"):
+        weight = model.get_submodule(name).weight
+        expected = math.sqrt(2 / (weight.shape[0] * 9))
+        assert float(weight.detach().std()) == pytest.approx(expected, rel=0.05), name
+
+
+def test_the_shortcut_is_the_convolution_of_the_paper_with_its_stride_taken_before(monkeypatch):
+    """On the CPU, where PyTorch's own 1 x 1 convolution with a stride can crash."""
+    block = resnet18(10, stem="small", width=4).layer2[0]
+    images = torch.randn(2, 4, 9, 7)
+    shortcut, convolve, strides = block.downsample[0], nn.functional.conv2d, []
+    expected = convolve(images, shortcut.weight, stride=2)
+    monkeypatch.setattr(
+        nn.functional, "conv2d", lambda *a, **k: strides.append((a, k)) or convolve(*a, **k)
+    )
+    torch.testing.assert_close(shortcut(images), expected)
+    assert [(len(inputs), named) for inputs, named in strides] == [(2, {})]  # images and weight

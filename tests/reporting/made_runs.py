@@ -68,25 +68,21 @@ def write_run(
 
 
 def lines_of(run: Path) -> list[str]:
-    """Return the lines of a run's records."""
     return (run / "events.jsonl").read_text().splitlines(keepends=True)
 
 
 def append(run: Path, *records: dict[str, Any]) -> None:
-    """Let a run write further records."""
     with (run / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def change(run: Path, edit: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Path:
-    """Rewrite the records of a run, and return it."""
     records = edit([json.loads(line) for line in lines_of(run)])
     (run / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return run
 
 
 def change_start(run: Path, **fields: Any) -> Path:
-    """Change fields of a run's first record."""
     return change(run, lambda records: [records[0] | fields, *records[1:]])
 
 

@@ -50,9 +50,7 @@ class ReadPage(HTMLParser):
         return {chart["id"]: chart for chart in found["charts"]}
 
     def with_attribute(self, name: str) -> list[str | None]:
-        """The values of an attribute, of all elements that have it."""
         return [attributes[name] for _, attributes in self.elements if name in attributes]
 
     def shown(self) -> str:
-        """Everything that is to be read."""
         return " ".join(text for _, text in self.texts)

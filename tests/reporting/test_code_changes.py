@@ -31,14 +31,13 @@ def summary(changes: list[CodeChange] | None) -> list[tuple[str, str, int, int]]
 
 @pytest.fixture
 def pair(tmp_path):
-    """Give two runs whose copies differ in every way."""
     same = {"same.py": b"x\n", "lib/same.py": b"y\n"}
     old = {"train.py": b"a\nb\nc\n", "gone.py": b"1\n", "w.bin": b"\0\1"}
     new = {"train.py": b"a\nB\nc\nd\n", "new.py": b"1\n2\n", "w.bin": b"\0\2"}
     return with_code(tmp_path / "A", **same, **old), with_code(tmp_path / "B", **same, **new)
 
 
-def test_each_file_that_differs_is_told_with_its_lines(pair):
+def test_each_file_that_differs_is_told_also_where_a_run_keeps_one_alone(pair, tmp_path):
     found = code_changes(*pair)
     assert summary(found) == [
         ("gone.py", "gone", 0, 1),
@@ -55,9 +54,6 @@ def test_each_file_that_differs_is_told_with_its_lines(pair):
     (pair[1] / "code" / "__pycache__").mkdir()
     (pair[1] / "code" / "__pycache__" / "x.pyc").touch()
     assert summary(code_changes(*pair)) == summary(found)
-
-
-def test_a_run_that_keeps_one_file_is_compared_by_that_file(tmp_path, pair):
     (tmp_path / "C").mkdir()
     assert code_changes(pair[0], tmp_path / "C") is None
     (tmp_path / "C" / "recipe.py").write_text("a\nb\n")
@@ -95,9 +91,7 @@ def test_a_long_difference_is_left_out_of_the_screen_and_is_in_the_json(tmp_path
 
 @settings(max_examples=30)
 @given(st.tuples(*[st.binary(min_size=1, max_size=20)] * 2))
-def test_lines_added_and_removed_account_for_the_length_of_any_two_files(
-    tmp_path_factory, contents
-):
+def test_lines_added_and_removed_account_for_the_length_of_files(tmp_path_factory, contents):
     folder = tmp_path_factory.mktemp("runs")
     for name, content in zip("AB", contents, strict=True):
         (folder / name).mkdir()

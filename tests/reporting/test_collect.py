@@ -211,15 +211,15 @@ def test_the_header_has_no_best_of_a_run_without_validation_and_seconds_of_a_sho
     assert facts["duration"].startswith("0.42 s")
 
 
-def test_of_a_run_that_goes_on_the_header_has_the_time_left_and_the_best_so_far(
-    tmp_path, monkeypatch
-):
+def test_of_a_run_that_goes_on_the_time_left_and_the_best_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("samestep.run.directory.is_written", lambda path: True)
     path = write_run(tmp_path / "run", epochs=4, finished=False)
     (path / "run.lock").write_text("")
     facts = dict(collect([change(path, lambda records: records[:20])]).runs[0].facts)
     assert facts["left"].startswith("0:10 ")  # 11 steps of 11/12 s, as the last 12
     assert facts["best"].startswith("accuracy 0.6667")
+    best = chart(collect([path]), "accuracy").curves[-1]
+    assert (best.label, best.role, best.x, best.y) == ("best, epoch 2", "best", (12,), (0.666667,))
     assert "left" not in dict(collect([write_run(tmp_path / "ended")]).runs[0].facts)
 
 

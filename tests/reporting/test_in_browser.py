@@ -23,7 +23,6 @@ CLASSES = ("cat", HOSTILE)
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """A browser for all tests of this file."""
     with browser.chromium(tmp_path_factory.mktemp("browser")) as opened:
         yield opened
 

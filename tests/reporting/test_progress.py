@@ -46,7 +46,7 @@ def test_the_bar_keeps_its_length_whatever_the_numbers_are(width):
     assert length <= width - 20
 
 
-def test_the_bar_tells_per_cent_and_steps_and_more_where_there_is_room():
+def test_the_bar_tells_what_there_is_room_for_a_steady_eta_and_a_loss_that_is_nan():
     state = BarState(plan=PLAN, metric="val. accuracy 0.9000").after(progress(657, loss=0.25))
     narrow, wide = state.numbers(60), state.numbers(140)
     for words in (" 25%", "657/2,628"):
@@ -54,9 +54,10 @@ def test_the_bar_tells_per_cent_and_steps_and_more_where_there_is_room():
         assert words in wide
     for words in ("loss 0.2500", "val. accuracy 0.9000", "48.8k samples/s", "ETA 1 s"):
         assert words in wide
-
-
-def test_the_bar_shows_a_loss_that_is_nan_though_it_is_null_in_a_file():
+    state = BarState(plan=PLAN)
+    for rate in (1000.0, 1000.0, 10.0):
+        state = state.after(progress(100, rate))
+    assert 700 < state.rate < 900
     state = BarState(plan=PLAN).after(progress(656, loss=0.25)).after(progress(657))
     assert "loss 0.2500" in state.numbers(140)
     assert "loss nan" in state.after(progress(658, loss=None)).numbers(140)
@@ -68,15 +69,7 @@ def test_the_last_step_of_an_epoch_belongs_to_it(step, epoch):
     assert state.epoch.split("/") == [f"{epoch:>2}", "12"]
 
 
-def test_one_slow_step_does_not_make_the_eta_jump():
-    state = BarState(plan=PLAN)
-    for rate in (1000.0, 1000.0, 10.0):
-        state = state.after(progress(100, rate))
-    assert 700 < state.rate < 900
-
-
 def shown(width: int, *, terminal: bool) -> list[str]:
-    """Return the lines of a short run."""
     file = io.StringIO()
     screen = Screen(Console(file=file, width=width, force_terminal=terminal, color_system=None))
     with screen:
@@ -91,15 +84,12 @@ def shown(width: int, *, terminal: bool) -> list[str]:
     return [line.rstrip() for line in lines if line.strip() and "\x1b" not in line]
 
 
-def test_a_narrow_terminal_breaks_no_word_and_leaves_a_path_whole():
+def test_a_narrow_terminal_breaks_no_word_and_off_a_terminal_each_row_is_one_line():
     lines = [line for line in shown(60, terminal=True) if "━" not in line]
     assert all(len(line) <= 60 or PLAN["run_dir"] in line for line in lines)
     assert sum(PLAN["run_dir"] in line for line in lines) == 2
     for words in ("accuracy 0.7500", "another_metric 0.1250", "10k samples/s", "48.8k"):
         assert any(words in line for line in lines)
-
-
-def test_off_a_terminal_each_row_is_one_line():
     lines = shown(60, terminal=False)
     assert any(line.endswith(PLAN["notes"][0]) for line in lines)
     (epoch,) = [line for line in lines if line.startswith("epoch")]
@@ -160,8 +150,6 @@ def test_the_line_of_an_epoch_has_mfu_and_memory_only_where_the_device_is_known(
 
 
 class FullOutput(io.StringIO):
-    """A log whose disk is full."""
-
     def write(self, _: str) -> int:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
@@ -176,9 +164,7 @@ def into(output: io.TextIOBase | None, run: Path, monkeypatch) -> list[dict]:
 
 
 @pytest.mark.parametrize("output", [FullOutput(), None], ids=["full", "closed"])
-def test_where_the_output_takes_nothing_the_training_goes_on_and_one_record_says_so(
-    output, tmp_path, monkeypatch
-):
+def test_where_the_output_takes_nothing_the_training_goes_on(output, tmp_path, monkeypatch):
     records = into(output, tmp_path / "run", monkeypatch)
     (told,) = (r["text"] for r in records if r["event"] == "screen")
     assert ("quota" if output else "closed") in told

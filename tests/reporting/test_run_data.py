@@ -19,15 +19,12 @@ def run(tmp_path):
     return write_run(tmp_path / "run")
 
 
-def test_a_whole_run_has_nothing_to_complain_of(run):
+def test_a_whole_run_has_no_problems_and_of_a_half_written_last_line_the_rest_is_used(run):
     found = read_run(run)
     assert found.problems == ()
     assert found.status == "completed (finished)"
     assert found.recipe == "toy"
     assert len(found.of("step")) == 18
-
-
-def test_of_a_half_written_last_line_the_rest_is_used(run):
     text = (run / "events.jsonl").read_text()
     (run / "events.jsonl").write_text(text + '{"event": "step", "step": 19, "lo')
     found = read_run(run)

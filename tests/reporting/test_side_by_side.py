@@ -88,9 +88,7 @@ def test_a_setting_is_not_held_against_a_fact_of_the_same_name(tmp_path):
         ({"own_schedule": True, "free_options": ["cache"]}, {"epochs": True, "cache": False}),
     ],
 )
-def test_the_length_decides_where_the_schedule_follows_it_and_options_as_they_are_marked(
-    tmp_path, more, decides
-):
+def test_the_length_decides_where_the_schedule_follows_it(tmp_path, more, decides):
     said = {name: value for name, value in more.items() if name != "schedule"}
     runs = []
     for epochs in (3, 12):
@@ -287,15 +285,11 @@ def test_runs_of_two_recipes_are_compared_when_insisted_on(tmp_path):
     assert "≥ 0.6" in shown
 
 
-# --- what else is evidence or a direction
-
-
 def without_steps(records):
     return [record for record in records if record["event"] != "step"]
 
 
 def with_evaluations(**fields):
-    """Return an edit that changes fields of all evaluations."""
     return lambda records: [r | fields if r["event"] == "evaluation" else r for r in records]
 
 

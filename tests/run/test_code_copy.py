@@ -47,7 +47,6 @@ def run(tmp_path) -> Path:
 
 
 def tree(folder: Path) -> set[str]:
-    """Return the files and the links of a folder."""
     return {
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -98,12 +97,6 @@ def test_a_folder_whose_gitignore_leaves_out_all_is_linked_without_git_too(tmp_p
     assert code.linked == {"sandbox/": "ignored by its .gitignore"}
 
 
-def test_a_file_that_git_ignores_is_copied_with_its_folder(repository):
-    write(repository, **{"data/try.py": "", "data/helper.py": ""})
-    code = find_code(repository / "data" / "try.py")
-    assert (code.root, {*code.files}) == (repository / "data", {"try.py", "helper.py", "a.bin"})
-
-
 def test_a_submodule_and_a_repository_inside_are_copied_with_their_files(repository, tmp_path):
     write(tmp_path / "other", **{"lib.py": "", ".gitignore": "x\n"})
     git(tmp_path / "other", "init", "-q")
@@ -120,13 +113,16 @@ def test_a_submodule_and_a_repository_inside_are_copied_with_their_files(reposit
     assert "clone/lib.py" in find_code(repository / "train.py").files
 
 
-def test_untracked_files_of_runs_are_linked_with_the_run(repository):
+def test_untracked_runs_are_linked_and_a_file_that_git_ignores_copied_with_its_folder(repository):
     write(repository, **{"out/1/settings.toml": "", "out/1/environment.json": "", "out/1/a/b": ""})
     write(repository, **{"settings.toml": ""})  # it makes no run of the project
     code = find_code(repository / "train.py")
     assert code.linked["out/1/"] == "a run"
     assert "settings.toml" in code.files
     assert not [name for name in code.files if name.startswith("out/")]
+    write(repository, **{"data/try.py": "", "data/helper.py": ""})
+    code = find_code(repository / "data" / "try.py")
+    assert (code.root, {*code.files}) == (repository / "data", {"try.py", "helper.py", "a.bin"})
 
 
 def test_links_lead_into_the_copy_or_out_of_it_but_never_to_the_original(tmp_path, run):
@@ -150,9 +146,7 @@ def test_links_lead_into_the_copy_or_out_of_it_but_never_to_the_original(tmp_pat
     assert (code.root, code.file) == (folder, "a.py")
 
 
-def test_a_file_over_its_limit_is_linked_and_too_much_in_all_is_refused_with_names(
-    tmp_path, run, monkeypatch
-):
+def test_a_file_over_its_limit_is_linked_and_too_much_refused(tmp_path, run, monkeypatch):
     monkeypatch.setattr(code_copy, "MOST_OF_A_FILE", 100)
     monkeypatch.setattr(code_copy, "MOST", 250)
     write(tmp_path / "f", **{"a.py": "", "one": "x" * 99, "two": "x" * 98, "big": "x" * 101})
@@ -183,15 +177,12 @@ def test_a_copy_that_cannot_be_made_leaves_nothing(tmp_path, run, monkeypatch):
     assert [*run.iterdir()] == []
 
 
-def test_without_git_a_folder_is_what_there_is(repository, monkeypatch):
+def test_git_is_asked_and_without_it_a_folder_is_what_it_holds(repository, monkeypatch):
+    monkeypatch.setenv("GIT_DIR", str(repository.parent / "elsewhere"))
+    assert find_code(repository / "train.py").commit
     monkeypatch.setenv("PATH", "")
     code = find_code(repository / "train.py")
     assert {"train.py", "src/new.py", "data/a.bin"} <= {*code.files}
-
-
-def test_git_is_asked_about_the_file_and_not_about_the_shells_repository(repository, monkeypatch):
-    monkeypatch.setenv("GIT_DIR", str(repository.parent / "elsewhere"))
-    assert find_code(repository / "train.py").commit
 
 
 def test_an_edit_of_the_file_or_of_one_beside_it_is_seen_without_a_copy(tmp_path, run):

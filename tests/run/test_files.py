@@ -20,7 +20,6 @@ from tests.tiny import files
     "error", [None, ValueError("x"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")]
 )
 def test_a_reader_sees_the_old_file_until_the_new_one_is_whole_and_no_other(tmp_path, old, error):
-    """It stays the old one, or none where there was none, if writing fails."""
     for name, content in old.items():
         (tmp_path / name).write_bytes(content)
 
@@ -106,7 +105,6 @@ def test_what_to_do_fits_the_error_and_the_place(tmp_path, number, remedy, of_ru
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG])
 @pytest.mark.parametrize("there", [True, False], ids=["folder", "deleted"])
 def test_where_nothing_can_be_deleted_either_it_is_told_all_the_same(tmp_path, number, there):
-    """Read-only, full, deleted: that the half-written file stays is no traceback either."""
     path = tmp_path / "file" if there else tmp_path / "no" / "file"
 
     def fail(_file) -> None:

@@ -74,9 +74,7 @@ NEWER = st.integers(1, 9)
     st.none() | NEWER,
     st.none() | st.integers(1, 9),
 )
-def test_what_any_rule_keeps_stays_with_the_best_and_the_last_and_nothing_else(
-    added, top, newest, hours
-):
+def test_what_any_rule_keeps_stays_with_the_best_and_the_last(added, top, newest, hours):
     """`added`: the age in hours and the metric of each checkpoint, oldest step first."""
     now = 10 * HOUR_S
     entries = tuple(

@@ -1,6 +1,7 @@
-"""A checkpoint is mapped, copied where it is kept, and let go once it is restored."""
+"""A checkpoint is copied to the host, and mapped, let go once it is restored."""
 
 import zipfile
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 
 from samestep.errors import UserError
-from samestep.run import index, loading
+from samestep.run import host_copy, index, loading
 from samestep.run.checkpoints import FORMAT, save
+from samestep.run.host_copy import HostCopies, on_host
 from samestep.run.index import Entry
 from tests.needs import needs
 from tests.processes import run_ranks
@@ -22,7 +24,6 @@ SMALL |= {"watch": {"metric": "loss", "mode": "min"}}
 
 
 def written(folder: Path, **more) -> Entry:
-    """Write a checkpoint with a tensor in each part; return its entry."""
     weight = torch.arange(50_000.0)
     content = {"format": FORMAT, "model": {"w": weight, "tied": weight}, "rng": [weight + 1]}
     content |= {"optimizer": {"state": {0: {"m": weight + 2}}, "param_groups": []}, **SMALL, **more}
@@ -30,7 +31,6 @@ def written(folder: Path, **more) -> Entry:
 
 
 def mappings(folder: Path) -> list[str]:
-    """Return the lines of this process's mappings of files in a folder."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in lines if str(folder) in line]
 
@@ -39,9 +39,7 @@ ON_LINUX = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="ther
 
 
 @ON_LINUX
-def test_weights_lie_in_the_mapped_file_all_else_is_copied_and_the_mapping_ends_with_the_content(
-    tmp_path,
-):
+def test_weights_lie_in_the_mapped_file_until_the_content_ends_and_all_else_is_copied(tmp_path):
     content = loading.load(tmp_path, written(tmp_path))
     assert mappings(tmp_path)
     weight = torch.arange(50_000.0)
@@ -57,10 +55,15 @@ def test_weights_lie_in_the_mapped_file_all_else_is_copied_and_the_mapping_ends_
     assert torch.equal(own["state"][0]["m"], weight + 2)
 
 
-def test_what_is_written_to_a_loaded_tensor_does_not_reach_the_file(tmp_path):
+def test_what_is_written_to_a_loaded_tensor_stays_there_and_one_tensor_stays_one(tmp_path):
     entry = written(tmp_path)
     loading.load(tmp_path, entry)["model"]["w"].zero_()
     index.verify(tmp_path, entry)
+    one = nn.Parameter(torch.ones(2))
+    copied = loading.own_memory({"a": one, "b": [one]})
+    assert copied["a"] is copied["b"][0]
+    assert copied["a"].data_ptr() != one.data_ptr()
+    assert copied["a"].requires_grad
 
 
 def test_a_checkpoint_leaves_out_crcs_and_a_file_that_a_user_saves_does_not(tmp_path):
@@ -84,14 +87,6 @@ def test_a_file_in_the_old_format_of_torch_is_loaded_without_a_mapping(tmp_path)
     entry = Entry(path="a.pt", step=1, epoch=1, sha256="")
     found = loading.load(tmp_path, entry, verified=True)
     assert torch.equal(found["model"]["w"], torch.ones(3))
-
-
-def test_tensors_that_are_one_stay_one_when_they_are_copied():
-    one = nn.Parameter(torch.ones(2))
-    copied = loading.own_memory({"a": one, "b": [one]})
-    assert copied["a"] is copied["b"][0]
-    assert copied["a"].data_ptr() != one.data_ptr()
-    assert copied["a"].requires_grad
 
 
 EVERY_4 = '"checkpoint_every_steps": 4,'
@@ -165,3 +160,78 @@ def test_a_damaged_file_is_named_with_both_hashes_unless_it_is_verified_already(
     (tmp_path / "a.pt").unlink()
     with pytest.raises(UserError, match="cannot be read"):
         loading.load(tmp_path, entry, verified=True)
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Let the CPU pass for a GPU: every tensor is copied, and its device waited for."""
+    waited = []
+
+    class Stream:
+        def synchronize(self):
+            waited.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
+    monkeypatch.setattr(host_copy, "_DEVICE", "cpu")
+    monkeypatch.setattr(host_copy, "_new_like", lambda tensor, **_: torch.empty_like(tensor))
+    return waited
+
+
+def test_all_tensors_are_copied_and_waited_for_once(copied):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    found = on_host(state)
+    assert copied == ["waited"]
+    assert found["step"] == 3
+    assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    for name, tensor in state["model"].items():
+        assert found["model"][name].data_ptr() != tensor.data_ptr()
+        assert torch.equal(found["model"][name], tensor)
+    mine, its = found["optimizer"]["state"][0], state["optimizer"]["state"][0]
+    assert all(torch.equal(mine[key], its[key]) for key in its)
+
+
+def test_versions_layouts_and_shared_weights_stay_so(copied):
+    last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    counts = Counter({3: 1})  # as MultiStepLR's milestones
+    found = on_host({"a": last, "same": last.detach(), "part": last[:1], "list": [last, counts]})
+    assert found["a"].is_contiguous(memory_format=torch.channels_last)
+    assert found["same"].data_ptr() == found["a"].data_ptr() == found["list"][0].data_ptr()
+    assert found["part"].data_ptr() != found["a"].data_ptr()
+    assert torch.equal(found["part"], last[:1])
+    assert found["list"][1:] == [counts]
+    before = nn.BatchNorm1d(2).state_dict()
+    after = on_host(before)
+    assert type(after) is OrderedDict
+    assert after._metadata == before._metadata
+    assert list(after) == list(before)
+
+
+def test_what_changes_after_a_copy_does_not_reach_it_and_the_next_copy_reuses_its_memory():
+    state = {"a": torch.ones(3, 4), "b": [torch.ones(3, 4), torch.ones(2)], "steps": [1, 2]}
+    copies = HostCopies()
+    first = copies.take(state)
+    held = {first["a"].data_ptr(), *(t.data_ptr() for t in first["b"])}
+    state["a"].add_(1)
+    state["steps"].append(3)
+    assert torch.equal(first["a"], torch.ones(3, 4))
+    assert first["steps"] == [1, 2]
+    second = copies.take({**state, "c": torch.zeros(5)})
+    assert {second["a"].data_ptr(), *(t.data_ptr() for t in second["b"])} == held
+    assert torch.equal(second["a"], state["a"])
+    assert torch.equal(second["c"], torch.zeros(5))
+
+
+def test_a_parameter_comes_back_as_it_was_and_without_cuda_nothing_is_copied():
+    state = {"a": nn.Parameter(torch.ones(2)), "b": torch.ones(2, requires_grad=True)}
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    copied = HostCopies().take({**state, "frozen": frozen})
+    assert type(copied["a"]) is type(copied["frozen"]) is nn.Parameter
+    assert [copied[name].requires_grad for name in ("a", "b", "frozen")] == [True, True, False]
+    assert copied["b"].is_leaf
+    state = {"model": nn.Linear(2, 2).state_dict()}
+    assert on_host(state) is state

@@ -14,6 +14,7 @@ import torch
 
 from samestep.errors import UserError
 from samestep.run import shards
+from samestep.run.files import write_text
 from samestep.run.host_copy import HostCopies
 from tests.processes import run_ranks
 
@@ -24,7 +25,6 @@ ROWS = {"model": (7, 3), "bias": (5,), "few": (2, 2)}
 
 
 def the_state() -> dict:
-    """Return a state as a checkpoint holds it, with whole tensors."""
     generator = torch.Generator().manual_seed(3)
     made = {name: torch.randn(shape, generator=generator) for name, shape in ROWS.items()}
     model = OrderedDict({"0.weight": made["model"].double(), "0.bias": made["bias"]})
@@ -119,11 +119,7 @@ def on_ranks(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(folder=three, told=told, good=[good for good, _ in (*by_four, *by_two)])
 
 
-def test_another_number_of_ranks_reads_what_each_has_to_hold(on_ranks):
-    assert on_ranks.good == [[True, True]] * 6
-
-
-def test_one_process_reads_whole_tensors(on_ranks):
+def test_one_process_reads_whole_tensors_and_other_ranks_their_parts_by_the_hashes_told(on_ranks):
     for folder in on_ranks.told:
         content = torch.load(folder.with_suffix(".pt"), weights_only=True)
         found, expected = shards.read(folder, content, None), the_state()
@@ -132,9 +128,7 @@ def test_one_process_reads_whole_tensors(on_ranks):
         mine, its = (one["optimizer"]["state"][0] for one in (found, expected))
         assert all(torch.equal(mine[key], its[key]) for key in its)
         assert found["optimizer"]["groups"] == expected["optimizer"]["groups"]
-
-
-def test_the_hashes_that_all_ranks_are_told_are_those_of_all_files(on_ranks):
+    assert on_ranks.good == [[True, True]] * 6
     for folder, told in on_ranks.told.items():
         hashes = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
         assert told == [hashes] * len(told)
@@ -143,7 +137,6 @@ def test_the_hashes_that_all_ranks_are_told_are_those_of_all_files(on_ranks):
 
 @pytest.fixture
 def damaged(on_ranks, tmp_path) -> tuple[Path, dict[str, str]]:
-    """Give a copy that a test may damage, and its hashes."""
     folder = shutil.copytree(on_ranks.folder, tmp_path / "parts")
     return folder, on_ranks.told[on_ranks.folder][0]
 
@@ -218,6 +211,13 @@ def test_an_index_that_is_missing_is_told_without_a_traceback_of_pytorch(damaged
 
 
 def test_a_run_that_was_removed_is_not_made_anew(tmp_path):
-    with pytest.raises(UserError, match="could not be written"):
-        shards.write(tmp_path / "gone" / "parts", {"w": torch.zeros(2)}, None)
+    """Another directory would not help, also without shards."""
+    folder, weights = tmp_path / "run" / "checkpoints", {"w": torch.zeros(2)}
+    for write in (
+        lambda: shards.write(folder / "parts", weights, None),
+        lambda: write_text(folder / "index.json", "{}"),
+        lambda: write_text(folder.parent / "result.json", "{}"),
+    ):
+        with pytest.raises(UserError, match=r"run was removed while .*Start anew"):
+            write()
     assert not [*tmp_path.iterdir()]

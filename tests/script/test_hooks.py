@@ -68,18 +68,14 @@ def laps(script):
     return script.hooks.phases
 
 
-def test_a_step_is_data_forward_backward_and_optimizer(script, laps):
+def test_a_step_is_data_forward_backward_optimizer_apart_from_the_start_of_workers(script, laps):
     for x, y in DataLoader(DATA, batch_size=6):
         script.step(x, y)
     assert laps.seen() == [*STEP, *STEP, "data"]  # at last the end of its iterator
     assert script.steps == [1, 2]
-
-
-def test_of_several_ranks_the_wait_after_backward_is_the_all_reduce():
-    script = Script(several=True)
-    with script.hooks.installed():
-        script.step()
-    assert script.hooks.phases.seen() == ["forward", "backward", "all_reduce", "optimizer"]
+    for x, y in DataLoader(DATA, batch_size=6, num_workers=1):
+        script.step(x, y)
+    assert laps.seen() == ["workers", *STEP[1:], *STEP, "data"]
 
 
 def test_a_part_that_is_computed_again_is_backward_and_saving_is_the_checkpoint(script, laps):
@@ -169,9 +165,7 @@ def test_python_between_the_steps_of_a_loop_without_a_loader_is_other(make, othe
     assert script.hooks.phases.running()["other"] >= other_s
 
 
-def test_python_between_a_loaders_batch_and_a_step_with_a_closure_is_not_the_optimizers(
-    script, laps
-):
+def test_python_around_a_step_with_a_closure_is_not_the_optimizers(script, laps):
     closure = closure_of(script, script.optimizer)
     for _ in DataLoader(DATA, batch_size=12):
         laps.clear()
@@ -234,15 +228,7 @@ def test_an_evaluation_on_the_training_data_and_steps_without_a_loader_begin_no_
     assert (alone.steps, alone.epochs, alone.hooks.loader) == ([1, 2], [], None)
 
 
-def test_the_start_of_workers_is_told_from_reading(script, laps):
-    for x, y in DataLoader(DATA, batch_size=6, num_workers=1):
-        script.step(x, y)
-    assert laps.seen() == ["workers", *STEP[1:], *STEP, "data"]
-
-
-def test_a_profiler_that_the_script_starts_is_told_of_and_shows_where_samples_are_put_together(
-    script,
-):
+def test_a_profiler_of_the_scripts_own_is_told_of_and_shows_collating(script):
     script.step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         list(DataLoader(DATA, batch_size=4))
@@ -251,7 +237,7 @@ def test_a_profiler_that_the_script_starts_is_told_of_and_shows_where_samples_ar
     assert [event.name for event in profiler.events()].count(COLLATE) == 3
 
 
-def test_pytorch_is_as_before_once_the_hooks_are_taken_off():
+def test_of_several_ranks_the_wait_is_all_reduce_and_pytorch_is_as_before_at_the_end():
     places = [
         *[(DataLoader, "__iter__"), (torch.autograd, "backward"), (torch, "save")],
         *[(nn.Module, "__call__"), (torch.optim.Optimizer, "zero_grad")],
@@ -263,9 +249,13 @@ def test_pytorch_is_as_before_once_the_hooks_are_taken_off():
     assert [getattr(place, name) for place, name in places] == before
     script.step()
     assert script.steps == []
+    script = Script(several=True)
+    with script.hooks.installed():
+        script.step()
+    assert script.hooks.phases.seen() == ["forward", "backward", "all_reduce", "optimizer"]
 
 
-def test_weights_that_a_script_changes_itself_make_steps_and_gathered_gradients_make_none():
+def test_steps_of_a_script_are_its_changes_of_weights_or_its_optimizers_alone():
     script = Script()
     told = []
     script.hooks.on_own_updates = lambda: told.append(script.hooks.steps)
@@ -280,9 +270,6 @@ def test_weights_that_a_script_changes_itself_make_steps_and_gathered_gradients_
     assert script.steps == [1, 2, 3], "of the updates before the last pass all after the second"
     assert told == [0]
     assert {id(w) for w in script.hooks.trained} == {id(w) for w in script.model.parameters()}
-
-
-def test_with_an_optimizer_of_pytorchs_its_steps_alone_count_however_late_they_come():
     script = Script()
     optimizer = lbfgs(script, max_iter=6)
     closure = closure_of(script, optimizer)

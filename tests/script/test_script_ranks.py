@@ -25,7 +25,7 @@ def both(*functions, port=None):
         return [call.result(timeout=TIMEOUT_S) for call in calls]
 
 
-def test_all_ranks_hear_what_rank_0_answers_and_rank_0_what_all_have_found():
+def test_all_ranks_hear_what_rank_0_answers_and_a_single_one_answers_itself():
     def take_part(own):
         own.join()
         questions = iter(range(3))
@@ -36,6 +36,11 @@ def test_all_ranks_hear_what_rank_0_answers_and_rank_0_what_all_have_found():
         ([0, 1, 2], ["found by 0", "found by 1"]),
         ([0, 1, 2], []),
     ]
+    alone = rank(0, 0, world_size=1)
+    alone.join()
+    assert alone.agree(lambda: 5) == 5
+    alone.end(1)
+    assert alone.gather("mine") == ["mine"]
 
 
 def test_a_rank_that_waits_for_rank_0_learns_at_once_after_how_many_steps_it_ended():
@@ -73,11 +78,3 @@ def test_a_rank_that_never_comes_is_named(number):
     port = free_port()
     with pytest.raises(UserError, match=f"rank {1 - number}"):
         rank(number, port, within_s=0.3).join()
-
-
-def test_a_single_rank_answers_itself():
-    alone = rank(0, 0, world_size=1)
-    alone.join()
-    assert alone.agree(lambda: 5) == 5
-    alone.end(1)
-    assert alone.gather("mine") == ["mine"]

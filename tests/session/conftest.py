@@ -12,7 +12,6 @@ from tests.session.scripts import run_here
 
 @pytest.fixture(autouse=True)
 def _generators() -> Iterator[None]:
-    """Leave PyTorch's generator as it was."""
     with torch.random.fork_rng(devices=[]):
         yield
 

@@ -9,7 +9,6 @@ from tests.tiny import assert_close
 
 
 def account(run: Path) -> list[dict[str, Any]]:
-    """Return what a run says of its training, without what the clock says."""
     return tiny.account(run, "metrics")
 
 

@@ -18,8 +18,6 @@ _outputs = itertools.count()
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal that a rank sends itself after so many of its steps."""
-
     nth: int
     signum: int
     rank: int | None = 0
@@ -28,7 +26,6 @@ class Strike:
 def start(
     script: Path, *arguments: str, world_size: int = 1, folder: Path, strike: Strike | None = None
 ) -> Ranks:
-    """Start a script on N ranks."""
     output = folder / f"output-{next(_outputs)}"
     return start_ranks(_execute, world_size, output, script, list(arguments), folder, strike)
 

@@ -26,20 +26,17 @@ def recipe_with(folder, body):
     return tiny.write_recipe(folder, tiny.RECIPE + MORE.replace("{body}", body))
 
 
-def train(folder, body, *flags, monkeypatch, world_size=1):
-    """Train with baselines; return the run, its result, and what was printed."""
+def measured(folder, body, *flags, monkeypatch, world_size=1):
     monkeypatch.chdir(folder)
     path, recipe = folder / "run", recipe_with(folder, body)
     printed = tiny.trained(recipe, path, "--epochs", "1", *flags, on=world_size)
     return path, read_json(path / "result.json"), printed
 
 
-def test_baselines_are_measured_once_while_the_other_ranks_wait_as_long_as_it_takes(
-    tmp_path, monkeypatch
-):
+def test_baselines_are_measured_once_while_the_other_ranks_wait(tmp_path, monkeypatch):
     body = f"threading.Event().wait(8); {ROWS}"  # longer than a collective may take
     flags = ("--timeout-s", "6")
-    path, result, printed = train(tmp_path, body, *flags, monkeypatch=monkeypatch, world_size=2)
+    path, result, printed = measured(tmp_path, body, *flags, monkeypatch=monkeypatch, world_size=2)
     assert result["baselines"] == {"constant": {"accuracy": 0.5, "other": None}}
     (record,) = tiny.events(path, "baselines")
     assert record["values"]["trees"] == "left out"
@@ -52,7 +49,7 @@ def test_baselines_are_measured_once_while_the_other_ranks_wait_as_long_as_it_ta
     ("body", "told"), [("return {}['x']", "KeyError"), ("return {'constant': 5}", "metric")]
 )
 def test_baselines_that_fail_are_told_and_the_run_is_whole(tmp_path, monkeypatch, body, told):
-    _, result, printed = train(tmp_path, body, monkeypatch=monkeypatch)
+    _, result, printed = measured(tmp_path, body, monkeypatch=monkeypatch)
     assert result["status"] == "completed"
     assert "baselines" not in result
     assert told in printed
@@ -66,9 +63,7 @@ STOP_ONCE = f"""if not os.path.exists("stopped.txt"):
     {ROWS}"""
 
 
-def test_a_signal_does_not_wait_for_baselines_and_the_run_measures_them_later(
-    tmp_path, monkeypatch
-):
+def test_a_signal_does_not_wait_for_baselines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "run"
     command = ("--run-dir", str(path), "--epochs", "1")

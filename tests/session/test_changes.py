@@ -26,7 +26,6 @@ WITH_OPTION = WITH_OPTION.replace("recipe = Recipe(", "recipe = Recipe(options=O
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A run of one epoch, with its recipe beside it; only to be copied."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "small.py").write_text(WITH_OPTION)
     train_here(str(folder / "small.py"), "--epochs", "1", "--run-dir", str(folder / "run"))
@@ -35,13 +34,11 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def made(trained, here) -> Path:
-    """A copy of that run."""
     shutil.copytree(trained, here / "run")
     return Path("run")
 
 
 def edit(made: Path, old: str, new: str) -> None:
-    """Change a line of a run's settings.toml by hand."""
     text = (made / "settings.toml").read_text()
     assert old in text
     (made / "settings.toml").write_text(text.replace(old, new))
@@ -62,9 +59,7 @@ def go_on(*flags: str) -> None:
         ("trees = 1", "trees = 2", "trees"),  # though a built-in recipe lets it change
     ],
 )
-def test_a_hand_edited_setting_is_refused_with_both_values_and_the_flag(
-    refused, made, old, new, name
-):
+def test_a_hand_edited_setting_is_refused_with_both_values(refused, made, old, new, name):
     edit(made, old, new)
     before = (made / "events.jsonl").read_bytes()
     said = refused("train", "run", "--resume", "--epochs", "2")
@@ -103,9 +98,7 @@ def test_a_flag_is_refused_and_insisted_on_in_the_same_way(here, refused, made):
     assert "lr = 0.5" in (made / "settings.toml").read_text()
 
 
-def test_a_repeated_command_inherits_what_it_does_not_give_and_what_it_gives_is_named(
-    here, refused, made
-):
+def test_a_repeated_command_inherits_what_it_does_not_give(here, refused, made):
     edit(made, "scale = 1.0", "scale = 2.0")
     text = (made / "settings.toml").read_text().replace("lr = 0.001", "lr = 0.5")
     (made / "settings.toml").write_text(f"virtual_ranks = 2\n{text}")
@@ -162,9 +155,7 @@ def test_a_damaged_line_and_no_index_are_told_with_the_line(refused, made):
 
 
 @pytest.mark.parametrize("target", [["run"], ["small.py", "--run-dir", "run"]])
-def test_the_same_batch_size_per_rank_goes_on_and_another_is_refused_by_name(
-    here, trained, made, target
-):
+def test_the_same_batch_size_per_rank_goes_on_no_other(here, trained, made, target):
     shutil.copy(trained.parent / "small.py", here)
     size = tomllib.loads((made / "settings.toml").read_text())["batch_size"]
     command = [*target, "--resume", "--epochs", "2", "--batch-size-per-rank"]

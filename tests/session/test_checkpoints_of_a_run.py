@@ -98,9 +98,7 @@ def test_a_checkpoint_is_written_named_in_the_index_and_told_with_its_hash(opene
     assert index["last"] == entry
 
 
-def test_the_training_goes_on_while_a_checkpoint_is_written_and_holds_what_was_saved(
-    opened, tmp_path, gate
-):
+def test_the_training_goes_on_while_a_checkpoint_is_written(opened, tmp_path, gate):
     session, weights = opened(), torch.zeros(4)
     save(session, 10, sync=False, content={"weights": weights})
     weights.add_(1)  # the next step
@@ -115,9 +113,7 @@ def test_the_training_goes_on_while_a_checkpoint_is_written_and_holds_what_was_s
     assert torch.equal(last_state(tmp_path)["weights"], torch.zeros(4))
 
 
-def test_the_next_checkpoint_waits_for_the_one_before_and_a_close_for_the_last(
-    opened, tmp_path, gate
-):
+def test_the_next_checkpoint_waits_for_the_one_before(opened, tmp_path, gate):
     session = opened()
     save(session, 10, sync=False)
     threading.Timer(0.1, gate.set).start()
@@ -130,9 +126,7 @@ def test_the_next_checkpoint_waits_for_the_one_before_and_a_close_for_the_last(
     assert steps_kept(tmp_path) == [10, 20]
 
 
-def test_a_disk_that_is_full_for_a_while_costs_that_checkpoint_and_the_end_tells(
-    opened, tmp_path, monkeypatch, capsys
-):
+def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint(opened, tmp_path, monkeypatch, capsys):
     session, original = opened(), checkpoints.save
     save(session, 10, sync=False)
     session.saver.settle_well()
@@ -163,9 +157,7 @@ def test_an_error_that_no_user_can_mend_ends_the_training(opened, monkeypatch):
         session.saver.settle()
 
 
-def test_a_second_checkpoint_of_a_step_leaves_the_announced_one_whole_until_it_is_announced(
-    opened, tmp_path, gate
-):
+def test_a_second_checkpoint_leaves_the_announced_one_whole(opened, tmp_path, gate):
     """A run that was stopped in an evaluation saves again where it goes on."""
     gate.set()
     save(opened(), 14)

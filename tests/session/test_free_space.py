@@ -29,8 +29,6 @@ OPTIMIZERS = {
 
 @pytest.fixture
 def free(monkeypatch):
-    """Give a function that makes so many bytes free on every disk."""
-
     def set_free(num_bytes):
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=num_bytes))
 
@@ -52,12 +50,6 @@ def test_the_size_is_known_before_the_first_step_and_the_same_after_it(name, tmp
     assert state_bytes([model], [optimizer]) == pytest.approx(before, rel=0.001)
 
 
-def test_tied_weights_count_once():
-    model = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
-    model[1].weight = model[0].weight
-    assert state_bytes([model], []) == 9 * 9 * 4
-
-
 @pytest.mark.parametrize(("fitting", "noted"), [(0, True), (3, True), (4, False), (1000, False)])
 def test_only_a_disk_with_room_for_few_checkpoints_is_noted(fitting, noted, free, tmp_path):
     free(fitting * 1000 + 500)
@@ -67,13 +59,16 @@ def test_only_a_disk_with_room_for_few_checkpoints_is_noted(fitting, noted, free
         assert "3 checkpoints" in notes[0]
 
 
-def test_a_write_that_has_no_room_is_refused_before_it_begins(free, tmp_path):
+def test_a_write_that_has_no_room_is_refused_and_tied_weights_count_once(free, tmp_path):
     free(90 << 20)
     check_room(tmp_path, 89 << 20)
     with pytest.raises(UserError, match="disk is full") as caught:
         check_room(tmp_path, 90 << 20)
     assert str(tmp_path) in str(caught.value)
     assert "90.0 MiB" in str(caught.value)
+    model = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
+    model[1].weight = model[0].weight
+    assert state_bytes([model], []) == 9 * 9 * 4
 
 
 def start_notes(run):

@@ -16,7 +16,6 @@ from tests.tiny import all_records, read_index
 
 @contextlib.contextmanager
 def ended(code: int):
-    """Expect a script to end with an exit code."""
     with pytest.raises(SystemExit) as end:
         yield
     assert end.value.code == code

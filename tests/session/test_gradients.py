@@ -1,14 +1,19 @@
 """Gradients of one's own losses, added up over ranks, against those of a single process."""
 
+import signal
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
-from samestep import UserError
+from samestep import UserError, read_records
 from samestep.ranks.world import World
 from samestep.session import gradients
 from samestep.session.gradients import backward, parameters_of, weight_of
 from tests.processes import run_ranks
+from tests.session.same import account, assert_close, assert_same
+from tests.session.scripts import Strike, run, run_here, weights
 
 SHARES = {1: [range(7)], 3: [range(3), range(3, 5), range(5, 7)]}
 
@@ -68,7 +73,6 @@ def gradients_by_sizes(sizes: list[tuple[int, int]]) -> list[list[torch.Tensor |
 
 
 def test_two_losses_add_up_to_what_one_process_has(tmp_path):
-    """Whether each gradient travels by itself, in a bucket of its own, or with others."""
     expected, sizes = gradients_of(0, World()), [(8, 1), (8, 99), (99, 33)]
     for of_rank in run_ranks(gradients_by_sizes, 3, tmp_path, sizes):
         for found in of_rank:
@@ -106,7 +110,6 @@ class Recorded(World):
 
 
 def test_gradients_are_sent_while_backward_computes_others(monkeypatch):
-    """Each of three layers fills a bucket, and 5 numbers go with the last."""
     monkeypatch.setattr(gradients, "_BUCKET_BYTES", 8)
     world = Recorded(world_size=2)
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
@@ -127,3 +130,61 @@ def test_gradients_are_sent_while_backward_computes_others(monkeypatch):
         alone = [named[n % 3], nn.Parameter(torch.ones(1))]
         backward(alone[0].sum() + alone[1].sum(), alone, world, 1.0, **how)
     assert len(kept) == gradients._MOST_KEPT
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+import samestep
+
+with samestep.open_run("run", seed=3, resume=True, log_every=1, checkpoint_every_steps=1) as run:
+    x = torch.randn(42, 4)
+    y = x.sin().sum(1, keepdim=True)
+    model = run.place(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    net = torch.compile(model) if "compile" in sys.argv else model
+    # What is clipped for each rank by itself adds up to something else.
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    state = {"model": model, "average": average, "optimizer": optimizer, "scaler": scaler}
+    for epoch in run.epochs(2, state=state):
+        for batch in run.batches((x, y), 7):
+            inputs, targets = batch.data
+            loss = nn.functional.mse_loss(net(inputs), targets)
+            run.log(loss=loss, scale=scaler.get_scale())
+            if 5 in batch.indices:  # one rank alone overflows, and all leave out the step
+                loss = loss + model[2].bias.sum() * float("inf")
+            optimizer.zero_grad()
+            run.backward(scaler.scale(loss), model)
+            scaler.step(optimizer)
+            scaler.update()
+            average.update_parameters(model)
+        for batch in run.validation((x, y), 20):
+            inputs, targets = batch.data
+            run.log(loss=nn.functional.mse_loss(average(inputs), targets))
+"""
+
+
+COMPILES = [pytest.mark.slow, pytest.mark.xdist_group("compiled")]
+
+
+@pytest.mark.parametrize("what", ["eager", pytest.param("compile", marks=COMPILES)])
+def test_with_scaler_average_and_hooks_it_trains_alike_on_two_ranks_and_goes_on(tmp_path, what):
+    script, folder = tmp_path / "script.py", tmp_path / "two"
+    script.write_text(SCRIPT)
+    folder.mkdir()
+    assert run_here(script, what) == 0
+    on_two = {"world_size": 2, "folder": folder}
+    run(script, what, **on_two, strike=Strike(5, signal.SIGTERM), code=128 + signal.SIGTERM)
+    run(script, what, **on_two)
+    one, two = tmp_path / "run", folder / "run"
+    assert_same(two, one)
+    assert any(r["event"] == "resume" for r in read_records(two))
+    scales = [r["scale"] for r in account(one) if r["event"] == "step"]
+    assert {b > a for a, b in pairwise(scales) if a != b} == {True, False}
+    saved = weights(one)
+    with pytest.raises(AssertionError):
+        assert_close(saved["average"]["module.0.weight"], saved["model"]["0.weight"], 1e-6)

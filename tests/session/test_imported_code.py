@@ -81,7 +81,6 @@ FILES = {
 
 
 def write(folder: Path, recipe: str, files: dict[str, str]) -> Path:
-    """Write a project; return its recipe."""
     for name, text in {**files, "small.py": DATA + recipe}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -192,9 +191,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_found_however_it_is_imported_and_the_copy_works_from_anywhere(
-    way, tmp_path, monkeypatch
-):
+def test_it_is_found_however_it_is_imported(way, tmp_path, monkeypatch):
     recipe, files = WAYS[way]
     project, run = tmp_path / "project", tmp_path / "run"
     file = write(project, recipe.replace("`", "'"), files)
@@ -213,14 +210,11 @@ def test_it_is_found_however_it_is_imported_and_the_copy_works_from_anywhere(
 
 @pytest.fixture
 def trained(here) -> Path:
-    """A recipe whose model is in another file, and its run of an epoch."""
     file = write(here / "project", f"from train import Net\n{GIVES}", FILES)
     return Path(samestep.train(file, run_dir="run", quiet=True).path)
 
 
-def test_an_edit_is_refused_wherever_the_recipe_is_used_and_the_copy_gives_what_it_gave(
-    trained, here, refused, output_of
-):
+def test_an_edit_is_refused_wherever_the_recipe_is_used(trained, here, refused, output_of):
     before = samestep.evaluate("run")["loss"]
     edit(here / "project/train.py", ".mean(", ".amax(")
     edit(here / "project/train.py", "WIDTH", "open('was-run', 'w').close()\nWIDTH")
@@ -262,9 +256,7 @@ def test_compare_names_the_file_and_the_function_that_differ(trained, here, outp
     assert [(one["file"], one["functions"]) for one in files] == [("train.py", ["Net.forward()"])]
 
 
-def test_only_python_files_that_are_imported_are_kept_and_a_run_without_copies_goes_on(
-    trained, here
-):
+def test_only_imported_files_are_kept_and_a_run_without_goes_on(trained, here):
     kept = {str(path.relative_to("run/code")) for path in Path("run/code").rglob("*.*")}
     assert kept == FILES.keys()
     shutil.rmtree("run/code")
@@ -281,11 +273,11 @@ def test_of_too_many_files_the_nearest_are_kept_and_compared(tmp_path, monkeypat
     assert [*kept_modules(run).files] == ["train", "mylib", "mylib.parts"]
     assert recipe_changes(run, str(file)) == []
     assert changes_by(run, file, "train.py", ".mean(", ".amax(") != []
+    assert "more than 3 files" in train_here(str(file), "--run-dir", str(tmp_path / "new"))
+    assert "more than 3 files" in all_records(tmp_path / "new")[0]["notes"][-1]
 
 
-def test_a_job_keeps_what_its_copy_of_the_code_does_not_hold_and_goes_on_with_it(
-    here, monkeypatch, output_of
-):
+def test_a_job_keeps_what_its_copy_of_the_code_does_not_hold(here, monkeypatch, output_of):
     """Of its own files the copy is used by hand, too, wherever the job imported them from."""
     file = write(here / "project/recipes", f"from train import Net\n{GIVES}", {})
     write(here / "project", "", FILES)
@@ -309,9 +301,7 @@ def test_a_job_keeps_what_its_copy_of_the_code_does_not_hold_and_goes_on_with_it
     assert (run / "code/.imported/elsewhere.py").is_file()
 
 
-def test_a_recipe_made_in_python_is_compared_by_what_its_functions_take_from_modules(
-    tmp_path, monkeypatch
-):
+def test_a_recipe_made_in_python_is_compared_by_its_modules(tmp_path, monkeypatch):
     write(tmp_path, "", {"parts13.py": NET, "lazy13.py": NET})
     monkeypatch.syspath_prepend(tmp_path)
     import parts13

@@ -15,8 +15,6 @@ from tests.tiny import all_records, read_index
 
 
 class Training:
-    """A tiny training, as a script would have it."""
-
     def __init__(self, path, **more):
         self.run = samestep.open_run(path, name="tiny", device="cpu", **more)
         self.model = nn.Linear(2, 1)
@@ -65,7 +63,6 @@ def test_each_sample_comes_once_in_an_epoch_and_brings_its_own_numbers(tmp_path)
 
 
 def test_the_order_of_a_loop_is_that_of_a_recipe_and_stays(tmp_path, capfd):
-    """Whole, and gone on with after a stop in the middle of an epoch."""
     weights = torch.arange(10.0)
     orders = {"columns": {}, "weighted": {"weights": lambda data: data[:, 0] * 10}}
     for name, more in orders.items():

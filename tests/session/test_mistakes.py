@@ -1,12 +1,12 @@
-"""What a script does wrong ends it, on all ranks, with one message and exit code 2."""
+"""What a script does wrong, or a recipe that calls exit(), ends all ranks with one message."""
 
 import shutil
 
 import pytest
 
-from tests.command_line import read_json
+from tests.command_line import RECIPE, read_json, refusal
 from tests.session.scripts import refused, run_here, start
-from tests.tiny import files
+from tests.tiny import all_records, files
 
 SCRIPT = """
 import os, sys
@@ -33,7 +33,6 @@ OPENED = 'opened = {"path": "run", "seed": 0, "resume": True}'
 
 
 def script(folder, old="", new="", name="mine.py"):
-    """Write the script, with a part of it changed."""
     assert old in SCRIPT
     path = folder / name
     path.write_text(SCRIPT.replace(old, new) if old else SCRIPT)
@@ -157,7 +156,6 @@ OTHER_RUNS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a finished run in it; only to be copied."""
     folder = tmp_path_factory.mktemp("trained")
     assert run_here(script(folder)) == 0
     result = read_json(folder / "run" / "result.json")
@@ -167,7 +165,6 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def finished(trained, tmp_path):
-    """Give a folder with a finished run in it."""
     return shutil.copytree(trained, tmp_path / "finished")
 
 
@@ -205,7 +202,9 @@ def test_an_error_on_one_rank_ends_all_and_is_told_once(tmp_path, raising, told)
     assert ranks.wait() == [1, 1]
     assert ranks.output().count(told) == 1
     assert "Traceback" not in ranks.output()
-    assert read_json(tmp_path / "run" / "result.json")["status"] == "failed"
+    result, stop = read_json(tmp_path / "run" / "result.json"), all_records(tmp_path / "run")[-1]
+    assert (result["status"], result["reason"]) == ("failed", stop["reason"])
+    assert told in stop["reason"], "what failed first, not that a rank has lost its peer"
 
 
 def test_an_error_alone_is_python_s_own(tmp_path, capfd):
@@ -237,3 +236,72 @@ def test_what_a_resumed_run_would_begin_anew_is_told_once(tmp_path, capfd, optim
     said = [line for line in capfd.readouterr().err.splitlines() if "warning:" in line]
     assert len(said) == bool(named)
     assert all(named in line for line in said)
+
+
+DRIFTS = """class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+        self.register_buffer("drift", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        self.drift += self.training
+        return super().forward(x) + self.drift
+
+"""
+
+
+def test_a_buffer_that_no_checkpoint_holds_is_told_at_the_first_forward(tmp_path, capfd):
+    path = script(tmp_path, "data = torch", f"{DRIFTS}data = torch")
+    path.write_text(path.read_text().replace("run.place(nn.Linear(2, 1))", "run.place(Net())"))
+    assert run_here(path) == 0
+    (told,) = [line for line in capfd.readouterr().err.splitlines() if "note: " in line]
+    assert " drift," in told
+
+
+DATA_SET = """class Exits(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        exit(4)
+
+def data():
+    return Splits(train=Exits(torch.ones(60, 4)))
+"""
+LOSS = """seen = []
+
+def loss(outputs, targets):
+    seen.append(1)
+    if len(seen) == 9:
+        raise SystemExit(3)
+    return nn.functional.cross_entropy(outputs, targets)
+
+recipe = Recipe(loss=loss, """
+
+
+def edited(folder, old, new, line):
+    text = RECIPE.replace(old, new)
+    path = folder / "mine.py"
+    path.write_text(text)
+    return str(path), f"{path}:{text.splitlines().index(line) + 1}"
+
+
+@pytest.mark.parametrize(
+    ("new", "line"),
+    [
+        ("exit()\ndef data():", "exit()"),
+        ("def data():\n    exit()", "    exit()"),
+        (f"{DATA_SET}\ndef unused():", "        exit(4)"),
+    ],
+    ids=["file", "data()", "data set"],
+)
+def test_exit_in_a_recipe_is_a_mistake_that_names_the_line(tmp_path, new, line, refused):
+    path, place = edited(tmp_path, "def data():", new, line)
+    assert place in refused("train", path, "--run-dir", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_exit_in_the_loss_ends_all_ranks_with_one_message_and_the_run_as_failed(tmp_path):
+    path, place = edited(tmp_path, "recipe = Recipe(", LOSS, "        raise SystemExit(3)")
+    run = tmp_path / "run"
+    command = ("train", path, "--run-dir", str(run))
+    assert place in refusal(*command, world_size=2, folder=tmp_path / "output")
+    assert all_records(run)[-1]["event"] == "stop"
+    assert read_json(run / "result.json")["status"] == "failed"

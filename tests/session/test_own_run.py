@@ -71,7 +71,6 @@ def script(tmp_path_factory):
 
 
 def test_a_mean_over_words_is_the_same_on_any_number_of_ranks(script, tmp_path):
-    """Of the last batch of one sample, and of the last held out, some ranks have none."""
     alone, three = (tmp_path / name for name in ("alone", "three"))
     for folder in (alone, three):
         folder.mkdir()
@@ -90,10 +89,7 @@ def test_a_mean_over_words_is_the_same_on_any_number_of_ranks(script, tmp_path):
 
 
 @pytest.mark.parametrize(("world_size", "nth"), [(1, 3), (2, 5)])
-def test_with_dropout_and_draws_everywhere_a_resumed_run_is_the_same_bit_by_bit(
-    script, tmp_path, world_size, nth
-):
-    """Step 3 is the last of its epoch: what the script does after it, it does when it goes on."""
+def test_with_dropout_and_draws_a_resumed_run_is_the_same(script, tmp_path, world_size, nth):
     for folder, strike, code in (("whole", None, 0), ("parts", Strike(nth, signal.SIGTERM), 143)):
         (tmp_path / folder).mkdir()
         where = {"world_size": world_size, "folder": tmp_path / folder}

@@ -281,9 +281,7 @@ def test_without_a_test_the_best_checkpoint_is_looked_at(tmp_path):
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_picture_that_takes_too_long_or_is_interrupted_is_left_out(
-    tmp_path, monkeypatch, interrupted
-):
+def test_a_picture_that_takes_too_long_is_left_out(tmp_path, monkeypatch, interrupted):
     monkeypatch.setattr(pictures, "_LIMIT_S", 100 if interrupted else 2)
     go_on = threading.Event()
 

@@ -72,8 +72,6 @@ def differing(run: Path, recipe: samestep.Recipe) -> list[str]:
 
 
 def using(values: object) -> samestep.Recipe:
-    """Return a recipe whose model looks at something outside of it."""
-
     def model():
         return values and nn.Linear(4, 2)
 
@@ -82,7 +80,6 @@ def using(values: object) -> samestep.Recipe:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A run of one epoch, with its recipe beside it; only to be copied."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "small.py").write_text(RECIPE)
     samestep.train(folder / "small.py", run_dir=folder / "run", quiet=True)
@@ -91,7 +88,6 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def edited(trained, here):
-    """Return a function that edits the recipe of a copy of that run."""
     shutil.copytree(trained / "run", "run")
     settings = Path("run/settings.toml")
     settings.write_text(settings.read_text().replace(str(trained), str(here)))
@@ -304,8 +300,6 @@ def test_what_the_recipes_own_functions_change_is_no_change(tmp_path):
 
 
 class Counts:
-    """A metric that counts its calls."""
-
     def __init__(self) -> None:
         self.calls = 0
 

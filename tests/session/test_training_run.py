@@ -1,18 +1,24 @@
-"""One execution of a run as a function call: what it shows."""
+"""One execution of a run as a function call, and whether a training passes a sweep's rung."""
 
+import math
 import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from samestep import read_records
 from samestep.api.call import as_in_fresh_process
 from samestep.commands.train import parse
 from samestep.ranks.world import World
+from samestep.run.directory import SWEEP
 from samestep.run.records import KINDS
+from samestep.session.halving import halving_of
 from samestep.session.training_run import run_session
 from samestep.training.stopping import ReceivedSignal
 from tests import tiny
@@ -61,9 +67,7 @@ def test_every_record_that_is_kept_was_shown_and_the_run_is_there_before_the_fir
     assert 50e6 < result["peak_memory_bytes"] < 50e9
 
 
-def test_where_the_best_checkpoint_is_damaged_the_next_best_is_tested_and_it_is_told(
-    uninterrupted, tmp_path
-):
+def test_where_the_best_checkpoint_is_damaged_the_next_is_tested(uninterrupted, tmp_path):
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     best = tiny.read_index(run)["best"]["path"]
     (run / "checkpoints" / best).write_bytes(b"")
@@ -72,3 +76,37 @@ def test_where_the_best_checkpoint_is_damaged_the_next_best_is_tested_and_it_is_
     assert any(best in problem for problem in tested["problems"])
     assert tested["checkpoint"] != best
     assert read_json(run / "result.json")["test"]["checkpoint"] == tested["checkpoint"]
+
+
+MODES = st.sampled_from(["min", "max"])
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(2, 5), MODES)
+@settings(max_examples=40)
+def test_at_a_rung_the_best_nth_of_those_that_came_so_far_go_on(values, factor, mode):
+    with tempfile.TemporaryDirectory() as place:
+        sweep = Path(place)
+        (sweep / SWEEP).touch()
+        for come, value in enumerate(values, 1):
+            is_hopeless = halving_of(sweep / f"run-{come}", factor, mode, World())
+            best_first = sorted(values[:come], reverse=mode == "max")
+            worst_that_goes_on = best_first[max(1, come // factor) - 1]
+            goes_on = value <= worst_that_goes_on if mode == "min" else value >= worst_that_goes_on
+            assert is_hopeless(factor, value) == (not goes_on)
+
+
+@given(st.integers(2, 5), st.integers(1, 130))
+@settings(max_examples=40)
+def test_between_the_rungs_all_go_on(factor, epoch):
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / SWEEP).touch()
+        best, worst = (halving_of(Path(place, name), factor, "min", World()) for name in "ab")
+        assert not best(epoch, 0.0)
+        assert worst(epoch, 1.0) == (epoch in {factor**k for k in range(9)})
+
+
+def test_a_metric_that_is_no_number_is_the_worst(tmp_path):
+    (tmp_path / SWEEP).touch()
+    first, second = (halving_of(tmp_path / name, 2, "max", World()) for name in "ab")
+    assert not first(1, -5.0)
+    assert second(1, math.nan)

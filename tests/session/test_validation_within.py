@@ -59,9 +59,7 @@ def assert_untouched(folder):
 
 
 @pytest.mark.parametrize(("where", "second"), [("before", 2), ("after", 1)])
-def test_with_a_validation_between_steps_the_training_is_the_same_bit_by_bit(
-    tmp_path, where, second
-):
+def test_with_it_the_training_is_the_same_bit_by_bit(tmp_path, where, second):
     train(tmp_path / "without", None)
     train(tmp_path / "with", where)
     for stops in (1, 3):  # right after a validation; the next resume does one before its step
@@ -92,8 +90,6 @@ def test_its_seconds_are_not_those_of_the_training(tmp_path, monkeypatch):
 
 
 class Wrapping(torch.optim.SGD):
-    """An optimizer whose step is that of another one."""
-
     def __init__(self, inner):
         self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
 
@@ -138,7 +134,6 @@ STEPS = {
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_validation_while_gradients_wait_for_their_optimizer_is_refused(tmp_path, capfd, step):
-    """A scaler that leaves out a step, and gradients that were dropped, leave none waiting."""
     t, (take, code) = Training(tmp_path), STEPS[step]
     if take is wrapped:
         t.state["optimizer"] = Wrapping(t.optimizer)

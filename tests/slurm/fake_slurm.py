@@ -18,8 +18,6 @@ _DOWN = 'echo "Unable to contact slurm controller (connect failure)" >&2\nexit 1
 
 @dataclass(frozen=True, kw_only=True)
 class FakeSlurm:
-    """A Slurm that knows the jobs that were added."""
-
     folder: Path
 
     def add(
@@ -57,7 +55,6 @@ class FakeSlurm:
 
     @property
     def calls(self) -> list[str]:
-        """What was called, with its arguments."""
         path = self.folder / "calls"
         return path.read_text().splitlines() if path.exists() else []
 

@@ -14,7 +14,6 @@ from samestep.slurm.submission import Workload, make_script
 
 @pytest.fixture
 def venv(tmp_path) -> Path:
-    """Give a virtual environment whose Python lacks torch."""
     folder = tmp_path / "venv" / "bin"
     folder.mkdir(parents=True)
     (folder / "activate").touch()
@@ -43,7 +42,7 @@ def test_an_environment_of_other_machines_is_taken_as_it_is(venv):
         check_place(JobOptions(venv=str(venv)), "recipe")
 
 
-def test_an_image_that_is_no_file_is_refused():
+def test_an_image_that_is_no_file_and_fewer_virtual_ranks_than_ranks_are_refused():
     for image, says in {
         "docker://torch:2.5": "apptainer build torch.sif docker://torch:2.5",
         "library://a/b": "b.sif",
@@ -51,6 +50,9 @@ def test_an_image_that_is_no_file_is_refused():
     }.items():
         with pytest.raises(UserError, match=says):
             check_place(JobOptions(container=image), "recipe")
+    for options in (ELASTIC, JobOptions(nodes="4", ntasks_per_node=2)):
+        with pytest.raises(UserError, match=r"--virtual-ranks 7: .*8 ranks.*--virtual-ranks 8"):
+            check_ranks(options, Settings(virtual_ranks=7, batch_size=32))
 
 
 def test_a_job_to_wait_for_must_be_known_to_slurm(slurm, tmp_path):
@@ -93,12 +95,6 @@ def test_a_range_of_nodes_is_refused_where_they_would_decide_on_the_global_batch
         check_ranks(ELASTIC, Settings(**same))
 
 
-def test_fewer_virtual_ranks_than_ranks_are_refused_before_the_job_waits():
-    for options in (ELASTIC, JobOptions(nodes="4", ntasks_per_node=2)):
-        with pytest.raises(UserError, match=r"--virtual-ranks 7: .*8 ranks.*--virtual-ranks 8"):
-            check_ranks(options, Settings(virtual_ranks=7, batch_size=32))
-
-
 def mounts(folder: Path, command: tuple[str, ...], **options) -> tuple[str, ...]:
     run = folder / "elsewhere" / "run"
     workload = Workload(name="mine", kind="recipe", run=run, command=command)
@@ -121,8 +117,6 @@ def test_a_container_shows_the_folders_of_command_run_and_data(tmp_path):
     assert mounts(tmp_path, below, container=str(image)) == expected
 
 
-# --- partitions
-
 # A default of two small nodes; a larger one, of two kinds of nodes; one that is hidden.
 PARTITIONS = (
     "debug|2|4|1:00:00|(null)\n"
@@ -134,7 +128,6 @@ PARTITIONS = (
 
 @pytest.fixture
 def partitions(slurm):
-    """Give a Slurm with these partitions."""
     (slurm.folder / "partitions").write_text(PARTITIONS)
     return slurm
 
@@ -165,9 +158,7 @@ def test_a_job_that_one_of_its_partitions_may_run_is_let_through(partitions, par
         ("debug,gup", {}, "'gup'.*'gpu'"),
     ],
 )
-def test_a_job_that_none_can_run_is_refused_with_what_the_largest_has(
-    partitions, partition, options, says
-):
+def test_a_job_that_none_can_run_is_refused_with_the_largest(partitions, partition, options, says):
     with pytest.raises(UserError, match=says):
         check_partitions(JobOptions(**options), partition)
 

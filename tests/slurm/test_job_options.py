@@ -77,13 +77,10 @@ def test_nodes_are_a_number_or_the_fewest_and_the_most(nodes, fewest, most):
         {"sbatch": ("export=WANDB_API_KEY=hunter2",)},
     ],
 )
-def test_a_secret_is_refused_and_not_repeated(options):
+def test_a_secret_is_refused_and_not_repeated_and_what_only_sounds_like_one_taken(options):
     with pytest.raises(UserError) as error:
         JobOptions(**options)
     assert "hunter2" not in str(error.value)
-
-
-def test_a_name_that_only_contains_the_letters_of_a_secrets_is_taken():
     for name in ("TOKENIZERS_PARALLELISM", "KEYBOARD", "AUTHOR", "COMPASS"):
         JobOptions(env=(f"{name}=1",), sbatch=(f"--export=ALL,{name}=1", "--account=a", "-A a"))
 
@@ -119,17 +116,14 @@ def test_an_environment_takes_the_place_of_the_layers_below(tmp_path, texts, fla
     assert (options.venv, options.conda, options.container) == expected
 
 
-def test_two_environments_of_one_layer_are_refused(tmp_path):
-    with pytest.raises(UserError, match="--venv, --conda, --container and --container-image"):
-        layers(tmp_path, 'venv = "/v"\nconda = "c"')
-
-
-def test_only_what_all_layers_come_to_is_checked(tmp_path):
+def test_only_what_all_layers_come_to_is_checked_but_two_environments_of_one(tmp_path):
     # Two minutes are too few with the default warning, and are not what is asked for.
     assert layers(tmp_path, 'time = "2"', "signal_s = 30", time="1").signal_s == 30
     (tmp_path / "alone").mkdir()
     with pytest.raises(UserError, match=r"--time 2 .*samestep\.toml"):
         layers(tmp_path / "alone", 'time = "2"')
+    with pytest.raises(UserError, match="--venv, --conda, --container and --container-image"):
+        layers(tmp_path, 'venv = "/v"\nconda = "c"')
 
 
 def test_a_relative_path_in_a_file_of_defaults_is_relative_to_it(tmp_path):

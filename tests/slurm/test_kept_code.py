@@ -33,7 +33,6 @@ def job_of(target: str, *words: str, **options):
 
 
 def begin(run: Path) -> None:
-    """Let the training of a run have begun."""
     (run / "settings.toml").touch()
 
 

@@ -9,7 +9,6 @@ LOST = "RuntimeError: [gloo/pair.cc:544] Connection reset by peer [127.0.0.1]:1"
 
 
 def raised(rank: int, error: str, *frames: tuple[str, int, str]) -> list[str]:
-    """Return what Python prints of an error of one rank, with srun's label."""
     lines = ["Traceback (most recent call last):"]
     for file, line, code in frames:
         lines += [f'  File "{file}", line {line}, in work', f"    {code}", "    ^^^^^"]
@@ -20,7 +19,7 @@ def srun(rank: int, how: str, node: str = "node1") -> str:
     return f"srun: error: {node}: task {rank}: {how}"
 
 
-def test_a_killed_rank_is_the_cause_and_not_the_one_that_lost_it():
+def test_a_killed_rank_is_the_cause_and_what_slurm_or_another_ends_an_effect():
     lines = [
         BEGIN,
         *raised(0, LOST, ("/home/ada/train.py", 3, "dist.all_reduce(x)")),
@@ -32,6 +31,9 @@ def test_a_killed_rank_is_the_cause_and_not_the_one_that_lost_it():
         assert (end.rank, end.node, end.signal, end.is_effect) == (1, "node2", "SIGKILL", False)
         assert "rank 1 on node2" in end.sentence
         assert "SIGKILL" in end.sentence
+    for word in ("Job step aborted: Waiting up to 32 s.", "launch/slurm: Terminating StepId=1.2"):
+        assert first_end([BEGIN, f"srun: {word}", srun(0, "Killed")]).is_effect
+    assert not first_end([BEGIN, srun(0, "Killed")]).is_effect
 
 
 def test_an_error_of_a_scripts_rank_is_shown_with_the_users_own_lines():
@@ -75,12 +77,6 @@ def test_the_words_of_srun_are_read(how, signal):
     assert end.code == (3 if not signal else None)
 
 
-def test_what_slurm_kills_once_the_step_is_aborted_is_an_effect():
-    for word in ("Job step aborted: Waiting up to 32 s.", "launch/slurm: Terminating StepId=1.2"):
-        assert first_end([BEGIN, f"srun: {word}", srun(0, "Killed")]).is_effect
-    assert not first_end([BEGIN, srun(0, "Killed")]).is_effect
-
-
 @pytest.mark.parametrize("label", ["", "1: "])
 def test_a_crash_is_shown_with_the_users_innermost_line(tmp_path, label):
     file = tmp_path / "mine.py"
@@ -105,7 +101,6 @@ def test_a_crash_is_shown_with_the_users_innermost_line(tmp_path, label):
 
 
 def account(rank: int, code: int, time: str, host: str) -> list[str]:
-    """Return torchrun's account of one rank."""
     return [
         "Root Cause (first observed failure):",
         "[0]:",
@@ -117,7 +112,7 @@ def account(rank: int, code: int, time: str, host: str) -> list[str]:
     ]
 
 
-def test_of_the_accounts_of_several_torchruns_the_earliest_counts_that_is_no_effect():
+def test_the_earliest_account_counts_that_is_no_effect_and_says_more_in_a_file():
     lines = [
         BEGIN,
         *account(0, -15, "2026-11-22_14:00:01", "node1"),
@@ -127,9 +122,6 @@ def test_of_the_accounts_of_several_torchruns_the_earliest_counts_that_is_no_eff
     ]
     end = first_end(lines)
     assert (end.rank, end.node, end.signal) == (2, "node2", "SIGKILL")
-
-
-def test_a_rank_says_more_of_its_failure_in_a_file_than_its_exit_code():
     told = "KeyError: 'x'\n  at /a.py:3 in f: g()\n  The whole traceback is in b"
     left = [
         {"rank": 0, "code": 1, "message": "Rank 0 lost contact", "time": 8, "lost_peer": True},
@@ -141,19 +133,16 @@ def test_a_rank_says_more_of_its_failure_in_a_file_than_its_exit_code():
     assert (end.rank, end.node, end.said) == (1, "n", "KeyError: 'x'")
 
 
-def test_of_ranks_that_raised_the_first_counts_also_if_it_was_ended_while_it_waited():
-    left = [{"rank": r, "code": 1, "message": f"KeyError: {r}", "time": 10 - r} for r in (0, 1)]
-    end = first_end([BEGIN, srun(0, "Exited with exit code 1"), srun(1, "Terminated")], left)
-    assert (end.rank, end.said, end.is_effect) == (1, "KeyError: 1", False)
-
-
-def test_a_rank_that_said_why_outweighs_an_earlier_one_whose_words_are_lost():
+def test_the_first_of_the_ranks_that_said_why_counts():
     ends = [srun(rank, "Exited with exit code 1") for rank in (0, 1)]
     lost = ["0: Traceback (most recent call last):"]
     end = first_end([BEGIN, *lost, *raised(1, "ImportError: no"), *ends])
     assert (end.rank, end.said, end.comes_again) == (1, "ImportError: no", True)
     assert first_end([BEGIN, *ends]).rank == 0
     assert not first_end([BEGIN, *lost, *ends]).comes_again
+    left = [{"rank": r, "code": 1, "message": f"KeyError: {r}", "time": 10 - r} for r in (0, 1)]
+    end = first_end([BEGIN, srun(0, "Exited with exit code 1"), srun(1, "Terminated")], left)
+    assert (end.rank, end.said, end.is_effect) == (1, "KeyError: 1", False)
 
 
 def test_a_rank_that_raised_and_aborted_at_its_end_is_shown_by_what_it_raised():
@@ -165,15 +154,12 @@ def test_a_rank_that_raised_and_aborted_at_its_end_is_shown_by_what_it_raised():
     assert (silent.signal, silent.said) == ("SIGABRT", "")
 
 
-def test_an_earlier_start_in_the_same_log_does_not_count(tmp_path):
+def test_an_earlier_start_does_not_count_and_labels_of_many_tasks_are_padded(tmp_path):
     log = tmp_path / "log"
     log.write_text("\n".join([BEGIN, srun(3, "Killed"), BEGIN.replace("start 1", "start 2"), "x"]))
     assert latest_start(log) == ["x"]
     assert latest_start(tmp_path / "none") == []
     assert first_end([BEGIN, "a line", "srun: error: something else"]) is None
-
-
-def test_labels_are_padded_from_eleven_tasks_on():
     lines = [" 3: a\n", "13: b", " 3: 13: c\rd\n", "3: [rank3]: e", "samestep: 3: f"]
     assert lines_of(3, lines) == ["a\n", "13: c\rd\n", "e"]
     assert lines_of(13, lines) == ["b"]

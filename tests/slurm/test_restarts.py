@@ -72,7 +72,6 @@ def run(tmp_path) -> Path:
 
 
 def write(run: Path, name: str, table: dict | str, *, before: bool = False) -> None:
-    """Write what a start left: this one, or one before."""
     path = run / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(table if isinstance(table, str) else json.dumps(table))
@@ -85,16 +84,12 @@ def read(run: Path, code: int, log: Path | None = None, **more) -> restarts.Endi
     return restarts.read_ending(run, **how)
 
 
-def test_what_the_ranks_said_last_in_this_start_is_the_reason(run):
+def test_what_the_ranks_said_last_is_the_reason_and_exit_code_2_of_one_a_mistake(run):
     log = run / "log"
     log.write_text("samestep: job 1, start 1\nsamestep: old\nsamestep: job 1, start 2\nx\n")
     assert read(run, 137, log).why.count("SIGKILL") == 1
     log.write_text(log.read_text() + "samestep: The disk is full.\nsrun: error\n")
     assert read(run, 2, log).why == "The disk is full."
-
-
-def test_exit_code_2_of_a_rank_is_a_mistake_though_srun_ended_the_others(run):
-    log = run / "log"
     said = "samestep: job 1, start 1, on n\nsrun: error: node2: task 1: Exited with exit code 2\n"
     log.write_text(f"{said}srun: Terminating StepId=1.0\nsrun: error: node1: task 0: Terminated\n")
     assert read(run, 143, log, kind="script").mistake
@@ -111,9 +106,7 @@ def test_a_mistake_that_a_rank_left_counts_whatever_the_launcher_made_of_it(run)
 
 
 @pytest.mark.parametrize(("stepped", "word"), [(True, "again"), (False, "failed")])
-def test_a_hang_is_what_the_watcher_said_and_starts_again_where_steps_were_taken(
-    run, stepped, word
-):
+def test_a_hang_starts_again_where_steps_were_taken(run, stepped, word):
     said = "rank 1 on node2 took no part in step 30 for 15 s; it stands in slow.py:12"
     left = {"rank": 1, "code": STALLED, "message": said, "stalled": True, "time": 2.0}
     write(run, FAILURE.format(rank=1), left)
@@ -259,9 +252,7 @@ def test_ranks_that_were_killed_for_passing_over_the_warning_made_no_progress(ru
         ("", "oom_kill 0\n", "(out of memory?)"),
     ],
 )
-def test_a_killed_rank_ran_out_of_memory_where_slurm_or_the_kernel_says_so(
-    tmp_path, line, counts, word
-):
+def test_a_killed_rank_ran_out_of_memory_where_it_is_said(tmp_path, line, counts, word):
     events = tmp_path / "system.slice" / "slurmstepd.scope" / "job_4" / "memory.events"
     events.parent.mkdir(parents=True)
     events.write_text(counts)
@@ -280,11 +271,15 @@ def test_sacct_has_the_word_on_memory_where_there_is_no_cgroup(tmp_path, monkeyp
     assert memory_word([], 5, tmp_path) == ""
 
 
-def test_a_script_that_was_warned_and_ended_with_0_is_told_how_it_would_go_on():
+def test_a_warned_script_is_told_how_it_goes_on_and_restarts_are_of_one_job(tmp_path):
     warned, plain = (decide(ending(0, told, None), Restarts(), 2) for told in ("USR1", ""))
     assert (warned.word, warned.text.startswith(plain.text)) == ("completed", True)
     assert warned.text != plain.text
     assert decide(ending(1, "USR1", None), Restarts(), 2).word == "again"
+    end = ending(138, "USR1", 5)
+    restarts.settle(tmp_path, decide(end, Restarts(job=4), 2), end)
+    assert read_restarts(tmp_path, 4) == Restarts(job=4, restarts=1, step=5)
+    assert read_restarts(tmp_path, 5) == Restarts(job=5)
 
 
 def test_a_script_that_keeps_checkpoints_there_goes_on_as_a_recipe_does(run):
@@ -301,13 +296,6 @@ def test_a_script_that_keeps_checkpoints_there_goes_on_as_a_recipe_does(run):
         decision = decide(end, before, 2)
         assert decision.word == word
         before = decision.restarts
-
-
-def test_the_restarts_of_another_job_do_not_count(tmp_path):
-    end = ending(138, "USR1", 5)
-    restarts.settle(tmp_path, decide(end, Restarts(job=4), 2), end)
-    assert read_restarts(tmp_path, 4) == Restarts(job=4, restarts=1, step=5)
-    assert read_restarts(tmp_path, 5) == Restarts(job=5)
 
 
 def test_nodes_that_are_excluded_are_kept_and_a_preflight_without_them_counts_as_no_try():
@@ -349,9 +337,7 @@ def table(*rows: tuple[str, tuple[str, ...]]) -> str:
         (True, [], "again\n"),  # of a script by an older samestep
     ],
 )
-def test_a_verdict_tells_the_script_what_to_exclude_if_slurm_can_do_without(
-    slurm, run, monkeypatch, capsys, can, flags, word
-):
+def test_a_verdict_tells_what_to_exclude(slurm, run, monkeypatch, capsys, can, flags, word):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     (slurm.folder / "job-7").write_text(
@@ -391,9 +377,7 @@ def test_a_preflight_names_the_nodes_that_are_not_fit(tmp_path, written, line, n
     assert read_failed(tmp_path, [line], "n1", num_nodes).nodes == nodes
 
 
-def test_a_script_that_has_requeued_its_job_is_not_called_completed(
-    run, slurm, monkeypatch, capsys
-):
+def test_a_script_that_requeued_its_job_is_not_called_completed(run, slurm, monkeypatch, capsys):
     """As Lightning does: it saves, calls `scontrol requeue`, and ends with 0."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")

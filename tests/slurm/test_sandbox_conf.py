@@ -7,18 +7,14 @@ import pytest
 
 from samestep.cli import main
 from samestep.errors import UserError
-from samestep.slurm import sandbox_cluster
 from samestep.slurm import sandbox_cluster as cluster
 from samestep.slurm.sandbox_cluster import check_folder, default_folder, down_line, nodes_of
 
 
 def test_the_configuration_is_the_golden_one():
-    """Each node has its own port, all paths lie in the sandbox, `urgent` comes before `debug`."""
     folder, ports = Path("/home/ada/sandbox"), (20_001, 20_002, 20_003)
     names = {"user": "ada", "host": "laptop"}
-    text = sandbox_cluster.slurm_conf(
-        folder, **names, controller_port=20_000, node_ports=ports, cpus=4
-    )
+    text = cluster.slurm_conf(folder, **names, controller_port=20_000, node_ports=ports, cpus=4)
     golden = Path(__file__).parent / "scripts" / "slurm.conf"
     if os.environ.get("SAMESTEP_WRITE_GOLDEN"):
         golden.write_text(text)
@@ -26,16 +22,13 @@ def test_the_configuration_is_the_golden_one():
     assert nodes_of(text) == ["node1", "node2", "node3"]
 
 
-def test_a_path_too_long_for_a_socket_is_refused_with_both_lengths():
+def test_a_path_too_long_for_a_socket_or_with_a_character_of_slurm_conf_is_refused():
     # /spool/node2/node2_9999999.4294967295 takes 37 of the 107 bytes
     check_folder(Path("/" + 69 * "x"), nodes=2)
     with pytest.raises(UserError, match=r"of 108 bytes, .* 107.*--dir /tmp/sandbox"):
         check_folder(Path("/" + 70 * "x"), nodes=2)
     with pytest.raises(UserError, match="of 109 bytes"):  # node10 is longer, twice
         check_folder(Path("/" + 69 * "x"), nodes=10)
-
-
-def test_a_path_with_a_character_of_slurm_conf_is_refused():
     for strange in ' ,#%"':
         with pytest.raises(UserError, match=r"slurm\.conf") as caught:
             check_folder(Path(f"/home/ada{strange}b"), nodes=1)
@@ -53,9 +46,7 @@ def test_a_second_start_of_a_sandbox_says_how_that_one_is_taken_down(tmp_path, m
 
 
 @pytest.mark.parametrize("looks", [True, False])
-def test_a_shell_that_looks_for_a_sandbox_which_is_down_is_told(
-    tmp_path, monkeypatch, capsys, looks
-):
+def test_a_shell_that_looks_for_one_that_is_down_is_told(tmp_path, monkeypatch, capsys, looks):
     monkeypatch.setattr(cluster, "down", lambda _folder: True)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / ("slurm.conf" if looks else "other.conf")))
     assert main(["slurm", "sandbox", "down", "--dir", str(tmp_path)]) == 0

@@ -26,7 +26,6 @@ def job(options: JobOptions, **more) -> JobScript:
 
 
 def script(**more) -> str:
-    """Return the text of the job of a script of the user's; `more` are options of the job."""
     own = ("command", "kind", "python", "venv", "mounts")
     given = {"command": ("mine.py",), "kind": "script", "venv": None}
     given |= {name: more.pop(name) for name in own if name in more}
@@ -141,7 +140,6 @@ def evaluated(shell: str) -> list[str]:
 
 
 def start_words(text: str) -> list[str]:
-    """Return the words that srun gets."""
     begin = re.search(r"^srun ", text, re.MULTILINE).start()
     line = text[begin : text.index(" &\nstep=$!", begin)]
     return evaluated(f"srun() {{ printf '%s\\0' \"$@\"; }}\n{line}")

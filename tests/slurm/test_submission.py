@@ -3,12 +3,18 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from samestep.errors import UserError
+from samestep.slurm.job_array import array_text, read_array, submit_array
 from samestep.slurm.options import JobOptions
-from samestep.slurm.queue import ProgramError
+from samestep.slurm.queue import ProgramError, find_job, parse_job
 from samestep.slurm.submission import Workload, make_script, submit
+from tests.command_line import typed
 from tests.slurm.fake_slurm import _DOWN
+from tests.slurm.test_script import job
+from tests.slurm.test_training_progress import RUNNING
 
 
 def target(run: Path, *words: str) -> Workload:
@@ -17,9 +23,6 @@ def target(run: Path, *words: str) -> Workload:
 
 def hand_in(run: Path, **options) -> int:
     return submit(make_script(target(run), JobOptions(**options), run.parent))[0]
-
-
-# --- one job a run
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
@@ -54,9 +57,7 @@ def test_a_job_that_comes_after_all_unfinished_jobs_of_its_run_is_taken(slurm, t
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_controller_that_is_away_is_waited_for_a_minute(
-    slurm, tmp_path, monkeypatch, capsys, comes_back
-):
+def test_a_controller_that_is_away_is_waited_for(slurm, tmp_path, monkeypatch, capsys, comes_back):
     sinfo = slurm.folder / "sinfo"
     answers, waited = sinfo.read_text(), []
     slurm._write("sinfo", _DOWN)
@@ -77,9 +78,6 @@ def test_a_controller_that_is_away_is_waited_for_a_minute(
     assert len(capsys.readouterr().err.splitlines()) == len(waited)
 
 
-# --- the shell that submits
-
-
 def test_a_job_inherits_what_is_the_users_and_nothing_of_another_job(slurm, tmp_path, monkeypatch):
     names = {
         *("SLURM_MEM_PER_CPU", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_JOB_ID"),
@@ -97,9 +95,7 @@ def test_a_job_inherits_what_is_the_users_and_nothing_of_another_job(slurm, tmp_
     assert kept.items() <= slurm.shell.items()
 
 
-def test_what_the_script_asks_for_is_typed_too_and_so_wins_over_the_variables_of_sbatch(
-    slurm, tmp_path, monkeypatch
-):
+def test_what_the_script_asks_for_wins_over_the_variables_of_sbatch(slurm, tmp_path, monkeypatch):
     kept = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "physics", "SBATCH_TIMELIMIT": "5"}
     for name, value in (kept | {"SBATCH_ARRAY_INX": "1-2", "SBATCH_WAIT": "1"}).items():
         monkeypatch.setenv(name, value)
@@ -118,9 +114,7 @@ def test_what_the_script_asks_for_is_typed_too_and_so_wins_over_the_variables_of
     assert {k: v for k, v in slurm.shell.items() if k.startswith("SBATCH_")} == kept
 
 
-def test_the_partition_of_the_shell_is_the_one_that_sizes_are_judged_by(
-    slurm, tmp_path, monkeypatch
-):
+def test_sizes_are_judged_by_the_partition_of_the_shell(slurm, tmp_path, monkeypatch):
     (slurm.folder / "partitions").write_text("a|1|4|infinite|(null)\nb|9|4|infinite|(null)\n")
     hand_in(tmp_path / "one", nodes="2")
     monkeypatch.setenv("SBATCH_PARTITION", "a")
@@ -128,9 +122,6 @@ def test_the_partition_of_the_shell_is_the_one_that_sizes_are_judged_by(
         hand_in(tmp_path / "two", nodes="2")
     hand_in(tmp_path / "three", nodes="2", partition="b")
     hand_in(tmp_path / "four", nodes="2", sbatch=("-p b",))
-
-
-# --- secrets
 
 
 @pytest.mark.parametrize(
@@ -141,13 +132,81 @@ def test_the_partition_of_the_shell_is_the_one_that_sizes_are_judged_by(
         (("--x", "1", "--auth", "hunter2"), "--auth"),
     ],
 )
-def test_a_secret_among_the_arguments_is_refused_and_not_repeated(tmp_path, words, flag):
+def test_a_secret_is_refused_and_what_sounds_like_one_taken(tmp_path, words, flag):
     with pytest.raises(UserError, match=flag) as error:
         make_script(target(tmp_path, *words), JobOptions(), tmp_path)
     assert "hunter2" not in str(error.value)
-
-
-def test_an_argument_that_only_sounds_like_a_secret_is_taken(tmp_path):
     words = ("--max-tokens", "512", "--num-key-value-heads=8", "--use-auth-token", "True")
     words += ("--token", "--verbose", "--tokenizer", "gpt2", "--keyboard=us", "--auth")
     make_script(target(tmp_path, *words), JobOptions(), tmp_path)
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, unique=True), st.none() | st.integers(1, 9))
+def test_numbers_of_tasks_are_read_as_they_are_written(tasks, at_once):
+    text = ",".join(map(str, tasks)) + (f"%{at_once}" if at_once else "")
+    assert read_array(text) == (tasks, at_once)
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"), [("0-3", [0, 1, 2, 3]), ("1-9:4", [1, 5, 9]), ("0-1,7", [0, 1, 7])]
+)
+def test_ranges_are_read_as_sbatch_reads_them(text, tasks):
+    assert read_array(text) == (tasks, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        *["a", "3-1", "0,5-1", "1,1", "1,", "1%0", "1%", "-1", "1-5:0", "0-2%x", "0-9999999"],
+        "0-1" + 30 * "0",
+    ],
+)
+def test_what_is_no_list_of_tasks_is_refused(text):
+    with pytest.raises(UserError):
+        read_array(text)
+
+
+@given(st.sampled_from(['/home/it\'s me/a "sweep" of 5%', "/runs/s"]), st.sampled_from([None, 2]))
+def test_each_task_runs_its_own_job_script_and_has_its_log_beside_it(folder, at_once):
+    jobs = {task: job(JobOptions(time="30"), run=f"{folder}/{task}") for task in (3, 7)}
+    text = array_text(jobs, Path(folder), at_once)
+    array = "#SBATCH --array=3,7" + (f"%{at_once}" if at_once else "")
+    assert array in text.replace('"', "")
+    assert "#SBATCH --time=30\n" in text
+    assert "/.array/%a/slurm-%j.out" in text
+    last = text.splitlines()[-1].removeprefix("exec ")
+    said = typed("bash", "-c", f"printf '%s\n' {last}", SLURM_ARRAY_TASK_ID="7")
+    assert said.stdout.splitlines() == ["bash", f"{folder}/.array/7/job.sbatch"]
+
+
+def test_a_task_of_an_array_is_known_by_its_array_and_by_its_run(tmp_path):
+    run, link = tmp_path / "lr=1", tmp_path / ".array" / "3"
+    run.mkdir()
+    link.parent.mkdir()
+    link.symlink_to(run)
+    line = RUNNING.replace("JobId=19 ", "JobId=19 ArrayJobId=12 ArrayTaskId=3 ")
+    line = line.replace("samestep:/home/ada/it's here/runs/b", f"samestep:{link.parent}/%a")
+    found = parse_job(line.replace("slurm-19.out", "%a/slurm-%j-of-%A.out"))
+    assert (found.job, found.target, found.run) == (19, "12_3", run)
+    assert found.log == Path("/home/ada/it's here/runs/b/3/slurm-19-of-12.out")
+
+
+def test_the_number_of_a_whole_array_is_refused_where_one_job_is_meant(slurm):
+    task = RUNNING.replace("JobId=19 ", "JobId=19 ArrayJobId=12 ArrayTaskId=3 ")
+    rest = task.replace("ArrayTaskId=3 ", "ArrayTaskId=4-9%2 ")
+    for told in (f"{task}\n{task}\n", f"{rest}\n"):
+        (slurm.folder / "job-12").write_text(told)
+        with pytest.raises(UserError, match="12_0"):
+            find_job(12)
+    (slurm.folder / "job-12_3").write_text(f"{task}\n")
+    assert find_job("12_3").target == "12_3"
+
+
+def test_an_array_that_slurm_refuses_leaves_nothing(slurm, tmp_path):
+    (slurm.folder / "sbatch").write_text("#!/bin/sh\necho 'Invalid job array' >&2\nexit 1\n")
+    folder = tmp_path / "runs" / "sweep"
+    jobs = {task: job(JobOptions(), run=str(folder / str(task))) for task in (3, 7)}
+    with pytest.raises(UserError, match="Invalid job array"):
+        submit_array(jobs, folder, None)
+    assert not folder.exists()

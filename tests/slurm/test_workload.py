@@ -44,10 +44,7 @@ def test_a_recipes_name_becomes_a_training_in_a_new_run_directory(here):
         ("import samestep\ndef f():\n    recipe = 1\n", "script"),
     ],
 )
-def test_a_file_that_assigns_recipe_and_imports_samestep_is_trained_and_any_other_run(
-    here, text, kind
-):
-    """It is told apart without running it; a script has its arguments as they are."""
+def test_a_file_that_assigns_recipe_is_trained_and_any_other_run(here, text, kind):
     Path("mine.py").write_text(text)
     words = () if kind == "recipe" else ("--nproc", "2", "--run-dir", "x", "--resume")
     found = find("mine.py", *words)

@@ -1,4 +1,4 @@
-"""The verdict on ranks as they were seen, without processes."""
+"""The verdict on ranks as they were seen, and as ranks of several nodes tell of themselves."""
 
 import dataclasses
 
@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 
 from samestep.stall.judge import find_stall, judge, mismatch, patience
-from samestep.stall.pulse import WORLD, RankPulse, Visit
+from samestep.stall.pulse import STACKS, TIMED_OUT, WORLD, RankPulse, Visit
 from samestep.stall.stacks import RankStand, StackFrame, Stand, _stack_of
+from samestep.stall.told import TEXT, Told, read_told, tell, verdict_on
 
 SCRIPT = """
 for epoch in range(2):
@@ -48,12 +49,19 @@ def inside(*args, **more):
     return call(*args, state="inside", **more)
 
 
-def test_what_moves_is_no_stall_and_what_has_ended_is_none_either():
+def test_what_moves_is_no_stall_and_the_main_threads_stack_is_read():
     pulses = [RankPulse(rank=0, moved=10.0), RankPulse(rank=1, moved=40.0, code=0)]
     assert find_stall(pulses, 30.0, now=69.0) is None
     assert find_stall(pulses, 30.0, now=71.0) == 31.0
     assert find_stall([pulses[1]], 30.0, now=1e9) is None
     assert find_stall([], 30.0, now=1e9) is None
+    dump = (
+        "Current thread 0x00007f0000000001 (most recent call first):\n"
+        '  File "/a.py", line 1 in other\n\n'
+        "Thread 0x00007f0000000002 (most recent call first):\n"
+        '  File "/caf\\xe9/\\u4e2d1.py", line 12 in main\n'
+    )
+    assert _stack_of(0x7F0000000002, dump) == (StackFrame("/café/中1.py", 12, "main"),)
 
 
 @given(st.lists(st.floats(0, 1e3), max_size=9), st.floats(0, 1e3))
@@ -63,7 +71,7 @@ def test_patience_is_twenty_steps_but_never_less_than_asked_for(times, least):
     assert patience([], least) == least
 
 
-def test_of_three_ranks_the_one_that_is_missing_is_named_also_where_others_wait_elsewhere(at):
+def test_of_three_ranks_the_missing_one_is_named_and_none_that_is_in_no_group(at):
     pair = "pair:1,2"
     verdict = judge([
         seen(0, at("all_reduce"), inside("all_reduce", 4, at("all_reduce"))),
@@ -72,9 +80,6 @@ def test_of_three_ranks_the_one_that_is_missing_is_named_also_where_others_wait_
     ])  # fmt: skip
     assert (verdict.cause, verdict.culprits) == ("absent", (2,))
     assert verdict.places[2] == at("slow")
-
-
-def test_a_rank_that_is_in_no_group_is_not_waited_for(at):
     verdict = judge([
         seen(0, at("barrier"), inside("barrier", 1, at("barrier"), group="pair:0,1")),
         seen(1, at("slow")),
@@ -83,7 +88,7 @@ def test_a_rank_that_is_in_no_group_is_not_waited_for(at):
     assert verdict.culprits == (1,)
 
 
-def test_of_three_ranks_the_one_that_calls_another_collective_is_named(at):
+def test_a_rank_that_calls_another_collective_or_the_model_by_itself_is_named(at):
     same = inside("all_reduce", 4, at("all_reduce"))
     other = inside("broadcast", 4, at("slow"))
     verdict = judge([
@@ -91,6 +96,16 @@ def test_of_three_ranks_the_one_that_calls_another_collective_is_named(at):
         *(seen(rank, at("all_reduce"), same) for rank in (1, 2)),
     ])  # fmt: skip
     assert (verdict.cause, verdict.culprits) == ("different", (0,))
+
+    def backward(seq, word, state="left"):
+        return call("backward", seq, at(word), group="backward", state=state)
+
+    verdict = judge([
+        seen(0, at("backward"), backward(1, "slow"), backward(2, "backward", "inside")),
+        seen(1, at("barrier"), backward(1, "backward"), inside("barrier", 1, at("barrier"))),
+    ])  # fmt: skip
+    assert verdict.cause == "left"
+    assert at("slow").rpartition("/")[2] in verdict.sentence
 
 
 @pytest.mark.parametrize("state", ["inside", "left"])
@@ -134,30 +149,9 @@ def test_a_rank_has_left_the_loop_of_the_steps_and_not_that_of_a_step_s_tensors(
     assert ("after 2 steps" in verdict.sentence) == (cause == "left")
 
 
-def test_a_rank_that_calls_the_wrapped_model_by_itself_is_told_by_its_line(at):
-    def backward(seq, word, state="left"):
-        return call("backward", seq, at(word), group="backward", state=state)
-
-    verdict = judge([
-        seen(0, at("backward"), backward(1, "slow"), backward(2, "backward", "inside")),
-        seen(1, at("barrier"), backward(1, "backward"), inside("barrier", 1, at("barrier"))),
-    ])  # fmt: skip
-    assert verdict.cause == "left"
-    assert at("slow").rpartition("/")[2] in verdict.sentence
-
-
-def test_a_rank_that_does_not_end_is_named_where_another_has_ended(at):
+def test_a_rank_that_does_not_end_where_others_have_is_named_and_none_that_failed_after(at):
     verdict = judge([seen(0, "", doing="gone", code=0), seen(1, at("save"))])
     assert (verdict.cause, verdict.culprits) == ("absent", (1,))
-
-
-def test_a_hook_that_hangs_within_a_backward_is_the_user_s_code(at):
-    backward = inside("backward", 2, at("backward"), group="backward")
-    verdict = judge([seen(0, at("backward"), backward), seen(1, at("slow"), backward)])
-    assert (verdict.culprits, verdict.places[1]) == ((1,), at("slow"))
-
-
-def test_a_rank_that_failed_as_another_ended_is_no_culprit(at):
     failed = call("all_reduce", 4, at("all_reduce"), state="raised")
     verdict = judge([
         seen(0, "", failed, doing="gone", code=1),
@@ -166,22 +160,17 @@ def test_a_rank_that_failed_as_another_ended_is_no_culprit(at):
     assert (verdict.cause, verdict.culprits) == ("ended", (1,))
 
 
-def test_of_ranks_in_one_call_the_one_that_computes_is_named_and_else_none(at):
+def test_of_ranks_in_one_call_that_in_the_users_code_or_that_computes_is_named(at):
     backward = inside("backward", 2, at("backward"), group="backward")
+    verdict = judge([seen(0, at("backward"), backward), seen(1, at("slow"), backward)])
+    assert (verdict.culprits, verdict.places[1]) == ((1,), at("slow"))
     waits, spins = seen(0, at("backward"), backward), seen(1, at("backward"), backward)
     assert judge([waits, spins]).cause == "unknown"
     verdict = judge([waits, dataclasses.replace(spins, doing="computes")])
     assert verdict.culprits == (1,)
 
 
-def test_ranks_that_are_all_stopped_as_on_a_suspended_laptop_are_told_from_a_stall(at):
-    same = inside("all_reduce", 4, at("all_reduce"))
-    verdict = judge([seen(rank, "", same, doing="stopped") for rank in (0, 1)])
-    assert (verdict.cause, verdict.culprits) == ("stopped", (0, 1))
-    assert verdict.places == dict.fromkeys((0, 1), at("all_reduce"))
-
-
-def test_a_stopped_loader_worker_is_told(at):
+def test_a_stopped_loader_worker_is_told_and_ranks_that_are_all_stopped(at):
     loader = StackFrame("/x/site-packages/torch/utils/data/dataloader.py", 9, "_get_data")
     waits = seen(1, at("batch"))
     waits = dataclasses.replace(
@@ -191,13 +180,61 @@ def test_a_stopped_loader_worker_is_told(at):
     assert (verdict.cause, verdict.culprits) == ("data", (1,))
     assert "77" in verdict.does[1]
     assert verdict.places[1] == at("batch")
+    same = inside("all_reduce", 4, at("all_reduce"))
+    verdict = judge([seen(rank, "", same, doing="stopped") for rank in (0, 1)])
+    assert (verdict.cause, verdict.culprits) == ("stopped", (0, 1))
+    assert verdict.places == dict.fromkeys((0, 1), at("all_reduce"))
 
 
-def test_the_main_thread_s_stack_is_read_with_any_letters_in_its_files():
-    dump = (
-        "Current thread 0x00007f0000000001 (most recent call first):\n"
-        '  File "/a.py", line 1 in other\n\n'
-        "Thread 0x00007f0000000002 (most recent call first):\n"
-        '  File "/caf\\xe9/\\u4e2d1.py", line 12 in main\n'
-    )
-    assert _stack_of(0x7F0000000002, dump) == (StackFrame("/café/中1.py", 12, "main"),)
+def told(stand, host="node1", still_s=15.0):
+    return Told(stand=stand, host=host, at=stand.pulse.moved + still_s)
+
+
+def test_what_a_rank_tells_is_read_by_another_node_as_it_was(tmp_path, at):
+    stand = seen(1, at("all_reduce"), call("barrier", 3), inside("all_reduce", 4), steps=7)
+    (tmp_path / STACKS.format(rank=1)).write_text("Thread 0x1\n")
+    tell(stand, tmp_path, tmp_path)
+    (read,) = read_told(tmp_path, 0.0)
+    assert (read.stand.frames, read.stand.doing) == (stand.frames, stand.doing)
+    assert [v[:5] for v in read.stand.pulse.calls] == [v[:5] for v in stand.pulse.calls]
+    assert read_told(tmp_path, read.at + 1) == [], "of an earlier start"
+    assert at("all_reduce") in (tmp_path / TEXT.format(rank=1)).read_text()
+    assert judge([read.stand]).places == judge([stand]).places
+
+
+def test_the_verdict_has_rank_node_line_and_step_and_what_the_others_wait_in_if_told(at):
+    waits = seen(0, at("all_reduce"), inside("all_reduce", 812, at("all_reduce")), steps=29)
+    slow = seen(1, at("slow"), call("all_reduce", 811, at("all_reduce")), steps=29)
+    verdict = verdict_on([told(waits), told(slow, "node2")], 2, may_be_slow=True)
+    file, _, line = at("slow").rpartition(":")
+    waiting = verdict.stall.pop("waiting_in")
+    assert verdict.stall == {"rank": 1, "host": "node2", "file": file, "line": int(line)}
+    assert waiting.startswith("all_reduce #812 of ")
+    assert "rank 1 on node2 has not entered all_reduce #812" in verdict.message
+    waits = seen(0, at("all_reduce"), inside("all_reduce", 4, at("all_reduce")))
+    verdict = verdict_on([told(waits)], 2, may_be_slow=False)
+    assert (verdict.rank, verdict.stall["host"]) == (1, "")
+    wait = inside("a collective", 1, at("all_reduce"), group="peer:")
+    waits = told(doing(seen(0, at("barrier"), wait, steps=29), TIMED_OUT), still_s=1.0)
+    slow = seen(1, at("slow"), steps=29)
+    found = verdict_on([waits, told(slow, "node2")], 2, may_be_slow=False)
+    assert "rank 1 on node2 took no part in step 30 for 15 s" in found.message
+    found = verdict_on([waits, told(doing(slow, "evaluation"))], 2, may_be_slow=False)
+    assert "the evaluation after step 29" in found.message
+
+
+def doing(stand, what):
+    return dataclasses.replace(stand, pulse=dataclasses.replace(stand.pulse, doing=what))
+
+
+@pytest.mark.parametrize("kind", ["computes", "compiles"])
+def test_ranks_that_only_take_long_are_no_stall_until_they_take_much_longer(at, kind):
+    stands = [seen(rank, at("slow"), doing="computes") for rank in (0, 1)]
+    if kind == "compiles":
+        frame = StackFrame("/x/site-packages/torch/_inductor/async_compile.py", 9, "wait")
+        waits = seen(0, at("all_reduce"), inside("all_reduce", 1, at("all_reduce")))
+        busy = dataclasses.replace(stands[1], doing="sleeps", frames=(frame, *stands[1].frames))
+        stands = [waits, busy]
+    both = [told(stand) for stand in stands]
+    assert verdict_on(both, 2, may_be_slow=True) is None
+    assert verdict_on(both, 2, may_be_slow=False) is not None

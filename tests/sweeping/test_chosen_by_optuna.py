@@ -28,7 +28,6 @@ def train(sweep: SweepPlan, name: str, mode: str = "min") -> None:
 
 
 def chosen(sweep: SweepPlan, mode: str = "min") -> list[str]:
-    """Train what is chosen, one after the other, to the end."""
     choice, names = OptunaChoice(sweep), []
     while name := choice.next():
         train(sweep, name, mode)
@@ -37,9 +36,13 @@ def chosen(sweep: SweepPlan, mode: str = "min") -> list[str]:
     return names
 
 
-def test_as_many_as_the_sample_are_trained_and_none_twice(tmp_path):
+def test_as_many_as_the_sample_are_trained_and_none_twice_also_if_one_fails(tmp_path):
     names = chosen(plan(tmp_path, 20, seeds=2))  # of 20: it ends although Optuna repeats itself
     assert sorted(names) == sorted(plan(tmp_path, 20, seeds=2).points)
+    choice = OptunaChoice(plan(tmp_path, 2))
+    choice.ended(choice.next())  # it left no result
+    assert choice.next()
+    assert not choice.next()
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -61,10 +64,3 @@ def test_after_a_kill_the_unfinished_come_first_and_the_completed_are_not_traine
     assert names[0] == killed
     assert done not in names
     assert len({done, *names}) == 12
-
-
-def test_a_training_that_failed_does_not_end_the_choice(tmp_path):
-    choice = OptunaChoice(plan(tmp_path, 2))
-    choice.ended(choice.next())  # it left no result
-    assert choice.next()
-    assert not choice.next()

@@ -46,13 +46,10 @@ def test_the_points_are_the_grid_or_a_sample_of_it(tmp_path_factory, axes, sampl
     assert [point for point in grid if point in points] == points
 
 
-def test_a_switch_is_turned_on_and_off(tmp_path):
+def test_a_switch_is_turned_on_and_off_and_names_of_directories_differ(tmp_path):
     found = sweep(tmp_path, axes={"drop-last": ("true", "false")}, flags=("--epochs", "1"))
     words = [found.words(point) for point in found.points.values()]
     assert words == [["--epochs", "1", "--drop-last"], ["--epochs", "1", "--no-drop-last"]]
-
-
-def test_names_of_directories_are_plain_and_differ(tmp_path):
     values = ("a/b", "a-b", "a b", "a:b", "x" * 300)
     found = sweep(tmp_path, axes={"data-dir": values})
     assert tuple(point["data-dir"] for point in found.points.values()) == values

@@ -78,6 +78,5 @@ fault("import")
 
 
 def lines(run: Path, service="service"):
-    """Return what the service has of a run."""
     path = run.parent / f"{run.name}.{service}"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

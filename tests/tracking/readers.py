@@ -85,7 +85,6 @@ def comet_metrics(run: Path):
 
 
 def tensorboard(run: Path):
-    """Return TensorBoard's own reader of a run's folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(run / "tracking" / "tensorboard"), size_guidance={"scalars": 0})
@@ -93,7 +92,6 @@ def tensorboard(run: Path):
 
 
 def mlflow_store(run: Path):
-    """Return MLflow's client for the store in a run directory."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what MLflow uses of SQLAlchemy is deprecated
         from mlflow import MlflowClient

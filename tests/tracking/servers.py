@@ -80,8 +80,6 @@ class Silent(Server):
 
 
 class Errors(Server):
-    """Returns an error to everything."""
-
     def answer(self, method, path, body):
         return 500, b'{"errors": [{"message": "all is lost"}]}'
 
@@ -157,7 +155,6 @@ class Wandb(Server):
             rows[history["offset"] :] = history["content"]
 
     def rows(self, name):
-        """Return the rows of a run as tables."""
         return [json.loads(row) for row in self.runs[name]["history"]]
 
 

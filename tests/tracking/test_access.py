@@ -48,9 +48,7 @@ def home(tmp_path, monkeypatch) -> Path:
         ),
     ],
 )
-def test_what_keeps_a_tracker_offline_is_named_before_its_client_is_imported(
-    home, monkeypatch, tracker, environment, named
-):
+def test_what_keeps_a_tracker_offline_is_named(home, monkeypatch, tracker, environment, named):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     access = find_access(tracker)
@@ -78,10 +76,14 @@ def test_with_a_key_a_tracker_may_go_online(home, monkeypatch, tracker, environm
     assert (access.offline, access.has_server) == (False, has_server)
 
 
-def test_trackers_whose_files_are_all_there_is_are_local_without_a_word(home):
+def test_only_a_key_of_its_own_lets_a_tracker_go_online(home):
     for tracker in ("tensorboard", "mlflow"):
         access = find_access(tracker)
         assert (access.offline, access.why, access.has_server) == (True, None, False)
+    (home / ".netrc").write_bytes(b"machine github.com login me password \xff" + KEY.encode())
+    Path(".env").write_text("LOG_LEVEL=debug\n")
+    assert find_access("wandb").offline
+    assert find_access("comet").offline
 
 
 @pytest.mark.parametrize(
@@ -102,14 +104,7 @@ def test_a_key_is_looked_for_where_the_client_itself_keeps_it(home, tracker, fil
     assert not find_access(tracker).offline
 
 
-def test_a_file_that_holds_the_key_of_something_else_is_no_key(home):
-    (home / ".netrc").write_bytes(b"machine github.com login me password \xff" + KEY.encode())
-    Path(".env").write_text("LOG_LEVEL=debug\n")
-    assert find_access("wandb").offline
-    assert find_access("comet").offline
-
-
-def test_what_a_client_refuses_in_its_configuration_keeps_it_offline_in_its_own_words():
+def test_what_a_client_refuses_keeps_it_offline_and_secrets_are_known_by_their_names():
     def refuse():
         raise ValueError("1 error\n  base_url: no address.")
 
@@ -117,30 +112,26 @@ def test_what_a_client_refuses_in_its_configuration_keeps_it_offline_in_its_own_
     order = SimpleNamespace(offline=False)
     assert why_offline(module, order, reports) == "1 error base_url: no address"
     assert why_offline(module, SimpleNamespace(offline=True), reports) is None
-
-
-def test_secrets_are_known_by_the_names_of_variables_and_in_addresses():
     environment = {"WANDB_API_KEY": KEY, "HOME": "/home/me", "X_TOKEN": "tokens", "MY_KEY": "a"}
     environment |= {"MLFLOW_TRACKING_URI": "http://me:password@host", "BROKEN_URI": "http://[::1"}
     assert set(choice.secrets_of(environment)) == {KEY, "tokens", "password"}
-
-
-def test_a_server_is_reachable_if_it_answers_whatever_it_says():
     with Errors() as server:
         assert choice.why_unreachable(server.url) is None
     assert choice.why_unreachable(f"http://me:key@127.0.0.1:{free_port()}").startswith("127.0.0.1 ")
     assert choice.why_unreachable("nonsense").startswith("nonsense ")
 
 
-# --- names
-
-
-def test_trackers_are_named_with_commas_and_none_is_none():
+def test_trackers_are_named_with_commas_and_a_project_that_none_would_take_is_refused(monkeypatch):
     assert chosen(None) == chosen("none") == []
     assert chosen("comet, wandb,") == ["comet", "wandb"]
     names = {"track_project": "Äpfel & Birnen (2)", "track_name": "a/b: c"}
     check_choice(Settings(track="comet,wandb,mlflow,tensorboard,my.py,our.module", **names))
     assert choice.default_project("my:recipe#2") == "my-recipe-2"
+    monkeypatch.setenv("WANDB_PROJECT", "bad/name")
+    with pytest.raises(UserError, match="WANDB_PROJECT 'bad/name'"):
+        check_choice(Settings(track="wandb"))
+    check_choice(Settings(track="wandb", track_project="good"))
+    check_choice(Settings(track="tensorboard"))
 
 
 @pytest.mark.parametrize(
@@ -164,10 +155,16 @@ def test_a_choice_that_no_service_would_take_is_refused(settings, named):
     assert all(part in str(refused.value) for part in named)
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+def test_a_missing_package_of_a_tracker_is_named_with_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setitem(choice.PACKAGES, "wandb", "no_such_package")
     with pytest.raises(UserError, match=r"pip install 'samestep\[wandb\]'"):
         check_installed(["wandb"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="package nosuch"):
+        check_installed(["nosuch.module"])
+    (tmp_path / "nosuch").mkdir()
+    (tmp_path / "nosuch" / "__init__.py").touch()
+    check_installed(["nosuch.module"])
 
 
 @pytest.mark.parametrize(
@@ -187,20 +184,3 @@ def test_a_file_that_is_no_tracker_is_refused_without_running_it(tmp_path, text,
     for elsewhere in ("from other import *\n", from_elsewhere):
         path.write_text(elsewhere)
         check_installed([str(path)])
-
-
-def test_a_project_that_the_service_would_refuse_is_refused_wherever_it_comes_from(monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "bad/name")
-    with pytest.raises(UserError, match="WANDB_PROJECT 'bad/name'"):
-        check_choice(Settings(track="wandb"))
-    check_choice(Settings(track="wandb", track_project="good"))
-    check_choice(Settings(track="tensorboard"))
-
-
-def test_a_module_whose_package_is_not_there_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="package nosuch"):
-        check_installed(["nosuch.module"])
-    (tmp_path / "nosuch").mkdir()
-    (tmp_path / "nosuch" / "__init__.py").touch()
-    check_installed(["nosuch.module"])

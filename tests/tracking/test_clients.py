@@ -51,8 +51,6 @@ PICTURES = {"confusion", "weights"}
 
 @dataclass(frozen=True)
 class Tracked:
-    """A run of two executions, and what they printed."""
-
     path: Path
     printed: list[str]
     folder: Path
@@ -103,7 +101,6 @@ def curves(run):
 
 
 def mlflow_run(run):
-    """Return MLflow's store of a run and the one run in it."""
     store = readers.mlflow_store(run)
     (found,) = store.search_runs([store.get_experiment_by_name("odd ones").experiment_id])
     return store, found
@@ -119,7 +116,7 @@ def last_test(run):
     return step, values
 
 
-def test_wandb_has_one_run_with_every_record_as_a_row_in_its_order(tracked):
+def test_wandb_has_one_run_of_all_records_with_settings_machine_and_result(tracked):
     ids = {r.run.run_id for _, r in readers.wandb_records(tracked.path) if r.HasField("run")}
     assert ids == {read_json(tracked.path / "tracking" / "wandb.json")["id"]}
     rows = readers.wandb_rows(tracked.path)
@@ -140,9 +137,6 @@ def test_wandb_has_one_run_with_every_record_as_a_row_in_its_order(tracked):
     axes = readers.wandb_axes(tracked.path)
     assert axes["epoch/*"] == "epoch"
     assert {axes[f"{series}/*"] for series in ("train", "validation", "test")} == {"step"}
-
-
-def test_wandb_has_the_settings_the_machine_the_result_and_the_checkpoints(tracked):
     records = [r for _, r in readers.wandb_records(tracked.path)]
     config, summary = (readers.wandb_updates(tracked.path, of) for of in ("config", "summary"))
     assert config["lr"] == 0.01
@@ -251,26 +245,17 @@ def test_mlflow_has_one_run_with_every_value_at_its_step_or_epoch(tracked):
     assert names_of(pictures) == {f"{name}.png" for name in PICTURES}
 
 
-def test_facts_of_the_machine_reach_those_trackers_that_do_not_measure_it_themselves(tracked):
-    assert "system/cpu_percent" in {name for name, *_ in readers.comet_metrics(tracked.path)}
-    assert "system/memory_percent" in readers.tensorboard(tracked.path).Tags()["scalars"]
-
-
-def test_no_key_and_no_password_is_in_any_file_of_the_run_or_on_the_screen(tracked):
-    assert PLANTED not in "".join(tracked.printed)
-    assert not readers.files_with(PLANTED, tracked.folder)
-
-
-def test_trackers_leave_files_in_the_run_directory_alone(tracked):
-    left = {path.name for path in tracked.folder.iterdir()}
-    made = {"tiny.py", "tiny.pace", "run", "outputs", "__pycache__"}
-    assert left <= made | {".config", ".cache", ".local"}
-
-
-def test_the_screen_says_once_for_each_tracker_where_it_is_and_why_it_is_offline(tracked):
+def test_the_screen_says_where_each_tracker_is_no_key_is_told_and_nothing_left_elsewhere(tracked):
     for text in tracked.printed:
         for name in ("wandb", "comet"):
             assert text.count(f"{name:<7} offline: {tracked.path}/tracking/{name}") == 1, text
             assert "(127.0.0.1 " in text
         assert f"sqlite:///{tracked.path}/tracking/mlflow/mlflow.db" in text
         assert f"samestep track {tracked.path} --to wandb,comet" in text
+    assert PLANTED not in "".join(tracked.printed)
+    assert not readers.files_with(PLANTED, tracked.folder)
+    left = {path.name for path in tracked.folder.iterdir()}
+    made = {"tiny.py", "tiny.pace", "run", "outputs", "__pycache__"}
+    assert left <= made | {".config", ".cache", ".local"}
+    assert "system/cpu_percent" in {name for name, *_ in readers.comet_metrics(tracked.path)}
+    assert "system/memory_percent" in readers.tensorboard(tracked.path).Tags()["scalars"]

@@ -38,7 +38,6 @@ def command_line(arguments, environment, faults=(), end_s=PATIENCE_S):
 
 
 def samestep(*arguments, folder, world_size=1, faults=(), end_s=PATIENCE_S, **environment):
-    """Start `samestep` on N ranks with variables in their environment."""
     output = folder / f"output-{len(list(folder.glob('output-*')))}"
     return start_ranks(
         command_line, world_size, output, [str(a) for a in arguments], environment, faults, end_s
@@ -74,7 +73,6 @@ def what(run, event, service="service"):
 
 
 def children_of(run, service="service"):
-    """Return the processes that still have to do with a run's trackers."""
     return [line["pid"] for line in what(run, "start", service) if _runs(line["pid"])]
 
 
@@ -87,8 +85,6 @@ def _runs(pid):
 
 @dataclass(frozen=True)
 class Training:
-    """The tiny recipe in a folder of its own, and its one run."""
-
     folder: Path
     recipe: Path
     run: Path
@@ -135,9 +131,6 @@ def here(tmp_path) -> Training:
     return Training(tmp_path, tiny.write_recipe(tmp_path), tmp_path / "run")
 
 
-# --- what is sent
-
-
 @pytest.mark.parametrize("engine", ["native", pytest.param("lightning", marks=pytest.mark.slow)])
 def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(here, engine):
     here.change('    "checkpoint_every_steps": 4,\n', "")
@@ -169,9 +162,7 @@ def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(here
     assert not (run / "tracking" / "own_tracker.log").exists(), "it has printed nothing"
 
 
-def test_to_a_tracker_named_as_a_module_checkpoints_are_sent_when_asked_for_and_no_password(
-    here, monkeypatch
-):
+def test_a_tracker_named_as_a_module_has_checkpoints_and_no_password(here, monkeypatch):
     (here.folder / "ours").mkdir()
     (here.folder / "ours" / "__init__.py").touch()
     (here.folder / "ours" / "logs.py").write_text(Path(TRACKER).read_text())
@@ -187,12 +178,7 @@ def test_to_a_tracker_named_as_a_module_checkpoints_are_sent_when_asked_for_and_
     assert not [path for path in written if b"pa55word" in path.read_bytes()]
 
 
-# --- resuming
-
-
-def test_a_killed_and_resumed_run_is_one_tracker_run_and_each_step_is_sent_once(
-    here, uninterrupted
-):
+def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(here, uninterrupted):
     run = here.run
     tiny.set_pace(here.recipe, 0.02)  # so that the tracker sees more than the checkpoint
     here.train(*TRACK, "--epochs 1")
@@ -238,8 +224,6 @@ def test_ranks_that_samestep_starts_have_one_tracker_too(here):
     assert sent(here.run) == expected(here.run)
 
 
-# --- a tracker that misbehaves
-
 # Each group in one training, with a tracker for each fault: those that end by themselves, and
 # those that end by their time limit.
 FAULTS = {
@@ -249,9 +233,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("faults", "flags"), FAULTS.items(), ids=["end", "hang"])
-def test_whatever_trackers_do_the_training_is_the_same_and_its_records_are_sent_later(
-    here, faults, flags, uninterrupted
-):
+def test_whatever_trackers_do_the_training_is_the_same(here, faults, flags, uninterrupted):
     trackers, run = here.faulty(faults), here.run
     names = ",".join(map(str, trackers.values()))
     ranks = here.train("--track", Path(names), flags, TRACKER_FAULT="planted")

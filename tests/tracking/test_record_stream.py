@@ -5,12 +5,18 @@ import struct
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.errors import UserError
 from samestep.reporting.pictures import png
 from samestep.run.records import read_records
+from samestep.tracking import processes
+from samestep.tracking.follower import gpus_of, parse_gpus
+from samestep.tracking.processes import Deliveries, Delivery, deliveries_path, read_deliveries
 from samestep.tracking.record_stream import RecordStream, flatten, scalars
+from tests.command_line import typed
 
 
 def all_of(entries, after=0):
@@ -52,9 +58,7 @@ def executions(draw):
 
 @settings(max_examples=25)
 @given(executions(), st.integers(0, 60), st.data())
-def test_each_step_of_each_series_comes_once_in_order_also_to_one_who_has_a_part(
-    records, have, data
-):
+def test_each_step_of_each_series_comes_once_in_order(records, have, data):
     with TemporaryDirectory() as folder:
         run = Path(folder)
         write(run, records)
@@ -79,13 +83,16 @@ def test_each_step_of_each_series_comes_once_in_order_also_to_one_who_has_a_part
         assert first + all_of(grows) == entries
 
 
-def test_nested_numbers_are_flattened_and_nothing_but_numbers_is_sent(tmp_path):
+def test_nested_numbers_and_settings_are_flattened_to_plain_values(tmp_path):
     record = {"event": "step", "step": 4, "epoch": 1, "loss": None, "lr": 0.5, "note": "x"}
     nested = {"phases": {"data": 0.25, "ranks": {"0": 1}}, "done": True, "rows": [1, 2]}
     write(tmp_path, [record | nested])
     (entry,) = all_of(RecordStream(tmp_path))
     assert entry.values == {"train/lr": 0.5, "train/phases/data": 0.25, "train/phases/ranks/0": 1}
     assert (entry.axis, entry.at) == ("step", 4)
+    table = {"lr": 0.5, "drop_last": True, "options": {"dims": [4, 2]}, "none": None}
+    assert scalars(table) == {"lr": 0.5, "drop_last": True, "options.dims": "[4, 2]"}
+    assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a/b/c": 1, "d": 2}
 
 
 def test_an_epoch_stands_at_its_epoch_and_an_evaluation_at_its_step(tmp_path):
@@ -188,12 +195,6 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
     assert entries.events.damaged == [2, 3, 4, 5]
 
 
-def test_settings_become_flat_names_with_plain_values():
-    table = {"lr": 0.5, "drop_last": True, "options": {"dims": [4, 2]}, "none": None}
-    assert scalars(table) == {"lr": 0.5, "drop_last": True, "options.dims": "[4, 2]"}
-    assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a/b/c": 1, "d": 2}
-
-
 def test_a_line_that_is_completed_while_the_file_is_read_counts_once_and_whole(tmp_path):
     records = execution(0, 9, 99, resumed=False)
     lines = [json.dumps(record) + "\n" for record in records]
@@ -213,3 +214,57 @@ def test_a_line_that_is_completed_while_the_file_is_read_counts_once_and_whole(t
     assert entries.events.num_read == len(lines)
     assert entries.events.damaged == []
     assert not entries.events.torn
+
+
+def test_what_a_tracker_prints_is_logged_without_its_secrets(tmp_path):
+    """No secret hides behind quotes, and none is taken for a word of the report itself."""
+    program = f"""
+import os
+from pathlib import Path
+from samestep.tracking.follower import Reports
+voice = Reports(("planted-secret", "planted", 'pä"55word', "offline"))
+print("early planted-secret")
+os.write(2, b"of C: http://me:pass@host/ planted\\n")
+os.system("echo of a child: planted-secret")
+voice.log_to(Path({str(tmp_path / "log")!r}))
+voice.tell(failed='planted-secret and pä"55word are wrong', offline=True)
+voice.close()
+"""
+    done = typed("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"failed": "… and … are wrong", "offline": True}
+    log = (tmp_path / "log").read_text()
+    assert sorted(log.splitlines()) == ["early …", "of C: http://host/ …", "of a child: …"]
+
+
+def test_a_ledger_is_read_as_it_was_written_and_a_damaged_one_is_refused(tmp_path):
+    (tmp_path / "tracking").mkdir()
+    fresh = read_deliveries(tmp_path, "wandb")
+    assert len(fresh.id) == 32
+    ledger = Deliveries(
+        online=Delivery(run="r", lines=7), offline=Delivery(files=["a"], finished=True)
+    )
+    processes.write_deliveries(tmp_path, "wandb", ledger)
+    assert read_deliveries(tmp_path, "wandb") == ledger
+    for text in ("", "{}x", '{"online": 3}'):
+        deliveries_path(tmp_path, "wandb").write_text(text)
+        with pytest.raises(UserError, match=r"wandb\.json"):
+            read_deliveries(tmp_path, "wandb")
+
+
+def test_of_a_machines_gpus_those_of_the_ranks_are_told_by_what_the_driver_knows(tmp_path):
+    printed = "GPU-a, 37, 5120, 210.50, 61\nGPU-b, 0, [N/A], [Not Supported], 33\n"
+    first = {"utilization_percent": 37.0, "memory_used_mib": 5120.0, "power_w": 210.5}
+    assert parse_gpus(printed, None) == {
+        "gpu0": first | {"temperature_c": 61.0},
+        "gpu1": {"utilization_percent": 0.0, "temperature_c": 33.0},
+    }
+    printed = "GPU-aa-1, 1, 2, 3, 4\nGPU-bb-2, 5, 6, 7, 8\nGPU-cc-3, 9, 10, 11, 12\n"
+    assert parse_gpus(printed, ["bb-2", "elsewhere"]).keys() == {"gpu1"}
+    assert parse_gpus(printed, ["bb-2"])["gpu1"]["memory_used_mib"] == 6.0
+    assert parse_gpus(printed, None).keys() == {"gpu0", "gpu1", "gpu2"}
+    assert gpus_of(tmp_path) == ()  # a run that has not begun says nothing
+    (tmp_path / "environment.json").write_text('{"gpus": ["bb-2"]}')
+    assert gpus_of(tmp_path) == ["bb-2"]
+    (tmp_path / "environment.json").write_text("{}")
+    assert gpus_of(tmp_path) is None

@@ -50,7 +50,7 @@ def _ask_mlflow(folder: Path) -> dict[str, tuple]:
     return {name: ask(folder / name) for name, ask in asked.items()}
 
 
-def test_mlflow_takes_any_name_and_keeps_a_run_where_it_is_when_the_project_changes(mlflow):
+def test_mlflow_takes_any_name_and_has_each_value_once_whatever_happened(mlflow):
     folder, answers = mlflow
     first, again = answers["two"]
     assert first[1] == 0, "this store has nothing of it yet"
@@ -61,6 +61,12 @@ def test_mlflow_takes_any_name_and_keeps_a_run_where_it_is_when_the_project_chan
     assert found.data.tags["resumed.lr_0_"] == "2"
     assert found.data.metrics == {"a_b_": 0.5}
     assert store.get_experiment_by_name("two") is None
+    runs, history = mlflow[1]["killed"]
+    assert len(runs) == 1
+    assert history == [(1, 0.5), (2, 0.25), (3, 0.125)]
+    run, lines = mlflow[1]["elsewhere"]
+    assert run != "0" * 32
+    assert lines == 0
 
 
 def _two_projects(path: Path) -> tuple[tuple[str, int | None], ...]:
@@ -74,13 +80,6 @@ def _two_projects(path: Path) -> tuple[tuple[str, int | None], ...]:
     )
     mlflow.finish(again.client, DONE)
     return (first.run, first.lines), (again.run, again.lines)
-
-
-def test_mlflow_has_a_run_and_each_value_once_whenever_its_process_was_killed(mlflow):
-    """What it was given is told again, where the note of it could not be written."""
-    runs, history = mlflow[1]["killed"]
-    assert len(runs) == 1
-    assert history == [(1, 0.5), (2, 0.25), (3, 0.125)]
 
 
 def _killed_and_again(path: Path) -> tuple[set[str | None], list[tuple[int, float]]]:
@@ -101,12 +100,6 @@ def _killed_and_again(path: Path) -> tuple[set[str | None], list[tuple[int, floa
     found = store.search_runs([store.get_experiment_by_name("one").experiment_id])
     history = store.get_metric_history(started.run, "loss")
     return {one.info.run_id for one in found}, sorted((m.step, m.value) for m in history)
-
-
-def test_mlflow_begins_anew_where_another_store_does_not_know_the_run(mlflow):
-    run, lines = mlflow[1]["elsewhere"]
-    assert run != "0" * 32
-    assert lines == 0
 
 
 def _known_elsewhere(path: Path) -> tuple[str, int | None]:

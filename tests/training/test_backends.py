@@ -1,6 +1,7 @@
-"""PyTorch's process-wide switches follow the settings in a training, and are put back after it."""
+"""Process-wide switches follow the settings, and are put back; a step's memory is used again."""
 
 import os
+import platform
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from samestep import Settings
 from samestep.errors import UserError
 from samestep.training.device import kernels_of, switched
-from tests.command_line import read_json
+from tests.command_line import read_json, typed
 from tests.tiny import assert_same_training, events, trained, write_recipe
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -38,7 +39,7 @@ def during(device=CPU, **told):
     return {name: value for name, value in found.items() if value != PLAIN[name]}
 
 
-def test_the_switches_follow_the_settings_and_without_any_all_is_as_pytorch_has_it():
+def test_the_switches_follow_the_settings_and_the_kernels_are_told_of_cuda():
     assert during() == {}
     assert PLAIN["convolutions"]
     assert not PLAIN["tf32"]
@@ -49,19 +50,13 @@ def test_the_switches_follow_the_settings_and_without_any_all_is_as_pytorch_has_
     switches = {"cudnn": True, "deterministic": True}
     assert during(deterministic=True) == switches
     assert during(CUDA, deterministic=True) == {**switches, "workspace": ":4096:8"}  # for cuBLAS
+    assert kernels_of(CPU) == {}
+    with switched(Settings(matmul_precision="high", cudnn_benchmark=True), CUDA):
+        on = dict.fromkeys(("tf32_products", "tf32_convolutions", "cudnn_benchmark"), True)
+        assert kernels_of(CUDA)["kernels"] == on | {"deterministic": False}
 
 
-def test_a_workspace_of_the_user_is_left_alone_and_switches_are_put_back(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    before = state()
-    with switched(Settings(deterministic=True), CUDA):
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-    with pytest.raises(KeyError), switched(Settings(deterministic=True), CUDA):
-        raise KeyError
-    assert state() == before, "all is put back, after a failure too"
-
-
-def test_a_precision_that_the_recipe_has_set_the_newer_way_is_not_mixed_with_ours():
+def test_a_precision_or_a_workspace_of_the_user_is_left_alone(monkeypatch):
     place = torch.backends.cuda.matmul
     kept, place.fp32_precision = place.fp32_precision, "tf32"
     try:
@@ -71,13 +66,13 @@ def test_a_precision_that_the_recipe_has_set_the_newer_way_is_not_mixed_with_our
         assert kernels_of(CUDA)["kernels"]["tf32_products"]
     finally:
         place.fp32_precision = kept
-
-
-def test_the_kernels_are_told_of_cuda_devices():
-    assert kernels_of(CPU) == {}
-    with switched(Settings(matmul_precision="high", cudnn_benchmark=True), CUDA):
-        on = dict.fromkeys(("tf32_products", "tf32_convolutions", "cudnn_benchmark"), True)
-        assert kernels_of(CUDA)["kernels"] == on | {"deterministic": False}
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    before = state()
+    with switched(Settings(deterministic=True), CUDA):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    with pytest.raises(KeyError), switched(Settings(deterministic=True), CUDA):
+        raise KeyError
+    assert state() == before, "all is put back, after a failure too"
 
 
 @pytest.mark.parametrize(
@@ -107,3 +102,33 @@ def test_a_training_with_them_is_the_same_on_a_cpu_and_says_what_has_no_effect(t
     assert any("--bucket-cap-mb" in note for note in start["notes"])
     assert "kernels" not in start
     assert read_json(tmp_path / "run" / "environment.json")["gpus"] == []
+
+
+PROGRAM = """
+import resource, statistics, torch
+from samestep.training.device import choose_allocation
+
+def step():
+    tensors = [torch.ones(4 << 20) for _ in range(4)]  # 16 MiB each
+
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+left = statistics.median([pages() for _ in range(11)])
+choose_allocation(torch.device("cpu"), sharded=False)
+print(left, statistics.median([pages() for _ in range(11)]))
+"""
+PAGES_OF_A_STEP = 4 * (16 << 20) // 4096
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
+def test_a_step_asks_the_system_for_no_page_that_the_last_one_had():
+    # glibc as it starts: it raises its thresholds by itself, and how far goes by the heap's luck.
+    glibc = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    done = typed("-c", PROGRAM, **glibc)
+    assert done.returncode == 0, done.stderr
+    left, kept = map(float, done.stdout.split())
+    assert left > PAGES_OF_A_STEP * 0.9
+    assert kept < PAGES_OF_A_STEP / 100

@@ -96,7 +96,7 @@ def test_it_is_truncated_bptt_as_one_writes_it_by_hand(alone):
     assert run == pytest.approx(losses, rel=1e-12)
 
 
-def test_ranks_and_micro_steps_carry_what_one_process_does(alone, tmp_path):
+def test_ranks_micro_steps_and_resumes_carry_what_one_process_does(alone, tmp_path):
     recipe = alone / "words.py"
     words = [
         [recipe, "--run-dir", tmp_path / size, *FLAGS, "--micro-batch-size", size]
@@ -105,10 +105,6 @@ def test_ranks_and_micro_steps_carry_what_one_process_does(alone, tmp_path):
     tiny.train_all(words, on=3, folder=tmp_path)
     for size in ("2", "4"):
         tiny.assert_same_training(tmp_path / size, alone / "run", 1e-11)
-
-
-def test_killed_and_resumed_on_another_number_of_ranks_it_goes_on(alone, tmp_path):
-    """Within an epoch, and where the last step of one was smaller."""
     fault = Fault("after a step", 3, signal.SIGKILL, rank=None)
     tiny.struck(alone / "words.py", tmp_path / "run", fault, *FLAGS, on=2)
     tiny.resumed(tmp_path / "run", "--max-steps", "7")

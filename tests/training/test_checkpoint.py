@@ -62,10 +62,8 @@ def refuse(refused, run, tmp_path):
     """Refuse to resume the run, return the one message, and check that nothing is lost."""
 
     def refuse(*flags: str, world_size: int = 1) -> str:
-        command, before = (
-            ("train", str(run), "--resume", "--max-steps", "40", *flags),
-            tiny.files(run),
-        )
+        command = ("train", str(run), "--resume", "--max-steps", "40", *flags)
+        before = tiny.files(run)
         if world_size == 1:
             said = refused(*command)
         else:
@@ -82,7 +80,6 @@ def refuse(refused, run, tmp_path):
 
 
 def edit_settings(run: Path, old: str | Path, new: str | Path) -> None:
-    """Let the run have been started with another setting."""
     file = run / "settings.toml"
     text = file.read_text()
     assert str(old) in text
@@ -90,7 +87,6 @@ def edit_settings(run: Path, old: str | Path, new: str | Path) -> None:
 
 
 def attempt(run: Path) -> dict[str, Any]:
-    """Return the `resume` record of a run that was gone on with once."""
     (found,) = (r for r in tiny.all_records(run) if r["event"] == "resume")
     return found
 
@@ -103,9 +99,7 @@ def attempt(run: Path) -> dict[str, Any]:
         ([truncate, flip_a_bit, Path.unlink], 1, 22),
     ],
 )
-def test_where_the_newest_are_damaged_an_older_whole_one_is_taken_and_the_user_is_told(
-    uninterrupted, run, damages, on, step
-):
+def test_where_the_newest_are_damaged_an_older_one_is_taken(uninterrupted, run, damages, on, step):
     damaged = [newest(run, place) for place in range(len(damages))]
     for path, damage in zip(damaged, damages, strict=True):
         damage(path)
@@ -120,10 +114,7 @@ def test_where_the_newest_are_damaged_an_older_whole_one_is_taken_and_the_user_i
         assert tiny.sha256(run / "checkpoints" / entry["path"]) == entry["sha256"]
 
 
-def test_where_all_are_damaged_resuming_is_refused_and_nothing_is_overwritten(
-    run, refuse, tmp_path
-):
-    """Nor is code run that lies in their places."""
+def test_where_all_are_damaged_nothing_is_overwritten(run, refuse, tmp_path):
     paths = sorted((run / "checkpoints").glob("*.pt"))
     for number, path in enumerate(paths):
         if number % 2:
@@ -134,25 +125,28 @@ def test_where_all_are_damaged_resuming_is_refused_and_nothing_is_overwritten(
     assert not (tmp_path / "trap").exists()
 
 
-def test_a_damaged_index_is_refused_alike_by_every_rank_and_nothing_is_overwritten(run, refuse):
+def test_a_damaged_or_missing_index_is_refused_alike_and_nothing_is_overwritten(run, refuse):
     (run / "checkpoints" / "index.json").write_bytes(b"")
     assert f"{run}/checkpoints/index.json" in refuse(world_size=2)
-
-
-def test_a_missing_index_is_refused_where_checkpoints_were_announced(run, refuse):
-    """Else the run would begin anew over them."""
     (run / "checkpoints" / "index.json").unlink()
     assert "index.json" in refuse()
 
 
 class Malice:
-    """Unpickling this runs code."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.path),)
+
+
+def name_new_hash(path: Path) -> None:
+    """Let the index name the hash that a changed checkpoint has."""
+    index = tiny.read_index(path.parents[1])
+    for entry in (*index["checkpoints"], index["last"], index["best"]):
+        if entry["path"] == path.name:
+            entry["sha256"] = tiny.sha256(path)
+    path.with_name("index.json").write_text(json.dumps(index))
 
 
 def plant_pickle(path: Path, side_effect: Path, form: str) -> None:
@@ -161,11 +155,7 @@ def plant_pickle(path: Path, side_effect: Path, form: str) -> None:
         path.write_bytes(pickle.dumps(Malice(side_effect)))
     else:
         torch.save({**torch.load(path, weights_only=True), "model": Malice(side_effect)}, path)
-    index = tiny.read_index(path.parents[1])
-    for entry in [*index["checkpoints"], index["last"], index["best"]]:
-        if entry["path"] == path.name:
-            entry["sha256"] = tiny.sha256(path)
-    (path.parent / "index.json").write_text(json.dumps(index))
+    name_new_hash(path)
 
 
 @pytest.mark.parametrize("form", ["pickle", "torch"])
@@ -195,17 +185,11 @@ def test_a_file_that_is_no_checkpoint_is_named_though_its_hash_is_right(tmp_path
 
 
 def change(path: Path, *changes: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a checkpoint holds, and let the index name the new hash."""
     content = torch.load(path, weights_only=True)
     for make in changes:
         make(content)
     torch.save(content, path)
-    index = path.with_name("index.json")
-    table = json.loads(index.read_text())
-    for entry in (*table["checkpoints"], table["last"], table["best"]):
-        if entry["path"] == path.name:
-            entry["sha256"] = tiny.sha256(path)
-    index.write_text(json.dumps(table))
+    name_new_hash(path)
 
 
 def test_a_checkpoint_of_a_newer_samestep_is_refused_not_passed_over(run, refuse):
@@ -222,11 +206,7 @@ MISSING = [
 
 
 def test_a_whole_file_that_lacks_a_part_counts_as_damaged(run):
-    steps = {
-        path: entry["step"]
-        for entry in tiny.read_index(run)["checkpoints"]
-        if (path := entry["path"])
-    }
+    steps = {entry["path"]: entry["step"] for entry in tiny.read_index(run)["checkpoints"]}
     path = newest(run)
     whole = path.read_bytes()
     for part in (*MISSING, "position/step", "optimizer/param_groups"):
@@ -275,7 +255,7 @@ def validated(run: Path, metric: str) -> dict[int, float]:
     return {r["step"]: r[metric] for r in found if r["split"] == "validation"}
 
 
-def test_the_index_names_last_and_best_with_step_metric_and_hash(uninterrupted):
+def test_the_index_names_last_and_best_and_the_state_loads_into_the_plain_model(uninterrupted):
     index = tiny.read_index(uninterrupted)
     told = tiny.events(uninterrupted, "checkpoint")
     assert len(told) == 21  # every 4 of 66 steps and after 6 epochs, of which one is such a step
@@ -297,6 +277,13 @@ def test_the_index_names_last_and_best_with_step_metric_and_hash(uninterrupted):
     assert epochs == [f"checkpoint_epoch_{number}.pt" for number in range(1, 7)]
     on_disk = {path.name for path in (uninterrupted / "checkpoints").glob("*.pt")}
     assert on_disk == {entry["path"] for entry in index["checkpoints"]}
+    space: dict[str, Any] = {"__file__": str(uninterrupted.parent / "tiny.py")}
+    exec(tiny.RECIPE, space)
+    model = space["model"](space["Options"]()).double()
+    model.load_state_dict(tiny.last_state(uninterrupted)["model"], strict=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(tiny.last_state(uninterrupted)["optimizer"])
+    assert {int(state["step"]) for state in optimizer.state.values()} == {tiny.STEPS}
 
 
 def test_only_the_last_and_the_best_k_by_the_monitored_metric_are_kept(tmp_path):
@@ -313,16 +300,6 @@ def test_only_the_last_and_the_best_k_by_the_monitored_metric_are_kept(tmp_path)
     assert (index["monitor"], index["mode"]) == ("loss", "max")
     result = json.loads((run / "result.json").read_text())
     assert result["best"]["value"] == measured[best[0]]
-
-
-def test_the_state_loads_into_the_plain_model(uninterrupted):
-    space: dict[str, Any] = {"__file__": str(uninterrupted.parent / "tiny.py")}
-    exec(tiny.RECIPE, space)
-    model = space["model"](space["Options"]()).double()
-    model.load_state_dict(tiny.last_state(uninterrupted)["model"], strict=True)
-    optimizer = torch.optim.Adam(model.parameters())
-    optimizer.load_state_dict(tiny.last_state(uninterrupted)["optimizer"])
-    assert {int(state["step"]) for state in optimizer.state.values()} == {tiny.STEPS}
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,6 @@ def assert_began_at(step: int, run: Path, before: int) -> None:
 
 
 def assert_resumes(run: Path, uninterrupted: Path, on: int) -> None:
-    """Go on from the newest announced checkpoint to the end of the uninterrupted run."""
     announced, before = tiny.newest_announced(run), tiny.num_records(run)
     tiny.resumed(run, on=on)
     assert_began_at(announced, run, before)
@@ -85,9 +84,7 @@ def kill_again(recipe: Path, run: Path, fault: Fault, *flags: str, on: int) -> N
 @pytest.mark.parametrize(
     "points", [WRITING, pytest.param(MORE, marks=pytest.mark.slow)], ids=["", "more"]
 )
-def test_kills_while_checkpoints_are_written_lose_none_that_was_announced(
-    uninterrupted, recipe, tmp_path, points
-):
+def test_kills_while_checkpoints_are_written_lose_none(uninterrupted, recipe, tmp_path, points):
     draw, run = random.Random(f"{SEED}-{points}"), tmp_path / "run"
     for number, point in enumerate(points):
         ranks = 2 if number % 4 == 1 else 1  # rank 0 alone writes
@@ -98,9 +95,7 @@ def test_kills_while_checkpoints_are_written_lose_none_that_was_announced(
     assert_resumes(run, uninterrupted, 1)
 
 
-def test_kills_while_ranks_write_their_parts_lose_no_checkpoint_that_was_announced(
-    uninterrupted, recipe, tmp_path
-):
+def test_kills_while_ranks_write_their_parts_lose_no_checkpoint(uninterrupted, recipe, tmp_path):
     draw, run = random.Random(f"{SEED}-shards"), tmp_path / "run"
     for number, point in enumerate(SHARDS):
         fault = a_fault(point, draw.randint(2, 3), rank=number % 2)
@@ -112,9 +107,7 @@ def test_kills_while_ranks_write_their_parts_lose_no_checkpoint_that_was_announc
 
 
 @pytest.mark.parametrize("point", ["before a deletion", "after a deletion"])
-def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_those_that_are_kept(
-    uninterrupted, recipe, tmp_path, point
-):
+def test_a_kill_while_an_old_one_is_deleted_leaves_the_rest(uninterrupted, recipe, tmp_path, point):
     nth = random.Random(f"{SEED}-{point}").randint(1, 8)
     print(f"seed {SEED}: {point} {nth}")
     run = tmp_path / "run"
@@ -129,10 +122,7 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_those_that_are_kept(
     tiny.assert_same_training(run, uninterrupted)
 
 
-def test_a_job_killed_at_random_moments_again_and_again_still_arrives(
-    uninterrupted, recipe, tmp_path
-):
-    """The kill comes from outside, whatever the ranks are doing just then."""
+def test_a_job_killed_at_random_moments_still_arrives(uninterrupted, recipe, tmp_path):
     draw = random.Random(SEED)
     run, world_size = tmp_path / "run", 2
     tiny.set_pace(recipe, 0.01)
@@ -178,9 +168,7 @@ def test_many_kills_in_a_row_at_random_points_still_arrive(uninterrupted, recipe
 
 
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_when_one_of_two_ranks_is_killed_the_other_ends_by_itself_within_seconds(
-    uninterrupted, recipe, tmp_path, killed
-):
+def test_when_one_of_two_ranks_is_killed_the_other_ends(uninterrupted, recipe, tmp_path, killed):
     nth = random.Random(f"{SEED}-{killed}").randint(5, 60)
     print(f"seed {SEED}: rank {killed} after step {nth}")
     run = tmp_path / "run"
@@ -200,10 +188,7 @@ def test_when_one_of_two_ranks_is_killed_the_other_ends_by_itself_within_seconds
     assert_resumes(run, uninterrupted, 1)
 
 
-def test_a_kill_between_an_evaluation_and_its_checkpoint_leaves_one_record_of_each(
-    uninterrupted, recipe, tmp_path
-):
-    """A stop at the end of an epoch is resumed at the same step as the epoch's checkpoint."""
+def test_an_evaluation_before_a_kill_has_one_record(uninterrupted, recipe, tmp_path):
     run = tmp_path / "run"
     tiny.struck(recipe, run, Fault("after a step", 11, signum=signal.SIGTERM))
     assert tiny.read_index(run)["last"]["path"] == "checkpoint_step_11.pt"
@@ -213,9 +198,7 @@ def test_a_kill_between_an_evaluation_and_its_checkpoint_leaves_one_record_of_ea
 
 
 @pytest.mark.parametrize("point", ["before the test's record", "after the test's record"])
-def test_a_kill_at_the_very_end_leaves_one_evaluation_of_the_test_set(
-    uninterrupted, recipe, tmp_path, point
-):
+def test_a_kill_at_the_very_end_leaves_one_evaluation(uninterrupted, recipe, tmp_path, point):
     kill(recipe, tmp_path / "run", Fault(point))
     assert_resumes(tmp_path / "run", uninterrupted, 1)
 

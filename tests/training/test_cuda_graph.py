@@ -1,15 +1,20 @@
-"""What is replayed changes what it should once per call; a stand-in captures in CUDA's place."""
+"""Replayed steps and compiled evaluations, with stand-ins for CUDA and the compiler."""
 
 import pytest
 import torch
+from torch import nn
 
+from samestep import Settings
+from samestep.data.blocks import Batch
+from samestep.ranks.world import World
+from samestep.training.compiled import FullBatches, compiled_forward
+from samestep.training.evaluation import evaluate
+from samestep.training.plan import make_plan
 from samestep.training.step_graph import Replayed, replayed_on
 from tests.captures import Captures
 
 
 class Adds:
-    """Adds what it is fed with to what it keeps, and returns the sum and the double of it."""
-
     def __init__(self) -> None:
         self.runs = 0
 
@@ -28,7 +33,7 @@ def fed(summand: float, rows: int = 3, factor: float = 1.0):
     return {"summand": torch.full((rows,), summand), "factor": torch.tensor(factor)}
 
 
-def test_every_call_counts_once_and_the_first_one_captures():
+def test_every_call_counts_once_and_tensors_at_other_addresses_are_captured_anew():
     captures, adds, kept = Captures(), Adds(), kept_at()
     replayed = Replayed(adds, captures)
     results = []
@@ -41,9 +46,6 @@ def test_every_call_counts_once_and_the_first_one_captures():
     assert float(kept[0][0][0]) == 150.0
     assert (captures.captured, captures.replayed) == (1, 3)
     assert replayed.why_not == ""
-
-
-def test_tensors_at_other_addresses_are_captured_anew():
     captures, kept, other = Captures(), kept_at(), kept_at(100.0)
     replayed = Replayed(Adds(), captures)
     replayed(kept, fed(1.0))
@@ -84,7 +86,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_the_first_error_is_told():
     assert replayed.why_not == "RuntimeError: operation not permitted when stream is capturing"
 
 
-def test_what_is_partly_on_the_host_is_not_captured():
+def test_what_is_partly_on_the_host_is_not_captured_and_only_a_gpu_of_nvidia_replays():
     """Capturing would count its steps once more, and a replay would not count them."""
     captures, adds = Captures(), Adds()
     replayed, kept = Replayed(lambda kept, fed: adds(kept[:1], fed), captures), kept_at()
@@ -94,9 +96,70 @@ def test_what_is_partly_on_the_host_is_not_captured():
     assert float(kept[0][0][0]) == 3.0
     assert captures.captured == 0
     assert "meta" in replayed.why_not
-
-
-def test_only_a_gpu_of_nvidia_replays():
     assert replayed_on(torch.device("cpu"), Adds()) is None
     assert replayed_on(torch.device("mps"), Adds()) is None
     assert isinstance(replayed_on(torch.device("cuda"), Adds()), Replayed)
+
+
+SAMPLES = 20
+X = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = (X[:, 0] > 0).long()
+
+
+class Batches:
+    def evaluation(self, batch_size):
+        for x, y in zip(X.split(batch_size), Y.split(batch_size), strict=True):
+            yield Batch(x, y, len(x))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Return the rows of each batch that the stand-in for the compiler has run."""
+    rows = []
+
+    def stand_in(model, **_options):
+        def run(inputs):
+            rows.append(len(inputs))
+            return model(inputs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", stand_in)
+    return rows
+
+
+def test_full_batches_run_compiled_and_the_last_one_as_it_is(compiled):
+    """Another size would be another graph, for one batch of each evaluation."""
+    model = nn.Linear(3, 2).double()
+
+    def means(forward):
+        how = {"world": World(), "batch_size": 8, "precision": "fp64", "seed": 1}
+        return evaluate(model, Batches(), nn.functional.cross_entropy, {}, forward=forward, **how)
+
+    assert means(FullBatches(model, 8)) == means(None)
+    assert compiled == [8, 8]
+
+
+LONG = {"epochs": 100, "compile": "on"}
+
+
+@pytest.mark.parametrize(
+    ("told", "device", "compiles"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({}, "mps", False),
+        ({"compile": "off"}, "cuda", False),
+        ({"epochs": 5}, "cuda", False),
+        ({"epochs": 5, "eval_every_steps": 10}, "cuda", True),
+        ({"eval_every_epochs": 20}, "cuda", False),
+        ({"eval_batch_size": 1000}, "cuda", False),
+    ],
+)
+@pytest.mark.usefixtures("compiled")
+def test_it_pays_on_a_gpu_in_runs_that_evaluate_much(told, device, compiles):
+    settings = Settings(batch_size=10, **{**LONG, **told})
+    plan = make_plan(settings, 2000, 1)
+    world = World(device=torch.device(device))
+    made = compiled_forward(nn.Linear(3, 2), settings, world, plan, num_samples=1000)
+    assert (made is not None) == compiles

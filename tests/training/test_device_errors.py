@@ -53,9 +53,7 @@ def told_of(refused, tmp_path):
 @pytest.mark.parametrize(
     ("when", "where", "steps"), [(IN_TRAINING, "at step 3", 2), (IN_EVALUATION, "(10, 4)", 6)]
 )
-def test_memory_that_is_used_up_gets_one_message_with_what_to_do(
-    told_of, tmp_path, when, where, steps
-):
+def test_memory_that_is_used_up_gets_one_message(told_of, tmp_path, when, where, steps):
     message = told_of("train", when, NO_MEMORY)
     remedies = ("--micro-batch-size", "--eval-batch-size")
     for part in (where, "139.80 GiB", f"hungry.py:{LINE}", *remedies):

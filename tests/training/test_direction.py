@@ -64,16 +64,13 @@ def test_a_metric_that_is_not_finite_ranks_last_and_the_run_goes_on(here, value)
     assert len(read_json(here / "r" / "checkpoints" / "index.json")["checkpoints"]) == 4
 
 
-def test_where_no_checkpoint_is_finite_the_last_is_the_best_there_is(here):
+def test_where_no_checkpoint_is_finite_the_last_is_best_also_of_an_earlier_index(here, tmp_path):
     (here / "bad.py").write_text(GROWS.replace("0.5, 0.7, 0.9", "float('nan')"))
     train_here("bad.py", "--monitor", "error", "--run-dir", "r")
     assert find_checkpoint(here / "r" / "checkpoints", "best").epoch == 2
     result = read_json(here / "r" / "result.json")
     assert result["best"]["value"] is None
     assert result["test"]["error"] is None
-
-
-def test_an_index_that_an_earlier_version_wrote_with_nan_or_infinity_is_read(tmp_path):
     one = '{"path": "checkpoint_step_%d.pt", "step": %d, "epoch": 1, "sha256": "0", "metric": %s}'
     entries = ", ".join(one % (n, n, metric) for n, metric in enumerate(("NaN", "0.5", "Infinity")))
     (tmp_path / "index.json").write_text(f'{{"mode": "max", "checkpoints": [{entries}]}}')

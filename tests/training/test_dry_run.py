@@ -53,9 +53,7 @@ recipe = Recipe(model=Restless, data=data,
 """
 
 
-def test_a_training_is_equal_to_the_last_bit_whether_its_recipe_was_tried_or_not(
-    tmp_path, monkeypatch
-):
+def test_a_training_is_equal_to_the_last_bit_after_a_dry_run(tmp_path, monkeypatch):
     recipe, calls = tiny.write_recipe(tmp_path, RESTLESS), []
     tiny.trained(recipe, tmp_path / "tried")
 
@@ -78,9 +76,7 @@ BROKEN = tiny.RECIPE.replace(
 )
 
 
-def test_an_evaluation_that_fails_on_two_ranks_loses_no_step_that_was_trained(
-    uninterrupted, tmp_path
-):
+def test_an_evaluation_that_fails_on_two_ranks_loses_no_step(uninterrupted, tmp_path):
     recipe, folder = tiny.write_recipe(tmp_path, BROKEN), tmp_path / "run"
     recipe.with_suffix(".broken").touch()
     train = ("train", str(recipe), "--run-dir", str(folder), "--checkpoint-every-steps", "100")

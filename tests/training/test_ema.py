@@ -22,7 +22,6 @@ FLAGS = ("--ema", "0.9", "--epochs", "2", "--lr", "0.05")
 
 
 def change(model: nn.Module, seed: int) -> None:
-    """Take a step of some kind."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -36,7 +35,7 @@ def network() -> nn.Module:
     return model
 
 
-def test_it_follows_the_formula():
+def test_it_follows_the_formula_and_the_model_has_it_only_meanwhile():
     model = network()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     expected = {name: weight.detach().clone() for name, weight in trained.items()}
@@ -49,9 +48,6 @@ def test_it_follows_the_formula():
     assert "0.weight" not in average.state(), "a frozen weight is its own average"
     for name, value in average.state().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-13, atol=1e-13)
-
-
-def test_the_model_has_it_only_meanwhile_and_keeps_its_buffers():
     model = network()
     average = Average(model, 0.8)
     change(model, 1)
@@ -82,7 +78,7 @@ def evaluations(run: Path) -> list[dict]:
     return [r for r in read_records(run) if r.get("split") == "validation"]
 
 
-def test_it_does_not_change_the_training(averaged, tmp_path):
+def test_what_is_evaluated_is_the_average_which_does_not_change_the_training(averaged, tmp_path):
     run, flags = tmp_path / "run", FLAGS[2:]
     tiny.trained(tiny.write_recipe(tmp_path), run, *flags)
     mine, its = tiny.last_state(run), tiny.last_state(averaged)
@@ -92,10 +88,6 @@ def test_it_does_not_change_the_training(averaged, tmp_path):
     steps = [[r["loss"] for r in read_records(p) if r["event"] == "step"] for p in (run, averaged)]
     assert steps[0] == steps[1]
     assert evaluations(run)[-1]["loss"] != evaluations(averaged)[-1]["loss"]
-
-
-def test_what_is_evaluated_is_the_average(averaged):
-    """In the training, at its end, and by `samestep evaluate`; by hand it gives the same."""
     state = tiny.last_state(averaged)
     opened = open_checkpoint(averaged, "last", device="cpu")
     own = opened.model.state_dict()
@@ -129,9 +121,7 @@ def test_predictions_are_those_of_the_average(tmp_path):
 
 
 @pytest.mark.parametrize(("after", "tolerance"), [(1, 0.0), (2, 1e-12)])
-def test_a_run_that_was_stopped_goes_on_with_it_also_on_several_ranks(
-    averaged, tmp_path, after, tolerance
-):
+def test_a_stopped_run_goes_on_with_it_also_on_several_ranks(averaged, tmp_path, after, tolerance):
     run, recipe = tmp_path / "run", tiny.write_recipe(tmp_path)
     tiny.struck(recipe, run, Fault("after a step", nth=1, signum=signal.SIGTERM), *FLAGS)
     tiny.resumed(run, on=after)

@@ -44,10 +44,12 @@ class Net(nn.Module):
         self.first = nn.Linear(8, 7)
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.norm = nn.BatchNorm1d(7) if BATCHNORM else nn.LayerNorm(7)
-        self.last = nn.Linear(7, 2)
+        self.last, self.calls = nn.Linear(7, 2), 0
+        self.register_buffer("drift", torch.zeros(7), persistent=False)
 
     def forward(self, x):
         x = self.first(x)
+        # DRIFTS
         for block in self.blocks:
             x = block(x)
         return self.last(self.norm(x))
@@ -74,6 +76,11 @@ recipe = Recipe(model=model, data=data, SHARD settings={
 """
 
 
+DRIFTS = """if self.training:
+            self.calls, self.drift = self.calls + 1, self.drift + 0.01
+        x = x + self.calls * self.drift"""
+
+
 def write_blocks(
     folder: Path,
     *,
@@ -81,8 +88,10 @@ def write_blocks(
     dropout: float = 0.0,
     frozen: bool = False,
     batchnorm: bool = False,
+    drifts: bool = False,
 ) -> Path:
-    text = BLOCKS.replace("SHARD", shard).replace("DROPOUT", str(dropout))
+    text = BLOCKS.replace("# DRIFTS", DRIFTS) if drifts else BLOCKS
+    text = text.replace("SHARD", shard).replace("DROPOUT", str(dropout))
     text = text.replace("FROZEN", str(frozen)).replace("BATCHNORM", str(batchnorm))
     return tiny.write_recipe(folder, text, "blocks.py")
 
@@ -136,6 +145,7 @@ def test_compiled_block_by_block_it_takes_the_steps_of_one_process(tmp_path):
 
 
 ALIKE = {"dropout": {"dropout": 0.3}, "batchnorm": {"batchnorm": True}, "frozen": {"frozen": True}}
+ALIKE |= {"drifts": {"drifts": True}}
 
 
 def test_what_each_rank_computes_of_its_own_is_the_same_as_with_ddp(tmp_path):
@@ -151,10 +161,11 @@ def test_what_each_rank_computes_of_its_own_is_the_same_as_with_ddp(tmp_path):
     tiny.train_all(trainings, on=2, folder=tmp_path)
     for name in ALIKE:
         tiny.assert_same_training(tmp_path / f"{name}-fsdp", tmp_path / f"{name}-ddp")
+        (start,) = tiny.events(tmp_path / f"{name}-fsdp", "start")
+        assert (name == "drifts") == any("persistent=True" in note for note in start["notes"])
 
 
 def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(tmp_path):
-    """From one process to FSDP, to FSDP on more ranks, and to DDP."""
     recipe, run = write_blocks(tmp_path), tmp_path / "run"
     flags = ("--optimizer", "adamw", "--ema", "0.9")
     tiny.trained(recipe, tmp_path / "one", *flags, "--epochs", "4")
@@ -204,12 +215,6 @@ def test_what_fsdp_cannot_train_is_refused_by_name(tmp_path, what):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_no_class_of_a_block_is_refused_at_once():
-    for given in (("Block",), nn.Linear, (torch.Tensor,)):
-        with pytest.raises(UserError, match="shard"):
-            Recipe(model=list, data=list, shard=given)
-
-
 @pytest.mark.parametrize(
     ("how", "named"),
     [
@@ -228,15 +233,7 @@ def test_settings_that_do_not_go_with_the_strategy_are_refused(how, named):
         Settings(**how)
 
 
-def test_on_gpus_that_gloo_connects_it_is_refused_before_the_training():
-    world = World(rank=0, world_size=2, device=torch.device("cuda", 0), backend="gloo")
-    settings = Settings(strategy="fsdp")
-    with pytest.raises(UserError, match="needs NCCL on GPUs") as told:
-        shard(nn.Linear(2, 2), nn.Linear(2, 2), Recipe(model=list, data=list), settings, world)
-    assert told.value.on_all_ranks
-
-
-def test_blocks_are_those_of_the_classes_or_repeated_ones_and_large_layers_of_sequences():
+def test_blocks_are_those_of_the_classes_or_repeated_and_what_cannot_be_sharded_is_refused():
     inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     other = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([inner, other]), nn.LayerNorm(4))
@@ -244,6 +241,14 @@ def test_blocks_are_those_of_the_classes_or_repeated_ones_and_large_layers_of_se
     assert find_blocks(model, (nn.LayerNorm,)) == [model[2]]
     attention = nn.MultiheadAttention(8, 2)  # uses the weight of its layer without calling it
     assert find_blocks(nn.ModuleDict({"attention": attention}), ()) == []
+    for given in (("Block",), nn.Linear, (torch.Tensor,)):
+        with pytest.raises(UserError, match="shard"):
+            Recipe(model=list, data=list, shard=given)
+    world = World(rank=0, world_size=2, device=torch.device("cuda", 0), backend="gloo")
+    settings = Settings(strategy="fsdp")
+    with pytest.raises(UserError, match="needs NCCL on GPUs") as told:
+        shard(nn.Linear(2, 2), nn.Linear(2, 2), Recipe(model=list, data=list), settings, world)
+    assert told.value.on_all_ranks
 
 
 LOOKS = """
@@ -278,7 +283,6 @@ CONSTRUCTORS = {
 
 
 def test_the_model_begins_as_on_one_process_whatever_its_constructor_does(tmp_path):
-    """Other ranks build no numbers, unless the constructor looks at them or keeps some."""
     trainings = []
     for name, how in CONSTRUCTORS.items():
         (tmp_path / name).mkdir()
@@ -346,7 +350,6 @@ recipe = replace(recipe, data=read)
 
 
 def test_recipes_with_parts_of_their_own_are_trained_as_on_one_process(tmp_path):
-    """In whole steps and in micro-steps."""
     trainings, pairs = [], []
     for name, text in OWN.items():
         (tmp_path / name).mkdir()

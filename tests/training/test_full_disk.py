@@ -41,9 +41,7 @@ def fill(path: Path, leave: int = 0) -> None:
         file.write(b"\0" * (free - leave))
 
 
-def test_on_a_disk_that_fills_up_the_training_goes_on_warns_once_and_fails_at_the_end(
-    disk, uninterrupted, tmp_path
-):
+def test_on_a_full_disk_the_training_goes_on_and_fails_at_the_end(disk, uninterrupted, tmp_path):
     run = disk / "run"
     words = ("--run-dir", str(run))
     ranks = tiny.start(tiny.write_recipe(tmp_path), *words, world_size=2, folder=tmp_path)
@@ -64,10 +62,7 @@ def test_on_a_disk_that_fills_up_the_training_goes_on_warns_once_and_fails_at_th
     tiny.assert_same_training(run, uninterrupted)
 
 
-def test_where_the_records_themselves_fill_the_disk_there_is_one_message_too(
-    disk, uninterrupted, tmp_path, refused
-):
-    """Then not even the log takes another line."""
+def test_where_the_records_fill_it_there_is_one_message_too(disk, uninterrupted, tmp_path, refused):
     recipe, run, other = tiny.write_recipe(tmp_path), disk / "run", disk / "other"
     fill(other, leave=28_000)
     flags = ("--checkpoint-every-steps", "1000", "--checkpoint-every-epochs", "100")
@@ -107,9 +102,7 @@ def test_a_record_that_does_not_fit_leaves_only_whole_lines(disk):
 
 
 @pytest.mark.parametrize("reaches", [False, True])
-def test_a_checkpoint_whose_index_cannot_be_written_leaves_the_full_disk(
-    tmp_path, monkeypatch, reaches
-):
+def test_a_checkpoint_without_an_index_leaves_the_full_disk(tmp_path, monkeypatch, reaches):
     """One that the index names by then stays."""
 
     def fails(*given):

@@ -1,4 +1,4 @@
-"""The clock of a training, and its window of losses: exact, and the same on every rank."""
+"""The clock of a training, its window of losses, and its FLOPs: the same on every rank."""
 
 import math
 from types import SimpleNamespace
@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import samestep
 from samestep.errors import UserError
 from samestep.ranks.world import World, find_world, join, leave
 from samestep.training import loop, meter
+from samestep.training.flops import ModelCost, count_flops
 from samestep.training.meter import Clock, Meter, Window
 from samestep.training.work import Position, Sums
 from tests import tiny
@@ -25,7 +27,7 @@ def now(monkeypatch) -> SimpleNamespace:
     return now
 
 
-def test_seconds_add_up_over_attempts_without_pauses_and_compiling(now):
+def test_seconds_add_up_without_pauses_and_a_bar_moves_a_few_times_a_second(now):
     position = Position(seconds=5.0, samples=1000)
     counted = Clock(position)
     assert counted.rate(position.samples)["samples_per_s"] == 0.0, "over no time"
@@ -42,9 +44,6 @@ def test_seconds_add_up_over_attempts_without_pauses_and_compiling(now):
     now.s += 31.0
     counted.leave_out(30.0)
     assert counted.seconds() == 9.0
-
-
-def test_a_progress_bar_moves_a_few_times_a_second(now):
     counted = Clock(Position())
     shown = 0
     for _ in range(1000):  # ten seconds
@@ -57,7 +56,7 @@ def losses(*values: float) -> list[torch.Tensor]:
     return [torch.tensor(value) for value in values]
 
 
-def test_reading_gives_the_wanted_steps_and_the_sum_of_all_samples():
+def test_reading_gives_the_wanted_steps_and_all_samples_before_it_grows_without_end():
     window = Window(World())
     window.add(10, losses(1.0, 2.0), 4)
     window.add(12, losses(4.0), 3)
@@ -73,9 +72,6 @@ def test_reading_gives_the_wanted_steps_and_the_sum_of_all_samples():
         [[2.0]],
         Sums(1.0 * 10 + 2.0 * 30, 40.0),
     )
-
-
-def test_it_is_full_before_it_grows_without_end():
     window = Window(World())
     added = 0
     while not window.full:
@@ -118,9 +114,7 @@ def test_ranks_add_up_their_parts_and_all_stop_where_one_meets_a_nan(tmp_path):
     assert "step 4 " in message
 
 
-def test_losses_read_behind_the_next_step_are_recorded_in_order_and_nothing_else_changes(
-    tmp_path, monkeypatch
-):
+def test_losses_read_behind_the_next_step_are_recorded_in_order(tmp_path, monkeypatch):
     """So it is on a GPU, which has the next step to compute while the host waits for the losses."""
 
     def records(name: str, *, lags: bool) -> list[dict[str, Any]]:
@@ -135,3 +129,48 @@ def test_losses_read_behind_the_next_step_are_recorded_in_order_and_nothing_else
     assert behind == records("at once", lags=False)
     assert [r["step"] for r in behind] == sorted(r["step"] for r in behind)
     assert sum(r["event"] == "step" for r in behind) == 28 // 4
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "flops"),
+    [
+        (nn.Linear(5, 7), (3, 5), 2 * 3 * 5 * 7),
+        (nn.Conv2d(2, 4, 3), (1, 2, 6, 6), 2 * 4 * 4 * 4 * 2 * 3 * 3),
+        (nn.MultiheadAttention(8, 2), (3, 2, 8), 2 * 6 * 8 * 32 + 2 * 2 * 2 * 2 * 9 * 4),
+        (nn.Sequential(nn.LSTM(4, 4)), (2, 1, 4), 0),  # no formula: a part would be no count
+    ],
+    ids=["linear", "convolution", "attention", "lstm"],
+)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+def test_a_forward_is_counted_whole_or_not_at_all(model, shape, flops, mode):
+    x = torch.randn(shape)
+    is_attention = isinstance(model, nn.MultiheadAttention)
+    with mode():
+        expected = model.eval()(*[x] * 3) if is_attention else model(x)
+        found, counted = count_flops(lambda: model(*[x] * 3) if is_attention else model(x))
+    torch.testing.assert_close(found, expected)
+    assert counted == flops
+
+
+def test_what_fails_only_while_counted_has_no_count_and_an_unknown_device_no_mfu():
+    def forward():
+        if torch._C._len_torch_dispatch_stack():
+            raise RuntimeError
+        return torch.ones(2, 2) @ torch.ones(2, 2)
+
+    found, counted = count_flops(forward)
+    assert found.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert counted == 0
+    assert ModelCost(peak_flops_per_s=1e12).rates(5.0) == {}
+    assert ModelCost(flops_per_sample=100).rates(5.0) == {"flops_per_s": 500.0}
+    known = ModelCost(flops_per_sample=100, peak_flops_per_s=2000.0)
+    assert known.rates(5.0) == {"flops_per_s": 500.0, "mfu": 0.25}
+
+
+def test_the_record_of_an_epoch_says_flops_and_memory(tmp_path):
+    tiny.trained(tiny.write_recipe(tmp_path), tmp_path / "run", "--epochs", "1")
+    (epoch,) = tiny.events(tmp_path / "run", "epoch")
+    of_a_sample = 3 * 2 * (8 * 16 + 16 * 2)
+    assert epoch["flops_per_s"] == pytest.approx(of_a_sample * epoch["samples_per_s"])
+    assert epoch["peak_memory_bytes"] > 1 << 20
+    assert "mfu" not in epoch

@@ -145,7 +145,6 @@ def test_logits_and_probabilities_that_one_metric_gives_torchmetrics_are_refused
 
 
 def measured(metrics, outputs: Tensor, targets: Tensor, batch: int) -> EpochMetrics:
-    """Measure an epoch in steps of `batch` samples."""
     found = EpochMetrics(metrics, CPU)
     pieces = zip(outputs.split(batch), targets.split(batch), strict=True)
     found.add([StepOutputs(o, t, len(o)) for o, t in pieces])
@@ -153,7 +152,7 @@ def measured(metrics, outputs: Tensor, targets: Tensor, batch: int) -> EpochMetr
     return found
 
 
-def test_metrics_of_an_epoch_do_not_depend_on_how_its_steps_are_cut():
+def test_metrics_of_an_epoch_do_not_depend_on_how_it_is_cut_and_may_be_of_trees():
     outputs, targets = samples("mse", 300)
     metrics = {"mse": torchmetrics.MeanSquaredError(), "error": lambda o, t: (o - t).abs()}
     for batch in (1, 4, 7, 300):
@@ -161,17 +160,6 @@ def test_metrics_of_an_epoch_do_not_depend_on_how_its_steps_are_cut():
         assert found["mse"] == pytest.approx(float((outputs - targets).square().mean()), rel=1e-6)
         expected = float((outputs - targets).double().abs().mean())
         assert found["error"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_metrics_of_an_epoch_are_none_where_a_part_of_it_was_not_measured():
-    """As where an earlier version began it."""
-    outputs, targets = samples("mse", 8)
-    found = measured({"mse": torchmetrics.MeanSquaredError()}, outputs, targets, 8)
-    assert found.means(World(), 12) == {}
-    assert found.means(World(), 8).keys() == {"mse"}
-
-
-def test_trees_of_outputs_are_measured_step_by_step():
     outputs, targets = samples("mse", 12)
     found = EpochMetrics({"error": lambda o, t: (o["y"] - t["y"]).abs()}, CPU)
     for o, t in zip(outputs.split(3), targets.split(3), strict=True):
@@ -181,7 +169,20 @@ def test_trees_of_outputs_are_measured_step_by_step():
     assert found.means(World(), 12)["error"] == pytest.approx(expected, rel=1e-6)
 
 
-RECIPE = """
+def test_metrics_of_an_epoch_are_none_where_a_part_was_not_measured_or_nothing_was():
+    """As where an earlier version began it."""
+    outputs, targets = samples("mse", 8)
+    found = measured({"mse": torchmetrics.MeanSquaredError()}, outputs, targets, 8)
+    assert found.means(World(), 12) == {}
+    assert found.means(World(), 8).keys() == {"mse"}
+    outputs, targets = samples("auroc", 8)
+    one = {"error": lambda o, t: (o - t).abs()}
+    found = EpochMetrics({**one, "median": Median()}, CPU)
+    found.load([measured(one, outputs, targets, 8).state()])
+    assert found.means(World(), 8).keys() == {"error"}
+
+
+MEASURES = """
 import torchmetrics
 from dataclasses import replace
 from tests.training.test_metrics import Median
@@ -214,7 +215,7 @@ EPOCHS = ("--epochs", "2", "--checkpoint-every-steps", "4")
 
 
 def write(folder: Path) -> Path:
-    return tiny.write_recipe(folder, tiny.RECIPE + RECIPE)
+    return tiny.write_recipe(folder, tiny.RECIPE + MEASURES)
 
 
 def by_hand(outputs: Tensor, targets: Tensor) -> dict[str, float]:
@@ -236,8 +237,7 @@ def epochs(run: Path) -> list[dict]:
 
 
 def test_metrics_of_an_epoch_are_those_of_all_its_samples(tmp_path):
-    """Of a model that never changes."""
-    recipe, run = tiny.write_recipe(tmp_path, tiny.RECIPE + RECIPE + FROZEN), tmp_path / "run"
+    recipe, run = tiny.write_recipe(tmp_path, tiny.RECIPE + MEASURES + FROZEN), tmp_path / "run"
     tiny.trained(recipe, run, *EPOCHS)
     space: dict = {"__file__": str(recipe)}
     exec(recipe.read_text(), space)
@@ -262,7 +262,6 @@ def alone(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_metrics_of_epochs_and_evaluations_are_the_same_on_any_ranks(alone, tmp_path):
-    """Also of stopped epochs: the first is resumed on more ranks, the second on fewer."""
     recipe, reference = alone
     run = tmp_path / "run"
     tiny.trained(recipe, run, *EPOCHS, "--max-steps", "1")
@@ -301,26 +300,16 @@ def test_an_epoch_that_an_earlier_version_began_has_no_metrics(alone, tmp_path):
 
 
 def test_a_metric_that_the_recipe_gained_within_an_epoch_begins_with_the_next(tmp_path):
-    """Also after a second stop in that epoch."""
     recipe, run = tmp_path / "tiny.py", tmp_path / "run"
-    text = (tiny.RECIPE + RECIPE).replace('"f1"', '# "f1"')
+    text = (tiny.RECIPE + MEASURES).replace('"f1"', '# "f1"')
     recipe.write_text(text.replace("recipe.metrics, **objects", "objects"))
     tiny.trained(recipe, run, *EPOCHS, "--max-steps", "1")
-    recipe.write_text(tiny.RECIPE + RECIPE)
+    recipe.write_text(tiny.RECIPE + MEASURES)
     tiny.resumed(run, "--allow-change", "recipe", "--max-steps", "2")
     tiny.resumed(run, "--max-steps", "22")
     *_, first, second = epochs(run)
     assert first["metrics"].keys() == {"auroc", "median", "seen"}
     assert second["metrics"].keys() == set(NAMES)
-
-
-def test_a_gained_metric_without_a_sample_is_not_computed():
-    """A run may have been stopped between an epoch's last step and its record."""
-    outputs, targets = samples("auroc", 8)
-    one = {"error": lambda o, t: (o - t).abs()}
-    found = EpochMetrics({**one, "median": Median()}, CPU)
-    found.load([measured(one, outputs, targets, 8).state()])
-    assert found.means(World(), 8).keys() == {"error"}
 
 
 def test_the_best_checkpoint_follows_the_direction_of_the_metric_object(tmp_path):

@@ -52,7 +52,6 @@ CASES = [
 
 @pytest.mark.parametrize(("told", "unused"), CASES)
 def test_its_steps_are_those_of_torch_to_the_last_bit(told, unused):
-    """With a rate that changes, and a layer that has no gradient in some steps."""
     settings = Settings(**told)
     one, other = small_model(), small_model()
     ours = make_optimizer(one.parameters(), settings, 0.5, torch.device("cpu"))

@@ -123,7 +123,6 @@ KINDS = {"groups": Slowing, "joint": Joint}
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_resume_is_the_same_to_the_last_bit(kind, weights):
-    """Counts in groups, entries of the first step, and state of another type than the weights."""
     straight, first, _, _ = whole = made(kind, weights)
     take(straight, whole[2], range(6))
     before, optimizer, update, groups = made(kind, weights)
@@ -156,7 +155,6 @@ def test_an_optimizer_that_a_checkpoint_would_not_bring_back_is_told_in_the_firs
 
 
 def test_what_it_has_for_evaluations_is_evaluated_and_changes_no_bit_of_the_training(tmp_path):
-    """A run stopped within an epoch, and another that evaluates more often."""
     recipe = tiny.write_recipe(tmp_path, RECIPE)
     runs = straight, stopped, often = [tmp_path / name for name in ("straight", "stopped", "often")]
     flags = ("--epochs", "2")

@@ -95,21 +95,14 @@ def test_each_order_is_the_same_training_on_other_ranks_after_a_stop(runs, name)
     assert all(float((mine[key] - its[key]).abs().max()) <= tolerance for key in mine)
 
 
-def test_orders_differ(runs):
+def test_orders_differ_count_the_samples_of_tokens_and_are_kept(runs):
     first = {round(steps(runs / name)[0][0], 9) for name in ORDERS}
     assert len(first) == len(ORDERS) - 1  # two are by tokens
-
-
-def test_an_epoch_of_tokens_counts_the_samples_of_its_batches(runs):
     epochs = [r for r in read_records(runs / "by tokens") if r["event"] == "epoch"]
     assert [record["samples"] for record in epochs] == [47, 47]
     samples = [samples for _, samples in steps(runs / "by tokens")]
     assert samples[-1] == 94
     assert len({b - a for a, b in pairwise(samples)}) > 2
-
-
-def test_a_run_keeps_its_order(runs):
-    """By its settings, and by its checkpoints where the recipe's numbers have changed."""
     assert call("train", str(runs / "weighted"), "--resume", "--order", "shuffled") == 2
     assert call("train", str(runs / "by tokens"), "--resume", "--batch-tokens", "61") == 2
     assert last_state(runs / "columns")["order"]["order"] == "columns"
@@ -119,14 +112,11 @@ def test_a_run_keeps_its_order(runs):
     assert len(order["weights"]) == 16
 
 
-def test_numbers_that_differ_between_ranks_are_refused(tmp_path):
+def test_what_a_recipe_gives_by_weight_it_draws_by_alike_on_all_ranks(tmp_path):
     by_rank = "data.lengths + float(__import__('os').environ['RANK'])"
     recipe = tiny.write_recipe(tmp_path, RECIPE.replace("data.lengths ** 2", by_rank))
     told = refusal("train", str(recipe), "--order", "weighted", world_size=2, folder=tmp_path)
     assert "Rank 1 has other weights" in told
-
-
-def test_what_a_recipe_gives_by_weight_it_draws_by_weight(tmp_path):
     recipe = tiny.write_recipe(tmp_path, RECIPE.replace('"order": "shuffled", ', ""))
     trained(recipe, tmp_path / "run", "--epochs", "1")
     assert next(iter(read_records(tmp_path / "run")))["order"] == "weighted"

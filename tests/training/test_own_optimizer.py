@@ -50,7 +50,7 @@ def test_groups_keep_their_ratio_and_their_own_decay_under_scaling_and_warm_up()
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
 
 
-def test_a_schedule_of_ones_own_is_not_asked_for_steps_after_the_last():
+def test_a_schedule_is_asked_for_no_later_steps_and_a_frozen_weight_may_be_missing():
     def schedule(step, total):
         assert step < total
         return 1 - (step + 1) / (total + 1)
@@ -59,17 +59,11 @@ def test_a_schedule_of_ones_own_is_not_asked_for_steps_after_the_last():
     plan = make_plan(settings, 48, 1, schedule=schedule)
     rates = [learning_rate(plan, settings, step) for step in (5, 6, 700)]
     assert rates == pytest.approx([0.1 / 7] * 3)
-
-
-def test_a_frozen_weight_may_be_missing_from_it():
     model = network()
     model[0].requires_grad_(requires_grad=False)
     recipe = recipe_of(optimizer=lambda model, settings: torch.optim.SGD(model[2].parameters()))
     optimizer = optimizer_of(recipe, model, Settings(), 0.5, CPU)
     assert len(optimizer.param_groups[0]["params"]) == 2
-
-
-# --- what is compiled ---
 
 
 @pytest.mark.parametrize(
@@ -98,8 +92,6 @@ def test_why_whole_steps_are_not_compiled_is_said_by_name(parts, flags, why):
     if why is not None:
         assert why in step.what
 
-
-# --- trained ---
 
 OWN = """
 from dataclasses import replace
@@ -157,7 +149,6 @@ recipe = replace(recipe, model=Spare, loss_terms=lambda batch: 3.0 * len(batch[1
 
 
 def test_with_it_stopped_or_with_unused_branches_the_training_is_the_same_on_other_ranks(tmp_path):
-    """Branches that some steps do not use, and a static graph with a layer that none uses."""
     decay = ("--epochs", "2", "--weight-decay", "0.1", "--optimizer", "adamw")
     flags = {"own": FLAGS, "branches": decay, "spare": (*decay, "--clip-norm", "0.5")}
     recipes = {}

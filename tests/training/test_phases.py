@@ -54,7 +54,6 @@ def train_each(folder, flags, *, on, **slow):
 
 
 def test_time_is_counted_to_the_phase_that_took_it_and_all_phases_add_up(tmp_path):
-    """Also with validation between epochs, and the checkpoints after them."""
     flags = ("--epochs", "2")
     for records in train_each(tmp_path, flags, on=1, forward="0.02", backward="0.04"):
         for record in records:
@@ -82,7 +81,6 @@ def test_a_rank_that_waits_for_a_slow_one_waits_in_all_reduce_and_the_slow_one_i
 
 
 def test_a_run_that_stops_within_an_epoch_and_goes_on_still_adds_up(tmp_path):
-    """The seconds of an epoch are those of all attempts, and so are its phases."""
     run = tmp_path / "run"
     tiny.trained(tiny.write_recipe(tmp_path), run, "--max-steps", "8")
     tiny.resumed(run, "--max-steps", "22")
@@ -93,7 +91,7 @@ def test_a_run_that_stops_within_an_epoch_and_goes_on_still_adds_up(tmp_path):
     assert all(r["seconds"] > 0 for r in timed)
 
 
-def test_what_is_left_out_counts_to_no_phase():
+def test_what_is_left_out_counts_to_no_phase_and_whole_steps_are_one():
     phases = Phases()
     phases.begin()
     phases.lap("forward")
@@ -101,9 +99,6 @@ def test_what_is_left_out_counts_to_no_phase():
     with phases.left_out():
         phases.lap("forward")
     assert phases.seconds()["forward"] == before
-
-
-def test_whole_steps_have_one_phase_for_what_they_compute():
     phases = Phases(whole=True)
     phases.lap("step")
     phases.lap("forward")

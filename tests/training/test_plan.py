@@ -27,10 +27,7 @@ def plan_of(num_samples=PLENTY, world_size=1, **told):
     st.integers(1, 200), SIZES, st.none() | SIZES, st.none() | SIZES, st.booleans(), st.booleans()
 )
 @settings(max_examples=100)
-def test_any_batch_is_shared_by_any_number_of_ranks(
-    batch, world_size, micro_batch, accumulate, virtual, together
-):
-    """Every sample once, shares that differ by one at most, and no micro-step above its limit."""
+def test_any_ranks_share_any_batch(batch, world_size, micro_batch, accumulate, virtual, together):
     assume(world_size <= batch)
     told = {"micro_batch_size": micro_batch} if micro_batch else {"accumulate": accumulate}
     how = Settings(batch_size=batch, epochs=1, sync_batchnorm=together, **told)
@@ -62,10 +59,7 @@ def test_any_batch_is_shared_by_any_number_of_ranks(
 
 
 @given(st.lists(st.integers(1, 40), min_size=1), SIZES, SIZES, st.booleans(), st.booleans())
-def test_each_step_of_tokens_is_cut_into_as_many_micro_steps(
-    sizes, world_size, accumulate, virtual, together
-):
-    """Those of few long samples as those of many short ones: each has its part of the tokens."""
+def test_each_step_of_tokens_is_cut_alike(sizes, world_size, accumulate, virtual, together):
     how = Settings(batch_tokens=80, accumulate=accumulate, epochs=2, sync_batchnorm=together)
     parts = world_size
     if virtual:
@@ -120,43 +114,32 @@ def test_what_does_not_go_together_is_refused_by_its_flags(samples, ranks, told,
         plan_of(samples, ranks, **told)
 
 
-def test_what_just_goes_together_is_planned():
+def test_what_just_goes_together_is_planned_and_a_batch_per_rank_grows():
     for num, ranks, how in ((8, 1, {"order": "columns"}), (8, 1, {"drop_last": True}), (8, 8, {})):
         assert plan_of(num, ranks, batch_size=8, **how).steps_per_epoch == 1
     assert plan_of(7, batch_size=8).total_steps == 1
     assert plan_of(**MICRO, accumulate=3).accumulate == 3
     assert plan_of(batch_size=8, accumulate=2, static_graph=True).accumulate == 2
-
-
-def test_of_tokens_and_samples_a_layer_replaces_those_of_a_lower_one():
-    below = {"batch_size": 4, "micro_batch_size": 2}
-    assert merge_layers(below, {"batch_tokens": 9}) == {"batch_tokens": 9}
-    assert merge_layers({"batch_tokens": 9}, {"batch_size": 4}) == {"batch_size": 4}
-
-
-def test_a_batch_per_rank_makes_more_of_more_ranks():
     plan = plan_of(world_size=3, batch_size_per_rank=8, accumulate=2)
     assert (plan.global_batch_size, plan.micro_batch_size, plan.accumulate) == (24, 4, 2)
 
 
-def test_a_direction_belongs_to_the_metric_of_its_layer():
+def test_a_layer_replaces_tokens_samples_names_and_directions_of_a_lower_one():
+    below = {"batch_size": 4, "micro_batch_size": 2}
+    assert merge_layers(below, {"batch_tokens": 9}) == {"batch_tokens": 9}
+    assert merge_layers({"batch_tokens": 9}, {"batch_size": 4}) == {"batch_size": 4}
     below = {"monitor": "loss:min"}
     assert merge_layers(below, {"monitor": "accuracy"}) == {"monitor": "accuracy"}
     assert merge_layers(below, {"monitor": "loss"}) == {"monitor": "loss", "mode": "min"}
     both = merge_layers(below, {"monitor": "accuracy:max"})
     assert both == {"monitor": "accuracy", "mode": "max"}
-
-
-def test_the_global_batch_size_is_another_name_of_the_batch_size():
     assert merge_layers({"batch_size": 4}, {"global_batch_size": 8}) == {"batch_size": 8}
     with pytest.raises(UserError, match="batch_size is 8 and global_batch_size is 64"):
         merge_layers({"batch_size": 8, "global_batch_size": 64})
 
 
 @given(st.integers(1, 500), st.integers(1, 60), SIZES, st.integers(1, 300), st.booleans())
-def test_steps_and_epochs_follow_from_the_one_that_ends_first(
-    num_samples, batch, epochs, max_steps, drop_last
-):
+def test_what_ends_first_decides_steps_and_epochs(num_samples, batch, epochs, max_steps, drop_last):
     per_epoch = num_samples // batch if drop_last else -(-num_samples // batch)
     assume(per_epoch)
     how = {"batch_size": batch, "drop_last": drop_last}
@@ -172,10 +155,7 @@ def test_steps_and_epochs_follow_from_the_one_that_ends_first(
 
 
 @given(st.integers(12, 200), SIZES, st.none() | SIZES, SIZES)
-def test_a_resumed_run_keeps_its_batch_and_its_memory_on_any_ranks(
-    batch, world_size, accumulate, other_size
-):
-    """A rank never computes more at once than what fitted."""
+def test_a_resumed_run_keeps_its_batch_and_its_memory(batch, world_size, accumulate, other_size):
     before = plan_of(world_size=world_size, batch_size=batch, accumulate=accumulate)
     stored = {"batch_size": batch, "micro_batch_size": before.micro_batch_size}
     after = plan_of(world_size=other_size, **stored)
@@ -201,10 +181,6 @@ def rates(**told):
     told = {"batch_size": 1, "epochs": None, "lr": 0.3, **told}
     plan = plan_of(**told)
     return [learning_rate(plan, Settings(**told), step) for step in range(plan.total_steps)]
-
-
-def test_without_schedule_and_warm_up_the_rate_is_constant():
-    assert rates(max_steps=7) == [0.3] * 7
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.sampled_from(["constant", "cosine"]))
@@ -235,9 +211,13 @@ def test_the_cosine_falls_from_the_rate_to_0_at_the_end(warmup, length):
         assert middle == pytest.approx(0.15, rel=1e-12)
 
 
-def test_a_warm_up_longer_than_the_run_only_rises():
+def test_rates_without_warm_up_with_a_longer_one_or_scaled_are_as_expected():
     ramp = rates(max_steps=5, warmup_steps=9, schedule="cosine")
     assert ramp == pytest.approx([0.03 * k for k in range(1, 6)])
+    assert rates(max_steps=7) == [0.3] * 7
+    told = {"lr_scaling": "linear", "base_batch_size": 1, "batch_size": 4, "max_steps": 6}
+    scaled = rates(**told, warmup_steps=2, schedule="cosine")
+    assert max(scaled) == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize(
@@ -253,12 +233,6 @@ def test_what_is_odd_about_the_length_or_the_shares_is_a_note(ranks, told, named
     how = Settings(batch_size=32, max_steps=5, **told)
     notes = plan_notes(make_plan(how, PLENTY, ranks), how)
     assert [named in note for note in notes] == ([True] if named else [])
-
-
-def test_warm_up_and_cosine_start_from_the_scaled_rate():
-    told = {"lr_scaling": "linear", "base_batch_size": 1, "batch_size": 4, "max_steps": 6}
-    scaled = rates(**told, warmup_steps=2, schedule="cosine")
-    assert max(scaled) == pytest.approx(1.2)
 
 
 def test_how_often_steps_are_recorded_follows_from_the_length_unless_it_is_given():

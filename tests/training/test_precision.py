@@ -41,7 +41,6 @@ def train(folder, name, *flags, recipe="tiny"):
 
 @pytest.fixture(scope="module")
 def single(folder):
-    """A run in single precision on one rank."""
     return train(folder, "single", "--precision", "fp32", *WHOLE)
 
 
@@ -68,7 +67,7 @@ def norms(run):
     return [r["grad_norm"] for r in read_records(run) if r["event"] == "step"]
 
 
-def test_half_precisions_train_as_single_precision_does_but_for_rounding(single, on_two):
+def test_other_precisions_train_as_single_precision_does_but_for_rounding(single, on_two, folder):
     alone = train(on_two, "alone", "--precision", "bf16", *WHOLE)
     for half, tolerance in ((alone, 0.05), (on_two / "fp16", 0.01)):
         assert len(losses(half)) == 33
@@ -79,32 +78,25 @@ def test_half_precisions_train_as_single_precision_does_but_for_rounding(single,
         weights = tiny.last_state(half)["model"]
         assert {value.dtype for value in weights.values()} == {torch.float32}
         assert (tiny.last_state(half)["scaler"] is None) == (half is alone)
-
-
-def test_weights_in_bfloat16_train_and_resume_to_the_last_bit(on_two, single):
-    half = on_two / "bf16"
-    assert losses(half) == pytest.approx(losses(single), rel=0.1)
-    weights = tiny.last_state(half)["model"]
-    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
-    tiny.assert_same_training(on_two / "bf16 resumed", half, tolerance=0)
-    assert call("evaluate", str(half)) == 0
-
-
-def test_the_scaler_of_fp16_is_saved_and_restored(on_two):
-    """It counts the steps since its last change, so it shows whether a resume began anew."""
-    whole, run = on_two / "fp16", on_two / "fp16 resumed"
-    tiny.assert_same_training(run, whole, tolerance=0)
-    assert tiny.last_state(run)["scaler"] == tiny.last_state(whole)["scaler"]
-    assert tiny.last_state(run)["scaler"]["_growth_tracker"] == 33
-
-
-def test_double_precision_converts_model_and_data(folder, single):
     double = train(folder, "double", "--precision", "fp64", *WHOLE)
     assert losses(double) == pytest.approx(losses(single), rel=1e-5)
     assert losses(double) != pytest.approx(losses(single), rel=1e-11)
     for run, dtype in ((double, torch.float64), (single, torch.float32)):
         assert {value.dtype for value in tiny.last_state(run)["model"].values()} == {dtype}
         assert tiny.last_state(run)["scaler"] is None
+
+
+def test_weights_in_bfloat16_and_the_scaler_of_fp16_resume_to_the_last_bit(on_two, single):
+    half = on_two / "bf16"
+    assert losses(half) == pytest.approx(losses(single), rel=0.1)
+    weights = tiny.last_state(half)["model"]
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    tiny.assert_same_training(on_two / "bf16 resumed", half, tolerance=0)
+    assert call("evaluate", str(half)) == 0
+    whole, run = on_two / "fp16", on_two / "fp16 resumed"
+    tiny.assert_same_training(run, whole, tolerance=0)
+    assert tiny.last_state(run)["scaler"] == tiny.last_state(whole)["scaler"]
+    assert tiny.last_state(run)["scaler"]["_growth_tracker"] == 33
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -119,14 +111,11 @@ def test_a_step_whose_gradient_overflows_is_left_out_and_the_scale_halved(on_two
     assert all(bool(value.isfinite().all()) for value in state["model"].values())
 
 
-def test_what_a_device_cannot_do_is_refused():
+def test_what_a_device_cannot_do_is_refused_and_only_fp64_stores_doubles():
     with pytest.raises(UserError, match="float64"):
         check_precision("fp64", torch.device("mps"))
     for precision in ("fp32", "bf16", "fp16", "fp64"):
         check_precision(precision, torch.device("cpu"))
-
-
-def test_only_double_precision_stores_doubles():
     kinds = {precision: data_dtype(precision) for precision in ("fp32", "bf16", "fp16", "fp64")}
     assert kinds.pop("fp64") is torch.float64
     assert set(kinds.values()) == {torch.float32}

@@ -1,15 +1,19 @@
-"""Channels-last, activation checkpoints and SyncBatchNorm: another way to compute the same."""
+"""Layouts, recomputed activations, SyncBatchNorm, a group of one: ways to compute the same."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import UserError
-from samestep.ranks.world import World, find_world, join, leave
+from samestep.lightning.engine import _Strategy
+from samestep.ranks import world as worlds
+from samestep.ranks.world import GROUP_OF_ONE, World, find_world, join, leave
 from samestep.recipes.resnet import resnet18
 from samestep.settings import Settings
 from samestep.training.prepare import match_layouts, prepare, wrap
 from tests.processes import run_ranks
+from tests.tiny import all_records, assert_same_training, trained, write_recipe
 
 CPU = World()
 LAST = torch.channels_last
@@ -155,16 +159,13 @@ def test_what_a_model_or_device_has_not_is_refused(build, ranks, told, named):
         prepared(build(), World(world_size=ranks), **told)
 
 
-def test_sync_batchnorm_keeps_the_names_of_weights():
+def test_sync_batchnorm_keeps_the_names_of_weights_and_on_one_rank_is_batchnorm():
     """There is no GPU here: this is what is converted, not what it computes."""
     from samestep.training import prepare as module
 
     model = module._synchronise(blocks(), World(world_size=2, device=torch.device("cuda", 0)))
     assert sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) == 4
     assert model.state_dict().keys() == blocks().state_dict().keys()
-
-
-def test_sync_batchnorm_on_one_rank_is_batch_normalisation():
     model = prepared(blocks(), sync_batchnorm=True)
     assert not any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
 
@@ -172,7 +173,7 @@ def test_sync_batchnorm_on_one_rank_is_batch_normalisation():
 HALF = {"precision": "bf16", "param_dtype": "bf16"}
 
 
-def test_weights_are_held_in_bfloat16_and_batch_normalisation_is_not():
+def test_weights_are_held_in_bfloat16_recurrent_too_and_batch_normalisation_is_not():
     model = prepared(small_resnet(), **HALF)
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -180,9 +181,6 @@ def test_weights_are_held_in_bfloat16_and_batch_normalisation_is_not():
         kind = torch.float32 if norm else torch.bfloat16
         assert {t.dtype for t in own if t.is_floating_point()} <= {kind}
     assert prepared(small_resnet(), precision="bf16").fc.weight.dtype == torch.float32
-
-
-def test_recurrent_weights_follow_too_and_still_compute():
     model = prepared(nn.LSTM(3, 4), **HALF)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(torch.ones(2, 1, 3, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
@@ -219,3 +217,56 @@ def test_on_three_ranks_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_
     """The sum of three rounds by where a gradient lies, which is the same from the first step."""
     for whole, resumed in run_ranks(resumed_on_this_rank, 3, tmp_path)[0]:
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setenv(GROUP_OF_ONE, "1")
+    world = find_world("cpu", environment={GROUP_OF_ONE: "1"})
+    join(world)
+    yield world
+    leave(world)
+    assert not worlds.dist.is_initialized()
+
+
+def test_its_collectives_return_what_one_rank_gives_and_ddp_keeps_its_buckets(alone):
+    assert (alone.world_size, alone.backend, alone.connected) == (1, "gloo", True)
+    assert worlds.dist.get_world_size() == 1
+    tensor = torch.tensor([1.0, 2.0])
+    reduced = alone.reduce(tensor)
+    assert reduced is not tensor
+    assert reduced.tolist() == tensor.tolist()
+    alone.add_up(tensor)
+    alone.take_from_main(tensor)
+    alone.barrier()
+    assert tensor.tolist() == [1.0, 2.0]
+    assert alone.gather("a") == ["a"]
+    assert alone.broadcast({"a": 1}) == {"a": 1}
+    assert alone.on_every(lambda: 3) == alone.on_main(lambda: 3) == 3
+    wrapped = wrap(nn.Linear(2, 2), alone, Settings(bucket_cap_mb=3))
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert wrapped.bucket_bytes_cap == 3 << 20
+    strategy = _Strategy(parallel_devices=[alone.device])
+    models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
+    for wrapped in (wrap(models[0], alone, Settings()), strategy._setup_model(models[1])):
+        for _ in range(2):
+            wrapped(torch.ones(1, 2)).sum().backward()
+        assert not wrapped._has_rebuilt_buckets
+
+
+def test_a_training_with_the_group_has_the_same_bits(tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path)
+    for name, variable in {"plain": "0", "group": "1"}.items():
+        monkeypatch.setenv(GROUP_OF_ONE, variable)
+        flags = ("--device", "cpu", "--epochs", "2", "--accumulate", "3", "--clip-norm", "0.1")
+        trained(recipe, tmp_path / name, *flags)
+    assert_same_training(tmp_path / "group", tmp_path / "plain", tolerance=0)
+    waits = {
+        name: next(r for r in all_records(tmp_path / name) if r["event"] == "epoch")["phases"]
+        for name in ("plain", "group")
+    }
+    assert waits["plain"]["all_reduce"] == 0.0 < waits["group"]["all_reduce"]
+    world = find_world("cpu", environment={GROUP_OF_ONE: "0"})
+    assert not world.connected
+    model = nn.Linear(2, 2)
+    assert wrap(model, world, Settings()) is model

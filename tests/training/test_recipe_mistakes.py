@@ -81,7 +81,6 @@ def raising(text: str, before: str = "") -> dict[str, str]:
 
 
 def module(method: str, body: str) -> dict[str, str]:
-    """Return a recipe whose model has this method."""
     before = f"class Model(nn.Linear):\n    def {method}:\n        {body}"
     return model("Model(4, 2)", before)
 
@@ -99,7 +98,6 @@ def metric(text: str) -> dict[str, str]:
 
 
 def stepping(line: str) -> dict[str, str]:
-    """Return a recipe whose optimizer does this in its steps."""
     before = (
         "class Own(torch.optim.SGD):\n    def step(self, closure=None):\n"
         f"        with torch.no_grad():\n            {line}"
@@ -120,7 +118,6 @@ def terms(text: str, **parts: str) -> dict[str, str]:
 
 
 def collate(samples: str) -> dict[str, str]:
-    """Return a recipe whose collate takes these of the samples."""
     needs = "from torch.utils.data import default_collate, TensorDataset, Subset"
     split = "Subset(TensorDataset(x, y), range({}))"
     train, validation = split.format("48"), split.format("48, 64")
@@ -150,7 +147,6 @@ STATE = "self.add_state('seen', torch.zeros(2), dist_reduce_fx='sum')"
 def own_metric(
     init: str = STATE, computed: str = "self.seen", base: str = "torchmetrics.Metric"
 ) -> dict[str, str]:
-    """Return a recipe with a metric object."""
     made = METRIC.format(base=base, init=init, computed=computed)
     return model(before=made) | more("metrics={'seen': Metric()}")
 
@@ -178,6 +174,7 @@ INSISTING["model"] = INSISTING["model"].replace(
     "with torch", "assert closure is not None; 0\n        with torch"
 )
 NORMALISED = model("nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))", batch_size="47")
+NORMALISED["flags"] = "--no-self-check"
 FORCES = module(
     "forward(self, x)",
     "y = super().forward(x.requires_grad_())\n        return y - "
@@ -256,7 +253,7 @@ MISTAKES = {
     "an optimizer that calls the model": (LBFGS, "LBFGS"),
     "an optimizer that asserts a closure": (INSISTING, "calls the model itself"),
     "a scheduler of another's name": (more("schedule=lambda o, plan: o"), "lambda optimizer, plan"),
-    "a last batch of one sample": (NORMALISED, "mine.py", "BatchNorm", "--drop-last"),
+    "a last batch of one sample": (NORMALISED, "mine.py", "BatchNorm", "The last step of an epoch"),
     "gradients in an evaluation": (FORCES, "torch.enable_grad()"),
     "sparse gradients with Adam": (TABLE, "--optimizer adam", "sparse=False"),
     "an optimizer that raises": (optimizer("model.weights"), "weights"),
@@ -291,9 +288,12 @@ def refused_on_two(folder: Path, *flags: str, **wrong: str) -> str:
     return refusal(*words, world_size=2, folder=folder / "output")
 
 
-def test_two_ranks_tell_of_a_mistake_at_the_first_step_as_one(tmp_path):
+def test_two_ranks_tell_of_a_mistake_as_one_also_where_only_one_drops_a_sample(tmp_path):
     wrong, part = MISTAKES["a loss without gradient"]
     assert part in refused_on_two(tmp_path, **wrong)
+    wrong = collate(f"default_collate(samples[1:] if {SECOND_RANK} else samples)")
+    told = refused_on_two(tmp_path, "--num-workers", "1", **wrong)
+    assert "leaves out 1 of 8 samples" in told
 
 
 SECOND_RANK = "int(__import__('os').environ.get('RANK', 0)) == 1"
@@ -312,12 +312,6 @@ def test_an_evaluation_over_nothing_is_told_and_the_training_before_it_is_kept(r
     said = refused("train", str(path), "--run-dir", str(tmp_path / "run"))
     assert "loss_terms" in said
     assert tiny.newest_announced(tmp_path / "run") == 6
-
-
-def test_a_sample_that_only_one_rank_drops_ends_both(tmp_path):
-    wrong = collate(f"default_collate(samples[1:] if {SECOND_RANK} else samples)")
-    told = refused_on_two(tmp_path, "--num-workers", "1", **wrong)
-    assert "leaves out 1 of 8 samples" in told
 
 
 SAMPLES = """
@@ -343,7 +337,6 @@ SAMPLE_MISTAKES = {
 
 
 def faulty(sample: str, *, length: str = "len(self.x)", first: int = 20) -> dict[str, str]:
-    """Return a recipe whose training samples are wrong from one on."""
     samples = SAMPLES.replace("{length}", length).replace("{sample}", sample)
     return {
         "model": samples + GOOD["model"],

@@ -183,8 +183,6 @@ def test_stopped_and_resumed_on_other_ranks_the_rates_and_weights_are_the_same_b
         assert mine["scheduler"] == its["scheduler"]
 
 
-# --- factors, by what a schedule asks for ---
-
 ASKING = """
 def schedule(step, total, *, epoch, steps_per_epoch, metrics=None):
     assert steps_per_epoch == 11 and epoch == step // 11, (step, epoch, steps_per_epoch)
@@ -194,9 +192,7 @@ def schedule(step, total, *, epoch, steps_per_epoch, metrics=None):
 
 
 @pytest.mark.parametrize("groups", [False, True])
-def test_a_schedule_that_reads_the_metrics_follows_the_last_validation_and_goes_on(
-    tmp_path, groups
-):
+def test_a_schedule_that_reads_metrics_follows_the_last_validation(tmp_path, groups):
     how = "schedule=schedule, optimizer=groups" if groups else "schedule=schedule"
     text = f"{tiny.RECIPE}{OWN}GROUPS = {groups}\n{ASKING}recipe = replace(recipe, {how})\n"
     path, run = tiny.write_recipe(tmp_path, text), tmp_path / "run"
@@ -241,19 +237,13 @@ def test_a_schedule_is_told_what_it_names(schedule, expected):
     assert rates == pytest.approx(expected)
 
 
-# --- with other settings ---
-
-
-def test_with_a_scheduler_compile_takes_the_model_alone():
+def test_with_a_scheduler_compile_takes_the_model_and_a_skipped_step_warns_of_nothing():
     recipe = Recipe(model=dict, data=dict, schedule=lambda optimizer: None)
     settings = Settings(compile="on", batch_size=8, epochs=1)
     model = torch.nn.Linear(2, 2)
     assert what_compiles(settings, World(), model, own=recipe.own_parts()) == "model"
     own = Recipe(model=dict, data=dict, schedule=lambda step, total: 1.0).own_parts()
     assert what_compiles(settings, World(), model, own=own) == "step"
-
-
-def test_a_skipped_first_step_of_the_gradient_scaler_warns_of_nothing():
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     scheduler = Scheduler(planned(lambda optimizer: StepLR(optimizer, 1)), optimizer)
@@ -267,8 +257,6 @@ def test_scaled_with_the_batch_the_scheduler_begins_at_the_scaled_rate(tmp_path)
     tiny.trained(path, tmp_path / "run", *flags)
     assert rates_of(tmp_path / "run") == pytest.approx([LR / 10 * 4 * 0.5] * 2)
 
-
-# --- mistakes ---
 
 STEPS = """
 
@@ -360,9 +348,6 @@ def test_a_scheduler_does_not_follow_another_learning_rate_on_resume(refused, tm
     assert "0.5" in told
     tiny.resumed(run, "--max-steps", "11")
     assert rates_of(run) == [LR] * 9 + [LR * 0.1] * 2
-
-
-# --- early stopping ---
 
 
 @pytest.mark.parametrize("patience", [("--patience", "20"), ()])

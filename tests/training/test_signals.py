@@ -51,10 +51,7 @@ def num_evaluations(run: Path) -> int:
     return len([r for r in tiny.all_records(run) if r["event"] == "evaluation"])
 
 
-def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same_bit_by_bit(
-    uninterrupted, recipe, tmp_path
-):
-    """Also where one run is stopped again and again."""
+def test_a_signal_saves_and_the_resumed_run_is_the_same_bit_by_bit(uninterrupted, recipe, tmp_path):
     draw, signums = random.Random(SEED), (TERM, HUP, USR1, USR1, USR1)
     nths = [draw.randint(1, 20) for _ in signums]
     print(f"seed {SEED}: after steps {nths} of the attempts")
@@ -85,9 +82,7 @@ STOPS = {
 }
 
 
-def test_a_signal_leaves_an_evaluation_to_the_resumed_run_and_lets_a_checkpoint_finish(
-    uninterrupted, recipe, tmp_path
-):
+def test_a_signal_leaves_an_evaluation_to_the_resumed_run(uninterrupted, recipe, tmp_path):
     words = {w: (recipe, "--run-dir", tmp_path / w, *flags) for w, (_, flags) in STOPS.items()}
     printed = stop_all([(STOPS[w][0], words[w]) for w in STOPS], on=1, folder=tmp_path)
     for when, (fault, flags) in STOPS.items():
@@ -105,7 +100,6 @@ def test_a_signal_leaves_an_evaluation_to_the_resumed_run_and_lets_a_checkpoint_
 
 
 def test_two_ranks_that_a_signal_stops_together_go_on_with_the_same_bits(recipe, tmp_path):
-    """They agree twice a second on the step after which they stop: after 25 steps at most."""
     recipe.write_text(recipe.read_text().replace("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.5)"))
     faults = {
         "one": Fault("after a step", 9, signum=TERM, rank=1),
@@ -138,9 +132,7 @@ def test_a_second_interrupt_ends_each_rank_at_once(recipe, tmp_path):
     assert tiny.newest_announced(run) in (4, 8)  # that of step 8 may still be written
 
 
-def test_a_second_process_that_resumes_the_same_run_is_told_who_has_it(
-    uninterrupted, recipe, tmp_path, refused
-):
+def test_a_second_process_is_told_who_has_the_run(uninterrupted, recipe, tmp_path, refused):
     run = tmp_path / "run"
     tiny.set_pace(recipe, 0.05)
     first = tiny.start(recipe, "--run-dir", str(run), folder=tmp_path)
@@ -160,7 +152,6 @@ def test_a_second_process_that_resumes_the_same_run_is_told_who_has_it(
 
 
 def on_terminal(terminal: str, arguments: list[str]) -> None:
-    """Run the command line on a terminal that is its session's."""
     from samestep.cli import main
 
     opened = os.open(terminal, os.O_RDWR)
@@ -199,9 +190,6 @@ def test_where_sighup_is_ignored_as_under_nohup_it_stays_ignored():
     finally:
         signal.signal(HUP, before)
     assert HUP in stop_signals()
-
-
-# Through the command.
 
 
 @contextlib.contextmanager

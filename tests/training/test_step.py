@@ -22,8 +22,6 @@ def learner_of(model, optimizer=None, loss=lambda outputs, _: outputs.mean()):
 
 
 class Drawing(nn.Module):
-    """A model that keeps what it drew, as dropout would."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
@@ -51,7 +49,7 @@ def drawn_at(number, **how):
     return model.drawn
 
 
-def test_every_step_rank_and_seed_draws_its_own_numbers():
+def test_every_step_rank_seed_and_micro_step_draws_its_own_whatever_came_before():
     drawn = {
         drawn_at(number, rank=rank, seed=seed)[0]
         for number in range(10)
@@ -59,18 +57,11 @@ def test_every_step_rank_and_seed_draws_its_own_numbers():
         for seed in range(3)
     }
     assert len(drawn) == 120
-
-
-def test_a_step_draws_the_same_whatever_was_drawn_before():
-    """So a resumed run draws what the uninterrupted one did, also on other data and workers."""
     torch.manual_seed(1)
     first = drawn_at(7)
     torch.manual_seed(2)
     torch.rand(100)
     assert drawn_at(7) == first
-
-
-def test_each_micro_step_draws_anew():
     assert len(set(drawn_at(0, batch_size=1))) == 4
 
 

@@ -77,17 +77,7 @@ def test_a_stream_that_is_another_on_each_rank_ends_all_ranks(tmp_path, more, na
     assert (tmp_path / "run" / "events.jsonl").exists() == bool(more)
 
 
-def test_no_rank_opens_the_shards_of_others(tmp_path):
-    (tmp_path / "opened").mkdir()
-    recipe = streams.write_recipe(tmp_path)
-    tiny.trained(recipe, tmp_path / "run", "--kind", "shards", "--epochs", "1", on=2)
-    opened = {path.name for path in (tmp_path / "opened").iterdir()}
-    # 7 lanes for 12 slots: the first three fill slots 0 to 5, which are those of rank 0.
-    # By the first one the ranks see that they read the same.
-    assert opened == {*(f"0-{n}" for n in range(3)), *(f"1-{n}" for n in (0, 3, 4, 5, 6))}
-
-
-def test_steps_may_end_it_within_an_epoch_and_more_steps_go_on(tmp_path):
+def test_steps_may_end_it_within_an_epoch_and_no_rank_opens_the_shards_of_others(tmp_path):
     recipe = streams.write_recipe(tmp_path)
     runs = tmp_path / "at once", tmp_path / "gone on with"
     tiny.trained(recipe, runs[0], "--max-steps", "25")
@@ -99,12 +89,21 @@ def test_steps_may_end_it_within_an_epoch_and_more_steps_go_on(tmp_path):
     for name, weight in ours["model"].items():
         assert weight.equal(theirs["model"][name])
     assert evaluate_run(runs[0], "last", split="train", device="cpu")["samples"] == 131
+    (tmp_path / "opened").mkdir()
+    tiny.trained(recipe, tmp_path / "run", "--kind", "shards", "--epochs", "1", on=2)
+    opened = {path.name for path in (tmp_path / "opened").iterdir()}
+    # 7 lanes for 12 slots: the first three fill slots 0 to 5, which are those of rank 0.
+    # By the first one the ranks see that they read the same.
+    assert opened == {*(f"0-{n}" for n in range(3)), *(f"1-{n}" for n in (0, 3, 4, 5, 6))}
 
 
-def test_what_comes_after_the_last_step_may_be_broken(tmp_path):
+def test_what_comes_after_the_last_step_may_be_broken_and_is_not_in_the_plan(tmp_path):
     recipe, run = streams.write_recipe(tmp_path), tmp_path / "run"
     tiny.trained(recipe, run, "--max-steps", "3", "--fail", "36")
     assert tiny.last_state(run)["position"]["step"] == 3
+    plan = make_plan(Settings(epochs=2, batch_size=4), 0, 2).record()
+    unknown = {"num_samples", "steps_per_epoch", "total_steps", "log_every"}
+    assert {name for name, value in plan.items() if value is None} == unknown
 
 
 @pytest.mark.parametrize(
@@ -120,9 +119,3 @@ def test_what_a_stream_does_not_go_with_is_refused_by_name(changed, named):
     settings = Settings(**{"epochs": 1, "batch_size": 4, **changed})
     with pytest.raises(UserError, match=named):
         make_plan(settings, 0, 2)
-
-
-def test_the_plan_of_a_stream_says_what_nobody_knows():
-    plan = make_plan(Settings(epochs=2, batch_size=4), 0, 2).record()
-    unknown = {"num_samples", "steps_per_epoch", "total_steps", "log_every"}
-    assert {name for name, value in plan.items() if value is None} == unknown

@@ -100,8 +100,6 @@ def worst(one, other) -> float:
     return max(abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in fields)
 
 
-# --- the same training on any ranks, and cut in other ways ---
-
 COMPLEX = tiny.RECIPE.replace(
     "def model(options):",
     "class Waves(nn.Linear):\n    def forward(self, x):\n"
@@ -175,13 +173,21 @@ def test_it_is_the_same_training_on_any_ranks_in_any_micro_steps(runs, number):
             torch.testing.assert_close(ours[key], weight, rtol=tolerance, atol=tolerance)
 
 
-def test_drop_last_leaves_out_the_samples_of_the_incomplete_batch(runs):
-    one = records_of(runs / "drop last")
-    assert [r["samples"] for r in one if r["event"] == "epoch"] == [120, 120]
-    assert steps(one, "samples") == [12 * k for k in range(1, 21)]
-
-
-def test_the_last_incomplete_batch_counts_its_samples_alone(runs):
+def test_incomplete_batches_schedules_and_early_stopping_end_where_they_should(runs):
+    one = records_of(runs / "cosine")
+    lrs = steps(one, "lr")
+    assert len(lrs) == 30
+    assert lrs[:5] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
+    assert lrs[4:] == sorted(lrs[4:], reverse=True)
+    assert 0 < lrs[-1] < 0.0001
+    epochs = [(r["epoch"], r["samples"]) for r in one if r["event"] == "epoch"]
+    assert epochs == [(1, 131), (2, 131), (3, 8 * 12)]
+    *_, stop = read_records(runs / "early stopping")
+    assert (stop["event"], stop["reason"]) == ("stop", "early stopping")
+    one = records_of(runs / "early stopping")
+    losses = [r["loss"] for r in one if r.get("split") == "validation"]
+    assert 3 <= len(losses) < 20
+    assert len(losses) == first_stop(losses, patience=2, min_delta=0.01)
     one = records_of(runs / "usual")
     assert [r["samples"] for r in one if r["event"] == "epoch"] == [131, 131]
     samples = steps(one, "samples")
@@ -191,17 +197,9 @@ def test_the_last_incomplete_batch_counts_its_samples_alone(runs):
     mean = sum(w * x for w, x in zip(weights, steps(one, "loss")[:11], strict=True)) / 131
     first = next(r for r in one if r["event"] == "epoch")
     assert first["loss"] == pytest.approx(mean, rel=1e-13)
-
-
-def test_a_schedule_over_steps_ends_within_an_epoch(runs):
-    one = records_of(runs / "cosine")
-    lrs = steps(one, "lr")
-    assert len(lrs) == 30
-    assert lrs[:5] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
-    assert lrs[4:] == sorted(lrs[4:], reverse=True)
-    assert 0 < lrs[-1] < 0.0001
-    epochs = [(r["epoch"], r["samples"]) for r in one if r["event"] == "epoch"]
-    assert epochs == [(1, 131), (2, 131), (3, 8 * 12)]
+    one = records_of(runs / "drop last")
+    assert [r["samples"] for r in one if r["event"] == "epoch"] == [120, 120]
+    assert steps(one, "samples") == [12 * k for k in range(1, 21)]
 
 
 def test_clipping_changes_the_training_and_the_recorded_norm_is_the_one_before(recipe, tmp_path):
@@ -213,17 +211,7 @@ def test_clipping_changes_the_training_and_the_recorded_norm_is_the_one_before(r
     assert min(steps(clipped, "grad_norm")) > 0.01
 
 
-def test_early_stopping_ends_after_as_many_evaluations_as_the_settings_say(runs):
-    *_, stop = read_records(runs / "early stopping")
-    assert (stop["event"], stop["reason"]) == ("stop", "early stopping")
-    one = records_of(runs / "early stopping")
-    losses = [r["loss"] for r in one if r.get("split") == "validation"]
-    assert 3 <= len(losses) < 20
-    assert len(losses) == first_stop(losses, patience=2, min_delta=0.01)
-
-
 def first_stop(losses, patience, min_delta):
-    """Return after how many evaluations the words of the settings say to stop."""
     reference, since = math.inf, 0
     for number, loss in enumerate(losses, start=1):
         better = loss < reference - min_delta
@@ -233,13 +221,7 @@ def first_stop(losses, patience, min_delta):
     return None
 
 
-# --- stopping and going on ---
-
-
-def test_what_one_process_began_goes_on_on_two_ranks_as_if_never_stopped(
-    runs, recipe, tmp_path, uninterrupted
-):
-    """Stopped within an epoch, with early stopping that counts on, and with epochs added."""
+def test_what_one_process_began_goes_on_on_two_ranks(runs, recipe, tmp_path, uninterrupted):
     stopped, counting, added = (tmp_path / name for name in ("stopped", "counting", "added"))
     *_, end = tiny.all_records(runs / "early stopping")
     # In the last epoch, when all evaluations but the one that ends the run have been.
@@ -265,7 +247,6 @@ def test_what_one_process_began_goes_on_on_two_ranks_as_if_never_stopped(
 
 
 def test_a_run_that_reached_its_last_step_can_be_made_longer_on_other_ranks(runs, tmp_path):
-    """Its end leaves an evaluation and a checkpoint of its own; all else is as in one go."""
     whole, run, longer = tmp_path / "whole", tmp_path / "run", ("--max-steps", "40")
     tiny.trained(runs / "tiny.py", whole, *SHORT, *longer)
     shutil.copytree(runs / "13", run)
@@ -281,7 +262,7 @@ def test_a_run_that_reached_its_last_step_can_be_made_longer_on_other_ranks(runs
     assert worst(steps_and_whole_epochs(run), steps_and_whole_epochs(whole)) < 1e-12
 
 
-def test_evaluations_and_checkpoints_fall_due_by_steps_and_change_nothing(recipe, tmp_path):
+def test_evaluations_and_checkpoints_fall_due_and_change_nothing(recipe, tmp_path):
     often = ("--eval-every-steps", "7", "--checkpoint-every-steps", "10")
     one = train(recipe, tmp_path, "run", "--max-steps", "30", *often)
     plain = train(recipe, tmp_path, "plain", "--max-steps", "30")
@@ -292,17 +273,11 @@ def test_evaluations_and_checkpoints_fall_due_by_steps_and_change_nothing(recipe
     assert saved == [f"checkpoint_{place}" for place in places]
     kept, theirs = ([r for r in run if r["event"] in ("step", "epoch")] for run in (one, plain))
     assert worst(kept, theirs) < 1e-12
-
-
-def test_evaluations_and_checkpoints_fall_due_by_epochs(recipe, tmp_path):
     seldom = ("--eval-every-epochs", "2", "--checkpoint-every", "3epoch,1000steps")
-    one = train(recipe, tmp_path, "run", "--epochs", "5", *seldom)
+    one = train(recipe, tmp_path, "seldom", "--epochs", "5", *seldom)
     assert [r["epoch"] for r in one if r.get("split") == "validation"] == [2, 4, 5]
-    saved = tiny.events(tmp_path / "run", "checkpoint")
+    saved = tiny.events(tmp_path / "seldom", "checkpoint")
     assert [record["step"] for record in saved] == [3 * 11, 5 * 11]
-
-
-# --- the comparison itself ---
 
 
 def _no_bug(_patch):
@@ -327,13 +302,11 @@ def _no_gradient_sync(patch):
 
 
 def _same_data_on_every_rank(patch):
-    """Forget the DistributedSampler."""
     original = blocks.share
     patch.setattr(blocks, "share", lambda positions, rank, size: original(positions, 0, size))
 
 
 def _micro_steps_not_averaged(patch):
-    """Add up the means of the micro-steps instead of averaging them."""
     original = EagerStep._micro_step
     changed = lambda self, part, weight, terms: original(self, part, 1.0, terms)  # noqa: E731
     patch.setattr(EagerStep, "_micro_step", changed)
@@ -358,12 +331,10 @@ def _train_planted(plants, trainings, ports):
 
 
 def planted(runs: Path, run: Path) -> list[str]:
-    """Return the words of a training with two micro-steps."""
     return [str(runs / "tiny.py"), "--run-dir", str(run), *TWO, "--accumulate", "2"]
 
 
 def test_the_comparison_sees_each_of_the_classic_mistakes(runs, tmp_path):
-    """Planted in two ranks, each is far above the tolerance; none is not."""
     plants, one = [_no_bug, *BUGS], records_of(runs / "usual")
     places = [tmp_path / plant.__name__ for plant in plants]
     words, ports = [planted(runs, run) for run in places], [free_port() for _ in plants]

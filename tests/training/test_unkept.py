@@ -6,7 +6,7 @@ from torch import nn
 
 import samestep
 from samestep.ranks.world import World
-from samestep.training.unkept import of_buffers
+from samestep.training.unkept import Unkept, at_first_forward, of_buffers
 from tests import tiny
 
 BEFORE = """
@@ -134,6 +134,7 @@ class Buffers(nn.Module):
 
 
 def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path):
+    """Also in a loop of the user's, at its first forward, which leaves no trace."""
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
 
     def found(**world: int):
@@ -143,6 +144,19 @@ def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path)
     assert found() == {"lost": ("drift",), "of_rank": ()}
     assert found(world_size=2) == {"lost": ("drift",), "of_rank": ("codes",)}
     assert found(world_size=2, virtual_ranks=4)["of_rank"] == ()
+
+    told: list[Unkept] = []
+    model, plain = Buffers(), Buffers()
+    at_first_forward(model, World(world_size=2), told.append)
+    for one in (model, plain):
+        one.eval()(x)
+        assert told == []
+    for one in (model.train(), plain.train()):
+        one(x)
+        one(x)
+    assert told == [Unkept(lost=("drift",), of_rank=("codes",))]
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
     text = (
         "\nclass Drifts(nn.Linear):\n    def forward(self, x):\n"
         "        self.drift += self.training\n        return super().forward(x) + self.drift\n\n"

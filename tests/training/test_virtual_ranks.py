@@ -168,9 +168,7 @@ def assert_every_bit(run, reference):
     assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"] == digests(run)[STEPS]
 
 
-def test_every_recorded_number_and_every_weight_is_the_same_on_any_ranks(
-    tmp_path, recipe, output_of
-):
+def test_every_number_and_every_weight_is_the_same_on_any_ranks(tmp_path, recipe, output_of):
     def run_of(name, ranks):
         return tmp_path / f"{name} on {ranks}"
 
@@ -244,7 +242,6 @@ def in_arrival_order(arguments):
 
 
 def test_gradients_added_in_order_of_arrival_give_other_bits(tmp_path, recipe):
-    """A fault planted in the sum shows in the digests: the tests above can fail."""
     tiny.trained(recipe, tmp_path / "alone")
     arguments = ["train", str(recipe), "--run-dir", str(tmp_path / "arriving")]
     ranks = start_ranks(in_arrival_order, 2, tmp_path / "output", arguments)
@@ -311,9 +308,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_an_operation_without_a_deterministic_form_is_named_with_its_module_and_line(
-    here, refused, recipe, backward
-):
+def test_an_operation_that_is_not_deterministic_is_named(here, refused, recipe, backward):
     code = RECIPE.replace("class Drawn", f"{PUT}class Drawn").replace(
         "nn.ReLU(), nn.Dropout(0.3)", "Odd(), nn.ReLU()"
     )
@@ -326,12 +321,7 @@ def test_an_operation_without_a_deterministic_form_is_named_with_its_module_and_
     assert [part for part in ("put_", "Odd", f"{recipe}:{line}") if part not in told] == []
 
 
-# --- buffers
-
-
 class Buffers(nn.Module):
-    """One buffer of each kind."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor([1.0, 2.0]))
@@ -353,7 +343,7 @@ def step_of(module, buffers, moves, late=False):
     buffers.settle(sum(found[1:], start=found[0]), len(moves))
 
 
-def test_buffers_move_by_the_mean_and_counts_are_those_of_virtual_rank_0():
+def test_buffers_move_by_the_mean_counts_are_of_rank_0_and_a_late_one_is_refused():
     module = Buffers()
     buffers = StepBuffers(module, torch.float32)
     for _ in range(2):
@@ -361,9 +351,6 @@ def test_buffers_move_by_the_mean_and_counts_are_those_of_virtual_rank_0():
     assert module.mean.tolist() == [5.0, 6.0]
     assert module.count.item() == 2**60 + 3
     assert module.mask.tolist() == [float("-inf"), 0.0]
-
-
-def test_a_buffer_that_changes_later_than_in_the_first_step_is_refused_by_name():
     module = Buffers()
     buffers = StepBuffers(module, torch.float32)
     step_of(module, buffers, [1.0, 1.0])

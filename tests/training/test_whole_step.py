@@ -30,7 +30,6 @@ def captures(monkeypatch):
 
 
 def two(settings, *, large=False):
-    """Return two learners that begin alike."""
     net = by_hand.model(large=large)
     return [by_hand.learner(copy.deepcopy(net), settings) for _ in range(2)]
 
@@ -38,7 +37,6 @@ def two(settings, *, large=False):
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("name", by_hand.OPTIMIZERS)
 def test_whole_steps_and_replayed_ones_take_the_eager_trajectory(captures, name, large):
-    """Small weights are packed, large ones stay as they are; single steps run eagerly between."""
     settings = settings_of(**by_hand.OPTIMIZERS[name])
     ours, its = two(settings, large=large)
     together = 1 if large else IN_A_GRAPH
@@ -56,10 +54,6 @@ def test_whole_steps_and_replayed_ones_take_the_eager_trajectory(captures, name,
 
 @pytest.mark.parametrize(("before", "start"), [(2, 0), (0, 1000)])
 def test_an_optimizer_counts_its_own_steps_whichever_came_before(captures, before, start):
-    """Those of an attempt that it goes on from, and none where it begins anew within a run.
-
-    Adam's first steps are corrected for its short memory; its count is a tensor of its own.
-    """
     settings = settings_of()
     ours, its = two(settings)
     data = blocks(settings, together=IN_A_GRAPH)
@@ -102,8 +96,6 @@ def test_what_a_schedule_tells_the_loss_counts_from_that_step_on(monkeypatch, he
 
 
 class Counting:
-    """A loss that counts its calls, as a curriculum does."""
-
     def __init__(self):
         self.calls = 0
 
@@ -112,15 +104,7 @@ class Counting:
         return nn.functional.cross_entropy(outputs, targets)
 
 
-def test_with_a_loss_that_counts_its_calls_the_model_alone_is_compiled(captures):
-    settings = settings_of()
-    counting = replace(by_hand.learner(by_hand.model(), settings), loss=Counting())
-    (note,) = run(whole(counting, settings), blocks(settings, together=IN_A_GRAPH)[:2]).notes
-    assert note["steps_per_graph"] == 0
-    assert "calls" in note["what"]
-
-
-def test_a_model_that_draws_random_numbers_of_its_own_is_compiled_alone_on_the_cpu(captures):
+def test_a_model_that_draws_or_a_loss_that_counts_is_compiled_without_the_rest(captures):
     """The compiler may use what is drawn before it is drawn."""
     settings = settings_of()
     net = by_hand.model(dropout=0.5)
@@ -132,6 +116,11 @@ def test_a_model_that_draws_random_numbers_of_its_own_is_compiled_alone_on_the_c
     assert "random" in note["what"]
     assert len(set(ran.losses.tolist())) == 2 * IN_A_GRAPH
     assert captures.captured == 0
+    settings = settings_of()
+    counting = replace(by_hand.learner(by_hand.model(), settings), loss=Counting())
+    (note,) = run(whole(counting, settings), blocks(settings, together=IN_A_GRAPH)[:2]).notes
+    assert note["steps_per_graph"] == 0
+    assert "calls" in note["what"]
 
 
 class Scaled(nn.Module):

@@ -69,12 +69,10 @@ def _launch(arguments: list[str], folder: Path, num_ranks: int, task: Path) -> E
 
 
 def verified(recipe: Path | str, *flags: str, folder: Path, **more: Any) -> Verification:
-    """Verify a recipe on real processes."""
     return gathered(recipe, *flags, folder=folder, **more).judged()
 
 
 def check(found: Verification, name: str) -> Check:
-    """Return a row by its name."""
     return next(check for check in found.checks if check.name == name)
 
 

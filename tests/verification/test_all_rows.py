@@ -38,7 +38,6 @@ def copied(evidence):
 
 
 def losses_apart(evidence, training=MAIN, place=1):
-    """Change the loss of step 2 on the ranks of a start."""
     traces = copied(evidence)
     traces[place, training][0].losses[2] += 0.3
     return replace(evidence, traces=traces)
@@ -67,7 +66,7 @@ def on_rank(evidence, row, *found, place=1):
     return replace(evidence, reports=reports)
 
 
-def test_an_undisturbed_training_is_the_same_in_every_row():
+def test_an_undisturbed_training_is_the_same_in_every_row_and_all_ranks_may_differ():
     found = checks(undisturbed((1, 2, 3)))
     assert {check.status for check in found.values()} == {"same"}
     assert list(found) == [
@@ -77,6 +76,17 @@ def test_an_undisturbed_training_is_the_same_in_every_row():
         *("one writer", "one device"),
     ]
     assert found["stop and resume"].compared.endswith(": ranks 1→2, 2→3, 3→1")
+    times_two = [*computed().calls[:2], kept_call("the loss", [4.0], [1.0])]
+    asks = Hidden(asks={"get_world_size()": "a.py:3"})
+    evidence = undisturbed(state=replace(OUTSIDE, hidden=asks))
+    evidence = on_rank(evidence, "processes", *[computed(calls=times_two)] * 2)
+    quick = replace(evidence, reports={k: v for k, v in evidence.reports.items() if k < 2})
+    assert different(quick) == {"processes": causes.FORWARD_BY_RANK.name}
+    assert "get_world_size() in a.py:3" in checks(quick)["processes"].cause.why
+    found = checks(undisturbed((1,)))
+    assert found["stop and resume"].compared.endswith(": rank 1→1")
+    skipped = {name for name, check in found.items() if check.status == "skipped"}
+    assert skipped == {"fsdp", "order", "evaluation", "metrics", "one writer", "one device"}
 
 
 @pytest.mark.parametrize(("moves", "allowed"), [(1e-9, 1e-5), (1e-5, 3e-4), (0.1, 1e-2)])
@@ -102,32 +112,13 @@ def test_without_float64_the_measure_is_what_one_rounding_of_the_weights_moves(m
         ({"asks": {"time.time()": "a.py:3"}}, causes.UNKNOWN.name, "same"),
     ],
 )
-def test_what_is_hidden_explains_what_nothing_else_does_and_is_no_difference_itself(
-    hidden, cause, status
-):
+def test_what_is_hidden_explains_the_rest_and_is_no_difference_itself(hidden, cause, status):
     evidence = undisturbed(state=replace(OUTSIDE, hidden=Hidden(**hidden)))
     assert different(evidence) == {}
     assert checks(evidence)["state"].status == status
     assert different(losses_apart(evidence, "resumed")) == {"stop and resume": cause}
     known = undisturbed(state=replace(OUTSIDE, hidden=Hidden(**hidden)), loss=SUM)
     assert different(losses_apart(known))["2 ranks"] == causes.NOT_A_MEAN.name
-
-
-def test_all_ranks_of_a_size_may_differ_from_one_process():
-    times_two = [*computed().calls[:2], kept_call("the loss", [4.0], [1.0])]
-    asks = Hidden(asks={"get_world_size()": "a.py:3"})
-    evidence = undisturbed(state=replace(OUTSIDE, hidden=asks))
-    evidence = on_rank(evidence, "processes", *[computed(calls=times_two)] * 2)
-    quick = replace(evidence, reports={k: v for k, v in evidence.reports.items() if k < 2})
-    assert different(quick) == {"processes": causes.FORWARD_BY_RANK.name}
-    assert "get_world_size() in a.py:3" in checks(quick)["processes"].cause.why
-
-
-def test_one_size_alone_skips_what_needs_several_ranks():
-    found = checks(undisturbed((1,)))
-    assert found["stop and resume"].compared.endswith(": rank 1→1")
-    skipped = {name for name, check in found.items() if check.status == "skipped"}
-    assert skipped == {"fsdp", "order", "evaluation", "metrics", "one writer", "one device"}
 
 
 @pytest.mark.parametrize(
@@ -167,11 +158,15 @@ def test_a_cause_without_a_difference_is_named_by_its_own_row_alone(found, rows)
     assert different(undisturbed(**found)) == rows
 
 
-def test_what_is_allowed_or_tolerated_is_no_difference():
+def test_what_is_allowed_or_tolerated_is_no_difference_but_own_generators_are():
     found = replace(undisturbed(parameters=["spare.bias"]), allows_unused=True)
     assert checks(found)["parameters"].status == "same"
     found = replace(undisturbed(metrics={"f1": 0.25}), tolerance=0.1)
     assert checks(found)["metrics"].status == "note"
+    found = undisturbed(state=replace(OUTSIDE, own_generators=["model.py:3"]))
+    found = replace(found, accepts=frozenset({"dropout", "batchnorm"}))
+    assert different(found) == {"state": causes.OUTSIDE_MODULE.name}
+    assert "model.py:3" in checks(found)["state"].cause.why
 
 
 @pytest.mark.parametrize(
@@ -208,13 +203,6 @@ def test_what_differs_by_itself_is_measured_alone_and_may_be_accepted(kind, row,
     assert different(replace(evidence, accepts=frozenset({"dropout", "batchnorm"} - {kind}))) == {
         row: cause
     }
-
-
-def test_a_generator_of_ones_own_is_no_matter_of_what_is_accepted():
-    found = undisturbed(state=replace(OUTSIDE, own_generators=["model.py:3"]))
-    found = replace(found, accepts=frozenset({"dropout", "batchnorm"}))
-    assert different(found) == {"state": causes.OUTSIDE_MODULE.name}
-    assert "model.py:3" in checks(found)["state"].cause.why
 
 
 def test_a_tolerance_compares_losses_alone_and_turns_causes_into_notes():
@@ -257,20 +245,7 @@ def test_what_an_optimizer_makes_of_a_rounding_is_allowed_from_the_first_update_
     assert "optimizer" not in checks(evidence)
 
 
-def test_a_count_in_a_modules_extra_state_explains_micro_steps_alone():
-    counted = Hidden(counted=["the model's steps"])
-    evidence = losses_apart(undisturbed(state=replace(OUTSIDE, hidden=counted)), "accumulated")
-    assert different(evidence) == {"accumulation": causes.MOVED_BUFFER.name}
-    assert checks(evidence)["state"].status == "same"
-
-
-def test_weights_that_drift_apart_since_a_forward_writes_them_are_told_so():
-    written = undisturbed(samples_apart=BatchInfluence(written=["scale"]))
-    evidence = failing(written, MAIN, step=2, message="The weights have drifted apart: scale")
-    assert checks(evidence)["2 ranks"].cause.name == causes.WRITTEN.name
-
-
-def test_a_buffer_that_every_forward_moves_explains_micro_steps_alone():
+def test_a_buffer_or_a_count_that_every_forward_moves_explains_micro_steps_alone():
     moved = undisturbed(samples_apart=BatchInfluence(None, [], ["first.weight_u"]))
     assert different(moved) == {}
     evidence = losses_apart(moved, "accumulated")
@@ -278,6 +253,10 @@ def test_a_buffer_that_every_forward_moves_explains_micro_steps_alone():
     assert "first.weight_u" in checks(evidence)["accumulation"].cause.why
     both = losses_apart(evidence)
     assert different(both) == dict.fromkeys(("2 ranks", "accumulation"), causes.UNKNOWN.name)
+    counted = Hidden(counted=["the model's steps"])
+    evidence = losses_apart(undisturbed(state=replace(OUTSIDE, hidden=counted)), "accumulated")
+    assert different(evidence) == {"accumulation": causes.MOVED_BUFFER.name}
+    assert checks(evidence)["state"].status == "same"
 
 
 @pytest.mark.parametrize(
@@ -291,33 +270,30 @@ def test_what_cannot_be_trained_at_all_says_nothing_of_the_training(training, pl
     assert "tied" in found.compared
 
 
-def test_other_shares_are_named_with_their_step_and_a_sample_evaluated_twice_is_seen():
+def test_other_shares_and_lengths_are_named_with_step_and_ranks():
     evidence = undisturbed()
     evidence.traces[1, MAIN][1].samples[3].reverse()
     evidence.traces[1, MAIN][1].evaluated.append("0")
     assert list(different(evidence)) == ["order", "evaluation"]
     found = checks(evidence)["order"]
     assert (found.cause.name, found.first_step) == ("order", 3)
+    evidence = undisturbed()
+    reports = copy.deepcopy(evidence.reports)
+    reports[1][1].num_samples = 59
+    found = checks(replace(evidence, reports=reports))["order"]
+    assert found.cause.name == causes.LENGTHS.name
+    assert re.findall(r"rank \d of \d holds \d+", found.cause.why) == [
+        "rank 0 of 2 holds 60",
+        "rank 1 of 2 holds 59",
+    ]
 
 
-def test_a_metric_that_differs_is_told_from_a_loss_that_does():
+def test_a_metric_that_differs_is_told_from_a_loss_also_after_steps():
     evidence = undisturbed()
     evidence.traces[1, MAIN][0].evaluations[0]["accuracy"] = 0.25
     assert different(evidence) == {"metrics": causes.UNKNOWN.name}
     across = on_rank(evidence, "metrics", {"accuracy": 0.25})
     assert different(across) == {"metrics": causes.OVER_RANKS.name}
-
-
-def test_a_metric_that_is_no_number_is_read_back_and_is_no_difference_by_itself():
-    evidence = undisturbed(metrics={"accuracy": math.nan})
-    assert different(on_rank(evidence, "metrics", {"accuracy": math.nan})) == {}
-    nothing = {"loss": 0.7, "accuracy": math.nan}
-    assert different(on_rank(evidence, "one device", nothing, place=2)) == {
-        "one device": causes.UNKNOWN.name
-    }
-
-
-def test_metrics_are_compared_after_steps_too_as_long_as_the_ranks_train_the_same():
     evidence = undisturbed()
     evidence.traces[1, MAIN][0].evaluations[evidence.facts.size.stop]["accuracy"] = 0.25
     found = checks(evidence)["metrics"]
@@ -325,7 +301,21 @@ def test_metrics_are_compared_after_steps_too_as_long_as_the_ranks_train_the_sam
     assert "metrics" not in different(losses_apart(evidence))
 
 
-def test_initial_weights_of_another_process_are_named_with_their_parameter_and_rank():
+def test_a_metric_that_is_no_number_or_differs_on_one_device_is_compared():
+    evidence = undisturbed(metrics={"accuracy": math.nan})
+    assert different(on_rank(evidence, "metrics", {"accuracy": math.nan})) == {}
+    nothing = {"loss": 0.7, "accuracy": math.nan}
+    assert different(on_rank(evidence, "one device", nothing, place=2)) == {
+        "one device": causes.UNKNOWN.name
+    }
+    evidence = undisturbed()
+    other = on_rank(evidence, "one device", {"loss": 0.7, "accuracy": 0.4}, place=2)
+    assert different(other) == {"one device": causes.UNKNOWN.name}
+    none = on_rank(evidence, "one device", {}, place=2)
+    assert checks(none)["one device"].status == "skipped"
+
+
+def test_initial_weights_and_those_that_a_forward_writes_are_named_with_their_rank():
     other = computed(weights={"first.weight": torch.tensor([5.0, 4.0, 3.0])})
     evidence = on_rank(undisturbed(), "processes", computed(), other)
     assert different(evidence) == {"processes": causes.INITIAL_WEIGHTS.name}
@@ -333,6 +323,9 @@ def test_initial_weights_of_another_process_are_named_with_their_parameter_and_r
     assert "first.weight" in why
     assert "rank 1 of 2" in why
     assert different(losses_apart(evidence))["2 ranks"] == causes.INITIAL_WEIGHTS.name
+    written = undisturbed(samples_apart=BatchInfluence(written=["scale"]))
+    evidence = failing(written, MAIN, step=2, message="The weights have drifted apart: scale")
+    assert checks(evidence)["2 ranks"].cause.name == causes.WRITTEN.name
 
 
 FORWARD = [kept_call("first", [1.0, 2.0], [3.0]), kept_call("", [1.0, 2.0], [4.5])]
@@ -370,18 +363,6 @@ def test_a_module_that_is_given_something_else_is_not_blamed_for_what_it_makes_o
     assert first_at_fault(same, inside, 1e-10, "Net")[0] == "block"
 
 
-def test_lengths_that_differ_are_named_with_the_lengths_and_their_ranks():
-    evidence = undisturbed()
-    reports = copy.deepcopy(evidence.reports)
-    reports[1][1].num_samples = 59
-    found = checks(replace(evidence, reports=reports))["order"]
-    assert found.cause.name == causes.LENGTHS.name
-    assert re.findall(r"rank \d of \d holds \d+", found.cause.why) == [
-        "rank 0 of 2 holds 60",
-        "rank 1 of 2 holds 59",
-    ]
-
-
 def test_what_is_unknown_in_several_rows_is_told_once_by_its_first_step():
     evidence = losses_apart(losses_apart(undisturbed()), "accumulated")
     evidence.traces[1, "accumulated"][0].losses[1] += 0.3
@@ -393,7 +374,7 @@ def test_what_is_unknown_in_several_rows_is_told_once_by_its_first_step():
     assert "step 1" in cause.why
 
 
-def test_quick_leaves_rows_out_and_trains_nothing_for_them():
+def test_quick_leaves_rows_out_and_the_decisive_training_comes_first():
     evidence = undisturbed()
     facts, start = evidence.facts, evidence.starts[1]
     assert [t.name for t in plan_trainings(start, facts, "fp32", quick=True)] == [MAIN]
@@ -402,14 +383,14 @@ def test_quick_leaves_rows_out_and_trains_nothing_for_them():
     left_out = {name for name, check in found.items() if check.status == "skipped"}
     trainings = {"precision", "accumulation", "stop and resume", "fsdp", "lightning"}
     assert left_out == trainings | {"one device"}
-
-
-def test_a_checkpoint_that_one_device_evaluates_otherwise_is_a_difference():
-    evidence = undisturbed()
-    other = on_rank(evidence, "one device", {"loss": 0.7, "accuracy": 0.4}, place=2)
-    assert different(other) == {"one device": causes.UNKNOWN.name}
-    none = on_rank(evidence, "one device", {}, place=2)
-    assert checks(none)["one device"].status == "skipped"
+    facts = undisturbed(present=frozenset({"dropout", "state"})).facts
+    starts = undisturbed().starts
+    assert [t.name for t in plan_trainings(starts[1], facts, "fp32")] == [
+        *(MAIN, "dropout as it is", "state as it is", "accumulated", "resumed"),
+        *(OWN_PRECISION, "lightning", "fsdp"),
+    ]
+    assert [t.name for t in plan_trainings(starts[-1], facts, "fp32")] == ["resumed"]
+    assert OWN_PRECISION not in [t.name for t in plan_trainings(starts[0], facts, "fp64")]
 
 
 def test_a_file_of_two_ranks_is_a_difference_and_what_they_print_a_note():
@@ -439,16 +420,13 @@ def test_a_failure_has_the_cause_that_its_message_tells(message, cause):
     assert message in found.cause.why
 
 
-def test_a_failure_in_the_uneven_step_is_the_last_batchs_unless_the_message_says_more():
+def test_a_failure_in_the_uneven_step_or_of_a_start_fails_its_row():
     evidence = undisturbed()
     step = evidence.facts.size.uneven_step
     found = checks(failing(evidence, MAIN, step=step))["2 ranks"]
     assert (found.first_step, found.cause.name) == (step, causes.UNEVEN_BATCH.name)
     said = failing(evidence, MAIN, step=step, message="find_unused_parameters=True")
     assert checks(said)["2 ranks"].cause.name == causes.UNUSED.name
-
-
-def test_a_start_that_was_killed_fails_its_row_and_without_the_first_there_is_no_other_row():
     evidence = failing(undisturbed(), MAIN, place=0)
     (found,) = checks(evidence).values()
     assert (found.name, found.status) == ("one process", "different")
@@ -473,14 +451,3 @@ def test_the_last_batch_fails_alone_or_with_one_sample_alone(found, status):
     evidence = undisturbed(**found)
     assert evidence.facts.size.rest == 5
     assert checks(evidence)["last batch"].status == status
-
-
-def test_the_decisive_training_comes_first_and_a_closing_start_only_resumes():
-    facts = undisturbed(present=frozenset({"dropout", "state"})).facts
-    starts = undisturbed().starts
-    assert [t.name for t in plan_trainings(starts[1], facts, "fp32")] == [
-        *(MAIN, "dropout as it is", "state as it is", "accumulated", "resumed"),
-        *(OWN_PRECISION, "lightning", "fsdp"),
-    ]
-    assert [t.name for t in plan_trainings(starts[-1], facts, "fp32")] == ["resumed"]
-    assert OWN_PRECISION not in [t.name for t in plan_trainings(starts[0], facts, "fp64")]

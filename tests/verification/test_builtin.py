@@ -27,9 +27,7 @@ def folder_for(name: str, folder) -> tuple[str, ...]:
     [("spiral", (), (1, 3), {"dropout"}), ("mnist", ("--precision", "bf16"), (1, 2), set())],
     ids=["spiral", "mnist"],
 )
-def test_it_is_the_same_training_but_for_what_the_recipe_accepts(
-    name, flags, sizes, accepted, tmp_path
-):
+def test_it_is_the_same_but_for_what_the_recipe_accepts(name, flags, sizes, accepted, tmp_path):
     lightning = name == "spiral"
     words, ranks = (*folder_for(name, tmp_path), *flags), tmp_path / "ranks"
     report = verified(name, *words, folder=ranks, sizes=sizes, lightning=lightning)
@@ -58,9 +56,7 @@ def test_it_is_the_same_training_but_for_what_the_recipe_accepts(
         ("images", ("--precision", "fp64", "--image-size", "16", "--drop-last"), "BatchNorm"),
     ],
 )
-def test_with_convolutions_it_is_the_same_but_for_what_the_recipe_accepts(
-    name, flags, accepted, tmp_path
-):
+def test_with_convolutions_it_is_so_too(name, flags, accepted, tmp_path):
     words, ranks = (*folder_for(name, tmp_path), *flags), tmp_path / "ranks"
     report = verified(name, *words, folder=ranks, quick=True)
     assert report.same, [(c.name, c.cause.why) for c in report.checks if not c.passed]

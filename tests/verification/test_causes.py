@@ -53,42 +53,34 @@ def test_each_training_has_the_validation_that_a_schedule_follows(tmp_path):
     assert {check(found, name).passed for name in ("accumulation", "stop and resume")} == {True}
 
 
-def test_batch_norm_under_a_recipes_forward_and_a_rounding_optimizer_are_the_same_shared_out(
-    tmp_path,
-):
+def test_batch_norm_and_a_rounding_optimizer_are_the_same_shared_out(tmp_path):
     recipe = planted.write(tmp_path, planted.BY_FORWARD, name="p_by_forward.py")
     found = verified(recipe, folder=tmp_path / "ranks")
     assert differing(found) == {}
     assert check(found, "fsdp").difference < 1e-12
 
 
-def test_a_batch_size_that_is_built_in_fails_in_the_last_uneven_batch(tmp_path):
+def test_a_built_in_batch_size_and_a_loss_bent_for_few_samples_fail_in_the_uneven_batch(tmp_path):
     recipe = planted.write(tmp_path, planted.FIXED_SHAPE, name="p_fixed.py")
     report = verified(recipe, folder=tmp_path / "ranks", batch=8)
     assert differing(report) == {"one process": causes.UNEVEN_BATCH.name}
     (found,) = report.checks
     assert found.first_step == report.facts.size.uneven_step
     assert planted.line_of(recipe, "reshape") in found.cause.why
-
-
-def test_a_loss_that_is_bent_for_few_samples_is_the_last_uneven_batchs(tmp_path):
     recipe = planted.write(tmp_path, planted.LAST_BENT, name="p_bent.py")
     report = verified(recipe, folder=tmp_path / "ranks", batch=8, quick=True)
     assert differing(report) == dict.fromkeys(("2 ranks", "last batch"), causes.UNEVEN_BATCH.name)
     assert check(report, "2 ranks").first_step == report.facts.size.uneven_step
 
 
-def test_parameters_that_only_some_steps_use_are_named_where_ranks_fail(tmp_path):
+def test_branches_train_the_same_and_parameters_that_only_some_steps_use_are_named(tmp_path):
+    recipe = planted.write(tmp_path, planted.BRANCH, name="p_branch.py")
+    found = verified(recipe, "--find-unused", folder=tmp_path / "ranks", batch=8)
+    assert differing(found) == {}
     recipe = planted.write(tmp_path, planted.UNUSED_AT_TIMES, name="p_times.py")
     found = check(verified(recipe, folder=tmp_path / "ranks", quick=True), "2 ranks")
     assert found.cause.name == causes.UNUSED.name
     assert found.failure is not None
-
-
-def test_branches_that_some_ranks_do_not_take_are_the_same_training(tmp_path):
-    recipe = planted.write(tmp_path, planted.BRANCH, name="p_branch.py")
-    found = verified(recipe, "--find-unused", folder=tmp_path / "ranks", batch=8)
-    assert differing(found) == {}
 
 
 def test_draws_and_batch_norm_are_found_apart_and_may_be_accepted(tmp_path):
@@ -103,17 +95,6 @@ def test_draws_and_batch_norm_are_found_apart_and_may_be_accepted(tmp_path):
     for name in ("BatchNorm", "dropout"):
         assert check(report, name).status == "accepted"
         assert check(report, name).cause.why
-
-
-def test_a_recipe_accepts_by_itself_and_hides_no_other_cause(tmp_path):
-    accepts = 'recipe = replace(recipe, accepts=("dropout", "batchnorm"))\n'
-    text = planted.DROPOUT + planted.LOSS_SUM + accepts
-    recipe = planted.write(tmp_path, text, name="p_accepts.py")
-    report = verified(recipe, folder=tmp_path / "ranks", quick=True)
-    assert check(report, "dropout").status == "accepted"
-    assert differing(report) == dict.fromkeys(
-        ("2 ranks", "loss", "metrics"), causes.NOT_A_MEAN.name
-    )
 
 
 def test_a_cause_has_its_place_and_a_tolerance_compares_losses_alone(tmp_path):

@@ -119,9 +119,7 @@ def test_a_clean_loop_is_the_same_and_its_own_runs_are_left_alone(tmp_path, monk
 
 
 @given(st.integers(1, 200), st.integers(1, 80), st.booleans(), st.integers(1, 8))
-def test_the_samples_that_are_used_are_there_and_end_with_an_uneven_batch(
-    total, batch, drop_last, most_ranks
-):
+def test_the_samples_that_are_used_end_with_an_uneven_batch(total, batch, drop_last, most_ranks):
     size = few_steps(torch.zeros(total), batch, drop_last, most_ranks)
     if drop_last and total < batch:
         assert size.num_samples == total, "which is refused, with all of the numbers"

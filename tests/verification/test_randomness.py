@@ -42,7 +42,7 @@ def test_random_numbers_of_torch_are_seen_with_their_line_and_held_still(name):
         assert torch.equal(still(X)[:2], still(X[:2])), "the same in any batch"
 
 
-def test_what_draws_nothing_is_not_seen():
+def test_what_draws_nothing_is_not_seen_and_modules_with_dropout_are_held_still():
     seen = RandomDraws()
     for function in (
         lambda: functional.dropout(X, 0.0),
@@ -54,6 +54,14 @@ def test_what_draws_nothing_is_not_seen():
         watched(function, seen)()
     assert not seen.draws
     assert not seen.generators
+    norm, drops = nn.BatchNorm1d(4), nn.LSTM(4, 4, 2, dropout=0.5)
+    assert differs_by_ranks(nn.Sequential(norm, nn.Dropout(0.0), nn.LSTM(4, 4))) == ["BatchNorm"]
+    assert differs_by_ranks(nn.ModuleList([nn.SyncBatchNorm(4), drops])) == ["dropout"]
+    model = nn.ModuleList([nn.LSTM(4, 4, 2, dropout=0.5), nn.MultiheadAttention(4, 2, dropout=0.5)])
+    hold_model(model, RandomDraws(), ALL)
+    lstm, attention = model
+    assert torch.equal(lstm(X)[0], lstm(X)[0])
+    assert torch.equal(attention(X, X, X)[0], attention(X, X, X)[0])
 
 
 @pytest.mark.parametrize(
@@ -82,17 +90,3 @@ def test_held_batch_norm_gives_a_sample_the_same_in_any_batch(tracks):
     before = [buffer.clone() for buffer in model.buffers()]
     model(X)
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
-
-
-def test_of_a_model_only_what_it_has_differs_by_ranks():
-    norm, drops = nn.BatchNorm1d(4), nn.LSTM(4, 4, 2, dropout=0.5)
-    assert differs_by_ranks(nn.Sequential(norm, nn.Dropout(0.0), nn.LSTM(4, 4))) == ["BatchNorm"]
-    assert differs_by_ranks(nn.ModuleList([nn.SyncBatchNorm(4), drops])) == ["dropout"]
-
-
-def test_modules_with_dropout_of_their_own_are_held_still():
-    model = nn.ModuleList([nn.LSTM(4, 4, 2, dropout=0.5), nn.MultiheadAttention(4, 2, dropout=0.5)])
-    hold_model(model, RandomDraws(), ALL)
-    lstm, attention = model
-    assert torch.equal(lstm(X)[0], lstm(X)[0])
-    assert torch.equal(attention(X, X, X)[0], attention(X, X, X)[0])

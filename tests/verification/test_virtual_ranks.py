@@ -77,19 +77,16 @@ def test_sums_in_the_order_of_arrival_differ_in_the_last_bit(tmp_path, monkeypat
     assert row.what == "gradient"
 
 
-def test_what_depends_on_the_rank_fails_with_its_cause(tmp_path):
-    recipe = planted.write(tmp_path, planted.RANK_IN_FORWARD, name="v_rank.py")
-    found = verified(recipe, "--virtual-ranks=2", folder=tmp_path / "ranks", quick=True)
-    assert differing(found)["2 ranks"] == causes.FORWARD_BY_RANK.name
-    assert set(differing(found).values()) == {causes.FORWARD_BY_RANK.name}
-
-
-def test_virtual_ranks_without_a_sample_are_equal_too(tmp_path):
+def test_virtual_ranks_without_a_sample_are_equal_and_what_depends_on_the_rank_fails(tmp_path):
     recipe = planted.write(tmp_path, planted.DROPOUT, name="v_few.py")
     found = verified(recipe, "--virtual-ranks=4", folder=tmp_path / "ranks", batch=4)
     assert differing(found) == {}
     assert found.facts.size.rest < 4
     assert check(found, "accumulation").status == "skipped"
+    recipe = planted.write(tmp_path, planted.RANK_IN_FORWARD, name="v_rank.py")
+    found = verified(recipe, "--virtual-ranks=2", folder=tmp_path / "ranks", quick=True)
+    assert differing(found)["2 ranks"] == causes.FORWARD_BY_RANK.name
+    assert set(differing(found).values()) == {causes.FORWARD_BY_RANK.name}
 
 
 def on_virtual_ranks():

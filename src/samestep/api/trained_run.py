@@ -17,6 +17,7 @@ from samestep.api.arguments import AnyPath, path_of
 from samestep.errors import UserError
 from samestep.recipe import Recipe
 from samestep.reporting.pictures import FOLDER, read_pictures, read_png
+from samestep.reporting.words import count, duration
 from samestep.run.directory import is_run, is_written, no_run
 from samestep.run.files import read_object, shown_path
 from samestep.run.index import Index, read_index
@@ -208,7 +209,7 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
     if shown := [f"{name} {value:.4f}" for name, value in numbers.items()]:
         facts["test"] = ", ".join(shown)
     if isinstance(seconds := result.get("training_seconds"), int | float):
-        facts["trained"] = f"{seconds:.1f} s, {result.get('steps', 0):,} steps"
+        facts["trained"] = f"{count(result.get('steps', 0), 'step')}, {duration(seconds)}"
     if ranks := result.get("world_size"):
         facts["ranks"] = f"{ranks} on {result.get('device', '?')}"
     return facts

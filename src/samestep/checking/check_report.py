@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checking.events import source_line
-from samestep.checking.findings import RULES, Mistake
+from samestep.checking.findings import RULES, Mistake, Origin
 from samestep.errors import UserError, did_you_mean
 from samestep.reporting.table import Styled, Table, coloured, text_lines
 from samestep.reporting.words import count, duration, wrapped
@@ -47,7 +47,12 @@ class CheckReport:
 
 def as_table(report: CheckReport) -> dict[str, Any]:
     """Return what `--json` prints."""
-    found = [asdict(one) | {"file": shown_file(report, one)} for one in report.findings]
+    found = [
+        asdict(one)
+        | {"file": shown_file(report, one)}
+        | {"related": [asdict(at) | {"file": shown_file(report, at)} for at in one.related]}
+        for one in report.findings
+    ]
     return {
         "findings": found,
         "not_seen": report.not_seen,
@@ -58,7 +63,7 @@ def as_table(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def shown_file(report: CheckReport, finding: Mistake) -> str:
+def shown_file(report: CheckReport, finding: Mistake | Origin) -> str:
     """Return the file of a finding as a user would type it here; empty if it has none."""
     if not finding.file:
         return ""
@@ -89,17 +94,24 @@ def report_lines(report: CheckReport, width: int, *, colour: bool) -> Iterator[s
         yield severity + paint(first, "bold")
         yield from more
         if one.file:
-            yield f"{'':<{_LABEL}}{shown_file(report, one)}:{one.line}"
-            if code := source_line(report.folder, one.file, one.line):
-                most = width - _LABEL - 2
-                yield f"{'':<{_LABEL}}  {code if len(code) <= most else code[: most - 1] + '…'}"
+            yield from _lines_of(report, one, "", width)
         yield from labelled("seen", one.evidence)
+        for at in one.related:
+            yield from _lines_of(report, at, f"  ({at.what})", width)
         yield from labelled("why", one.why)
         yield from _remedy(one.remedy, labelled, paint)
     yield from _not_seen(report, width)
     yield ""
     style = "red" if report.exit_code else "green"
     yield from (paint(line, style) for line in wrapped(_sentence(report), "", width))
+
+
+def _lines_of(report: CheckReport, at: Mistake | Origin, what: str, width: int) -> Iterator[str]:
+    """Yield a line of the source by its place and its text."""
+    yield f"{'from' if what else '':<{_LABEL}}{shown_file(report, at)}:{at.line}{what}"
+    if code := source_line(report.folder, at.file, at.line):
+        most = width - _LABEL - 2
+        yield f"{'':<{_LABEL}}  {code if len(code) <= most else code[: most - 1] + '…'}"
 
 
 def _remedy(remedy: str, labelled: Any, paint: Any) -> Iterator[str]:

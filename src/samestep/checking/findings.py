@@ -5,10 +5,10 @@ in this run, never by the text of the source.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from samestep.checking.events import Seen
 
@@ -26,6 +26,8 @@ class Found:
     """What to change; lines that begin with `- ` and `+ ` are a small diff."""
     severity: Severity | None = None
     """If other than the rule's own."""
+    comes_from: Mapping[str, str] = field(default_factory=dict)
+    """Where the cause may be, if not at `where`: what is made there → `file.py:12`."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,16 @@ def rule(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """A line that a mistake may come from, other than the one where it shows."""
+
+    file: str
+    line: int
+    what: str
+    """What is made there: the optimizer, the loader."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mistake:
     """A mistake in a script, as it is reported."""
 
@@ -88,6 +100,7 @@ class Mistake:
     evidence: str
     why: str
     remedy: str
+    related: tuple[Origin, ...] = ()
 
 
 def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
@@ -101,16 +114,16 @@ def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
             if isinstance(said, NotSeen):
                 not_seen[f"{code} {one.title}: {said.why}"] = None
                 continue
-            file, _, line = said.where.rpartition(":")
+            origins = ((what, at) for what, at in said.comes_from.items() if at != said.where)
             finding = Mistake(
                 code=code,
                 severity=said.severity or one.severity,
-                file=file,
-                line=int(line) if line.isdecimal() else 0,
+                **_place(said.where),
                 title=one.title,
                 evidence=said.evidence,
                 why=one.why,
                 remedy=said.remedy,
+                related=tuple(Origin(**_place(at), what=what) for what, at in origins if at),
             )
             # One line may do the same for several loaders, models or files: the first tells it.
             findings.setdefault((code, said.where or said.evidence), finding)
@@ -122,6 +135,12 @@ def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
     )
     kept = [f for f in findings.values() if not (explained and RULES[f.code].residual)]
     return sorted(kept, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
+
+
+def _place(where: str) -> dict[str, Any]:
+    """Return the file and line of `file.py:41`."""
+    file, _, line = where.rpartition(":")
+    return {"file": file, "line": int(line) if line.isdecimal() else 0}
 
 
 _SILENCED = re.compile(r"#\s*samestep:\s*ignore\[([^\]]*)\]")

@@ -21,6 +21,7 @@ class Reading:
     orders: list[Event] = field(default_factory=list)
     batches: list[Event] = field(default_factory=list)
     left: list[Event] = field(default_factory=list)
+    lost: list[Event] = field(default_factory=list)
     random: dict[int, dict[str, list[int]]] = field(default_factory=dict)
     """What was drawn for the first samples in each worker, -1 being no worker."""
     trains: bool = False
@@ -76,6 +77,8 @@ def readings_of(rank: RankSeen) -> list[Reading]:
             one.orders.append(event)
         elif event.kind == "left":
             one.left.append(event)
+        elif event.kind == "lost":
+            one.lost.append(event)
         elif event.kind == "random":
             one.random.setdefault(event["worker"], event["drew"])
         elif event.kind == "batch":
@@ -97,6 +100,20 @@ def together(seen: Seen, *, trains: bool = True) -> Iterator[list[Reading]]:
                 by_place[where, count[where]].append(reading)
                 count[where] += 1
     yield from (readings for readings in by_place.values() if len(readings) == seen.world_size)
+
+
+def evaluated(seen: Seen) -> Iterator[list[Reading]]:
+    """Yield what all ranks read in an evaluation, of samples that none of them trains on."""
+    trained = defaultdict(set)
+    for one in (one for rank in seen.ranks for one in readings_of(rank) if one.trains):
+        trained[one.loader["data"]].update(one.order)
+    for readings in together(seen, trains=False):
+        own = {index for reading in readings for index in reading.order}
+        data = readings[0].loader["data"]
+        known = bool(own and trained) and data is not None
+        evaluates = all(reading.batches[0].evaluating for reading in readings)
+        if known and evaluates and own.isdisjoint(trained[data]):
+            yield readings
 
 
 def same_data(readings: list[Reading]) -> bool:

@@ -16,6 +16,7 @@ from samestep.data.trees import tree_leaves
 _MOST_BYTES = 1 << 22  # of an array
 _MOST_ITEMS = 256  # of a list or a mapping
 _MOST_PARTS, _DEPTH = 10_000, 4  # of a data set
+_MOST_ROWS = 512  # of a batch that is compared with its samples
 
 
 def rows_of(batch: Any) -> tuple[int, list[int]]:
@@ -24,6 +25,29 @@ def rows_of(batch: Any) -> tuple[int, list[int]]:
     n = len(tensors[0]) if tensors else 0
     columns = [row_hashes(tensor) for tensor in tensors if len(tensor) == n]
     return n, [zlib.crc32(repr(row).encode()) for row in zip(*columns, strict=False)]
+
+
+def lost_rows(samples: list[Any], batch: Any) -> int:
+    """Return how many samples have no row in their batch, which has rows of others.
+
+    0 if that cannot be told: samples of unlike shapes, or that are changed. None is no sample.
+    """
+    tensors = [
+        max((leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)), key=Tensor.numel)
+        for sample in samples[:_MOST_ROWS]
+        if sample is not None
+    ]
+    shapes = {tensor.shape for tensor in tensors}
+    if len(samples) > _MOST_ROWS or len(shapes) != 1 or tensors[0].numel() < 2:
+        return 0
+    known = {row for tensor in tensors for row in row_hashes(tensor[None])}
+    rows = {
+        row
+        for leaf in tree_leaves(batch)
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[1:] in shapes
+        for row in row_hashes(leaf, _MOST_ROWS)
+    }
+    return len(known - rows) if rows and rows <= known else 0
 
 
 def number_of(index: Any) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checking.check_report import CheckReport, page_of, shown_file
-from samestep.checking.findings import RULES, Mistake
+from samestep.checking.findings import RULES, Mistake, Origin
 from samestep.run.files import write_text
 from samestep.version import __version__
 
@@ -53,8 +53,17 @@ def _result(report: CheckReport, finding: Mistake, codes: list[str]) -> dict[str
         "level": _LEVELS[finding.severity],
         "message": {"text": text},
     }
+    if finding.related:
+        result["relatedLocations"] = [
+            _location(report, at) | {"id": number, "message": {"text": at.what}}
+            for number, at in enumerate(finding.related)
+        ]
+    return result | {"locations": [_location(report, finding)]}
+
+
+def _location(report: CheckReport, at: Mistake | Origin) -> dict[str, Any]:
     # What no line is to blame for is shown at the top of the script.
-    name = shown_file(report, finding) or report.script
+    name = shown_file(report, at) or report.script
     uri = Path(name).as_uri() if Path(name).is_absolute() else Path(name).as_posix()
-    place = {"artifactLocation": {"uri": uri}, "region": {"startLine": max(1, finding.line)}}
-    return result | {"locations": [{"physicalLocation": place}]}
+    place = {"artifactLocation": {"uri": uri}, "region": {"startLine": max(1, at.line)}}
+    return {"physicalLocation": place}

@@ -10,7 +10,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from samestep.commands.help import inner_verb, parse_flags
 from samestep.data.catalog import CATALOG
 from samestep.data.download import download
-from samestep.reporting.words import count, wrapped
+from samestep.reporting.words import count, size, wrapped
 
 _EXAMPLES = ("data list", "data get mnist --data-dir data/mnist")
 _VERBS = {
@@ -49,8 +49,8 @@ def main(arguments: list[str]) -> int:
         parse_flags(_List, "data list", flags, *_EXAMPLES)
         width = Console().width
         for dataset in CATALOG.values():
-            size = sum(file.size_bytes for file in dataset.files) / 1e6
-            print(f"{dataset.name}  {count(len(dataset.files), 'file')}, {size:.1f} MB")  # noqa: T201
+            takes = size(sum(file.size_bytes for file in dataset.files))
+            print(f"{dataset.name}  {count(len(dataset.files), 'file')}, {takes}")  # noqa: T201
             for text in (dataset.description, dataset.licence, dataset.source):
                 print("\n".join(wrapped(f"  {text}", "  ", width)))  # noqa: T201
     return 0

@@ -20,7 +20,7 @@ from samestep.commands.help import parse_flags
 from samestep.errors import UserError
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.reporting.comparison import SameTraining, compare_runs
-from samestep.reporting.words import BOTH, FIRST, LABEL, SECOND, curve_lines, wrapped
+from samestep.reporting.words import BOTH, FIRST, LABEL, SECOND, curve_lines, duration, wrapped
 from samestep.run.directory import new_run_path
 from samestep.run.records import Record, RecordFile
 from samestep.settings import flag_name
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
     told = "The two trainings differ. This is a bug: please report it, with both runs."
     if same:
         seconds = time.monotonic() - began
-        told = f"The same training to the last bit, in {seconds:.0f} s: {_BECAUSE}"
+        told = f"The same training to the last bit, in {duration(seconds)}: {_BECAUSE}"
     out("\n".join(wrapped(told, "", _WIDTH + 8)) + "\n")
     out(
         f"\nruns     {one}\n         {two}\n"
@@ -136,7 +136,7 @@ def _step(console: Console, who: str, what: str) -> Iterator[list[str]]:
     with console.status("        ") if console.is_terminal else nullcontext():
         yield results
     seconds = time.monotonic() - began
-    console.print(f"         {' '.join(results)} ({seconds:.0f} s)", soft_wrap=True)
+    console.print(f"         {' '.join(results)} ({duration(seconds)})", soft_wrap=True)
 
 
 def command_line(run: Path, nproc: int) -> list[str]:

@@ -22,6 +22,7 @@ from samestep.errors import UserError
 from samestep.file_kinds import loop_of
 from samestep.ranks.nproc import refuse_inside_launcher
 from samestep.ranks.process import TASK, rank_of, run_as_rank
+from samestep.reporting.words import duration
 from samestep.settings import flag_name
 from samestep.verification import NO_EFFECT
 
@@ -145,7 +146,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
             bar.update(task, description=said, completed=done, total=total)
         elif done:
             seconds = time.monotonic() - began
-            sys.stderr.write(f"{done} of {total} starts done: {last}, {seconds:.0f} s\n")
+            sys.stderr.write(f"{done} of {total} starts done: {last}, {duration(seconds)}\n")
         last = ranks
 
     with bar if console.is_terminal else nullcontext():

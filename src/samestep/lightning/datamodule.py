@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from samestep.data.batches import open_split
 from samestep.data.blocks import Batch, Block, Lap, cut_rows, untimed
@@ -18,6 +19,8 @@ from samestep.recipe import Recipe, find_recipe
 from samestep.recipes import cifar10
 from samestep.settings import Settings, merge_layers
 from samestep.training.alike import seed_alike
+from samestep.training.apply import Terms, as_scalar, terms_of
+from samestep.training.device import data_dtype
 from samestep.training.evaluation import evaluation_batch
 from samestep.training.plan import Plan, make_plan
 from samestep.training.work import Work
@@ -38,6 +41,10 @@ class MicroBatch(NamedTuple):
     """Whether the step ends with it."""
     rows: int
     """Samples of this part."""
+    share: Tensor | None = None
+    """Its terms / all terms of the step, where the loss is not a mean over samples."""
+    terms: Tensor | None = None
+    """All terms of the step, of all ranks."""
 
 
 def resolve(
@@ -156,7 +163,8 @@ class LitData(pl.LightningDataModule):
         """Return what yields this rank's parts of the running epoch."""
         assert self.plan is not None, 'setup("fit") comes first'
         drop_last = self.settings.drop_last
-        return Parts(self._sources["train"], self.plan, self.trainer, drop_last, self._lap)
+        how = self.world, self.recipe, self.settings
+        return Parts(self._sources["train"], self.plan, self.trainer, drop_last, self._lap, *how)
 
     def val_dataloader(self) -> "_Share | list[Any]":
         """Return what yields this rank's share of the validation samples."""
@@ -224,10 +232,19 @@ class Parts:
     """The micro-batches of one rank, epoch by epoch; its position can be saved and restored."""
 
     def __init__(
-        self, source: Source, plan: Plan, trainer: "pl.Trainer | None", drop_last: bool, lap: Lap
+        self,
+        source: Source,
+        plan: Plan,
+        trainer: "pl.Trainer | None",
+        drop_last: bool,
+        lap: Lap,
+        world: World,
+        recipe: Recipe,
+        settings: Settings,
     ) -> None:
         self._source, self._plan, self._trainer, self._lap = source, plan, trainer, lap
-        self._drop_last = drop_last
+        self._drop_last, self._world, self._terms = drop_last, world, terms_of(recipe)
+        self._like = torch.empty(0, dtype=data_dtype(settings.precision), device=world.device)
         self._first_step = self._step = 0
 
     def __len__(self) -> int:
@@ -271,12 +288,23 @@ class Parts:
         parts: list[Any] = [(part.inputs, part.targets) for part in step.parts or ()]
         parts = parts or [[narrow(tree, s, n) for tree in whole] for s, n, _ in cuts]
         last = len(cuts) - 1
-        return [
+        made = [
             MicroBatch(inputs, targets, step.weight * counted / size, size, n == last, count)
             for n, ((inputs, targets), (_, count, counted)) in enumerate(
                 zip(parts, cuts, strict=True)
             )
         ]
+        return made if self._terms is None else self._by_terms(made, self._terms)
+
+    def _by_terms(self, parts: list[MicroBatch], count: Terms) -> list[MicroBatch]:
+        """Weigh the micro-batches of a step by what the loss is a mean over; all ranks call it."""
+        found = [
+            as_scalar(count(part.inputs, part.targets), self._like) * float(part.weight > 0)
+            for part in parts
+        ]
+        total = self._world.reduce(torch.stack(found).sum())
+        pairs = zip(parts, found, strict=True)
+        return [part._replace(share=mine / total, terms=total) for part, mine in pairs]
 
     def state_dict(self) -> dict[str, int]:
         """Return the steps of the epoch that were handed out."""

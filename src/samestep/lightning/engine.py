@@ -135,7 +135,8 @@ class _Records(Callback):
         part = torch.as_tensor(cast("LitRecipe", pl_module).step_loss)
         first, seen = position.step, cast("LitRecipe", pl_module).take_seen()
         logged = [first + 1] if is_recorded(first + 1, work.plan.log_every) else []
-        result = StepResult([part], None if self._norm is None else [self._norm], seen=seen)
+        norms, terms = ([one] if one is not None else None for one in (self._norm, batch.terms))
+        result = StepResult([part], norms, terms=terms, seen=seen)
         lrs = [learning_rate(work.plan, work.settings, first)]
         taken = StepsTaken(first, batch.size, lrs, logged, result)
         self.metric = None
@@ -283,10 +284,9 @@ def _drive(task: Task) -> None:
             raise UserError(f"Lightning refuses these settings: {error}") from error
         finally:
             model.to(work.world.device)  # Lightning moves it to the CPU as it ends
+    stop_early(work, state)
     if state.position.step >= work.plan.total_steps:
-        state.stop_reason = "finished"
-    else:
-        stop_early(work, state)
+        state.stop_reason = state.stop_reason or "finished"
     if not state.stop_reason:
         raise RuntimeError(
             f"Lightning ended the training after step {state.position.step} of "

@@ -1,6 +1,7 @@
 """A recipe's model, loss, optimizer and learning rates as a LightningModule."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,18 @@ from samestep.ranks.world import World
 from samestep.recipe import Recipe
 from samestep.session.trained_model import open_checkpoint
 from samestep.settings import Settings
-from samestep.training.alike import seed_alike, seed_rank, seed_torch, seed_update
-from samestep.training.apply import Moment, call, measure_of, parts_of, summed, timed, with_parts
+from samestep.training.alike import random_numbers, seed_alike, seed_rank, seed_torch, seed_update
+from samestep.training.apply import (
+    Moment,
+    call,
+    measure_of,
+    of_counted,
+    parts_of,
+    summed,
+    terms_of,
+    timed,
+    with_parts,
+)
 from samestep.training.evaluation import Totals
 from samestep.training.metrics import StepOutputs
 from samestep.training.optimizer import optimizer_of
@@ -30,7 +41,7 @@ from samestep.training.step import check_trainable
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuse a recipe whose loss is not a mean over samples: it needs samestep's own loop."""
+    """Refuse a recipe that needs samestep's own loop."""
     if recipe.carry is not None:
         raise UserError(
             "Recipe(carry=…) keeps state from step to step, which Lightning's loop has no place "
@@ -40,11 +51,6 @@ def check_recipe(recipe: Recipe) -> None:
         raise UserError(
             f"Recipe(loss_over={recipe.loss_over!r}) gathers the outputs of all ranks, which "
             "Lightning's loop has no place for: use --engine native."
-        )
-    if recipe.loss_terms is not None:
-        raise UserError(
-            f"The recipe has loss_terms{defined_at(recipe.loss_terms)}, and Lightning's engine "
-            "takes only means over samples: use --engine native."
         )
     if found := {*recipe.schedule_asks()} & {"optimizer", "metrics"}:
         what = "is a scheduler of PyTorch" if "optimizer" in found else "reads the metrics"
@@ -96,6 +102,8 @@ class LitRecipe(pl.LightningModule):
         self.moment = Moment()
         """What a loss that asks for it gets."""
         self._totals: Totals
+        self._drawn = ExitStack()
+        """The random numbers of a validation or test."""
         self._loss: Callable[[Any, Any], Tensor] = self.recipe.loss
         self._new_step = True
         self._seen: list[StepOutputs] = []
@@ -189,9 +197,13 @@ class LitRecipe(pl.LightningModule):
             self._seen.append(StepOutputs(detached, batch.targets, batch.rows))
         if parts := parts_of(loss):
             self.parts = tuple(parts)
-        told, weight, mean = with_parts(loss) if parts else loss.detach(), batch.weight, 1
+        weight: Tensor | float = batch.weight
+        if batch.share is not None:
+            weight = batch.share
+            loss = of_counted(loss, outputs, weight)
+        told, mean = with_parts(loss) if parts else loss.detach(), 1
         if self.recipe.reduction == "sum":
-            weight, mean = float(weight > 0), batch.size
+            weight, mean = float(batch.weight > 0), batch.size
         self.step_loss = self.step_loss + told * weight / mean
         # Lightning divides by the micro-steps and DDP by the ranks: both are undone.
         return loss * weight * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
@@ -218,13 +230,16 @@ class LitRecipe(pl.LightningModule):
             self.log_dict(dict(zip(names, values, strict=True)), prog_bar=True)
 
     def on_validation_start(self) -> None:
-        """Begin to count."""
+        """Begin to count, and draw what samestep's own evaluations draw."""
         world = world_of(self.trainer)
+        drawn = random_numbers(mix(self.settings.seed, self.trainer.global_rank))
+        self._drawn.enter_context(drawn)
         share_buffers(self.model, world)
         self._totals = Totals(
             self._placed_loss(),
             self.recipe.metrics,
             world,
+            terms=terms_of(self.recipe),
             reduction=self.recipe.reduction,
             parts=self.parts,
             measure=self.measure,
@@ -246,6 +261,7 @@ class LitRecipe(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all samples of all ranks."""
+        self._drawn.close()
         self.means = self._totals.means()
         prefix = "test" if self.trainer.testing else "val"
         logged = {f"{prefix}_{name}": v for name, v in self.means.items() if name != "samples"}

@@ -159,19 +159,23 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         told = json.dumps(failure | {"lost_peer": lost_peer, "raised": raised})
         with contextlib.suppress(OSError):
             Path(run, FAILURE.format(rank=rank)).write_text(told)
+    of_rank = f"[rank {rank}] " if rank else ""
+    if rank and not (of_all or lost_peer) and "torch" in sys.modules:
+        from samestep.ranks.world import tell_failure  # noqa: PLC0415 - imports torch
+
+        tell_failure(of_rank + message.splitlines()[0])  # rank 0 keeps the run's result
     if lost_peer:
         # The rank that caused it is being reported; a launcher ends this process first.
         # SIGTERM was its word, if it came while the training still took it for a wish to stop.
         ended = unheeded_signal() == signal.SIGTERM
         if ended and not os.environ.get(PARENT):
             return code
-        message = f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
+        message = _lost_contact(error, rank)
         if "timed out" not in message.lower():
             time.sleep(GRACE_S)
         else:
             watched.wait_for_verdict(error, GRACE_S)
             message += ". If a rank was only slow, as with a large checkpoint: --timeout-s"
-    of_rank = f"[rank {rank}] " if rank else ""
     if os.environ.get(PARENT):
         # The parent, which parsed the flags first, takes a mistake for one of all ranks.
         alone = code == 2 and error.__cause__ is not None and not of_all
@@ -200,6 +204,20 @@ def _describe(error: BaseException, log: Path | None) -> str:
     whole = "".join(traceback.format_exception(error))
     lines.append(f"  The whole traceback is in {log}" if log else whole)
     return "\n".join([said(error), *lines])
+
+
+def why_failed(error: BaseException) -> str:
+    """Return why a run fails, as the screen says it: of several ranks, what failed first."""
+    error = device_error(error) or error
+    if not is_lost_peer(error):
+        return str(error) if isinstance(error, UserError) else said(error)
+    from samestep.ranks.world import told_failure  # noqa: PLC0415 - imports torch
+
+    return told_failure() or _lost_contact(error, rank_of())
+
+
+def _lost_contact(error: BaseException, rank: int) -> str:
+    return f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

@@ -438,6 +438,26 @@ def in_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+_FAILURE = "failure"
+"""In the store: what the rank that failed first says of it."""
+
+
+def tell_failure(message: str) -> None:
+    """Tell the other ranks why this one fails, unless another has told before."""
+    with contextlib.suppress(Exception):  # rank 0, which may serve the store, is gone
+        for store in _joined if in_process_group() else ():
+            store.compare_set(_FAILURE, "", message)
+
+
+def told_failure() -> str:
+    """Return what the rank that failed first has told; "" if none has."""
+    with contextlib.suppress(Exception):
+        for store in _joined:
+            if store.check([_FAILURE]):
+                return str(store.get(_FAILURE).decode())
+    return ""
+
+
 def abandon(code: int) -> None:
     """End this process at once, after a failure, if it is connected to others.
 

@@ -31,8 +31,8 @@ _MEASURED = (
 )
 _MEMORY = {"process_memory_gib": "training process", "memory_used_gib": "whole machine, used"}
 _MOST_OWN = MOST_CHARTS - len(_MEASURED) - 2
-Role = Literal["steps", "mean", "validation", "test", "part"]
-"""How a curve is drawn: single steps thin, means and validations thick."""
+Role = Literal["steps", "mean", "validation", "best", "test", "part"]
+"""How a curve is drawn: single steps thin, means and validations thick, the best as a point."""
 Floats = NDArray[np.float64]
 
 
@@ -209,6 +209,11 @@ class Lines:
                 found = [{**r, "step": saved.get(r.get("checkpoint"), r["step"])} for r in found]
             for name in dict.fromkeys(n for r in found for n in metric_values(r)):
                 self._add(name, split, split, found)
+        best, value, epoch = (run.best.get(key) for key in ("metric", "value", "epoch"))
+        if isinstance(best, str) and value is not None:
+            found = [r for r in run.of("evaluation", "validation") if r.get("epoch") == epoch]
+            at = [r for r in found if r.get(best) == value]
+            self._add(best, "best", f"best, epoch {epoch}", at[:1])
         for name, label in _MEMORY.items():
             self._add(name, "part", label, run.system, chart="_memory")
 
@@ -291,7 +296,7 @@ def charts_of(
             make_curve(f"{name} {label}" if name else label, role, place, at, values, most)
             for one, name, place in zip(lines, names, places, strict=True)
             for role, label, steps, values in one.found.get(key, [])
-            if not (name and role == "test")  # a point that the table of differences has
+            if not (name and role in ("best", "test"))  # points that the tables have
             for at in [one.places(steps, by)]
         ]
         if curves := [curve for curve in found if curve]:

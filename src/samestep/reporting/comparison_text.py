@@ -1,7 +1,7 @@
 """A comparison as tables and sentences, which the terminal and the page share; and as JSON."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from samestep.reporting.curves import Aligned, Point, has_epochs
 from samestep.reporting.plot import picture
 from samestep.reporting.run_data import TRAIN_LOSS
 from samestep.reporting.table import Table, number, text_lines
-from samestep.reporting.words import count, short, size, wrapped
+from samestep.reporting.words import count, duration, short, size, wrapped
 
 _WIDTH = 80
 _LABEL, _LEAST_VALUE = 24, 12
@@ -310,7 +310,10 @@ def pauses(found: Comparison) -> Table | None:
     names = dict.fromkeys(name for one in found.pauses for name in one)
     if not names:
         return None
-    shown = "{0[count]} in {0[seconds]:.3g} s".format
+
+    def shown(one: Mapping[str, float]) -> str:
+        return f"{one['count']} in {duration(one['seconds'])}"
+
     rows = [_row(name, [one.get(name) for one in found.pauses], shown) for name in names]
     return _beside(found, "Between the steps", rows)
 

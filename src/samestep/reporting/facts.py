@@ -72,15 +72,7 @@ def _left(run: RunData) -> str:
 
 
 def _best(run: RunData) -> str:
-    best = run.result.get("best")
-    if run.status == "running" or not isinstance(best, dict):  # or it is of an earlier attempt
-        found = run.of("evaluation", "validation")
-        usual = "accuracy" if any("accuracy" in r for r in found) else "loss"
-        metric = str(run.plan.get("monitor") or usual)
-        pick = min if run.smaller_is_better(metric) or metric == "loss" else max
-        values = (r for r in found if isinstance(r.get(metric), int | float))
-        at = pick(values, key=lambda r: r[metric], default={})
-        best = {"metric": metric, "value": at.get(metric), "epoch": at.get("epoch")}
+    best = run.best
     if best.get("value") is None:
         return ""
     epoch = f", epoch {best['epoch']}" if best.get("epoch") is not None else ""

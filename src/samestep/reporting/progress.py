@@ -310,7 +310,7 @@ class Screen:
         self._print(marks.get(record["kind"], name) + escape(record["text"]))
 
     def _show_compile(self, record: Record) -> None:
-        self._print(f"[bold]compile [/]{record['what']} ({record['seconds']:.1f} s)")
+        self._print(f"[bold]compile [/]{record['what']} ({duration(record['seconds'])})")
 
     def _show_progress(self, record: Record) -> None:
         if self._state is not None:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from samestep.reporting.words import duration
 from samestep.run.directory import how_it_ended, no_run
 from samestep.run.files import read_object
 from samestep.run.records import SYSTEM, Record, RecordFile, as_uninterrupted, metric_values
@@ -80,6 +81,20 @@ class RunData:
         ]
         trained = [TRAIN_LOSS] if self.of("epoch") or self.of("step") else []
         return [*dict.fromkeys(found), *trained]
+
+    @cached_property
+    def best(self) -> Mapping[str, Any]:
+        """The metric, the value and the epoch of the best evaluation, as far as they are known."""
+        best = self.result.get("best")
+        if self.status != "running" and isinstance(best, dict):  # or it is of an earlier attempt
+            return best
+        found = self.of("evaluation", "validation")
+        usual = "accuracy" if any("accuracy" in r for r in found) else "loss"
+        metric = str(self.plan.get("monitor") or usual)
+        pick = min if self.smaller_is_better(metric) or metric == "loss" else max
+        values = (r for r in found if isinstance(r.get(metric), int | float))
+        at = pick(values, key=lambda r: r[metric], default={})
+        return {"metric": metric, "value": at.get(metric), "epoch": at.get("epoch")}
 
     def smaller_is_better(self, metric: str) -> bool | None:
         """Whether a metric is to fall, by --mode or by the recipe; None if the run does not say."""
@@ -198,5 +213,5 @@ def _status(path: Path, records: list[Record], result: dict[str, Any], problems:
         age = time.time() - (path / "events.jsonl").stat().st_mtime
     except OSError:
         return "not begun"
-    since = f"{age:.0f} s" if age < 120 else f"{age / 60:.0f} min" if age < 7200 else "hours"
-    return f"no end recorded, last written {since} ago: killed, or running on another machine"
+    since = f"last written {duration(age)} ago"
+    return f"no end recorded, {since}: killed, or running on another machine"

@@ -166,6 +166,13 @@ def cannot_write(
         what += f": {error.strerror or error}."
     if error.errno in _WHAT_HELPS:
         return UserError(what, remedy=_what_helps(error.errno, path.parent))
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    if not run.is_dir() and (run != path.parent or path.name == "result.json"):
+        return UserError(
+            f"{what} {run} was removed while the run was open.",
+            remedy="Start anew; if this place is cleaned up by itself, name a run directory "
+            "elsewhere.",
+        )
     if not path.parent.is_dir():
         return UserError(what, remedy=f"{path.parent} is not a directory; {instead}.")
     return UserError(what, remedy=f"Check the directory's permissions, or {instead}.")

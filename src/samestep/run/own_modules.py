@@ -188,6 +188,19 @@ def kept_modules(run: Path, suffix: str = "") -> OwnModules | None:
     )
 
 
+def modules_note(run: Path) -> list[str]:
+    """Return a note if a run has not kept all modules of the user's own."""
+    kept = kept_modules(run)
+    if kept is None or kept.complete:
+        return []
+    note = (
+        f"Your code imports more than {MOST_FILES} files or {MOST // MB} MB of your own. The run "
+        f"keeps and compares the {len(kept.files)} that are imported first: edits of the others "
+        "are not noticed on a resume."
+    )
+    return [note]
+
+
 def copied_modules(file: Path) -> OwnModules | None:
     """Return the modules that a recipe's file in a run's directory was copied with."""
     stem = file.stem.removeprefix("recipe")
@@ -208,7 +221,7 @@ def keep_modules(run: Path, modules: OwnModules, number: int | None = None) -> N
     if not is_job and number is not None and code.is_dir():
         code.rename(code.with_name(f"{CODE}_before_{number}"))
         (run / FACTS).rename((run / FACTS).with_stem(f"{CODE}_before_{number}"))
-    if not modules.files:
+    if not modules.files and modules.complete:
         return
     table = {}
     temporary = run / f".{CODE}.tmp"

@@ -7,6 +7,7 @@ loader's `__iter__` and `__next__`, the call of a model, `backward`, `Optimizer.
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from samestep.training.phases import Phases, make_phases
 COLLATE = "collate_fn of DataLoader"
 """A range in which a script's loader collates samples in the training process."""
 _SURE = 3  # after this many updates without an optimizer, a script counts as making its own
+_NEXT_TRAINING = 8  # steps of another optimizer without one of the first
 _FEW, _VALUES = 8, 64
 
 
@@ -48,7 +50,9 @@ class Hooks:
         self._some_weights: list[Tensor] = []
         """A few values of a few weights at the last backward pass."""
         self.steps = 0
-        self.optimizer: Optimizer | None = None  # the first that took a step: its steps count
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        """The first that took a step: its steps count, until another training begins."""
+        self._others = 0  # steps in a row of other optimizers
         self.loader: DataLoader[Any] | None = None  # the loader that the training reads from
         self.batches = 0  # batches that the training has read
         self._several = several
@@ -129,10 +133,13 @@ class Hooks:
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         self.phases.lap("optimizer")
         self._between, self._has_gradients = True, False
-        if self.optimizer is None:
-            self.optimizer = optimizer
+        if self._optimizer is None:
             self._begin(tensors_of(optimizer))
-        if optimizer is self.optimizer:
+        counted = self._optimizer() if self._optimizer is not None else None
+        self._others = 0 if counted is optimizer else self._others + 1
+        if counted is None or self._others == _NEXT_TRAINING:
+            self._optimizer, self._others = weakref.ref(optimizer), 0
+        if self._others == 0:
             self.steps += 1
             self.on_step(self.steps)
 

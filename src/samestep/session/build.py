@@ -79,11 +79,13 @@ def build(
     splits: Splits | None = None,
     *,
     tries: bool = True,
+    holds_norms: bool = False,
 ) -> Built:
     """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace.
 
     `wrap_model` puts the model on all ranks; `splits` are data that is loaded already. With `tries`
     a few samples go through the model, and metrics that do not fit the data are left out.
+    `holds_norms`: batch normalisation will be held still, as in a verification.
     """
     settings, recipe = request.settings, request.recipe
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
@@ -114,8 +116,7 @@ def build(
     loss = place_loss(recipe.loss, world.device, dtype)
     held_out, test = splits.validation, splits.test
     validation = source(held_out, split="validation") if held_out is not None else None
-    # A verification, which checks nothing at the start, holds batch normalisation still.
-    lonely = of_one_sample(plan, settings) if settings.self_check else None
+    lonely = None if holds_norms else of_one_sample(plan, settings)
     how = (settings.precision, world, takes, lonely)
     trial = partial(dry_run, model, loss, recipe, splits, train, *how)
     untried = Tried(recipe.metrics)

@@ -25,6 +25,7 @@ from samestep.run import checkpoints
 from samestep.run.directory import is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.index import Retention, find_checkpoint
+from samestep.run.own_modules import modules_note
 from samestep.run.records import Record
 from samestep.session import own_state
 from samestep.session.declared import checked_settings
@@ -309,6 +310,7 @@ class OwnSession:
         parameters = [p for one in everything for p in getattr(one, "parameters", tuple)()]
         optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
         notes = room_notes(self.path, state_bytes(self.modules().values(), optimizers))
+        notes += modules_note(self.path)
         for note in notes:
             say(world, f"note: {note}")
         start = start_record(

@@ -22,6 +22,7 @@ from samestep.run.code_copy import kept_code
 from samestep.run.directory import Run, check_free, git_commit, is_run, new_run_path
 from samestep.run.files import write_text
 from samestep.run.index import Retention
+from samestep.run.own_modules import modules_note
 from samestep.run.records import Record, read_records
 from samestep.session.build import Built, build
 from samestep.session.declared import kept_options
@@ -77,6 +78,8 @@ class Engine:
     """Puts the model on all ranks."""
     drive: Callable[[Task], None]
     """Trains until there is a reason to stop."""
+    holds_norms: bool = False
+    """Whether it holds batch normalisation still, which can then train on one sample."""
 
 
 def _drive(task: Task) -> None:
@@ -115,7 +118,7 @@ def run_session(
         named = world.on_main(lambda: choose_path(request))
         path = named.absolute()  # the recipe's functions may change the working directory
         request = completed(request, world)
-        built = build(request, world, engine.wrap)
+        built = build(request, world, engine.wrap, holds_norms=engine.holds_norms)
         session = Session(path, world, begin, show)
         try:
             return _train(request, built, session, named, received, started_at, engine)
@@ -145,9 +148,9 @@ def _train(
         if resumed is not None:
             world.on_main(lambda: remove_unfinished(session.path))
     gpus = world.gather(gpu_uuid(world.device))
-    start = _start_record(request, built, session.path, named, resumed)
     if session.run is not None:
         describe(session.run, request, built, gpus)
+    start = _start_record(request, built, session.path, named, resumed)
     resume_line = None
     if resumed is not None:
         step, checkpoint = state.position.step, resumed.entry.path
@@ -346,7 +349,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
     average = work.learner.average
     extra = () if average is None else average.state().values()
     held = state_bytes([work.learner.model], [work.learner.optimizer], extra)
-    notes += room_notes(path, held)
+    notes += [*room_notes(path, held), *modules_note(path)]
     if resumed and is_done(work, built.state):
         notes.append(
             "The run is finished. To train further, give a larger --epochs or --max-steps."

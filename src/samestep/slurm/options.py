@@ -28,6 +28,8 @@ _INTERFACES = re.compile(r"[\^=]{0,2}[\w.@:-]+(?:,[\w.@:-]+)*")
 _HARMLESS = re.compile(r"[0-9.]*|true|false", re.IGNORECASE)
 # Options that make several jobs of one; sbatch also accepts them shortened.
 _SEVERAL_JOBS = re.compile(r"(?:^|\s)(-a|--ar\w*|--het[\w-]*)|(hetjob|packjob)")
+# Options of when one job may start; the run's next one has its own.
+_OF_ONE_JOB = re.compile(r"-[Hbd](?!-)|--(ho|beg|dep|dead)\w*")
 _COMMENT = re.compile(r"(?:^|\s)--com\w*")
 _LEAST = {
     "ntasks_per_node": 1,
@@ -332,7 +334,9 @@ def kept_options(run: Path) -> UncheckedOptions | None:
         values = {k: _convert(k, v, types[k]) for k, v in kept.items() if k in types}
     except msgspec.ValidationError:
         return None
-    return UncheckedOptions(**(values | {"after": (), "allow_edit": False})) if values else None
+    of_one_job = {"after": (), "allow_edit": False}
+    of_one_job["sbatch"] = tuple(o for o in values.get("sbatch", ()) if not _OF_ONE_JOB.match(o))
+    return UncheckedOptions(**(values | of_one_job)) if values else None
 
 
 def apply_flags(

@@ -355,7 +355,7 @@ def fill_run(job: JobScript, *, goes_on: bool = False) -> None:
         keep_hashes(job.uncopied, run)
     if job.kind == "script":
         write_text(run / STARTER, START)
-    keep_options(run, job.options)
+    keep_options(run, replace(job.options, job_name=job.name))  # which the next one takes over
 
 
 def _refused(error: ProgramError, script: str) -> UserError:

@@ -143,15 +143,18 @@ def at_first_forward(model: nn.Module, world: World, tell: Callable[[Unkept], No
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
         hook.remove()
-        rows = num_rows([args, kwargs]) or 1
+        rows = num_rows([args, kwargs])
         with contextlib.suppress(Exception), torch.no_grad(), random_numbers(0, world.device):
             twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
             def forward(samples: int) -> None:
-                given, named = map_tensors(lambda t: t[:samples] if t.dim() else t, [args, kwargs])
+                def cut(tensor: Tensor) -> Tensor:
+                    return tensor[:samples] if tensor.dim() and len(tensor) == rows else tensor
+
+                given, named = map_tensors(cut, [args, kwargs])
                 twin(*given, **named)
 
-            tell(Unkept(**of_buffers(twin, forward, min(rows, _ROWS), world)))
+            tell(Unkept(**of_buffers(twin, forward, min(rows or 1, _ROWS), world)))
         torch.clear_autocast_cache()  # older PyTorch kept casts made without gradients
 
     hook = model.register_forward_pre_hook(look, with_kwargs=True)

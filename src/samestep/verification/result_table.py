@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from samestep.reporting.table import Cell, Styled, Table, coloured, text_lines
-from samestep.reporting.words import count, ranks, wrapped
+from samestep.reporting.words import count, duration, ranks, wrapped
 from samestep.verification.evidence import LEFT_OUT, Check
 from samestep.verification.rows.one_writer import ONE_WRITER
 from samestep.verification.verify_recipe import Verification
@@ -152,4 +152,4 @@ def _sentence(found: Verification) -> str:
         text = f"The same training, but {causes}."
     else:
         text = f"Not the same training: {causes}."
-    return f"{text} ({found.seconds:.0f} s)"
+    return f"{text} ({duration(found.seconds)})"

@@ -144,7 +144,7 @@ def recording(
             _record_steps(task, trace, training, stop)
         trace.weights[state.position.step] = _weights_of(work.learner.model)
 
-    return Engine(wrap=inner.wrap, drive=drive)
+    return Engine(wrap=inner.wrap, drive=drive, holds_norms=True)
 
 
 def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) -> None:

@@ -175,7 +175,7 @@ def gather(
     settings, starts = request.settings, plan_starts(sizes, quick=quick)
     # Lightning's engine refuses all of these.
     recipe = request.recipe
-    takes = recipe.loss_terms is None and recipe.loss_over == "samples" and recipe.carry is None
+    takes = recipe.loss_over == "samples" and recipe.carry is None
     takes = takes and settings.ema is None and settings.virtual_ranks is None
     takes = takes and not {"optimizer", "metrics"}.intersection(recipe.schedule_asks())
     instructions = StartInstructions(

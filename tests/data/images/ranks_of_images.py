@@ -19,7 +19,6 @@ SEED = 11
 
 @contextmanager
 def joined():
-    """Join the others for a while."""
     world = find_world("cpu")
     join(world, timeout_s=60)
     yield world

@@ -29,7 +29,6 @@ KINDS = {20: ("off", 1), 75: ("memory", 0)}
 
 @pytest.fixture(autouse=True)
 def cache_home(tmp_path, monkeypatch) -> Path:
-    """Keep what a scan remembers out of the user's own folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     return tmp_path / "xdg" / "samestep" / "images"
 
@@ -71,7 +70,6 @@ def empty(folder):
 
 @pytest.mark.parametrize("side", KINDS, ids=["small", "large"])
 def test_rows_are_the_same_with_any_cache_workers_and_ranks(two_ranks, side):
-    """75 pixels are seen as 65, cropped at a random scale; 20 are shifted."""
     files = ready(two_ranks.root, ALONE, cache="off", side=side)
     expected = batches(files.splits["train"], ALONE)
     assert len(expected) == 3 * 12
@@ -141,12 +139,15 @@ def test_a_broken_file_is_named_on_one_line_whatever_its_name(tmp_path):
     assert left_out == r"train/cat/\udcff\n.png: it is empty"
 
 
-def test_ranks_that_see_different_files_are_told(two_ranks):
-    """Also where there are as many, by other names."""
+def test_ranks_share_a_memory_without_a_name_and_are_told_of_different_files(two_ranks):
     first, second = (found.other for found in two_ranks.ranks)
     assert first == second
     numbers = [re.findall(r"\d+", message) for message, _on_all_ranks in first]
     assert numbers == [["0", "14", "1", "16"], ["0", "14", "1", "14"]]
+    for values, mapped in (found.shared for found in two_ranks.ranks):
+        assert values == [77]
+        assert mapped
+        assert all(line.endswith("(deleted)") for line in mapped)
 
 
 def test_a_scan_is_remembered_until_a_file_changes(root, cache_home, tmp_path, monkeypatch):
@@ -173,13 +174,6 @@ def test_a_file_that_breaks_later_is_named_without_a_traceback(root, num_workers
         batches(data, ALONE, num_workers=num_workers)
     assert str(caught.value).startswith(f"{root}/train/dog/000.JPG ")
     assert "Traceback" not in str(caught.value)
-
-
-def test_the_ranks_of_a_node_share_one_memory_that_has_no_name(two_ranks):
-    for values, mapped in (found.shared for found in two_ranks.ranks):
-        assert values == [77]
-        assert mapped
-        assert all(line.endswith("(deleted)") for line in mapped)
 
 
 def test_auto_keeps_what_takes_at_most_half_of_the_free_memory(root, monkeypatch):

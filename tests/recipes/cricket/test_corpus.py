@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 
 from samestep.recipes.cricket import corpus as corpora
 from samestep.recipes.cricket.corpus import BOWLERS_WICKET, BYE, LEG_BYE, from_documents, merge
+from samestep.recipes.cricket.scorecard import BadMatchError, decode
 from samestep.recipes.cricket.synthetic import documents
 from tests.cricket_files import ball, corpus_of, encoded, innings, match
 
@@ -16,7 +18,7 @@ def same(one, other):
             np.testing.assert_array_equal(column, others[name])
 
 
-def test_a_ball_keeps_its_runs_its_extras_and_its_wickets():
+def test_a_ball_keeps_its_runs_and_wickets_and_a_player_is_who_the_registry_says():
     over = [
         ball(4),
         ball(0, wides=2),
@@ -34,9 +36,6 @@ def test_a_ball_keeps_its_runs_its_extras_and_its_wickets():
     kinds = [0, corpora.WIDE, corpora.NO_BALL, BYE, LEG_BYE, corpora.PENALTY, BOWLERS_WICKET, 0, 0]
     assert balls["kind"].tolist() == kinds
     assert balls["wickets"].tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 0]
-
-
-def test_a_player_is_who_the_registry_says():
     renamed = match(
         innings("A", [ball(1, batter="A. One")]), registry={"people": {"A. One": "id-a1"}}
     )
@@ -46,7 +45,7 @@ def test_a_player_is_who_the_registry_says():
     assert len(corpus.lists["people"]) == len(corpus.lists["players"])
 
 
-def test_super_overs_are_left_out():
+def test_super_overs_are_left_out_and_power_plays_end_with_their_over():
     tied = match(
         innings("A", [ball(1)]),
         innings("B", [ball(1)], target={"overs": 20, "runs": 2}),
@@ -56,27 +55,6 @@ def test_super_overs_are_left_out():
     corpus = corpus_of(tied)
     assert corpus.balls["runs"].tolist() == [1, 1]
     assert corpus.innings["number"].tolist() == [0, 1]
-
-
-def test_targets_and_lengths_are_those_of_the_rain_rule():
-    def second(**more):
-        corpus = corpus_of(match(innings("A", [ball(6)]), innings("B", [ball(1)], **more)))
-        return corpus.innings["target"].tolist(), corpus.innings["balls"].tolist()
-
-    assert second(target={"overs": 20, "runs": 50}) == ([0, 50], [120, 120])
-    assert second(target={"overs": 14.4, "runs": 40}) == ([0, 40], [120, 88])
-    assert second() == ([0, 7], [120, 120])  # a match that was broken off has no target
-
-
-def test_runs_awarded_before_and_after_an_innings_count_for_the_target():
-    first = innings("A", [ball(6)], penalty_runs={"pre": 5, "post": 5})
-    table = corpus_of(match(first, innings("B", [ball(1)]))).innings
-    assert table["before"].tolist() == [5, 0]
-    assert table["target"].tolist() == [0, 17]
-
-
-def test_power_plays_end_with_their_over():
-    """One that the batting side takes later is not known before."""
     playing = [{"from": 0.1, "to": 4.3, "type": "mandatory"}]
     later = [{"from": 10.1, "to": 11.6, "type": "batting"}, {"from": 0.1, "to": 3.6}]
     sides = innings("A", [ball(6)], powerplays=playing), innings("B", [ball(1)])
@@ -84,7 +62,21 @@ def test_power_plays_end_with_their_over():
     assert table["powerplay"].tolist() == [4, 255, 3]
 
 
-def test_what_is_no_twenty_over_match_or_has_no_balls_is_passed_over():
+def test_targets_and_lengths_are_those_of_the_rain_rule_with_awarded_runs():
+    def second(**more):
+        corpus = corpus_of(match(innings("A", [ball(6)]), innings("B", [ball(1)], **more)))
+        return corpus.innings["target"].tolist(), corpus.innings["balls"].tolist()
+
+    assert second(target={"overs": 20, "runs": 50}) == ([0, 50], [120, 120])
+    assert second(target={"overs": 14.4, "runs": 40}) == ([0, 40], [120, 88])
+    assert second() == ([0, 7], [120, 120])  # a match that was broken off has no target
+    first = innings("A", [ball(6)], penalty_runs={"pre": 5, "post": 5})
+    table = corpus_of(match(first, innings("B", [ball(1)]))).innings
+    assert table["before"].tolist() == [5, 0]
+    assert table["target"].tolist() == [0, 17]
+
+
+def test_what_is_no_match_of_twenty_overs_is_passed_over_and_bad_files_are_named():
     cards = [match(match_type="ODI", overs=50), match() | {"innings": []}, match()]
     cards.append(match(balls_per_over=5))
     missing = match()
@@ -93,9 +85,6 @@ def test_what_is_no_twenty_over_match_or_has_no_balls_is_passed_over():
     assert corpus.lists["files"] == ("002.json",)
     assert len(corpus.lists["passed"]) == 5
     assert corpus.lists["bad"] == ()
-
-
-def test_bad_files_are_named_and_the_others_kept():
     long = innings("A", *[[ball(1)]] * 21)
     deep = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     some = {"a.json": b"{", "b.json": encoded(match()), "c.json": b"", "d.json": deep}
@@ -120,3 +109,72 @@ def test_matches_are_sorted_by_date_however_they_come():
             [corpus.lists["players"][k] for k in corpus.balls[player]] for corpus in (whole, parts)
         )
         assert one == other
+
+
+def test_every_part_of_an_innings_that_the_format_has_is_read():
+    whole = ball(0, legbyes=1, out="A1", kind="run out") | {
+        "replacements": {
+            "match": [{"in": "A9", "out": "A1", "team": "A", "reason": "concussion_substitute"}],
+            "role": [{"in": "B2", "reason": "injury", "role": "bowler"}],
+        },
+        "review": {"by": "A", "batter": "A1", "decision": "upheld", "umpires_call": True},
+    }
+    whole["wickets"][0]["fielders"] = [{"name": "B3"}, {"substitute": True}]
+    whole["runs"]["non_boundary"] = True
+    parts = {"absent_hurt": ["A11"], "declared": False, "forfeited": False, "super_over": True}
+    parts |= {"miscounted_overs": {"0": {"balls": "7", "umpire": "U"}, "1": {"balls": 5}}}
+    parts |= {"penalty_runs": {"pre": 5, "post": 5}, "target": {"overs": 14.4, "runs": 100}}
+    parts |= {"powerplays": [{"from": 0.1, "to": 5.6, "type": "mandatory"}]}
+    card = decode(encoded(match(innings("A", [whole], **parts), version="1.0.0")))
+    assert card.info.dates[0].isoformat() == "2024-01-01"
+    read = card.innings[0]
+    assert (read.target.overs, read.penalty_runs.pre, read.super_over) == (14.4, 5, True)
+    assert read.miscounted_overs["0"].balls == "7"
+    assert read.overs[0].deliveries[0].replacements.role[0].new == "B2"
+
+
+def changed(*path, to):
+    """Return the file of a match with one value changed; `to=None` removes it."""
+    card = match()
+    part = card
+    for key in path[:-1]:
+        part = part[key]
+    if to is None:
+        del part[path[-1]]
+    else:
+        part[path[-1]] = to
+    return encoded(card)
+
+
+FIRST = ("innings", 0, "overs", 1, "deliveries", 1)
+
+
+@pytest.mark.parametrize(
+    ("document", "parts"),
+    [
+        (changed("meta", "data_version", to="2.0.0"), ["meta.data_version", "2.0.0", "1.1.0"]),
+        (changed(*FIRST, "runs", "total", to=7), ["overs[1].deliveries[1].runs.total is 7", "6"]),
+        (changed(*FIRST, "runs", "total", to=-1), ["innings[0].overs[1].deliveries[1].runs.total"]),
+        (changed(*FIRST, "bowler", to=None), ["innings[0].overs[1].deliveries[1]", "bowler"]),
+        (changed(*FIRST, "ricochet", to=1), ["innings[0].overs[1].deliveries[1]", "ricochet"]),
+        (changed(*FIRST, "extras", to={"wides": 1}), ["deliveries[1].runs.extras is 0", "1"]),
+        (changed("innings", 1, "team", to="C"), ["innings[1].team is 'C'", "A, B"]),
+        (changed("innings", 0, "overs", 1, "over", to=0), ["innings[0].overs[1].over is 0"]),
+        (changed("innings", 0, "reserved", to=1), ["innings[0]", "reserved"]),
+        (changed("info", "dates", to=["1.1.2024"]), ["info.dates[0]", "YYYY-MM-DD"]),
+        (changed("info", to=None), ["info"]),
+        (b'{"meta": {"data_ver', ["complete JSON document"]),
+        (b"[]", ["expected `object`"]),
+    ],
+)
+def test_what_is_malformed_is_told_with_its_path(document, parts):
+    with pytest.raises(BadMatchError) as caught:
+        decode(document)
+    assert [part for part in parts if part not in str(caught.value)] == [], caught.value
+
+
+def test_an_unknown_version_is_told_before_what_it_changed():
+    card = match(version="3.0.0")
+    card["innings"] = {"first": []}
+    with pytest.raises(BadMatchError, match=r"data_version is '3\.0\.0'"):
+        decode(encoded(card))

@@ -72,7 +72,7 @@ def test_the_edges_of_a_graph_are_those_of_the_balls_so_far(files, source):
     assert edges("match", "frames", "ball") == {(0, k) for k in range(40)}
 
 
-def test_distances_grow_with_the_balls_between(source):
+def test_distances_grow_with_the_balls_between_and_edges_left_out_are_empty(source):
     graph = build(source, torch.tensor([30]))
     far = graph["ball", "before", "query"].edge_attr.squeeze(1)
     assert torch.all(far[1:] < far[:-1])
@@ -80,6 +80,10 @@ def test_distances_grow_with_the_balls_between(source):
     near = graph["ball", "precedes", "ball"]
     apart = (near.edge_index[1] - near.edge_index[0]).float()
     torch.testing.assert_close(near.edge_attr.squeeze(1), torch.log(apart) / np.log(120))
+    left = GraphSource(source.tables, left_out=frozenset({"precedes", "faced_by"}))
+    graph = build(left, torch.tensor([50]))
+    kinds = {kind: graph[kind].edge_index.shape[1] for kind in EDGES}
+    assert all((kind[1] in left.left_out) == (number == 0) for kind, number in kinds.items())
 
 
 @settings(max_examples=10)
@@ -117,7 +121,6 @@ def test_a_batch_is_what_geometric_makes_of_single_graphs(source, data, history)
 
 
 def everything(graph):
-    """Return all tensors of a graph but what is to be predicted."""
     stores = {**{n: graph[n] for n in graph.node_types}, **{e: graph[e] for e in graph.edge_types}}
     return {
         (str(name), key): value
@@ -185,25 +188,7 @@ def test_changing_any_ball_at_or_after_the_query_changes_no_input(seed, place, n
         assert torch.equal(value, found[1][key]), key
 
 
-def test_the_balls_before_do_change_the_input(files):
-    """So the test above could fail."""
-    card = msgspec.json.decode(files[0][1])
-    other = spoil(card, 0, 20, np.random.default_rng(0), cut=False)
-    graphs = [
-        everything(build(source_of([("m.json", msgspec.json.encode(c))]), torch.tensor([21])))
-        for c in (card, other)
-    ]
-    assert any(not torch.equal(value, graphs[1][key]) for key, value in graphs[0].items())
-
-
-def test_edges_that_are_left_out_are_empty(source):
-    left = GraphSource(source.tables, left_out=frozenset({"precedes", "faced_by"}))
-    graph = build(left, torch.tensor([50]))
-    kinds = {kind: graph[kind].edge_index.shape[1] for kind in EDGES}
-    assert all((kind[1] in left.left_out) == (number == 0) for kind, number in kinds.items())
-
-
-def test_names_that_the_vocabulary_lacks_are_unknown(files):
+def test_the_balls_before_change_the_input_and_unknown_names_are_unknown(files):
     corpus = merge([from_documents(files)])
     first = vocabularies(corpus, np.array([0]), fewest_balls=10)
     assert list(first.players) == sorted(first.players)
@@ -216,3 +201,10 @@ def test_names_that_the_vocabulary_lacks_are_unknown(files):
     own = corpus.innings["match"][of] == 0
     venue = corpus.lists["venues"][corpus.matches["venue"][0]]
     assert set(ids["match"][own, 0].tolist()) == {1 + first.venues.index(venue)}
+    card = msgspec.json.decode(files[0][1])
+    other = spoil(card, 0, 20, np.random.default_rng(0), cut=False)
+    graphs = [
+        everything(build(source_of([("m.json", msgspec.json.encode(c))]), torch.tensor([21])))
+        for c in (card, other)
+    ]
+    assert any(not torch.equal(value, graphs[1][key]) for key, value in graphs[0].items())

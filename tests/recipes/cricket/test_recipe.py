@@ -101,9 +101,7 @@ def test_what_a_run_was_trained_on_is_never_its_test(matches, trained, tmp_path)
         evaluate_run(trained, data_dir=str(one))
 
 
-def test_a_metric_of_no_balls_is_null_in_json_and_a_match_without_them_is_drawn(
-    trained, tmp_path, capsys
-):
+def test_a_metric_of_no_balls_is_null_and_a_match_without_them_drawn(trained, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     card = match(innings("A", [ball(1), ball(4)]), innings("B"))
     path, png = str(write(tmp_path, {"match.json": card}) / "match.json"), tmp_path / "match.png"
@@ -213,7 +211,7 @@ def test_options_that_cannot_be_are_refused(options, told):
         CricketOptions(**options)
 
 
-def test_one_of_the_dates_or_names_is_kept_and_the_rest_is_found():
+def test_one_of_the_dates_is_kept_and_errors_of_parts_are_those_of_the_whole():
     def complete(**given):
         options = CricketOptions(synthetic=True, synthetic_matches=20, **given)
         return find_recipe("cricket").complete_options(options)
@@ -225,9 +223,6 @@ def test_one_of_the_dates_or_names_is_kept_and_the_rest_is_found():
     assert (some.teams, some.players, some.used) == (("Team 1",), usual.players, usual.used)
     with pytest.raises(UserError, match="--validation-from DATE"):
         complete(test_from=days[0])
-
-
-def test_errors_put_together_from_parts_are_those_of_the_whole():
     drawn = torch.Generator().manual_seed(0)
     y, out = (torch.randn(50, generator=drawn) * 10 for _ in range(2))
     group = torch.stack([torch.arange(50) % 3, torch.arange(50) % 2], dim=1)

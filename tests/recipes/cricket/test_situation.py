@@ -93,25 +93,14 @@ def test_the_target_is_the_runs_of_the_balls_up_to_the_horizon(seed, horizon):
     assert found.tolist() == expected
 
 
-def test_the_horizon_of_each_over():
+def test_the_horizon_of_each_over_and_how_far_back_a_key_was():
     ends = last_over(np.arange(20), 5).tolist()
     assert ends == [5] * 5 + list(range(10, 20)) + [20] * 5
     assert phase(np.array([0, 5, 6, 14, 15, 19])).tolist() == [0, 0, 1, 1, 2, 2]
+    assert previous(np.array([1, 2, 1, 1, 3, 2])).tolist() == [0, 0, 2, 1, 0, 4]
 
 
-def test_a_miscounted_over_leaves_the_right_number_of_balls():
-    seven = innings("A", [ball()] * 7, [ball()] * 2, miscounted_overs={"0": {"balls": 7}})
-    known = situation(corpus_of(match(seven)))
-    assert known.balls_left.tolist() == [120, 119, 118, 117, 116, 115, 114, 114, 113]
-    assert known.legal.tolist() == list(range(9))
-
-
-def test_runs_awarded_before_an_innings_are_in_its_score():
-    known = situation(corpus_of(match(innings("A", [ball(1)] * 2, penalty_runs={"pre": 5}))))
-    assert known.score.tolist() == [5, 6]
-
-
-def test_a_batter_who_retires_hurt_is_not_out_and_may_come_back():
+def test_a_batter_who_retires_hurt_is_not_out_and_a_miscounted_over_counts():
     over = [
         ball(4, out="A1", kind="retired hurt"),
         ball(2, batter="A3", out="A3"),
@@ -121,10 +110,12 @@ def test_a_batter_who_retires_hurt_is_not_out_and_may_come_back():
     assert known.wickets.tolist() == [0, 0, 1]
     assert known.striker.tolist() == [[0, 0], [0, 0], [4, 1]]
     assert known.partnership.tolist() == [[0, 0], [0, 0], [0, 0]]
-
-
-def test_how_far_back_a_key_was():
-    assert previous(np.array([1, 2, 1, 1, 3, 2])).tolist() == [0, 0, 2, 1, 0, 4]
+    seven = innings("A", [ball()] * 7, [ball()] * 2, miscounted_overs={"0": {"balls": 7}})
+    known = situation(corpus_of(match(seven)))
+    assert known.balls_left.tolist() == [120, 119, 118, 117, 116, 115, 114, 114, 113]
+    assert known.legal.tolist() == list(range(9))
+    known = situation(corpus_of(match(innings("A", [ball(1)] * 2, penalty_runs={"pre": 5}))))
+    assert known.score.tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("horizon", [5, None])

@@ -12,6 +12,7 @@ from samestep.checking.readings import (
     ENOUGH,
     Reading,
     alike_in_workers,
+    evaluated,
     readings_of,
     same_data,
     same_samples,
@@ -116,7 +117,12 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
         if first.loader["set_epoch"] is None or not shuffled:
             continue
         if len(first.orders) < 2:
-            yield NotSeen("only one epoch was read")
+            several = seen.ranks[0].epochs > 1
+            yield NotSeen(
+                "each epoch makes a loader of its own, which reads one"
+                if several
+                else "only one epoch was read"
+            )
             continue
         one, two = first.orders[:2]
         if one["indices"] != two["indices"] or first.begins_only:
@@ -284,6 +290,80 @@ def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
             calls = sorted({_seed_by_rank(name, worker) for name, worker in same})
             remedy = f"After the model is built, seed by the rank: {listed(calls)}."
             yield Found(first.made, f"{told} and drew from it in the data set", remedy)
+
+
+@rule(
+    "SS111",
+    "warning",
+    "the collate function leaves samples out",
+    "They are read and thrown away: nothing is trained on them, and an evaluation counts fewer.",
+    least_ranks=1,
+)
+def collating_leaves_out(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare the rows of each batch with the samples of which it was made."""
+    evaluations = {id(one.lost[0]) for own in evaluated(seen) for one in own if one.lost}
+    for reading in (reading for rank in seen.ranks for reading in readings_of(rank)):
+        if reading.lost:
+            first = reading.lost[0]
+            yield Found(
+                reading.made,
+                f"{len(reading.lost)} batches of the first epoch have no row for some of their "
+                f"samples: first {first['lost']} of {first['given']}",
+                "Let `collate_fn` return a row for each sample, or leave it out of the data set.",
+                None if id(first) in evaluations else "advice",  # it may be meant in training
+            )
+            return
+
+
+@rule(
+    "SS112",
+    "advice",
+    "an evaluation leaves out the last samples",
+    "`drop_last` is for training: here the samples of the last batch never count.",
+    least_ranks=1,
+)
+def evaluates_without_the_last(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Count what the batches of an evaluation leave out, and no other evaluation reads."""
+    each = list(evaluated(seen))
+    for readings in each:
+        first = readings[0]
+        order, data = first.orders[0], first.loader["data"]
+        own = {index for one in readings for index in one.order}
+        same = (one for other in each for one in other if one.loader["data"] == data)
+        if order["left_out"] and own.issuperset(index for one in same for index in one.order):
+            yield Found(
+                first.made,
+                f"of {order['count'] + order['left_out']} samples that rank 0 is to evaluate, the "
+                f"last {order['left_out']} are in no batch",
+                "Leave out `drop_last=True`.",
+            )
+
+
+@rule(
+    "SS113",
+    "advice",
+    "evaluated samples change from one evaluation to the next",
+    "The number tells of random draws too, as of an augmentation that is meant for training: it "
+    "cannot be compared from epoch to epoch.",
+    least_ranks=1,
+)
+def evaluates_augmented(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare the content of the same samples in the first two passes, where numbers were drawn."""
+    for first, *_ in evaluated(seen):
+        drew = sorted({name for drawn in first.random.values() for name in drawn})
+        if not drew or len(first.orders) < 2 or first.begins_only:
+            continue
+        rows = first.rows
+        again = [row for batch in first.batches if batch["turn"] == 1 for row in batch["rows"]]
+        differ = sum(one != other for one, other in zip(rows, again, strict=False))
+        if first.orders[0]["indices"] == first.orders[1]["indices"] and 2 * differ > len(rows):
+            yield Found(
+                first.made,
+                f"{differ} of the first {len(rows)} samples were other ones in the second "
+                f"evaluation; their data set draws from {listed(drew)}",
+                "Give the data of an evaluation transforms that draw nothing, or a seed of its own "
+                "for each sample.",
+            )
 
 
 def _seed_by_rank(name: str, in_worker: bool) -> str:

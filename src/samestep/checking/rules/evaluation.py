@@ -1,7 +1,9 @@
 """Rules about evaluation: whose samples a number is of, who takes part, in which mode."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from samestep.checking.events import Event, RankSeen, Seen
 from samestep.checking.findings import Found, NotSeen, rule
@@ -84,6 +86,7 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a reduced number that becomes the plain mean over ranks with unequal counts."""
+    yield from _divides_counts(seen)
     for parts in _pairs(seen):
         reduced = [list(_with_samples(part)) for part in parts]
         # A count that is reduced too is what the sum is then divided by.
@@ -111,6 +114,31 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
                     "Reduce the sum and the count on every rank, then divide once.",
                 )
                 return
+
+
+def _divides_counts(seen: Seen) -> Iterator[Found]:
+    """Yield a mean that was read, whose count was cut to a whole number of samples per rank."""
+    read = [event["value"] for event in seen.ranks[0].of("item")]
+    for sums, counts in pairwise(seen.together("reduced")):
+        values = [value for event in sums for value in event["values"]]
+        numbers = [number for event in counts for number in event["values"]]
+        total, ranks = sum(numbers), seen.world_size
+        if len(values) != ranks or len(numbers) != ranks or not total % ranks or total < ranks:
+            continue
+        if all(map(float.is_integer, values)) or not all(map(float.is_integer, numbers)):
+            continue
+        right, wrong = sum(values) / total, sum(values) / ranks / (total // ranks)
+        near = [any(abs(one - x) <= _EXACT * abs(x) for one in read) for x in (wrong, right)]
+        if near == [True, False]:
+            yield Found(
+                sums[0].where,
+                f"the mean over {total:g} samples was read as {wrong:.5g}, where it is "
+                f"{right:.5g}: the count became {total:g} / {ranks} = {total // ranks:g} per rank, "
+                "a whole number",
+                "Reduce the sum and the count, as `torchmetrics.MeanMetric` does, or give all "
+                "ranks equally many samples.",
+            )
+            return
 
 
 def _with_samples(part: _Evaluation) -> Iterator[tuple[Event, int]]:
@@ -188,6 +216,38 @@ def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
 
 
 @rule(
+    "SS405",
+    "error",
+    "the ranks evaluate different weights",
+    "The number is of several models, and what is saved of one of them is not what was evaluated.",
+)
+def evaluates_other_weights(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare what the ranks evaluate, where the weights that they train are equal."""
+    trained = list(seen.together("weights"))
+    if not trained or any(e["parameters"] != one[0]["parameters"] for one in trained for e in one):
+        return
+    each: list[dict[Hashable, Event]] = []
+    for rank in seen.ranks:
+        times: Counter[Hashable] = Counter()
+        each.append({})
+        for event, foreign in _with_loader(seen, rank, "inference"):
+            key = (event.step, event["model"], event["shapes"])
+            times[key] += 1
+            each[-1] |= {(*key, times[key]): event} if foreign else {}
+    keys = [key for key in each[0] if all(key in own for own in each)]
+    apart = [[own[key] for own in each] for key in keys]
+    apart = [events for events in apart if len({event["weights"] for event in events}) > 1]
+    if len({events[0].step for events in apart}) >= _IN_A_ROW:
+        event = apart[0][0]
+        yield Found(
+            event.where,
+            f"after step {event.step} the ranks evaluate {event['model']} with different weights, "
+            f"and so in {len(apart)} evaluations; those that they train are equal",
+            "Change what is evaluated (an average of weights?) on every rank in the same steps.",
+        )
+
+
+@rule(
     "SS706",
     "error",
     "evaluation mode is left on in training",
@@ -240,6 +300,7 @@ def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
             "evaluation mode, without gradients",
             remedy,
         )
+    yield from _teachers(seen.ranks[0])
     for rank in seen.ranks:
         row: list[Event] = []
         for event, foreign in _with_loader(seen, rank):
@@ -255,6 +316,27 @@ def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
                     "Call `model.eval()` before the evaluation and `model.train()` after it.",
                 )
                 return
+
+
+def _teachers(rank: RankSeen) -> Iterator[Found]:
+    """Yield models that never change, and are called in training mode between the steps."""
+    trained = {event["model_id"] for event in rank.of("model")}
+    by_model: dict[int, list[Event]] = {}
+    for event in rank.of("inference"):
+        by_model.setdefault(event["model_id"], []).append(event)
+    for number, events in by_model.items():
+        unsteady = [e for e in events if e["training"] and (e["dropped"] or e["learnt"])]
+        if number in trained or len(unsteady) < _LEFT_ON or len({e["weights"] for e in events}) > 1:
+            continue
+        does = "drops values" if unsteady[0]["dropped"] else "learns the statistics of its batches"
+        yield Found(
+            unsteady[0].where,
+            f"{unsteady[0]['model']}, whose weights never change, {does}: it is in training mode "
+            f"in {len(unsteady)} of {len(events)} steps looked at",
+            "Call its `eval()` once it is built or loaded, and where `train()` of a model with it "
+            "inside undoes that.",
+            "warning",
+        )
 
 
 @rule(
@@ -312,7 +394,7 @@ def _pairs(seen: Seen) -> Iterator[tuple[_Evaluation, ...]]:
         yield from zip(*each, strict=False)
 
 
-def _with_loader(seen: Seen, rank: RankSeen) -> Iterator[tuple[Event, bool]]:
+def _with_loader(seen: Seen, rank: RankSeen, kind: str = "forward") -> Iterator[tuple[Event, bool]]:
     """Yield each forward pass, and whether its batch is of samples that no rank trains on."""
     trained: dict[int, set[int]] = {}  # indices, by data set
     own: set[int] = set()
@@ -330,8 +412,8 @@ def _with_loader(seen: Seen, rank: RankSeen) -> Iterator[tuple[Event, bool]]:
         if event["loader_id"] not in own
         and trained.get(data[event["loader_id"]], set()).isdisjoint(event["indices"])
     }
-    for loader, event in _with_latest(rank, "forward", "backward"):
-        if event.kind == "forward":
+    for loader, event in _with_latest(rank, kind, "backward"):
+        if event.kind == kind:
             yield event, loader in foreign
 
 

@@ -9,6 +9,7 @@ from samestep.checking.findings import Found, NotSeen, rule
 from samestep.checking.rules.files import named
 
 _FEW_SAMPLES = 16
+_CLIPPED = 1.001  # factors are the same
 _NORMS = ("running_mean", "running_var", "num_batches_tracked")
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 
@@ -175,6 +176,9 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
         return
     if any(unused_parameters(seen)):
         return  # what shares a bucket with those is not all-reduced
+    if (clipped := _clipped_apart(seen)) is not None:
+        yield clipped
+        return
     for one in _trained(seen):
         apart = [(weights, _differing(weights, "parameters")) for weights in one.weights]
         if not one.is_one or apart[0][1] or not apart[-1][1]:
@@ -207,6 +211,35 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
             f"first; {cause}",
             "Let every rank change weights, gradients and learning rates in the same way.",
         )
+
+
+def _clipped_apart(seen: Seen) -> Found | None:
+    """Return where ranks clip by norms of their own what is of one model.
+
+    Either gradients that were equal on all ranks, next to those of each rank's experts, or the
+    shards of FSDP's flat parameters. Other shards know the norm of the whole.
+    """
+    flat = all(any(e["wrapper"] == "fsdp" for e in rank.of("wrap")) for rank in seen.ranks)
+    for clips in seen.together("clip"):
+        norms = [event["norm"] for event in clips]
+        if None in norms or any(event.where != clips[0].where for event in clips):
+            continue
+        most = clips[0]["most"]
+        factors = [min(1.0, most / norm) if norm else 1.0 for norm in norms]
+        columns = list(zip(*(event["sums"] for event in clips), strict=False))
+        shared = sum(len(set(sums)) == 1 and bool(sums[0]) for sums in columns)
+        if max(factors) > _CLIPPED * min(factors) and (shared or flat):
+            what = f"{shared} gradients that are equal on all ranks" if shared else "its shards"
+            return Found(
+                clips[0].where,
+                f"in step {clips[0].step + 1} {what} are clipped by the norm of each rank's own "
+                f"part: {', '.join(f'{norm:.4g}' for norm in norms)}, with a limit of {most:g}",
+                "Call `model.clip_grad_norm_` of FSDP."
+                if not shared
+                else "All-reduce the squared norms of what each rank has for itself, and clip by "
+                "the norm of the whole: `torch.nn.utils.clip_grads_with_norm_`.",
+            )
+    return None
 
 
 @rule(

@@ -1,5 +1,6 @@
 """Rules that one process can break too: what is trained, by which gradients, and what is saved."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from samestep.errors import listed
 
 _LEAST_STEPS = 2
 _FEW = 3  # steps
+_LARGE = 0.1  # of the largest learning rate
 _SKIPS = 8  # in a row; a scaler's first guess may be wrong by some powers of 2
 
 
@@ -139,24 +141,34 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
             steps = [e for e in rank.of("step") if model["model_id"] in e["models"] and e["grads"]]
             kept = [e for e in rank.of("kept") if e["model_id"] == model["model_id"]]
             changed = _changed(rank, model["model_id"], "kept")
+            before, latest = [0.0, 0.0, *(event.time for event in kept)][-2:]
             # Of a vector all values may be 1, to which a small update adds nothing yet.
+            matrices = [name for name, shape in model["shapes"].items() if len(shape) > 1]
             names = [
                 name
-                for name, shape in model["shapes"].items()
-                if len(shape) > 1
-                and name not in changed
-                and kept
-                and len(steps) >= _FEW
-                and all(e["grads"].get(name) and name not in e["still"] for e in steps)
+                for name in matrices
+                if name not in changed
+                and len(_with_gradients(steps, name)) >= _FEW
+                and len(_with_gradients(steps, name, until=latest)) >= _LEAST_STEPS
             ]
+            after = [
+                name
+                for name in changed.intersection(matrices)
+                if len(_with_gradients(steps, name, before, latest)) >= _LEAST_STEPS
+            ]
+            stopped = [n for n in after if len({e["parameters"][n] for e in kept[-2:]}) == 1]
+            if len(stopped) < len(after):  # else it has learnt all that it could
+                names += stopped
             idle = [e for e in steps if len(e["still"]) == len(e["grads"])]
             if names or (len(idle) == len(steps) >= _FEW):
                 found = True
                 yield Found(
                     steps[0].where,
                     f"{len(names)} of {len(model['shapes'])} parameters of {model['model']} have "
-                    f"gradients in {len(steps)} steps and the same bits after step "
-                    f"{steps[-1].step}: {listed(names)}"
+                    f"gradients in {len(_with_gradients(steps, names[0]))} steps, and the same "
+                    f"bits before step {kept[-1].step + 1} as "
+                    + (f"before step {kept[-2].step + 1}" if names == stopped else "at first")
+                    + f": {listed(names)}"
                     if names
                     else f"the learning rate is 0 in all {len(steps)} steps looked at",
                     "Look for what writes weights back after the step."
@@ -165,6 +177,61 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                 )
         if found:
             return
+
+
+def _with_gradients(
+    steps: list[Event], name: str, since: float = 0.0, until: float = math.inf
+) -> list[Event]:
+    """Return the steps that were taken with a gradient of a parameter, and not at a tiny rate."""
+    most = max((event["lr"] for event in steps), default=0.0)
+    return [
+        e
+        for e in steps
+        if since < e.time < until and e["grads"].get(name) and name not in e["still"]
+        if e["lr"] >= _LARGE * most
+    ]
+
+
+@rule(
+    "SS713",
+    "error",
+    "frozen parameters still change",
+    "Weight decay and momentum move them away from what was loaded, and batch norm learns the "
+    "statistics of the new data.",
+    least_ranks=1,
+)
+def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for weights without a gradient that a step changes, and norms that learn beside them."""
+    rank = seen.ranks[0]
+    steps = [event for event in rank.of("step") if event["thawed"]]
+    if len(steps) >= _LEAST_STEPS:
+        names = steps[-1]["thawed"]
+        yield Found(
+            steps[0].where,
+            f"{steps[0]['optimizer']} changes {len(names)} parameters with requires_grad=False and "
+            f"without a gradient in {len(steps)} steps: {listed(names)}",
+            "Give the optimizer only what has requires_grad, or clear gradients by "
+            "`zero_grad(set_to_none=True)` once it is frozen.",
+            comes_from={"the optimizer": _made(rank, steps[0])},
+        )
+    for model in rank.of("model"):
+        looks = [e for e in rank.of("weights") if e["model_id"] == model["model_id"]]
+        first, last = looks[0], looks[-1]
+        names = [
+            name
+            for name in model["frozen_norms"]
+            if first["parameters"].get(f"{name}.weight") == last["parameters"].get(f"{name}.weight")
+            and first["buffers"].get(f"{name}.running_mean")
+            != last["buffers"].get(f"{name}.running_mean")
+        ]
+        if names:
+            yield Found(
+                model.where,
+                f"{len(names)} frozen batch norms of {model['model']} are in training mode, and "
+                f"their statistics have changed after {last.step} steps: {listed(names)}",
+                "Call `eval()` of the frozen part after each `model.train()`.",
+                "advice",
+            )
 
 
 @rule(

@@ -1,6 +1,7 @@
 """Rules about a step: accumulation, clipping, schedules, and the weight of each sample."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,6 +13,7 @@ _FEW_STEPS = 3
 _UNLIKE = 1.01  # weights of samples are the same within this factor
 _UNLIKE_COUNTS = 1.1  # token counts of batches of one size differ by chance as well
 _EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
+_SCALE = 1024.0  # a scaler multiplies by more
 
 
 @rule(
@@ -373,6 +375,84 @@ def casts_of_earlier_weights(seen: Seen) -> Iterator[Found | NotSeen]:
             "keeps its casts of weights until it is left",
             "Enter autocast for each forward and loss: `with torch.autocast(…):` inside the loop.",
         )
+
+
+@rule(
+    "SS313",
+    "error",
+    "gradients that DDP has averaged are added up again",
+    "The step is as many times too long as there are ranks.",
+)
+def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for an all-reduce between DDP's own and the step that multiplies by the world size."""
+    rank = seen.ranks[0]
+    wrap = rank.first("wrap")
+    met, sums, again = False, list[Event](), list[Event]()
+    for event in rank.of("backward", "collective", "gradients"):
+        if event.kind == "backward":
+            met, sums = bool(event.get("sync")), []
+        elif event.kind == "collective":
+            sums += [event] if event["kind"] == "all_reduce" and event.get("op") == "SUM" else []
+        elif met and sums and abs(event["grown"] / seen.world_size - 1) < _EXACT_STEP:
+            again.append(sums[0])
+    if wrap is not None and wrap["wrapper"] == "ddp" and len(again) >= _FEW_STEPS:
+        line = seen.line(again[0].where)
+        yield Found(
+            again[0].where,
+            f"in {len(again)} steps an all-reduce makes the gradients that DDP has averaged "
+            f"{seen.world_size} times as large",
+            f"- {line}" if line.endswith(")") else "Leave out the all-reduce.",
+            comes_from={"DDP, which averages": wrap.where},
+        )
+
+
+@rule(
+    "SS314",
+    "warning",
+    "the loss is not divided by the micro-batches of a step",
+    "Their gradients add up: the step is as many times too long as there are micro-batches.",
+    least_ranks=1,
+)
+def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for steps of several means, each of its own batch of one loader."""
+    rank = seen.ranks[0]
+    whole: list[tuple[Event, int, Event]] = []
+    passes: list[tuple[Event, int | None]] = []
+    loader, average, steps = None, None, 0
+    for event in rank.of("batch", "average", "backward", "gradients"):
+        if event.kind == "batch":
+            loader = event["loader_id"]
+        elif event.kind == "average":
+            average = event if _is_plain_mean(event) else None
+        elif event.kind == "backward":
+            passes.append((event, loader if average is not None else None))
+            loader, average = None, None
+        else:
+            alike = len({(one.where, number) for one, number in passes}) == 1
+            if len(passes) > 1 and alike and passes[0][1] is not None and event["grown"] == 1.0:
+                whole.append((passes[0][0], len(passes), event))
+            steps += bool(passes)
+            passes = []
+    if len(whole) >= _FEW_STEPS and 2 * len(whole) > steps:
+        backward, times, step = whole[0]
+        line = seen.line(backward.where)
+        instead = re.sub(r"([\w.]+)\.backward\(", rf"(\1 / {times}).backward(", line, count=1)
+        yield Found(
+            backward.where,
+            f"{times} micro-batches per step ({len(whole)} steps), and each loss is the mean of "
+            "its own: their sum is the gradient",
+            f"- {line}\n+ {instead}" if instead != line else "Divide each by their number.",
+            # The others divide the gradient by its own size.
+            None if step["optimizer"] == "SGD" else "advice",
+        )
+
+
+def _is_plain_mean(average: Event) -> bool:
+    """Whether a loss is divided by its own count, and at most multiplied by a scaler."""
+    times = average["weight"] * average["count"]
+    scaled = times >= _SCALE and math.log2(times).is_integer()
+    own = average["by"] == average["count"] and average["other"] == 1.0
+    return own and (math.isclose(times, 1.0) or scaled)
 
 
 def _by_line(events: Iterable[Event]) -> dict[str, list[Event]]:

@@ -3,6 +3,7 @@
 Kinds: `loader` (one for all that look alike: a loader may be made anew in each epoch), `order` (one
 pass over it, as its sampler gives it), `batch`, `left` (a pass that came to its end), `random`
 (the random numbers that a data set drew for its first samples, in this process or in a worker),
+`lost` (samples of which a batch has no row),
 `join` (a context that lets ranks have batches left over), and `cut_length` (a length that was asked
 for, and told as that of the short epoch).
 
@@ -24,7 +25,14 @@ from torch.utils.data import DataLoader, DistributedSampler, dataloader, get_wor
 from torch.utils.data._utils import fetch
 
 from samestep.checking.recorder import Recorder
-from samestep.checking.samples import base_of, fingerprint, number_of, random_states, rows_of
+from samestep.checking.samples import (
+    base_of,
+    fingerprint,
+    lost_rows,
+    number_of,
+    random_states,
+    rows_of,
+)
 from samestep.patches import patched
 
 _WHOLE_TURNS = 2  # of each loader; what is read later is like that
@@ -218,6 +226,8 @@ class _Loaders:
             count=count,
             ended=ended,
             truncated=not ended or count > len(indices),
+            # Of a last batch that is not full.
+            left_out=(_length(loader.sampler) or 0) - count if loader.drop_last and ended else 0,
             **_sampler(loader),
         )
 
@@ -255,8 +265,9 @@ class _Loaders:
         starting = self._starting[-1] if self._starting else None
         turn: _Turn | None = getattr(fetcher, "_samestep_turn", starting)
         if turn is None or turn.number:
-            return original(fetcher, index)
+            return self._fetch_all(original, fetcher, index)
         fetcher._samestep_turn = None  # noqa: SLF001 - our own mark
+        fetcher._samestep_group = turn.group.number  # noqa: SLF001 - as above
         base, _ = base_of(fetcher.dataset, [])
         before, after = random_states(base), []
         collate = fetcher.collate_fn
@@ -267,7 +278,7 @@ class _Loaders:
 
         fetcher.collate_fn = collated
         try:
-            return original(fetcher, index)
+            return self._fetch_all(original, fetcher, index)
         finally:
             fetcher.collate_fn = collate
             then = after[0] if after else random_states(base)
@@ -279,6 +290,28 @@ class _Loaders:
             worker = get_worker_info()
             number = -1 if worker is None else worker.id
             self._recorder.note("random", loader_id=turn.group.number, worker=number, drew=drew)
+
+    def _fetch_all(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
+        """Fetch a batch of the first pass; note the samples that collating leaves out."""
+        group = getattr(fetcher, "_samestep_group", None)
+        if group is None or not fetcher.auto_collation:
+            return original(fetcher, index)
+        collate, given, lost = fetcher.collate_fn, list[Any](), 0
+
+        def collated(samples: Any) -> Any:
+            given.extend(samples if isinstance(samples, list) else ())
+            return collate(samples)
+
+        fetcher.collate_fn = collated
+        try:
+            batch = original(fetcher, index)
+        finally:
+            fetcher.collate_fn = collate
+        with self._recorder.unwatched(), contextlib.suppress(Exception):
+            lost = lost_rows(given, batch)
+        if lost:
+            self._recorder.note("lost", loader_id=group, given=len(given), lost=lost)
+        return batch
 
     def join(self, original: Callable[..., Any], context: Any) -> Any:
         """Note that ranks may have batches left over."""

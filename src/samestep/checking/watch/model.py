@@ -6,6 +6,7 @@
 | forward | the outermost call of a module | model_id inside all wrappers, n, rows, drawn, modal |
 | backward | before it | sync, unused: what the loss leaves out, by model_id |
 | dropped | a function drops values of a model in evaluation mode, without gradients | function, p |
+| inference | a model's first call without gradients after a step | see `_note_inference` |
 
 `modal` counts the layers that behave differently in training, such as dropout: those in training
 mode, and all. A model's first forward pass also starts `weights.py`. Ids that are keys of a mapping
@@ -14,10 +15,13 @@ are text once they have been read from the file.
 
 import functools
 import os
+import sys
 import weakref
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from samestep.autograd import leaves_of
-from samestep.checking.recorder import Recorder, row_hashes
+from samestep.checking.recorder import Recorder, checksum, row_hashes
 from samestep.checking.watch.weights import Weights
 from samestep.data.trees import tree_leaves
 from samestep.patches import Patch, patched
@@ -41,12 +45,11 @@ _INSIDE = {
 }
 """Classes that hand their inputs to another module, and where they keep it."""
 _RANDOM = ("rand", "randn", "randint")
-_DROPS = (
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"),
-    "scaled_dot_product_attention",
-)
+_SDPA = "scaled_dot_product_attention"
+_DROPS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", _SDPA)
 _FEW_DRAWN = 8
 _ROWS_OF, _NOTED, _GRAPHS = 200, 20_000, 50
+_INFERENCES = 8  # of each model whose weights are looked at
 
 
 @contextmanager
@@ -75,6 +78,9 @@ class _Models:
         self._depth = 0  # of calls of modules with parameters
         self._evaluated = False  # whether the outermost of them has no part in training mode
         self._in_backward = False
+        self._trains = False  # whether the outermost call records a graph
+        self._looked: dict[int, set[int]] = {}  # steps after which a model was called without one
+        self._drops = 0  # calls of functions that drop values as in training
         self._wrapped: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = {}
         """Each part of a wrapped model, with the model."""
         self._pending: set[int] = set()  # DDP models whose next backward meets the other ranks'
@@ -106,26 +112,69 @@ class _Models:
         self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Note the outermost call of a module."""
-        if torch.compiler.is_compiling() or self._depth or self._passive():
+        inside = self._depth and not (self._trains and not torch.is_grad_enabled())
+        if torch.compiler.is_compiling() or inside or self._passive():
             return original(module, *args, **kwargs)
         if next(module.parameters(), None) is None:
             return original(module, *args, **kwargs)  # a loss or an activation
+        if self._depth:  # a teacher within the model that it teaches
+            self._trains = False
+            try:
+                return self._infer(original, module, module, args, kwargs)
+            finally:
+                self._trains = True
         if _peeled(module)[1] is None and any(
             _kind_of(type(part).__mro__) for part in module.modules()
         ):
             return original(module, *args, **kwargs)  # its parts are called in wrappers
-        self._note_forward(module, args, kwargs)
+        model, self._trains = self._note_forward(module, args, kwargs)
         self._depth += 1
         try:
+            if not self._trains:
+                return self._infer(original, module, model, args, kwargs)
             return original(module, *args, **kwargs)
         finally:
             self._depth -= 1
+
+    def _infer(
+        self, original: Callable[..., Any], called: Any, model: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Call a model without gradients; note once per step what it computed with.
+
+        `weights` and `shapes` tell those of its parameters from others', `dropped` is whether it
+        dropped values as in training, and `learnt` whether it learnt statistics of the batch.
+        """
+        number, step = self._weights.models[model], self._recorder.hooks.steps
+        looked = self._looked.setdefault(number, set())
+        parameters = list(model.parameters())
+        sharded = any(hasattr(p, "to_local") or is_lazy(p) for p in parameters)
+        if step in looked or len(looked) >= _INFERENCES or sharded or _is_checkpointed():
+            return original(called, *args, **kwargs)
+        looked.add(step)
+        with self._recorder.unwatched():
+            sums = [checksum(p) for p in parameters]
+            before, drops = _statistics(called), self._drops
+        value = original(called, *args, **kwargs)
+        with self._recorder.unwatched():
+            learnt = _statistics(called) != before
+        self._recorder.note(
+            "inference",
+            model=type(model).__name__,
+            model_id=number,
+            weights=zlib.crc32(repr(sums).encode()),
+            shapes=zlib.crc32(repr([p.shape for p in parameters]).encode()),
+            training=called.training,
+            dropped=self._drops > drops,
+            learnt=learnt,
+        )
+        return value
 
     def _passive(self) -> bool:
         """Whether this is a worker, a recomputation within backward or a call of a watcher."""
         return self._in_backward or self._recorder.quiet > 0 or os.getpid() != self._pid
 
-    def _note_forward(self, called: nn.Module, args: Any, kwargs: Any) -> None:
+    def _note_forward(self, called: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
+        """Note a call; return the model inside all wrappers, and whether it records a graph."""
         part, kind, wrapper = _peeled(called)
         model = part if kind else self._wrapper_of(part) or part
         number = self._weights.models[model]
@@ -140,7 +189,7 @@ class _Models:
         self._evaluated = False
         self._counts[number] += 1
         if self._counts[number] > _NOTED:
-            return
+            return model, grad
         with self._recorder.unwatched():
             leaves = tree_leaves((args, kwargs))
             tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
@@ -164,6 +213,7 @@ class _Models:
             rows=rows,
             drawn=any(drawn() is tensor for drawn in self._drawn),
         )
+        return model, grad
 
     def _wrapper_of(self, part: nn.Module) -> nn.Module | None:
         """Return the model that was wrapped and has this part, or None."""
@@ -179,14 +229,17 @@ class _Models:
 
     def around_dropout(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note a function that drops values by its default in evaluation mode."""
-        watched = self._evaluated and self._depth and not self._passive()
-        if watched and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            if original.__name__ == "scaled_dot_product_attention":
+        watched = self._depth and not self._passive() and not torch.compiler.is_compiling()
+        if watched and not torch.is_grad_enabled():
+            says = False
+            if original.__name__ == _SDPA:
                 p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
             else:  # who says `training=True` means it
                 says = len(args) > 2 or "training" in kwargs
-                p = 0.0 if says else kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            if p > 0.0:
+                p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+                p *= kwargs.get("training", args[2] if len(args) > 2 else True)
+            self._drops += p > 0.0
+            if p > 0.0 and self._evaluated and not says:
                 self._recorder.once("dropped", function=original.__name__, p=float(p))
         return original(*args, **kwargs)
 
@@ -251,6 +304,19 @@ def _depends_on_mode(part: nn.Module) -> bool:
     if isinstance(part, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - there is no public name
         return part.p > 0
     return isinstance(part, _NormBase) and part.track_running_stats
+
+
+def _is_checkpointed() -> bool:
+    """Whether a block of a model is called without gradients because they are computed later."""
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - a stack inspected at each call
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _statistics(model: nn.Module) -> list[int | None]:
+    norms = (one for one in model.modules() if isinstance(one, _NormBase) and one.training)
+    return [checksum(one.running_mean) for one in norms if one.running_mean is not None]
 
 
 def _length(tensor: Tensor | None) -> int | None:

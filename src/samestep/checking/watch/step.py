@@ -2,10 +2,12 @@
 
 Notes "gradients" at each optimizer step {optimizer, optimizer_id, left: whether those of the step
 before were still there when the backward pass began, cleared: line of a `zero_grad` after the last
-backward pass, tensors, missing: tensors without a gradient}; "reach" {leaves, parameters} of the
-first losses; "average" {weight: of each summand in the loss, by: the count it is divided by,
-other: the product of its factors that are not counts}; "clip" {name, most, norm, scaled, sizes};
-"scaler" {scale, skipped}; "scheduler" {scheduler, scheduler_id, total, inner} as one
+backward pass, tensors, missing: tensors without a gradient, grown: what the script has multiplied
+them by since the backward pass, 0 if it is not one number}; "reach" {leaves, parameters} of the
+first losses; "average" {weight: of each summand in the loss, count: of them, by: the count it is
+divided by, other: the product of its factors that are not counts}; "clip" {name, most, norm,
+scaled, sizes, sums: of the gradients before it}; "scaler" {scale, skipped};
+"scheduler" {scheduler, scheduler_id, total, inner} as one
 is made, and "schedule" {scheduler_id, lr} as it is stepped; "scaled_step" {scale} for a step with
 gradients that are still multiplied; "stale_autocast" for a second step within one autocast.
 """
@@ -30,12 +32,15 @@ from torch.optim.optimizer import (
 
 from samestep.autograd import leaves_of
 from samestep.checking.recorder import Recorder, checksum
+from samestep.checking.watch.weights import print_of
 from samestep.patches import Patch, patched
 from samestep.script.hooks import step_closure, tensors_of
 
 _SAMPLE = 4  # tensors of an optimizer whose gradients are looked at, the smallest first
 _FIRST = 6  # backward passes of which the leaves are looked for
 _MOST = 60  # events of a kind whose numbers cost a look at tensors
+_CLIPS = 4  # of which the gradients are looked at
+_SAME = 1e-5
 _DEEPEST = 8  # factors of a loss
 _CASTS = ("cpu", "cuda")  # kinds of devices with autocast
 _LOSSES = (
@@ -64,9 +69,29 @@ class _Held:
     scale: float = 1.0
     """What the loss of its gradients was multiplied by, and they still are."""
 
+    exchanged: list[Tensor | None] = field(default_factory=list)
+    """The gradients of the sample as they were last looked at."""
+    grown: float = 1.0
+    """What the script has multiplied them by since the backward pass; 0 for anything else."""
+
     def sums(self) -> list[int | None]:
         """Return a checksum of each gradient of the sample."""
         return [None if p.grad is None else checksum(p.grad) for p in self.sample]
+
+    def look(self) -> None:
+        """Keep the gradients of the sample in mind."""
+        grads = (p.grad for p in self.sample)
+        plain = (g if type(g) is Tensor and g.layout == torch.strided else None for g in grads)
+        self.exchanged = [None if grad is None else grad.clone() for grad in plain]
+
+    def settle(self) -> None:
+        """Count what they were multiplied by since they were last looked at."""
+        pairs = zip(self.exchanged, self.sample, strict=False)
+        now = [(g, p.grad) for g, p in pairs if g is not None and p.grad is not None]
+        some = [(g.double(), n.double()) for g, n in now if g.shape == n.shape and g.any()]
+        times = [float((n * g).sum() / g.square().sum()) for g, n in some]
+        alike = all(float((n - times[0] * g).norm()) <= _SAME * float(n.norm()) for g, n in some)
+        self.grown *= times[0] if times and alike else 0.0
 
 
 @contextmanager
@@ -165,7 +190,8 @@ class _Steps:
                     # Those that a pass does not add to are of tensors that no model has.
                     held.still_left &= not _left(held)
                     held.backwards += 1
-                    held.cleared = ""
+                    held.cleared, held.grown = "", 1.0
+                    held.look()
 
     def _around_zero_grad(
         self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any
@@ -206,6 +232,7 @@ class _Steps:
             held.sample, held.left = [], {}  # enough is known
             return
         with self._recorder.unwatched():
+            held.settle()
             tensors = tensors_of(optimizer)
             missing = sum(tensor.grad is None for tensor in tensors)
             full = _any(held.sample)
@@ -217,6 +244,7 @@ class _Steps:
             cleared="" if full else held.cleared,
             tensors=len(tensors),
             missing=missing,
+            grown=held.grown,
         )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -239,7 +267,12 @@ class _Steps:
         self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any
     ) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        norm = original(parameters, *args, **kwargs)
+        first = not self._recorder.quiet and self._counts.get("clip", 0) < _CLIPS
+        with self._recorder.unwatched():
+            grads = [p.grad for p in parameters if p.grad is not None] if first else []
+            sums = [print_of(grad) for grad in grads]
+        with self._rescaling():
+            norm = original(parameters, *args, **kwargs)
         most = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value", math.nan))
         # An infinite limit clips nothing: the norm is only read.
         if math.isfinite(most) and not self._recorder.quiet and self._first_times("clip"):
@@ -252,9 +285,21 @@ class _Steps:
                     "norm": float(norm) if type(norm) is Tensor else None,
                     "scaled": self._scale if scaled else 0.0,
                     "sizes": [p.numel() for p in clipped],
+                    "sums": sums,
                 }
             self._recorder.note("clip", **facts)
         return norm
+
+    @contextmanager
+    def _rescaling(self) -> Iterator[None]:
+        """Leave out of `grown` what is done inside."""
+        with self._recorder.unwatched():
+            for held in self._held.values():
+                held.settle()
+        yield
+        with self._recorder.unwatched():
+            for held in self._held.values():
+                held.look()
 
     # Scaling
 
@@ -275,7 +320,8 @@ class _Steps:
         return value
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
-        original(scaler, optimizer)
+        with self._rescaling():
+            original(scaler, optimizer)
         self._unscaled |= {id(p) for p in tensors_of(optimizer)}
         if (held := self._held.get(optimizer)) is not None:
             held.scale = 1.0
@@ -373,7 +419,9 @@ def _average(loss: Tensor) -> dict[str, float] | None:
             continue
         count = _count(node, name)
         return (
-            None if count is None else {"weight": weight / count, "by": by * count, "other": other}
+            None
+            if count is None
+            else {"weight": weight / count, "by": by * count, "other": other, "count": count}
         )
     return None
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | model | its first forward pass with gradients | model_id, batch_norms, shapes |
 | optimizer | one is made | optimizer_id |
-| step | after it | grads before it, strangers: held tensors of no model, unheld |
+| step | after it | grads before it, strangers: held tensors of no model, unheld, thawed |
 | weights | before the first step, after some | checksums of parameters and buffers, sharded |
 | kept | before some steps | the same: what the script itself did to the weights is in it |
 | saved | torch.save gets weights | fresh: as trained, stale: as before, live: a module's own |
@@ -36,7 +36,8 @@ from samestep.script.hooks import step_closure, tensors_of
 
 _Made = tuple[str, weakref.ref[nn.Module], weakref.ref[nn.Module], weakref.ref[Tensor]]
 """A parameter as an optimizer was made: its name, its model, the part that owns it, itself."""
-_KEPT, _VALUES = (3, 10), 256
+_KEPT, _VALUES = (3, 10, 20), 256
+_LOOKED = (1, 2, 3, 5, 7, 10, 15)
 
 
 class Numbers:
@@ -77,6 +78,8 @@ class Weights:
         self._steps: Counter[int] = Counter()
         self._stepping: list[int] = []  # one optimizer may be within another
         self._grads: dict[str, Any] = {}
+        self._frozen: list[tuple[str, Tensor, int | None]] = []
+        """What the optimizer holds without a gradient to it, as it was before the step."""
         self._asked: deque[weakref.ref[nn.Module]] = deque(maxlen=16)
         self._made_for: dict[int, list[_Made]] = {}
         self._at_start: dict[int, dict[str, int | None]] = {}
@@ -111,6 +114,9 @@ class Weights:
             model=type(model).__name__,
             model_id=number,
             batch_norms=[n for n, m in named if m.training and not isinstance(m, SyncBatchNorm)],
+            frozen_norms=[
+                n for n, m in named if m.training and m.affine and not m.weight.requires_grad
+            ],
             shapes={n: list(p.shape) for n, p in model.named_parameters() if not is_lazy(p)},
         )
         self._at_start[number] = self._note_weights(model)
@@ -179,6 +185,7 @@ class Weights:
                 for model in self._of(optimizer):
                     self._note_weights(model, "kept")
             self._grads = {} if step_closure(args, kwargs) else self._look(optimizer)
+            self._frozen = self._frozen_of(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._stepping or self._stepping.pop() != id(optimizer) or self._stepping:
@@ -187,12 +194,15 @@ class Weights:
         count = self._steps[number]
         facts = self._grads or self._look(optimizer)
         models = self._of(optimizer)
+        with self._recorder.unwatched():
+            thawed = [name for name, p, before in self._frozen if checksum(p) != before]
         self._recorder.note(
             "step",
             optimizer=type(optimizer).__name__,
             optimizer_id=number,
             lr=float(optimizer.param_groups[0].get("lr", 0.0)),
             models=[self.models[model] for model in models],
+            thawed=thawed,
             **facts,
         )
         if sampled(count):
@@ -201,6 +211,18 @@ class Weights:
                 if model in models or self.models[model] in unheld:
                     self._note_weights(model)
         self._recent.clear()
+
+    def _frozen_of(self, optimizer: Optimizer) -> list[tuple[str, Tensor, int | None]]:
+        if not sampled(self._steps[self._optimizers[optimizer]]):
+            return []
+        held = {id(p) for p in tensors_of(optimizer)}
+        with self._recorder.unwatched():
+            return [
+                (name, p, checksum(p))
+                for model in self.trained.alive()
+                for name, p in model.named_parameters()
+                if id(p) in held and not p.requires_grad and not print_of(p.grad)
+            ]
 
     def _look(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return what the optimizer steps with, and which tensors are astray."""
@@ -219,13 +241,13 @@ class Weights:
                         strangers.append([list(p.shape), p.grad is not None])
                     else:
                         name = f"{name} " if name in grads else name  # of another model
-                        grads[name] = _print_of(p.grad)
+                        grads[name] = print_of(p.grad)
                         still += [name] if not group.get("lr", 1.0) else []
             unheld = {
                 self.models[model]: {
                     n: list(p.shape)
                     for n, p in model.named_parameters()
-                    if p not in self._held and _print_of(p.grad)
+                    if p not in self._held and print_of(p.grad)
                 }
                 for model in models
                 if self.models[model] in self._recent
@@ -306,10 +328,10 @@ class Weights:
 
 def sampled(step: int) -> bool:
     """Whether gradients and weights are looked at in a step."""
-    return step <= 3 or (step % 10 == 0 and step <= 100) or step % 100 == 0
+    return step in _LOOKED or (step % 10 == 0 and step <= 100) or step % 100 == 0
 
 
-def _print_of(gradient: Tensor | None) -> int | None:
+def print_of(gradient: Tensor | None) -> int | None:
     """Return a checksum that is 0 where all is zero, and None without a gradient."""
     if gradient is None:
         return None

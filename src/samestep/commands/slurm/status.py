@@ -16,6 +16,7 @@ from samestep.commands.help import Switch, parse_flags
 from samestep.errors import UserError, printable
 from samestep.reporting.table import Table, escape, text_lines
 from samestep.reporting.words import duration
+from samestep.slurm.options import kept_options
 from samestep.slurm.pulses import LastSign, read_pulses
 from samestep.slurm.queue import (
     JobAndRun,
@@ -109,7 +110,7 @@ def _show(command: _Status, clear: str = "") -> bool:
 
 def _seen(found: JobAndRun) -> Progress | None:
     """Return a run's progress, corrected by its job's state; None if a later job continued it."""
-    if _continued_by(found):
+    if _continued_by(found) or _never_began(found):
         return None
     progress = read_progress(found.run) if found.run else None
     if progress is not None and found.run is not None:  # a rank's pulse is newer than the records
@@ -132,6 +133,14 @@ def _continued_by(found: JobAndRun) -> int | None:
         return None
     newest = job_of(found.run) or 0
     return newest if newest > found.job.job else None
+
+
+def _never_began(found: JobAndRun) -> bool:
+    """Whether a job ended before it began, so that the run's training is an earlier one's."""
+    if found.run is None or found.job is None or not found.job.ended:
+        return False
+    newest = job_of(found.run)
+    return newest is not None and newest < found.job.job
 
 
 def _signs(found: JobAndRun) -> list[LastSign]:
@@ -231,7 +240,9 @@ def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
         if job is None:  # Slurm forgot it; the run directory did not
             run = found.run or Path()
             number, state = str(job_of(run) or ""), p.status or "ended"
-            lines.append((number, printable(run.name), state, "", f"{p.step:,}", "", "", ""))
+            alone = None if (run.parent / "array.sbatch").is_file() else kept_options(run)
+            name = printable((alone and alone.job_name) or run.name)
+            lines.append((number, name, state, "", f"{p.step:,}", "", "", ""))
             continue
         eta = "" if p.eta_s is None else duration(p.eta_s)
         step = f"{p.step:,}" + (f" {p.step / p.total_steps:.0%}" if p.total_steps else "")

@@ -61,7 +61,7 @@
       };
       return { ...base, value: part, stroke: own, fill: `${own}cc`, width: 1, paths: steps, points: { show: false } };
     }
-    const places = { steps: 0, mean: 0, validation: 1, test: 2, part: at };
+    const places = { steps: 0, mean: 0, validation: 1, best: 1, test: 2, part: at };
     const own = color(several(chart) ? curve.run : places[curve.role]);
     const alone = !chart.curves.some((other) => other.role !== "steps");
     if (curve.role === "steps") {
@@ -71,6 +71,7 @@
     }
     const dash = several(chart) && curve.role === "validation" ? [6, 3] : undefined;
     if (curve.role === "test") return { ...base, stroke: own, width: 0, points: { show: true, size: 8, fill: own } };
+    if (curve.role === "best") return { ...base, stroke: own, width: 0, points: { show: true, size: 11, fill: own } };
     return { ...base, stroke: own, width: 2, dash };
   };
 
