@@ -31,7 +31,7 @@ TIMEOUT_S = 600.0
 # its choice and its use. Who takes one holds the UDP port of that number: other pytest processes
 # of this machine, of other runs too, then pass it over.
 _ports = itertools.islice(itertools.cycle(range(30_000, 32_500)), os.getpid() % 2_500, None)
-_held: deque[socket.socket] = deque(maxlen=100)
+_held: deque[int] = deque()
 
 
 def free_port() -> int:
@@ -43,8 +43,11 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             if len(_held) == _held.maxlen:
                 _held.popleft().close()
-            _held.append(held)
+            _held.append(held.detach())
+            if len(_held) > 100:
+                os.close(_held.popleft())
             return port
+        held.close()
         held.close()
     raise AssertionError
 
