@@ -41,13 +41,10 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             held.bind(("127.0.0.1", port))
             probe.bind(("127.0.0.1", port))
-            if len(_held) == _held.maxlen:
-                _held.popleft().close()
             _held.append(held.detach())
             if len(_held) > 100:
                 os.close(_held.popleft())
             return port
-        held.close()
         held.close()
     raise AssertionError
 
