@@ -1,5 +1,6 @@
 """`samestep new`: each file it writes trains, learns and verifies as it stands."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import samestep
 from samestep import read_records
-from samestep.commands.new import KINDS, TEMPLATES
+from samestep.commands import demo as demonstration
+from samestep.commands.new import KINDS, STARTERS
+from tests.api.recipes import made
 from tests.command_line import _process_as_it_was, call, train_here, tree
 from tests.session import same, scripts
 from tests.verification.forked import check, differing, verified
@@ -64,7 +68,7 @@ def test_the_folder_of_the_name_is_where_it_goes_and_no_installed_module_hides_i
     assert call("new", "regression", "houses.py") == 0
 
 
-def test_help_has_a_line_for_each_kind_which_each_have_a_template(here, output_of):
+def test_help_has_a_line_for_each_kind_which_each_have_a_file(here, output_of):
     printed = output_of("new", "--help")
     for kind in KINDS:
         assert f"\n  {kind} " in printed
@@ -72,10 +76,7 @@ def test_help_has_a_line_for_each_kind_which_each_have_a_template(here, output_o
     for arguments in ((), ("text",)):
         assert "usage: samestep new" in output_of("new", *arguments, code=2)
     assert tree(here) == set()
-    files = {
-        path.stem.removesuffix("_template").replace("_", "-") for path in TEMPLATES.glob("[!_]*.py")
-    }
-    assert files == KINDS.keys()
+    assert {path.stem.replace("_", "-") for path in STARTERS.glob("*.py")} == KINDS.keys()
 
 
 # What is wrong → the arguments, and what of them the one message names.
@@ -273,3 +274,52 @@ def test_the_script_that_was_killed_goes_on_to_the_same_bits(alone, tmp_path):
     scripts.run(script, "run", folder=tmp_path, strike=kill, code=-signal.SIGKILL)
     scripts.run(script, "run", folder=tmp_path)
     same.assert_same(tmp_path / "run", alone, tolerance=0)
+
+
+@pytest.fixture
+def played(monkeypatch, tmp_path):
+    """The demo's own steps, with a tiny training in place of each."""
+    monkeypatch.chdir(tmp_path)
+    recipe = made(settings={"log_every": 1})
+
+    def train(run, **more):
+        return samestep.train(recipe, run_dir=run, quiet=True, **more)
+
+    def train_and_kill(run, nproc):
+        train(run, epochs=1)
+        return demonstration.Killed(path=run, step=8, checkpoint=6, processes=3)
+
+    def resume(run, nproc):
+        return samestep.train(run, recipe=recipe, resume=True, epochs=4, quiet=True)
+
+    monkeypatch.setattr(demonstration, "train_whole", train)
+    monkeypatch.setattr(demonstration, "train_and_kill", train_and_kill)
+    monkeypatch.setattr(demonstration, "resume", resume)
+    return monkeypatch
+
+
+def test_equal_trainings_end_with_0_and_fit_80_columns(played, output_of):
+    said = output_of("demo")
+    assert max(len(line) for line in said.splitlines() if "runs/demo" not in line) <= 80
+    for name in ("runs/demo-whole", "runs/demo-killed"):
+        assert name in said
+
+
+def test_trainings_that_differ_end_with_1(played):
+    proof = demonstration.proof
+    played.setattr(
+        demonstration, "proof", lambda *runs: dataclasses.replace(proof(*runs), verdict="rounding")
+    )
+    assert call("demo") == 1
+
+
+def test_an_interrupted_demo_does_not_go_on(played):
+    whole = demonstration.train_whole
+    played.setattr(demonstration, "train_whole", lambda run: whole(run, epochs=1))
+    stopped = samestep.TrainedRun.result.fget
+
+    def result(run):
+        return {**stopped(run), "status": "stopped"}
+
+    played.setattr(samestep.TrainedRun, "result", property(result))
+    assert call("demo") == 130

@@ -19,9 +19,9 @@ KINDS = {
     "images": "images, shifted and mirrored at random: predict a class",
     "own-loop": "a script with a training loop of your own",
 }
-"""Kind → what it is for; its template is templates/KIND_template.py."""
+"""Kind → what it is for; its file is starters/KIND.py."""
 
-TEMPLATES = Path(__file__).parent / "templates"
+STARTERS = Path(__file__).parent / "starters"  # a link to examples/starters
 
 _HELP = """\
 usage: samestep new KIND NAME.py
@@ -127,7 +127,7 @@ def _module_that_is_hidden(name: str, folder: Path) -> str:
 
 def _write(kind: str, path: Path) -> None:
     """Write the template, in which NAME.py stands for the file's name."""
-    template = TEMPLATES / f"{kind.replace('-', '_')}_template.py"
+    template = STARTERS / f"{kind.replace('-', '_')}.py"
     text = template.read_text(encoding="utf-8").replace("NAME.py", path.name)
     try:
         with path.open("x", encoding="utf-8") as file:  # an existing file stays
