@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -204,25 +204,3 @@ def test_every_file_that_the_page_on_architecture_names_is_there():
         name for name in named if not ((SOURCE / name).is_file() or (root / name).is_file())
     ] == []
     assert named
-
-
-def test_old_names_work_with_a_warning(tmp_path, monkeypatch):
-    from samestep import OwnRun, Recipe, TrainedRun, open_run
-
-    with pytest.warns(DeprecationWarning, match="plot"):
-        recipe = Recipe(model=dict, data=list, picture=print)
-    assert recipe.plot is print
-    assert replace(recipe, name="other").plot is print
-    for name in ("settings.toml", "events.jsonl"):
-        (tmp_path / name).touch()
-    with pytest.warns(DeprecationWarning, match="per_epoch"):
-        assert TrainedRun(tmp_path).epochs == []
-    with pytest.warns(DeprecationWarning, match="keep_newest"):
-        assert isinstance(open_run(tmp_path / "run", keep_checkpoints=2), OwnRun)
-    import samestep
-
-    for name in samestep._MOVED:
-        monkeypatch.delitem(vars(samestep), name, raising=False)
-        with pytest.warns(DeprecationWarning, match=rf"samestep\.{name} is") as told:
-            assert getattr(samestep, name) is getattr(samestep, name)
-        assert len(told) == 1

@@ -22,7 +22,6 @@ Names are imported when they are first used, so importing samestep is cheap.
 
 import importlib
 import importlib.util
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from samestep.version import __version__
@@ -107,30 +106,14 @@ _UNLISTED = frozenset(
     {"CheckReport", "OwnRun", "SubmittedJob", "TrainedRun", "may_change", "read_records"}
 )
 """Results' types and helpers: public, but not what `samestep.<TAB>` offers."""
-_MOVED = {
-    **dict.fromkeys(
-        ("barrier", "cleanup", "is_main_process", "reduce_tensor", "setup_distributed"), "dist"
-    ),
-    "CIFAR10DataModule": "lightning",
-    "SpiralDataModule": "lightning",
-    "SpiralDataset": "recipes.spiral",
-    "split_indices": "data.order",
-}
-"""Names that were here before → their modules. They still work, with a warning."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "dist":
         return importlib.import_module("samestep.dist")
-    home = _HOMES.get(name) or _MOVED.get(name)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"samestep.{home}"), name)
-    globals()[name] = found  # so that the warning comes once
-    if name in _MOVED:
-        told = f"samestep.{name} is samestep.{home}.{name} now."
-        warnings.warn(told, DeprecationWarning, stacklevel=2)
-    return found
+    return getattr(importlib.import_module(f"samestep.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -200,8 +199,6 @@ class Recipe:
     plot: Callable[..., None] | None = None
     """(options, file, rows, figure) → draws what `samestep predict --plot` was asked for into a
     figure of matplotlib; the rows are what `predict` shows of the file, in its order."""
-    picture: Callable[..., None] | None = None
-    """The old name of `plot`."""
     pictures: Mapping[str, Callable[[nn.Module, Splits], Any]] = field(default_factory=dict)
     """name → (model, data) → a picture of the run: a matplotlib figure or HTML text. Rank 0
     calls it when a run ends, with the best weights, in eval mode."""
@@ -219,10 +216,6 @@ class Recipe:
     """The recipe's file, if it comes from one; set by samestep."""
 
     def __post_init__(self) -> None:
-        if self.picture is not None:
-            warnings.warn("Recipe(picture=…) is Recipe(plot=…) now.", DeprecationWarning, 3)
-            object.__setattr__(self, "plot", self.picture)
-            object.__setattr__(self, "picture", None)
         if self.metrics is _BY_DEFAULT:
             own = dict(_BY_DEFAULT) if is_cross_entropy(self.loss) else {}
             object.__setattr__(self, "metrics", own)

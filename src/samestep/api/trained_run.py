@@ -6,7 +6,6 @@ import json
 import math
 import os
 import tomllib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -104,12 +103,6 @@ class TrainedRun:
                 row = next((r for r in rows.values() if r["step"] == record["step"]), {})
                 row |= {f"validation_{name}": v for name, v in metric_values(record).items()}
         return list(rows.values())
-
-    @property
-    def epochs(self) -> list[dict[str, Any]]:
-        """The old name of `per_epoch`."""
-        warnings.warn("run.epochs is run.per_epoch now.", DeprecationWarning, stacklevel=2)
-        return self.per_epoch
 
     def report(self, output: AnyPath | None = None) -> Path:
         """Make one self-contained page of the run, and return its file.

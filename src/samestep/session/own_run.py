@@ -2,7 +2,6 @@
 
 import sys
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -852,7 +851,6 @@ def open_run(
     backend: Backend = "auto",
     timeout_s: float = 600.0,
     stall_s: float | None = None,
-    keep_checkpoints: int | None = None,
 ) -> OwnRun:
     """Return a run for a training loop of your own, on one rank or several.
 
@@ -880,16 +878,12 @@ def open_run(
         backend: what connects the ranks; "auto" chooses by platform and device.
         timeout_s: seconds that ranks wait for the slowest of them.
         stall_s: seconds without a step after which ranks count as hung, as `--stall-s`; 0: never.
-        keep_checkpoints: the old name of `keep_newest`.
 
     Raises:
         SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
             after a stop signal, with a checkpoint.
     """
     arguments, place = locals(), path and Path(path).absolute()
-    if arguments.pop("keep_checkpoints") is not None:
-        warnings.warn("open_run(keep_checkpoints=…) is keep_newest=… now.", DeprecationWarning, 2)
-        arguments["keep_newest"] = keep_checkpoints
     kept: Any = {} if settings is None else settings
     texts = kept.items() if isinstance(kept, Mapping) else ()
     is_path = {n for n, v in texts if isinstance(v, str | Path) and Path(v).absolute() == place}

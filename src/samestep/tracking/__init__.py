@@ -126,5 +126,3 @@ class TrackedResult:
     values: Mapping[str, Scalar]
     """result.json, flat: `test.accuracy`, `best.value`, `steps`; without what `facts` have."""
 
-
-Entry, Result = TrackedRecord, TrackedResult  # the names that trackers written earlier import
