@@ -17,7 +17,6 @@ def images_and_labels(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray
 
 
 def write_binary(folder: Path, *, per_file: int = 20, num_test: int = 30) -> Path:
-    """Write the six files of the binary version."""
     folder.mkdir(parents=True, exist_ok=True)
     counts = {f"data_batch_{number}.bin": per_file for number in range(1, 6)}
     for seed, (name, count) in enumerate({**counts, "test_batch.bin": num_test}.items()):

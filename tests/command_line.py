@@ -50,7 +50,6 @@ def start(
 def run(
     *arguments: str, world_size: int = 1, folder: Path, environment: dict[str, str] | None = None
 ) -> Ranks:
-    """Run the command line to its good end."""
     ranks = start(*arguments, world_size=world_size, folder=folder, environment=environment)
     assert ranks.wait() == [0] * world_size, ranks.output()
     return ranks

@@ -33,24 +33,6 @@ LEFT_OUT = re.compile(r"^ *(?:# )?…$", re.MULTILINE)
 """A line that stands for lines which an excerpt leaves out."""
 
 
-def test_an_excerpt_is_found_word_for_word_in_the_file_that_it_names():
-    excerpts = [
-        (page, path, code)
-        for page in PAGES
-        for _, path, code in BLOCK.findall(page.read_text())
-        if path
-    ]
-    assert {page.stem for page, *_ in excerpts} >= set(LESSONS)
-    for page, path, code in excerpts:
-        source = (ROOT / path).read_text()
-        for part in LEFT_OUT.split(textwrap.dedent(code)):
-            lines = textwrap.dedent(part).strip("\n")
-            indents = (textwrap.indent(lines, " " * depth) for depth in range(0, 17, 4))
-            found = next((text for text in indents if f"\n{text}\n" in f"\n{source}"), None)
-            assert found is not None, f"{page.name} shows what is not in {path}:\n{lines}"
-            source = source.partition(found)[2]
-
-
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_a_lesson_shows_no_code_that_is_in_no_file(lesson):
     blocks = BLOCK.findall((ROOT / "docs" / "examples" / f"{lesson}.md").read_text())
@@ -73,7 +55,7 @@ def steps() -> dict[str, list[list[str]]]:
     return rows
 
 
-def test_every_step_of_the_five_lessons_has_its_page_and_its_file_with_what_it_names():
+def test_every_step_has_its_page_its_file_its_words_and_its_excerpt():
     found = steps()
     assert {lesson: len(rows) for lesson, rows in found.items()} == STEPS
     for step, page, files in (row for rows in found.values() for row in rows):
@@ -85,6 +67,36 @@ def test_every_step_of_the_five_lessons_has_its_page_and_its_file_with_what_it_n
             text = (ROOT / path).read_text()
             missing = [name for name in names.split() if name not in text]
             assert not missing, f"{step}: {missing} not in {path}"
+    excerpts = [
+        (page, path, code)
+        for page in PAGES
+        for _, path, code in BLOCK.findall(page.read_text())
+        if path
+    ]
+    assert {page.stem for page, *_ in excerpts} >= set(LESSONS)
+    for page, path, code in excerpts:
+        source = (ROOT / path).read_text()
+        for part in LEFT_OUT.split(textwrap.dedent(code)):
+            lines = textwrap.dedent(part).strip("\n")
+            indents = (textwrap.indent(lines, " " * depth) for depth in range(0, 17, 4))
+            found = next((text for text in indents if f"\n{text}\n" in f"\n{source}"), None)
+            assert found is not None, f"{page.name} shows what is not in {path}:\n{lines}"
+            source = source.partition(found)[2]
+    for step, page, _ in (row for rows in steps().values() for row in rows):
+        shown = ""
+        for label, target, heading in LINK.findall(page):
+            path = ROOT / "docs" / "examples" / target
+            number = int((re.findall(r"section (\d+)", label) or ["0"])[0])
+            notebook = path.suffix == ".ipynb"
+            shown += in_notebook(path, number) if notebook else under(path, heading)
+        shown = shown.lower().replace("-", "_")
+        names = re.findall(r"[A-Za-z]\w+", " ".join(re.findall(r"`([^`]+)`", step)))
+        names += re.findall(r"\w+_\w+|\d[\d.,]*\d", re.sub(r"^\w+: ", "", step))
+        missing = {name for name in names if name.lower() not in shown}
+        assert not missing, f"{step}: {page} does not show {missing}"
+        words = re.findall(r"[^\W\d_]{4,}", re.sub(r"`[^`]+`|^\w+: ", "", step.lower()))
+        found = [word for word in words if word[:5] in shown]
+        assert len(found) >= 0.6 * len(words), f"{step}: {page} has only {found}"
 
 
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#]+)(?:#([^)]+))?\)")
@@ -113,25 +125,6 @@ def in_notebook(notebook: Path, number: int) -> str:
             data = [output.get("data", output) for output in cell.get("outputs", ())]
             told += [source, *("".join(d.get("text/markdown", d.get("text", ""))) for d in data)]
     return "\n".join(told)
-
-
-def test_the_words_of_a_step_are_under_the_headings_to_which_it_leads():
-    """Every name in code and every number, and most of the other words, by how they begin."""
-    for step, page, _ in (row for rows in steps().values() for row in rows):
-        shown = ""
-        for label, target, heading in LINK.findall(page):
-            path = ROOT / "docs" / "examples" / target
-            number = int((re.findall(r"section (\d+)", label) or ["0"])[0])
-            notebook = path.suffix == ".ipynb"
-            shown += in_notebook(path, number) if notebook else under(path, heading)
-        shown = shown.lower().replace("-", "_")
-        names = re.findall(r"[A-Za-z]\w+", " ".join(re.findall(r"`([^`]+)`", step)))
-        names += re.findall(r"\w+_\w+|\d[\d.,]*\d", re.sub(r"^\w+: ", "", step))
-        missing = {name for name in names if name.lower() not in shown}
-        assert not missing, f"{step}: {page} does not show {missing}"
-        words = re.findall(r"[^\W\d_]{4,}", re.sub(r"`[^`]+`|^\w+: ", "", step.lower()))
-        found = [word for word in words if word[:5] in shown]
-        assert len(found) >= 0.6 * len(words), f"{step}: {page} has only {found}"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

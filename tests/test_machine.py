@@ -52,7 +52,7 @@ def test_the_control_groups_quota_is_read(tmp_path, kind):
     assert quota_cores(tmp_path) == cores
 
 
-def test_free_memory_is_the_least_that_the_machine_and_each_group_above_allow(tmp_path):
+def test_free_memory_is_the_least_that_machine_and_groups_allow_of_either_kind(tmp_path):
     assert free_memory_bytes(tmp_path) is None
     write(tmp_path / "proc/meminfo", f"MemTotal: 99 kB\nMemAvailable: {8 * 2**20} kB\n")
     assert free_memory_bytes(tmp_path) == 8 * GIB
@@ -66,15 +66,13 @@ def test_free_memory_is_the_least_that_the_machine_and_each_group_above_allow(tm
         write(top / group / "memory.current", f"{used}\n")
         write(top / group / "memory.stat", f"anon 5\ninactive_file {inactive}\n")
     assert free_memory_bytes(tmp_path) == 4 * GIB
-
-
-def test_free_memory_knows_the_older_control_groups(tmp_path):
-    write(tmp_path / "proc/meminfo", f"MemAvailable: {8 * 2**20} kB\n")
-    write(tmp_path / "proc/self/cgroup", "5:cpu,cpuacct:/x\n3:memory:/docker/ab\n")
-    group = tmp_path / "sys/fs/cgroup/memory"  # the container sees its own group as the mount
+    write(tmp_path / "older" / "proc/meminfo", f"MemAvailable: {8 * 2**20} kB\n")
+    write(tmp_path / "older" / "proc/self/cgroup", "5:cpu,cpuacct:/x\n3:memory:/docker/ab\n")
+    # The container sees its own group as the mount.
+    group = tmp_path / "older" / "sys/fs/cgroup/memory"
     write(group / "memory.limit_in_bytes", f"{2 * GIB}")
     write(group / "memory.usage_in_bytes", f"{GIB}")
     write(group / "memory.stat", "inactive_file 7\ntotal_inactive_file 0\n")
-    assert free_memory_bytes(tmp_path) == GIB
+    assert free_memory_bytes(tmp_path / "older") == GIB
     write(group / "memory.limit_in_bytes", f"{2**63 - 4096}")
-    assert free_memory_bytes(tmp_path) == 8 * GIB
+    assert free_memory_bytes(tmp_path / "older") == 8 * GIB

@@ -89,14 +89,11 @@ def test_a_settings_file_that_cannot_be_one_is_refused(here, refused, kind):
     assert "a.toml" in refused("train", "spiral", "--config", "a.toml")
 
 
-def test_two_flags_that_set_one_field_alike_are_taken_and_of_a_repeated_one_the_last_counts():
+def test_flags_that_set_a_field_alike_are_taken_and_some_have_units(here):
     words = "--checkpoint-every 30min --checkpoint-every-minutes 30 --eval-every 2steps"
     assert "30" in own_flags(["spiral", *words.split()])
     last = "--monitor loss:min --monitor accuracy --eval-every 2steps --eval-every 1epoch"
     assert own_flags(last.split()) == ["--monitor", "accuracy", "--eval-every-epochs", "1"]
-
-
-def test_flags_with_units_and_a_table_of_trackers_set_what_a_run_keeps(here):
     (here / "my.toml").write_text('checkpoint_every = "30min"\n[track]\noffline = true\n')
     flags = ("--eval-every=1epoch,2steps", "--monitor", "loss:min", "--max-steps", "2")
     command = ("train", "spiral", "--config", "my.toml", "--num-samples", "200", *flags)

@@ -26,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_each_page_of_the_handbook_is_in_it_with_what_it_loads(site):
+def test_each_page_is_in_it_with_what_it_loads_and_shows_no_markup(site):
     pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     assert all((site / page).with_suffix(".html").is_file() for page in pages)
     named = (ROOT / "mkdocs.yml").read_text()
@@ -40,9 +40,6 @@ def test_each_page_of_the_handbook_is_in_it_with_what_it_loads(site):
             path = target.partition("#")[0].partition("?")[0]
             found = target.startswith("data:") or not path or (page.parent / path).exists()
             assert found, f"{page.relative_to(site)}: {target}"
-
-
-def test_a_notebook_has_its_outputs_and_a_table_of_flags_its_headings(site):
     text = (site / "source" / "examples" / "cifar10_lightning" / "walkthrough.html").read_text()
     assert 'id="12-testing-the-best-checkpoint"' in text
     assert "10,000 test images" in text
@@ -53,9 +50,6 @@ def test_a_notebook_has_its_outputs_and_a_table_of_flags_its_headings(site):
     row = text[text.index('<span class="whole">--warmup-steps</span>') :].partition("</tr>")[0]
     assert '<td data-label="default"><code>0</code></td>' in row
     assert '<td data-label="on resume">' in row
-
-
-def test_the_site_says_its_version_and_shows_no_markup_that_it_cannot_draw(site):
     assert f"samestep {__version__}" in (site / "index.html").read_text()
     offer = 'href="../source/examples.zip"'
     assert offer in (site / "examples" / "mnist-profiling.html").read_text()

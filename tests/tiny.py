@@ -104,7 +104,6 @@ def train(
 
 
 def resume(run: Path, *flags: str, world_size: int = 1, folder: Path) -> Ranks:
-    """Go on with a run to its end, which must be a good one."""
     return train(run, "--resume", *flags, world_size=world_size, folder=folder)
 
 
@@ -117,7 +116,6 @@ def trained(recipe: Path, run: Path, *flags: str, on: int = 1) -> str:
 
 
 def resumed(run: Path, *flags: str, on: int = 1) -> str:
-    """Go on with a run as `trained` trains."""
     return _to_the_end([str(run), "--resume", *flags], run, on)
 
 
@@ -172,7 +170,6 @@ def until(condition: Callable[[], bool], ranks: Ranks | None = None) -> None:
 
 
 def num_records(run: Path) -> int:
-    """Return how many whole records a run has written so far."""
     file = run / "events.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
@@ -233,7 +230,6 @@ def assert_close(one: Any, other: Any, tolerance: float) -> None:
 
 
 def read_index(run: Path) -> dict[str, Any]:
-    """Return the index of a run's checkpoints as any reader of JSON sees it."""
     table: dict[str, Any] = json.loads((run / "checkpoints" / "index.json").read_text())
     return table
 

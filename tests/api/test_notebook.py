@@ -42,7 +42,6 @@ class Kernel:
                 meanwhile(shown[-1])
 
     def value(self, code: str) -> str:
-        """Return the value of a cell's last line."""
         return self.run(code)[-1]["data"]["text/plain"]
 
 

@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
 import pydoc
 import random
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +56,7 @@ def test_it_goes_on_with_a_run_by_the_run_its_path_or_its_run_dir():
     assert sum(record["event"] == "resume" for record in again.history) == 3
 
 
-def test_numbers_of_numpy_and_paths_are_settings_too_and_it_trains_in_a_thread():
+def test_settings_may_be_numpys_paths_lists_or_text_and_it_trains_in_a_thread():
     given = {"epochs": np.int64(1), "lr": np.float64(0.5), "run_dir": Path("x")}
     trained = samestep.train(made(), quiet=True, **given)
     assert (trained.settings["epochs"], trained.settings["lr"]) == (1, 0.5)
@@ -63,6 +65,13 @@ def test_numbers_of_numpy_and_paths_are_settings_too_and_it_trains_in_a_thread()
     with ThreadPoolExecutor(1) as pool:
         trained = pool.submit(samestep.train, made(), epochs=1, quiet=True).result()
     assert trained.result["status"] == "completed"
+    trained = samestep.train(made(), epochs=1, quiet=True)
+    for names in ("lr,momentum", ["lr", "momentum"]):
+        more = {"allow_change": names, "lr": 0.5, "epochs": 2, "quiet": True}
+        samestep.train(trained, recipe=made(), resume=True, **more)
+        (trained.path / "checkpoints" / "checkpoint_epoch_2.pt").unlink()
+    tagged = samestep.train(made(), epochs=1, track_tags=["a", "b"], quiet=True)
+    assert tagged.settings["track_tags"] == "a,b"
 
 
 def generators() -> tuple:
@@ -103,16 +112,6 @@ def test_a_recipe_file_that_changes_the_working_directory_moves_no_run(here):
     assert trained.settings["recipe"] == str(here / "moves.py")
 
 
-def test_a_setting_of_several_names_is_a_list_or_one_text():
-    trained = samestep.train(made(), epochs=1, quiet=True)
-    for names in ("lr,momentum", ["lr", "momentum"]):
-        more = {"allow_change": names, "lr": 0.5, "epochs": 2, "quiet": True}
-        samestep.train(trained, recipe=made(), resume=True, **more)
-        (trained.path / "checkpoints" / "checkpoint_epoch_2.pt").unlink()
-    tagged = samestep.train(made(), epochs=1, track_tags=["a", "b"], quiet=True)
-    assert tagged.settings["track_tags"] == "a,b"
-
-
 def test_an_interrupt_stops_after_the_step_saves_and_returns_the_run():
     recipe = made()
     whole = samestep.train(recipe, quiet=True).result["weights_sha256"]
@@ -124,7 +123,7 @@ def test_an_interrupt_stops_after_the_step_saves_and_returns_the_run():
     assert again.result["weights_sha256"] == whole
 
 
-def test_a_second_interrupt_ends_the_training_and_not_the_process():
+def test_a_second_interrupt_ends_the_training_and_a_signal_the_process_once_saved():
     class Twice(Interrupts):
         def forward(self, x):
             with contextlib.suppress(KeyError):
@@ -140,9 +139,6 @@ def test_a_second_interrupt_ends_the_training_and_not_the_process():
     assert resumed["status"] == "completed"
     whole = samestep.train(made(), quiet=True).result
     assert whole["weights_sha256"] == resumed["weights_sha256"]
-
-
-def test_a_signal_that_ends_the_process_does_so_once_all_is_saved():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(sorted(Path("t").iterdir())))
     try:
@@ -215,7 +211,7 @@ def test_a_caught_error_leaves_the_way_of_showing_errors_as_it_was(here, monkeyp
         assert sys.excepthook is sys.__excepthook__
 
 
-def test_a_process_in_a_group_of_its_own_is_told_so():
+def test_what_a_run_has_not_yet_and_a_group_of_its_own_are_told():
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -223,6 +219,12 @@ def test_a_process_in_a_group_of_its_own_is_told_so():
             samestep.train(made(), quiet=True)
     finally:
         torch.distributed.destroy_process_group()
+    trained = samestep.train(made(), epochs=1, quiet=True)
+    file = trained.path / "result.json"
+    for spoil in (lambda: file.write_text("[" * 100_000), file.unlink):
+        spoil()
+        with pytest.raises(UserError):
+            trained.result  # noqa: B018 - reading it is the test
 
 
 def test_a_script_with_a_loop_of_its_own_is_not_run_as_a_recipe(here, refused):
@@ -239,15 +241,13 @@ def test_a_script_with_a_loop_of_its_own_is_not_run_as_a_recipe(here, refused):
     assert not (here / "ran").exists()
 
 
-def test_a_recipe_file_that_trains_when_it_is_read_is_told_so(here):
+def test_a_training_within_another_or_at_reading_is_told_so(here):
     (here / "eager.py").write_text(f"{RECIPE}\nimport samestep\nsamestep.train('eager.py')\n")
     with pytest.raises(UserError) as told:
         samestep.train("eager.py", quiet=True)
     assert "__main__" in str(told.value)
     assert not (here / "runs").exists()
 
-
-def test_a_training_within_a_training_is_told_so():
     def nested():
         samestep.train(made(), quiet=True)
         return nn.Linear(4, 2)
@@ -255,15 +255,6 @@ def test_a_training_within_a_training_is_told_so():
     with pytest.raises(UserError):
         samestep.train(made(nested), quiet=True)
     assert samestep.train(made(), epochs=1, quiet=True).result["status"] == "completed"
-
-
-def test_what_a_run_has_not_yet_or_not_whole_is_told():
-    trained = samestep.train(made(), epochs=1, quiet=True)
-    file = trained.path / "result.json"
-    for spoil in (lambda: file.write_text("[" * 100_000), file.unlink):
-        spoil()
-        with pytest.raises(UserError):
-            trained.result  # noqa: B018 - reading it is the test
 
 
 def test_help_lists_the_functions_their_settings_and_the_fields_of_a_recipe():
@@ -292,3 +283,128 @@ def test_the_runs_of_a_folder_are_listed_also_from_within_a_training():
     for call in (lambda: samestep.runs("nowhere"), lambda: samestep.runs(sort="size")):
         with pytest.raises(UserError):
             call()
+
+
+ALL_KINDS = """
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+SCALE = torch.ones(4)  # made where the file is read: in the modes of the caller, if nobody minds
+
+def data():
+    x = torch.randn(90, 4, generator=torch.Generator().manual_seed(7)) * SCALE
+    y = (x[:, 0] * x[:, 1] > 0).long()
+    return Splits(train=(x[:60], y[:60]), validation=(x[60:75], y[60:75]), test=(x[75:], y[75:]))
+
+def model():
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+
+recipe = Recipe(
+    model=model, data=data, read=lambda _, file: [torch.arange(4.0), -torch.arange(4.0)],
+    settings={"epochs": 5, "batch_size": 12, "lr": 0.05, "oversubscribe": True},
+    accepts=("dropout",),
+)
+"""
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+AROUND = {
+    "nothing": contextlib.nullcontext,
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no autocast": lambda: torch.autocast("cpu", enabled=False),
+    "float64": lambda: default_dtype(torch.float64),
+    "another device": lambda: torch.device("meta"),
+}
+
+
+@contextlib.contextmanager
+def everything():
+    with contextlib.ExitStack() as stack:
+        for around in AROUND.values():
+            stack.enter_context(around())
+        yield
+
+
+TOGETHER = {"nothing": contextlib.nullcontext, "everything": everything}
+
+
+def modes() -> tuple:
+    return (
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
+        *(torch.get_default_device(), torch.is_autocast_enabled("cpu")),
+        *(torch.is_autocast_cache_enabled(), nesting()),
+    )
+
+
+def nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    """Return the run that the command line trains in a precision: its folder holds the recipe."""
+    folder = tmp_path_factory.mktemp("typed")
+    (folder / "small.py").write_text(ALL_KINDS)
+    (folder / "any.txt").write_text("")
+
+    @cache
+    def train(precision: str, *more: str) -> Path:
+        path = folder / "-".join([precision, *more])
+        flags = ("--precision", precision, "--run-dir", str(path), *more)
+        train_here(str(folder / "small.py"), *flags)
+        return path
+
+    return train
+
+
+def losses(path: Path) -> list[float]:
+    return [r["loss"] for r in samestep.read_records(path) if r["event"] == "step"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_it_is_the_training_of_the_command_line_in_each_mode(precision, typed, tmp_path, output_of):
+    path = typed(precision, "--log-every", "1")
+    assert len(losses(path)) == 25
+    file, expected = path.parent / "any.txt", read_json(path / "result.json")
+    evaluated = json.loads(output_of("evaluate", path, "--json"))
+    lines = output_of("predict", path, file, "--json").splitlines()
+    predicted = [json.loads(line) for line in lines]
+    saved = torch.load(path / "checkpoints" / evaluated["checkpoint"], weights_only=True)
+    for mode, around in AROUND.items() if precision == "bf16" else TOGETHER.items():
+        with around():
+            before = modes()
+            how = {"precision": precision, "log_every": 1, "run_dir": tmp_path / mode}
+            trained = samestep.train(path.parent / "small.py", quiet=True, **how)
+            assert modes() == before
+            assert samestep.evaluate(path) == evaluated, mode
+            assert samestep.predict(path, file) == predicted, mode
+            model = samestep.load(path)
+        assert losses(trained.path) == losses(path), mode
+        for name in ("weights_sha256", "test", "best", "steps", "status"):
+            assert trained.result[name] == expected[name], mode
+        kept = [(run / "settings.toml").read_text() for run in (path, trained.path)]
+        assert kept[0] == kept[1], mode
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, saved["model"][name]), mode
+        assert all(p.requires_grad and not p.is_inference() for p in model.parameters())
+
+
+def test_on_two_ranks_it_is_the_command_line_s_to_the_last_bit(typed, tmp_path):
+    path = typed("bf16", "--virtual-ranks", "2")
+    how = {"nproc": 2, "precision": "bf16", "virtual_ranks": 2, "run_dir": tmp_path / "two"}
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        trained = samestep.train(path.parent / "small.py", quiet=True, **how)
+        assert samestep.compare(path, trained)["same_training"][0]["verdict"] == "equal"
+    assert trained.result["weights_sha256"] == read_json(path / "result.json")["weights_sha256"]

@@ -150,6 +150,18 @@ def found_in(
     return found
 
 
+def remedied(text: str, found: Mistake) -> str:
+    """Return a script with the change that a finding prints."""
+    diff = [line for line in found.remedy.splitlines() if line[:2] in ("- ", "+ ", "  ")]
+    old = [line[2:] for line in diff if line[0] != "+"]
+    lines = text.splitlines()
+    places = [one.line - 1 for one in (found, *found.related)]
+    (place,) = [n for n in places if [line.strip() for line in lines[n : n + len(old)]] == old]
+    indent = lines[place][: -len(lines[place].lstrip())]
+    lines[place : place + len(old)] = [indent + line[2:] for line in diff if line[0] != "-"]
+    return "\n".join(lines) + "\n"
+
+
 def codes(report: CheckReport) -> set[str]:
     """Return the codes of what was found."""
     return {finding.code for finding in report.findings}

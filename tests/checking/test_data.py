@@ -3,7 +3,10 @@
 import re
 
 import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from samestep.checking.samples import lost_rows
 from tests.checking.planted import check, found_in, planted
 
 SAMPLER = "    sampler = DistributedSampler(train_set, shuffle=True, seed=0)\n"
@@ -353,3 +356,14 @@ def test_nothing_is_found_in_what_looks_like_a_mistake_with_the_data_and_is_righ
     report = check(tmp_path, RIGHT)
     assert [f for f in report.findings if f.severity != "advice"] == []
     assert any(said.startswith("SS107") for said in report.not_seen)
+
+
+def test_rows_that_a_batch_lacks_are_counted_where_that_is_sure():
+    x, lengths = torch.randn(4, 3), (3, 6, 4)
+    assert lost_rows([*x, None], x[1:]) == 1
+    assert lost_rows(list(x), x[:3] + 1) == 0, "they may be mixed or augmented"
+    assert lost_rows(list(x), [x[:1], x[1:]]) == 0
+    words = list(torch.randperm(sum(lengths)).split(lengths))
+    assert lost_rows(words, pad_sequence(words[1:], batch_first=True)[:, :-1]) == 1
+    assert lost_rows(words, pad_sequence(words[1:])) == 0, "time comes first"
+    assert lost_rows(words, torch.cat(words)[None]) == 0, "packed into one row"

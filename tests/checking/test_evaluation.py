@@ -61,7 +61,7 @@ DROPS = (("\n\ndef main():\n", FUNCTIONAL), ("nn.ReLU(), ", "nn.ReLU(), Drops(),
 DROPS_ALWAYS = planted(*DROPS).replace("MODE", "")
 NEVER_IN_EVAL = planted(DROPOUT, ("        model.eval()\n", ""))
 OF_MEANS_OF_COUNTS = planted(
-    (LOADER, OF_A_PART.replace("24", "25")),
+    (LOADER, OF_A_PART.replace("32", "33")),
     (
         f"{REDUCE}        accuracy = float(counts[0] / counts[1])\n",
         """\
@@ -73,6 +73,10 @@ OF_MEANS_OF_COUNTS = planted(
     ),
     ("x = torch.randn(96", "x = torch.randn(97"),
     NO_BEST,
+)
+IN_A_LIBRARY = planted(
+    *(UNEQUAL, NO_BEST, (REDUCE, f"{MEAN}        mean.div_(2)\n")),
+    ("float(counts[0] / counts[1])", "0.0"),
 )
 AVERAGE = """\
             optimizer.step()
@@ -97,6 +101,23 @@ TAUGHT = planted(
     ("    best = 0.0\n", f"    best, teacher = 0.0, {DROPOUT[1]}\n"),
     NO_BEST,
 )
+WITHIN = f"""
+
+class Taught(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = {MODEL}
+        self.teacher = {DROPOUT[1]}.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            soft = self.teacher(x)
+        return self.net(x) + 0 * soft
+
+
+def main():
+"""
+TAUGHT_WITHIN = planted((f"DDP({MODEL})", "DDP(Taught())"), ("\n\ndef main():\n", WITHIN))
 ATTENDS = planted(*DROPS).replace(
     "dropout(xMODE)", "scaled_dot_product_attention(x, x, x, dropout_p=0.5)"
 )
@@ -112,7 +133,9 @@ PLANTED = {
     "dropout by a function": (DROPS_ALWAYS, "SS707", "functional.dropout(", "p=0.5"),
     "dropout in attention": (ATTENDS, "SS707", "functional.scaled", "p=0.5"),
     "a teacher in training mode": (TAUGHT, "SS707", "soft = teacher(", "Sequential, whose"),
+    "a teacher within the model": (TAUGHT_WITHIN, "SS707", "soft = self.teacher", "Sequential"),
     "an average of rank 0": (AVERAGED, "SS405", "right = average(", "in 3 evaluations"),
+    "a mean that is not shown": (IN_A_LIBRARY, "SS402", "dist.all_reduce(mean)", "8 and 24"),
     "a count that is cut": (OF_MEANS_OF_COUNTS, "SS402", "dist.all_reduce(total)", "33 / 2 = 16"),
     "gradients in evaluation": (WITH_GRADIENTS, "SS709", "right = model("),
 }

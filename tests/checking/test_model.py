@@ -111,7 +111,42 @@ class Masters(torch.optim.SGD):
 
 def main():
 """
+EXPERTS = """\
+            optimizer.zero_grad()
+            outputs = shared(inputs) + expert(inputs)
+            loss = loss_of(outputs, labels)
+            loss.backward()
+            for p in shared.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= 2
+            norm = nn.utils.get_total_norm([p.grad for p in own])
+            NORM
+            nn.utils.clip_grad_norm_(own, 0.1)
+            optimizer.step()
+"""
+TWO_PARTS = """\
+shared, expert = nn.Linear(8, 2), nn.Linear(8, 2)
+    nn.init.constant_(expert.weight, 0.1 + rank)
+    own = [*shared.parameters(), *expert.parameters()]"""
+OF_EXPERTS = planted(
+    (f"            optimizer.zero_grad()\n{LOSS}{BACKWARD}{STEP}", EXPERTS),
+    (f"model = {WRAPPED}", TWO_PARTS),
+    ("model.parameters()", "own"),
+    ("model(inputs).argmax(1)", "shared(inputs).argmax(1)"),
+    ("model.module", "shared"),
+    ("        model.train()\n", ""),
+    ("        model.eval()\n", ""),
+    ("    del model, ", "    del "),
+)
+CLIPPED_APART = OF_EXPERTS.replace("            NORM\n", "")
+CLIPS = "nn.utils.clip_grad_norm_(own, 0.1)"
+CLIPPED_ALIKE = planted(
+    (CLIPS, "nn.utils.clip_grads_with_norm_(own, 0.1, norm)"),
+    ("NORM", "dist.all_reduce(norm, op=dist.ReduceOp.MAX)"),
+    base=OF_EXPERTS,
+)
 RIGHT = {
+    "experts clipped by one norm": CLIPPED_ALIKE,
     "master weights": unwrapped(
         ("\n\ndef main():\n", MASTERS),
         ("torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)", "Masters(model, 0.1)"),
@@ -167,3 +202,7 @@ def test_ranks_that_join_with_unequal_shares_do_not_drift_apart(tmp_path):
 
 def test_one_process_is_asked_nothing_about_ranks(tmp_path):
     assert check(tmp_path, unwrapped(), nproc=1).findings == []
+
+
+def test_experts_that_are_clipped_by_each_ranks_own_norm_are_found(tmp_path):
+    found_in(tmp_path, CLIPPED_APART, "SS203", CLIPS, "2 gradients that are equal", "limit of 0.1")

@@ -55,11 +55,17 @@ DECAYS = planted(
     ),
     ("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
     (STEP, f"{STEP}            net.requires_grad_(False)\n"),
-    (MODEL, MODEL.replace("))", "), find_unused_parameters=True)")),
+    (MODEL, f"{MODEL[:-1]}, find_unused_parameters=True)"),
 )
 LEARNS = planted(
     (MODEL, MODEL.replace("nn.ReLU()", "nn.BatchNorm1d(16).requires_grad_(False), nn.ReLU()")),
     ("DataLoader(train_set, batch_size=8", "DataLoader(train_set, batch_size=16"),
+)
+IN_VAIN = planted((MODEL, f"{MODEL}\n    model.module[0].requires_grad = False"))
+TAKEN = "best = accuracy\n            kept = model.module.state_dict()"
+LOADS_ITSELF = planted(
+    ("best = accuracy", TAKEN),
+    ("        dist.barrier()\n", "    model.module.load_state_dict(kept)\n    dist.barrier()\n"),
 )
 FROZEN = planted((STEP, f"            optimizer.param_groups[0]['lr'] = 0.0\n{STEP}"))
 UNTRAINED = planted(
@@ -76,16 +82,18 @@ UNTRAINED = planted(
         (early(REPLACED), "SS702", "optimizer = torch.optim", "2 tensors"),
         (early(COPIED), "SS702", "optimizer = torch.optim", "4 tensors"),
         (RESTORED, "SS703", "optimizer.step()", "1 of 4 parameters"),
-        (FROZEN, "SS703", "optimizer.step()", "all 6 steps"),
+        (FROZEN, "SS703", "optimizer.step()", "all 7 steps"),
         (LATE, "SS703", "optimizer.step()", "1 of 4 parameters"),
         (STOPPED, "SS703", "optimizer.step()", "before step 20 as before step 10"),
         (DECAYS, "SS713", "optimizer.step()", "2 parameters"),
         (LEARNS, "SS713", "loss = loss_of", "1 frozen"),
+        (IN_VAIN, "SS713", "loss = loss_of", "an attribute of 0 was set"),
+        (LOADS_ITSELF, "SS714", "load_state_dict(kept)", "its own tensors"),
         (UNTRAINED, "SS712", "torch.save(", "after 8 steps"),
     ],
     ids=[
         *("held in part", "loaded", "part replaced", "copied", "restored", "frozen", "late"),
-        *("stopped", "decays", "norms learn", "untrained"),
+        *("stopped", "decays", "norms learn", "in vain", "not copied", "untrained"),
     ],
 )
 def test_weights_that_are_not_trained_or_not_saved_are_found(tmp_path, text, code, line, number):

@@ -159,6 +159,7 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
         ),
         ((STEP, f"            with {AUTOCAST}:\n{STEP.replace('   ', '    ')}"),),
         (SCALER, (STEP, SCALED.replace(UNSCALE, "").replace("1.0)", "float('inf'))"))),
+        ((BACKWARD, f"{BACKWARD}\n{SUMMED}                p.grad /= 2"),),
     ],
     ids=[
         *("accumulation", "a scaler", "a scheduler of steps", "a cosine of steps"),
@@ -166,6 +167,7 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
             "a logged pair, as large as a bias",
             "an autocast for each step",
             "a norm that is only read",
+            "averages that are averaged again",
         ),
     ],
 )

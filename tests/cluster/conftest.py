@@ -14,10 +14,8 @@ def pytest_itemcollected(item):
     The longest file has a sandbox of its own, beside the others; two hosts need none.
     """
     item.add_marker(pytest.mark.cluster)
-    group = {"test_survival": "long jobs"}.get(item.path.stem, "cluster")
-    if item.path.stem in ("test_doctor_network", "test_two_hosts", "test_elastic"):
-        group = "hosts"
-    item.add_marker(pytest.mark.xdist_group(group))
+    groups = {"test_survival": "long jobs", "test_two_hosts": "hosts", "test_elastic": "hosts"}
+    item.add_marker(pytest.mark.xdist_group(groups.get(item.path.stem, "cluster")))
 
 
 @pytest.fixture(scope="session")

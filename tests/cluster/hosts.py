@@ -47,7 +47,6 @@ class Hosts:
         return (*inside, "unshare", "--uts", "sh", "-c", become, "sh")
 
     def connect(self) -> None:
-        """Make both hosts and the cable between them."""
         for host in (0, 1):
             ip("netns", "add", self.namespace(host))
         ends = [("name", self.interface(h), "netns", self.namespace(h)) for h in (0, 1)]
@@ -76,7 +75,6 @@ class Hosts:
                     os.kill(int(pid), signal.SIGKILL)
 
     def remove(self) -> None:
-        """Take down what `connect` made; the cable goes with its ends."""
         with contextlib.suppress(subprocess.CalledProcessError):  # they may be gone already
             self.kill()
         for host in (0, 1):

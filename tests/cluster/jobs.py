@@ -56,7 +56,6 @@ class Submitted:
         return path.read_text() if path.exists() else ""
 
     def wait(self, state: str, within_s: float = WITHIN_S) -> None:
-        """Wait until the job is in a state; any other end fails."""
         try:
             self.sandbox.wait_for_state(self.job, state, within_s=within_s)
         except AssertionError as error:
@@ -84,7 +83,6 @@ class Submitted:
         return json.loads((self.run / "result.json").read_text())
 
     def weights(self) -> bytes:
-        """Return the model of the newest checkpoint, as bytes that can be compared."""
         import torch
 
         index = json.loads((self.run / "checkpoints" / "index.json").read_text())

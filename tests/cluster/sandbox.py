@@ -61,7 +61,6 @@ class RunningSandbox:
         return self.run("sbatch", "--parsable", *at, *options, str(path)).strip()
 
     def state(self, job: str) -> str:
-        """Return the state of a job, as `RUNNING`; also for minutes after its end."""
         return self.field(job, "JobState")
 
     def field(self, job: str, name: str) -> str:

@@ -5,10 +5,10 @@ It trains the code of its submit, whatever is edited meanwhile.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from tests.cluster.jobs import RECIPE, Submitted, samestep, set_pace, submit
 from tests.cluster.sandbox import RunningSandbox, wait_for
+from tests.cluster.test_survival import starts
 from tests.command_line import read_json
 
 # Dropout and BatchNorm compute with what lies on one virtual rank.
@@ -35,16 +35,11 @@ def without(sandbox: RunningSandbox, node: str) -> Iterator[None]:
 
 
 def requeue(job: Submitted) -> None:
-    """Let a job start again, and wait until it has taken two steps more."""
-    before = len(starts(job))
+    before = starts(job)
     job.sandbox.run("scontrol", "requeue", job.job)
-    wait_for(lambda: len(starts(job)) > before)
+    wait_for(lambda: starts(job) > before)
     begun = [record["event"] for record in job.all_records()].count("step")
     wait_for(lambda: [r["event"] for r in job.all_records()].count("step") >= begun + 2)
-
-
-def starts(job: Submitted) -> list[dict[str, Any]]:
-    return [record for record in job.all_records() if record["event"] == "start"]
 
 
 def test_a_job_loses_a_node_and_gets_it_back_with_the_weights_of_one_process(sandbox, tmp_path):
@@ -66,7 +61,11 @@ def test_a_job_loses_a_node_and_gets_it_back_with_the_weights_of_one_process(san
     requeue(job)
     set_pace(tmp_path, None)
     job.wait("COMPLETED")
-    ranks = [(start["num_nodes"], start["world_size"]) for start in starts(job)]
+    ranks = [
+        (start["num_nodes"], start["world_size"])
+        for start in job.all_records()
+        if start["event"] == "start"
+    ]
     assert ranks == [(2, 4), (1, 2), (2, 4)]
     assert [step for step, _ in job.losses()] == list(range(1, alone["steps"] + 1))
     assert job.result()["weights_sha256"] == alone["weights_sha256"]

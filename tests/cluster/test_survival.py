@@ -89,8 +89,6 @@ def test_a_job_that_everything_happens_to_loses_nothing(sandbox, recipe, tmp_pat
     job = submit(sandbox, tmp_path, "tiny.py", *TWO, "--", "--checkpoint-every-steps", "2")
 
     def train_on(start: int) -> None:
-        """Wait until this start has announced a checkpoint of its own."""
-
         def saved() -> bool:
             records = job.all_records() if starts(job) == start else []
             after = [r["event"] for r in records]

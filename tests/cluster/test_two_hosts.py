@@ -1,9 +1,7 @@
-"""Training on two hosts, each with a name and an address of its own, joined by a cable.
+"""Two hosts joined by a cable, each with a name and an address of its own: doctor and training."""
 
-Where a host's own name leads to 127.0.1.1, as Debian's installer writes it, the ranks do not find
-each other until they are told.
-"""
-
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import ADDRESSES, Hosts, ip, two_hosts
+from tests.cluster.hosts import ADDRESSES, NAMES, Hosts, ip, two_hosts
 from tests.command_line import read_json
+from tests.doctor.situations import reds, rows_in
 from tests.examples.programs import TRAIN_DISTRIBUTED, epochs
 from tests.idx_files import write_mnist
+from tests.processes import launch_environment
 
 TRAINING = ("--epochs", "1", "--batch-size", "10", "--data-dir", "data")
 
 
 @pytest.fixture
 def hosts(tmp_path) -> Iterator[Hosts]:
-    with two_hosts(tmp_path) as both:
-        write_mnist(tmp_path / "data")
+    with two_hosts(tmp_path, "tc") as both:
         yield both
 
 
@@ -40,6 +39,7 @@ def test_where_own_names_are_loopback_ranks_meet_by_address_and_interface(hosts)
     program = (sys.executable, "-c", f"{ask}; print(ours('{ADDRESSES[0]}'))")
     said = subprocess.run([*hosts.enter(0), *program], check=True, capture_output=True, text=True)
     assert said.stdout == "False\n"
+    write_mnist(hosts.folder / "data")
     before = [hosts.bytes_sent(host) for host in (0, 1)]
     ended = hosts.torchrun(TRAIN_DISTRIBUTED, *TRAINING, options=TOLD, more=True)
     assert [done.returncode for done in ended] == [0, 0], ended
@@ -72,3 +72,86 @@ def test_where_own_names_are_loopback_samestep_finds_the_interface_itself(hosts)
     left = ip("netns", "list") + " ".join(path.name for path in Path("/etc").glob("netns/*"))
     assert not any(name in left for name in names)
     assert hosts.interface(0) not in ip("link", "show")
+
+
+PORT = 29502
+WITHIN_S = 300
+
+
+def doctor(hosts: Hosts, *options: str, **more: str):
+    """Run doctor on both hosts, one rank on each as a launcher starts it, with `more` variables.
+
+    Returns:
+        Both exit codes, rank 0's rows by name, its whole table, and what both told by stderr.
+    """
+    command = (sys.executable, "-m", "samestep", "doctor", "--json", *options)
+    one_each = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+    one_each |= {"MASTER_ADDR": ADDRESSES[0], "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [*hosts.enter(host), *command],
+            cwd=hosts.folder,
+            env=os.environ
+            | launch_environment(host, 2, PORT)
+            | one_each
+            | {"GROUP_RANK": str(host)}
+            | more,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for host in (0, 1)
+    ]
+    try:
+        ended = [process.communicate(timeout=WITHIN_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    table = json.loads(ended[0][0])
+    codes = [process.returncode for process in started]
+    return codes, rows_in(table), table, [errors for _, errors in ended]
+
+
+def test_a_slow_cable_is_red_and_names_its_two_hosts(hosts):
+    for host in (0, 1):
+        # Ten million bits a second.
+        where = ("qdisc", "add", "dev", hosts.interface(host), "root", "tbf")
+        slow = ("rate", "10mbit", "burst", "32kbit", "latency", "400ms")
+        enter = ("ip", "netns", "exec", hosts.namespace(host))
+        subprocess.run([*enter, "tc", *where, *slow], check=True)
+    codes, rows, table, errors = doctor(hosts, "--budget-s", "8")
+    assert codes[0] == 1, errors
+    assert reds(rows) == {"links", "all reduce"}
+    assert f"{NAMES[0]} (node 0) – {NAMES[1]} (node 1)" in rows["links"]["found"]
+    assert "1 MiB" in rows["all reduce"]["found"]
+    assert 0.2e-3 < table["all_reduce"][-1]["bus_gb_s"] < 10e6 / 8 / 1e9  # of 10 Mbit/s
+
+
+def test_hosts_whose_own_names_are_loopback_connect_by_the_interface_that_is_named(hosts):
+    hosts.write_names(own_name_is_loopback=True)
+    codes, rows, table, errors = doctor(hosts, "--timeout-s", "8", "--budget-s", "2")
+    assert (codes, reds(rows)) == ([0, 0], set()), (errors, rows)
+    assert [rank["host"] for rank in table["ranks"]] == list(NAMES)
+    assert f"{NAMES[0]} (node 0) – {NAMES[1]} (node 1)" in rows["links"]["found"]
+    assert rows["announced address"]["status"] == "yellow"
+    assert rows["connection"]["status"] == "green"
+    assert f"GLOO_SOCKET_IFNAME={hosts.interface(0)}" in rows["announced address"]["advice"]
+    assert "127.0.1.1" in rows["announced address"]["found"]
+    assert "Traceback" not in errors[0] + errors[1]
+    assert list(hosts.folder.iterdir()) == []
+
+
+def test_an_interface_that_leads_nowhere_is_told_in_bounded_time(hosts):
+    for host in (0, 1):
+        inside = ("-n", hosts.namespace(host))
+        ip(*inside, "link", "add", "spare", "type", "veth", "peer", "name", "loose")
+        ip(*inside, "address", "add", f"10.77.6.{host + 1}/24", "dev", "spare")
+        for end in ("spare", "loose"):
+            ip(*inside, "link", "set", end, "up")
+    codes, rows, _, errors = doctor(hosts, "--timeout-s", "3", GLOO_SOCKET_IFNAME="spare")
+    assert codes == [1, 1], errors
+    assert reds(rows) == {"connection"}
+    assert "connecting" in rows["connection"]["found"]
+    assert "GLOO_SOCKET_IFNAME=spare" in rows["interface"]["found"]
+    assert "Traceback" not in errors[0] + errors[1]

@@ -10,7 +10,7 @@ import pytest
 import samestep.checking.rules  # noqa: F401 - registers them
 from samestep.checking import check_report
 from samestep.checking.check_report import CheckReport, as_table, report_lines
-from samestep.checking.findings import RULES, Mistake, without_silenced
+from samestep.checking.findings import RULES, Mistake, Origin, without_silenced
 from samestep.checking.sarif import as_sarif
 from tests.checking.planted import BASE, forked, line_of, planted
 from tests.command_line import call
@@ -66,7 +66,7 @@ def test_the_example_has_the_mistakes_that_the_handbook_shows(here, output_of):
     found = report["findings"]
     expected = {code: line_of(source, part) for code, part in lines.items()}
     assert {one["code"]: one["line"] for one in found} == expected
-    keys = {"code", "severity", "file", "line", "title", "evidence", "why", "remedy"}
+    keys = {"code", "severity", "file", "line", "title", "evidence", "why", "remedy", "related"}
     assert all(one.keys() == keys and one["file"] == "code/check_me.py" for one in found)
     (run,) = json.loads((here / "found.sarif").read_text())["runs"]
     assert {one["ruleId"] for one in run["results"]} == expected.keys()
@@ -159,6 +159,14 @@ def test_sarif_has_what_its_schema_requires(here):
         (place,) = result["locations"]
         assert place["physicalLocation"]["artifactLocation"]["uri"] == "code/train.py"
         assert place["physicalLocation"]["region"]["startLine"] == 30 + number
+    related = (Origin(file="train.py", line=3, what="the loader is made"),)
+    report = replace(report, findings=[replace(report.findings[0], related=related)])
+    (place,) = as_sarif(report)["runs"][0]["results"][0]["relatedLocations"]
+    assert place["message"] == {"text": "the loader is made"}
+    assert place["physicalLocation"]["region"]["startLine"] == 3
+    (told,) = as_table(report)["findings"][0]["related"]
+    assert told == {"file": "code/train.py", "line": 3, "what": "the loader is made"}
+    assert "code/train.py:3  (the loader is made)" in str(report)
     report = replace(report, findings=[replace(report.findings[0], file="", line=0)])
     place = as_sarif(report)["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
     assert place["artifactLocation"]["uri"] == "train.py", "it points at the script"

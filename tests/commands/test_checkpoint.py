@@ -126,14 +126,13 @@ def test_what_is_there_is_kept_unless_forced(trained, tmp_path, capfd, refuse, m
     announced = next((trained / "checkpoints").glob("*.pt"))
     assert "checkpoints" in refuse("export", trained, "-o", announced, "--force")
     assert torch.load(file, weights_only=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["w.pt"]
     for name in ("model.onnx", "model", "nowhere/model.pt"):
         assert name in refuse("export", trained, "-o", tmp_path / name)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     said = refuse("export", trained, "-o", tmp_path / "w.safetensors")
     assert "pip install 'samestep[safetensors]'" in said
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["w.pt"]
 
 
 class Told(nn.Module):
@@ -150,7 +149,6 @@ class Told(nn.Module):
 
 
 def own_run(folder, **state):
-    """Write a run of a loop of one's own whose checkpoint holds these objects; return it."""
     run = write_run(folder / "run")
     (run / "checkpoints").mkdir()
     held = {name: one.state_dict() for name, one in state.items()}

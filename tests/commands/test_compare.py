@@ -15,7 +15,6 @@ pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once for
 
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory):
-    """The training of two ranks, stopped and resumed on one."""
     folder = tmp_path_factory.mktemp("trained")
     run = folder / "run"
     tiny.trained(tiny.write_recipe(folder), run, "--max-steps", "30", on=2)

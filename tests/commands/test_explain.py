@@ -28,7 +28,6 @@ def explained(output_of):
 
 @pytest.fixture
 def shown(output_of):
-    """Explain a training, and return the text for people, its white space made single."""
     return lambda *arguments: " ".join(output_of("explain", *arguments).split())
 
 
@@ -113,7 +112,7 @@ def test_the_text_tells_the_same_numbers_and_of_another_training_as_train(traine
         assert told == refused("train", str(trained), "--resume", *change)
 
 
-def test_the_length_of_a_stream_is_not_known(tmp_path, explained, shown):
+def test_streams_have_no_length_and_what_differs_by_ranks_is_found(tmp_path, explained, shown):
     recipe = streams.write_recipe(tmp_path)
     told = explained(recipe, "--nproc", 2)
     unknown = ("num_samples", "steps_per_epoch", "total_steps")
@@ -122,6 +121,20 @@ def test_the_length_of_a_stream_is_not_known(tmp_path, explained, shown):
     assert [share["samples"] for share in told["step"]["shares"]] == [6]
     assert told["memory"]["data"]["bytes"] == 0
     assert "at most 7 steps" in shown(recipe, "--max-steps", 7)
+    plain = explained(tiny.write_recipe(tmp_path))["drawn"]
+    assert (plain["batch_norms"], plain["draws"]) == ([], {})
+    text = (RANDOM + tiny.RECIPE).replace("model=model", "model=noisy")
+    recipe = tiny.write_recipe(tmp_path, text)
+    drawn = explained(recipe)["drawn"]
+    assert drawn["batch_norms"] == ["1"]
+    assert drawn["draws"]
+    assert drawn["generators"] == []
+    told = shown(recipe)
+    assert "batch normalisation (1)" in told
+    assert "--virtual-ranks" in told
+    ways = (("--nproc", 2), ("--nproc", 2, "--virtual-ranks", 2), ())
+    notes = [" ".join(explained(recipe, *way)["notes"]) for way in ways]
+    assert ["BatchNorm" in note for note in notes] == [True, False, False]
 
 
 def test_eight_gpus_on_two_nodes_are_explained_without_any_in_80_columns(explained, output_of):
@@ -159,23 +172,6 @@ from torch import nn
 def noisy(options):
     return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
 """
-
-
-def test_what_differs_on_other_numbers_of_ranks_is_found_in_the_model(tmp_path, explained, shown):
-    plain = explained(tiny.write_recipe(tmp_path))["drawn"]
-    assert (plain["batch_norms"], plain["draws"]) == ([], {})
-    text = (RANDOM + tiny.RECIPE).replace("model=model", "model=noisy")
-    recipe = tiny.write_recipe(tmp_path, text)
-    drawn = explained(recipe)["drawn"]
-    assert drawn["batch_norms"] == ["1"]
-    assert drawn["draws"]
-    assert drawn["generators"] == []
-    told = shown(recipe)
-    assert "batch normalisation (1)" in told
-    assert "--virtual-ranks" in told
-    ways = (("--nproc", 2), ("--nproc", 2, "--virtual-ranks", 2), ())
-    notes = [" ".join(explained(recipe, *way)["notes"]) for way in ways]
-    assert ["BatchNorm" in note for note in notes] == [True, False, False]
 
 
 def test_a_model_for_a_gpu_is_explained_without_its_memory(tmp_path, explained, shown, refused):

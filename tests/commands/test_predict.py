@@ -181,7 +181,7 @@ def test_the_image_size_follows_what_is_there(tmp_path, edges, expected):
     assert complete(ImagesOptions(data_dir=str(root), image_size=24)).image_size == 24
 
 
-def test_without_folders_of_their_own_a_tenth_each_is_held_out(tmp_path):
+def test_a_tenth_each_is_held_out_and_the_model_sees_the_size_asked_for(tmp_path):
     root = write_images(tmp_path, count=10)
     recipe = find_recipe("images")
     splits = recipe.load_data(complete(ImagesOptions(data_dir=str(root))))
@@ -190,12 +190,9 @@ def test_without_folders_of_their_own_a_tenth_each_is_held_out(tmp_path):
     splits = recipe.load_data(complete(ImagesOptions(data_dir=str(root), test_fraction=0.0)))
     assert [len(splits.train), len(splits.validation)] == [20, 4]
     assert splits.test is None
-
-
-def test_the_model_sees_the_size_that_was_asked_for_in_training_and_evaluation(tmp_path):
     recipe = find_recipe("images")
-    options = complete(ImagesOptions(data_dir=str(write_images(tmp_path)), image_size=96))
-    stored = recipe.read(options, tmp_path / "train" / "cat" / "001.png")[None]
+    options = complete(ImagesOptions(data_dir=str(write_images(tmp_path / "b")), image_size=96))
+    stored = recipe.read(options, tmp_path / "b" / "train" / "cat" / "001.png")[None]
     assert recipe.transform(recipe.augment(stored, torch.arange(1))).shape == (1, 3, 96, 96)
     assert recipe.transform(stored).shape == (1, 3, 96, 96)
     assert recipe.transform(stored).dtype == torch.float32

@@ -77,16 +77,13 @@ def test_a_dry_run_needs_no_slurm_and_runs_no_code_of_a_strangers_run(here, slur
     assert not (here / "harm").exists()
 
 
-def test_a_range_of_nodes_needs_a_global_batch_that_they_do_not_decide_on(here, slurm, refused):
+def test_no_verb_a_range_without_a_batch_and_an_equal_array_are_mistakes(here, slurm, refused):
     elastic = ("--nodes", "1-4", "--ntasks-per-node", "2", "--dry-run")
     words = ("submit", "tiny.py", *elastic, "--", "--batch-size-per-rank", "4")
     assert "--virtual-ranks 8 " in refused("slurm", *words)
     (here / "how.toml").write_text("global_batch_size = 10\n")
     assert slurm("submit", "tiny.py", *elastic, "--", "--config", "how.toml")[0] == 0
     assert slurm("submit", "mine.py", *elastic)[0] == 0  # a script of the user's
-
-
-def test_no_verb_and_an_array_of_equal_trainings_are_mistakes(slurm):
     code, text, _ = slurm()
     assert (code, "verbs:" in text) == (2, True)
     code, _, said = slurm("submit", "spiral", "--array", "0-3", "--dry-run", "--", "--seed", "1")

@@ -134,13 +134,19 @@ def test_programs_without_a_configuration_are_told(slurm, tmp_path, refusal, mon
     assert "sandbox status" in refusal("status")
 
 
-def test_damaged_records_do_not_hide_what_else_is_known(slurm, run, told):
+def test_damaged_records_hide_nothing_else_and_an_empty_log_is_told(slurm, run, told, capfd):
     slurm.add(5, run)
     (run / "events.jsonl").write_text(f"{json.dumps(START)}\n{{torn\n{json.dumps(STEP)}\n")
     shown = told("status", "5")
     assert "RUNNING" in shown
     assert "events.jsonl" in shown
     assert told("status")
+    slurm.add(5, run, state="COMPLETED")
+    (run / "rank-1.log").touch()
+    assert call("slurm", "logs", "5", "--rank", "1") == 0
+    printed, told_so = capfd.readouterr()
+    assert not printed
+    assert "rank-1.log" in told_so
 
 
 def of_age(run, seconds: float) -> None:
@@ -268,15 +274,6 @@ def test_of_two_jobs_of_one_run_the_later_has_its_steps(slurm, run, told):
     assert "slurm submit" not in shown
     slurm.add(8, run, state="CANCELLED")  # before it began
     assert "has not begun" in told("status", "8")
-
-
-def test_an_empty_log_is_said_to_be_empty(slurm, run, capfd):
-    slurm.add(5, run, state="COMPLETED")
-    (run / "rank-1.log").touch()
-    assert call("slurm", "logs", "5", "--rank", "1") == 0
-    printed, told_so = capfd.readouterr()
-    assert not printed
-    assert "rank-1.log" in told_so
 
 
 def test_watching_ends_with_the_jobs_and_asks_once_for_each_picture(slurm, run, told, monkeypatch):

@@ -139,11 +139,20 @@ def test_where_nothing_came_no_folder_is_left_that_was_not_there_before(tmp_path
     assert names_in(tmp_path) == ["there"]
 
 
-def test_the_next_mirror_goes_on_where_the_first_one_failed(tmp_path):
+def test_mirrors_take_over_and_when_all_fail_each_is_named(tmp_path):
     torn, gone = Answer(stop_after=HALF), Answer(status=503)
     with Mirror(FILES, torn, gone) as first, Mirror(FILES) as second:
         get_one(tmp_path, first, second)
     assert [(each.start, each.num_sent) for each in second.asked] == [(HALF, HALF)]
+    with socket.socket() as unused:  # bound but not listening: connections are refused
+        unused.bind(("127.0.0.1", 0))
+        refusing = f"http://127.0.0.1:{unused.getsockname()[1]}/"
+        with Mirror(FILES, Answer(status=404)) as gone:
+            message = failure(tmp_path / "none", gone, refusing)
+    assert f"{gone.url}one.gz: " in message
+    assert "404" in message
+    assert f"{refusing}one.gz: Connection refused" in message
+    assert f"samestep data get one --data-dir {tmp_path}/none --mirror URL" in message
 
 
 def test_wrong_bytes_are_thrown_away_and_reported_with_both_hashes(tmp_path):
@@ -161,18 +170,6 @@ def test_another_mirror_takes_over_and_is_asked_first_from_then_on(tmp_path, ans
         paths = download("both", tmp_path, mirrors=[bad.url, good.url])
     assert [path.read_bytes() for path in paths] == list(FILES.values())
     assert {each.name for each in bad.asked} == {"one.gz"}
-
-
-def test_when_all_mirrors_fail_each_is_named_with_its_reason_and_the_ways_out(tmp_path):
-    with socket.socket() as unused:  # bound but not listening: connections are refused
-        unused.bind(("127.0.0.1", 0))
-        refusing = f"http://127.0.0.1:{unused.getsockname()[1]}/"
-        with Mirror(FILES, Answer(status=404)) as gone:
-            message = failure(tmp_path, gone, refusing)
-    assert f"{gone.url}one.gz: " in message
-    assert "404" in message
-    assert f"{refusing}one.gz: Connection refused" in message
-    assert f"samestep data get one --data-dir {tmp_path} --mirror URL" in message
 
 
 def test_two_downloads_into_one_folder_take_turns_and_fetch_each_file_once(tmp_path):

@@ -6,14 +6,18 @@ That ranks together read this order, whole or resumed, is proved on batches: tes
 from collections import Counter
 from itertools import accumulate, pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep import Recipe, Settings, UserError
+from samestep import Recipe, Settings, UserError, uniform
+from samestep.data import keyed_random as keys
 from samestep.data import order as order_module
 from samestep.data import order as orders
+from samestep.data.augment import crop, flip, normalise
+from samestep.data.keyed_random import mix, sample_keys
 from samestep.data.order import Ordering, epoch_order, ordering_of, permuted, share, step_range
 
 GOLDEN_FIRST = [6, 1, 2, 8, 10, 3, 7, 11, 0, 4, 5, 9]
@@ -63,7 +67,7 @@ def test_a_permutation_without_a_table_has_each_sample_once(num_samples, key, da
     assert torch.equal(permuted(num_samples, key, torch.arange(start, stop)), whole[start:stop])
 
 
-def test_a_permutation_without_a_table_is_spread_as_a_fair_shuffle():
+def test_without_a_table_it_is_as_a_fair_shuffle_also_of_a_large_index(monkeypatch):
     num, keys = 37, 600
     orders = torch.stack([permuted(num, key, torch.arange(num)) for key in range(keys)])
     # Chi-squared with 36 degrees of freedom is above 80 once in 30,000 times.
@@ -73,9 +77,6 @@ def test_a_permutation_without_a_table_is_spread_as_a_fair_shuffle():
     gaps = torch.bincount((orders[:, 1] - orders[:, 0]) % num, minlength=num)[1:].double()
     expected = keys / (num - 1)
     assert float(((gaps - expected) ** 2 / expected).sum()) < 80
-
-
-def test_a_large_index_has_no_table(monkeypatch):
     order = epoch_order(10**12, 1, 2)
     assert len(order) == 10**12
     far = order[10**12 - 5 : 10**12]
@@ -106,7 +107,7 @@ def test_each_slot_reads_on_where_it_was(num_samples, batch, drop_last):
     assert columns == [list(part) for part in parts]
 
 
-def test_draws_with_replacement_are_uniform_or_in_proportion_to_the_weights():
+def test_draws_are_uniform_or_by_weights_which_are_numbers_or_of_the_data():
     many = [epoch_order(50, 3, epoch, Ordering(order="replacement"))[0:50] for epoch in range(400)]
     assert {len(drawn) for drawn in many} == {50}
     counts = torch.bincount(torch.cat(many), minlength=50).double()
@@ -118,21 +119,6 @@ def test_draws_with_replacement_are_uniform_or_in_proportion_to_the_weights():
     found = Counter((drawn % 4).tolist())
     for kind, part in ((0, 1 / 8), (2, 2 / 8), (3, 5 / 8)):
         assert abs(found[kind] / 40_000 - part) < 5 * (part * (1 - part) / 40_000) ** 0.5
-
-
-@given(st.lists(st.sampled_from([0.0, 1e-300, 0.5, 1.0, 3.0, 1e300]), min_size=1, max_size=20))
-def test_a_sample_of_weight_0_is_never_drawn(weights):
-    ordering = Ordering(order="weighted", weights=torch.tensor(weights, dtype=torch.float64))
-    if any(weights):
-        drawn = epoch_order(len(weights), 1, 2, ordering)[0 : len(weights)].tolist()
-        assert all(weights[sample] > 0 for sample in drawn)
-
-
-def weighted_by(weights):
-    return Recipe(model=list, data=list, weights=weights)
-
-
-def test_weights_are_numbers_or_a_function_of_the_training_data():
     data, how = (torch.arange(4.0), torch.arange(4)), Settings(order="weighted")
     given = [[0, 1, 2, 3], torch.arange(4), lambda pair: pair[0] * 1.0, lambda pair: pair[1]]
     found = [ordering_of(weighted_by(w), how, data) for w in given]
@@ -148,6 +134,18 @@ def test_weights_are_numbers_or_a_function_of_the_training_data():
     assert ordering_of(asking.with_options(2), how, data).weights.tolist() == [0, 2, 4, 6]
     plain = Recipe(model=list, data=list, weights=given[0], settings={"order": "shuffled"})
     assert ordering_of(plain, Settings(**plain.settings), data) == Ordering()
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-300, 0.5, 1.0, 3.0, 1e300]), min_size=1, max_size=20))
+def test_a_sample_of_weight_0_is_never_drawn(weights):
+    ordering = Ordering(order="weighted", weights=torch.tensor(weights, dtype=torch.float64))
+    if any(weights):
+        drawn = epoch_order(len(weights), 1, 2, ordering)[0 : len(weights)].tolist()
+        assert all(weights[sample] > 0 for sample in drawn)
+
+
+def weighted_by(weights):
+    return Recipe(model=list, data=list, weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +206,7 @@ def test_batches_by_tokens_hold_each_sample_once_and_never_more_tokens(lengths, 
         assert end == len(lengths) or by_length[end] * (size + 1) > most
 
 
-def test_batches_by_tokens_change_from_epoch_to_epoch():
+def test_batches_by_tokens_change_by_epoch_and_need_lengths_that_fit():
     lengths = torch.tensor([5, 5, 5, 5, 9, 9, 9, 9, 9, 9] * 5, dtype=torch.float64)
     ordering = Ordering(lengths=lengths, batch_tokens=45)
     one, other = (
@@ -219,9 +217,6 @@ def test_batches_by_tokens_change_from_epoch_to_epoch():
     assert len(one) == len(other) == 9
     assert one != other
     assert len({tuple(ordering.ends(1, epoch)) for epoch in range(6)}) > 1
-
-
-def test_samples_by_length_need_lengths_a_shuffled_order_and_at_most_a_batch_of_tokens():
     data, recipe = (torch.zeros(3), torch.zeros(3)), Recipe(model=list, data=list)
     with pytest.raises(UserError, match="--group-by-length: the recipe has no lengths"):
         ordering_of(recipe, Settings(group_by_length=True), data)
@@ -239,3 +234,100 @@ def test_the_order_is_the_one_that_earlier_versions_had():
     assert epoch_order(12, 42, 1).tolist() == GOLDEN_SECOND
     shares = [share(step_range(12, 5, step), 1, 2) for step in range(3)]
     assert shares == [range(3, 5), range(8, 10), range(11, 12)]
+
+
+ALL_SEEDS = st.integers(0, 2**63 - 1)
+
+
+def as_signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def test_the_numbers_are_those_of_splitmix64_and_normalising_gives_mean_0_and_deviation_1():
+    """The generator's published first outputs for the seed 1234567."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    states = [(1234567 + k * keys._GOLDEN) & (2**64 - 1) for k in (1, 2, 3)]
+    assert [keys._mix64(state) for state in states] == published
+    drawn = uniform(torch.tensor([1234567]), 3)
+    assert drawn.tolist() == [[(value >> 40) / 2**24 for value in published]]
+    assert mix(42, 0) == 765482523205348131
+    assert sample_keys(42, 3, torch.arange(2)).tolist() == [
+        -2706933286377414808,
+        -1890242524682471187,
+    ]
+    images = some_images(2)
+    low, high = torch.zeros(2, 2), torch.full((2, 2), 1 - 2.0**-24)
+    assert (crop(images, low, padding=4)[:, :, 4:, 4:] == images[:, :, :28, :28]).all()
+    assert (crop(images, high, padding=4)[:, :, :28, :28] == images[:, :, 4:, 4:]).all()
+    images = some_images(6)
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 0.2)
+    out = normalise(images, mean, std)
+    expected = (images.double() / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(
+        3, 1, 1
+    )
+    assert out.dtype == torch.float32
+    assert float((out - expected).abs().max()) < 1e-5
+
+
+@given(ALL_SEEDS, EPOCHS, st.lists(st.integers(0, 2**40), min_size=1, max_size=30))
+def test_a_samples_key_is_the_mixture_of_seed_epoch_and_sample(seed, epoch, samples):
+    expected = [
+        as_signed(keys._mix64((mix(seed, epoch) + sample * keys._GOLDEN) % 2**64))
+        for sample in samples
+    ]
+    for kind in (torch.int64, torch.int32) if max(samples) < 2**31 else (torch.int64,):
+        assert sample_keys(seed, epoch, torch.tensor(samples, dtype=kind)).tolist() == expected
+
+
+@given(
+    ALL_SEEDS,
+    EPOCHS,
+    st.permutations(range(40)),
+    st.lists(st.integers(1, 39), max_size=5),
+    st.integers(1, 6),
+)
+def test_what_is_drawn_for_a_sample_does_not_depend_on_its_batch(seed, epoch, order, cuts, draws):
+    whole = uniform(sample_keys(seed, epoch, torch.arange(40)), draws + 3)[:, :draws]
+    batches = torch.tensor(order).tensor_split(sorted(cuts))
+    drawn = torch.cat([uniform(sample_keys(seed, epoch, batch), draws) for batch in batches])
+    assert torch.equal(drawn, whole[torch.tensor(order)])
+
+
+@given(st.lists(ALL_SEEDS, min_size=1, max_size=4), st.lists(ALL_SEEDS, min_size=1, max_size=4))
+def test_mix_gives_63_bits_and_tells_its_arguments_apart(one, other):
+    assert 0 <= mix(*one) < 2**63
+    assert (mix(*one) == mix(*other)) == (one == other)
+
+
+def slowly(image, draws, padding):
+    """Crop and flip one image (channels, height, width), pixel by pixel as the words say it."""
+    channels, height, width = image.shape
+    top, left = (int(np.floor(d * (2 * padding + 1))) - padding for d in draws[:2])
+    out = np.zeros_like(image)
+    for c in range(channels):
+        for y in range(height):
+            for x in range(width):
+                if 0 <= y + top < height and 0 <= x + left < width:
+                    out[c, y, x] = image[c, y + top, x + left]
+    return out[:, :, ::-1] if draws[2] < 0.5 else out
+
+
+def some_images(count, height=32, width=32):
+    generator = torch.Generator().manual_seed(0)
+    shape = (count, 3, height, width)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**62),
+    padding=st.integers(1, 5),
+    height=st.integers(3, 9),
+    width=st.integers(3, 9),
+)
+def test_a_batch_is_cropped_and_flipped_as_its_images_are_one_by_one(seed, padding, height, width):
+    images = some_images(4, height, width)
+    draws = uniform(sample_keys(seed, 0, torch.arange(4)), 3)
+    batch = flip(crop(images, draws[:, :2], padding=padding), draws[:, 2])
+    for image, row, result in zip(images.numpy(), draws.numpy(), batch.numpy(), strict=True):
+        assert (slowly(image, row, padding) == result).all()

@@ -69,7 +69,7 @@ def pairs(count, log=None, fails_at=None):
         yield torch.tensor([number]), torch.tensor([-number])
 
 
-def test_a_batch_is_read_and_its_copy_begun_before_the_one_before_it_is_used(copier):
+def test_a_batch_is_copied_ahead_and_an_interrupt_not_put_off(copier):
     log = copier.log
     for number, (inputs, targets) in enumerate(on_device(pairs(3, log), CPU, log.append)):
         assert (int(inputs), int(targets)) == (number, -number)
@@ -80,6 +80,13 @@ def test_a_batch_is_read_and_its_copy_begun_before_the_one_before_it_is_used(cop
         *("read 2", "data", "copy 2", "wait 1", "to_device", "use 1"),
         *("data", "wait 2", "to_device", "use 2"),
     ]
+
+    def interrupted():
+        yield from pairs(1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(on_device(interrupted(), CPU, untimed))
 
 
 @pytest.mark.parametrize("of_the_copy", [False, True])
@@ -100,15 +107,6 @@ def test_an_error_comes_in_place_of_its_own_batch(copier, monkeypatch, fails_at,
             next(batches)
     with pytest.raises(StopIteration):
         next(batches)
-
-
-def test_an_interrupt_is_not_put_off(copier):
-    def interrupted():
-        yield from pairs(1)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        next(on_device(interrupted(), CPU, untimed))
 
 
 class Leaf:
@@ -369,6 +367,7 @@ def test_data_takes_a_quarter_of_a_gpu_and_what_does_not_fit_is_left_to_the_cpu(
     assert memory_source._room(on_gpu()) == 5 * GIB
     gpus.allocated, gpus.cached = 18 * GIB, 30 * GIB  # and what PyTorch keeps for itself
     assert memory_source._room(on_gpu()) == 2 * GIB
+    gpus.allocated = gpus.cached = 0
     world = on_gpu()
     stored = [SimpleNamespace(nbytes=8 * GIB, device=CPU) for _ in range(2)]
     assert memory_source._fits(stored, world)

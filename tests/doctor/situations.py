@@ -90,7 +90,6 @@ def says(finding: Finding | None, said: str, *more: str) -> None:
 
 
 def rows_of(printed: str) -> dict[str, Row]:
-    """Return the rows, by name, of the one table that was printed."""
     return rows_in(json.loads(printed))
 
 
@@ -99,7 +98,6 @@ def rows_in(table: dict[str, Any]) -> dict[str, Row]:
 
 
 def reds(rows: dict[str, Row]) -> set[str]:
-    """Return the names of the red rows; each says what to do."""
     red = {name for name, row in rows.items() if row["status"] == "red"}
     assert all(rows[name]["advice"] for name in red)
     return red

@@ -1,4 +1,4 @@
-"""Checks of all ranks side by side, on facts that a test makes up."""
+"""Checks of all ranks side by side and of a job of Slurm, on facts that a test makes up."""
 
 import socket
 from dataclasses import replace
@@ -10,12 +10,16 @@ import torch
 
 from samestep.doctor import addresses, measurements
 from samestep.doctor import all_ranks as ranks
+from samestep.doctor import slurm_job as checks
 from samestep.doctor.addresses import read_address
 from samestep.doctor.diagnosis import SIDE_BY_SIDE
 from samestep.doctor.findings import run_checks, worst
 from samestep.doctor.rank_facts import Allocation, AllReduce, Link, RankFacts
 from samestep.doctor.run_directory import shared_folder
-from tests.doctor.situations import allocation, four, gpus, rank, says
+from samestep.doctor.slurm_job import read_slurm, signal_of, traps
+from samestep.ranks.launch import Launch
+from tests.doctor.situations import FOLDER, JOB, allocation, four, gpus, in_job, rank, says
+from tests.processes import env
 
 
 def with_gpus(**changes):
@@ -45,13 +49,6 @@ def test_a_healthy_allocation_is_all_green(of):
     findings = run_checks(SIDE_BY_SIDE, healthy)
     assert worst(findings) == "green", findings
     assert {"nodes", "links", "all reduce", "clock", "same versions"} <= {f.name for f in findings}
-
-
-def test_one_process_is_compared_with_nobody_and_what_is_unknown_is_not_judged():
-    alone = Allocation(ranks=(rank(),))
-    findings = run_checks(SIDE_BY_SIDE, alone)
-    assert [f.name for f in findings] == ["device", "loader workers"]
-    assert shared_folder(allocation(unshared=None)) is None
 
 
 def fourth(**changes) -> Allocation:
@@ -130,7 +127,7 @@ def test_each_planted_fault_is_found_and_comes_with_advice(check):
         says(check(faulty), said)
 
 
-def test_speed_is_not_judged_on_one_host_and_where_ranks_take_turns_on_a_core():
+def test_speed_is_judged_between_hosts_and_facts_travel_unchanged():
     one_host = [replace(r, address=replace(r.address, place="node1")) for r in four()]
     slow = (AllReduce(bytes=1 << 28, latency_us=1e6, bus_gb_s=0.001),)
     found = allocation(one_host, links=(link(0.001),), all_reduce=slow)
@@ -138,12 +135,19 @@ def test_speed_is_not_judged_on_one_host_and_where_ranks_take_turns_on_a_core():
     assert measurements.links(found).status == "green"
     assert addresses.announced_address(found) is None
     says(measurements.compute(allocation(each(cores=(0,)), matmul_s=(1, 1, 1, 9.0))), "yellow")
-
-
-def test_each_node_is_timed_with_the_next_and_two_nodes_once():
     assert measurements.ring([0]) == []
     assert measurements.ring([0, 4]) == [(0, 4)]
     assert measurements.ring([0, 4, 8]) == [(0, 4), (4, 8), (8, 0)]
+    alone = Allocation(ranks=(rank(),))
+    findings = run_checks(SIDE_BY_SIDE, alone)
+    assert [f.name for f in findings] == ["device", "loader workers"]
+    assert shared_folder(allocation(unshared=None)) is None
+    for sent in with_gpus():
+        assert msgspec.json.decode(msgspec.json.encode(sent), type=RankFacts) == sent
+    address = read_address("no-such-host.invalid", {"GLOO_SOCKET_IFNAME": "eth7"})
+    assert (address.master, address.local, address.interface) == ("", "", "")
+    assert address.gloo_interface == "eth7"
+    assert address.place
 
 
 @pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("nccl", "meta")])
@@ -184,10 +188,112 @@ def test_each_fault_of_the_meeting_point_is_found(monkeypatch):
     says(addresses.master_address(meeting_at(foreign, port, 1)), "green", foreign)
 
 
-def test_facts_travel_unchanged_and_an_unknown_name_leaves_the_rest_empty():
-    for sent in with_gpus():
-        assert msgspec.json.decode(msgspec.json.encode(sent), type=RankFacts) == sent
-    address = read_address("no-such-host.invalid", {"GLOO_SOCKET_IFNAME": "eth7"})
-    assert (address.master, address.local, address.interface) == ("", "", "")
-    assert address.gloo_interface == "eth7"
-    assert address.place
+STEP = env("""
+    SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_JOB_NUM_NODES=2
+    SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NTASKS_PER_NODE=2 SLURM_STEP_NODELIST=node[1-2]
+    SLURM_GPUS_ON_NODE=2 SLURM_GPUS_PER_TASK=1
+""")
+SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+
+
+def test_a_step_is_read_from_its_variables_and_the_signal_from_its_script():
+    slurm = read_slurm(STEP)
+    assert slurm.in_step
+    assert (slurm.num_tasks, slurm.job_nodes, slurm.tasks_per_node) == (4, 2, 2)
+    assert (slurm.most_step_tasks_on_node, slurm.gpus_on_node) == (2, 2)
+    assert slurm.hosts == ("node1", "node2")
+    assert slurm.gpu_bind == "--gpus-per-task=1"
+    # Values that are neither numbers nor names are left out.
+    slurm = read_slurm(STEP | {"SLURM_GPUS_ON_NODE": "two", "SLURM_STEP_NODELIST": "node[2-1]"})
+    assert (slurm.gpus_on_node, slurm.hosts) == (None, ())
+    assert read_slurm({}) is None
+    found = {"NTASKS_PER_GPU": "--ntasks-per-gpu=1", "GPU_BIND": "--gpu-bind=single:1"}
+    for name, bound in found.items():
+        variables = {"SLURM_JOB_ID": "7", f"SLURM_{name}": bound.partition("=")[2]}
+        assert read_slurm(variables).gpu_bind == bound
+    assert read_slurm({"SLURM_JOB_ID": "7", "SLURM_GPU_BIND": "none"}).gpu_bind == ""
+    assert signal_of("#!/bin/bash\n#SBATCH --signal=USR1@120\nsrun x") == "USR1@120"
+    assert signal_of("#!/bin/bash\n#SBATCH --signal B:TERM@60\nsrun x") == "B:TERM@60"
+    assert signal_of("#!/bin/bash\n#SBATCH --nodes=2\nsrun x\n#SBATCH --signal=USR1@120") == ""
+    script = "trap 'pass_on USR1' USR1 TERM\n# trap : USR2\n"
+    assert traps(script, "B:USR1@120")
+    assert traps(script, "B:SIGTERM")
+    assert not traps(script, "B:USR2@60")
+
+
+@pytest.mark.parametrize(
+    ("more", "in_script"),
+    [({}, True), ({"SLURM_STEP_ID": "4294967291"}, True), ({"SLURM_STEP_ID": "4294967290"}, False)],
+)
+def test_the_script_and_the_interactive_shell_are_no_steps(more, in_script):
+    slurm = read_slurm(SCRIPT | more)
+    assert (slurm.in_step, slurm.in_script, slurm.num_tasks) == (False, in_script, 4)
+
+
+@pytest.mark.parametrize("job", [JOB, None])
+def test_a_well_started_job_is_green(job):
+    findings = run_checks(checks.CHECKS, in_job(job=job))
+    known = [f for f in findings if f.name != "controller"]
+    assert worst(known) == "green", findings
+
+
+ALONE = Launch(note="This is a shell of Slurm job 7.")
+OF_TORCHRUN = {"launcher": "torchrun", "num_nodes": 1, "local_world_size": 4}
+ONE_GPU = {"machine": {"gpus": gpus(1)}}
+SHORT = {"job": replace(JOB, time_limit="30:00"), "folder": replace(FOLDER, epoch_s=3600.0)}
+
+# Check → changes that plant a fault, each with the status and words that it must say.
+JOB_FAULTS = {
+    checks.slurm_start: [
+        ({"launch": vars(ALONE), "slurm": {"in_step": False, "in_script": True}}, "red: srun"),
+        ({"launch": vars(ALONE), "slurm": {"in_step": False}}, "yellow: 4 tasks"),
+    ],
+    checks.torchrun_in_srun: [
+        ({"launch": OF_TORCHRUN, "elastic": True}, "red: --ntasks-per-node=1 torchrun")
+    ],
+    checks.tasks: [
+        ({"slurm": {"num_tasks": 3, "tasks_per_node": 2}}, "red: --ntasks=4"),
+        ({"launch": {"num_nodes": 1}}, "yellow: srun --nodes=2"),
+    ],
+    checks.gpu_binding: [
+        (ONE_GPU | {"slurm": {"gpu_bind": "--gpu-bind=single:1"}}, "yellow: --gpu-bind=none"),
+        (ONE_GPU, "red: 1 GPU | 2 ranks"),
+        ({"slurm": {"gpus_on_node": 2}}, "red: 2 GPUs"),
+        ({"machine": {"gpus": gpus(4)}}, "yellow: --ntasks-per-node=4"),
+    ],
+    checks.stop_signal: [
+        ({"job": replace(JOB, signal="")}, "yellow: --signal=USR1@120"),
+        ({"job": replace(JOB, signal="B:USR1@120")}, "yellow: without B:"),
+        ({"job": replace(JOB, signal="USR1@10")}, "yellow: 10 s"),
+    ],
+    checks.requeue: [({"job": replace(JOB, requeue=False)}, "yellow: --requeue")],
+    checks.controller: [({"job": None}, "yellow: scontrol")],
+    checks.time_limit: [(SHORT, "yellow: 3,600 s | --checkpoint-every-minutes")],
+}
+
+
+@pytest.mark.parametrize("check", JOB_FAULTS)
+def test_each_planted_fault_of_a_job_is_found_and_comes_with_advice(check):
+    for changes, said in JOB_FAULTS[check]:
+        says(check(in_job(**changes)), said)
+
+
+def test_what_is_right_is_green_and_outside_of_slurm_only_the_launcher_is_told():
+    says(checks.gpu_binding(in_job(machine={"gpus": gpus(2)})), "green", "2 GPUs")
+    one_each = {"slurm": {"most_step_tasks_on_node": 1}, "elastic": True}
+    says(checks.torchrun_in_srun(in_job(**one_each)), "green")
+    says(checks.stop_signal(in_job(job=replace(JOB, signal="TERM"))), "green", "60 s")
+    passed_on = replace(JOB, signal="B:USR1@120", traps_signal=True)
+    says(checks.stop_signal(in_job(job=passed_on)), "green", "USR1 120 s", "trap")
+    torchrun = {"slurm": {"num_tasks": 2, "tasks_per_node": 4}, "elastic": True}
+    says(checks.tasks(in_job(**torchrun)), "green")  # one on each of two nodes
+    says(checks.time_limit(in_job(folder=replace(FOLDER, epoch_s=60.0))), "green", "1,440")
+    says(checks.time_limit(in_job(job=replace(JOB, time_limit="UNLIMITED"))), "green", "none")
+    alone = {"launch": vars(ALONE), "slurm": {"in_step": False, "num_tasks": 1}}
+    says(checks.slurm_start(in_job(**alone)), "green", "job 7")
+    # What is not a script has neither signal nor requeue.
+    interactive = in_job(job=replace(JOB, is_batch=False, signal=None, requeue=False))
+    assert checks.stop_signal(interactive) is None
+    assert checks.requeue(interactive) is None
+    findings = run_checks(checks.CHECKS, rank())
+    assert [f.name for f in findings] == ["launcher"]

@@ -116,7 +116,6 @@ PLANTS = {
 
 
 def table_of(ranks: Ranks) -> dict:
-    """Return what rank 0 printed; nothing but the table, and no rank showed a traceback."""
     assert "Traceback" not in ranks.output()
     return json.loads(ranks.printed(0)[ranks.printed(0).index("{") :])
 

@@ -55,22 +55,15 @@ def test_a_path_and_an_address_are_never_cut(width):
     assert any(address in line for line in lines)
 
 
-def test_the_object_for_programs_holds_the_same():
+def test_the_object_for_programs_holds_the_same_and_the_handbook_every_row():
     table = json.loads(DIAGNOSIS.as_json())
     assert table["status"] == "red"
     assert [row["status"] for row in table["checks"]] == ["green", "yellow", "red"]
     assert table["all_reduce"][0] == {"bytes": 32, "latency_us": 40.0, "bus_gb_s": 0.001}
     assert [rank["host"] for rank in table["ranks"]] == ["node1", "node1", "node2", "node2"]
-
-
-def test_bus_bandwidth_is_that_of_nccl_tests_and_a_size_is_timed_while_there_is_time():
-    # doc/PERFORMANCE.md: for all-reduce, bus bandwidth = algorithm bandwidth × 2 (n - 1) / n.
-    assert bus_bandwidth(10**9, 1.0, 2) == 1.0
-    assert bus_bandwidth(10**9, 1.0, 8) == 1.75
-    assert bus_bandwidth(10**9, 0.5, 4) == 3.0
-    rounds = {(0.0, 20.0): MEASURED_ROUNDS, (0.25, 20.0): 3, (5.0, 10.1): 1, (5.0, 9.9): 0}
-    assert {times: rounds_within(*times) for times in rounds} == rounds
-    assert rounds_within(0.0, -1.0) == 0
+    explained = set(re.findall(r"[a-z ]+", PAGE.read_text().split("| row |")[1].split("## ")[0]))
+    names = {check.__name__.replace("_", " ") for checks in CHECKS for check in checks}
+    assert names <= {words.strip() for words in explained}
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "doctor.md"
@@ -88,7 +81,7 @@ def has_nothing_to_look_at(facts: int) -> None:
     return None
 
 
-def test_a_check_that_breaks_is_a_yellow_row_and_the_others_still_run():
+def test_a_check_that_breaks_is_yellow_and_bandwidth_that_of_nccl_tests():
     findings = run_checks([breaks, has_nothing_to_look_at, shared_memory], 7)
     assert [(f.name, f.status) for f in findings] == [
         ("breaks", "yellow"),
@@ -96,9 +89,6 @@ def test_a_check_that_breaks_is_a_yellow_row_and_the_others_still_run():
     ]
     assert "KeyError: 7" in findings[0].found
     assert findings[1].found == "7 bytes"
-
-
-def test_a_finding_is_as_bad_as_its_worst_condition_and_a_table_as_its_worst_row():
     assert graded("a", "b", red_if=True, yellow_if=True) == red("a", "b")
     assert graded("a", "b", yellow_if=True) == yellow("a", "b")
     assert graded("a", "b") == green("a")
@@ -108,6 +98,13 @@ def test_a_finding_is_as_bad_as_its_worst_condition_and_a_table_as_its_worst_row
     assert worst([]) == "green"
     assert worst([green("a"), yellow("b", "c"), green("d")]) == "yellow"
     assert worst([yellow("b", "c"), red("b", "c"), green("d")]) == "red"
+    # doc/PERFORMANCE.md: for all-reduce, bus bandwidth = algorithm bandwidth × 2 (n - 1) / n.
+    assert bus_bandwidth(10**9, 1.0, 2) == 1.0
+    assert bus_bandwidth(10**9, 1.0, 8) == 1.75
+    assert bus_bandwidth(10**9, 0.5, 4) == 3.0
+    rounds = {(0.0, 20.0): MEASURED_ROUNDS, (0.25, 20.0): 3, (5.0, 10.1): 1, (5.0, 9.9): 0}
+    assert {times: rounds_within(*times) for times in rounds} == rounds
+    assert rounds_within(0.0, -1.0) == 0
 
 
 SLOW, FULL = yellow("slow", "wait", "disk"), red("full", "empty it", "disk")
@@ -132,9 +129,3 @@ CHECKS = (
     *(node.CHECKS, slurm_job.CHECKS, SIDE_BY_SIDE),
     *(run_directory.CHECKS, addresses.MEETING_CHECKS),
 )
-
-
-def test_every_row_stands_in_the_handbook():
-    explained = set(re.findall(r"[a-z ]+", PAGE.read_text().split("| row |")[1].split("## ")[0]))
-    names = {check.__name__.replace("_", " ") for checks in CHECKS for check in checks}
-    assert names <= {words.strip() for words in explained}

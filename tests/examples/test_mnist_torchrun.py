@@ -222,16 +222,13 @@ def test_a_mistake_gets_one_message_and_exit_code_2(folder, name):
     assert words in refusal(TRAIN_DISTRIBUTED, *arguments, folder=folder)
 
 
-def test_ranks_that_all_find_a_mistake_say_it_once(folder):
+def test_mistakes_are_said_once_and_tasks_of_srun_do_not_each_train(folder):
     arguments, words = MISTAKES["no data"]
     done = forked(TRAIN_DISTRIBUTED, *arguments, folder=folder, world_size=2)
     assert done.returncode == 2, done.stderr
     (message,) = re.findall(r"^train_distributed\.py: .*", done.stderr, re.MULTILINE)
     assert words in message
     assert not epochs(done.stdout)
-
-
-def test_tasks_of_srun_without_torchrun_do_not_each_train_a_model(folder):
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
     message = refusal(TRAIN_DISTRIBUTED, folder=folder, **step)
     assert "srun" in message

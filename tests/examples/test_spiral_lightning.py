@@ -186,20 +186,7 @@ def test_the_launcher_is_found(variables, expected, modules, monkeypatch):
     assert (type(launcher).__name__, num_nodes, here) == expected
 
 
-def test_ranks_that_cannot_share_equally_are_refused(modules, monkeypatch, capsys):
-    module = modules("train")
-    unequal = env("SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=3,1")
-    monkeypatch.setattr(module.os, "environ", unequal)
-    with pytest.raises(SystemExit, match="2"):
-        module.find_ranks()
-    assert "--ntasks-per-node" in capsys.readouterr().err
-    monkeypatch.setattr(module, "find_ranks", lambda: (None, 1, 4))
-    with pytest.raises(SystemExit, match="2"):  # fewer validation samples than ranks
-        module.train(module.read_settings(["--num_samples", "20"]))
-    assert "--num_samples 20" in capsys.readouterr().err
-
-
-def test_points_and_parts_are_samesteps_and_each_is_evaluated_once(modules):
+def test_points_are_shared_equally_or_the_ranks_refused(modules, monkeypatch, capsys):
     data = modules("datamodule").SpiralDataModule(num_samples=1013)
     data.setup("fit")
     parts = {"train": data.training, "validation": data.validation, "test": data.test}
@@ -210,6 +197,16 @@ def test_points_and_parts_are_samesteps_and_each_is_evaluated_once(modules):
     sampler = modules("datamodule").EverySampleOnce
     shares = [list(sampler(range(11), rank, 3)) for rank in range(3)]
     assert sorted(index for share in shares for index in share) == list(range(11))
+    module = modules("train")
+    unequal = env("SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=3,1")
+    monkeypatch.setattr(module.os, "environ", unequal)
+    with pytest.raises(SystemExit, match="2"):
+        module.find_ranks()
+    assert "--ntasks-per-node" in capsys.readouterr().err
+    monkeypatch.setattr(module, "find_ranks", lambda: (None, 1, 4))
+    with pytest.raises(SystemExit, match="2"):  # fewer validation samples than ranks
+        module.train(module.read_settings(["--num_samples", "20"]))
+    assert "--num_samples 20" in capsys.readouterr().err
 
 
 @pytest.mark.xdist_group("trackers")

@@ -81,6 +81,7 @@ def check_complete(notebook):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert not [o for o in outputs(notebook) if o["output_type"] == "error"]
     assert not [o["text"] for o in outputs(notebook) if o.get("name") == "stderr"]
+    assert not re.search(r"\Srank \d+(:| sees)", printed(notebook)), "a rank writes whole lines"
     assert len(plots(notebook)) == 7
 
 
@@ -238,8 +239,15 @@ def test_the_outputs_that_are_kept_are_whole_of_the_files_and_of_no_machine():
         assert text.removeprefix("```python\n").removesuffix("```") in source
 
 
-def test_its_network_is_samesteps_and_each_image_of_a_batch_cropped_by_itself(example):
-    """Both have their parameters in the same order, so weights go over by their place."""
+def test_it_reads_what_the_binary_version_has_and_its_network_is_samesteps(tmp_path, example):
+    write_binary(tmp_path, per_file=7, num_test=30)
+    images, labels = example.read(tmp_path, example.TRAIN_FILES)
+    assert images.shape == (35, 3, 32, 32)
+    for number in range(5):
+        expected, classes = images_and_labels(7, seed=number)
+        part = slice(7 * number, 7 * number + 7)
+        assert torch.equal(images[part], torch.from_numpy(expected))
+        assert labels[part].tolist() == classes.tolist()
     torch.manual_seed(0)
     theirs, ours = resnet18(10, stem="small", width=4), example.resnet18(4)
     values = theirs.state_dict().values()
@@ -263,17 +271,6 @@ def test_its_network_is_samesteps_and_each_image_of_a_batch_cropped_by_itself(ex
         places.append(place)
     assert {place[0] for place in places} == set(range(9))
     assert {place[2] for place in places} == {False, True}
-
-
-def test_it_reads_what_the_binary_version_has(tmp_path, example):
-    write_binary(tmp_path, per_file=7, num_test=30)
-    images, labels = example.read(tmp_path, example.TRAIN_FILES)
-    assert images.shape == (35, 3, 32, 32)
-    for number in range(5):
-        expected, classes = images_and_labels(7, seed=number)
-        part = slice(7 * number, 7 * number + 7)
-        assert torch.equal(images[part], torch.from_numpy(expected))
-        assert labels[part].tolist() == classes.tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -23,6 +23,7 @@ from tests.processes import run_ranks
 from tests.training.test_any_batch import EXAMPLES, FP64, RECIPES
 from tests.training.test_losses import MEANS, MEASURED, RECIPE
 from tests.training.test_metrics import RECIPE as OBJECTS
+from tests.training.test_optimizer_state import RECIPE as GATHERS
 from tests.training.test_own_optimizer import BRANCHES, OWN
 from tests.training.test_trajectory import CONVNET, LOADED
 from tests.training.test_unkept import AFTER, BEFORE, NAMES_IT
@@ -41,6 +42,7 @@ GROUPED = OWN.replace("(step, total)", "(step, total, *, epoch)").replace(
 )
 OF_LOSSES = ("--micro-batch-size", "4", "--patience", "1", "--momentum", "0.9", "--epochs", "4")
 GRAPHS = (*FP64, *RECIPES["graphs.py"], "--batch-size", "32", "--micro-batch-size", "4")
+NO_CLOSURE = TINY + GATHERS.removeprefix(tiny.RECIPE).replace("Free(m", "Slowing(m")
 # A mean over samples of one class, of which some shares and micro-steps have none.
 TERMS = """
 from dataclasses import replace
@@ -82,6 +84,7 @@ ALONE = {
     "stopped early in the last epoch": (TINY, ("--patience", "1", "--lr", "0.3", "--epochs", "2")),
     "not validated by accuracy": (TINY, ("--monitor", "loss", "--keep-top-k", "2")),
     "own optimizer": (TINY + OWN, ("--epochs", "2")),
+    "own optimizer that calls no closure": (NO_CLOSURE, ("--epochs", "2", "--clip-norm", "0.05")),
     "means by name": (MEANS, OF_LOSSES),
     "means over terms": BY_TERMS,
     "a loss that names the step": (TINY + BEFORE + NAMES_IT + AFTER, ("--epochs", "2")),
@@ -202,7 +205,9 @@ def trainer() -> Iterator[object]:
         yield plain_trainer
 
 
-def test_a_checkpoint_of_either_engine_evaluates_in_the_other(on_two, trainer):
+def test_a_checkpoint_and_ranks_of_a_users_own_trainer_serve_either_engine(
+    on_two, trainer, tmp_path
+):
     ours, theirs = (on_two / "as it is" / name for name in ("ours", "theirs"))
     expected = read_json(theirs / "result.json")["test"]
     assert evaluate(ours)["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
@@ -210,9 +215,6 @@ def test_a_checkpoint_of_either_engine_evaluates_in_the_other(on_two, trainer):
     [measured] = trainer().test(module, samestep.LitData(module.recipe, module.settings))
     assert measured["test_loss"] == pytest.approx(expected["loss"], rel=1e-6)  # logged as fp32
     assert measured["test_accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
-
-
-def test_in_a_users_own_trainer_two_ranks_learn_what_samestep_train_does(on_two, tmp_path):
     expected = evaluations(on_two / "dropout" / "theirs")[-2]
     for value in run_ranks(_fit, 2, tmp_path / "own"):  # the global numbers, on every rank
         assert value["val_loss"] == pytest.approx(expected["loss"], rel=1e-5)
@@ -234,18 +236,7 @@ def evaluations(run: Path) -> list[dict]:
     return [record for record in tiny.account(run) if record["event"] == "evaluation"]
 
 
-def test_a_users_own_trainer_takes_batches_of_graphs(tmp_path, trainer):
-    recipe, run = EXAMPLES / "graphs.py", tmp_path / "run"
-    tiny.trained(recipe, run, "--epochs", "1")
-    (expected,) = evaluations(run)
-    own = trainer(max_epochs=1)
-    own.fit(samestep.LitRecipe(str(recipe)), samestep.LitData(str(recipe)))
-    for name, rel in (("loss", 1e-5), ("accuracy", 1e-6)):
-        found = float(own.callback_metrics[f"val_{name}"])
-        assert found == pytest.approx(expected[name], rel=rel)
-
-
-def test_cifar10s_data_module_feeds_anyones_module(tmp_path, trainer):
+def test_cifar10s_data_module_and_batches_of_graphs_serve_anyones_trainer(tmp_path, trainer):
     from samestep.lightning import CIFAR10DataModule
 
     folder = str(write_binary(tmp_path / "data"))
@@ -256,6 +247,14 @@ def test_cifar10s_data_module_feeds_anyones_module(tmp_path, trainer):
     inputs, targets, *_ = next(iter(data.train_dataloader()))
     assert inputs.shape == (8, 3, 32, 32)
     assert targets.shape == (8,)
+    recipe, run = EXAMPLES / "graphs.py", tmp_path / "run"
+    tiny.trained(recipe, run, "--epochs", "1")
+    (expected,) = evaluations(run)
+    own = trainer(max_epochs=1)
+    own.fit(samestep.LitRecipe(str(recipe)), samestep.LitData(str(recipe)))
+    for name, rel in (("loss", 1e-5), ("accuracy", 1e-6)):
+        found = float(own.callback_metrics[f"val_{name}"])
+        assert found == pytest.approx(expected[name], rel=rel)
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ REFUSED = {
 }
 
 
-def test_a_mistake_is_refused_on_every_rank_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_mistake_is_refused_on_every_rank_and_a_missing_client_named(tmp_path, monkeypatch):
     from lightning.pytorch.utilities import rank_zero_only
 
     monkeypatch.chdir(tmp_path)
@@ -320,9 +320,6 @@ def test_a_mistake_is_refused_on_every_rank_before_anything_is_written(tmp_path,
         with pytest.raises(samestep.UserError, match=f"TrackerLogger: {words}"):
             samestep.TrackerLogger("none", **wrong)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_client_that_is_not_installed_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(samestep.UserError, match=r"comet_ml.*'samestep\[comet\]'"):
         samestep.TrackerLogger("comet")
@@ -338,13 +335,10 @@ def logged(trackers, folder, hyperparameters=None, **how):
     return Path(logger.log_dir)
 
 
-def test_a_run_of_a_logger_is_nothing_to_resume(tmp_path, refused):
+def test_a_loggers_run_cannot_be_resumed_nor_written_by_two(tmp_path, refused):
     run = logged("none", tmp_path)
     assert "settings.toml" in refused("train", str(run), "--resume")
     assert read_json(run / "result.json")["status"] == "completed"
-
-
-def test_two_that_would_write_one_directory_are_refused_until_the_first_is_closed(tmp_path):
     one, other = (
         samestep.TrackerLogger("none", save_dir=tmp_path, version="same") for _ in range(2)
     )
@@ -360,7 +354,7 @@ def test_two_that_would_write_one_directory_are_refused_until_the_first_is_close
     assert found == [1.0, 3.0]
 
 
-def test_a_second_training_whose_steps_no_tracker_takes_is_warned_of_once(tmp_path):
+def test_steps_that_no_tracker_takes_are_warned_of_and_names_are_checked(tmp_path):
     said = []
     logger = samestep.TrackerLogger("none", save_dir=tmp_path, say=said.append)
     for ends in (3, 3, 2):
@@ -371,9 +365,6 @@ def test_a_second_training_whose_steps_no_tracker_takes_is_warned_of_once(tmp_pa
     (line,) = said
     assert re.findall(r"step (\d+)", line) == ["0", "2"]
     assert "TrackerLogger" in line
-
-
-def test_a_single_tag_is_one_tag_and_names_stay_below_the_folder(tmp_path):
     (start,) = what(logged(TRACKER, tmp_path, version="v", tags="first"), "start")
     assert start["tags"] == ["first"]
     for wrong in ({"name": "../up"}, {"name": "/abs"}, {"version": "a/../../b"}):

@@ -78,7 +78,7 @@ def test_the_largest_part_of_the_step_is_the_verdict_and_has_one_remedy(kind, nu
     assert milliseconds(verdict.step) in verdict.why
 
 
-def test_every_text_of_the_advice_can_be_filled_in_with_three_digits():
+def test_the_advice_is_filled_in_the_ceiling_amdahls_and_some_waits_are_notes():
     numbers = measured(DATA, counts={"checkpoint": 4})
     facts = bottleneck._facts(StepPart(kind="checkpoint-bound", seconds=0.1), numbers)
     conditions = _conditions(numbers)
@@ -89,9 +89,6 @@ def test_every_text_of_the_advice_can_be_filled_in_with_three_digits():
             assert "{" not in "".join(text.format(**facts) for text in cases.values())
     shown = [milliseconds(seconds) for seconds in (0.0, 4.2e-6, 0.00123, 0.0456, 0.12, 4.2)]
     assert shown == ["0 ms", "0.0042 ms", "1.23 ms", "45.6 ms", "120 ms", "4,200 ms"]
-
-
-def test_the_ceiling_is_amdahls_and_the_next_bottleneck_the_next_part_looked_into():
     verdict = judge(measured({"data": 0.3}, checkpoint=0.1, operations=operations()))
     assert verdict.step == pytest.approx(0.3 + 0.071 + 0.1)
     assert verdict.ceiling == pytest.approx(verdict.step / 0.171)
@@ -100,6 +97,13 @@ def test_the_ceiling_is_amdahls_and_the_next_bottleneck_the_next_part_looked_int
     assert (verdict.kind, verdict.next_kind) == ("input-bound", "loop-bound")
     verdict = judge(measured(dict.fromkeys(STEP, 0.0)))
     assert (verdict.share, verdict.ceiling) == (0.0, pytest.approx(1.0))
+    few = Operations(matmul=1.0, syncs=3.0)
+    assert ".item()" in judge(measured(operations=few)).notes[0]
+    assert not judge(measured(operations=Operations(matmul=1.0))).notes
+    waits = {"data": 0.03}
+    assert any("--num-workers" in note for note in judge(measured(waits)).notes)
+    assert not judge(measured(waits, workers=2)).notes
+    assert not judge(measured({"data": 0.01})).notes
 
 
 def test_more_threads_than_cores_are_a_cause_and_the_evidence_names_operations_of_its_kind():
@@ -129,16 +133,6 @@ def test_a_neighbour_on_the_machine_is_a_note_and_no_verdict(wanted):
     assert verdict.kind == "compute-bound"
     (note,) = verdict.notes
     assert "30.0 ms" in note
-
-
-def test_reads_of_numbers_and_waits_for_data_are_noted_where_they_are_no_bottleneck():
-    few = Operations(matmul=1.0, syncs=3.0)
-    assert ".item()" in judge(measured(operations=few)).notes[0]
-    assert not judge(measured(operations=Operations(matmul=1.0))).notes
-    waits = {"data": 0.03}
-    assert any("--num-workers" in note for note in judge(measured(waits)).notes)
-    assert not judge(measured(waits, workers=2)).notes
-    assert not judge(measured({"data": 0.01})).notes
 
 
 SECONDS = st.floats(0.0, 1.0)
@@ -212,7 +206,7 @@ def shown(measured: MeasuredSteps) -> dict[str, str]:
     return {line.split()[0]: line for line in lines}
 
 
-def test_what_was_measured_has_its_share_and_all_else_is_unseen_or_no_row():
+def test_what_was_measured_has_its_share_and_a_gpus_idle_share_is_without_the_profiler():
     lines = shown(MEASURED)
     for phase in ("evaluation", "checkpoint"):
         assert lines[phase].split()[1:] == ["not", "seen", "in", "284", "steps"]
@@ -227,9 +221,6 @@ def test_what_was_measured_has_its_share_and_all_else_is_unseen_or_no_row():
     lines = shown(replace(recipe, checkpoint=0.0, stopped=True))
     assert "284" in lines["checkpoint"]
     assert "284 steps" in lines["note"]
-
-
-def test_the_idle_share_of_a_gpu_is_that_of_the_steps_measured_without_the_profiler():
     rank = replace(RANK, operations=Operations(matmul=1.0, gpu_busy=0.03))
     measured = replace(MEASURED, ranks=(rank,), wall=0.04, device="cuda")
     profile = Profile(name="x", path=Path("x"), measured=measured, verdict=judge(measured))

@@ -3,13 +3,19 @@
 Each fake training takes steps of known length; a step that is traced takes ten times as long.
 """
 
+import re
+import tomllib
 from dataclasses import fields
 from itertools import count
 
 import pytest
 
+from samestep import UserError
 from samestep.profiling.measured import Extent
 from samestep.profiling.stages import Stages, TimeAccount
+from samestep.profiling.tried_values import apply_settings
+from tests import tiny
+from tests.command_line import read_json, start
 
 STEP_S, SLOW_DOWN = 0.125, 10
 EXTENT = {field.name for field in fields(Extent)}
@@ -96,7 +102,7 @@ def profiled(**wishes):
     return training
 
 
-def test_steps_are_measured_after_the_warm_up_and_others_are_traced_after_that():
+def test_steps_are_measured_after_the_warm_up_and_then_traced():
     training = profiled(seconds=3.0)
     span, tracer = training.stages.span, training.stages.tracer
     assert span.seconds >= 3.0
@@ -106,9 +112,6 @@ def test_steps_are_measured_after_the_warm_up_and_others_are_traced_after_that()
     assert len(training.traced) == tracer.steps == 5  # half a second of them are fewer
     assert not tracer.runs
     assert training.stages.done
-
-
-def test_no_step_of_the_warm_up_counts_and_of_short_steps_more_are_traced():
     training = Training()
     training.clock.seconds = 0.4  # most of the warm-up was the start of the program
     assert training.run()
@@ -133,7 +136,7 @@ def test_whole_epochs_are_measured_with_what_lies_between_them_and_the_next(prof
     assert training.stages.tracer.steps == 5
 
 
-def test_while_it_waits_for_an_epochs_end_it_traces_and_ends_after_20_seconds():
+def test_one_epoch_is_traced_whole_or_given_up_after_20_seconds():
     training = profiled(per_epoch=100, wants_epochs=lambda: True, seconds=3.0)
     span = training.stages.span
     assert 0.2 < training.traced[0] / 100 < 0.4, "long before the first epoch's end"
@@ -142,6 +145,15 @@ def test_while_it_waits_for_an_epochs_end_it_traces_and_ends_after_20_seconds():
     training = profiled(per_epoch=10**6, wants_epochs=lambda: True, seconds=1.0)
     assert 20 < training.clock.seconds < 50
     assert training.seconds_per_step == pytest.approx(STEP_S)
+    training = profiled(per_epoch=11, epoch=2)
+    assert training.traced == list(range(11, 22))
+    assert training.stages.span.steps == 7  # of the epoch before, since the first decision
+    assert training.seconds_per_step == pytest.approx(STEP_S + 0.5 / 7)
+    training = profiled(per_epoch=11, epoch=1)
+    assert training.traced == list(range(11))
+    assert training.stages.span.steps == 11
+    # Neither the second in which the profiler starts nor the two in which it stops.
+    assert training.stages.span.seconds == pytest.approx(11 * STEP_S * SLOW_DOWN + 0.5)
 
 
 @pytest.mark.parametrize("wished", [2, 37, 500])
@@ -158,18 +170,6 @@ def test_a_stop_signal_ends_it_with_what_was_measured_until_then(taken):
     assert training.stages.stopped
     assert taken <= training.taken <= 1.25 * taken
     assert training.seconds_per_step == pytest.approx(STEP_S)
-
-
-def test_one_epoch_is_traced_whole_and_the_first_measured_meanwhile():
-    training = profiled(per_epoch=11, epoch=2)
-    assert training.traced == list(range(11, 22))
-    assert training.stages.span.steps == 7  # of the epoch before, since the first decision
-    assert training.seconds_per_step == pytest.approx(STEP_S + 0.5 / 7)
-    training = profiled(per_epoch=11, epoch=1)
-    assert training.traced == list(range(11))
-    assert training.stages.span.steps == 11
-    # Neither the second in which the profiler starts nor the two in which it stops.
-    assert training.stages.span.seconds == pytest.approx(11 * STEP_S * SLOW_DOWN + 0.5)
 
 
 def test_a_profiler_of_the_scripts_own_ends_a_trace_early_and_is_in_no_number():
@@ -230,3 +230,83 @@ def test_rank_0s_answers_move_every_rank_alike():
     other.clock.seconds = 100.0
     assert other.run()
     assert (other.taken, other.traced) == (first.taken, first.traced)
+
+
+def swept(folder, recipe, sizes, code=0):
+    words = ("profile", str(tiny.write_recipe(folder, recipe)), "--batch-sizes", sizes)
+    flags = ("--seconds", "0.2", "--run-dir", str(folder / "out"))
+    ranks = start(*words, *flags, folder=folder / "o")
+    assert ranks.wait() == [code], ranks.output()
+    return read_json(folder / "out" / "profile.json")
+
+
+def test_an_epochs_small_last_batch_counts_as_such_and_how_long_to_train_need_not_be_said(tmp_path):
+    """A step of 100 samples is followed by one of 31: together they are 131, not 200."""
+    recipe = tiny.RECIPE.replace('"epochs": 6', '"lr": 0.1')
+    ((row,),) = (sweep["rows"] for sweep in swept(tmp_path, recipe, "100")["sweeps"])
+    assert 31 <= row["samples_per_s"] * row["seconds"] <= 80
+
+
+def test_batches_that_the_training_set_does_not_fill_are_refused_before_measuring(here, refused):
+    path, out = str(tiny.write_recipe(here)), here / "out"
+    said = refused("profile", path, "--batch-sizes", "2,132", "--run-dir", str(out))
+    assert re.search(r"--batch-sizes: .*131 .*132", said)
+    assert not out.exists()
+
+
+STOPS_AT_4 = """
+import os
+import signal
+from dataclasses import replace
+
+without, sent = recipe.loss, []
+
+def loss(outputs, targets):
+    if len(outputs) == 4 and not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGTERM))
+    return without(outputs, targets)
+
+recipe = replace(recipe, loss=loss)
+"""
+
+
+def test_after_a_stop_signal_no_further_value_is_tried_and_what_there_is_is_shown(tmp_path):
+    found = swept(tmp_path, tiny.RECIPE + STOPS_AT_4, "2,4,8", code=143)
+    (sweep,) = found["sweeps"]
+    assert [row["value"] for row in sweep["rows"]] == [2, 4]
+    assert sweep["skipped"] == [8]
+    assert found["measured"]["stopped"]
+
+
+FILE = """\
+# my settings
+recipe = "mnist"
+num_workers = 0   # none so far
+batch-size = 32
+
+[options]
+num_workers = "an option may be called the same"
+"""
+
+
+def test_only_the_value_changes_and_what_is_not_there_is_added_above_the_tables(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(FILE)
+    apply_settings(path, {"num_workers": 4, "batch_size": 64}, "mnist")
+    changed = FILE.replace("num_workers = 0 ", "num_workers = 4 ").replace("32", "64")
+    assert path.read_text() == changed
+    path.write_text("lr = 0.1\n\n[options]\nhidden = 3\n")
+    apply_settings(path, {"num_workers": 2}, "mnist")
+    assert path.read_text() == "lr = 0.1\nnum_workers = 2\n\n[options]\nhidden = 3\n"
+    path = tmp_path / "new.toml"
+    apply_settings(path, {"num_workers": 2}, "/a/my recipe.py")
+    assert tomllib.loads(path.read_text()) == {"recipe": "/a/my recipe.py", "num_workers": 2}
+
+
+@pytest.mark.parametrize("text", ["this is = not = toml\n", '"num_workers" = 1\n'])
+def test_a_file_in_another_form_is_left_alone(text, tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"a\.toml"):
+        apply_settings(path, {"num_workers": 2}, "mnist")
+    assert path.read_text() == text

@@ -34,7 +34,7 @@ def trace(inside, steps=5):
     return events
 
 
-def test_phases_lie_between_marks_and_what_no_operation_works_in_is_a_cost_of_its_own():
+def test_phases_lie_between_marks_and_work_is_counted_once():
     found = digest(trace([event("aten::mm", 100, 90)]), 5)
     # 2 µs are taken for an operation that does nothing, and up to three of them are no work.
     assert found.matmul == pytest.approx(84 / 900, rel=0.01)
@@ -47,9 +47,6 @@ def test_phases_lie_between_marks_and_what_no_operation_works_in_is_a_cost_of_it
         zip(names, pairwise(spans), strict=True)
     )
     assert digest([], 0).launch == 0
-
-
-def test_work_is_counted_once_and_a_step_in_which_another_had_the_core_changes_nothing():
     nested = [
         event("aten::linear", 100, 800),
         event("aten::addmm", 200, 600),
@@ -105,12 +102,27 @@ NAMES = {
 }
 
 
-def test_putting_samples_together_is_a_share_of_the_wait_and_long_names_are_cut():
+def test_collating_is_a_share_of_the_wait_and_a_gpu_busy_in_any_kernel():
     calls = [event("aten::stack", 20, 60), event("aten::mm", 200, 50)]
     assert digest(trace(calls), 5).collate == pytest.approx(0.6)
     collates = event(COLLATE, 10, 80, "user_annotation")  # whatever that calls
     assert digest(trace([collates, *calls]), 5).collate == pytest.approx(0.8)
     assert {name: trace_digest.short_name(name) for name in NAMES} == NAMES
+    copy = event("Memcpy HtoD (Pinned -> Device)", 750, 100, "gpu_memcpy", 9)
+    step = [on_gpu(100, 500), on_gpu(400, 300, NCCL, 8), copy]
+    assert digest(trace(step), 5).gpu_busy == pytest.approx(600e-6)
+    assert digest(trace(step, steps=5), 40).gpu_busy == pytest.approx(75e-6)  # 8 steps a graph
+    assert digest(trace([event("aten::mm", 100, 90)]), 5).gpu_busy is None
+
+    def change(moment, size):
+        return {"name": "[memory]", "ts": moment, "args": {"Bytes": size, "Device Type": 0}}
+
+    rows = trace_digest.memory_timeline(
+        [*trace([], steps=1), change(150, 1 << 20), change(500, 3 << 20), change(950, -(4 << 20))]
+    )
+    assert rows == [(0.15, "forward", 1.0), (0.5, "backward", 4.0), (0.95, "optimizer", 0.0)]
+    assert trace_digest.peak_memory(rows) == (4.0, "backward")
+    assert trace_digest.peak_memory([]) is None
 
 
 KERNEL = "kernel"
@@ -148,24 +160,6 @@ def test_a_gpus_time_is_split_by_what_it_does_or_waits_for(case):
     found = digest(trace(step), 5)
     for name, (least, most) in shares.items():
         assert least <= getattr(found, name) <= most, (name, found)
-
-
-def test_a_gpu_is_busy_while_any_kernel_runs_and_the_memory_peak_has_a_phase():
-    copy = event("Memcpy HtoD (Pinned -> Device)", 750, 100, "gpu_memcpy", 9)
-    step = [on_gpu(100, 500), on_gpu(400, 300, NCCL, 8), copy]
-    assert digest(trace(step), 5).gpu_busy == pytest.approx(600e-6)
-    assert digest(trace(step, steps=5), 40).gpu_busy == pytest.approx(75e-6)  # 8 steps a graph
-    assert digest(trace([event("aten::mm", 100, 90)]), 5).gpu_busy is None
-
-    def change(moment, size):
-        return {"name": "[memory]", "ts": moment, "args": {"Bytes": size, "Device Type": 0}}
-
-    rows = trace_digest.memory_timeline(
-        [*trace([], steps=1), change(150, 1 << 20), change(500, 3 << 20), change(950, -(4 << 20))]
-    )
-    assert rows == [(0.15, "forward", 1.0), (0.5, "backward", 4.0), (0.95, "optimizer", 0.0)]
-    assert trace_digest.peak_memory(rows) == (4.0, "backward")
-    assert trace_digest.peak_memory([]) is None
 
 
 TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t: (t[0], sum(t))))

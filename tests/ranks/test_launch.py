@@ -171,7 +171,7 @@ def test_steps_of_one_job_listen_at_different_ports(job, steps):
     assert len(ports) == len(steps)
 
 
-def test_all_ranks_of_a_step_agree_where_rank_0_listens_also_under_open_mpi():
+def test_all_ranks_agree_where_rank_0_listens_and_reading_it_needs_no_torch():
     places = set()
     for rank in range(6):
         place = {"SLURM_NODEID": rank // 3, "SLURM_LOCALID": rank % 3, "SLURM_PROCID": rank}
@@ -189,6 +189,8 @@ def test_all_ranks_of_a_step_agree_where_rank_0_listens_also_under_open_mpi():
     version_5 = OPEN_MPI_ONE_NODE | {"PMIX_NAMESPACE": "prterun-head-1234@1"}
     del version_5["OMPI_MCA_ess_base_jobid"]
     assert detect_launch(version_5).master_port in range(12000, 30000)
+    code = "import sys, samestep.ranks.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 BY_HAND = env("RANK=3 WORLD_SIZE=4")
@@ -275,8 +277,3 @@ def test_a_malformed_node_list_is_shown_with_a_good_one(node_list):
         expand_node_list(node_list)
     assert repr(node_list) in str(caught.value)
     assert "gpu[001-003,7],login" in str(caught.value)
-
-
-def test_reading_the_launch_does_not_import_torch():
-    code = "import sys, samestep.ranks.launch; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

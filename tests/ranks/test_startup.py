@@ -125,7 +125,7 @@ SAYS = (
 )
 
 
-def test_a_recipe_is_collected_as_usual_and_without_the_modules(tmp_path):
+def test_a_recipe_is_collected_as_usual_and_others_keep_their_collector(tmp_path):
     says = "\n".join(f"    {line}" for line in SAYS.splitlines())
     text = RECIPE.replace("def model():\n", f"def model():\n{says}\n")
     (tmp_path / "recipe.py").write_text(text)
@@ -133,9 +133,6 @@ def test_a_recipe_is_collected_as_usual_and_without_the_modules(tmp_path):
     assert done.returncode == 0, done.stderr
     told = {line for line in done.stdout.splitlines() if line.startswith("state ")}
     assert told == {f"state {USUAL} True"}
-
-
-def test_who_imports_samestep_keeps_a_collector_of_their_own(tmp_path):
     code = (
         "import gc; gc.set_threshold(70, 7, 7)\n"
         "import samestep; samestep.dist.setup_distributed(); samestep.dist.cleanup()\n"

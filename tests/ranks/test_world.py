@@ -178,7 +178,7 @@ def test_ranks_that_meet_again_find_nothing_of_their_last_meeting(tmp_path):
     assert run_ranks(meets_again, 2, tmp_path) == [[False] * 3] * 2
 
 
-def test_a_master_without_an_address_is_refused_and_loopback_has_its_interface():
+def test_a_master_needs_an_address_and_a_slow_name_server_is_asked_again(monkeypatch):
     with pytest.raises(UserError, match=r"no-such-host\.invalid") as error:
         addresses.resolve_master("no-such-host.invalid")
     assert socket.gethostname() in str(error.value)
@@ -186,9 +186,6 @@ def test_a_master_without_an_address_is_refused_and_loopback_has_its_interface()
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.77") == ""  # of a net for documentation
     assert resolve("localhost") in ("127.0.0.1", "::1")
-
-
-def test_a_name_server_that_needs_a_moment_is_asked_again(monkeypatch):
     answers = iter([socket.gaierror(socket.EAI_AGAIN, "later"), [(0, 0, 0, "", ("10.1.2.3", 0))]])
 
     def ask(*_, **__):

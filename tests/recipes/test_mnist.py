@@ -55,7 +55,7 @@ def as_read(path: Path, image: Image.Image) -> np.ndarray:
     return read(MnistOptions(), path).numpy()
 
 
-def test_digits_in_files_become_light_on_dark(tmp_path):
+def test_digits_of_any_size_and_colour_become_light_on_dark_28_x_28(tmp_path):
     image = drawn()
     for mode in ("L", "RGB", "RGBA"):
         whole = Image.fromarray(image).convert(mode)
@@ -65,9 +65,6 @@ def test_digits_in_files_become_light_on_dark(tmp_path):
     assert np.array_equal(as_read(tmp_path / "no-paper.png", transparent), image)
     palette = Image.fromarray(255 - image).quantize(256)
     assert np.abs(as_read(tmp_path / "palette.png", palette).astype(int) - image).max() <= 8
-
-
-def test_any_size_and_colour_is_read_as_28_x_28_grey(tmp_path):
     wide = Image.new("RGB", (300, 70), (255, 255, 0))
     wide.paste((0, 0, 255), (140, 20, 160, 50))
     found = as_read(tmp_path / "wide.jpg", wide)
@@ -167,17 +164,6 @@ def test_a_file_is_found_in_every_usual_place_and_spelling(tmp_path, place, spel
     assert find_idx(tmp_path, "train-images-idx3-ubyte") == path
 
 
-def test_two_data_sets_under_one_torchvision_root_are_not_guessed_between(tmp_path):
-    """Both would fit, and a run on the wrong one would look like a run."""
-    for name in ("MNIST", "FashionMNIST"):
-        write(tmp_path / name / "raw/train-labels-idx1-ubyte", np.zeros(1, np.uint8))
-    with pytest.raises(UserError, match="twice") as caught:
-        find_idx(tmp_path, "train-labels-idx1-ubyte")
-    assert f"--data-dir {tmp_path / 'MNIST/raw'}" in str(caught.value)
-    own = write(tmp_path / "train-labels-idx1-ubyte.gz", np.zeros(1, np.uint8))
-    assert find_idx(tmp_path, "train-labels-idx1-ubyte") == own, "the folder itself goes first"
-
-
 @pytest.mark.parametrize(
     ("kind", "told"),
     [("data", "not exist"), ("", "FashionMNIST/raw"), ("a file", "is a file")],
@@ -214,9 +200,16 @@ def test_images_and_labels_that_do_not_fit_are_named(tmp_path, images_shape, lab
     assert str(tmp_path / "t10k-labels-idx1-ubyte.gz") in str(caught.value)
 
 
-def test_images_of_one_folder_are_not_paired_with_labels_of_another(tmp_path):
+def test_images_and_labels_are_of_one_folder_and_none_is_guessed(tmp_path):
     """MNIST and Fashion-MNIST have equally many samples: only the folders tell them apart."""
     write(tmp_path / "train-images-idx3-ubyte", np.zeros((1, 2, 2), np.uint8))
     write(tmp_path / "FashionMNIST/raw/train-labels-idx1-ubyte", np.zeros(1, np.uint8))
     with pytest.raises(UserError, match="different folders"):
         read_images_and_labels(tmp_path, "train")
+    for name in ("MNIST", "FashionMNIST"):
+        write(tmp_path / name / "raw/train-labels-idx1-ubyte", np.zeros(1, np.uint8))
+    with pytest.raises(UserError, match="twice") as caught:
+        find_idx(tmp_path, "train-labels-idx1-ubyte")
+    assert f"--data-dir {tmp_path / 'MNIST/raw'}" in str(caught.value)
+    own = write(tmp_path / "train-labels-idx1-ubyte.gz", np.zeros(1, np.uint8))
+    assert find_idx(tmp_path, "train-labels-idx1-ubyte") == own, "the folder itself goes first"

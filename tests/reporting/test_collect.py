@@ -17,7 +17,7 @@ def chart(report, ident):
     return next(chart for chart in report.charts if chart.id == ident)
 
 
-def test_every_recorded_value_has_a_chart_with_its_curves(tmp_path):
+def test_every_value_has_a_chart_with_its_curves_and_gaps_are_counted(tmp_path):
     report = collect([write_run(tmp_path / "one")])
     assert [c.id for c in report.charts] == [
         *("loss", "accuracy", "lr", "grad_norm", "samples_per_s", "phases")
@@ -26,8 +26,19 @@ def test_every_recorded_value_has_a_chart_with_its_curves(tmp_path):
     assert roles == [("steps", 18), ("mean", 3), ("validation", 3)]
     assert chart(report, "accuracy").curves[0].y == (0.5, 0.666667, 0.75)
 
+    def lost(records):
+        for r in records:
+            if r.get("step") in (3, 4) and r["event"] == "step":
+                r |= {"loss": None, "grad_norm": None}
+        return records
 
-def test_phases_are_stacked_and_the_verdict_names_what_bounds_the_training(tmp_path):
+    report = collect([change(write_run(tmp_path / "gaps"), lost)])
+    assert (chart(report, "loss").gaps, chart(report, "grad_norm").gaps) == (2, 2)
+    assert chart(report, "loss").curves[0].y[2:4] == (None, None)
+    assert report.runs[0].problems == ()
+
+
+def test_phases_are_stacked_and_the_verdict_names_the_bound_and_a_straggler(tmp_path):
     run = collect([write_run(tmp_path / "one")]).runs[0]
     assert run.phases.kind == "stack"
     assert [curve.label for curve in run.phases.curves] == [
@@ -39,8 +50,6 @@ def test_phases_are_stacked_and_the_verdict_names_what_bounds_the_training(tmp_p
     slow = collect([write_run(tmp_path / "slow", phases=waiting)]).runs[0]
     assert slow.step_time.bound == "waits"
 
-
-def test_a_straggler_is_named_and_equal_ranks_are_not(tmp_path):
     def with_ranks(compute):
         def edit(records):
             for r in records:
@@ -60,7 +69,7 @@ def test_a_straggler_is_named_and_equal_ranks_are_not(tmp_path):
     assert found.table.rows[2] == ("rank 2", "0", "1,000", "0")
 
 
-def test_the_time_line_has_every_attempt_with_its_ranks(tmp_path):
+def test_the_time_line_has_every_attempt_and_counts_restarts(tmp_path):
     def resumed(records):
         start = {**records[0], "resumed": True, "world_size": 4}
         name = "checkpoint_epoch_2.pt"
@@ -77,6 +86,13 @@ def test_the_time_line_has_every_attempt_with_its_ranks(tmp_path):
     assert line.attempts.rows[1][7] == "finished; changed: lr"
     assert sorted(mark.kind for mark in line.marks) == ["checkpoint"] * 3 + ["resume"]
 
+    def repeated(records):
+        return [*records, *2 * [{**records[0], "resumed": True}, records[-1]]]
+
+    line = collect([change(write_run(tmp_path / "repeated"), repeated)]).runs[0].time_line
+    assert line.summary.endswith("2 restarts, all on 1 rank.")
+    assert [row[5:7] for row in line.attempts.rows[1:]] == 2 * [("the end", "none")]
+
 
 def test_a_test_is_drawn_at_the_step_of_the_checkpoint_that_was_tested(tmp_path):
     def tested(records):
@@ -85,15 +101,6 @@ def test_a_test_is_drawn_at_the_step_of_the_checkpoint_that_was_tested(tmp_path)
 
     report = collect([change(write_run(tmp_path / "run"), tested)])
     assert [c.x for c in chart(report, "loss").curves if c.role == "test"][-1][-1] == 12
-
-
-def test_restarts_on_the_same_ranks_are_told_once_and_one_of_a_finished_run_keeps_nothing(tmp_path):
-    def repeated(records):
-        return [*records, *2 * [{**records[0], "resumed": True}, records[-1]]]
-
-    line = collect([change(write_run(tmp_path / "run"), repeated)]).runs[0].time_line
-    assert line.summary.endswith("2 restarts, all on 1 rank.")
-    assert [row[5:7] for row in line.attempts.rows[1:]] == 2 * [("the end", "none")]
 
 
 @pytest.mark.parametrize("lines", [0, 1, 5])
@@ -106,19 +113,6 @@ def test_a_run_is_shown_as_far_as_its_records_go(tmp_path, lines):
     # The torn line, the environment, and what lacks: a start record, or any record.
     assert len(report.runs[0].problems) == (2 if lines else 4)
     assert bool(report.charts) == (lines > 1)
-
-
-def test_values_that_were_not_finite_are_gaps_that_are_counted(tmp_path):
-    def lost(records):
-        for r in records:
-            if r.get("step") in (3, 4) and r["event"] == "step":
-                r |= {"loss": None, "grad_norm": None}
-        return records
-
-    report = collect([change(write_run(tmp_path / "run"), lost)])
-    assert (chart(report, "loss").gaps, chart(report, "grad_norm").gaps) == (2, 2)
-    assert chart(report, "loss").curves[0].y[2:4] == (None, None)
-    assert report.runs[0].problems == ()
 
 
 def test_classes_come_from_the_test_with_the_worst_first(tmp_path):
@@ -139,7 +133,7 @@ def test_classes_come_from_the_test_with_the_worst_first(tmp_path):
     assert found.heat is None
 
 
-def test_settings_of_the_command_line_and_unlike_the_defaults_come_first(tmp_path):
+def test_settings_of_the_command_line_come_first_and_it_can_be_repeated(tmp_path):
     run = write_run(tmp_path / "run", seed=42, width=8)
     command = ["/x/bin/samestep", "train", "toy", "--width", "8"]
     (run / "environment.json").write_text(json.dumps({"command": command}))
@@ -148,9 +142,23 @@ def test_settings_of_the_command_line_and_unlike_the_defaults_come_first(tmp_pat
     assert {row[0] for row in special.rows} == {"lr", "batch_size", "epochs", "width"}
     assert [row[0] for row in others.rows] == ["seed"]
     assert part.commands[0] == ("repeat it", "samestep train toy --width 8")
+    run = write_run(tmp_path / "mine", lr=0.5)
+    command = json.dumps({"command": ["loop.py", "--lr", "0.5"]})
+    (run / "environment.json").write_text(command)
+    (table, *_) = facts.settings_tables(read_run(run))
+    assert next(row[2] for row in table.rows if row[0] == "lr") == "of the loop"
+    run = Path("runs/mine")
+    for words, pasted in (
+        ("train s.py --run-dir runs/mine --lr 0.1 --resume", "train s.py --lr 0.1"),
+        ("train runs/mine --resume --allow-change=lr --lr 1", "train runs/mine --lr 1"),
+        ("train spiral --run_dir=runs/mine --epochs 2", "train spiral --epochs 2"),
+        ("runs/mine --lr 0.1", "runs/mine-again --lr 0.1"),
+        ("--out=runs/mine/ --lr 0.1", "--out=runs/mine-again --lr 0.1"),
+    ):
+        assert facts._anew(words.split(), run) == pasted.split()
 
 
-def test_several_runs_share_axes_and_have_tables_of_what_differs(tmp_path):
+def test_several_runs_share_axes_and_two_recipes_do_not(tmp_path):
     runs = [write_run(tmp_path / name, lr2=value) for name, value in (("a", 1), ("b", 2))]
     report = collect(runs, target=0.6)
     assert {curve.label[0] for curve in chart(report, "loss").curves} == {"A", "B"}
@@ -159,9 +167,6 @@ def test_several_runs_share_axes_and_have_tables_of_what_differs(tmp_path):
     assert report.beside.settings.rows == (("lr2", "1", "2"),)
     reached = report.beside.tables[-1]
     assert reached.rows[0] == ("step", "12", "12")
-
-
-def test_runs_of_two_recipes_have_charts_of_their_own(tmp_path):
     runs = [write_run(tmp_path / name, recipe=name) for name in ("spiral", "prices")]
     report = collect(runs)
     assert [group.title for group in report.groups] == ["spiral", "prices"]
@@ -201,7 +206,7 @@ def test_a_field_that_is_not_what_a_run_writes_ends_no_report(tmp_path, event, f
         render(collect([run]))
 
 
-def test_the_header_has_no_best_of_a_run_without_validation_and_seconds_of_a_short_one(tmp_path):
+def test_the_header_has_the_best_the_time_left_and_the_duration(tmp_path, monkeypatch):
     path = write_run(tmp_path / "run", accuracy=None)
     best = {"metric": "loss", "mode": "min", "value": None, "epoch": 0}
     told = {"status": "completed", "reason": "finished", "best": best, "training_seconds": 0.42}
@@ -209,11 +214,8 @@ def test_the_header_has_no_best_of_a_run_without_validation_and_seconds_of_a_sho
     facts = dict(collect([path]).runs[0].facts)
     assert "best" not in facts
     assert facts["duration"].startswith("0.42 s")
-
-
-def test_of_a_run_that_goes_on_the_time_left_and_the_best_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("samestep.run.directory.is_written", lambda path: True)
-    path = write_run(tmp_path / "run", epochs=4, finished=False)
+    path = write_run(tmp_path / "goes on", epochs=4, finished=False)
     (path / "run.lock").write_text("")
     facts = dict(collect([change(path, lambda records: records[:20])]).runs[0].facts)
     assert facts["left"].startswith("0:10 ")  # 11 steps of 11/12 s, as the last 12
@@ -221,23 +223,3 @@ def test_of_a_run_that_goes_on_the_time_left_and_the_best_are_shown(tmp_path, mo
     best = chart(collect([path]), "accuracy").curves[-1]
     assert (best.label, best.role, best.x, best.y) == ("best, epoch 2", "best", (12,), (0.666667,))
     assert "left" not in dict(collect([write_run(tmp_path / "ended")]).runs[0].facts)
-
-
-def test_the_command_that_repeats_a_run_runs_as_pasted(tmp_path):
-    run = Path("runs/mine")
-    for words, pasted in (
-        ("train s.py --run-dir runs/mine --lr 0.1 --resume", "train s.py --lr 0.1"),
-        ("train runs/mine --resume --allow-change=lr --lr 1", "train runs/mine --lr 1"),
-        ("train spiral --run_dir=runs/mine --epochs 2", "train spiral --epochs 2"),
-        ("runs/mine --lr 0.1", "runs/mine-again --lr 0.1"),
-        ("--out=runs/mine/ --lr 0.1", "--out=runs/mine-again --lr 0.1"),
-    ):
-        assert facts._anew(words.split(), run) == pasted.split()
-
-
-def test_a_loops_settings_are_not_told_as_given_on_the_command_line(tmp_path):
-    run = write_run(tmp_path / "mine", lr=0.5)
-    command = json.dumps({"command": ["loop.py", "--lr", "0.5"]})
-    (run / "environment.json").write_text(command)
-    (table, *_) = facts.settings_tables(read_run(run))
-    assert next(row[2] for row in table.rows if row[0] == "lr") == "of the loop"

@@ -6,7 +6,7 @@ import pytest
 
 from samestep.reporting.page import write_report
 from tests.reporting.made_runs import append, evaluation, lines_of, write_run
-from tests.reporting.test_server import served
+from tests.reporting.test_page import served
 
 browser = pytest.importorskip("tools.browser", reason="selenium is not installed")
 

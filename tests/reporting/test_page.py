@@ -1,20 +1,24 @@
-"""The page itself: charts have their data, texts are escaped, a browser lets nothing else run."""
+"""The page: charts have their data, nothing runs but its own; served to this machine alone."""
 
 import base64
 import hashlib
+import http.client
 import json
 import math
 import shutil
+import socket
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from samestep.reporting.charts import MOST_CHARTS, MOST_POINTS
 from samestep.reporting.collect import collect
-from samestep.reporting.page import render, write_report
+from samestep.reporting.page import RunServer, render, write_report
 from samestep.reporting.pictures import LIMIT_BYTES, read_gallery
-from tests.reporting.made_runs import PHASES, append, change_start, evaluation, write_run
+from tests.reporting.made_runs import PHASES, append, change_start, evaluation, lines_of, write_run
 from tests.reporting.pages import ReadPage
 
 EVIL = "</script><script>alert(1)</script>"
@@ -25,7 +29,7 @@ def page_of(*runs):
     return rendered, ReadPage(rendered.html)
 
 
-def test_every_chart_of_the_page_has_its_data_a_label_and_its_numbers(tmp_path):
+def test_every_chart_has_its_data_and_label_and_the_policy_names_each_script(tmp_path):
     _, page = page_of(write_run(tmp_path / "run"))
     hosts = [attributes for _, attributes in page.elements if "data-chart" in attributes]
     assert {host["data-chart"] for host in hosts} == page.charts.keys() != set()
@@ -34,6 +38,17 @@ def test_every_chart_of_the_page_has_its_data_a_label_and_its_numbers(tmp_path):
     assert all(f"values-{ident}" in details for ident in page.charts)
     sources = [*page.with_attribute("src"), *page.with_attribute("href")]
     assert all(source.startswith(("#", "data:")) for source in sources), "nothing is fetched"
+    rendered, page = page_of(write_run(tmp_path / "policy"))
+    code = [text for name, text in page.scripts.items() if name.startswith("code-")]
+    style = rendered.html.split("<style>")[1].split("</style>")[0]
+    for text in (*code, style):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in rendered.policy
+    assert "unsafe-inline" not in rendered.policy
+    assert rendered.policy in page.with_attribute("content")
+    assert "style" not in {name for _, attributes in page.elements for name in attributes}
+    handlers = {n for _, attributes in page.elements for n in attributes if n.startswith("on")}
+    assert handlers == set()
 
 
 def test_ids_are_unique_headings_descend_by_one_and_links_lead_somewhere(tmp_path):
@@ -62,28 +77,6 @@ def test_markup_in_names_appears_as_text_and_never_as_an_element(tmp_path):
     assert not [ident for ident in page.with_attribute("id") if not ident or "<" in ident]
 
 
-def test_the_policy_names_the_hash_of_each_script_and_of_the_style(tmp_path):
-    rendered, page = page_of(write_run(tmp_path / "run"))
-    code = [text for name, text in page.scripts.items() if name.startswith("code-")]
-    style = rendered.html.split("<style>")[1].split("</style>")[0]
-    for text in (*code, style):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"'sha256-{digest}'" in rendered.policy
-    assert "unsafe-inline" not in rendered.policy
-    assert rendered.policy in page.with_attribute("content")
-    assert "style" not in {name for _, attributes in page.elements for name in attributes}
-    handlers = {n for _, attributes in page.elements for n in attributes if n.startswith("on")}
-    assert handlers == set()
-
-
-def test_a_run_of_many_steps_makes_a_small_page(tmp_path):
-    run = write_run(tmp_path / "run", epochs=3000, loss=lambda step: 2 + math.sin(step))
-    rendered, page = page_of(run)
-    assert len(rendered.html) < 2_000_000
-    for chart in page.charts.values():
-        assert all(len(curve["x"]) <= MOST_POINTS for curve in chart["curves"])
-
-
 @pytest.mark.parametrize("name", ["format-1-native", "format-1-lightning"])
 def test_runs_of_earlier_versions_have_their_page(tmp_path, name):
     run = tmp_path / "run"
@@ -93,29 +86,23 @@ def test_runs_of_earlier_versions_have_their_page(tmp_path, name):
     assert "loss" in page.charts
 
 
-def test_a_run_without_anything_still_makes_a_page(tmp_path):
+def test_records_that_are_missing_odd_or_too_large_still_make_a_page(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "settings.toml").write_text("")
     _, page = page_of(run)
     assert page.charts == {}
-
-
-def test_odd_fields_of_the_first_record_make_a_page_all_the_same(tmp_path):
-    run = write_run(tmp_path / "run")
+    run = write_run(tmp_path / "odd")
     change_start(run, notes=["file \udce9.png"], num_nodes=[1])
     assert "loss" in ReadPage(write_report([run]).read_text(encoding="utf-8")).charts
-
-
-def test_numbers_that_no_float_holds_are_gaps(tmp_path):
-    run = write_run(tmp_path / "run", phases=dict.fromkeys(PHASES, 1e308))
+    run = write_run(tmp_path / "large", phases=dict.fromkeys(PHASES, 1e308))
     append(run, evaluation(accuracy=10**400))
     (run / "result.json").write_text(json.dumps({"test": {"per_class": {"a": 10**400, "b": "x"}}}))
     _, page = page_of(run)
     assert page.charts["accuracy"]["curves"]
 
 
-def test_more_values_than_a_page_has_charts_are_counted_and_samesteps_own_are_there(tmp_path):
+def test_a_page_stays_small_and_counts_what_it_leaves_out(tmp_path):
     many = {f"value_{n}": 1.0 for n in range(MOST_CHARTS + 20)}
     run = write_run(tmp_path / "run")
     append(run, evaluation(**many))
@@ -123,6 +110,11 @@ def test_more_values_than_a_page_has_charts_are_counted_and_samesteps_own_are_th
     assert len(page.charts) <= MOST_CHARTS + 1
     assert {"loss", "grad_norm", "samples_per_s"} <= page.charts.keys()
     assert f"{len(many) + 1 - (MOST_CHARTS - 5)} more" in page.shown()
+    run = write_run(tmp_path / "steps", epochs=3000, loss=lambda step: 2 + math.sin(step))
+    rendered, page = page_of(run)
+    assert len(rendered.html) < 2_000_000
+    for chart in page.charts.values():
+        assert all(len(curve["x"]) <= MOST_POINTS for curve in chart["curves"])
 
 
 def test_html_that_pythons_parser_does_not_know_is_framed_without_its_scripts(tmp_path):
@@ -181,7 +173,7 @@ def test_each_kind_of_picture_is_shown(tmp_path):
     assert "9,000" in page.shown()
 
 
-def test_a_damaged_or_missing_picture_is_a_note_and_the_rest_is_there(tmp_path):
+def test_damaged_missing_or_large_pictures_are_notes_and_the_rest_is_there(tmp_path):
     run = with_pictures(
         write_run(tmp_path / "run"),
         {"name": "gone", "kind": "figure", "title": "Gone", "file": "gone.png"},
@@ -197,11 +189,99 @@ def test_a_damaged_or_missing_picture_is_a_note_and_the_rest_is_there(tmp_path):
         *(("gone", "note"), ("away", "note"), ("odd", "note"), ("flat", "note")),
         ("here", "figure"),
     ]
-
-
-def test_more_than_a_run_saves_is_not_taken_into_the_page(tmp_path):
     entry = {"name": "big", "kind": "figure", "file": "big.png"}
-    run = with_pictures(write_run(tmp_path / "run"), entry, big_png=PNG + bytes(LIMIT_BYTES))
+    run = with_pictures(write_run(tmp_path / "large"), entry, big_png=PNG + bytes(LIMIT_BYTES))
     assert read_gallery(run).pictures[0].kind == "note"
     (run / "pictures" / "pictures.json").write_text("{")
     assert read_gallery(run) is None, "a damaged list"
+
+
+@contextmanager
+def served(run):
+    with RunServer(run, 0) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(port, path="/", method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_page_is_served_with_a_policy_and_is_kept_by_nobody(tmp_path):
+    with served(write_run(tmp_path / "run")) as port:
+        status, headers, html = ask(port)
+    assert status == 200
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+    page = ReadPage(html)
+    assert page.charts.keys() >= {"loss", "phases"}
+    assert json.loads(page.scripts["report-live"])["every_ms"] == 2000
+    policy = next(p for p in page.with_attribute("content") if p and p.startswith("default-src"))
+    assert headers["Content-Security-Policy"] == f"{policy}; frame-ancestors 'none'"
+    assert "connect-src 'self'" in policy
+
+
+HOSTS = {
+    **dict.fromkeys(("localhost", "localhost:8008", "127.0.0.1:1", "LOCALHOST"), 200),
+    **dict.fromkeys(("[::1]:8008", "[::1]"), 200),
+    **dict.fromkeys(("evil.example", "192.168.0.7:8008", "", "localhost:evil"), 403),
+    **dict.fromkeys(("localhost.evil.example:8008", "127.0.0.1.evil.example"), 403),
+}
+
+
+def test_only_names_of_this_machine_the_pages_paths_and_reading_are_answered(tmp_path):
+    run = write_run(tmp_path / "run", epochs=1)
+    before = sorted(run.rglob("*"))
+    with served(run) as port:
+        for path in ("/", "/data.json"):
+            assert {host: ask(port, path, Host=host)[0] for host in HOSTS} == HOSTS
+        for path in ("/settings.toml", "/../x", "/?token=1", "/data.json?x"):
+            assert ask(port, path)[0] == 404
+        for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+            assert ask(port, "/", method)[0] == 501
+    assert sorted(run.rglob("*")) == before
+
+
+def test_news_have_what_the_run_wrote_meanwhile_and_say_when_it_ends(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    lines = lines_of(run)
+    (run / "events.jsonl").write_text("".join(lines[:8]))
+    (run / "run.lock").write_text(f"process 1 on {socket.gethostname()}\n")
+    going = True
+    monkeypatch.setattr("samestep.reporting.page._SHARE", math.inf)  # reads as often as asked
+    monkeypatch.setattr("samestep.run.directory.is_written", lambda path: going)
+    with served(run) as port:
+        first = json.loads(ask(port, "/data.json")[2])
+        (run / "events.jsonl").write_text("".join(lines))
+        second = json.loads(ask(port, "/data.json")[2])
+        going = False
+        third = json.loads(ask(port, "/data.json")[2])
+        (run / "events.jsonl").unlink()
+        (run / "settings.toml").unlink()
+        assert ask(port, "/data.json")[0] == 503, "a run that is deleted ends no server"
+    assert [len(news["charts"][0]["curves"][0]["x"]) for news in (first, second)] == [6, 18]
+    assert [news["ended"] for news in (first, second, third)] == [False, False, True]
+    assert "data-live" in first["body"]
+
+
+def test_a_run_is_not_read_again_while_that_would_take_more_than_its_share(tmp_path, monkeypatch):
+    monkeypatch.setattr("samestep.reporting.page._SHARE", 1e-9)
+    run = write_run(tmp_path / "run")
+    lines = lines_of(run)
+    (run / "events.jsonl").write_text("".join(lines[:8]))
+    with served(run) as port:
+        first = ask(port, "/data.json")[2]
+        (run / "events.jsonl").write_text("".join(lines))
+        assert ask(port, "/data.json")[2] == first

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from samestep.api.call import as_in_fresh_process
-from samestep.reporting import progress as counting_module
-from samestep.reporting.progress import BarState, Screen, counting
+from samestep.counting import counting
+from samestep.reporting.progress import BarState, Screen
 from tests.command_line import call
 from tests.tiny import all_records, read_index, write_recipe
 
@@ -46,7 +46,7 @@ def test_the_bar_keeps_its_length_whatever_the_numbers_are(width):
     assert length <= width - 20
 
 
-def test_the_bar_tells_what_there_is_room_for_a_steady_eta_and_a_loss_that_is_nan():
+def test_the_bar_tells_what_there_is_room_for_and_breaks_no_word():
     state = BarState(plan=PLAN, metric="val. accuracy 0.9000").after(progress(657, loss=0.25))
     narrow, wide = state.numbers(60), state.numbers(140)
     for words in (" 25%", "657/2,628"):
@@ -61,6 +61,15 @@ def test_the_bar_tells_what_there_is_room_for_a_steady_eta_and_a_loss_that_is_na
     state = BarState(plan=PLAN).after(progress(656, loss=0.25)).after(progress(657))
     assert "loss 0.2500" in state.numbers(140)
     assert "loss nan" in state.after(progress(658, loss=None)).numbers(140)
+    lines = [line for line in shown(60, terminal=True) if "━" not in line]
+    assert all(len(line) <= 60 or PLAN["run_dir"] in line for line in lines)
+    assert sum(PLAN["run_dir"] in line for line in lines) == 2
+    for words in ("accuracy 0.7500", "another_metric 0.1250", "10k samples/s", "48.8k"):
+        assert any(words in line for line in lines)
+    lines = shown(60, terminal=False)
+    assert any(line.endswith(PLAN["notes"][0]) for line in lines)
+    (epoch,) = [line for line in lines if line.startswith("epoch")]
+    assert epoch.endswith("another_metric 0.1250  10k samples/s")
 
 
 @pytest.mark.parametrize(("step", "epoch"), [(0, 1), (1, 1), (219, 1), (220, 2), (2628, 12)])
@@ -84,24 +93,12 @@ def shown(width: int, *, terminal: bool) -> list[str]:
     return [line.rstrip() for line in lines if line.strip() and "\x1b" not in line]
 
 
-def test_a_narrow_terminal_breaks_no_word_and_off_a_terminal_each_row_is_one_line():
-    lines = [line for line in shown(60, terminal=True) if "━" not in line]
-    assert all(len(line) <= 60 or PLAN["run_dir"] in line for line in lines)
-    assert sum(PLAN["run_dir"] in line for line in lines) == 2
-    for words in ("accuracy 0.7500", "another_metric 0.1250", "10k samples/s", "48.8k"):
-        assert any(words in line for line in lines)
-    lines = shown(60, terminal=False)
-    assert any(line.endswith(PLAN["notes"][0]) for line in lines)
-    (epoch,) = [line for line in lines if line.startswith("epoch")]
-    assert epoch.endswith("another_metric 0.1250  10k samples/s")
-
-
 @pytest.fixture
 def terminal(monkeypatch):
     """Let what is shown on standard error go to a terminal that is read here."""
     file = io.StringIO()
     console = Console(file=file, width=60, force_terminal=True, color_system=None)
-    monkeypatch.setattr(counting_module, "Console", lambda **_: console)
+    monkeypatch.setattr("samestep.counting.Console", lambda **_: console)
     return file
 
 

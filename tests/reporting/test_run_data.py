@@ -84,16 +84,13 @@ def test_a_file_cut_in_half_is_named(run, name):
     assert "damaged" in problem
 
 
-def test_a_run_that_has_written_nothing_yet_is_a_run(tmp_path):
+def test_a_run_not_begun_and_one_told_by_its_lock_are_read(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "settings.toml").write_text('recipe = "spiral"\n')
     found = read_run(tmp_path / "run")
     assert found.recipe == "spiral"
     assert found.status == "not begun"
     assert found.problems[0].startswith("events.jsonl")
-
-
-def test_a_running_run_is_told_by_its_lock_and_reading_does_not_take_it(tmp_path):
     run = write_run(tmp_path / "runs" / "run")  # with the result of an earlier attempt
     holder = start_ranks(_hold, 1, tmp_path / "output", run)
     until(lambda: read_run(run).status == "running", holder)

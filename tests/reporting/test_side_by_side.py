@@ -2,21 +2,26 @@
 
 import itertools
 import re
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.errors import UserError
 from samestep.reporting import curves
+from samestep.reporting.code_changes import CodeChange, code_changes
+from samestep.reporting.collect import collect
 from samestep.reporting.comparison import compare_losses, compare_runs
-from samestep.reporting.comparison_text import lines
+from samestep.reporting.comparison_text import as_table, lines
 from samestep.reporting.curves import Point, between, by_samples, phases, samples_at, throughput
+from samestep.reporting.page import render
 from samestep.reporting.run_data import read_run
+from samestep.run.code_copy import copy_code, find_code
 from tests.reporting.made_runs import SAMPLES, change, change_start, write_run
 
 
-def test_settings_that_differ_are_named_and_those_that_decide_the_training_marked(tmp_path):
+def test_differences_are_named_as_far_as_known_and_marked_if_they_decide(tmp_path):
     one = write_run(tmp_path / "one", seed=1, num_workers=0, hidden=[8, 8])
     other = write_run(tmp_path / "other", seed=2, num_workers=4, hidden=[8, 16], clip_norm=1.0)
     found = {d.name: (d.values, d.decides) for d in compare_runs([one, other]).differences}
@@ -26,13 +31,20 @@ def test_settings_that_differ_are_named_and_those_that_decide_the_training_marke
         "hidden": (("8 8", "8 16"), True),
         "clip_norm": (("–", "1"), True),
     }
-
-
-def test_a_run_without_settings_differs_in_nothing_that_is_not_known(tmp_path):
-    one, other = write_run(tmp_path / "one", seed=1), write_run(tmp_path / "other", ranks=2)
+    one, other = write_run(tmp_path / "known", seed=1), write_run(tmp_path / "without", ranks=2)
     (other / "settings.toml").unlink()
     found = {d.name: d.values for d in compare_runs([one, other]).differences}
     assert found == {"world_size": ("1", "2"), "micro_batch_size": ("10", "5")}
+    one = write_run(tmp_path / "fact", num_samples=10_000)  # an option; 60 are trained
+    other = write_run(tmp_path / "setting", num_samples=10_000)
+    (other / "settings.toml").unlink()
+    assert compare_runs([one, other]).differences == []
+    recipe = write_run(tmp_path / "recipe", seed=1)
+    loop = write_run(tmp_path / "loop", seed=2, noise=3)
+    file = loop / "settings.toml"
+    file.write_text(re.sub("^(recipe|lr) .*$", "", file.read_text(), flags=re.MULTILINE))
+    found = {d.name: d.decides for d in compare_runs([recipe, loop]).differences}
+    assert found == {"lr": False, "seed": True, "noise": False}
 
 
 def changed(step_from, by):
@@ -65,18 +77,16 @@ def test_what_is_large_beside_a_small_loss_is_no_rounding(tmp_path):
     assert compare_losses(read_run(one), read_run(other)).verdict == "apart"
 
 
-def test_of_runs_that_cannot_be_compared_no_reason_is_made_up(tmp_path):
+def test_runs_that_cannot_be_compared_are_not_and_no_reason_is_made_up(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", epochs=0)
     text = " ".join("\n".join(lines(compare_runs([one, other]))).split())
     assert "--log-every" in text
     assert "samestep verify" not in text
-
-
-def test_a_setting_is_not_held_against_a_fact_of_the_same_name(tmp_path):
-    one = write_run(tmp_path / "one", num_samples=10_000)  # an option; 60 are trained
-    other = write_run(tmp_path / "other", num_samples=10_000)
-    (other / "settings.toml").unlink()
-    assert compare_runs([one, other]).differences == []
+    one, other = write_run(tmp_path / "small"), write_run(tmp_path / "large", global_batch=20)
+    found = compare_runs([one, other])
+    assert found.alike[0].verdict == "unknown"
+    assert found.alike[0].why.startswith("20 samples per step against 10,")
+    assert "(global batches of 10, 20 samples)" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +109,7 @@ def test_the_length_decides_where_the_schedule_follows_it(tmp_path, more, decide
     assert found == decides
 
 
-def test_long_values_are_cut_where_they_are_alike(tmp_path):
+def test_long_values_are_cut_and_runs_that_do_not_fit_come_below(tmp_path, monkeypatch):
     paths = [f"/a/very/long/way/to/the/data/of/the/group/{end}" for end in ("first", "second")]
     runs = [write_run(tmp_path / path[-5:], data_dir=path) for path in paths]
     shown = [line for line in lines(compare_runs(runs)) if not line.startswith(("A  ", "B  "))]
@@ -107,17 +117,16 @@ def test_long_values_are_cut_where_they_are_alike(tmp_path):
     (row,) = [line for line in shown if "data_dir" in line]
     assert "group/first" in row
     assert "group/second" in row
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [write_run(tmp_path / f"r{n}", step_s=1e-6 * 9**n, lr=0.1 + n) for n in range(9)]
+    shown = [line for line in lines(compare_runs(runs)) if str(tmp_path) not in line]
+    assert max(map(len, shown)) <= 80
+    heads = [line for line in shown if line.startswith("Throughput")]
+    assert len(heads) > 1
+    assert "".join("".join(head.split()[1:]) for head in heads) == "ABCDEFGHI"
 
 
-def test_equal_steps_of_other_batches_are_not_compared(tmp_path):
-    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "two", global_batch=20)
-    found = compare_runs([one, other])
-    assert found.alike[0].verdict == "unknown"
-    assert found.alike[0].why.startswith("20 samples per step against 10,")
-    assert "(global batches of 10, 20 samples)" in found.notes[0]
-
-
-def test_throughput_and_phases_leave_the_first_epoch_out_and_agree(tmp_path):
+def test_throughput_leaves_the_first_epoch_out_unless_there_is_no_other(tmp_path):
     run = read_run(write_run(tmp_path / "run", step_s=0.5))
     speed = throughput(run)
     assert speed.basis == "epochs 2–3"
@@ -126,6 +135,12 @@ def test_throughput_and_phases_leave_the_first_epoch_out_and_agree(tmp_path):
     spent = phases(run)
     assert spent["forward"] == pytest.approx(150)
     assert sum(spent.values()) == pytest.approx(speed.ms_per_step)
+    run = write_run(tmp_path / "short", epochs=1, phases=None)
+    change(run, lambda records: [r for r in records if r["event"] == "step"][:4])
+    speed = throughput(read_run(run))
+    assert speed.basis == "steps 1–4"
+    assert speed.samples_per_s == pytest.approx(10 / 1.5)
+    assert phases(read_run(run)) is None
 
 
 def test_flops_and_mfu_are_means_over_the_seconds_and_memory_is_the_most(tmp_path):
@@ -144,15 +159,6 @@ def test_flops_and_mfu_are_means_over_the_seconds_and_memory_is_the_most(tmp_pat
     assert ["peak", "memory", "7.52", "GB", "–"] in rows
 
 
-def test_a_run_in_its_first_epoch_is_measured_by_its_steps(tmp_path):
-    run = write_run(tmp_path / "run", epochs=1, phases=None)
-    change(run, lambda records: [r for r in records if r["event"] == "step"][:4])
-    speed = throughput(read_run(run))
-    assert speed.basis == "steps 1–4"
-    assert speed.samples_per_s == pytest.approx(10 / 1.5)
-    assert phases(read_run(run)) is None
-
-
 def test_the_time_to_a_metric_is_that_of_the_record_that_first_shows_it(tmp_path):
     slow, fast = write_run(tmp_path / "slow"), write_run(tmp_path / "fast", step_s=0.25)
     never = write_run(tmp_path / "never", accuracy=lambda _: 0.1)
@@ -166,15 +172,12 @@ def test_the_time_to_a_metric_is_that_of_the_record_that_first_shows_it(tmp_path
         assert compare_runs([slow, fast], metric, 0.09).reached[0].step == 12
 
 
-def test_runs_evaluated_at_the_same_samples_are_shown_as_recorded(tmp_path):
+def test_curves_are_shown_as_recorded_or_else_by_lines_between_records(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "b", global_batch=20, epochs=2)
     curve = compare_runs([one, other]).by_samples
     assert curve.as_recorded
     assert curve.places == (60, 120)
     assert curve.values == ((0.5, 0.5), (pytest.approx(2 / 3), pytest.approx(2 / 3)))
-
-
-def test_between_two_records_a_value_lies_on_their_line_and_never_beyond_them():
     one = [Point(0, 10, 1.0, 1.0), Point(0, 30, 3.0, 0.0)]
     other = [Point(0, 20, 10.0, 5.0), Point(0, 40, 40.0, 5.0)]
     curve = by_samples([one, other])
@@ -208,7 +211,7 @@ def test_the_samples_of_a_step_are_those_the_run_counted(tmp_path, global_batch)
     assert [samples_at(run, r["step"]) for r in run.of("epoch")] == [60, 120, 180]
 
 
-def test_a_killed_run_is_compared_as_far_as_it_came(tmp_path):
+def test_what_is_not_recorded_is_told_and_the_rest_compared(tmp_path):
     whole, cut = write_run(tmp_path / "whole"), write_run(tmp_path / "cut", finished=False)
     for name in ("settings.toml", "environment.json"):
         (cut / name).unlink()
@@ -223,9 +226,6 @@ def test_a_killed_run_is_compared_as_far_as_it_came(tmp_path):
     for problem in found.runs[1].problems:
         assert f"! {problem.split(':')[0]}" in shown
     assert found.runs[1].status.startswith("no end recorded")
-
-
-def test_two_runs_of_which_nothing_is_recorded_are_still_shown(tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "settings.toml").write_text(f'recipe = "toy"\nlr = {len(name)}.0\n')
@@ -258,16 +258,6 @@ def test_a_mistake_is_told_with_what_to_do(tmp_path, name, monkeypatch):
         compare_runs([runs / name for name in names], **more)
 
 
-def test_more_runs_than_fit_beside_each_other_come_below(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    runs = [write_run(tmp_path / f"r{n}", step_s=1e-6 * 9**n, lr=0.1 + n) for n in range(9)]
-    shown = [line for line in lines(compare_runs(runs)) if str(tmp_path) not in line]
-    assert max(map(len, shown)) <= 80
-    heads = [line for line in shown if line.startswith("Throughput")]
-    assert len(heads) > 1
-    assert "".join("".join(head.split()[1:]) for head in heads) == "ABCDEFGHI"
-
-
 @pytest.mark.parametrize(("pace", "tables"), [(1.0, 2), (100.0, 1)])
 def test_runs_that_share_no_time_have_no_table_by_time(tmp_path, pace, tables):
     runs = [write_run(tmp_path / "one"), write_run(tmp_path / "other", step_s=0.5 * pace)]
@@ -275,7 +265,7 @@ def test_runs_that_share_no_time_have_no_table_by_time(tmp_path, pace, tables):
     assert len(headings) == tables
 
 
-def test_runs_of_two_recipes_are_compared_when_insisted_on(tmp_path):
+def test_two_recipes_or_one_run_alone_are_shown_when_insisted_on(tmp_path):
     one = write_run(tmp_path / "one", lr=0.1)
     other = write_run(tmp_path / "other", recipe="martian", noise=0.2)
     found = compare_runs([one, other], target=0.6, any_recipe=True)
@@ -283,6 +273,12 @@ def test_runs_of_two_recipes_are_compared_when_insisted_on(tmp_path):
     shown = "\n".join(lines(found))
     assert "noise" in shown, "all settings"
     assert "≥ 0.6" in shown
+    run = write_run(tmp_path / "alone")
+    with pytest.raises(UserError, match="--plot"):
+        compare_runs([run])
+    found = compare_runs([run], alone=True)
+    assert "same training" not in "\n".join(lines(found))
+    assert found.curves[0]
 
 
 def without_steps(records):
@@ -293,12 +289,15 @@ def with_evaluations(**fields):
     return lambda records: [r | fields if r["event"] == "evaluation" else r for r in records]
 
 
-def test_epochs_and_evaluations_tell_the_same_training_where_no_step_is_recorded(tmp_path):
+def test_without_steps_epochs_and_evaluations_tell_but_no_test_does(tmp_path):
     one, other = (change(write_run(tmp_path / name), without_steps) for name in ("one", "other"))
     found = compare_losses(read_run(one), read_run(other))
     assert (found.verdict, found.steps, found.epochs, found.evaluations) == ("equal", 0, 3, 3)
     shown = " ".join("\n".join(lines(compare_runs([one, other]))).split())
     assert "3 epochs and 3 evaluations" in shown
+    tested = with_evaluations(split="test")
+    one, other = (change(write_run(tmp_path / name), tested) for name in ("a", "b"))
+    assert compare_losses(read_run(one), read_run(other)).evaluations == 0
 
 
 def test_a_loss_of_an_epoch_tells_another_training_and_of_an_evaluation_another_measure(tmp_path):
@@ -313,14 +312,6 @@ def test_a_loss_of_an_epoch_tells_another_training_and_of_an_evaluation_another_
     assert found.evaluations_apart == pytest.approx(0.9 - 1 / 18)
 
 
-def test_settings_that_only_one_entrance_has_decide_nothing(tmp_path):
-    recipe, loop = write_run(tmp_path / "one", seed=1), write_run(tmp_path / "two", seed=2, noise=3)
-    file = loop / "settings.toml"
-    file.write_text(re.sub("^(recipe|lr) .*$", "", file.read_text(), flags=re.MULTILINE))
-    found = {d.name: d.decides for d in compare_runs([recipe, loop]).differences}
-    assert found == {"lr": False, "seed": True, "noise": False}
-
-
 def test_what_differs_with_the_ranks_is_told_only_of_a_model_that_has_it(tmp_path):
     runs = [write_run(tmp_path / str(n), ranks=n, loss=changed(7, n)) for n in (1, 2)]
     for run in runs:
@@ -328,12 +319,6 @@ def test_what_differs_with_the_ranks_is_told_only_of_a_model_that_has_it(tmp_pat
     shown = "\n".join(lines(compare_runs(runs)))
     assert "BatchNorm" in shown
     assert "dropout" not in shown
-
-
-def test_the_test_of_the_best_checkpoint_is_no_evidence(tmp_path):
-    tested = with_evaluations(split="test")
-    one, other = (change(write_run(tmp_path / name), tested) for name in ("one", "other"))
-    assert compare_losses(read_run(one), read_run(other)).evaluations == 0
 
 
 def test_of_a_metric_that_falls_a_target_is_reached_from_above_unless_the_user_says_more(tmp_path):
@@ -359,10 +344,90 @@ def test_of_a_metric_that_falls_a_target_is_reached_from_above_unless_the_user_s
     assert not compare_runs(errors, "mae", 0.4).smaller
 
 
-def test_one_run_alone_may_be_drawn_and_is_compared_with_nothing(tmp_path):
-    run = write_run(tmp_path / "one")
-    with pytest.raises(UserError, match="--plot"):
-        compare_runs([run])
-    found = compare_runs([run], alone=True)
-    assert "same training" not in "\n".join(lines(found))
-    assert found.curves[0]
+def with_code(run: Path, **files: bytes) -> Path:
+    """Let a run have a copy of a folder with these files; train.py is the one that ran."""
+    folder = run.with_name(f"{run.name}-code")
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    copy_code(find_code(folder / "train.py"), write_run(run))
+    return run
+
+
+def summary(changes: list[CodeChange] | None) -> list[tuple[str, str, int, int]]:
+    return [(one.file, one.change, one.added, one.removed) for one in changes or ()]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    same = {"same.py": b"x\n", "lib/same.py": b"y\n"}
+    old = {"train.py": b"a\nb\nc\n", "gone.py": b"1\n", "w.bin": b"\0\1"}
+    new = {"train.py": b"a\nB\nc\nd\n", "new.py": b"1\n2\n", "w.bin": b"\0\2"}
+    return with_code(tmp_path / "A", **same, **old), with_code(tmp_path / "B", **same, **new)
+
+
+def test_each_file_that_differs_is_told_also_where_a_run_keeps_one_alone(pair, tmp_path):
+    found = code_changes(*pair)
+    assert summary(found) == [
+        ("gone.py", "gone", 0, 1),
+        ("new.py", "new", 2, 0),
+        ("train.py", "edited", 2, 1),
+        ("w.bin", "edited", 0, 0),
+    ]
+    assert found[2].diff.splitlines()[:2] == ["--- a/train.py", "+++ b/train.py"]
+    assert {"-b", "+B", "+d"} <= {*found[2].diff.splitlines()}
+    assert found[3].diff == ""
+    assert code_changes(pair[0], pair[0]) == []
+    # Data that is only linked is no code.
+    (pair[1] / "code" / "data").symlink_to(pair[0])
+    (pair[1] / "code" / "__pycache__").mkdir()
+    (pair[1] / "code" / "__pycache__" / "x.pyc").touch()
+    assert summary(code_changes(*pair)) == summary(found)
+    (tmp_path / "C").mkdir()
+    assert code_changes(pair[0], tmp_path / "C") is None
+    (tmp_path / "C" / "recipe.py").write_text("a\nb\n")
+    assert summary(code_changes(pair[0], tmp_path / "C")) == [("train.py", "edited", 0, 1)]
+    assert summary(code_changes(tmp_path / "C", pair[0])) == [("train.py", "edited", 1, 0)]
+    (tmp_path / "D").mkdir()
+    (tmp_path / "D" / "script.py").write_text("a\nb\n")
+    assert code_changes(tmp_path / "C", tmp_path / "D") == []
+
+
+def test_compare_and_the_report_show_the_difference(tmp_path, pair):
+    runs = [*pair, write_run(tmp_path / "C")]
+    found = compare_runs(runs)
+    screen = [line.split() for line in lines(found)]
+    assert ["train.py", "–", "+2", "-1", "?"] in screen
+    assert ["+B"] in screen
+    told = as_table(found)["code"]
+    assert [one["run"] for one in told] == ["B", "C"]
+    assert [one["file"] for one in told[0]["files"]] == ["gone.py", "new.py", "train.py", "w.bin"]
+    assert told[1]["files"] is None
+    page = render(collect(runs)).html
+    assert "\n+B\n" in page
+    assert "code-B" in page
+    assert "code-C" not in page
+
+
+def test_a_long_difference_is_left_out_of_the_screen_and_is_in_the_json(tmp_path):
+    many = "".join(f"{n}\n" for n in range(99))
+    runs = [with_code(tmp_path / "A", **{"train.py": b""})]
+    runs += [with_code(tmp_path / "B", **{"train.py": many.encode()})]
+    found = compare_runs(runs)
+    assert "+77" not in [*lines(found)]
+    assert "\n+77" in as_table(found)["code"][0]["files"][0]["diff"]
+
+
+@settings(max_examples=30)
+@given(st.tuples(*[st.binary(min_size=1, max_size=20)] * 2))
+def test_lines_added_and_removed_account_for_the_length_of_files(tmp_path_factory, contents):
+    folder = tmp_path_factory.mktemp("runs")
+    for name, content in zip("AB", contents, strict=True):
+        (folder / name).mkdir()
+        (folder / name / "recipe.py").write_bytes(content)
+    found = code_changes(folder / "A", folder / "B")
+    assert bool(found) == (contents[0] != contents[1])
+    for one in found:
+        if one.diff:
+            before, after = (len(content.removesuffix(b"\n").split(b"\n")) for content in contents)
+            assert one.added - one.removed == after - before

@@ -161,20 +161,17 @@ def test_a_file_over_its_limit_is_linked_and_too_much_refused(tmp_path, run, mon
     assert "big" not in str(error.value)
 
 
-def test_too_many_files_are_refused_with_their_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(code_copy, "MOST_FILES", 3)
-    write(tmp_path / "f", **{"a.py": "", **{f"images/{n}": "" for n in range(3)}})
-    with pytest.raises(UserError, match=r"images/ \(3\).*--no-snapshot"):
-        find_code(tmp_path / "f" / "a.py")
-
-
-def test_a_copy_that_cannot_be_made_leaves_nothing(tmp_path, run, monkeypatch):
+def test_a_failed_copy_leaves_nothing_and_too_many_files_are_refused(tmp_path, run, monkeypatch):
     write(tmp_path / "f", **{"a.py": ""})
     code = find_code(tmp_path / "f" / "a.py")
     (tmp_path / "f" / "a.py").unlink()
     with pytest.raises(UserError, match=r"a\.py"):
         copy_code(code, run)
     assert [*run.iterdir()] == []
+    monkeypatch.setattr(code_copy, "MOST_FILES", 3)
+    write(tmp_path / "g", **{"a.py": "", **{f"images/{n}": "" for n in range(3)}})
+    with pytest.raises(UserError, match=r"images/ \(3\).*--no-snapshot"):
+        find_code(tmp_path / "g" / "a.py")
 
 
 def test_git_is_asked_and_without_it_a_folder_is_what_it_holds(repository, monkeypatch):

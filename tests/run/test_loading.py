@@ -178,7 +178,7 @@ def copied(monkeypatch):
     return waited
 
 
-def test_all_tensors_are_copied_and_waited_for_once(copied):
+def test_all_tensors_are_copied_once_with_versions_layouts_and_sharing(copied):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(5, 3)).sum().backward()
@@ -193,9 +193,6 @@ def test_all_tensors_are_copied_and_waited_for_once(copied):
         assert torch.equal(found["model"][name], tensor)
     mine, its = found["optimizer"]["state"][0], state["optimizer"]["state"][0]
     assert all(torch.equal(mine[key], its[key]) for key in its)
-
-
-def test_versions_layouts_and_shared_weights_stay_so(copied):
     last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     counts = Counter({3: 1})  # as MultiStepLR's milestones
     found = on_host({"a": last, "same": last.detach(), "part": last[:1], "list": [last, counts]})
@@ -211,7 +208,7 @@ def test_versions_layouts_and_shared_weights_stay_so(copied):
     assert list(after) == list(before)
 
 
-def test_what_changes_after_a_copy_does_not_reach_it_and_the_next_copy_reuses_its_memory():
+def test_changes_after_a_copy_do_not_reach_it_and_a_parameter_comes_back():
     state = {"a": torch.ones(3, 4), "b": [torch.ones(3, 4), torch.ones(2)], "steps": [1, 2]}
     copies = HostCopies()
     first = copies.take(state)
@@ -224,9 +221,6 @@ def test_what_changes_after_a_copy_does_not_reach_it_and_the_next_copy_reuses_it
     assert {second["a"].data_ptr(), *(t.data_ptr() for t in second["b"])} == held
     assert torch.equal(second["a"], state["a"])
     assert torch.equal(second["c"], torch.zeros(5))
-
-
-def test_a_parameter_comes_back_as_it_was_and_without_cuda_nothing_is_copied():
     state = {"a": nn.Parameter(torch.ones(2)), "b": torch.ones(2, requires_grad=True)}
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     copied = HostCopies().take({**state, "frozen": frozen})

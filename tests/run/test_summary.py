@@ -33,7 +33,7 @@ def write_index(run, value=0.5, monitor="accuracy", mode="max"):
     (run / "checkpoints" / "index.json").write_text(json.dumps(table))
 
 
-def test_a_completed_run_is_told_by_its_result(tmp_path):
+def test_a_completed_run_is_told_by_its_result_and_a_loss_may_be_nan(tmp_path):
     run = write_run(tmp_path / "run", ranks=2)
     best = {"metric": "loss", "mode": "min", "value": 0.25, "epoch": 2}
     write_result(run, best=best, training_seconds=7.5, epochs=3, steps=18)
@@ -43,6 +43,12 @@ def test_a_completed_run_is_told_by_its_result(tmp_path):
     assert (found.metric, found.mode, found.value) == ("loss", "min", 0.25)
     assert (found.seconds, found.epochs, found.steps, found.world_size) == (7.5, 3, 18, 2)
     assert found.losses == (1 / 6, 1 / 12, 1 / 18)
+    run = write_run(tmp_path / "b" / "run")
+    text = (run / "events.jsonl").read_text()
+    for number, loss in ((1 / 6, "null"), (1 / 12, "NaN"), (1 / 18, "Infinity")):
+        text = text.replace(f'"loss": {number}', f'"loss": {loss}')
+    (run / "events.jsonl").write_text(text)
+    assert str(only(tmp_path / "b").losses) == "(nan, nan, inf)"
 
 
 def test_runs_of_earlier_versions_are_read():
@@ -54,7 +60,7 @@ def test_runs_of_earlier_versions_are_read():
     assert len(native.losses) == 4
 
 
-def test_of_a_run_that_has_not_ended_the_index_tells_the_best_and_the_records_the_rest(tmp_path):
+def test_what_has_not_ended_is_told_by_index_evaluations_and_steps(tmp_path):
     run = write_run(tmp_path / "run", finished=False)
     write_index(run, 0.75)
     found = only(tmp_path)
@@ -62,12 +68,13 @@ def test_of_a_run_that_has_not_ended_the_index_tells_the_best_and_the_records_th
     assert (found.state, best) == ("killed", ("accuracy", "max", 0.75))
     assert (found.epochs, found.steps) == (3, 18)
     assert found.seconds == pytest.approx(6 * 1.5 + 12 * 0.5)
-
-
-def test_where_no_checkpoint_tells_it_the_best_is_that_of_the_evaluations(tmp_path):
-    run = write_run(tmp_path / "run", finished=False, accuracy=lambda epoch: 1 / epoch)
+    run = write_run(tmp_path / "b" / "run", finished=False, accuracy=lambda epoch: 1 / epoch)
     change_start(run, monitor="accuracy")
-    assert only(tmp_path).value == 1.0
+    assert only(tmp_path / "b").value == 1.0
+    run = write_run(tmp_path / "c" / "run", finished=False)
+    (run / "events.jsonl").write_text("".join(lines_of(run)[:5]))
+    found = only(tmp_path / "c")
+    assert (found.losses, found.epochs, found.steps) == ((1, 1 / 2, 1 / 3, 1 / 4), 0, 4)
 
 
 @pytest.mark.parametrize(("age_s", "state"), [(0, "running"), (600, "killed")])
@@ -90,7 +97,7 @@ def test_without_its_result_the_last_record_tells_how_a_run_ended(tmp_path, reas
     assert (found.state, found.reason) == (state, reason)
 
 
-def test_an_earlier_result_does_not_speak_for_a_resumed_run_that_was_killed(tmp_path):
+def test_an_earlier_result_does_not_speak_for_one_that_was_killed(tmp_path):
     run = write_run(tmp_path / "run")
     write_result(run, best={"metric": "accuracy", "value": 0.99}, steps=18)
     write_index(run, 0.5)
@@ -102,34 +109,15 @@ def test_an_earlier_result_does_not_speak_for_a_resumed_run_that_was_killed(tmp_
     assert (found.state, found.value, found.world_size) == ("killed", 0.5, 4)
     assert found.losses == (1 / 6, 1 / 12), "the third epoch is to be done again"
     assert (found.steps, found.seconds) == (13, 99.0)
-
-
-def test_nor_for_one_that_was_killed_before_it_wrote_its_own(tmp_path):
-    run = write_run(tmp_path / "run")
+    run = write_run(tmp_path / "b" / "run")
     best = {"metric": "accuracy", "mode": "max", "value": 0.99}
     write_result(run, best=best, steps=18, training_seconds=1.0)
     write_index(run, 0.5)
     step = {"event": "step", "step": 20, "loss": 1.0, "seconds": 99.0}
     append(run, step, {"event": "stop", "step": 20, "reason": "SIGTERM"})
-    found = only(tmp_path)
+    found = only(tmp_path / "b")
     assert (found.state, found.value, found.steps) == ("stopped", 0.5, 20)
     assert found.seconds == 99.0
-
-
-def test_before_the_first_epoch_ends_the_curve_is_of_steps(tmp_path):
-    run = write_run(tmp_path / "run", finished=False)
-    (run / "events.jsonl").write_text("".join(lines_of(run)[:5]))
-    found = only(tmp_path)
-    assert (found.losses, found.epochs, found.steps) == ((1, 1 / 2, 1 / 3, 1 / 4), 0, 4)
-
-
-def test_losses_that_are_not_finite_are_nan(tmp_path):
-    run = write_run(tmp_path / "run")
-    text = (run / "events.jsonl").read_text()
-    for number, loss in ((1 / 6, "null"), (1 / 12, "NaN"), (1 / 18, "Infinity")):
-        text = text.replace(f'"loss": {number}', f'"loss": {loss}')
-    (run / "events.jsonl").write_text(text)
-    assert str(only(tmp_path).losses) == "(nan, nan, inf)"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +171,7 @@ def test_of_large_records_only_blocks_are_read(tmp_path, monkeypatch, epochs):
     assert (found.losses[0] > 10 * found.losses[-1]) == (epochs > 2)
 
 
-def test_the_order_is_the_one_asked_for(tmp_path):
+def test_the_order_is_the_one_asked_for_and_the_lowest_best_if_it_is_to_fall(tmp_path):
     for place, (value, seconds) in enumerate([(0.5, 9.0), (0.9, 5.0), (0.7, 7.0)]):
         run = write_run(tmp_path / f"run-{place}")
         best = {"metric": "accuracy", "mode": "max", "value": value}
@@ -199,13 +187,10 @@ def test_the_order_is_the_one_asked_for(tmp_path):
     assert places("metric") == [1, 3, 2, 0]
     assert places("duration") == [3, 0, 2, 1]
     assert places("state") == [1, 0, 2, 3]
-
-
-def test_of_a_metric_that_is_to_fall_the_lowest_is_the_best(tmp_path):
     for name, value in (("high", 2.0), ("low", 1.0)):
-        run = write_run(tmp_path / name)
+        run = write_run(tmp_path / "b" / name)
         write_result(run, best={"metric": "loss", "mode": "min", "value": value}, steps=18)
-    assert [run.name for run in sorted_runs(read_runs(tmp_path), "metric")] == ["low", "high"]
+    assert [run.name for run in sorted_runs(read_runs(tmp_path / "b"), "metric")] == ["low", "high"]
 
 
 def damaged_folder(folder):

@@ -1,7 +1,9 @@
 """What the hooks make of a script's calls into PyTorch: phases, steps, epochs, profilers."""
 
 import io
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 import pytest
@@ -10,9 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from samestep import UserError
 from samestep.profiling.trace_digest import COLLATE
+from samestep.ranks.launch import Launch
 from samestep.script.hooks import Hooks
+from samestep.script.running import RankZeroEnded, ScriptRanks
 from samestep.training.phases import Phases
+from tests.processes import TIMEOUT_S, free_port
 
 DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, 1))
 STEP = ["data", "forward", "backward", "optimizer"]
@@ -228,6 +234,24 @@ def test_an_evaluation_on_the_training_data_and_steps_without_a_loader_begin_no_
     assert (alone.steps, alone.epochs, alone.hooks.loader) == ([1, 2], [], None)
 
 
+def test_the_steps_of_a_second_training_count_and_those_of_a_second_optimizer_do_not(script):
+    first, critic = script.optimizer, torch.optim.SGD(script.model.parameters(), lr=0.1)
+    script.step()
+    for _ in range(2):
+        for _ in range(5):
+            critic.step()
+        script.step()
+    assert script.steps == [1, 2, 3]
+    script.optimizer = torch.optim.SGD(script.model.parameters(), lr=0.1)
+    for _ in range(9):
+        script.step()
+    assert script.steps == [1, 2, 3, 4, 5], "from the eighth in a row on"
+    del first, script.optimizer
+    script.optimizer = torch.optim.SGD(script.model.parameters(), lr=0.1)
+    script.step()
+    assert script.steps[-1] == 6, "at once, where the first is gone"
+
+
 def test_a_profiler_of_the_scripts_own_is_told_of_and_shows_collating(script):
     script.step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -280,4 +304,71 @@ def test_steps_of_a_script_are_its_changes_of_weights_or_its_optimizers_alone():
             optimizer.step(closure)
             script.optimizer.step()  # of a second optimizer
     assert script.steps == [1, 2]
-    assert script.hooks.optimizer is optimizer
+
+
+def rank(number, port, world_size=2, within_s=30.0):
+    launch = Launch(rank=number, world_size=world_size, master_port=port)
+    return ScriptRanks(launch, within_s)
+
+
+def both(*functions, port=None):
+    """Call a function for each rank, all at once; return what each returned."""
+    port = port or free_port()
+    with ThreadPoolExecutor(len(functions)) as pool:
+        calls = [pool.submit(f, rank(number, port)) for number, f in enumerate(functions)]
+        return [call.result(timeout=TIMEOUT_S) for call in calls]
+
+
+def test_all_ranks_hear_what_rank_0_answers_and_a_single_one_answers_itself():
+    def take_part(own):
+        own.join()
+        questions = iter(range(3))
+        answers = [own.agree(lambda: next(questions) if own.rank == 0 else -1) for _ in range(3)]
+        return answers, own.gather(f"found by {own.rank}")
+
+    assert both(take_part, take_part) == [
+        ([0, 1, 2], ["found by 0", "found by 1"]),
+        ([0, 1, 2], []),
+    ]
+    alone = rank(0, 0, world_size=1)
+    alone.join()
+    assert alone.agree(lambda: 5) == 5
+    alone.end(1)
+    assert alone.gather("mine") == ["mine"]
+
+
+def test_a_rank_that_waits_for_rank_0_learns_at_once_after_how_many_steps_it_ended():
+    def leave(own):
+        own.join()
+        own.agree(lambda: True)
+        own.end(7)
+        own.gather("")
+
+    def stay(own):
+        own.join()
+        assert own.agree(lambda: False)
+        began = time.monotonic()
+        with pytest.raises(RankZeroEnded) as ended:
+            own.agree(lambda: False)
+        own.gather("")
+        return ended.value.steps, time.monotonic() - began < 60
+
+    assert both(leave, stay) == [None, (7, True)]
+
+
+def test_a_script_can_listen_where_its_ranks_have_met():
+    def meet(own):
+        own.join()
+        own.leave()
+
+    port = free_port()
+    both(meet, meet, port=port)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_never_comes_is_named(number):
+    port = free_port()
+    with pytest.raises(UserError, match=f"rank {1 - number}"):
+        rank(number, port, within_s=0.3).join()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import tomllib
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 import samestep
+from samestep import read_records
 from samestep.data.order import Ordering, epoch_order
-from tests.session.same import assert_close
+from tests.session.same import account, assert_close, assert_same
+from tests.session.scripts import Strike, run, run_here, weights
 from tests.tiny import all_records, read_index
 
 
@@ -163,13 +166,6 @@ def test_stopped_early_a_run_has_its_best_checkpoint_and_is_not_trained_on(tmp_p
     assert best == 6
 
 
-def test_a_directory_is_open_once_in_a_process(tmp_path, capfd):
-    with Training(tmp_path / "run").run, pytest.raises(SystemExit) as ended:
-        Training(tmp_path / "run", resume=True).run.__enter__()
-    assert ended.value.code == 2
-    assert "in this process already" in capfd.readouterr().err
-
-
 def test_the_run_directory_is_none_of_the_settings(tmp_path):
     for place in ("here", "moved"):
         arguments = {"out": str(tmp_path / place), "again": tmp_path / place, "lr": 0.1}
@@ -211,7 +207,7 @@ def test_in_one_autocast_around_the_loop_it_learns_as_in_one_around_each_pass(tm
     assert found[0][-1] < 0.2 * found[0][0]
 
 
-def test_without_a_loss_its_values_are_metrics(tmp_path):
+def test_without_a_loss_values_are_metrics_and_a_directory_is_open_once(tmp_path, capfd):
     t = Training(tmp_path / "run", log_every=2)
     with t.run as run:
         for _ in run.epochs(1, state=t.state):
@@ -221,6 +217,10 @@ def test_without_a_loss_its_values_are_metrics(tmp_path):
     found = all_records(tmp_path / "run")
     assert [r["step"] for r in found if r["event"] == "metrics"] == [2]
     assert not [r for r in found if r["event"] in ("step", "epoch")]
+    with Training(tmp_path / "open").run, pytest.raises(SystemExit) as ended:
+        Training(tmp_path / "open", resume=True).run.__enter__()
+    assert ended.value.code == 2
+    assert "in this process already" in capfd.readouterr().err
 
 
 def test_a_batch_is_as_a_tensor_a_data_set_or_collate_makes_it(tmp_path):
@@ -250,3 +250,96 @@ def test_normal_numbers_are_normal_and_belong_to_their_keys():
     assert float(correlation.abs().max()) < 0.03
     assert torch.equal(samestep.normal(keys[7:8], 5), drawn[7:8])
     assert samestep.normal(keys[:0], 5).shape == (0, 5)
+
+
+# Words of different lengths, a loss per word, a validation, a schedule, draws at every place.
+SCRIPT = """
+import random, sys
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+import samestep
+
+class Words(torch.utils.data.Dataset):
+    def __len__(self):
+        return 23
+    def __getitem__(self, index):
+        return torch.linspace(0, 1, 2 + index % 5) + 0.01 * torch.randn(1)
+
+def collate(words):
+    return {"x": pad_sequence(words, batch_first=True), "n": torch.tensor([*map(len, words)])}
+
+DROPOUT = float(sys.argv[1])
+with samestep.open_run("run", seed=3, resume=True, log_every=1, checkpoint_every_steps=1,
+                       settings={"dropout": DROPOUT}, keep_newest=3) as run:
+    model = run.place(nn.Sequential(nn.Linear(1, 8), nn.Dropout(DROPOUT), nn.Linear(8, 1)))
+    unused = run.place(nn.Linear(1, 1))
+    optimizer = torch.optim.Adam([*model.parameters(), *unused.parameters()], lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    held_out = torch.rand(11, 4, 1)
+    state = {"model": model, "unused": unused, "optimizer": optimizer, "schedule": schedule}
+    data = Words()
+    for epoch in run.epochs(3, state=state):
+        for batch in run.batches(data, 11, collate=collate, num_workers=int(sys.argv[2])):
+            x, n = batch.data["x"].unsqueeze(2), batch.data["n"]
+            there = torch.arange(x.shape[1]) < n[:, None]
+            noise = batch.normal(7, 1)[:, :x.shape[1]]
+            error = (model(x + noise) - x).square().squeeze(2)
+            words = there.sum()
+            optimizer.zero_grad()
+            run.backward((error * there).sum() / words / 2, optimizer, terms=words)
+            run.backward((error.detach() * 0 + model(x + batch.uniform(1, 1)).squeeze(2) * there)
+                         .sum() / words / 2, optimizer, terms=words)
+            optimizer.step()
+            run.log(loss=(error * there).sum() / words, terms=words)
+            run.log(drawn=batch.uniform(), lr=schedule.get_last_lr()[0]) if len(x) == 1 else None
+            if DROPOUT:
+                run.log(own=torch.rand(()), also=random.random())
+        schedule.step()
+        shift = float(torch.rand(()))
+        model.eval()
+        with torch.no_grad():
+            for batch in run.validation(held_out, 3):
+                loss = (model(batch.data + shift) - batch.data).square().mean()
+                run.log(loss=loss, largest=batch.data.abs().mean())
+        model.train()
+        print(epoch, sorted(run.means))
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("script") / "words.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_mean_over_words_is_the_same_on_any_number_of_ranks(script, tmp_path):
+    alone, three = (tmp_path / name for name in ("alone", "three"))
+    for folder in (alone, three):
+        folder.mkdir()
+    assert run_here(script, "0", "0", folder=alone) == 0
+    ranks = run(script, "0", "1", world_size=3, folder=three)
+    assert "2 ['largest', 'loss']" in ranks.printed(0)
+    names = ("event", "step", "epoch", "loss", "split", "largest", "samples")
+    ours, theirs = (
+        [{k: r[k] for k in names if k in r} for r in account(folder / "run")]
+        for folder in (three, alone)
+    )
+    assert [r["event"] for r in ours].count("evaluation") == 3
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+    assert_close(weights(three / "run"), weights(alone / "run"), 1e-9)
+
+
+@pytest.mark.parametrize(("world_size", "nth"), [(1, 3), (2, 5)])
+def test_with_dropout_and_draws_a_resumed_run_is_the_same(script, tmp_path, world_size, nth):
+    for folder, strike, code in (("whole", None, 0), ("parts", Strike(nth, signal.SIGTERM), 143)):
+        (tmp_path / folder).mkdir()
+        where = {"world_size": world_size, "folder": tmp_path / folder}
+        run(script, "0.5", "0", **where, strike=strike, code=code)
+    stopped = [r["step"] for r in read_records(tmp_path / "parts/run") if r["event"] == "stop"]
+    assert stopped == [nth] if world_size == 1 else nth <= stopped[0] < 9
+    run(script, "0.5", "0", world_size=world_size, folder=tmp_path / "parts")
+    assert_same(tmp_path / "parts" / "run", tmp_path / "whole" / "run", tolerance=0)
+    assert {"own", "also"} <= account(tmp_path / "whole" / "run")[0].keys()

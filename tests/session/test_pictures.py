@@ -79,20 +79,29 @@ def test_images_are_shown_as_stored_right_and_most_confidently_wrong(stored, tmp
         assert sheet.width > sheet.height or stored == (60, 3, 300, 10)
 
 
-def test_of_sorted_data_all_classes_are_looked_at(tmp_path):
+def test_of_sorted_data_all_classes_are_looked_at_and_zeros_and_ones_are_classes(tmp_path):
     dark, bright = (
         TensorDataset(torch.full((300, 1, 8, 8), 0.1 + 0.8 * label), torch.full((300,), label))
         for label in (0, 1)
     )
-    data = ConcatDataset([dark, bright])  # which is read one by one
+    both = ConcatDataset([dark, bright])  # which is read one by one
     recipe = made(
         model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 2)),
-        data=lambda: Splits(train=data, validation=data),
+        data=lambda: Splits(train=both, validation=both),
         settings={"epochs": 1, "batch_size": 30, "lr": 0.05},
     )
     one = trained(recipe, tmp_path)
     assert {row["target"] for row in told(one)["predictions"]["right"]} == {"0", "1"}
     assert read_json(one.path / "pictures" / "pictures.json")["split"] == "validation"
+
+    def data():
+        x = torch.rand(40, 2, generator=torch.Generator().manual_seed(0))
+        y = (x[:, :1] > 0.5).float()
+        return Splits(train=(x, y), test=(x, y))
+
+    loss = nn.functional.binary_cross_entropy_with_logits
+    one = trained(made(lambda: nn.Linear(2, 1), data, loss=loss), tmp_path / "b", epochs=1)
+    assert not (one.path / "pictures").exists()
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -116,17 +125,6 @@ def test_numbers_are_shown_predicted_against_actual(flat, tmp_path):
     with torch.no_grad():
         said = samestep.load(one)(x).flatten().tolist()
     assert any(shown["points"][0][1] == pytest.approx(one, rel=1e-4) for one in said)
-
-
-def test_two_classes_as_zeros_and_ones_are_no_numbers_to_predict(tmp_path):
-    def data():
-        x = torch.rand(40, 2, generator=torch.Generator().manual_seed(0))
-        y = (x[:, :1] > 0.5).float()
-        return Splits(train=(x, y), test=(x, y))
-
-    loss = nn.functional.binary_cross_entropy_with_logits
-    one = trained(made(lambda: nn.Linear(2, 1), data, loss=loss), tmp_path, epochs=1)
-    assert not (one.path / "pictures").exists()
 
 
 class Reviews(Dataset):
@@ -256,7 +254,7 @@ def test_what_does_not_fit_is_a_note_and_the_rest_is_there(tmp_path):
     assert size <= LIMIT_BYTES
 
 
-def test_without_a_test_the_best_checkpoint_is_looked_at(tmp_path):
+def test_pictures_are_of_the_best_checkpoint_and_of_the_last_end(tmp_path):
     x = torch.ones(40, 1)
 
     def data():
@@ -278,6 +276,18 @@ def test_without_a_test_the_best_checkpoint_is_looked_at(tmp_path):
     assert read_json(one.path / "pictures" / "pictures.json")["checkpoint"] == best
     known = samestep.load(one, checkpoint="best", recipe=recipe)
     assert (one.path / "pictures" / "weights.html").read_text() == weights(known, None)
+    recipe = made(pictures={"first": page})
+    one = trained(recipe, tmp_path / "b", epochs=1)
+    (one.path / "pictures" / "left.txt").write_text("x")
+    (one.path / ".pictures.new").mkdir()  # by a kill
+    later = made(pictures={"page": page, "weights": figure})
+    samestep.train(one, recipe=later, resume=True, epochs=2, quiet=True)
+    names = {path.name for path in (one.path / "pictures").iterdir()}
+    assert names == {"page.html", "weights.png", "weights.svg", "pictures.json"}
+    assert not [path for path in one.path.iterdir() if path.name.startswith(".pictures")]
+    index = read_json(one.path / "pictures" / "pictures.json")
+    assert index["checkpoint"] in {path.name for path in (one.path / "checkpoints").iterdir()}
+    assert [r["step"] for r in one.history if r["event"] == "picture"] == [one.result["steps"]]
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -319,21 +329,6 @@ def test_pyplot_is_left_as_it_was(tmp_path):
     assert plt.get_fignums() == [mine.number]
     assert (plt.get_backend(), rcParams["lines.linewidth"]) == (backend, width)
     plt.close(mine)
-
-
-def test_a_run_that_goes_on_has_the_pictures_of_its_last_end_alone(tmp_path):
-    recipe = made(pictures={"first": page})
-    one = trained(recipe, tmp_path, epochs=1)
-    (one.path / "pictures" / "left.txt").write_text("x")
-    (one.path / ".pictures.new").mkdir()  # by a kill
-    later = made(pictures={"page": page, "weights": figure})
-    samestep.train(one, recipe=later, resume=True, epochs=2, quiet=True)
-    names = {path.name for path in (one.path / "pictures").iterdir()}
-    assert names == {"page.html", "weights.png", "weights.svg", "pictures.json"}
-    assert not [path for path in one.path.iterdir() if path.name.startswith(".pictures")]
-    index = read_json(one.path / "pictures" / "pictures.json")
-    assert index["checkpoint"] in {path.name for path in (one.path / "checkpoints").iterdir()}
-    assert [r["step"] for r in one.history if r["event"] == "picture"] == [one.result["steps"]]
 
 
 def test_pictures_that_cannot_be_written_do_not_fail_the_run(tmp_path, monkeypatch):
@@ -380,7 +375,6 @@ def leaves(model, data):
 
 
 def train_with(picture, folder, *flags):
-    """Train a recipe with one of these pictures in a process of its own; return it, at its end."""
     text = f"{BROKEN}\nrecipe = replace(recipe, pictures={{'{picture}': {picture}}})\n"
     (folder / "odd.py").write_text(text)
     command = ("train", str(folder / "odd.py"), "--run-dir", str(folder / "run"), *flags)

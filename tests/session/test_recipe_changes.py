@@ -128,7 +128,7 @@ def test_comments_docstrings_default_settings_and_the_main_block_are_no_change(e
     assert samestep.evaluate("run")["samples"] == 10
 
 
-def test_the_copy_or_the_new_file_is_chosen_by_name(edited, capsys):
+def test_the_runs_own_copy_or_the_new_file_is_chosen(edited, capsys):
     edited("label_smoothing=0.1)", "label_smoothing=0.1) * 2")
     losses = [
         samestep.evaluate("run", recipe=file)["loss"] for file in ("run/recipe.py", "small.py")
@@ -136,9 +136,6 @@ def test_the_copy_or_the_new_file_is_chosen_by_name(edited, capsys):
     assert losses[1] == pytest.approx(2 * losses[0])
     assert samestep.cli.main(["evaluate", "run", "--recipe", "small.py", "--json"]) == 0
     assert f'"loss": {losses[1]!r}' in capsys.readouterr().out
-
-
-def test_the_runs_own_copy_is_gone_on_with_by_its_file_or_by_its_directory(edited):
     edited("SEED = 7", "SEED = 8")
     for target in (["run"], ["small.py", "--run-dir", "run"]):
         _, request = parse([*target, *GO_ON, "--recipe-of-run"])

@@ -118,6 +118,7 @@ def test_what_complete_returns_is_refused_before_anything_is_written(here, found
 class Read:
     classes: int | None = None
     folder: Path = Path("a")
+    missing: float = 0.0
 
 
 def test_what_complete_returns_has_the_types_that_the_run_gives_back(here):
@@ -125,12 +126,13 @@ def test_what_complete_returns_has_the_types_that_the_run_gives_back(here):
     recipe = made(
         options=Read,
         model=lambda options: seen.append(options) or nn.Linear(4, options.classes),
-        read=lambda options, file: options.folder,
-        complete=lambda options: replace(options, classes=np.int64(2)),
+        read=lambda options, file: (options.folder, options.missing),
+        complete=lambda options: replace(options, classes=np.int64(2), missing=np.float32("nan")),
     )
     run = samestep.train(recipe, quiet=True, epochs=1)
     samestep.evaluate(run)
-    assert {*map(repr, seen)} == {repr(Read(2))}
+    samestep.train(run, recipe=recipe, resume=True, epochs=2, quiet=True)
+    assert {*map(repr, seen)} == {repr(Read(2, missing=float("nan")))}
 
 
 def test_every_option_of_the_recipes_here_is_read_and_functions_keep_their_old_parameters():

@@ -22,7 +22,7 @@ def venv(tmp_path) -> Path:
     return folder.parent
 
 
-def test_an_environment_without_torch_is_refused_for_a_recipe_and_told_for_a_script(venv):
+def test_an_environment_without_torch_is_refused_unless_of_other_machines(venv):
     options = JobOptions(venv=str(venv), time="60")
     with pytest.raises(UserError, match=r"--venv .* torch "):
         check_place(options, "recipe")
@@ -32,27 +32,11 @@ def test_an_environment_without_torch_is_refused_for_a_recipe_and_told_for_a_scr
     (venv / "bin" / "python").write_text("#!/bin/sh\n")
     check_place(options, "recipe")
     assert advice(options, "script", {}) == []
-
-
-def test_an_environment_of_other_machines_is_taken_as_it_is(venv):
     (venv / "bin" / "python").write_text("no program")
     check_place(JobOptions(venv=str(venv)), "recipe")
     (venv / "bin" / "activate").unlink()
     with pytest.raises(UserError, match="bin/activate"):
         check_place(JobOptions(venv=str(venv)), "recipe")
-
-
-def test_an_image_that_is_no_file_and_fewer_virtual_ranks_than_ranks_are_refused():
-    for image, says in {
-        "docker://torch:2.5": "apptainer build torch.sif docker://torch:2.5",
-        "library://a/b": "b.sif",
-        "/nowhere/torch.sif": "/nowhere/torch.sif: there is no such file",
-    }.items():
-        with pytest.raises(UserError, match=says):
-            check_place(JobOptions(container=image), "recipe")
-    for options in (ELASTIC, JobOptions(nodes="4", ntasks_per_node=2)):
-        with pytest.raises(UserError, match=r"--virtual-ranks 7: .*8 ranks.*--virtual-ranks 8"):
-            check_ranks(options, Settings(virtual_ranks=7, batch_size=32))
 
 
 def test_a_job_to_wait_for_must_be_known_to_slurm(slurm, tmp_path):
@@ -163,8 +147,18 @@ def test_a_job_that_none_can_run_is_refused_with_the_largest(partitions, partiti
         check_partitions(JobOptions(**options), partition)
 
 
-def test_hidden_partitions_are_asked_for_and_lines_that_name_a_cluster_passed_over(partitions):
+def test_hidden_partitions_are_asked_for_and_images_and_ranks_checked(partitions):
     check_partitions(JobOptions(), None)
     assert "--all --exact" in partitions.calls[0]
     found = checks.parse_partitions("CLUSTER: north\n" + PARTITIONS)
     assert list(found) == ["debug", "gpu", "hidden"]
+    for image, says in {
+        "docker://torch:2.5": "apptainer build torch.sif docker://torch:2.5",
+        "library://a/b": "b.sif",
+        "/nowhere/torch.sif": "/nowhere/torch.sif: there is no such file",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            check_place(JobOptions(container=image), "recipe")
+    for options in (ELASTIC, JobOptions(nodes="4", ntasks_per_node=2)):
+        with pytest.raises(UserError, match=r"--virtual-ranks 7: .*8 ranks.*--virtual-ranks 8"):
+            check_ranks(options, Settings(virtual_ranks=7, batch_size=32))

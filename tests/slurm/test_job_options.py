@@ -1,14 +1,18 @@
 """What a job may ask for: every form that sbatch takes, and a message for every other."""
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.cli import main
 from samestep.errors import UserError
 from samestep.slurm import options as job_options
+from samestep.slurm import sandbox_cluster as cluster
 from samestep.slurm.options import JobOptions, apply_flags, read_defaults, read_time
+from samestep.slurm.sandbox_cluster import check_folder, default_folder, down_line, nodes_of
 
 
 @given(st.integers(0, 20), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
@@ -25,10 +29,13 @@ def test_every_form_of_a_time_limit_is_read_in_seconds(days, hours, minutes, res
     assert read_time(str(rest)) == rest * 60
 
 
-def test_what_slurm_calls_no_limit_is_none():
+def test_no_limit_is_none_and_lists_of_all_files_add_up(tmp_path):
     for text in ("UNLIMITED", "infinite", "INVALID", "Partition_Limit", ""):
         assert read_time(text) is None
     assert read_time("00:00:00") == 0
+    options = layers(tmp_path, 'module = ["a"]\nenv = ["A=1"]\nnodes = 2', 'module = ["b"]')
+    assert (options.module, options.env, options.nodes) == (("a", "b"), ("A=1",), "2")
+    assert layers(tmp_path / "quoted", 'nodes = "1-4"').nodes == "1-4"
 
 
 @pytest.mark.parametrize(
@@ -86,21 +93,13 @@ def test_a_secret_is_refused_and_not_repeated_and_what_only_sounds_like_one_take
 
 
 def layers(folder: Path, *texts: str, **flags) -> JobOptions:
-    """Return what files, the more general first, and flags come to."""
     paths = []
     for number, text in enumerate(texts):
         paths.append(folder / str(number) / "samestep.toml")
-        paths[-1].parent.mkdir()
+        paths[-1].parent.mkdir(parents=True, exist_ok=True)
         paths[-1].write_text(f"[slurm]\n{text}\n")
     defaults = read_defaults(paths)
     return apply_flags(defaults, job_options.UncheckedOptions(**(vars(defaults) | flags)), paths)
-
-
-def test_lists_of_all_files_add_up_and_nodes_stand_with_or_without_quotes(tmp_path):
-    options = layers(tmp_path, 'module = ["a"]\nenv = ["A=1"]\nnodes = 2', 'module = ["b"]')
-    assert (options.module, options.env, options.nodes) == (("a", "b"), ("A=1",), "2")
-    (tmp_path / "quoted").mkdir()
-    assert layers(tmp_path / "quoted", 'nodes = "1-4"').nodes == "1-4"
 
 
 @pytest.mark.parametrize(
@@ -116,22 +115,16 @@ def test_an_environment_takes_the_place_of_the_layers_below(tmp_path, texts, fla
     assert (options.venv, options.conda, options.container) == expected
 
 
-def test_only_what_all_layers_come_to_is_checked_but_two_environments_of_one(tmp_path):
+def test_only_what_all_layers_come_to_is_checked_and_paths_are_relative_to_their_file(tmp_path):
     # Two minutes are too few with the default warning, and are not what is asked for.
     assert layers(tmp_path, 'time = "2"', "signal_s = 30", time="1").signal_s == 30
-    (tmp_path / "alone").mkdir()
     with pytest.raises(UserError, match=r"--time 2 .*samestep\.toml"):
         layers(tmp_path / "alone", 'time = "2"')
     with pytest.raises(UserError, match="--venv, --conda, --container and --container-image"):
-        layers(tmp_path, 'venv = "/v"\nconda = "c"')
-
-
-def test_a_relative_path_in_a_file_of_defaults_is_relative_to_it(tmp_path):
+        layers(tmp_path / "two", 'venv = "/v"\nconda = "c"')
     assert layers(tmp_path, 'venv = ".venv"').venv == str(tmp_path / "0" / ".venv")
     for index, image in enumerate(("~/i.sif", "docker://a/b", "/i.sif")):
-        folder = tmp_path / f"at-{index}"
-        folder.mkdir()
-        assert layers(folder, f'container = "{image}"').container == image
+        assert layers(tmp_path / f"at-{index}", f'container = "{image}"').container == image
 
 
 @pytest.mark.parametrize(
@@ -170,3 +163,42 @@ def test_a_file_of_defaults_that_cannot_be_used_is_named_with_what_is_wrong(tmp_
     path.write_text(text)
     with pytest.raises(UserError, match=says):
         apply_flags(defaults := read_defaults([path]), defaults, [path])
+
+
+def test_the_configuration_is_the_golden_one_and_no_path_too_long():
+    folder, ports = Path("/home/ada/sandbox"), (20_001, 20_002, 20_003)
+    names = {"user": "ada", "host": "laptop"}
+    text = cluster.slurm_conf(folder, **names, controller_port=20_000, node_ports=ports, cpus=4)
+    golden = Path(__file__).parent / "scripts" / "slurm.conf"
+    if os.environ.get("SAMESTEP_WRITE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+    assert nodes_of(text) == ["node1", "node2", "node3"]
+    # /spool/node2/node2_9999999.4294967295 takes 37 of the 107 bytes
+    check_folder(Path("/" + 69 * "x"), nodes=2)
+    with pytest.raises(UserError, match=r"of 108 bytes, .* 107.*--dir /tmp/sandbox"):
+        check_folder(Path("/" + 70 * "x"), nodes=2)
+    with pytest.raises(UserError, match="of 109 bytes"):  # node10 is longer, twice
+        check_folder(Path("/" + 69 * "x"), nodes=10)
+    for strange in ' ,#%"':
+        with pytest.raises(UserError, match=r"slurm\.conf") as caught:
+            check_folder(Path(f"/home/ada{strange}b"), nodes=1)
+        assert repr(strange) in str(caught.value)
+
+
+def test_a_second_start_of_a_sandbox_says_how_that_one_is_taken_down(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert down_line(default_folder()) == "samestep slurm sandbox down"
+    assert down_line(tmp_path / "a b") == f"samestep slurm sandbox down --dir '{tmp_path}/a b'"
+    up = cluster.Status(folder=tmp_path, daemons={"x": 1}, nodes={"a": "idle"}, num_job_processes=0)
+    monkeypatch.setattr(cluster, "status", lambda _folder: up)
+    with pytest.raises(UserError, match=f"down --dir {tmp_path}`"):
+        cluster._refuse_if_up(tmp_path)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_shell_that_looks_for_one_that_is_down_is_told(tmp_path, monkeypatch, capsys, looks):
+    monkeypatch.setattr(cluster, "down", lambda _folder: True)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / ("slurm.conf" if looks else "other.conf")))
+    assert main(["slurm", "sandbox", "down", "--dir", str(tmp_path)]) == 0
+    assert ("unset SLURM_CONF" in capsys.readouterr().out) is looks

@@ -89,11 +89,18 @@ def test_a_run_that_has_not_begun_gets_a_new_copy_unless_a_job_still_waits_for_t
     assert "# edited" in (run / "code" / "tiny.py").read_text()
 
 
-def test_a_job_that_sbatch_refuses_leaves_no_copy(slurm, here):
+def test_an_edit_is_allowed_once_without_a_copy_and_a_refused_job_leaves_none(
+    slurm, here, tmp_path
+):
     (slurm.folder / "sbatch").write_text("#!/bin/sh\necho no >&2; exit 1\n")
     with pytest.raises(UserError, match="no"):
         submit(job_of("mine/plain.py", nodes="1"))
     assert [*Path("runs").iterdir()] == []
+    with pytest.raises(UserError, match=r"--allow-edit.*--no-snapshot"):
+        JobOptions(allow_edit=True)
+    keep_options(tmp_path, JobOptions(snapshot=False, allow_edit=True))
+    kept = kept_options(tmp_path)
+    assert (kept.snapshot, kept.allow_edit) == (False, False)
 
 
 def test_without_a_copy_the_script_checks_the_files_at_each_start(slurm, here):
@@ -135,14 +142,6 @@ def test_shellcheck_finds_nothing_in_a_script_with_a_copy_or_a_check(here, snaps
     text = script_text(job_of("it's.py", snapshot=snapshot)).encode()
     done = subprocess.run(("shellcheck", "-"), input=text, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (0, b"")
-
-
-def test_an_edit_is_allowed_for_one_job_and_only_where_there_is_no_copy(tmp_path):
-    with pytest.raises(UserError, match=r"--allow-edit.*--no-snapshot"):
-        JobOptions(allow_edit=True)
-    keep_options(tmp_path, JobOptions(snapshot=False, allow_edit=True))
-    kept = kept_options(tmp_path)
-    assert (kept.snapshot, kept.allow_edit) == (False, False)
 
 
 def test_what_is_linked_is_mounted_in_a_container(here):

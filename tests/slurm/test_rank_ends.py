@@ -19,7 +19,7 @@ def srun(rank: int, how: str, node: str = "node1") -> str:
     return f"srun: error: {node}: task {rank}: {how}"
 
 
-def test_a_killed_rank_is_the_cause_and_what_slurm_or_another_ends_an_effect():
+def test_a_killed_rank_is_the_cause_or_else_the_earliest_account():
     lines = [
         BEGIN,
         *raised(0, LOST, ("/home/ada/train.py", 3, "dist.all_reduce(x)")),
@@ -34,6 +34,24 @@ def test_a_killed_rank_is_the_cause_and_what_slurm_or_another_ends_an_effect():
     for word in ("Job step aborted: Waiting up to 32 s.", "launch/slurm: Terminating StepId=1.2"):
         assert first_end([BEGIN, f"srun: {word}", srun(0, "Killed")]).is_effect
     assert not first_end([BEGIN, srun(0, "Killed")]).is_effect
+    lines = [
+        BEGIN,
+        *account(0, -15, "2026-11-22_14:00:01", "node1"),
+        *account(3, 1, "2026-11-22_14:00:05", "node2"),
+        *account(2, -9, "2026-11-22_14:00:03", "node2"),
+        srun(0, "Exited with exit code 1"),
+    ]
+    end = first_end(lines)
+    assert (end.rank, end.node, end.signal) == (2, "node2", "SIGKILL")
+    told = "KeyError: 'x'\n  at /a.py:3 in f: g()\n  The whole traceback is in b"
+    left = [
+        {"rank": 0, "code": 1, "message": "Rank 0 lost contact", "time": 8, "lost_peer": True},
+        {"rank": 1, "code": 1, "message": told, "time": 9},
+    ]
+    end = first_end([], left)
+    assert (end.rank, end.said, end.frames) == (1, "KeyError: 'x'", ("  at /a.py:3 in f: g()",))
+    end = first_end([BEGIN, *(srun(r, "Exited with exit code 1", "n") for r in (0, 1))], left)
+    assert (end.rank, end.node, end.said) == (1, "n", "KeyError: 'x'")
 
 
 def test_an_error_of_a_scripts_rank_is_shown_with_the_users_own_lines():
@@ -112,28 +130,7 @@ def account(rank: int, code: int, time: str, host: str) -> list[str]:
     ]
 
 
-def test_the_earliest_account_counts_that_is_no_effect_and_says_more_in_a_file():
-    lines = [
-        BEGIN,
-        *account(0, -15, "2026-11-22_14:00:01", "node1"),
-        *account(3, 1, "2026-11-22_14:00:05", "node2"),
-        *account(2, -9, "2026-11-22_14:00:03", "node2"),
-        srun(0, "Exited with exit code 1"),
-    ]
-    end = first_end(lines)
-    assert (end.rank, end.node, end.signal) == (2, "node2", "SIGKILL")
-    told = "KeyError: 'x'\n  at /a.py:3 in f: g()\n  The whole traceback is in b"
-    left = [
-        {"rank": 0, "code": 1, "message": "Rank 0 lost contact", "time": 8, "lost_peer": True},
-        {"rank": 1, "code": 1, "message": told, "time": 9},
-    ]
-    end = first_end([], left)
-    assert (end.rank, end.said, end.frames) == (1, "KeyError: 'x'", ("  at /a.py:3 in f: g()",))
-    end = first_end([BEGIN, *(srun(r, "Exited with exit code 1", "n") for r in (0, 1))], left)
-    assert (end.rank, end.node, end.said) == (1, "n", "KeyError: 'x'")
-
-
-def test_the_first_of_the_ranks_that_said_why_counts():
+def test_the_first_that_said_why_counts_by_what_it_raised():
     ends = [srun(rank, "Exited with exit code 1") for rank in (0, 1)]
     lost = ["0: Traceback (most recent call last):"]
     end = first_end([BEGIN, *lost, *raised(1, "ImportError: no"), *ends])
@@ -143,9 +140,6 @@ def test_the_first_of_the_ranks_that_said_why_counts():
     left = [{"rank": r, "code": 1, "message": f"KeyError: {r}", "time": 10 - r} for r in (0, 1)]
     end = first_end([BEGIN, srun(0, "Exited with exit code 1"), srun(1, "Terminated")], left)
     assert (end.rank, end.said, end.is_effect) == (1, "KeyError: 1", False)
-
-
-def test_a_rank_that_raised_and_aborted_at_its_end_is_shown_by_what_it_raised():
     boom = raised(1, "RuntimeError: boom", ("/home/ada/train.py", 9, "boom()"))
     lines = [BEGIN, *boom, *raised(0, LOST), srun(1, "Aborted"), srun(0, "Exited with exit code 1")]
     end = first_end(lines)

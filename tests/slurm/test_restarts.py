@@ -121,12 +121,16 @@ def test_a_hang_starts_again_where_steps_were_taken(run, stepped, word):
     assert decide(end, Restarts(), 2).word == word
 
 
-def test_what_a_users_code_raised_after_some_steps_is_tried_again(run):
+def test_what_code_raised_is_tried_again_after_steps_and_no_preflight_is(run):
     left = {"rank": 1, "code": 2, "message": "OSError: the disk is gone", "raised": True}
     write(run, FAILURE.format(rank=1), left)
     assert decide(read(run, 2), Restarts(), 2).word == "failed"
     (run / STEPPED).touch()
     assert decide(read(run, 2), Restarts(), 2).word == "again"
+    (run / TABLE).write_text(table(("same versions", ())))
+    end = read(run, 1, told=NOT_PASSED, num_nodes=2)
+    assert (end.mistake, end.nodes) == (True, ())
+    assert decide(end, Restarts(), 2).word == "failed"
 
 
 @pytest.mark.parametrize("code", [1, 137])
@@ -138,7 +142,7 @@ def test_where_no_step_was_ever_taken_the_job_is_not_started_again(run, code):
     assert decide(read(run, code), Restarts(), 2).word == "again"
 
 
-def test_the_log_promises_a_checkpoint_only_where_there_is_one():
+def test_the_log_promises_only_what_there_is_and_excluded_nodes_are_kept():
     promises = {7: "step 7 ", 0: "without a checkpoint", None: "starts again"}
     for step, promise in promises.items():
         assert promise in decide(ending(1, "", step), Restarts(), 2).text
@@ -148,6 +152,20 @@ def test_the_log_promises_a_checkpoint_only_where_there_is_one():
     assert "saved at step 7" in saved.text
     assert "saved at" not in hung.text
     assert "step 7" in hung.text
+    end = ending(1, NOT_PASSED, stepped=False, nodes=("node2",))
+    before = with_failures(Restarts(job=7), end)
+    assert failed_twice(before) == ("node2",)
+    once = with_failures(Restarts(), ending(1, nodes=("node1",)))
+    stopped = with_failures(once, ending(138, "USR1", nodes=("node1",)))
+    assert stopped == once  # a start that ran into its time limit says nothing of a node
+    twice, other = (with_failures(once, ending(1, nodes=(n,))) for n in ("node1", "node2"))
+    assert (failed_twice(once), failed_twice(twice), failed_twice(other)) == ((), ("node1",), ())
+    went = decide(end, before, 0, without=("node2",))
+    assert (went.word, went.restarts.excluded) == ("again", ("node2",))
+    assert failed_twice(went.restarts) == ()
+    assert decide(end, before, 0).word == "failed"  # Slurm has too few others
+    assert decide(end, before, 1).word == "again"
+    assert decide(end, before, 1, requeue=False).word == "failed"
 
 
 @pytest.mark.parametrize(
@@ -296,30 +314,6 @@ def test_a_script_that_keeps_checkpoints_there_goes_on_as_a_recipe_does(run):
         decision = decide(end, before, 2)
         assert decision.word == word
         before = decision.restarts
-
-
-def test_nodes_that_are_excluded_are_kept_and_a_preflight_without_them_counts_as_no_try():
-    end = ending(1, NOT_PASSED, stepped=False, nodes=("node2",))
-    before = with_failures(Restarts(job=7), end)
-    assert failed_twice(before) == ("node2",)
-    once = with_failures(Restarts(), ending(1, nodes=("node1",)))
-    stopped = with_failures(once, ending(138, "USR1", nodes=("node1",)))
-    assert stopped == once  # a start that ran into its time limit says nothing of a node
-    twice, other = (with_failures(once, ending(1, nodes=(n,))) for n in ("node1", "node2"))
-    assert (failed_twice(once), failed_twice(twice), failed_twice(other)) == ((), ("node1",), ())
-    went = decide(end, before, 0, without=("node2",))
-    assert (went.word, went.restarts.excluded) == ("again", ("node2",))
-    assert failed_twice(went.restarts) == ()
-    assert decide(end, before, 0).word == "failed"  # Slurm has too few others
-    assert decide(end, before, 1).word == "again"
-    assert decide(end, before, 1, requeue=False).word == "failed"
-
-
-def test_a_preflight_that_no_node_is_to_blame_for_ends_the_job(run):
-    (run / TABLE).write_text(table(("same versions", ())))
-    end = read(run, 1, told=NOT_PASSED, num_nodes=2)
-    assert (end.mistake, end.nodes) == (True, ())
-    assert decide(end, Restarts(), 2).word == "failed"
 
 
 def table(*rows: tuple[str, tuple[str, ...]]) -> str:

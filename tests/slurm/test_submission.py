@@ -10,7 +10,7 @@ from samestep.errors import UserError
 from samestep.slurm.job_array import array_text, read_array, submit_array
 from samestep.slurm.options import JobOptions
 from samestep.slurm.queue import ProgramError, find_job, parse_job
-from samestep.slurm.submission import Workload, make_script, submit
+from samestep.slurm.submission import Workload, find_workload, make_script, submit
 from tests.command_line import typed
 from tests.slurm.fake_slurm import _DOWN
 from tests.slurm.test_script import job
@@ -192,7 +192,7 @@ def test_a_task_of_an_array_is_known_by_its_array_and_by_its_run(tmp_path):
     assert found.log == Path("/home/ada/it's here/runs/b/3/slurm-19-of-12.out")
 
 
-def test_the_number_of_a_whole_array_is_refused_where_one_job_is_meant(slurm):
+def test_a_whole_array_is_no_job_and_one_that_slurm_refuses_leaves_nothing(slurm, tmp_path):
     task = RUNNING.replace("JobId=19 ", "JobId=19 ArrayJobId=12 ArrayTaskId=3 ")
     rest = task.replace("ArrayTaskId=3 ", "ArrayTaskId=4-9%2 ")
     for told in (f"{task}\n{task}\n", f"{rest}\n"):
@@ -201,12 +201,116 @@ def test_the_number_of_a_whole_array_is_refused_where_one_job_is_meant(slurm):
             find_job(12)
     (slurm.folder / "job-12_3").write_text(f"{task}\n")
     assert find_job("12_3").target == "12_3"
-
-
-def test_an_array_that_slurm_refuses_leaves_nothing(slurm, tmp_path):
     (slurm.folder / "sbatch").write_text("#!/bin/sh\necho 'Invalid job array' >&2\nexit 1\n")
     folder = tmp_path / "runs" / "sweep"
     jobs = {task: job(JobOptions(), run=str(folder / str(task))) for task in (3, 7)}
     with pytest.raises(UserError, match="Invalid job array"):
         submit_array(jobs, folder, None)
     assert not folder.exists()
+
+
+RECIPES = ["mnist", "spiral"]
+RECIPE = "from samestep import Recipe\n\nrecipe = Recipe()\n"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def find(text: str, *arguments: str) -> Workload:
+    return find_workload(text, list(arguments), RECIPES)
+
+
+def test_a_recipes_name_becomes_a_training_and_a_run_goes_on_in_place(here):
+    found = find("spiral", "--epochs", "5")
+    assert (found.name, found.kind) == ("spiral", "recipe")
+    assert found.run.parent == here / "runs"
+    assert found.run.name.startswith("spiral-")
+    words = ("-m", "samestep", "train", "spiral", "--epochs", "5", "--run-dir", str(found.run))
+    assert found.command == (*words, "--resume")
+    (here / "spiral").mkdir()  # a run directory of this name does not win
+    (here / "spiral" / "settings.toml").touch()
+    found = find("spiral")
+    assert (found.run.parent, found.command[3]) == (here / "runs", "spiral")
+    run = here / "runs" / "one"
+    run.mkdir(parents=True)
+    (run / "settings.toml").touch()
+    found = find("runs/one", "--epochs", "9")
+    assert (found.name, found.kind, found.run) == ("one", "recipe", run)
+    assert find("runs/one", "--epochs", "9", "--resume").command == found.command
+    rest = ("--epochs", "9", "--resume", "--recipe-of-run")  # its file may be edited by then
+    assert found.command == ("-m", "samestep", "train", str(run), *rest)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (RECIPE, "recipe"),
+        (RECIPE.replace("recipe =", "recipe: Recipe ="), "recipe"),
+        (RECIPE + "raise SystemExit('it ran')\n", "recipe"),
+        ("import samesteps\nrecipe = 1\n", "script"),
+        ("import samestep\ndef f():\n    recipe = 1\n", "script"),
+    ],
+)
+def test_a_file_that_assigns_recipe_is_trained_and_any_other_run(here, text, kind):
+    Path("mine.py").write_text(text)
+    words = () if kind == "recipe" else ("--nproc", "2", "--run-dir", "x", "--resume")
+    found = find("mine.py", *words)
+    assert (found.name, found.kind) == ("mine", kind)
+    if kind == "recipe":
+        assert found.command[:4] == ("-m", "samestep", "train", str(here / "mine.py"))
+    else:
+        assert found.command == (str(here / "mine.py"), *words)
+
+
+@pytest.mark.parametrize(
+    "words", [("--run-dir", "mine"), ("--run-dir=mine",), ("--run_dir", "mine")]
+)
+def test_a_run_directory_among_the_arguments_is_the_jobs(here, words):
+    found = find("spiral", *words, "--epochs", "2")
+    assert found.run == here / "mine"
+    assert found.command[4:] == ("--epochs", "2", "--run-dir", str(here / "mine"), "--resume")
+
+
+@pytest.mark.parametrize("words", [("--run-dir",), ("--run-dir=",), ("--run-dir", "")])
+def test_a_run_directory_that_is_left_out_is_asked_for(words):
+    with pytest.raises(UserError, match="--run-dir"):
+        find("spiral", *words)
+
+
+def test_what_cannot_begin_or_is_not_there_says_so(here):
+    (here / "my run").mkdir()
+    with pytest.raises(UserError, match=r"my run has no settings\.toml.*continue\.$"):
+        find("my run")
+    (here / "my run" / "job.sbatch").touch()
+    with pytest.raises(UserError, match=r"settings\.toml.* sbatch 'my run/job.sbatch'"):
+        find("my run")
+    for words in (("--nproc", "2"), ("--nproc=2",)):
+        with pytest.raises(UserError, match="--ntasks-per-node"):
+            find("spiral", *words)
+    with pytest.raises(UserError, match=r"nowhere\.py.*mnist, spiral"):
+        find("nowhere.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("job.sh", ""), ("job.sbatch", ""), ("job", "#!/bin/bash -l\n"), ("j.py", "#!/bin/env sh\n")],
+)
+def test_a_shell_script_is_told_from_python_with_what_to_do_instead(name, first):
+    Path(name).write_text(f"{first}srun python train.py\n")
+    with pytest.raises(UserError, match=f"{name} is a shell script.* sbatch {name}"):
+        find(name)
+    Path("mine.py").write_text("#!/usr/bin/env python3\nprint(1)\n")
+    assert find("mine.py").kind == "script"
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [(b"\ndef :\n", r"mine\.py:2 "), (b"x = '\xff'\n", r"mine\.py "), (b"x\0", r"mine\.py ")],
+)
+def test_a_file_that_is_no_python_is_refused_with_its_line(content, place):
+    Path("mine.py").write_bytes(content)
+    with pytest.raises(UserError, match=place):
+        find("mine.py")

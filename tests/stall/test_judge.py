@@ -1,15 +1,32 @@
 """The verdict on ranks as they were seen, and as ranks of several nodes tell of themselves."""
 
 import dataclasses
+import os
+import time
+from contextlib import contextmanager, suppress
 
 import hypothesis.strategies as st
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 
+from samestep.stall.collectives import watch_collectives
 from samestep.stall.judge import find_stall, judge, mismatch, patience
-from samestep.stall.pulse import STACKS, TIMED_OUT, WORLD, RankPulse, Visit
-from samestep.stall.stacks import RankStand, StackFrame, Stand, _stack_of
+from samestep.stall.pulse import (
+    STACKS,
+    TIMED_OUT,
+    WORLD,
+    Pulse,
+    RankPulse,
+    Visit,
+    read_pulse,
+    read_pulses,
+)
+from samestep.stall.stacks import RankStand, StackFrame, Stand, _stack_of, look
 from samestep.stall.told import TEXT, Told, read_told, tell, verdict_on
+from tests.processes import TIMEOUT_S, run_ranks, start_ranks
+from tests.stall import stuck
 
 SCRIPT = """
 for epoch in range(2):
@@ -49,7 +66,7 @@ def inside(*args, **more):
     return call(*args, state="inside", **more)
 
 
-def test_what_moves_is_no_stall_and_the_main_threads_stack_is_read():
+def test_what_moves_is_no_stall_and_what_is_stopped_is_told(at):
     pulses = [RankPulse(rank=0, moved=10.0), RankPulse(rank=1, moved=40.0, code=0)]
     assert find_stall(pulses, 30.0, now=69.0) is None
     assert find_stall(pulses, 30.0, now=71.0) == 31.0
@@ -62,6 +79,19 @@ def test_what_moves_is_no_stall_and_the_main_threads_stack_is_read():
         '  File "/caf\\xe9/\\u4e2d1.py", line 12 in main\n'
     )
     assert _stack_of(0x7F0000000002, dump) == (StackFrame("/café/中1.py", 12, "main"),)
+    loader = StackFrame("/x/site-packages/torch/utils/data/dataloader.py", 9, "_get_data")
+    waits = seen(1, at("batch"))
+    waits = dataclasses.replace(
+        waits, frames=(loader, *waits.frames), workers=(Stand(pid=77, doing="stopped"),)
+    )
+    verdict = judge([seen(0, at("all_reduce"), inside("all_reduce", 1, at("all_reduce"))), waits])
+    assert (verdict.cause, verdict.culprits) == ("data", (1,))
+    assert "77" in verdict.does[1]
+    assert verdict.places[1] == at("batch")
+    same = inside("all_reduce", 4, at("all_reduce"))
+    verdict = judge([seen(rank, "", same, doing="stopped") for rank in (0, 1)])
+    assert (verdict.cause, verdict.culprits) == ("stopped", (0, 1))
+    assert verdict.places == dict.fromkeys((0, 1), at("all_reduce"))
 
 
 @given(st.lists(st.floats(0, 1e3), max_size=9), st.floats(0, 1e3))
@@ -71,7 +101,7 @@ def test_patience_is_twenty_steps_but_never_less_than_asked_for(times, least):
     assert patience([], least) == least
 
 
-def test_of_three_ranks_the_missing_one_is_named_and_none_that_is_in_no_group(at):
+def test_of_three_ranks_the_missing_or_the_one_that_computes_is_named(at):
     pair = "pair:1,2"
     verdict = judge([
         seen(0, at("all_reduce"), inside("all_reduce", 4, at("all_reduce"))),
@@ -86,9 +116,16 @@ def test_of_three_ranks_the_missing_one_is_named_and_none_that_is_in_no_group(at
         seen(2, at("save")),
     ])  # fmt: skip
     assert verdict.culprits == (1,)
+    backward = inside("backward", 2, at("backward"), group="backward")
+    verdict = judge([seen(0, at("backward"), backward), seen(1, at("slow"), backward)])
+    assert (verdict.culprits, verdict.places[1]) == ((1,), at("slow"))
+    waits, spins = seen(0, at("backward"), backward), seen(1, at("backward"), backward)
+    assert judge([waits, spins]).cause == "unknown"
+    verdict = judge([waits, dataclasses.replace(spins, doing="computes")])
+    assert verdict.culprits == (1,)
 
 
-def test_a_rank_that_calls_another_collective_or_the_model_by_itself_is_named(at):
+def test_a_rank_that_calls_something_else_is_named_with_node_line_and_step(at):
     same = inside("all_reduce", 4, at("all_reduce"))
     other = inside("broadcast", 4, at("slow"))
     verdict = judge([
@@ -106,6 +143,32 @@ def test_a_rank_that_calls_another_collective_or_the_model_by_itself_is_named(at
     ])  # fmt: skip
     assert verdict.cause == "left"
     assert at("slow").rpartition("/")[2] in verdict.sentence
+    verdict = judge([seen(0, "", doing="gone", code=0), seen(1, at("save"))])
+    assert (verdict.cause, verdict.culprits) == ("absent", (1,))
+    failed = call("all_reduce", 4, at("all_reduce"), state="raised")
+    verdict = judge([
+        seen(0, "", failed, doing="gone", code=1),
+        seen(1, "", call("all_reduce", 3, at("all_reduce")), doing="gone", code=0, steps=3),
+    ])  # fmt: skip
+    assert (verdict.cause, verdict.culprits) == ("ended", (1,))
+    waits = seen(0, at("all_reduce"), inside("all_reduce", 812, at("all_reduce")), steps=29)
+    slow = seen(1, at("slow"), call("all_reduce", 811, at("all_reduce")), steps=29)
+    verdict = verdict_on([told(waits), told(slow, "node2")], 2, may_be_slow=True)
+    file, _, line = at("slow").rpartition(":")
+    waiting = verdict.stall.pop("waiting_in")
+    assert verdict.stall == {"rank": 1, "host": "node2", "file": file, "line": int(line)}
+    assert waiting.startswith("all_reduce #812 of ")
+    assert "rank 1 on node2 has not entered all_reduce #812" in verdict.message
+    waits = seen(0, at("all_reduce"), inside("all_reduce", 4, at("all_reduce")))
+    verdict = verdict_on([told(waits)], 2, may_be_slow=False)
+    assert (verdict.rank, verdict.stall["host"]) == (1, "")
+    wait = inside("a collective", 1, at("all_reduce"), group="peer:")
+    waits = told(doing(seen(0, at("barrier"), wait, steps=29), TIMED_OUT), still_s=1.0)
+    slow = seen(1, at("slow"), steps=29)
+    found = verdict_on([waits, told(slow, "node2")], 2, may_be_slow=False)
+    assert "rank 1 on node2 took no part in step 30 for 15 s" in found.message
+    found = verdict_on([waits, told(doing(slow, "evaluation"))], 2, may_be_slow=False)
+    assert "the evaluation after step 29" in found.message
 
 
 @pytest.mark.parametrize("state", ["inside", "left"])
@@ -149,43 +212,6 @@ def test_a_rank_has_left_the_loop_of_the_steps_and_not_that_of_a_step_s_tensors(
     assert ("after 2 steps" in verdict.sentence) == (cause == "left")
 
 
-def test_a_rank_that_does_not_end_where_others_have_is_named_and_none_that_failed_after(at):
-    verdict = judge([seen(0, "", doing="gone", code=0), seen(1, at("save"))])
-    assert (verdict.cause, verdict.culprits) == ("absent", (1,))
-    failed = call("all_reduce", 4, at("all_reduce"), state="raised")
-    verdict = judge([
-        seen(0, "", failed, doing="gone", code=1),
-        seen(1, "", call("all_reduce", 3, at("all_reduce")), doing="gone", code=0, steps=3),
-    ])  # fmt: skip
-    assert (verdict.cause, verdict.culprits) == ("ended", (1,))
-
-
-def test_of_ranks_in_one_call_that_in_the_users_code_or_that_computes_is_named(at):
-    backward = inside("backward", 2, at("backward"), group="backward")
-    verdict = judge([seen(0, at("backward"), backward), seen(1, at("slow"), backward)])
-    assert (verdict.culprits, verdict.places[1]) == ((1,), at("slow"))
-    waits, spins = seen(0, at("backward"), backward), seen(1, at("backward"), backward)
-    assert judge([waits, spins]).cause == "unknown"
-    verdict = judge([waits, dataclasses.replace(spins, doing="computes")])
-    assert verdict.culprits == (1,)
-
-
-def test_a_stopped_loader_worker_is_told_and_ranks_that_are_all_stopped(at):
-    loader = StackFrame("/x/site-packages/torch/utils/data/dataloader.py", 9, "_get_data")
-    waits = seen(1, at("batch"))
-    waits = dataclasses.replace(
-        waits, frames=(loader, *waits.frames), workers=(Stand(pid=77, doing="stopped"),)
-    )
-    verdict = judge([seen(0, at("all_reduce"), inside("all_reduce", 1, at("all_reduce"))), waits])
-    assert (verdict.cause, verdict.culprits) == ("data", (1,))
-    assert "77" in verdict.does[1]
-    assert verdict.places[1] == at("batch")
-    same = inside("all_reduce", 4, at("all_reduce"))
-    verdict = judge([seen(rank, "", same, doing="stopped") for rank in (0, 1)])
-    assert (verdict.cause, verdict.culprits) == ("stopped", (0, 1))
-    assert verdict.places == dict.fromkeys((0, 1), at("all_reduce"))
-
-
 def told(stand, host="node1", still_s=15.0):
     return Told(stand=stand, host=host, at=stand.pulse.moved + still_s)
 
@@ -200,27 +226,6 @@ def test_what_a_rank_tells_is_read_by_another_node_as_it_was(tmp_path, at):
     assert read_told(tmp_path, read.at + 1) == [], "of an earlier start"
     assert at("all_reduce") in (tmp_path / TEXT.format(rank=1)).read_text()
     assert judge([read.stand]).places == judge([stand]).places
-
-
-def test_the_verdict_has_rank_node_line_and_step_and_what_the_others_wait_in_if_told(at):
-    waits = seen(0, at("all_reduce"), inside("all_reduce", 812, at("all_reduce")), steps=29)
-    slow = seen(1, at("slow"), call("all_reduce", 811, at("all_reduce")), steps=29)
-    verdict = verdict_on([told(waits), told(slow, "node2")], 2, may_be_slow=True)
-    file, _, line = at("slow").rpartition(":")
-    waiting = verdict.stall.pop("waiting_in")
-    assert verdict.stall == {"rank": 1, "host": "node2", "file": file, "line": int(line)}
-    assert waiting.startswith("all_reduce #812 of ")
-    assert "rank 1 on node2 has not entered all_reduce #812" in verdict.message
-    waits = seen(0, at("all_reduce"), inside("all_reduce", 4, at("all_reduce")))
-    verdict = verdict_on([told(waits)], 2, may_be_slow=False)
-    assert (verdict.rank, verdict.stall["host"]) == (1, "")
-    wait = inside("a collective", 1, at("all_reduce"), group="peer:")
-    waits = told(doing(seen(0, at("barrier"), wait, steps=29), TIMED_OUT), still_s=1.0)
-    slow = seen(1, at("slow"), steps=29)
-    found = verdict_on([waits, told(slow, "node2")], 2, may_be_slow=False)
-    assert "rank 1 on node2 took no part in step 30 for 15 s" in found.message
-    found = verdict_on([waits, told(doing(slow, "evaluation"))], 2, may_be_slow=False)
-    assert "the evaluation after step 29" in found.message
 
 
 def doing(stand, what):
@@ -238,3 +243,153 @@ def test_ranks_that_only_take_long_are_no_stall_until_they_take_much_longer(at, 
     both = [told(stand) for stand in stands]
     assert verdict_on(both, 2, may_be_slow=True) is None
     assert verdict_on(both, 2, may_be_slow=False) is not None
+
+
+@pytest.fixture
+def pulse(tmp_path):
+    opened = Pulse(tmp_path, 3)
+    yield opened
+    opened.close()
+
+
+def test_a_pulse_says_the_steps_the_calls_and_the_end(pulse, tmp_path):
+    for number in range(1, 101):
+        pulse.step(number)
+        with pulse.inside("all_reduce", "float32[2]", "train.py:7", WORLD):
+            pass
+    (read,) = read_pulses(tmp_path)
+    assert (read.rank, read.pid, read.steps, read.code) == (3, os.getpid(), 100, None)
+    assert len(read.step_times) == 63
+    assert min(read.step_times) > 0
+    assert [visit.seq for visit in read.calls] == [*range(37, 101)]
+    assert {visit[:3] for visit in read.calls} == {("all_reduce", "float32[2]", "train.py:7")}
+    assert {visit.state for visit in read.calls} == {"left"}
+    assert time.monotonic() - read.moved < 60
+    pulse.ended(3)
+    assert read_pulse(tmp_path / "pulse-rank-3").code == 3
+
+
+def test_the_innermost_call_is_told_and_the_outer_one_again_after_it(pulse, tmp_path):
+    def now():
+        return read_pulse(tmp_path / "pulse-rank-3").now
+
+    with pulse.inside("backward", group="backward"):
+        for _ in range(70):  # more than are kept
+            with pulse.inside("all_gather", group=WORLD):
+                assert now().kind == "all_gather"
+            assert now().kind == "backward"
+    assert now() is None
+    with pytest.raises(ValueError, match="no"), pulse.inside("barrier", group=WORLD):
+        raise ValueError("no")
+    assert read_pulse(tmp_path / "pulse-rank-3").calls[-1].state == "raised"
+
+
+def test_a_long_path_keeps_its_line_number_and_what_is_no_pulse_yet_is_none(pulse, tmp_path):
+    with pulse.inside("barrier", "x" * 999, "/é" * 300 + ".py:123", WORLD):
+        assert read_pulse(tmp_path / "pulse-rank-3").now.where.endswith(".py:123")
+        assert read_pulse(tmp_path / "pulse-rank-3").now.group == WORLD
+    assert read_pulse(tmp_path / "pulse-rank-0") is None
+    (tmp_path / "pulse-rank-0").write_bytes(bytes(100_000))
+    assert read_pulse(tmp_path / "pulse-rank-0") is None
+
+
+def call_everything(folder):
+    noted = []
+    rank = int(os.environ["RANK"])
+    pulse = Pulse(folder, rank)
+    all_reduce = dist.all_reduce
+    with watch_collectives(pulse, lambda *call: noted.append((*call, pulse.now))):
+        dist.init_process_group("gloo")
+        x = torch.ones(2, 3)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.all_gather_object([None, None], {"a": 1})  # which calls other collectives
+        alone = dist.new_group([0])
+        dist.broadcast(x, 0, alone)
+        dist.broadcast(x, src=1, async_op=True).wait()
+        dist.barrier()
+        if rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+        x.requires_grad_().sum().backward()
+        dist.destroy_process_group()
+    assert dist.all_reduce is all_reduce
+    (own,) = (read for read in read_pulses(folder) if read.rank == rank)
+    shapes = [
+        (kind, [tuple(tensor.shape) for tensor in tensors], group, now.seq, now.detail)
+        for kind, tensors, _where, group, now in noted
+    ]
+    return shapes, [visit.kind for visit in own.calls], {visit.where for visit in own.calls}
+
+
+def test_each_collective_is_noted_once_with_what_must_be_alike(tmp_path):
+    (zero, kinds, places), (one, _, _) = run_ranks(call_everything, 2, tmp_path, tmp_path)
+    shared = [
+        ("all_reduce", [(2, 3)], WORLD, 1, "float32[2, 3] op=MAX"),
+        ("all_gather_object", [], WORLD, 2, ""),
+        ("broadcast", [(2, 3)], WORLD, 3, "float32[2, 3] src=1"),
+        ("barrier", [], WORLD, 4, ""),
+    ]
+    assert one == shared
+    # The group of one is rank 0's alone.
+    ((kind, _, group, seq, _),) = [call for call in zero if call not in shared]
+    assert (kind, group.rpartition(":")[2], seq) == ("broadcast", "0", 1)
+    assert kinds == [
+        *("init_process_group", "all_reduce", "all_gather_object", "new_group", "broadcast"),
+        *("broadcast", "barrier", "send", "backward", "destroy_process_group"),
+    ]
+    assert all(place.startswith(f"{__file__}:") for place in places)
+
+
+STALL_S = 0.7
+
+
+@contextmanager
+def hanging(folder, how):
+    """Yield the verdict on two ranks that hang, and its seconds beyond the stall time."""
+    folder.mkdir(parents=True)
+    ranks = start_ranks(stuck.run, 2, folder / "output", folder, how)
+    try:
+        until = time.monotonic() + TIMEOUT_S / 4
+        while True:
+            assert time.monotonic() < until, ranks.output()
+            pulses = read_pulses(folder)
+            # The first steps of all: a process may start seconds after another.
+            begun = len(pulses) == 2 and all(pulse.calls for pulse in pulses)
+            if begun and (still := find_stall(pulses, STALL_S)):
+                break
+            time.sleep(0.02)
+        begin = time.monotonic()
+        verdict = judge(look(folder, pulses))
+        yield verdict, still - STALL_S + time.monotonic() - begin
+    finally:
+        for process in ranks.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)  # with its workers
+        ranks.wait()
+
+
+# Rank 1 is the culprit.
+CASES = [
+    ("sleeps", "absent", [1], {0: "meet", 1: "sleeps"}),
+    ("spins_in_c", "absent", [1], {0: "meet", 1: "spins_in_c"}),
+    ("stopped", "stopped", [1], {0: "meet", 1: "stopped"}),
+    ("left", "left", [1], {0: "meet", 1: "left"}),
+    ("different", "different", [0, 1], {0: "alike", 1: "different"}),
+    ("peers", "different", [0, 1], {0: "peers", 1: "peers"}),
+    ("unseen", "absent", [1], {0: "unseen", 1: "late"}),
+    ("waits_later", "absent", [1], {0: "waits_later", 1: "never_began"}),
+    ("worker", "data", [1], {0: "fed", 1: "worker"}),
+]
+
+
+@pytest.mark.parametrize(("how", "cause", "culprits", "places"), CASES)
+def test_a_stall_is_named_by_rank_and_line(tmp_path, how, cause, culprits, places):
+    with hanging(tmp_path / "stall", how) as (verdict, late_s):
+        assert verdict.cause == cause, verdict
+        assert list(verdict.culprits) == culprits, verdict
+        for rank, mark in places.items():
+            assert verdict.places[rank] == stuck.line_of(mark), verdict
+        if how == "waits_later":  # the call that it waits for is known
+            assert "all_reduce #1 " in verdict.does[0]
+        assert late_s < 60

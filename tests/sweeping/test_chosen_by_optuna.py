@@ -39,7 +39,7 @@ def chosen(sweep: SweepPlan, mode: str = "min") -> list[str]:
 def test_as_many_as_the_sample_are_trained_and_none_twice_also_if_one_fails(tmp_path):
     names = chosen(plan(tmp_path, 20, seeds=2))  # of 20: it ends although Optuna repeats itself
     assert sorted(names) == sorted(plan(tmp_path, 20, seeds=2).points)
-    choice = OptunaChoice(plan(tmp_path, 2))
+    choice = OptunaChoice(plan(tmp_path / "failed", 2))
     choice.ended(choice.next())  # it left no result
     assert choice.next()
     assert not choice.next()

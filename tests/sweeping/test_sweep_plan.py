@@ -30,11 +30,18 @@ def test_values_with_commas_between_them_are_read_back(axes):
     assert read_axes(["--seed", "3", *words]) == (["--seed", "3"], axes)
 
 
-def test_a_value_may_have_blanks_or_commas_of_its_own():
+def test_values_may_have_commas_and_switches_turn_on_and_off(tmp_path):
     words = ["--hidden-dims", "64 32,128 64", "--track", '"comet,mlflow",none', "--tag", '"a,b"']
     shared, axes = read_axes(words)
     assert axes == {"hidden-dims": ("64 32", "128 64"), "track": ("comet,mlflow", "none")}
     assert shared == ["--tag", "a,b"]
+    found = sweep(tmp_path, axes={"drop-last": ("true", "false")}, flags=("--epochs", "1"))
+    words = [found.words(point) for point in found.points.values()]
+    assert words == [["--epochs", "1", "--drop-last"], ["--epochs", "1", "--no-drop-last"]]
+    values = ("a/b", "a-b", "a b", "a:b", "x" * 300)
+    found = sweep(tmp_path, axes={"data-dir": values})
+    assert tuple(point["data-dir"] for point in found.points.values()) == values
+    assert not any("/" in name or ":" in name or len(name) > 130 for name in found.points)
 
 
 @given(axes=AXES, sample=st.none() | st.integers(1, 70), seed=st.integers(0, 9))
@@ -44,16 +51,6 @@ def test_the_points_are_the_grid_or_a_sample_of_it(tmp_path_factory, axes, sampl
     points = [*found.points.values()]
     assert len(points) == min(len(grid), sample or len(grid))
     assert [point for point in grid if point in points] == points
-
-
-def test_a_switch_is_turned_on_and_off_and_names_of_directories_differ(tmp_path):
-    found = sweep(tmp_path, axes={"drop-last": ("true", "false")}, flags=("--epochs", "1"))
-    words = [found.words(point) for point in found.points.values()]
-    assert words == [["--epochs", "1", "--drop-last"], ["--epochs", "1", "--no-drop-last"]]
-    values = ("a/b", "a-b", "a b", "a:b", "x" * 300)
-    found = sweep(tmp_path, axes={"data-dir": values})
-    assert tuple(point["data-dir"] for point in found.points.values()) == values
-    assert not any("/" in name or ":" in name or len(name) > 130 for name in found.points)
 
 
 def test_a_folder_keeps_one_sweep_of_one_recipe(tmp_path):

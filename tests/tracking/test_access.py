@@ -76,7 +76,7 @@ def test_with_a_key_a_tracker_may_go_online(home, monkeypatch, tracker, environm
     assert (access.offline, access.has_server) == (False, has_server)
 
 
-def test_only_a_key_of_its_own_lets_a_tracker_go_online(home):
+def test_only_a_key_lets_a_tracker_go_online_and_its_project_is_checked(home, monkeypatch):
     for tracker in ("tensorboard", "mlflow"):
         access = find_access(tracker)
         assert (access.offline, access.why, access.has_server) == (True, None, False)
@@ -84,6 +84,16 @@ def test_only_a_key_of_its_own_lets_a_tracker_go_online(home):
     Path(".env").write_text("LOG_LEVEL=debug\n")
     assert find_access("wandb").offline
     assert find_access("comet").offline
+    assert chosen(None) == chosen("none") == []
+    assert chosen("comet, wandb,") == ["comet", "wandb"]
+    names = {"track_project": "Äpfel & Birnen (2)", "track_name": "a/b: c"}
+    check_choice(Settings(track="comet,wandb,mlflow,tensorboard,my.py,our.module", **names))
+    assert choice.default_project("my:recipe#2") == "my-recipe-2"
+    monkeypatch.setenv("WANDB_PROJECT", "bad/name")
+    with pytest.raises(UserError, match="WANDB_PROJECT 'bad/name'"):
+        check_choice(Settings(track="wandb"))
+    check_choice(Settings(track="wandb", track_project="good"))
+    check_choice(Settings(track="tensorboard"))
 
 
 @pytest.mark.parametrize(
@@ -119,19 +129,6 @@ def test_what_a_client_refuses_keeps_it_offline_and_secrets_are_known_by_their_n
         assert choice.why_unreachable(server.url) is None
     assert choice.why_unreachable(f"http://me:key@127.0.0.1:{free_port()}").startswith("127.0.0.1 ")
     assert choice.why_unreachable("nonsense").startswith("nonsense ")
-
-
-def test_trackers_are_named_with_commas_and_a_project_that_none_would_take_is_refused(monkeypatch):
-    assert chosen(None) == chosen("none") == []
-    assert chosen("comet, wandb,") == ["comet", "wandb"]
-    names = {"track_project": "Äpfel & Birnen (2)", "track_name": "a/b: c"}
-    check_choice(Settings(track="comet,wandb,mlflow,tensorboard,my.py,our.module", **names))
-    assert choice.default_project("my:recipe#2") == "my-recipe-2"
-    monkeypatch.setenv("WANDB_PROJECT", "bad/name")
-    with pytest.raises(UserError, match="WANDB_PROJECT 'bad/name'"):
-        check_choice(Settings(track="wandb"))
-    check_choice(Settings(track="wandb", track_project="good"))
-    check_choice(Settings(track="tensorboard"))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ def send(run, folder, code=0, to=TRACKER, **environment):
 
 
 def sent(run, service="service"):
-    """Return what the service has: series name → [(step, epoch, values)]."""
     series = {}
     for line in own_tracker.lines(run, service):
         if line["what"] not in ("start", "finish", "system", "checkpoint"):
@@ -90,7 +89,6 @@ class Training:
     run: Path
 
     def start(self, *flags, target=None, **more) -> Ranks:
-        """Start it, or go on with it; "--flag value" may be one word."""
         words = [w for flag in flags for w in (flag.split() if isinstance(flag, str) else [flag])]
         place = () if target else ("--run-dir", self.run)
         return samestep("train", target or self.recipe, *words, *place, folder=self.folder, **more)
@@ -105,12 +103,10 @@ class Training:
         return self.train("--resume", *flags, target=self.run, **more)
 
     def change(self, before, after):
-        """Edit the recipe."""
         assert before in tiny.RECIPE
         tiny.write_recipe(self.folder, tiny.RECIPE.replace(before, after))
 
     def tracker(self, name, text):
-        """Write a tracker."""
         path = self.folder / f"{name}.py"
         path.write_text(text)
         return path

@@ -83,7 +83,7 @@ def test_each_step_of_each_series_comes_once_in_order(records, have, data):
         assert first + all_of(grows) == entries
 
 
-def test_nested_numbers_and_settings_are_flattened_to_plain_values(tmp_path):
+def test_numbers_are_flattened_and_stand_at_their_epoch_or_step(tmp_path):
     record = {"event": "step", "step": 4, "epoch": 1, "loss": None, "lr": 0.5, "note": "x"}
     nested = {"phases": {"data": 0.25, "ranks": {"0": 1}}, "done": True, "rows": [1, 2]}
     write(tmp_path, [record | nested])
@@ -93,9 +93,6 @@ def test_nested_numbers_and_settings_are_flattened_to_plain_values(tmp_path):
     table = {"lr": 0.5, "drop_last": True, "options": {"dims": [4, 2]}, "none": None}
     assert scalars(table) == {"lr": 0.5, "drop_last": True, "options.dims": "[4, 2]"}
     assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a/b/c": 1, "d": 2}
-
-
-def test_an_epoch_stands_at_its_epoch_and_an_evaluation_at_its_step(tmp_path):
     at = {"step": 30, "epoch": 3}
     classes = {"per_class": {"cat": 0.5, "dog": None}}
     tested = {"event": "evaluation", "split": "test", **at, **classes}
@@ -216,7 +213,7 @@ def test_a_line_that_is_completed_while_the_file_is_read_counts_once_and_whole(t
     assert not entries.events.torn
 
 
-def test_what_a_tracker_prints_is_logged_without_its_secrets(tmp_path):
+def test_what_a_tracker_prints_has_no_secrets_and_its_ledger_is_read(tmp_path):
     """No secret hides behind quotes, and none is taken for a word of the report itself."""
     program = f"""
 import os
@@ -235,9 +232,6 @@ voice.close()
     assert json.loads(done.stdout) == {"failed": "… and … are wrong", "offline": True}
     log = (tmp_path / "log").read_text()
     assert sorted(log.splitlines()) == ["early …", "of C: http://host/ …", "of a child: …"]
-
-
-def test_a_ledger_is_read_as_it_was_written_and_a_damaged_one_is_refused(tmp_path):
     (tmp_path / "tracking").mkdir()
     fresh = read_deliveries(tmp_path, "wandb")
     assert len(fresh.id) == 32

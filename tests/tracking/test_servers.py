@@ -69,7 +69,6 @@ def test_a_server_that_hangs_or_fails_is_given_up(tmp_path, kind, trackers, unin
 
 
 def history(server, run):
-    """Return what W&B's server has of a run: series → [(step, epoch, values)]."""
     found = {}
     for row in server.rows(read_json(run / "tracking" / "wandb.json")["id"]):
         values = {name: value for name, value in row.items() if "/" in name}

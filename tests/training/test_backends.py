@@ -17,7 +17,6 @@ cudnn = torch.backends.cudnn
 
 
 def state():
-    """Return all that the settings may switch."""
     return {
         "products": torch.get_float32_matmul_precision(),
         "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
@@ -39,7 +38,7 @@ def during(device=CPU, **told):
     return {name: value for name, value in found.items() if value != PLAIN[name]}
 
 
-def test_the_switches_follow_the_settings_and_the_kernels_are_told_of_cuda():
+def test_the_switches_follow_the_settings_but_leave_the_users_alone(monkeypatch):
     assert during() == {}
     assert PLAIN["convolutions"]
     assert not PLAIN["tf32"]
@@ -54,9 +53,6 @@ def test_the_switches_follow_the_settings_and_the_kernels_are_told_of_cuda():
     with switched(Settings(matmul_precision="high", cudnn_benchmark=True), CUDA):
         on = dict.fromkeys(("tf32_products", "tf32_convolutions", "cudnn_benchmark"), True)
         assert kernels_of(CUDA)["kernels"] == on | {"deterministic": False}
-
-
-def test_a_precision_or_a_workspace_of_the_user_is_left_alone(monkeypatch):
     place = torch.backends.cuda.matmul
     kept, place.fp32_precision = place.fp32_precision, "tf32"
     try:

@@ -33,7 +33,6 @@ def half_trained(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(half_trained, tmp_path) -> Path:
-    """A copy of the half-trained run, to be damaged."""
     shutil.copytree(half_trained / "run", tmp_path / "run")
     return tmp_path / "run"
 
@@ -221,8 +220,14 @@ def test_a_whole_file_that_lacks_a_part_counts_as_damaged(run):
     assert attempt(run)["step"] == 28
 
 
-def test_a_checkpoint_of_another_recipe_is_refused(run, refuse, half_trained, tmp_path):
-    edit_settings(run, half_trained / "tiny.py", tiny.write_recipe(tmp_path, name="other.py"))
+def test_a_checkpoint_of_another_recipe_or_other_layers_is_refused(
+    run, refuse, half_trained, tmp_path
+):
+    deeper = tiny.RECIPE.replace("nn.Tanh(),", "nn.Tanh(), nn.LayerNorm(options.hidden),")
+    recipe = tiny.write_recipe(tmp_path, deeper)
+    edit_settings(run, half_trained / "tiny.py", recipe)
+    assert "3.weight" in refuse("--allow-change", "recipe")
+    edit_settings(run, recipe, tiny.write_recipe(tmp_path, name="other.py"))
     said = refuse()
     assert "'tiny'" in said
     assert "'other'" in said
@@ -242,15 +247,7 @@ def test_a_checkpoint_of_another_model_or_data_is_refused(run, refuse, old, new,
     assert named in refuse()
 
 
-def test_a_checkpoint_with_other_layers_is_refused(run, refuse, half_trained, tmp_path):
-    """The recipe file was edited since, and that was allowed."""
-    deeper = tiny.RECIPE.replace("nn.Tanh(),", "nn.Tanh(), nn.LayerNorm(options.hidden),")
-    edit_settings(run, half_trained / "tiny.py", tiny.write_recipe(tmp_path, deeper))
-    assert "3.weight" in refuse("--allow-change", "recipe")
-
-
 def validated(run: Path, metric: str) -> dict[int, float]:
-    """Return the metric of each step that was evaluated."""
     found = tiny.events(run, "evaluation")
     return {r["step"]: r[metric] for r in found if r["split"] == "validation"}
 

@@ -42,7 +42,6 @@ def recipe(tmp_path):
 
 
 def direct_count(recipe, folder):
-    """Return what the saved weights make of the test set, counted one by one."""
     namespace = {}
     exec(compile(recipe.read_text(), "named.py", "exec"), namespace)
     inputs, targets = namespace["numbers"](53, 3)

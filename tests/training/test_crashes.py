@@ -71,7 +71,6 @@ def assert_resumes(run: Path, uninterrupted: Path, on: int) -> None:
 
 
 def kill_again(recipe: Path, run: Path, fault: Fault, *flags: str, on: int) -> None:
-    """Begin or resume the run until the fault; nothing that was announced is lost."""
     print(f"seed {SEED}: {fault} on {on} ranks")
     announced, before = (
         (tiny.newest_announced(run), tiny.num_records(run)) if run.exists() else (0, 0)
@@ -188,25 +187,22 @@ def test_when_one_of_two_ranks_is_killed_the_other_ends(uninterrupted, recipe, t
     assert_resumes(run, uninterrupted, 1)
 
 
-def test_an_evaluation_before_a_kill_has_one_record(uninterrupted, recipe, tmp_path):
+def test_a_kill_leaves_one_evaluation_and_a_torn_file_goes(uninterrupted, recipe, tmp_path):
     run = tmp_path / "run"
     tiny.struck(recipe, run, Fault("after a step", 11, signum=signal.SIGTERM))
     assert tiny.read_index(run)["last"]["path"] == "checkpoint_step_11.pt"
     kill(recipe, run, Fault("before the checkpoint"), "--resume")
     assert [r["event"] for r in tiny.all_records(run)][-2:] == ["epoch", "evaluation"]
     assert_resumes(run, uninterrupted, 1)
+    run = tmp_path / "torn"
+    tiny.trained(recipe, run, "--max-steps", "9")
+    torn = run / "checkpoints" / ".checkpoint_step_10.pt.tmp"
+    torn.write_bytes(b"PK")
+    tiny.resumed(run, "--max-steps", "12", "--checkpoint-every-steps", "1000")
+    assert not torn.exists()
 
 
 @pytest.mark.parametrize("point", ["before the test's record", "after the test's record"])
 def test_a_kill_at_the_very_end_leaves_one_evaluation(uninterrupted, recipe, tmp_path, point):
     kill(recipe, tmp_path / "run", Fault(point))
     assert_resumes(tmp_path / "run", uninterrupted, 1)
-
-
-def test_a_torn_temporary_file_is_removed_though_its_name_never_comes_again(recipe, tmp_path):
-    run = tmp_path / "run"
-    tiny.trained(recipe, run, "--max-steps", "9")
-    torn = run / "checkpoints" / ".checkpoint_step_10.pt.tmp"
-    torn.write_bytes(b"PK")
-    tiny.resumed(run, "--max-steps", "12", "--checkpoint-every-steps", "1000")
-    assert not torn.exists()

@@ -68,7 +68,6 @@ def test_it_follows_the_formula_and_the_model_has_it_only_meanwhile():
 
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory) -> Path:
-    """The tiny recipe trained with an average, on one rank; only to be looked at."""
     folder = tmp_path_factory.mktemp("averaged")
     tiny.trained(tiny.write_recipe(folder), folder / "run", *FLAGS)
     return folder / "run"

@@ -4,6 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from samestep import UserError
@@ -35,7 +36,6 @@ def grow(disk: Path) -> None:
 
 
 def fill(path: Path, leave: int = 0) -> None:
-    """Fill the disk with a file, all but some bytes."""
     with path.open("wb", buffering=0) as file:
         free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
         file.write(b"\0" * (free - leave))
@@ -81,6 +81,10 @@ def test_on_a_disk_that_was_full_before_nothing_is_begun(disk, tmp_path):
     words = ("train", str(tiny.write_recipe(tmp_path)), "--run-dir", str(disk / "run"))
     assert "disk" in refusal(*words, folder=tmp_path / "out")
     assert all(not content for content in tiny.files(disk / "run").values())
+    with pytest.raises(UserError, match="disk is full") as told:  # within this process, too
+        Run(disk / "run")
+    assert not [one for one in psutil.Process().open_files() if one.path.startswith(str(disk))]
+    assert told  # which holds what was open then
 
 
 def test_a_record_that_does_not_fit_leaves_only_whole_lines(disk):

@@ -203,18 +203,6 @@ def test_what_a_model_is_asked_for_is_measured_over_all_samples_and_again_alike(
     tiny.assert_same_training(tmp_path / "quiet-2", tmp_path / "quiet-1", 1e-12)
 
 
-def test_with_forward_it_is_given_the_whole_batch(here):
-    text = MEASURED.replace("inputs, targets = batch", "inputs = targets = batch")
-    text = text.replace("loss=loss", "loss=loss, forward=lambda model, batch: model(batch)")
-    text = text.replace("    return Splits(", "    x = [*x]\n    return Splits(")
-    for part in ("[:131]", "[131:168]", "[168:]"):
-        text = text.replace(f"(x{part}, x{part})", f"x{part}")
-    text = text.replace("forward=", "collate=torch.stack, forward=")
-    Path("r.py").write_text(text)
-    train_here("r.py", "--run-dir", "r", "--max-steps", "2")
-    assert tiny.events(Path("r"), "evaluation")[-1]["place"] == 1.0
-
-
 @pytest.mark.parametrize("micro", [None, 4])
 def test_whole_steps_of_a_sum_take_the_eager_trajectory(monkeypatch, micro):
     monkeypatch.setattr(torch, "compile", lambda function, **_options: function)
@@ -275,12 +263,21 @@ def test_a_mistake_is_told_before_anything_is_written(name, here, refused):
     assert name in ("other names", "other places") or not Path("r").exists()
 
 
-def test_a_model_that_cannot_be_copied_is_told_to_return_the_sum(here, refused):
+def test_a_model_that_cannot_be_copied_returns_the_sum_and_forward_has_the_batch(here, refused):
     for text, named in ((RECIPE, "deepcopy"), (MEASURED, "evaluate_batch")):
         locked = text.replace("super().__init__()", "super().__init__(); self.lock = Lock()")
         locked = locked.replace(', "monitor": "kl"', "")
         Path("r.py").write_text("from threading import Lock\n" + locked)
         assert named in refused("train", "r.py", "--run-dir", named)
+    text = MEASURED.replace("inputs, targets = batch", "inputs = targets = batch")
+    text = text.replace("loss=loss", "loss=loss, forward=lambda model, batch: model(batch)")
+    text = text.replace("    return Splits(", "    x = [*x]\n    return Splits(")
+    for part in ("[:131]", "[131:168]", "[168:]"):
+        text = text.replace(f"(x{part}, x{part})", f"x{part}")
+    text = text.replace("forward=", "collate=torch.stack, forward=")
+    Path("r.py").write_text(text)
+    train_here("r.py", "--run-dir", "r", "--max-steps", "2")
+    assert tiny.events(Path("r"), "evaluation")[-1]["place"] == 1.0
 
 
 def test_a_part_that_weighs_nothing_is_told_and_not_trained():

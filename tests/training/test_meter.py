@@ -115,7 +115,10 @@ def test_ranks_add_up_their_parts_and_all_stop_where_one_meets_a_nan(tmp_path):
 
 
 def test_losses_read_behind_the_next_step_are_recorded_in_order(tmp_path, monkeypatch):
-    """So it is on a GPU, which has the next step to compute while the host waits for the losses."""
+    """So it is on a GPU, which has the next step to compute while the host waits for the losses.
+
+    Where that step fails, they are recorded all the same.
+    """
 
     def records(name: str, *, lags: bool) -> list[dict[str, Any]]:
         monkeypatch.setattr(loop, "Meter", lambda work, state, **_: Meter(work, state, lags=lags))
@@ -125,10 +128,19 @@ def test_losses_read_behind_the_next_step_are_recorded_in_order(tmp_path, monkey
         )  # fmt: skip
         return tiny.account(run.path)
 
+    at_once = records("at once", lags=False)
     behind = records("behind", lags=True)
-    assert behind == records("at once", lags=False)
+    assert behind == at_once
     assert [r["step"] for r in behind] == sorted(r["step"] for r in behind)
     assert sum(r["event"] == "step" for r in behind) == 28 // 4
+
+    failing = tiny.RECIPE.replace("    time.sleep", "    assert step < 6, 'ended'\n    time.sleep")
+    failing = failing.replace("def loss(outputs, targets)", "def loss(outputs, targets, step)")
+    with pytest.raises(UserError, match="ended"):
+        samestep.train(
+            tiny.write_recipe(tmp_path, failing), run_dir=tmp_path / "failed", device="cpu"
+        )
+    assert [r["step"] for r in tiny.events(tmp_path / "failed", "step")] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

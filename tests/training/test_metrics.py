@@ -8,12 +8,17 @@ import torchmetrics
 from torch import Tensor
 from torchmetrics.utilities import dim_zero_cat
 
-from samestep import UserError, read_records
+from samestep import Recipe, UserError, read_records
 from samestep.data.order import share
 from samestep.ranks.world import World
 from samestep.recipe import find_recipe
+from samestep.run.index import find_checkpoint, read_index
+from samestep.run.records import TAKEN_NAMES
 from samestep.training.metrics import EpochMetrics, Objects, StepOutputs
+from samestep.training.stopping import Watch
 from tests import tiny
+from tests.command_line import RECIPE, read_json, train_here
+from tests.tiny import events
 
 CPU = torch.device("cpu")
 COUNT = 23  # samples
@@ -64,7 +69,6 @@ METRICS = {
 
 
 def samples(name: str, count: int) -> tuple[Tensor, Tensor]:
-    """Return outputs and targets that a metric takes."""
     generator = torch.Generator().manual_seed(3)
     if name in ("f1", "calibration"):
         outputs = torch.rand(count, 3, generator=generator) * 1.1
@@ -131,7 +135,7 @@ def test_a_metric_object_goes_on_from_the_states_of_any_number_of_ranks(name, be
     assert_as_in_one(name, later)
 
 
-def test_logits_and_probabilities_that_one_metric_gives_torchmetrics_are_refused():
+def test_metrics_that_cannot_be_are_refused():
     class Both(torchmetrics.SumMetric):
         def update(self, outputs, targets):
             f1 = torchmetrics.functional.classification.binary_f1_score
@@ -142,6 +146,9 @@ def test_logits_and_probabilities_that_one_metric_gives_torchmetrics_are_refused
     objects.update(outputs.clamp(0, 1), targets)
     with pytest.raises(UserError, match=r"'both'.*sigmoid"):
         objects.update(outputs, targets)
+    for name in TAKEN_NAMES:
+        with pytest.raises(UserError, match=f"'{name}'"):
+            Recipe(model=print, data=print, metrics={name: print})
 
 
 def measured(metrics, outputs: Tensor, targets: Tensor, batch: int) -> EpochMetrics:
@@ -152,7 +159,7 @@ def measured(metrics, outputs: Tensor, targets: Tensor, batch: int) -> EpochMetr
     return found
 
 
-def test_metrics_of_an_epoch_do_not_depend_on_how_it_is_cut_and_may_be_of_trees():
+def test_metrics_of_an_epoch_do_not_depend_on_its_cuts_and_may_be_none():
     outputs, targets = samples("mse", 300)
     metrics = {"mse": torchmetrics.MeanSquaredError(), "error": lambda o, t: (o - t).abs()}
     for batch in (1, 4, 7, 300):
@@ -167,10 +174,6 @@ def test_metrics_of_an_epoch_do_not_depend_on_how_it_is_cut_and_may_be_of_trees(
     found.settle()
     expected = float((outputs - targets).abs().double().mean())
     assert found.means(World(), 12)["error"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_metrics_of_an_epoch_are_none_where_a_part_was_not_measured_or_nothing_was():
-    """As where an earlier version began it."""
     outputs, targets = samples("mse", 8)
     found = measured({"mse": torchmetrics.MeanSquaredError()}, outputs, targets, 8)
     assert found.means(World(), 12) == {}
@@ -219,7 +222,6 @@ def write(folder: Path) -> Path:
 
 
 def by_hand(outputs: Tensor, targets: Tensor) -> dict[str, float]:
-    """Return what the metrics of the recipe are of all samples."""
     auroc = torchmetrics.functional.classification.binary_auroc
     f1 = torchmetrics.functional.classification.multiclass_f1_score
     found = {
@@ -261,13 +263,26 @@ def alone(tmp_path_factory) -> tuple[Path, Path]:
     return recipe, folder / "run"
 
 
-def test_metrics_of_epochs_and_evaluations_are_the_same_on_any_ranks(alone, tmp_path):
+def test_metrics_are_the_same_on_any_ranks_and_none_of_an_earlier_versions_epoch(alone, tmp_path):
     recipe, reference = alone
     run = tmp_path / "run"
     tiny.trained(recipe, run, *EPOCHS, "--max-steps", "1")
     tiny.resumed(run, "--max-steps", "13", on=2)
     tiny.resumed(run, "--max-steps", "22")
     assert_same_metrics(run, reference)
+    recipe, reference = alone
+    run = tmp_path / "earlier"
+    tiny.trained(recipe, run, *EPOCHS, "--max-steps", "5")
+    last = tiny.read_index(run)["last"]
+    path, index = run / "checkpoints" / last["path"], run / "checkpoints" / "index.json"
+    state = torch.load(path, weights_only=True)
+    del state["measured"], state["terms"]
+    torch.save(state, path)
+    index.write_text(index.read_text().replace(last["sha256"], tiny.sha256(path)))
+    tiny.resumed(run, "--max-steps", "22")
+    *_, first, second = epochs(run)
+    assert "metrics" not in first
+    assert second["metrics"] == epochs(reference)[1]["metrics"]
 
 
 def assert_same_metrics(run: Path, reference: Path) -> None:
@@ -281,22 +296,6 @@ def assert_same_metrics(run: Path, reference: Path) -> None:
     assert len(its) == 2 + 3
     for place, values in its.items():  # each stop adds some
         assert mine[place] == pytest.approx(values, rel=1e-6)
-
-
-def test_an_epoch_that_an_earlier_version_began_has_no_metrics(alone, tmp_path):
-    recipe, reference = alone
-    run = tmp_path / "run"
-    tiny.trained(recipe, run, *EPOCHS, "--max-steps", "5")
-    last = tiny.read_index(run)["last"]
-    path, index = run / "checkpoints" / last["path"], run / "checkpoints" / "index.json"
-    state = torch.load(path, weights_only=True)
-    del state["measured"], state["terms"]
-    torch.save(state, path)
-    index.write_text(index.read_text().replace(last["sha256"], tiny.sha256(path)))
-    tiny.resumed(run, "--max-steps", "22")
-    *_, first, second = epochs(run)
-    assert "metrics" not in first
-    assert second["metrics"] == epochs(reference)[1]["metrics"]
 
 
 def test_a_metric_that_the_recipe_gained_within_an_epoch_begins_with_the_next(tmp_path):
@@ -319,3 +318,87 @@ def test_the_best_checkpoint_follows_the_direction_of_the_metric_object(tmp_path
     found = [r["median"] for r in read_records(run) if r.get("split") == "validation"]
     assert len(set(found)) == 4
     assert tiny.read_index(run)["best"]["metric"] == min(found)
+
+
+# The error grows from epoch to epoch, so the first checkpoint is the best.
+GROWS = RECIPE.replace(
+    "recipe = Recipe(",
+    """
+steps = 0
+def error(outputs, targets):
+    return torch.full((len(targets),), VALUES[min(steps // 6, len(VALUES) - 1)])
+
+def counting(outputs, targets):
+    global steps
+    steps += torch.is_grad_enabled()
+    return nn.functional.cross_entropy(outputs, targets)
+
+VALUES = [0.0, 0.5, 0.7, 0.9]
+recipe = Recipe(loss=counting, metrics={"error": error}, lower_is_better=("error",),""",
+)
+
+
+def test_the_lowest_error_is_the_best_its_checkpoint_is_kept_and_growth_stops_early(here):
+    (here / "grows.py").write_text(GROWS)
+    flags = ("--monitor", "error", "--epochs", "4", "--patience", "2", "--keep-top-k", "1")
+    train_here("grows.py", *flags, "--run-dir", "r")
+    result = read_json(here / "r" / "result.json")
+    assert (result["reason"], result["epochs"]) == ("early stopping", 3)
+    assert result["best"] == {"metric": "error", "mode": "min", "value": 0.5, "epoch": 1}
+    assert result["test"]["checkpoint"] == "checkpoint_epoch_1.pt"
+    index = read_index(here / "r" / "checkpoints")
+    assert [entry.epoch for entry in index.checkpoints] == [1, 3]
+    (start,) = events(here / "r", "start")
+    assert (start["monitor"], start["lower_is_better"]) == ("error", ["loss", "error"])
+
+
+@pytest.mark.parametrize("said", ["", "error.higher_is_better = True\n"])
+def test_the_user_is_told_where_the_highest_counts_as_the_best_by_default(here, said):
+    text = GROWS.replace('lower_is_better=("error",),', "").replace("recipe = ", f"{said}recipe = ")
+    (here / "grows.py").write_text(text)
+    train_here("grows.py", "--monitor", "error", "--epochs", "1", "--run-dir", "r")
+    (start,) = events(here / "r", "start")
+    assert any("lower_is_better" in note for note in start["notes"]) == (not said)
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
+def test_a_metric_that_is_not_finite_ranks_last_and_the_run_goes_on(here, value):
+    (here / "bad.py").write_text(GROWS.replace("0.5, 0.7, 0.9", f"{value}, 0.7, 0.6, {value}"))
+    flags = ("--monitor", "error", "--run-dir", "r", "--epochs", "3")
+    assert "warning" in train_here("bad.py", *flags)
+    index = read_json(here / "r" / "checkpoints" / "index.json")  # refuses NaN and Infinity
+    first, *others = (entry["metric"] for entry in index["checkpoints"])
+    assert first is None
+    assert others == pytest.approx([0.7, 0.6])
+    assert index["best"]["epoch"] == 3
+    train_here("r", "--resume", "--epochs", "4")
+    assert len(read_json(here / "r" / "checkpoints" / "index.json")["checkpoints"]) == 4
+
+
+def test_where_no_checkpoint_is_finite_the_last_is_best_also_of_an_earlier_index(here, tmp_path):
+    (here / "bad.py").write_text(GROWS.replace("0.5, 0.7, 0.9", "float('nan')"))
+    train_here("bad.py", "--monitor", "error", "--run-dir", "r")
+    assert find_checkpoint(here / "r" / "checkpoints", "best").epoch == 2
+    result = read_json(here / "r" / "result.json")
+    assert result["best"]["value"] is None
+    assert result["test"]["error"] is None
+    one = '{"path": "checkpoint_step_%d.pt", "step": %d, "epoch": 1, "sha256": "0", "metric": %s}'
+    entries = ", ".join(one % (n, n, metric) for n, metric in enumerate(("NaN", "0.5", "Infinity")))
+    (tmp_path / "index.json").write_text(f'{{"mode": "max", "checkpoints": [{entries}]}}')
+    index = read_index(tmp_path)
+    assert [entry.metric for entry in index.checkpoints] == [None, 0.5, None]
+    assert index.best.step == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_not_finite_is_no_improvement(mode, value):
+    watch = Watch(metric="error", mode=mode).after(value, 1, 0.0)
+    assert (watch.best, watch.reference, watch.evaluations_since) == (None, None, 1)
+    assert watch.after(0.5, 2, 0.0).best == 0.5
+
+
+@pytest.mark.parametrize(("lower", "says"), [("mae", r"\('mae',\)"), (("mea",), "'mea'.*'mae'")])
+def test_a_direction_names_metrics_of_the_recipe(lower, says):
+    with pytest.raises(UserError, match=says):
+        Recipe(model=print, data=print, metrics={"mae": print}, lower_is_better=lower)

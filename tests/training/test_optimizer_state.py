@@ -41,6 +41,17 @@ class Slowing(torch.optim.Optimizer):
                 state["mean"].lerp_(p.float(), group["since"] / group["k"])
 
 
+class Counting(Slowing):
+    """It counts in an attribute of its own."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        self._opened = self.steps
+        super().step()
+
+
 class Free(Slowing):
     """With other weights to evaluate than to train, as schedule-free ones have."""
 
@@ -151,6 +162,9 @@ def test_settings_are_todays_and_what_was_gathered_is_the_checkpoints(told):
 def test_an_optimizer_that_a_checkpoint_would_not_bring_back_is_told_in_the_first_step():
     model, _, update, _ = made(Joint, torch.float32, loses=True)
     with pytest.raises(UserError, match=r"\['parts'\]\[1\]\['state'\]\[0\].* missing"):
+        take(model, update, range(1))
+    model, _, update, _ = made(Counting, torch.float32)
+    with pytest.raises(UserError, match=r"its attribute steps, .*--no-self-check"):
         take(model, update, range(1))
 
 

@@ -117,6 +117,11 @@ def test_what_a_recipe_gives_by_weight_it_draws_by_alike_on_all_ranks(tmp_path):
     recipe = tiny.write_recipe(tmp_path, RECIPE.replace("data.lengths ** 2", by_rank))
     told = refusal("train", str(recipe), "--order", "weighted", world_size=2, folder=tmp_path)
     assert "Rank 1 has other weights" in told
+    data = "x = x + int(__import__('os').environ['RANK'])\n    return Splits("
+    recipe = tiny.write_recipe(tmp_path, tiny.RECIPE.replace("return Splits(", data), "values.py")
+    assert "Rank 1 has other values" in refusal(
+        "train", str(recipe), world_size=2, folder=tmp_path / "values"
+    )
     recipe = tiny.write_recipe(tmp_path, RECIPE.replace('"order": "shuffled", ', ""))
     trained(recipe, tmp_path / "run", "--epochs", "1")
     assert next(iter(read_records(tmp_path / "run")))["order"] == "weighted"

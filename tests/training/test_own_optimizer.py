@@ -37,7 +37,7 @@ def recipe_of(**parts) -> Recipe:
     return Recipe(model=network, data=lambda: Splits(train=(torch.ones(1), torch.ones(1))), **parts)
 
 
-def test_groups_keep_their_ratio_and_their_own_decay_under_scaling_and_warm_up():
+def test_groups_keep_their_ratio_and_a_frozen_weight_may_be_missing():
     sizes = {"lr_scaling": "linear", "base_batch_size": 8, "batch_size": 32, "epochs": 3}
     settings = Settings(lr=0.1, weight_decay=0.3, warmup_steps=3, **sizes)
     plan, model = make_plan(settings, 128, 1), network()
@@ -49,8 +49,6 @@ def test_groups_keep_their_ratio_and_their_own_decay_under_scaling_and_warm_up()
         assert rates == pytest.approx([0.04 * scale, 0.4 * scale])
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
 
-
-def test_a_schedule_is_asked_for_no_later_steps_and_a_frozen_weight_may_be_missing():
     def schedule(step, total):
         assert step < total
         return 1 - (step + 1) / (total + 1)

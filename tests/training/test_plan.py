@@ -114,30 +114,6 @@ def test_what_does_not_go_together_is_refused_by_its_flags(samples, ranks, told,
         plan_of(samples, ranks, **told)
 
 
-def test_what_just_goes_together_is_planned_and_a_batch_per_rank_grows():
-    for num, ranks, how in ((8, 1, {"order": "columns"}), (8, 1, {"drop_last": True}), (8, 8, {})):
-        assert plan_of(num, ranks, batch_size=8, **how).steps_per_epoch == 1
-    assert plan_of(7, batch_size=8).total_steps == 1
-    assert plan_of(**MICRO, accumulate=3).accumulate == 3
-    assert plan_of(batch_size=8, accumulate=2, static_graph=True).accumulate == 2
-    plan = plan_of(world_size=3, batch_size_per_rank=8, accumulate=2)
-    assert (plan.global_batch_size, plan.micro_batch_size, plan.accumulate) == (24, 4, 2)
-
-
-def test_a_layer_replaces_tokens_samples_names_and_directions_of_a_lower_one():
-    below = {"batch_size": 4, "micro_batch_size": 2}
-    assert merge_layers(below, {"batch_tokens": 9}) == {"batch_tokens": 9}
-    assert merge_layers({"batch_tokens": 9}, {"batch_size": 4}) == {"batch_size": 4}
-    below = {"monitor": "loss:min"}
-    assert merge_layers(below, {"monitor": "accuracy"}) == {"monitor": "accuracy"}
-    assert merge_layers(below, {"monitor": "loss"}) == {"monitor": "loss", "mode": "min"}
-    both = merge_layers(below, {"monitor": "accuracy:max"})
-    assert both == {"monitor": "accuracy", "mode": "max"}
-    assert merge_layers({"batch_size": 4}, {"global_batch_size": 8}) == {"batch_size": 8}
-    with pytest.raises(UserError, match="batch_size is 8 and global_batch_size is 64"):
-        merge_layers({"batch_size": 8, "global_batch_size": 64})
-
-
 @given(st.integers(1, 500), st.integers(1, 60), SIZES, st.integers(1, 300), st.booleans())
 def test_what_ends_first_decides_steps_and_epochs(num_samples, batch, epochs, max_steps, drop_last):
     per_epoch = num_samples // batch if drop_last else -(-num_samples // batch)
@@ -211,13 +187,36 @@ def test_the_cosine_falls_from_the_rate_to_0_at_the_end(warmup, length):
         assert middle == pytest.approx(0.15, rel=1e-12)
 
 
-def test_rates_without_warm_up_with_a_longer_one_or_scaled_are_as_expected():
+def test_what_goes_together_is_planned_with_its_rates_and_records_and_layers_replace_each_other():
     ramp = rates(max_steps=5, warmup_steps=9, schedule="cosine")
     assert ramp == pytest.approx([0.03 * k for k in range(1, 6)])
     assert rates(max_steps=7) == [0.3] * 7
     told = {"lr_scaling": "linear", "base_batch_size": 1, "batch_size": 4, "max_steps": 6}
     scaled = rates(**told, warmup_steps=2, schedule="cosine")
     assert max(scaled) == pytest.approx(1.2)
+    lengths = {1: 1, 399: 1, 400: 2, 1_095: 5, 4_380: 20, 10_000: 50, 10**6: 50}
+    for steps, every in lengths.items():
+        told = {"batch_size": 4, "epochs": None, "max_steps": steps}
+        assert plan_of(**told).log_every == every
+        assert plan_of(**told, log_every=7).log_every == 7
+    for num, ranks, how in ((8, 1, {"order": "columns"}), (8, 1, {"drop_last": True}), (8, 8, {})):
+        assert plan_of(num, ranks, batch_size=8, **how).steps_per_epoch == 1
+    assert plan_of(7, batch_size=8).total_steps == 1
+    assert plan_of(**MICRO, accumulate=3).accumulate == 3
+    assert plan_of(batch_size=8, accumulate=2, static_graph=True).accumulate == 2
+    plan = plan_of(world_size=3, batch_size_per_rank=8, accumulate=2)
+    assert (plan.global_batch_size, plan.micro_batch_size, plan.accumulate) == (24, 4, 2)
+    below = {"batch_size": 4, "micro_batch_size": 2}
+    assert merge_layers(below, {"batch_tokens": 9}) == {"batch_tokens": 9}
+    assert merge_layers({"batch_tokens": 9}, {"batch_size": 4}) == {"batch_size": 4}
+    below = {"monitor": "loss:min"}
+    assert merge_layers(below, {"monitor": "accuracy"}) == {"monitor": "accuracy"}
+    assert merge_layers(below, {"monitor": "loss"}) == {"monitor": "loss", "mode": "min"}
+    both = merge_layers(below, {"monitor": "accuracy:max"})
+    assert both == {"monitor": "accuracy", "mode": "max"}
+    assert merge_layers({"batch_size": 4}, {"global_batch_size": 8}) == {"batch_size": 8}
+    with pytest.raises(UserError, match="batch_size is 8 and global_batch_size is 64"):
+        merge_layers({"batch_size": 8, "global_batch_size": 64})
 
 
 @pytest.mark.parametrize(
@@ -233,14 +232,6 @@ def test_what_is_odd_about_the_length_or_the_shares_is_a_note(ranks, told, named
     how = Settings(batch_size=32, max_steps=5, **told)
     notes = plan_notes(make_plan(how, PLENTY, ranks), how)
     assert [named in note for note in notes] == ([True] if named else [])
-
-
-def test_how_often_steps_are_recorded_follows_from_the_length_unless_it_is_given():
-    lengths = {1: 1, 399: 1, 400: 2, 1_095: 5, 4_380: 20, 10_000: 50, 10**6: 50}
-    for steps, every in lengths.items():
-        told = {"batch_size": 4, "epochs": None, "max_steps": steps}
-        assert plan_of(**told).log_every == every
-        assert plan_of(**told, log_every=7).log_every == 7
 
 
 @given(st.integers(1, 30_000))

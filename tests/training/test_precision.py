@@ -23,7 +23,6 @@ OVERFLOWS = ("--precision", "fp16", "--optimizer", "sgd", "--lr", "0.002", "--ma
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with the recipe, and with one whose gradients overflow at first."""
     made = tmp_path_factory.mktemp("precision")
     tiny.write_recipe(made)
     steep = tiny.RECIPE.replace(

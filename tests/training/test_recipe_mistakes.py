@@ -242,6 +242,7 @@ MISTAKES = {
     "a schedule below 0": (schedule("0.5 - step"), "returned -", "at step"),
     # It is asked for its first, middle and last factor at once, and for the others in turn.
     "a schedule below 0 later": (schedule("-1 if step == 1 else 1"), "step 1 of 6"),
+    "a schedule by more than the step": (schedule("torch.rand(())"), "for the same step"),
     "a schedule that raises": (schedule("1 / step"), "ZeroDivisionError", "at step"),
     "an optimizer that is a class": (more("optimizer=torch.optim.SGD"), "(model, settings)"),
     "an optimizer that fails": (stepping("raise ValueError('no step')"), "no step"),
@@ -292,7 +293,8 @@ def test_two_ranks_tell_of_a_mistake_as_one_also_where_only_one_drops_a_sample(t
     wrong, part = MISTAKES["a loss without gradient"]
     assert part in refused_on_two(tmp_path, **wrong)
     wrong = collate(f"default_collate(samples[1:] if {SECOND_RANK} else samples)")
-    told = refused_on_two(tmp_path, "--num-workers", "1", **wrong)
+    (tmp_path / "drops").mkdir()
+    told = refused_on_two(tmp_path / "drops", "--num-workers", "1", **wrong)
     assert "leaves out 1 of 8 samples" in told
 
 

@@ -133,7 +133,6 @@ def rates_of(run: Path) -> list[float]:
 
 
 def rewound(run: Path, copy: Path, step: int) -> Path:
-    """Return a copy of a run whose newest checkpoint is that of a step."""
     shutil.copytree(run, copy)
     file = copy / "checkpoints" / "index.json"
     table = json.loads(file.read_text())

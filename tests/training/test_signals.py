@@ -26,7 +26,7 @@ from tests import tiny
 from tests.command_line import one_message, start
 from tests.faults import Fault
 from tests.processes import Ranks, start_ranks
-from tests.ranks.test_orphans import started_by
+from tests.ranks.test_failure import started_by
 from tests.training.stops import stop_all
 
 TERM, USR1, INT, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP

@@ -49,7 +49,7 @@ def drawn_at(number, **how):
     return model.drawn
 
 
-def test_every_step_rank_seed_and_micro_step_draws_its_own_whatever_came_before():
+def test_every_step_draws_its_own_and_seeds_its_device_and_the_cpu(monkeypatch):
     drawn = {
         drawn_at(number, rank=rank, seed=seed)[0]
         for number in range(10)
@@ -63,6 +63,16 @@ def test_every_step_rank_seed_and_micro_step_draws_its_own_whatever_came_before(
     torch.rand(100)
     assert drawn_at(7) == first
     assert len(set(drawn_at(0, batch_size=1))) == 4
+    generators = [Generators(), Generators()]
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    seed_torch(17, torch.device("cuda", 1))
+    assert [one.seeds for one in generators] == [[], [17]]
+    assert torch.initial_seed() == 17
+    torch.manual_seed(18)
+    drawn = torch.rand(3)
+    seed_torch(18, torch.device("cpu"))
+    assert torch.equal(torch.rand(3), drawn)
 
 
 @pytest.mark.parametrize("batch_size", [4, 3, 2, 1])
@@ -93,15 +103,12 @@ def test_ranks_that_talk_in_forward_take_equally_many_micro_steps(rows, batch_si
     assert total == pytest.approx((rows - 1) / 2)
 
 
-def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_cut():
+def test_a_batch_without_rows_is_not_cut_and_clipping_never_scales_up():
     model, _ = steps_of()
     step = EagerStep(learner_of(model), Settings(), World(), 2)
     graphs = Block(0, 1, torch.arange(9.0), torch.zeros(4), 4, 1.0, 4)  # 9 nodes of 4 graphs
     with pytest.raises(UserError, match=r"4 samples holds \(9,\) float32.*--accumulate"):
         step(graphs, 0, [0.5], want_norm=False)
-
-
-def test_clipping_scales_the_gradient_down_to_the_norm_and_never_up():
     model, take = steps_of(clip_norm=2.0)
     assert float(take(0).grad_norms[0]) == pytest.approx(7)
     assert model.weight.item() == pytest.approx(0, abs=1e-6)
@@ -131,16 +138,3 @@ class Generators:
 
     def manual_seed(self, seed):
         self.seeds.append(seed)
-
-
-def test_a_step_seeds_the_generators_of_its_own_device_and_of_the_cpu(monkeypatch):
-    generators = [Generators(), Generators()]
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    seed_torch(17, torch.device("cuda", 1))
-    assert [one.seeds for one in generators] == [[], [17]]
-    assert torch.initial_seed() == 17
-    torch.manual_seed(18)
-    drawn = torch.rand(3)
-    seed_torch(18, torch.device("cpu"))
-    assert torch.equal(torch.rand(3), drawn)

@@ -56,13 +56,19 @@ def refused(tmp_path: Path, *flags: str, world_size: int = 2) -> str:
     return ranks.output()
 
 
-def test_an_element_that_fails_in_a_worker_is_named_and_ends_all_ranks(tmp_path):
+def test_an_element_that_fails_is_named_unless_it_comes_after_the_last_step(tmp_path):
     flags = ("--elements", "1100", "--fail", "1000", "--batch-size", "50")
     told = refused(tmp_path, *flags, "--num-workers", "1")
     assert "element 1,000" in told
     assert "flow.py:" in told
     last = [r["step"] for r in read_records(tmp_path / "run") if r["event"] == "step"][-1]
     assert last == 1000 // 50
+    recipe, run = streams.write_recipe(tmp_path), tmp_path / "later"
+    tiny.trained(recipe, run, "--max-steps", "3", "--fail", "36")
+    assert tiny.last_state(run)["position"]["step"] == 3
+    plan = make_plan(Settings(epochs=2, batch_size=4), 0, 2).record()
+    unknown = {"num_samples", "steps_per_epoch", "total_steps", "log_every"}
+    assert {name for name, value in plan.items() if value is None} == unknown
 
 
 @pytest.mark.parametrize(
@@ -95,15 +101,6 @@ def test_steps_may_end_it_within_an_epoch_and_no_rank_opens_the_shards_of_others
     # 7 lanes for 12 slots: the first three fill slots 0 to 5, which are those of rank 0.
     # By the first one the ranks see that they read the same.
     assert opened == {*(f"0-{n}" for n in range(3)), *(f"1-{n}" for n in (0, 3, 4, 5, 6))}
-
-
-def test_what_comes_after_the_last_step_may_be_broken_and_is_not_in_the_plan(tmp_path):
-    recipe, run = streams.write_recipe(tmp_path), tmp_path / "run"
-    tiny.trained(recipe, run, "--max-steps", "3", "--fail", "36")
-    assert tiny.last_state(run)["position"]["step"] == 3
-    plan = make_plan(Settings(epochs=2, batch_size=4), 0, 2).record()
-    unknown = {"num_samples", "steps_per_epoch", "total_steps", "log_every"}
-    assert {name for name, value in plan.items() if value is None} == unknown
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from samestep import read_records
-from samestep.api import training as api_training
 from samestep.data import blocks, source
+from samestep.session import training_run
 from samestep.training.step import EagerStep
 from tests import tiny
 from tests.faults import Fault
@@ -297,8 +297,8 @@ def _mean_of_rank_means(patch):
 
 def _no_gradient_sync(patch):
     """Leave the model unwrapped: N trainings beside each other."""
-    unwrapped = replace(api_training.NATIVE, wrap=lambda model, *_: model)
-    patch.setattr(api_training, "NATIVE", unwrapped)
+    unwrapped = replace(training_run.NATIVE, wrap=lambda model, *_: model)
+    patch.setattr(training_run, "NATIVE", unwrapped)
 
 
 def _same_data_on_every_rank(patch):
@@ -334,7 +334,7 @@ def planted(runs: Path, run: Path) -> list[str]:
     return [str(runs / "tiny.py"), "--run-dir", str(run), *TWO, "--accumulate", "2"]
 
 
-def test_the_comparison_sees_each_of_the_classic_mistakes(runs, tmp_path):
+def test_the_comparison_sees_the_classic_mistakes_and_the_run_a_drift(runs, tmp_path):
     plants, one = [_no_bug, *BUGS], records_of(runs / "usual")
     places = [tmp_path / plant.__name__ for plant in plants]
     words, ports = [planted(runs, run) for run in places], [free_port() for _ in plants]
@@ -342,10 +342,6 @@ def test_the_comparison_sees_each_of_the_classic_mistakes(runs, tmp_path):
     found = [worst(one, records_of(run)) for run in places]
     assert found[0] < 1e-12
     assert min(found[1:]) > 1e-4, found
-
-
-def test_the_run_itself_sees_weights_that_drift_apart(runs, tmp_path):
-    """It ends after the step: the first loss is still right, the gradient norm tells at once."""
     plants, words = [_no_gradient_sync], [planted(runs, tmp_path / "run")]
     ranks = start_ranks(_train_planted, 2, tmp_path / "output", plants, words, [free_port()])
     assert ranks.wait() == [2, 2], ranks.output()

@@ -1,12 +1,20 @@
 """A loss may name the step; what it counts itself, and buffers that get lost, are told."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 import samestep
 from samestep.ranks.world import World
-from samestep.training.unkept import Unkept, at_first_forward, of_buffers
+from samestep.training.unkept import (
+    Unkept,
+    at_first_forward,
+    count_of_calls,
+    of_buffers,
+    of_forward,
+)
 from tests import tiny
 
 BEFORE = """
@@ -170,3 +178,55 @@ def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path)
     (note,) = tiny.events(tmp_path / "run", "start")[0]["notes"]
     assert "drift" in note
     assert "persistent=True" in note
+
+
+class Counts(nn.Linear):
+    """It counts its calls, and has filled a cache after the first."""
+
+    n, cache = 0, None
+
+    def forward(self, x):
+        self.n += self.training
+        self.cache = self.cache or [1.0]
+        return super().forward(x) * self.n / 20
+
+
+class Keeps(Counts):
+    def get_extra_state(self):
+        return {"n": self.n}
+
+    def set_extra_state(self, state):
+        self.n = state["n"]
+
+
+def test_a_model_that_counts_its_calls_is_told_and_not_resumed_unless_its_state_has_it(tmp_path):
+    x, calls = torch.ones(8, 2), [0]
+
+    def found(model, function=None):
+        applied = function or (lambda model, x: model(x))
+        return of_forward(model, function, lambda rows: applied(model, x[:rows]), 2)
+
+    def counting(model, x):
+        calls[0] += 1
+        return model(x) * calls[0]
+
+    assert found(Counts(2, 2)) == ("n",)
+    assert found(nn.Sequential(nn.Dropout(), Counts(2, 2))) == ("1.n",)
+    assert found(Keeps(2, 2)) == found(nn.BatchNorm1d(2)) == ()
+    assert found(nn.Linear(2, 2), counting) == ("forward's calls",)
+
+    told = []
+    for model in (Counts(2, 2), Keeps(2, 2)):
+        count_of_calls(model, told.append)
+        for _ in range(4):
+            model(x)
+    assert told == [["n"]]
+
+    text = inspect.getsource(Counts).replace("self.n / 20", "min(1.0, self.n / 20)")
+    text += "\nfrom dataclasses import replace\n"
+    text += "recipe = replace(recipe, model=lambda options: Counts(8, 2))\n"
+    run = tmp_path / "run"
+    tiny.trained(tiny.write_recipe(tmp_path, tiny.RECIPE + text), run, "--max-steps", "1")
+    assert " changes n," in tiny.events(run, "start")[0]["notes"][0]
+    with pytest.raises(samestep.UserError, match="changes n from call to call"):
+        samestep.train(run, resume=True, max_steps=2, quiet=True)

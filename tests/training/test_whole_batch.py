@@ -105,7 +105,7 @@ OTHERS = [
 ]
 
 
-def test_on_several_ranks_and_in_micro_steps_it_is_that_of_one_process(tmp_path):
+def test_on_several_ranks_it_is_that_of_one_and_batchnorm_moves_once(tmp_path):
     """With virtual ranks to the last bit, dropout and batch normalisation included."""
     changes = {"named": NAMED} | dict.fromkeys(("virtual", "virtual, in micro-steps"), (ODD,))
     recipes = {}
@@ -124,9 +124,6 @@ def test_on_several_ranks_and_in_micro_steps_it_is_that_of_one_process(tmp_path)
         tiny.assert_same_training(tmp_path / str(number), tmp_path / name, tolerance)
     step = tiny.events(tmp_path / "named", "step")[0]
     assert step["loss"] == pytest.approx(step["clip"] + 0.5 * step["dice"], rel=1e-12)
-
-
-def test_micro_steps_move_the_statistics_of_batchnorm_once(tmp_path):
     recipe = written(tmp_path, "clip", ("MORE = ()", "MORE = (lambda: nn.BatchNorm1d(16),)"))
     tiny.trained(recipe, tmp_path / "run", "--micro-batch-size", "5", "--max-steps", "4")
     counted = tiny.last_state(tmp_path / "run")["model"]["body.1.num_batches_tracked"]

@@ -104,7 +104,7 @@ class Counting:
         return nn.functional.cross_entropy(outputs, targets)
 
 
-def test_a_model_that_draws_or_a_loss_that_counts_is_compiled_without_the_rest(captures):
+def test_what_draws_is_compiled_alone_and_a_replay_reads_nothing_back(captures, monkeypatch):
     """The compiler may use what is drawn before it is drawn."""
     settings = settings_of()
     net = by_hand.model(dropout=0.5)
@@ -121,6 +121,21 @@ def test_a_model_that_draws_or_a_loss_that_counts_is_compiled_without_the_rest(c
     (note,) = run(whole(counting, settings), blocks(settings, together=IN_A_GRAPH)[:2]).notes
     assert note["steps_per_graph"] == 0
     assert "calls" in note["what"]
+    settings = settings_of(clip_norm=1.0)
+    step = whole(two(settings)[0], settings)
+    first, *later = blocks(settings, together=IN_A_GRAPH)[:3]
+    run(step, [first])
+
+    def read(*_arguments):
+        raise AssertionError("the host waits for the device")
+
+    with monkeypatch.context() as patched:
+        for name in ("item", "tolist", "cpu", "numpy"):
+            patched.setattr(torch.Tensor, name, read)
+        for name in ("__int__", "__float__", "__bool__", "__index__"):
+            patched.setattr(torch.Tensor, name, read)
+        run(step, later, start=IN_A_GRAPH)
+    assert captures.replayed == 2
 
 
 class Scaled(nn.Module):
@@ -161,25 +176,6 @@ def test_what_the_model_has_become_since_the_last_graph_counts(monkeypatch, late
     for mine, other in zip(ran[::2], ran[1::2], strict=True):
         torch.testing.assert_close(mine.losses, other.losses, rtol=1e-12, atol=1e-12)
     assert_same(ours, its)
-
-
-def test_a_replayed_call_reads_nothing_back_from_the_device(captures, monkeypatch):
-    """Each read would make the host wait for all that the device still has to do."""
-    settings = settings_of(clip_norm=1.0)
-    step = whole(two(settings)[0], settings)
-    first, *later = blocks(settings, together=IN_A_GRAPH)[:3]
-    run(step, [first])
-
-    def read(*_arguments):
-        raise AssertionError("the host waits for the device")
-
-    with monkeypatch.context() as patched:
-        for name in ("item", "tolist", "cpu", "numpy"):
-            patched.setattr(torch.Tensor, name, read)
-        for name in ("__int__", "__float__", "__bool__", "__index__"):
-            patched.setattr(torch.Tensor, name, read)
-        run(step, later, start=IN_A_GRAPH)
-    assert captures.replayed == 2
 
 
 def test_where_capturing_fails_the_note_says_so_and_the_steps_are_the_same(captures, monkeypatch):

@@ -77,7 +77,6 @@ def check(found: Verification, name: str) -> Check:
 
 
 def differing(found: Verification) -> dict[str, str | None]:
-    """Return the rows that call the training different, with their causes."""
     return {check.name: check.cause.name for check in found.checks if not check.passed}
 
 

@@ -23,7 +23,6 @@ from samestep.verification.trace import Trace
 
 
 def kept_call(name: str, given: list[float], made: list[float]) -> ModuleCall:
-    """Return a call of a module with one input and one output."""
     return ModuleCall(name, [torch.tensor(given)], [torch.tensor(made)])
 
 
@@ -97,12 +96,10 @@ def with_facts(evidence: Evidence, *, present: frozenset = frozenset(), **found:
 
 
 def checks(evidence: Evidence) -> dict[str, Check]:
-    """Return all rows by their names."""
     return {check.name: check for check in judge(evidence)}
 
 
 def different(evidence: Evidence) -> dict[str, str | None]:
-    """Return the rows that call the training different, with their causes."""
     return {check.name: check.cause.name for check in judge(evidence) if not check.passed}
 
 

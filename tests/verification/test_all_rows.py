@@ -47,7 +47,6 @@ BROKE = "RuntimeError: it broke (model.py:3)"
 
 
 def failing(evidence, training, *, step=1, message=BROKE, place=1, mistake=False):
-    """Let a short training fail on the last rank of a start."""
     reports = copy.deepcopy(evidence.reports)
     told = RankFailure(training=training, step=step, message=message, mistake=mistake)
     reports[place][-1].failures.append(told)
@@ -59,7 +58,6 @@ def failing(evidence, training, *, step=1, message=BROKE, place=1, mistake=False
 
 
 def on_rank(evidence, row, *found, place=1):
-    """Let the ranks of a start, the first ones first, find something else."""
     reports = copy.deepcopy(evidence.reports)
     for report, value in zip(reports[place], found, strict=False):
         report.found[row] = value
@@ -158,7 +156,7 @@ def test_a_cause_without_a_difference_is_named_by_its_own_row_alone(found, rows)
     assert different(undisturbed(**found)) == rows
 
 
-def test_what_is_allowed_or_tolerated_is_no_difference_but_own_generators_are():
+def test_what_is_allowed_or_tolerated_is_told_as_a_note():
     found = replace(undisturbed(parameters=["spare.bias"]), allows_unused=True)
     assert checks(found)["parameters"].status == "same"
     found = replace(undisturbed(metrics={"f1": 0.25}), tolerance=0.1)
@@ -167,6 +165,19 @@ def test_what_is_allowed_or_tolerated_is_no_difference_but_own_generators_are():
     found = replace(found, accepts=frozenset({"dropout", "batchnorm"}))
     assert different(found) == {"state": causes.OUTSIDE_MODULE.name}
     assert "model.py:3" in checks(found)["state"].cause.why
+    evidence = losses_apart(undisturbed(loss=SUM))
+    assert set(different(evidence)) == {"2 ranks", "loss"}
+    found = checks(replace(evidence, tolerance=0.9))
+    assert found["loss"].status == "note"
+    assert (found["2 ranks"].status, found["2 ranks"].tolerance) == ("same", 0.9)
+    assert set(different(replace(evidence, tolerance=1e-6))) == {"2 ranks"}
+    # Other weights at the end are a difference even where losses decide.
+    evidence = undisturbed()
+    last = evidence.traces[1, MAIN][1].weights[evidence.facts.size.steps]
+    last["first.weight"] += 100.0
+    evidence = replace(evidence, tolerance=0.5)
+    assert list(different(evidence)) == ["2 ranks"]
+    assert checks(evidence)["2 ranks"].first_parameter == "first.weight"
 
 
 @pytest.mark.parametrize(
@@ -205,32 +216,7 @@ def test_what_differs_by_itself_is_measured_alone_and_may_be_accepted(kind, row,
     }
 
 
-def test_a_tolerance_compares_losses_alone_and_turns_causes_into_notes():
-    evidence = losses_apart(undisturbed(loss=SUM))
-    assert set(different(evidence)) == {"2 ranks", "loss"}
-    found = checks(replace(evidence, tolerance=0.9))
-    assert found["loss"].status == "note"
-    assert (found["2 ranks"].status, found["2 ranks"].tolerance) == ("same", 0.9)
-    assert set(different(replace(evidence, tolerance=1e-6))) == {"2 ranks"}
-    # Other weights at the end are a difference even where losses decide.
-    evidence = undisturbed()
-    last = evidence.traces[1, MAIN][1].weights[evidence.facts.size.steps]
-    last["first.weight"] += 100.0
-    evidence = replace(evidence, tolerance=0.5)
-    assert list(different(evidence)) == ["2 ranks"]
-    assert checks(evidence)["2 ranks"].first_parameter == "first.weight"
-
-
-def test_other_samples_are_an_order_and_other_values_data_that_reads_the_rank():
-    evidence = losses_apart(undisturbed())
-    both = dict.fromkeys(("2 ranks", "order"), causes.OTHER_ORDER.name)
-    assert different(on_rank(evidence, "order", ["b", "a"])) == both
-    evidence = on_rank(undisturbed(), "order", ["a", "b"], ["c", "d"])
-    assert different(evidence) == {"order": causes.DATA_BY_RANK.name}
-    assert "rank 1 of 2" in checks(evidence)["order"].cause.why
-
-
-def test_what_an_optimizer_makes_of_a_rounding_is_allowed_from_the_first_update_on_and_told():
+def test_what_an_optimizer_makes_of_a_rounding_is_allowed_and_a_count_explains_micro_steps():
     evidence = undisturbed(optimizer=Arithmetic(wide=False, kind="bfloat16", unit=2.0**-8))
     nudged = copied(evidence)
     nudged[0, NUDGED_GRADIENT][0].weights[1]["first.weight"][1] += 0.004
@@ -243,9 +229,6 @@ def test_what_an_optimizer_makes_of_a_rounding_is_allowed_from_the_first_update_
     assert found["optimizer"].status == "note"
     assert "bfloat16" in found["optimizer"].cause.why
     assert "optimizer" not in checks(evidence)
-
-
-def test_a_buffer_or_a_count_that_every_forward_moves_explains_micro_steps_alone():
     moved = undisturbed(samples_apart=BatchInfluence(None, [], ["first.weight_u"]))
     assert different(moved) == {}
     evidence = losses_apart(moved, "accumulated")
@@ -270,7 +253,7 @@ def test_what_cannot_be_trained_at_all_says_nothing_of_the_training(training, pl
     assert "tied" in found.compared
 
 
-def test_other_shares_and_lengths_are_named_with_step_and_ranks():
+def test_other_shares_lengths_and_samples_are_named_with_step_and_ranks():
     evidence = undisturbed()
     evidence.traces[1, MAIN][1].samples[3].reverse()
     evidence.traces[1, MAIN][1].evaluated.append("0")
@@ -286,9 +269,15 @@ def test_other_shares_and_lengths_are_named_with_step_and_ranks():
         "rank 0 of 2 holds 60",
         "rank 1 of 2 holds 59",
     ]
+    evidence = losses_apart(undisturbed())
+    both = dict.fromkeys(("2 ranks", "order"), causes.OTHER_ORDER.name)
+    assert different(on_rank(evidence, "order", ["b", "a"])) == both
+    evidence = on_rank(undisturbed(), "order", ["a", "b"], ["c", "d"])
+    assert different(evidence) == {"order": causes.DATA_BY_RANK.name}
+    assert "rank 1 of 2" in checks(evidence)["order"].cause.why
 
 
-def test_a_metric_that_differs_is_told_from_a_loss_also_after_steps():
+def test_a_metric_is_told_from_a_loss_and_may_be_no_number():
     evidence = undisturbed()
     evidence.traces[1, MAIN][0].evaluations[0]["accuracy"] = 0.25
     assert different(evidence) == {"metrics": causes.UNKNOWN.name}
@@ -299,9 +288,6 @@ def test_a_metric_that_differs_is_told_from_a_loss_also_after_steps():
     found = checks(evidence)["metrics"]
     assert (found.status, found.first_step) == ("different", evidence.facts.size.stop)
     assert "metrics" not in different(losses_apart(evidence))
-
-
-def test_a_metric_that_is_no_number_or_differs_on_one_device_is_compared():
     evidence = undisturbed(metrics={"accuracy": math.nan})
     assert different(on_rank(evidence, "metrics", {"accuracy": math.nan})) == {}
     nothing = {"loss": 0.7, "accuracy": math.nan}
@@ -315,7 +301,7 @@ def test_a_metric_that_is_no_number_or_differs_on_one_device_is_compared():
     assert checks(none)["one device"].status == "skipped"
 
 
-def test_initial_weights_and_those_that_a_forward_writes_are_named_with_their_rank():
+def test_initial_weights_are_named_and_a_module_not_blamed_for_its_input():
     other = computed(weights={"first.weight": torch.tensor([5.0, 4.0, 3.0])})
     evidence = on_rank(undisturbed(), "processes", computed(), other)
     assert different(evidence) == {"processes": causes.INITIAL_WEIGHTS.name}
@@ -326,6 +312,18 @@ def test_initial_weights_and_those_that_a_forward_writes_are_named_with_their_ra
     written = undisturbed(samples_apart=BatchInfluence(written=["scale"]))
     evidence = failing(written, MAIN, step=2, message="The weights have drifted apart: scale")
     assert checks(evidence)["2 ranks"].cause.name == causes.WRITTEN.name
+    one, two = torch.ones(2, 3), torch.ones(2, 3) * 2
+
+    def calls(white, out):
+        inner = [("a", one, one), ("block.b", white, out), ("block", white, out), ("", one, out)]
+        return [ModuleCall(name, [given], [made]) for name, given, made in inner]
+
+    found = first_at_fault(calls(one, one), calls(two, two), 1e-10, "Net")
+    assert (found.module, found.before) == ("Net", "block.b")
+    inside = [("block.a", one, one), ("block.b", two, two), ("block", one, two), ("", one, two)]
+    inside = [ModuleCall(name, [given], [made]) for name, given, made in inside]
+    same = [ModuleCall(call.name, [one], [one]) for call in inside]
+    assert first_at_fault(same, inside, 1e-10, "Net")[0] == "block"
 
 
 FORWARD = [kept_call("first", [1.0, 2.0], [3.0]), kept_call("", [1.0, 2.0], [4.5])]
@@ -347,34 +345,7 @@ def test_what_a_rank_computes_otherwise_is_named_with_the_module(calls, named):
     assert set(different(changed)) == {"state"}
 
 
-def test_a_module_that_is_given_something_else_is_not_blamed_for_what_it_makes_of_it():
-    """Whitening between two layers: the second layer's output is the first that differs."""
-    one, two = torch.ones(2, 3), torch.ones(2, 3) * 2
-
-    def calls(white, out):
-        inner = [("a", one, one), ("block.b", white, out), ("block", white, out), ("", one, out)]
-        return [ModuleCall(name, [given], [made]) for name, given, made in inner]
-
-    found = first_at_fault(calls(one, one), calls(two, two), 1e-10, "Net")
-    assert (found.module, found.before) == ("Net", "block.b")
-    inside = [("block.a", one, one), ("block.b", two, two), ("block", one, two), ("", one, two)]
-    inside = [ModuleCall(name, [given], [made]) for name, given, made in inside]
-    same = [ModuleCall(call.name, [one], [one]) for call in inside]
-    assert first_at_fault(same, inside, 1e-10, "Net")[0] == "block"
-
-
-def test_what_is_unknown_in_several_rows_is_told_once_by_its_first_step():
-    evidence = losses_apart(losses_apart(undisturbed()), "accumulated")
-    evidence.traces[1, "accumulated"][0].losses[1] += 0.3
-    found = checks(evidence)
-    rows = [check for check in found.values() if not check.passed]
-    assert {check.name for check in rows} == {"2 ranks", "accumulation"}
-    (cause,) = {check.cause for check in rows}
-    assert cause.name == causes.UNKNOWN.name
-    assert "step 1" in cause.why
-
-
-def test_quick_leaves_rows_out_and_the_decisive_training_comes_first():
+def test_quick_leaves_rows_out_and_what_is_unknown_is_told_once():
     evidence = undisturbed()
     facts, start = evidence.facts, evidence.starts[1]
     assert [t.name for t in plan_trainings(start, facts, "fp32", quick=True)] == [MAIN]
@@ -391,19 +362,14 @@ def test_quick_leaves_rows_out_and_the_decisive_training_comes_first():
     ]
     assert [t.name for t in plan_trainings(starts[-1], facts, "fp32")] == ["resumed"]
     assert OWN_PRECISION not in [t.name for t in plan_trainings(starts[0], facts, "fp64")]
-
-
-def test_a_file_of_two_ranks_is_a_difference_and_what_they_print_a_note():
-    outputs = [RecipeOutput({"a.py:1": "hello"}, {f"/x/{k}": "a.py:2"}) for k in "ab"]
-    found = checks(on_rank(undisturbed(), one_writer.ONE_WRITER.name, *outputs))["one writer"]
-    assert found.status == "note"
-    assert "a.py:1" in found.cause.why
-    assert "'hello'" in found.cause.why
-    files = {"/x/a": "a.py:2", "/x/b": "a.py:3"}
-    both = on_rank(undisturbed(), one_writer.ONE_WRITER.name, *[RecipeOutput(written=files)] * 2)
-    assert different(both) == {"one writer": "every rank writes"}
-    why = checks(both)["one writer"].cause.why
-    assert "a.py:2 writes /x/a and 1 more file " in why
+    evidence = losses_apart(losses_apart(undisturbed()), "accumulated")
+    evidence.traces[1, "accumulated"][0].losses[1] += 0.3
+    found = checks(evidence)
+    rows = [check for check in found.values() if not check.passed]
+    assert {check.name for check in rows} == {"2 ranks", "accumulation"}
+    (cause,) = {check.cause for check in rows}
+    assert cause.name == causes.UNKNOWN.name
+    assert "step 1" in cause.why
 
 
 @pytest.mark.parametrize(
@@ -420,7 +386,7 @@ def test_a_failure_has_the_cause_that_its_message_tells(message, cause):
     assert message in found.cause.why
 
 
-def test_a_failure_in_the_uneven_step_or_of_a_start_fails_its_row():
+def test_a_failure_fails_its_row_and_a_file_of_two_ranks_differs():
     evidence = undisturbed()
     step = evidence.facts.size.uneven_step
     found = checks(failing(evidence, MAIN, step=step))["2 ranks"]
@@ -436,6 +402,16 @@ def test_a_failure_in_the_uneven_step_or_of_a_start_fails_its_row():
     assert found["2 ranks"].status == "different"
     assert "SIGKILL" in found["2 ranks"].cause.why
     assert found["one process"].passed
+    outputs = [RecipeOutput({"a.py:1": "hello"}, {f"/x/{k}": "a.py:2"}) for k in "ab"]
+    found = checks(on_rank(undisturbed(), one_writer.ONE_WRITER.name, *outputs))["one writer"]
+    assert found.status == "note"
+    assert "a.py:1" in found.cause.why
+    assert "'hello'" in found.cause.why
+    files = {"/x/a": "a.py:2", "/x/b": "a.py:3"}
+    both = on_rank(undisturbed(), one_writer.ONE_WRITER.name, *[RecipeOutput(written=files)] * 2)
+    assert different(both) == {"one writer": "every rank writes"}
+    why = checks(both)["one writer"].cause.why
+    assert "a.py:2 writes /x/a and 1 more file " in why
 
 
 @pytest.mark.parametrize(

@@ -113,16 +113,13 @@ def test_a_cause_has_its_place_and_a_tolerance_compares_losses_alone(tmp_path):
     assert any("--tolerance 0.9" in note for note in report.notes)
 
 
-def test_files_that_every_rank_writes_are_told(disk, monkeypatch):
+def test_files_and_lines_that_every_rank_writes_are_told(disk, monkeypatch, tmp_path):
     monkeypatch.chdir(disk)
     both = planted.WRITES + 'open("notes.txt", "w").close()\n'
     recipe = planted.write(disk, both, name="p_writes.py")
     report = verified(recipe, folder=disk / "ranks", quick=True)
     assert differing(report) == {one_writer.ONE_WRITER.name: "every rank writes"}
     assert "and 1 more file " in check(report, one_writer.ONE_WRITER.name).cause.why
-
-
-def test_what_every_rank_prints_is_a_note_with_its_line(tmp_path):
     recipe = planted.write(tmp_path, planted.PRINTS, name="p_prints.py")
     report = verified(recipe, folder=tmp_path / "ranks", quick=True)
     found = check(report, one_writer.ONE_WRITER.name)
@@ -142,7 +139,7 @@ def test_without_float64_what_rounding_does_is_measured_and_noise_of_a_thousandt
     assert noise.tolerance == check(report, "2 ranks").tolerance == measure.tolerance <= 1e-4
 
 
-def test_a_rank_that_is_killed_leaves_a_row_that_failed(tmp_path):
+def test_a_killed_rank_fails_its_row_and_a_nan_loss_needs_no_checkpoint(tmp_path):
     text = """
 import os, signal
 def loss(outputs, targets):
@@ -154,9 +151,6 @@ def loss(outputs, targets):
     report = verified(recipe, folder=tmp_path / "ranks", quick=True)
     assert not check(report, "2 ranks").passed
     assert check(report, "one process").passed
-
-
-def test_a_loss_that_is_no_number_is_told_without_checkpoints_that_never_were(tmp_path):
     text = """
 def loss(outputs, targets):
     return outputs.sum() * float("nan")

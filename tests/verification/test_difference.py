@@ -26,7 +26,6 @@ from tests.verification.made_up import undisturbed
 
 
 def values(*numbers: float) -> Values:
-    """Return a norm and its values, as a trace keeps them."""
     return np.array([np.linalg.norm(numbers), *numbers])
 
 
@@ -40,7 +39,20 @@ def trace(steps: int = 3, **more: Values) -> Trace:
     )
 
 
-def test_the_first_step_and_parameter_that_differ_are_named_also_where_losses_count():
+def test_the_first_step_and_parameter_that_differ_are_named_relative_to_their_size():
+    assert relative(2.0, 1.0) == 0.5
+    assert relative(0.0, 0.0) == relative(math.nan, math.nan) == 0.0
+    assert relative(1.0, math.nan) == relative(1.0, math.inf) == math.inf
+    assert relative(1e-20, -1e-20) < 1e-7
+    one, other = {"loss": 1.0, "accuracy": 0.5}, {"loss": 1.0, "accuracy": 0.25}
+    assert evaluations_apart(one, other) == (0.5, "accuracy")
+    assert evaluations_apart({"loss": 1.0}, {})[0] == math.inf
+    one, other = (trace(bad=values(math.inf, math.nan)) for _ in range(2))
+    assert difference(one, other, 1e-9).largest == 0.0
+    other.gradients[1]["bad"] = values(1.0, math.nan)
+    assert difference(one, other, 1e-9).largest == math.inf
+    assert difference(trace(2), trace(3), 1e-9).largest == math.inf
+    assert difference(trace(), trace(third=values(1.0)), 1e-9).largest == math.inf
     other = trace()
     other.gradients[1]["first"] = values(9.0, 9.0)
     assert difference(trace(), other, 1e-9, losses_only=True).largest == 0.0
@@ -67,25 +79,6 @@ def test_the_first_step_and_parameter_that_differ_are_named_also_where_losses_co
     # A gradient counts relative to the largest of all, not to itself.
     tiny = trace(zero=values(1e-17))
     assert difference(tiny, trace(zero=values(-1e-17)), 1e-12).largest < 1e-16
-
-
-def test_what_overflows_alike_is_no_difference_and_what_only_one_has_an_infinite_one():
-    one, other = (trace(bad=values(math.inf, math.nan)) for _ in range(2))
-    assert difference(one, other, 1e-9).largest == 0.0
-    other.gradients[1]["bad"] = values(1.0, math.nan)
-    assert difference(one, other, 1e-9).largest == math.inf
-    assert difference(trace(2), trace(3), 1e-9).largest == math.inf
-    assert difference(trace(), trace(third=values(1.0)), 1e-9).largest == math.inf
-
-
-def test_differences_are_relative_and_of_evaluations_the_largest_is_named():
-    assert relative(2.0, 1.0) == 0.5
-    assert relative(0.0, 0.0) == relative(math.nan, math.nan) == 0.0
-    assert relative(1.0, math.nan) == relative(1.0, math.inf) == math.inf
-    assert relative(1e-20, -1e-20) < 1e-7
-    one, other = {"loss": 1.0, "accuracy": 0.5}, {"loss": 1.0, "accuracy": 0.25}
-    assert evaluations_apart(one, other) == (0.5, "accuracy")
-    assert evaluations_apart({"loss": 1.0}, {})[0] == math.inf
 
 
 SIZES = st.sets(st.integers(1, 9), min_size=1).map(lambda sizes: tuple(sorted({1, *sizes})))
@@ -158,10 +151,6 @@ def bent():
     return evidence
 
 
-def test_the_table_has_a_line_for_each_row_and_the_cause_of_several_once():
-    assert shown(verification(bent(), notes=("On the CPU.",))) == GOLDEN.read_text().splitlines()
-
-
 @pytest.mark.parametrize(
     ("status", "rows", "words"),
     [
@@ -182,7 +171,7 @@ def test_the_last_line_tells_another_training_from_what_is_accepted_or_written(s
     assert words[1] in last
 
 
-def test_json_has_every_row_and_with_virtual_ranks_nothing_is_allowed():
+def test_the_table_and_json_have_every_row_and_the_cause_of_several_once():
     checks = [replace(judge(undisturbed())[1], difference=math.inf)]
     found = json.loads(json.dumps(as_table(verification(undisturbed(), checks=checks))))
     assert {"same", "world_sizes", "precisions", "held_still", "notes", "seconds"} <= found.keys()
@@ -201,3 +190,4 @@ def test_json_has_every_row_and_with_virtual_ranks_nothing_is_allowed():
     assert "accepted" not in " ".join(lines)
     assert lines[-1] == "The same training, to the last bit. (3 s)"
     assert json.loads(json.dumps(as_table(found)))["virtual_ranks"] == 4
+    assert shown(verification(bent(), notes=("On the CPU.",))) == GOLDEN.read_text().splitlines()

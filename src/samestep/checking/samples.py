@@ -16,7 +16,7 @@ from samestep.data.trees import tree_leaves
 _MOST_BYTES = 1 << 22  # of an array
 _MOST_ITEMS = 256  # of a list or a mapping
 _MOST_PARTS, _DEPTH = 10_000, 4  # of a data set
-_MOST_ROWS = 512  # of a batch that is compared with its samples
+_MOST_ROWS, _MOST_ELEMENTS = 512, 1 << 18  # of a batch that is compared with its samples
 
 
 def rows_of(batch: Any) -> tuple[int, list[int]]:
@@ -30,7 +30,8 @@ def rows_of(batch: Any) -> tuple[int, list[int]]:
 def lost_rows(samples: list[Any], batch: Any) -> int:
     """Return how many samples have no row in their batch, which has rows of others.
 
-    0 if that cannot be told: samples of unlike shapes, or that are changed. None is no sample.
+    A row is a sample, or the beginning of one, with padding behind it. 0 if the rows do not show
+    it, as of samples that are changed. None does not count as a sample.
     """
     tensors = [
         max((leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)), key=Tensor.numel)
@@ -38,16 +39,35 @@ def lost_rows(samples: list[Any], batch: Any) -> int:
         if sample is not None
     ]
     shapes = {tensor.shape for tensor in tensors}
-    if len(samples) > _MOST_ROWS or len(shapes) != 1 or tensors[0].numel() < 2:
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    if len(samples) > _MOST_ROWS or max((one.numel() for one in shapes), default=0) < 2:
         return 0
+    if len(shapes) > 1:
+        return _lost_sequences(tensors, leaves)
     known = {row for tensor in tensors for row in row_hashes(tensor[None])}
-    rows = {
-        row
-        for leaf in tree_leaves(batch)
-        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[1:] in shapes
-        for row in row_hashes(leaf, _MOST_ROWS)
-    }
+    whole = (leaf for leaf in leaves if leaf.shape[1:] in shapes)
+    rows = {row for leaf in whole for row in row_hashes(leaf, _MOST_ROWS)}
     return len(known - rows) if rows and rows <= known else 0
+
+
+def _lost_sequences(tensors: list[Tensor], leaves: list[Tensor]) -> int:
+    """Return the same of sequences (time, …) of unlike length, by what they begin with."""
+    tails = {tensor.shape[1:] for tensor in tensors if tensor.ndim}
+    if len(tails) != 1 or any(not tensor.ndim for tensor in tensors):
+        return 0
+    rows = next((leaf for leaf in leaves if {leaf.shape[2:]} == tails and leaf.ndim > 1), None)
+    if rows is None or len(rows) >= len(tensors) or rows.numel() > _MOST_ELEMENTS:
+        return 0
+    known = [tensor.tolist() for tensor in tensors]
+    kept: set[int] = set()
+    for row in rows.tolist():
+        of = [n for n, one in enumerate(known) if one[: len(row)] == row[: len(one)]]
+        # What lies behind a sample is one number, or it is another sample.
+        of = [n for n in of if all(part == row[-1] for part in row[len(known[n]) :])]
+        if not of:
+            return 0
+        kept.update(of)
+    return len(tensors) - len(kept)
 
 
 def number_of(index: Any) -> int:

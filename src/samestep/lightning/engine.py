@@ -43,7 +43,8 @@ from samestep.training.alike import is_checked
 from samestep.training.learner import StepResult
 from samestep.training.loop import check_weights, checkpoint_name, evaluate_now, judge, stop_early
 from samestep.training.meter import Meter, epoch_record
-from samestep.training.optimizer import optimizer_of
+from samestep.training.optimizer import check_trial, optimizer_of
+from samestep.training.optimizer_state import Trial
 from samestep.training.plan import Plan, is_recorded, learning_rate
 from samestep.training.prepare import OneLayout, match_layouts
 from samestep.training.snapshot import capture, check_resumable
@@ -82,6 +83,8 @@ class _Records(Callback):
         self._task, self._work, self._state = task, task.work, task.state
         self._meter = Meter(task.work, task.state)
         self._norm: Tensor | None = None
+        is_new = task.request.recipe.optimizer is not None and task.checkpoint is None
+        self._trial = Trial(task.work.learner.optimizer) if is_new else None
         self._unchecked = task.work.world.world_size > 1 and not task.work.settings.allows_unused
         # Lightning would raise at the next step; the ranks have their own way to agree on a stop.
         self._heed = signal.getsignal(signal.SIGTERM)
@@ -146,6 +149,10 @@ class _Records(Callback):
         position.samples += batch.size
         for record in self._meter.count(taken):
             self._task.session.emit(record)
+        if self._trial is not None:
+            trial, self._trial, learner = self._trial, None, work.learner
+            how = {"counts": work.settings.self_check}
+            check_trial(trial, learner.optimizer, learner.optimizer_maker, **how)
         if is_checked(position.step - 1, position.step):
             check_resumable(work, position.step)
         work.phases.lap("other")

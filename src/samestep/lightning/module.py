@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -137,6 +138,8 @@ class LitRecipe(pl.LightningModule):
                 "datamodule=LitData(recipe))."
             )
         optimizer, settings = self.make_optimizer(plan), self.settings
+        if self.recipe.optimizer is not None:
+            _compute_first(optimizer)
 
         def factor(step: int, group: int) -> float:
             lr = learning_rate(plan, settings, step)
@@ -271,3 +274,19 @@ class LitRecipe(pl.LightningModule):
     on_test_start = on_validation_start
     test_step = validation_step
     on_test_epoch_end = on_validation_epoch_end
+
+
+def _compute_first(optimizer: torch.optim.Optimizer) -> None:
+    """Let a step compute the gradients before anything else, as samestep's own loop does.
+
+    Lightning hands them over as a closure, which an optimizer of one's own may not call.
+    """
+    update = optimizer.step
+
+    def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        update()
+        return loss
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

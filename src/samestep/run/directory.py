@@ -176,10 +176,13 @@ class Run:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = lock_run(path)
-            self._events = (path / "events.jsonl").open("a+b", buffering=0)
-            self._events.seek(0)
-            # A line that a kill tore off at the end is cut away.
-            self._events.truncate(self._events.readall().rfind(b"\n") + 1)
+            with contextlib.ExitStack() as failed:
+                failed.callback(self._lock.close)
+                self._events = (path / "events.jsonl").open("a+b", buffering=0)
+                self._events.seek(0)
+                # A line that a kill tore off at the end is cut away.
+                self._events.truncate(self._events.readall().rfind(b"\n") + 1)
+                failed.pop_all()
         except OSError as error:
             raise cannot_write(path, error, instead=_ANOTHER) from error
         for torn in self.checkpoints.glob(".*.tmp"):

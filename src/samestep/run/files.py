@@ -122,9 +122,14 @@ def hold(path: Path) -> BinaryIO:
         raise Held(owner) from None
     except OSError:
         pass  # a file system without locks: nothing to hold, and no reason to refuse
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    file.flush()
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        file.flush()
+    except OSError:  # a full disk; to close it tries to write again
+        with contextlib.suppress(OSError):
+            file.close()
+        raise
     return file
 
 

@@ -1,5 +1,6 @@
 """Build what a training needs: data, model, optimizer."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -343,7 +344,27 @@ def _agree_on_size(source: Source, world: World) -> int:
                 "them only from the data, or with a generator that is seeded.",
                 on_all_ranks=True,
             )
+    _check_same_values(source, world)
     return sizes[0]
+
+
+def _check_same_values(source: Source, world: World) -> None:
+    """Refuse other data in memory on another rank, as of a generator without a seed.
+
+    Nodes of several kinds may round differently what `data()` computes.
+    """
+    if not (world.connected and isinstance(source, MemorySource)):
+        return
+    first, *others = world.gather(source.marks())
+    allowed = 1e-3 * max((abs(value) for value in first if math.isfinite(value)), default=0.0)
+    for rank, marks in enumerate(others, 1):
+        pairs = zip(first, marks, strict=True)
+        if any(abs(one - other) > allowed for one, other in pairs):  # NaN is not
+            raise UserError(
+                f"Rank {rank} has other values of the training samples than rank 0. Let data() "
+                "read or make the same on all ranks, with a generator that is seeded.",
+                on_all_ranks=True,
+            )
 
 
 def _agree_on_stream(source: Source | None) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any, Self
@@ -58,7 +59,7 @@ from samestep.training.meter import Clock
 from samestep.training.model_state import ModelTrial
 from samestep.training.prepare import share_buffers
 from samestep.training.stopping import Agreement, Watch, catch_signals
-from samestep.training.unkept import Unkept, at_first_forward
+from samestep.training.unkept import Unkept, at_first_forward, count_of_calls
 from samestep.training.work import Position
 
 _OF_MAIN = frozenset(
@@ -227,6 +228,7 @@ class OwnSession:
             check_same_model(module, world, f"{name}.")
             share_buffers(module, world)
             at_first_forward(module, world, self._note)
+            count_of_calls(module, partial(self._note_count, f"state[{name!r}]"))
             self.trained |= {f"{name}.{of}": p for of, p in module.named_parameters()}
             for parameter in module.parameters():
                 world.take_from_main(parameter.detach())
@@ -243,6 +245,13 @@ class OwnSession:
             self._resumed = found.entry.path, found.problems
             self._saved_at = self.position.epoch, self.position.step
         self.agreement.start(self.position.step)
+
+    def _note_count(self, what: str, names: list[str]) -> None:
+        say(
+            self.world,
+            f"note: {what} counts {listed(names, 3)} in an attribute, and no checkpoint holds it: "
+            "a resumed run begins it anew. Let a buffer, get_extra_state or run.state hold it.",
+        )
 
     def _note(self, unkept: Unkept) -> None:
         remedy = "Let samestep.dist.reduce_tensor add up what it is made of over all ranks."

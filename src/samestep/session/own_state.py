@@ -104,9 +104,10 @@ def check_same_program(
         )
     before = saved["settings"]
     for key in sorted({*before, *now}.difference(free)):
-        if before.get(key) != now.get(key):
+        then, today = before.get(key), now.get(key)
+        if then != today and repr(then) != repr(today):  # two NaNs differ, and are written alike
             raise UserError(
-                f"{path} was begun with {key} = {before.get(key)}, and now it is {now.get(key)}: "
+                f"{path} was begun with {key} = {then}, and now it is {today}: "
                 "that is another training. Restore the earlier value, name it in "
                 f"open_run(…, may_change=[{key!r}]), or begin a run in another directory."
             )

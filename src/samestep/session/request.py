@@ -405,7 +405,8 @@ def _differing(
 ) -> dict[str, Change]:
     """Return the values of these names that are not the same."""
     pairs = {name: (before.get(name), after.get(name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    # Two NaNs differ, and are written alike.
+    return {n: (a, b) for n, (a, b) in pairs.items() if a != b and repr(a) != repr(b)}
 
 
 def _shown(value: object) -> str:

@@ -144,7 +144,7 @@ def _train(
     if request.resume and world.on_main(lambda: is_run(session.path)):
         resumed = go_on(request, work, state, session.path, world)
         if resumed is not None and work.settings.self_check:
-            built.unkept.refuse(request.recipe.loss)
+            built.unkept.refuse(request.recipe.loss, request.recipe.model)
         if resumed is not None:
             world.on_main(lambda: remove_unfinished(session.path))
     gpus = world.gather(gpu_uuid(world.device))

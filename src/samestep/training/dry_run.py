@@ -40,9 +40,11 @@ from samestep.training.evaluation import Totals, as_evaluated, outputs_of
 from samestep.training.flops import count_flops
 from samestep.training.plan import Plan
 from samestep.training.side_effects import batch_norms
-from samestep.training.unkept import Unkept, of_buffers, of_loss
+from samestep.training.unkept import Unkept, of_buffers, of_forward, of_loss
 
 _SAMPLES = 8
+_FEW = 2
+"""Of which batch normalisation can still make a variance."""
 
 Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
 
@@ -136,7 +138,8 @@ def dry_run(
             loss_of = summed(timed(trial_loss, Moment()), recipe.loss_weights)
             _check_pairs(loss_of, outputs, batch.targets, loss)
             found = of_loss(trial_loss, loss_of, outputs, batch.targets)
-            look = partial(_unkept, found, trial, tried, evaluated, precision, world)
+            how = precision, world, recipe.forward
+            look = partial(_unkept, found, trial, tried, evaluated, *how)
             if told_later:
                 names = named(lambda: outputs, in_training)
                 return Tried(metrics, names, forward_flops=flops, unkept=look())
@@ -201,15 +204,17 @@ def _unkept(
     evaluated: Source,
     precision: Precision,
     world: World,
+    function: object,
 ) -> Unkept:
     """Return what no checkpoint holds: of the loss, and the buffers of a copy of the model."""
     found = Unkept(loss)
 
-    def forward(samples: int) -> None:
-        outputs_of(applied, evaluated.peek(samples).inputs, precision, world.device)
+    def forward(samples: int) -> Any:
+        return outputs_of(applied, evaluated.peek(samples).inputs, precision, world.device)
 
     applied.train()
-    return found._replace(**of_buffers(model, forward, _SAMPLES, world))
+    found = found._replace(**of_buffers(model, forward, _SAMPLES, world))
+    return found._replace(forward=of_forward(model, function, forward, _FEW))
 
 
 @contextlib.contextmanager

@@ -262,14 +262,18 @@ def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
     yield from catch_up(work, state, control)
     while not state.stop_reason and _goes_on(work, state):
         meter.resume()
-        for taken in epoch_steps(work, state):
-            watched.step(state.position.step)
-            yield from meter.count(taken)
-            if is_checked(taken.first_step, state.position.step):
-                check_resumable(work, state.position.step)
-            yield from after_step(work, state, control, meter)
-            if state.stop_reason:
-                return
+        try:
+            for taken in epoch_steps(work, state):
+                watched.step(state.position.step)
+                yield from meter.count(taken)
+                if is_checked(taken.first_step, state.position.step):
+                    check_resumable(work, state.position.step)
+                yield from after_step(work, state, control, meter)
+                if state.stop_reason:
+                    return
+        except Exception as error:  # the steps before have been taken
+            yield from meter.behind(error)
+            raise
         yield from meter.settle()
         yield from end_of_epoch(work, state, control)
     state.stop_reason = state.stop_reason or "finished"

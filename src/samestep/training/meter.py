@@ -1,5 +1,6 @@
 """Measure the steps of a training: losses, seconds and phases become records."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -212,6 +213,16 @@ class Meter:
             progress = {"event": "progress", "step": position.step, "samples": position.samples}
             records.append(progress | clock.rate(position.samples))
         return records
+
+    def behind(self, error: Exception) -> list[Record]:
+        """Return the records that one that `lags` has not read yet, as a step fails.
+
+        To read them takes all ranks, which are here if the error is `on_all_ranks`.
+        """
+        with contextlib.suppress(Exception):  # the device may be what has failed
+            if not self._work.world.connected or getattr(error, "on_all_ranks", False):
+                return self._read()
+        return []
 
     def _read(self) -> list[Record]:
         unread, self._unread = self._unread, None

@@ -203,10 +203,14 @@ class Update:
         maker: object = None,
         *,
         scheduled: bool = False,
+        checks: bool = True,
     ) -> None:
-        """Take what a step needs; `scheduled` if a scheduler sets what the groups hold."""
+        """Take what a step needs; `scheduled` if a scheduler sets what the groups hold.
+
+        `checks`: whether what an optimizer counts in its attributes is looked at.
+        """
         self._optimizer, self._scaler, self._maker = optimizer, scaler, maker
-        self._scheduled = scheduled
+        self._scheduled, self._checks = scheduled, checks
         self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
         self._sharded = any(is_sharded(p) for p in self._parameters)
         self._own = RATIO in optimizer.param_groups[0]
@@ -250,20 +254,9 @@ class Update:
             self._ordinary_step()
         except Exception as error:
             blame(f"{told}, failed in a step", error, self._maker)
-        if self._trial is None:
-            return
-        trial, self._trial, state = self._trial, None, self._optimizer.state_dict()
-        # Tensors may be large, and it is the rest that can be of any type.
-        if why := why_not_kept(map_tensors(lambda _: torch.empty(0), state)):
-            raise UserError(
-                f"{told}{defined_at(self._maker)}, holds what a checkpoint cannot: {why}. Its "
-                "state and groups may hold tensors, numbers, texts, and lists and dicts of them."
-            )
-        if why := trial.why_lost(self._optimizer, state):
-            raise UserError(
-                f"{told}{defined_at(self._maker)}, could not be resumed: {why}. Its "
-                "load_state_dict must restore all that its state_dict returns."
-            )
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            check_trial(trial, self._optimizer, self._maker, counts=self._checks)
 
     def _look_up(self) -> Callable[..., None] | None:
         states = [self._optimizer.state[p] for p in self._parameters]
@@ -277,6 +270,35 @@ class Update:
         fixed = {name: group[name] for name in known if name in group and name not in _VARIES}
         parameters = parts_of_rank(self._parameters)
         return lambda gradients, lr: kernel(parameters, gradients, *lists, lr=lr, **fixed)
+
+
+def check_trial(
+    trial: Trial, optimizer: torch.optim.Optimizer, maker: object, *, counts: bool
+) -> None:
+    """Check after its first step that checkpoints can hold a recipe's own optimizer.
+
+    With `counts`, also what it counts in attributes of its own.
+    """
+    told, state = f"The recipe's optimizer, {type(optimizer).__name__}", optimizer.state_dict()
+    told += f"{defined_at(maker)},"
+    # Tensors may be large, and it is the rest that can be of any type.
+    if why := why_not_kept(map_tensors(lambda _: torch.empty(0), state)):
+        raise UserError(
+            f"{told} holds what a checkpoint cannot: {why}. Its state and groups may hold tensors, "
+            "numbers, texts, and lists and dicts of them."
+        )
+    if why := trial.why_lost(optimizer, state):
+        raise UserError(
+            f"{told} could not be resumed: {why}. Its load_state_dict must restore all that its "
+            "state_dict returns."
+        )
+    if lost := trial.lost_counts(optimizer) if counts else ():
+        raise UserError(
+            f"{told} could not be resumed: a step changes its attribute {listed(lost, 3)}, and no "
+            "checkpoint holds it.",
+            remedy="Keep it in its groups or its state; or, if no weight depends on it, add "
+            "--no-self-check.",
+        )
 
 
 class Average:

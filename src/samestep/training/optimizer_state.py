@@ -288,6 +288,17 @@ class Trial:
             return "" if "meta" in f"{error} {said(cause)}".lower() else told
         return difference(saved, back)
 
+    def lost_counts(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Return the numbers that an optimizer changes and that `why_lost` has not led back to.
+
+        Names that begin with an underscore are bookkeeping, such as torch's own.
+        """
+        if self._twin is None:
+            return []
+        back = vars(self._twin)
+        numbers = {n: v for n, v in vars(optimizer).items() if isinstance(v, int | float)}
+        return [n for n, v in numbers.items() if n[0] != "_" and repr(back.get(n)) != repr(v)]
+
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """Return a copy of an optimizer without memory; None if it holds what cannot be copied."""

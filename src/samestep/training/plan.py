@@ -257,10 +257,8 @@ def _check_schedule(plan: Plan, settings: Settings) -> None:
     """Check that nothing else sets the rates, and the factors of a few steps."""
     place = defined_at(plan.schedule)
     if settings.schedule != "constant":
-        raise UserError(
-            f"--schedule {settings.schedule}: the recipe has a schedule of its own{place}. Leave "
-            "one of them out."
-        )
+        what = f"--schedule {settings.schedule}: the recipe has a schedule of its own{place}."
+        raise UserError(f"{what} Leave one of them out.")
     if plan.makes_scheduler:
         if settings.warmup_steps:
             raise UserError(
@@ -277,7 +275,10 @@ def _check_schedule(plan: Plan, settings: Settings) -> None:
     # What it returns once there are metrics shows in the run.
     total, early = plan.total_steps, "metrics" in plan.schedule_asks
     for step in (0,) if early else (0, total // 2, total - 1):
-        _factors(plan, step, {})
+        found = _factors(plan, step, {})
+    if found != _factors(plan, step, {}):
+        what = f"The recipe's schedule{place} returned two rates for the same step, {step}"
+        raise UserError(f"{what}: a resume would be another training. Let only the step decide.")
 
 
 def _factors(plan: Plan, step: int, metrics: Mapping[str, float]) -> list[float]:

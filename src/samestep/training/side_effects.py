@@ -38,6 +38,8 @@ Prints = dict[str, str]
 
 _DEPTH = 4
 
+_FEW = 16
+
 _MOST = 1000
 """Of a container's entries that are looked at, from its beginning and from its end."""
 
@@ -64,6 +66,24 @@ def closure_prints(loss: object) -> Prints:
     return _of_attributes("the loss's ", kept_by(loss))
 
 
+def forward_prints(model: nn.Module, function: object = None) -> Prints:
+    """Fingerprint what a forward keeps: the modules, their classes, and the recipe's function.
+
+    What a module returns as extra state is in checkpoints, so its attributes are left out.
+    """
+    plain = nn.Module.get_extra_state
+    extra = {n for n, m in model.named_modules() if type(m).get_extra_state is not plain}
+    found = {
+        name: text
+        for name, text in model_prints(model).items()
+        if name.removeprefix("the model's ").rpartition(".")[0] not in extra
+    }
+    for kind in {type(module) for module in model.modules()}:
+        if not kind.__module__.startswith("torch."):
+            found |= _of_attributes(f"{kind.__name__}'s ", kept_by(kind.forward))
+    return found | _of_attributes("forward's ", kept_by(function))
+
+
 def kept_by(loss: object) -> dict[str, Any]:
     """Return by name what a loss keeps, a module's in its buffers and attributes.
 
@@ -76,8 +96,16 @@ def kept_by(loss: object) -> dict[str, Any]:
         plain = getattr(loss, "__dict__", {}).items()
         return named | {n: one for n, one in plain if n not in _OF_ANY_MODULE}
     used = {n: loss.__globals__.get(n) for n in loss.__code__.co_names}
-    numbers = {n: one for n, one in used.items() if isinstance(one, int | float)}
-    return numbers | vars(loss) | closure_of(loss)
+    counted = {n: one for n, one in used.items() if _may_count(one)}
+    return counted | vars(loss) | closure_of(loss)
+
+
+def _may_count(value: object) -> bool:
+    """Whether a global is a number, or a few in a list or a dict, as a function may count in."""
+    if isinstance(value, list | dict):
+        inside = [*value.values()] if isinstance(value, dict) else value
+        return len(inside) <= _FEW and all(isinstance(one, int | float) for one in inside)
+    return isinstance(value, int | float)
 
 
 def optimizer_prints(optimizer: torch.optim.Optimizer) -> Prints:

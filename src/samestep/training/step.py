@@ -114,6 +114,7 @@ class EagerStep:
             learner.scaler,
             learner.optimizer_maker,
             scheduled=learner.scheduler is not None,
+            checks=settings.self_check,
         )
         # Whether the update may draw random numbers.
         self._draws = "optimizer" in learner.own and may_draw(learner.optimizer)

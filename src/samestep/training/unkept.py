@@ -11,14 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.data.trees import map_tensors, num_rows
+from samestep.data.trees import map_tensors, num_rows, tree_leaves
 from samestep.errors import UserError, defined_at, listed
 from samestep.ranks.mesh import any_sharded
 from samestep.ranks.world import World
 from samestep.training.alike import random_numbers
 from samestep.training.buffers import keep_buffers
-from samestep.training.side_effects import batch_norms, closure_prints, differing, kept_by
+from samestep.training.side_effects import (
+    batch_norms,
+    closure_prints,
+    differing,
+    forward_prints,
+    kept_by,
+)
 
+_CALLS = 3
+"""The first may fill what later ones only read."""
 _ROWS = 8
 """Samples of a batch of the user's that are tried."""
 
@@ -32,9 +40,19 @@ class Unkept(NamedTuple):
     """Buffers that training changes and `state_dict` leaves out."""
     of_rank: tuple[str, ...] = ()
     """Buffers, of several ranks, that are made of a rank's own samples."""
+    forward: tuple[str, ...] = ()
+    """What a model keeps besides parameters and buffers, and its outputs depend on."""
 
-    def refuse(self, loss: object) -> None:
-        """Refuse to resume a training with such a loss."""
+    def refuse(self, loss: object, model: object = None) -> None:
+        """Refuse to resume a training with such a loss, or such a model."""
+        if self.forward:
+            raise UserError(
+                f"The recipe's model{defined_at(model)} changes {listed(self.forward, 3)} from "
+                "call to call, and no checkpoint holds it: a resumed run would be another "
+                "training. Let a buffer or get_extra_state hold it; or, if no weight depends on "
+                "it, add --no-self-check.",
+                on_all_ranks=True,
+            )
         if self.loss:
             raise UserError(
                 f"The recipe's loss{defined_at(loss)} changes {listed(self.loss, 3)} from call to "
@@ -50,6 +68,8 @@ class Unkept(NamedTuple):
             f"The loss changes {listed(self.loss, 3)} from call to call, and no checkpoint holds "
             "it: a resume will be refused. Let the loss name `step` or `epoch` among its "
             "arguments.": self.loss,
+            f"A forward in training changes {listed(self.forward, 3)}, and no checkpoint holds it: "
+            "a resume will be refused. Let a buffer or get_extra_state hold it.": self.forward,
             f"Training changes the model's buffer {listed(self.lost, 3)}, and no checkpoint holds "
             "it: a resumed run begins with its first value. Register it with "
             "persistent=True.": self.lost,
@@ -122,6 +142,31 @@ def of_buffers(
     return {"lost": apart(again, lost), "of_rank": apart(half, floats)}
 
 
+def of_forward(
+    model: nn.Module, function: object, forward: Callable[[int], object], rows: int
+) -> tuple[str, ...]:
+    """Return what a copy of a model keeps that decides its outputs; `function` is the recipe's."""
+    put_back = keep_buffers(model)
+    made: list[list[Any]] = []
+    prints: list[dict[str, str]] = []
+
+    def look() -> None:
+        put_back()
+        with random_numbers(0):
+            outputs = forward(rows)
+        made.append([t.clone() for t in tree_leaves(outputs) if isinstance(t, Tensor)])
+        prints.append(forward_prints(model, function))
+
+    with contextlib.suppress(Exception):  # the first step tells how it fails
+        look()
+        look()
+        if differing(*prints):  # the first call may fill what later ones only read
+            look()
+    if len(made) < 3 or all(map(torch.equal, made[1], made[2])):
+        return ()
+    return tuple(n.removeprefix("the model's ") for n in differing(prints[1], prints[2]))
+
+
 def _watched(model: nn.Module, world: World) -> tuple[set[str], set[str]]:
     """Return the buffers that could be lost, and those that a rank may make of its own samples."""
     names = {n for n, _ in model.named_buffers()}
@@ -158,3 +203,29 @@ def at_first_forward(model: nn.Module, world: World, tell: Callable[[Unkept], No
         torch.clear_autocast_cache()  # older PyTorch kept casts made without gradients
 
     hook = model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def count_of_calls(model: nn.Module, tell: Callable[[list[str]], None]) -> None:
+    """Let `tell` know the numbers that the first forwards of a user's loop count in attributes."""
+    seen: list[dict[str, Any]] = []
+    plain = nn.Module.get_extra_state
+    counting = [(n, m) for n, m in model.named_modules() if type(m).get_extra_state is plain]
+
+    def look(*_: Any) -> None:
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return
+        seen.append(
+            {
+                f"{name}.{attribute}" if name else attribute: value
+                for name, module in counting
+                for attribute, value in vars(module).items()
+                if isinstance(value, int | float) and attribute[0] != "_"
+            }
+        )
+        if len(seen) == _CALLS:
+            hook.remove()
+            one, other = seen[-2:]
+            if found := [n for n, value in other.items() if repr(one.get(n)) != repr(value)]:
+                tell(found)
+
+    hook = model.register_forward_pre_hook(look)

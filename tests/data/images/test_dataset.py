@@ -99,24 +99,17 @@ def test_a_split_after_a_broken_file_keeps_its_own_images(tmp_path, root):
             assert labels[k] == label
 
 
-def test_broken_files_are_named_and_left_out(root):
+def test_broken_files_are_named_on_one_line_and_left_out(root, tmp_path):
     found = ready(root, ALONE, cache="off")
     assert found.left_out == ("train/cat/003.png: it is empty", "train/dog/006.JPG: it is empty")
     assert found.notes[0].startswith("2 of 14 images ")
     assert all(name in found.notes[0] for name in found.left_out)
-
-
-def test_too_many_broken_files_end_the_run_with_one_message(two_ranks, root):
-    for message, on_all_ranks in (told for found in two_ranks.ranks for told in found.broken):
-        assert on_all_ranks
-        assert message.startswith("2 of 14 images ")
-        assert f"{two_ranks.root}/train/cat/003.png: it is empty" in message
-        assert "--max-corrupt 0.15" in message
-    empty(root / "train")
-    with pytest.raises(UserError, match="and 11 more"):
-        ready(root, ALONE, cache="off")
-    with pytest.raises(UserError, match=f"train/cat/.* in {root}"):
-        ready(root, ALONE, cache="off", max_corrupt=1.0)
+    root = write_images(tmp_path / "odd")
+    name = os.fsencode(root / "train" / "cat") + b"/\xff\n.png"
+    with open(name, "wb"):  # noqa: PTH123 - pathlib takes no bytes
+        pass
+    [left_out] = ready(root, ALONE, cache="off").left_out
+    assert left_out == r"train/cat/\udcff\n.png: it is empty"
 
 
 @pytest.mark.parametrize(
@@ -130,16 +123,7 @@ def test_a_split_or_a_class_of_which_nothing_is_left_is_named(tmp_path, spoiled,
         ready(root, ALONE, cache="off", max_corrupt=0.9)
 
 
-def test_a_broken_file_is_named_on_one_line_whatever_its_name(tmp_path):
-    root = write_images(tmp_path / "data")
-    name = os.fsencode(root / "train" / "cat") + b"/\xff\n.png"
-    with open(name, "wb"):  # noqa: PTH123 - pathlib takes no bytes
-        pass
-    [left_out] = ready(root, ALONE, cache="off").left_out
-    assert left_out == r"train/cat/\udcff\n.png: it is empty"
-
-
-def test_ranks_share_a_memory_without_a_name_and_are_told_of_different_files(two_ranks):
+def test_ranks_share_a_memory_and_too_many_broken_files_end_the_run(two_ranks, root):
     first, second = (found.other for found in two_ranks.ranks)
     assert first == second
     numbers = [re.findall(r"\d+", message) for message, _on_all_ranks in first]
@@ -148,6 +132,16 @@ def test_ranks_share_a_memory_without_a_name_and_are_told_of_different_files(two
         assert values == [77]
         assert mapped
         assert all(line.endswith("(deleted)") for line in mapped)
+    for message, on_all_ranks in (told for found in two_ranks.ranks for told in found.broken):
+        assert on_all_ranks
+        assert message.startswith("2 of 14 images ")
+        assert f"{two_ranks.root}/train/cat/003.png: it is empty" in message
+        assert "--max-corrupt 0.15" in message
+    empty(root / "train")
+    with pytest.raises(UserError, match="and 11 more"):
+        ready(root, ALONE, cache="off")
+    with pytest.raises(UserError, match=f"train/cat/.* in {root}"):
+        ready(root, ALONE, cache="off", max_corrupt=1.0)
 
 
 def test_a_scan_is_remembered_until_a_file_changes(root, cache_home, tmp_path, monkeypatch):

@@ -23,7 +23,6 @@ def write(path, array, **options):
 
 
 def decoded(path, side=20):
-    """Return a file as Pillow has it: (height, width, 3)."""
     found = decode(path, side)
     assert found.dtype == torch.uint8
     return found.permute(1, 2, 0).numpy()
@@ -156,7 +155,7 @@ def refusal(root, split="train"):
     return str(caught.value)
 
 
-def test_folders_that_are_missing_or_single_are_told_with_what_they_should_hold(tmp_path):
+def test_folders_that_are_missing_single_empty_or_not_text_are_refused(tmp_path):
     assert "train/CLASS/*.jpg" in refusal(tmp_path / "none")
     (tmp_path / "file").write_text("x")
     assert "is a file" in refusal(tmp_path / "file")
@@ -165,9 +164,6 @@ def test_folders_that_are_missing_or_single_are_told_with_what_they_should_hold(
     assert "no folders" in refusal(tmp_path)
     write_images(tmp_path, classes=CLASSES[:1])
     assert "cat/" in refusal(tmp_path)
-
-
-def test_class_folders_that_are_empty_or_not_named_in_text_are_refused(tmp_path):
     write_images(tmp_path)
     (tmp_path / "train" / "bird").mkdir()
     assert "train/bird has no images" in refusal(tmp_path)

@@ -74,12 +74,18 @@ def test_a_truncated_archive_is_told(tmp_path, mode, left):
     refused(path)
 
 
-def test_a_tar_that_ends_within_a_file_or_between_two_is_truncated(tmp_path):
+def test_a_tar_cut_between_files_is_truncated_and_links_are_passed_over(tmp_path):
     path = as_tar(tmp_path / "m.tar")
     size = 512 + -(-len(FILES["b.json"]) // 512) * 512
     for left in (size, size - 512):
         path.write_bytes(path.read_bytes()[:left])
         refused(path)
+    path = as_tar(tmp_path / "m.tar")
+    with tarfile.open(path, "a") as archive:
+        link = tarfile.TarInfo("link.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    assert sorted(open_match_files(path).list_names()) == sorted(FILES)
 
 
 @pytest.mark.parametrize("name", ["../m.json", "/etc/m.json", "a/../../m.json", "C:\\m.json"])
@@ -91,16 +97,7 @@ def test_a_name_that_leads_out_of_an_archive_is_refused(tmp_path, name):
         assert repr(name) in refused(path)
 
 
-def test_links_in_a_tar_are_passed_over(tmp_path):
-    path = as_tar(tmp_path / "m.tar")
-    with tarfile.open(path, "a") as archive:
-        link = tarfile.TarInfo("link.json")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        archive.addfile(link)
-    assert sorted(open_match_files(path).list_names()) == sorted(FILES)
-
-
-def test_a_file_too_large_for_a_match_is_refused_unread(tmp_path):
+def test_a_file_too_large_for_a_match_and_no_matches_are_told(tmp_path):
     path = tmp_path / "m.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("m.json", bytes(100_000_000))
@@ -111,6 +108,14 @@ def test_a_file_too_large_for_a_match_is_refused_unread(tmp_path):
     entry.size = 10**12
     sparse.write_bytes(entry.tobuf())
     assert "1,000,000,000,000" in refused(sparse)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    paths = [empty, as_zip(tmp_path / "m.zip", {"a.txt": b""}), as_tar(tmp_path / "m.tar", EXTRA)]
+    for path in paths:
+        assert "no matches" in refused(path)
+    (tmp_path / "m.csv").write_text("a,b\n")
+    refused(tmp_path / "m.csv")
+    refused(tmp_path / "nowhere")
 
 
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
@@ -124,17 +129,6 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", scandir)
     assert closed in refused(tmp_path)
-
-
-def test_where_there_are_no_matches_that_is_said(tmp_path):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    paths = [empty, as_zip(tmp_path / "m.zip", {"a.txt": b""}), as_tar(tmp_path / "m.tar", EXTRA)]
-    for path in paths:
-        assert "no matches" in refused(path)
-    (tmp_path / "m.csv").write_text("a,b\n")
-    refused(tmp_path / "m.csv")
-    refused(tmp_path / "nowhere")
 
 
 DOCUMENTS = dict(documents(12, seed=0))
@@ -160,11 +154,15 @@ def test_matches_are_read_once_unless_their_file_is_damaged(tmp_path, matches, m
     assert len(kept(tmp_path / "kept")) == 1
 
 
-def test_several_processes_read_what_one_reads(tmp_path, matches, monkeypatch):
+def test_several_processes_or_no_place_to_keep_them_read_the_same(tmp_path, matches, monkeypatch):
     monkeypatch.setattr(cache, "_FILES_PER_PART", 3)
     alone = open_corpus(matches, folder=tmp_path / "one", jobs=1)
     several = open_corpus(matches, folder=tmp_path / "two", jobs=2)
     same(several.corpus, alone.corpus)
+    (tmp_path / "file").write_text("in the way")
+    found = open_corpus(matches, folder=tmp_path / "file" / "kept", jobs=1)
+    assert len(found.corpus.matches["date"]) == 12
+    assert len(found.notes) == 1
 
 
 @pytest.mark.parametrize("changed", ["folder", "version"])
@@ -182,13 +180,6 @@ def test_what_has_changed_is_read_anew_and_said_once(tmp_path, matches, monkeypa
     assert len(kept(folder)) == 1
     assert kept(folder) != before
     assert open_corpus(matches, folder=folder, jobs=1).notes == ()
-
-
-def test_without_a_place_to_keep_them_matches_are_still_read(tmp_path, matches):
-    (tmp_path / "file").write_text("in the way")
-    found = open_corpus(matches, folder=tmp_path / "file" / "kept", jobs=1)
-    assert len(found.corpus.matches["date"]) == 12
-    assert len(found.notes) == 1
 
 
 def read_parts(matches, folder, kill_at=0):

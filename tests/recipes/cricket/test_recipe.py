@@ -190,10 +190,13 @@ def test_each_convolution_uses_every_parameter(convolution):
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
-def test_a_draw_that_leaves_nothing_to_test_is_refused_before_the_training():
+def test_a_draw_without_a_test_and_a_missing_package_are_refused_first(refused, monkeypatch):
     options = CricketOptions(synthetic=True, synthetic_matches=8, split_by="random")
     with pytest.raises(UserError, match="--split-seed"):
         find_recipe("cricket").complete_options(options)
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)
+    monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
+    assert "pip install 'samestep[cricket]'" in refused("train", "cricket", "--synthetic")
 
 
 @pytest.mark.parametrize(
@@ -251,9 +254,3 @@ def test_matches_that_cannot_be_used_are_one_message(tmp_path, refused, cards, t
     message = refused("train", "cricket", *SMALL, *places, "--cache-dir", str(tmp_path / "kept"))
     assert told in message
     assert not (tmp_path / "run").exists()
-
-
-def test_without_geometric_it_says_what_to_install(refused, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch_geometric", None)
-    monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
-    assert "pip install 'samestep[cricket]'" in refused("train", "cricket", "--synthetic")

@@ -112,17 +112,15 @@ def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the first two passes of a sampler that knows epochs."""
-    for first, *_ in together(seen):
+    each = [first for first, *_ in together(seen)]
+    for first in each:
         shuffled = first.loader["shuffle"] and sorted(first.order) != first.order
         if first.loader["set_epoch"] is None or not shuffled:
             continue
         if len(first.orders) < 2:
-            several = seen.ranks[0].epochs > 1
-            yield NotSeen(
-                "each epoch makes a loader of its own, which reads one"
-                if several
-                else "only one epoch was read"
-            )
+            alike = sum(other.made == first.made for other in each)
+            if alike < 2:  # else it is seen by what the others read, or each epoch makes its own
+                yield NotSeen("only one epoch was read")
             continue
         one, two = first.orders[:2]
         if one["indices"] != two["indices"] or first.begins_only:
@@ -134,7 +132,12 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
         name = read[1] if read else "loader"
         loop = f"+ {name}.sampler.set_epoch(epoch)\n  {line}"
         otherwise = "Call `sampler.set_epoch(epoch)` at the start of each epoch."
-        yield Found(first.loader.where, told, loop if line.startswith("for ") else otherwise)
+        yield Found(
+            first.loader.where,
+            told,
+            loop if line.startswith("for ") else otherwise,
+            comes_from={"the sampler is made": first.loader["sampler_made"]},
+        )
 
 
 @rule(
@@ -301,18 +304,17 @@ def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
 )
 def collating_leaves_out(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the rows of each batch with the samples of which it was made."""
-    evaluations = {id(one.lost[0]) for own in evaluated(seen) for one in own if one.lost}
-    for reading in (reading for rank in seen.ranks for reading in readings_of(rank)):
-        if reading.lost:
-            first = reading.lost[0]
-            yield Found(
-                reading.made,
-                f"{len(reading.lost)} batches of the first epoch have no row for some of their "
-                f"samples: first {first['lost']} of {first['given']}",
-                "Let `collate_fn` return a row for each sample, or leave it out of the data set.",
-                None if id(first) in evaluations else "advice",  # it may be meant in training
-            )
-            return
+    evaluations = [one for own in evaluated(seen) for one in own if one.lost]
+    others = [one for rank in seen.ranks for one in readings_of(rank) if one.lost]
+    for reading in (*evaluations, *others)[:1]:
+        first = reading.lost[0]
+        yield Found(
+            reading.made,
+            f"{len(reading.lost)} batches of the first epoch have no row for some of their "
+            f"samples: first {first['lost']} of {first['given']}",
+            "Let `collate_fn` return a row for each sample, or leave it out of the data set.",
+            None if evaluations else "advice",  # it may be meant in training
+        )
 
 
 @rule(
@@ -432,7 +434,8 @@ def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
         told += f": after batch {least} rank {some(short)} leaves the loop, and rank "
         told += f"{some(waits)} waits in the backward pass of batch {least + 1}"
         remedy = "Use a DistributedSampler, which gives all ranks equally many, or DDP's `Join`."
-        yield Found(readings[0].loader.where, told, remedy)
+        made = {"the loader is made": readings[0].made}
+        yield Found(readings[0].loader.where, told, remedy, comes_from=made)
 
 
 @rule(
@@ -458,4 +461,5 @@ def same_batch_at_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
         if told:
             told += f"; the loader has {first.length[0]} batches"
             remedy = "Read on in the loop: `for batch in loader:`, not `next(iter(loader))`."
-            yield Found(batches[0].where, told, remedy)
+            made = {"the loader is made": first.made}
+            yield Found(batches[0].where, told, remedy, comes_from=made)

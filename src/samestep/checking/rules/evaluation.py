@@ -494,7 +494,7 @@ def _last_read(part: _Evaluation) -> Event | None:
 def _is_told(mean: float, parts: Sequence[_Evaluation]) -> bool:
     """Whether a number was read or shown, as it is or in percent."""
     for event in (event for part in parts for event in part.events):
-        value = event["value"] if event.kind == "item" else None  # of NaN, too
+        value = event["value"] if event.kind in ("item", "averaged") else None  # of NaN, too
         if value is not None and abs(value - mean) <= _EXACT * abs(mean):
             return True
         for number in event["numbers"] if event.kind == "report" else ():

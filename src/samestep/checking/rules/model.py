@@ -193,7 +193,13 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
         if unequal and one.is_exchanged:
             yield NotSeen("the script averages weights or gradients itself, perhaps rarely")
             continue
-        if len(rates) > 1:
+        wrap = one.wrap if one.is_wrapped else None
+        if wrap is not None and len(unequal) == len(steps[0]["grads"]):
+            cause = (
+                "no gradient is averaged, although DDP is called: a model that is converted or "
+                "moved after DDP was made is no longer known to it"
+            )
+        elif len(rates) > 1:
             cause = f"their learning rates are {', '.join(format(e['lr'], 'g') for e in steps)}"
         elif unequal:
             reduced = sum(
@@ -210,34 +216,40 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
             f"parameters of {one.name} differ between the {seen.world_size} ranks, {names[0]} "
             f"first; {cause}",
             "Let every rank change weights, gradients and learning rates in the same way.",
+            comes_from={} if wrap is None else {"DDP is made": wrap.where},
         )
 
 
 def _clipped_apart(seen: Seen) -> Found | None:
-    """Return where ranks clip by norms of their own what is of one model.
+    """Return where ranks scale by norms of their own what is of one model.
 
-    Either gradients that were equal on all ranks, next to those of each rank's experts, or the
-    shards of FSDP's flat parameters. Other shards know the norm of the whole.
+    Either the shards of one, or gradients that are equal on all ranks next to those of experts.
     """
-    flat = all(any(e["wrapper"] == "fsdp" for e in rank.of("wrap")) for rank in seen.ranks)
+    sharded = all(any(e["sharded"] for e in rank.of("weights")) for rank in seen.ranks)
+    for steps in seen.together("gradients") if sharded else ():
+        times = [event["grown"] for event in steps]
+        if all(times) and max(times) > _CLIPPED * min(times) > 0:
+            return Found(
+                steps[0].where,
+                f"in step {steps[0].step + 1} the ranks multiply the gradients of their shards by "
+                f"{', '.join(f'{one:.4g}' for one in times)}",
+                "Scale them on all ranks alike: `clip_grad_norm_` knows the norm of all shards.",
+            )
     for clips in seen.together("clip"):
-        norms = [event["norm"] for event in clips]
+        norms, most = [event["norm"] for event in clips], clips[0]["most"]
         if None in norms or any(event.where != clips[0].where for event in clips):
             continue
-        most = clips[0]["most"]
         factors = [min(1.0, most / norm) if norm else 1.0 for norm in norms]
-        columns = list(zip(*(event["sums"] for event in clips), strict=False))
+        columns = zip(*(event["sums"] for event in clips), strict=False)
         shared = sum(len(set(sums)) == 1 and bool(sums[0]) for sums in columns)
-        if max(factors) > _CLIPPED * min(factors) and (shared or flat):
-            what = f"{shared} gradients that are equal on all ranks" if shared else "its shards"
+        if shared and max(factors) > _CLIPPED * min(factors):
             return Found(
                 clips[0].where,
-                f"in step {clips[0].step + 1} {what} are clipped by the norm of each rank's own "
-                f"part: {', '.join(f'{norm:.4g}' for norm in norms)}, with a limit of {most:g}",
-                "Call `model.clip_grad_norm_` of FSDP."
-                if not shared
-                else "All-reduce the squared norms of what each rank has for itself, and clip by "
-                "the norm of the whole: `torch.nn.utils.clip_grads_with_norm_`.",
+                f"in step {clips[0].step + 1} {shared} gradients that are equal on all ranks are "
+                f"clipped by the norm of each rank's own part: "
+                f"{', '.join(f'{norm:.4g}' for norm in norms)}, with a limit of {most:g}",
+                "All-reduce the squared norms of what each rank has for itself, and clip by the "
+                "norm of the whole: `torch.nn.utils.clip_grads_with_norm_`.",
             )
     return None
 
@@ -263,6 +275,7 @@ def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
                 if without != line
                 else "Call the DDP model itself; what else its parts have to do belongs into "
                 "the forward of the model that is wrapped.",
+                comes_from={} if one.wrap is None else {"DDP is made": one.wrap.where},
             )
 
 

@@ -1,6 +1,7 @@
 """Rules that one process can break too: what is trained, by which gradients, and what is saved."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -174,6 +175,7 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                     "Look for what writes weights back after the step."
                     if names
                     else "Let the schedule begin above 0, and step it once per optimizer step.",
+                    comes_from={"the optimizer is made": _made(rank, steps[0])},
                 )
         if found:
             return
@@ -201,7 +203,7 @@ def _with_gradients(
     least_ranks=1,
 )
 def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for weights without a gradient that a step changes, and norms that learn beside them."""
+    """Look for weights without a gradient that a step changes, and for frozen norms that learn."""
     rank = seen.ranks[0]
     steps = [event for event in rank.of("step") if event["thawed"]]
     if len(steps) >= _LEAST_STEPS:
@@ -212,11 +214,21 @@ def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
             f"without a gradient in {len(steps)} steps: {listed(names)}",
             "Give the optimizer only what has requires_grad, or clear gradients by "
             "`zero_grad(set_to_none=True)` once it is frozen.",
-            comes_from={"the optimizer": _made(rank, steps[0])},
+            comes_from={"the optimizer is made": _made(rank, steps[0])},
         )
     for model in rank.of("model"):
         looks = [e for e in rank.of("weights") if e["model_id"] == model["model_id"]]
         first, last = looks[0], looks[-1]
+        vain = model["frozen_in_vain"]
+        parts = tuple(f"{name}." if name else "" for name in vain)
+        thawed = sorted(n for n in _changed(rank, model["model_id"]) if f"{n}.".startswith(parts))
+        if vain and thawed:
+            yield Found(
+                model.where,
+                f"an attribute of {listed(vain)} was set to freeze it, and says nothing to "
+                f"PyTorch: {len(thawed)} parameters change: {listed(thawed)}",
+                "Call `module.requires_grad_(False)`; on a parameter the name is `requires_grad`.",
+            )
         names = [
             name
             for name in model["frozen_norms"]
@@ -259,6 +271,29 @@ def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
         )
     elif not saved:
         yield NotSeen("no weights were saved")
+
+
+@rule(
+    "SS714",
+    "error",
+    "weights that were never copied are loaded back",
+    "A state_dict holds the model's own tensors: what was kept of the best epoch is what the last "
+    "one left.",
+    least_ranks=1,
+)
+def loads_itself(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a model that loads the state_dict that it gave before it was trained on."""
+    event = seen.ranks[0].first("loaded_itself")
+    if event is not None:
+        line = seen.line(event["taken"])
+        copied = re.sub(r"([\w.]+\.state_dict\(\))", r"copy.deepcopy(\1)", line, count=1)
+        yield Found(
+            event.where,
+            f"after step {event.step} the model loads its own tensors, as taken after step "
+            f"{event['at']}: they have the values of now",
+            f"- {line}\n+ {copied}" if copied != line else "Keep `copy.deepcopy(…)` of them.",
+            comes_from={"the state_dict is taken": event["taken"]},
+        )
 
 
 @rule(

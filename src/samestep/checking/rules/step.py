@@ -49,6 +49,7 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
             f"{wrap['parameters']:,} gradients ({steps} steps of rank 0)",
             "Run all but the last micro-batch of a step, forward and backward, within "
             "`with model.no_sync():`.",
+            comes_from={"DDP is made": wrap.where},
         )
 
 
@@ -155,6 +156,7 @@ def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
                 + "; its learning rate was "
                 + ", ".join(f"{event['lr']:.3g}" for event in stepped[:6]),
                 f"Step it once per {unit}.",
+                comes_from={"the scheduler is made": made.where},
             )
         elif times == 1 and not by_epoch and joined and not own:
             yield Found(
@@ -350,10 +352,11 @@ def cosine_of_epochs_in_batches(seen: Seen) -> Iterator[Found | NotSeen]:
             continue
         yield Found(
             stepped[0].where,
-            f"CosineAnnealingLR was made for T_max={period} (at {made.where}), and is stepped "
+            f"CosineAnnealingLR was made for T_max={period}, and is stepped "
             f"{len(first)} times in the first epoch; its learning rates: "
             + ", ".join(f"{lr:.3g}" for lr in first[: 2 * period + 2]),
             "Step it once per epoch, after its batches, or give it T_max=epochs * len(loader).",
+            comes_from={"the scheduler is made": made.where},
         )
 
 
@@ -387,22 +390,24 @@ def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for an all-reduce between DDP's own and the step that multiplies by the world size."""
     rank = seen.ranks[0]
     wrap = rank.first("wrap")
+    if wrap is None or wrap["wrapper"] != "ddp":
+        return
     met, sums, again = False, list[Event](), list[Event]()
     for event in rank.of("backward", "collective", "gradients"):
         if event.kind == "backward":
             met, sums = bool(event.get("sync")), []
         elif event.kind == "collective":
             sums += [event] if event["kind"] == "all_reduce" and event.get("op") == "SUM" else []
-        elif met and sums and abs(event["grown"] / seen.world_size - 1) < _EXACT_STEP:
-            again.append(sums[0])
-    if wrap is not None and wrap["wrapper"] == "ddp" and len(again) >= _FEW_STEPS:
-        line = seen.line(again[0].where)
+        elif met and abs(event["grown"] / seen.world_size - 1) < _EXACT_STEP:
+            summed = sum(math.prod(shape) for one in sums for shape in one["shapes"])
+            again += sums[:1] if 2 * summed > wrap["parameters"] else []  # no number that is logged
+    if len(again) >= _FEW_STEPS:
         yield Found(
             again[0].where,
             f"in {len(again)} steps an all-reduce makes the gradients that DDP has averaged "
             f"{seen.world_size} times as large",
-            f"- {line}" if line.endswith(")") else "Leave out the all-reduce.",
-            comes_from={"DDP, which averages": wrap.where},
+            "Leave out the all-reduce: DDP has averaged them in the backward pass.",
+            comes_from={"DDP is made": wrap.where},
         )
 
 

@@ -2,7 +2,8 @@
 
 Notes "item" {value} for a tensor of one element that becomes a Python number; "report"
 {numbers: as they were printed, labelled: whether the text names this rank with its number}; and
-"reduced" {op, values: of a small tensor before its all-reduce, metric: no count of a library's}.
+"reduced" {op, values: of a small tensor before its all-reduce, metric: no count of a library's};
+"averaged" {value: the first of such a sum, once it is divided by the number of ranks in place}.
 """
 
 import builtins
@@ -11,6 +12,7 @@ import math
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +40,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
         (builtins, "print", reports.around_print),
         (logging.Logger, "handle", reports.around_log),
         *((place, name, reports.around_reduce) for place in (dist, c10d) for name in _REDUCES),
+        (Tensor, "div_", reports.around_div),
     ):
         yield
 
@@ -54,6 +57,7 @@ class _Reports:
         rank = recorder.rank
         self._label = re.compile(rf"{_LABEL}{rank}(?!\d)|[\[(<]{rank}[\])>]", re.IGNORECASE)
         self._inside = False
+        self._summed: weakref.ref[Tensor] | None = None  # what was reduced last
         self._noted: dict[tuple[str, str], int] = {}
         self._step = -1
 
@@ -118,6 +122,19 @@ class _Reports:
             return original(*args, **kwargs)
         finally:
             self._inside = False
+            self._summed = weakref.ref(tensor)
+
+    def around_div(self, original: Callable[..., Any], tensor: Tensor, *by: Any, **how: Any) -> Any:
+        """Note a sum over the ranks that becomes their mean, as in libraries."""
+        divided = original(tensor, *by, **how)
+        summed = None if torch.compiler.is_compiling() or self._summed is None else self._summed()
+        number = by[0] if len(by) == 1 and isinstance(by[0], int | float) else 0
+        if summed is tensor and number == self._recorder.world_size:
+            with self._recorder.unwatched():
+                value = float(tensor.flatten()[0])
+            if math.isfinite(value):
+                self._note("averaged", value=value)
+        return divided
 
 
 def _is_large(thing: Any) -> bool:

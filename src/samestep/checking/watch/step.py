@@ -80,15 +80,14 @@ class _Held:
 
     def look(self) -> None:
         """Keep the gradients of the sample in mind."""
-        grads = (p.grad for p in self.sample)
-        plain = (g if type(g) is Tensor and g.layout == torch.strided else None for g in grads)
-        self.exchanged = [None if grad is None else grad.clone() for grad in plain]
+        parts = (_part_of(p.grad) for p in self.sample)
+        self.exchanged = [None if part is None else part.clone() for part in parts]
 
     def settle(self) -> None:
         """Count what they were multiplied by since they were last looked at."""
-        pairs = zip(self.exchanged, self.sample, strict=False)
-        now = [(g, p.grad) for g, p in pairs if g is not None and p.grad is not None]
-        some = [(g.double(), n.double()) for g, n in now if g.shape == n.shape and g.any()]
+        now = ((g, _part_of(p.grad)) for g, p in zip(self.exchanged, self.sample, strict=False))
+        both = [(g, n) for g, n in now if g is not None and n is not None and g.any()]
+        some = [(g.double(), n.double()) for g, n in both if g.shape == n.shape]
         times = [float((n * g).sum() / g.square().sum()) for g, n in some]
         alike = all(float((n - times[0] * g).norm()) <= _SAME * float(n.norm()) for g, n in some)
         self.grown *= times[0] if times and alike else 0.0
@@ -384,6 +383,12 @@ class _Steps:
         if not self._schedules:
             lr = scheduler.optimizer.param_groups[0]["lr"]
             self._recorder.note("schedule", scheduler_id=id(scheduler), lr=float(lr))
+
+
+def _part_of(gradient: Tensor | None) -> Tensor | None:
+    """Return this rank's part of a gradient, None for a sparse one."""
+    part = getattr(gradient, "to_local", lambda: gradient)()
+    return part if part is not None and part.layout == torch.strided else None
 
 
 def _any(sample: Sequence[Tensor]) -> bool:

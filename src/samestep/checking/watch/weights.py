@@ -8,6 +8,7 @@
 | weights | before the first step, after some | checksums of parameters and buffers, sharded |
 | kept | before some steps | the same: what the script itself did to the weights is in it |
 | saved | torch.save gets weights | fresh: as trained, stale: as before, live: a module's own |
+| loaded_itself | a model loads its own tensors of an earlier step | taken: where, at: step |
 
 Gradients and weights are looked at in the first three steps and rarely then; other steps have no
 `grads`. A gradient that is all zero has the checksum 0.
@@ -38,6 +39,7 @@ _Made = tuple[str, weakref.ref[nn.Module], weakref.ref[nn.Module], weakref.ref[T
 """A parameter as an optimizer was made: its name, its model, the part that owns it, itself."""
 _KEPT, _VALUES = (3, 10, 20), 256
 _LOOKED = (1, 2, 3, 5, 7, 10, 15)
+_MEANT = {"require_grad", "requires_grads", "require_grads", "required_grad"}  # requires_grad
 
 
 class Numbers:
@@ -84,6 +86,7 @@ class Weights:
         self._made_for: dict[int, list[_Made]] = {}
         self._at_start: dict[int, dict[str, int | None]] = {}
         self._live: dict[int, weakref.ref[Any]] = {}  # state dicts that a module has given
+        self._taken: dict[int, tuple[int, str]] = {}  # after which step, and where
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -96,6 +99,7 @@ class Weights:
                     (Optimizer, "__init__", self._around_optimizer),
                     (nn.Module, "named_parameters", self._around_named),
                     (nn.Module, "state_dict", self._around_state),
+                    (nn.Module, "load_state_dict", self._around_load),
                     (torch, "save", self._around_save),
                 )
             )
@@ -118,6 +122,10 @@ class Weights:
                 n for n, m in named if m.training and m.affine and not m.weight.requires_grad
             ],
             shapes={n: list(p.shape) for n, p in model.named_parameters() if not is_lazy(p)},
+            frozen_in_vain=[
+                *(n for n, m in model.named_modules() if vars(m).get("requires_grad") is False),
+                *(n for n, p in model.named_parameters() if _MEANT.intersection(vars(p))),
+            ],
         )
         self._at_start[number] = self._note_weights(model)
 
@@ -279,7 +287,22 @@ class Weights:
         state = original(module, *args, **kwargs)
         with contextlib.suppress(TypeError):  # a plain dict has no weak references
             self._live[id(state)] = weakref.ref(state)
+            if not args and not kwargs:  # of the whole
+                self._taken[id(state)] = self._recorder.hooks.steps, self._recorder.where()
         return state
+
+    def _around_load(
+        self, original: Callable[..., Any], module: Any, state: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Note weights that are loaded into the tensors that they are."""
+        ref, (step, where) = self._live.get(id(state)), self._taken.get(id(state), (0, ""))
+        taken = ref() if ref is not None else None
+        if taken is state and taken is not None and step < self._recorder.hooks.steps:
+            held = {t.data_ptr() for t in taken.values() if isinstance(t, Tensor)}
+            own = {p.data_ptr() for p in module.parameters()}
+            if own and own <= held:
+                self._recorder.once("loaded_itself", taken=where, at=step)
+        return original(module, state, *args, **kwargs)
 
     def _around_save(
         self, original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any

@@ -1,0 +1,31 @@
+"""The change that a finding prints: once it is made, the finding is gone."""
+
+import pytest
+
+from tests.checking import test_data, test_model, test_one_process, test_step
+from tests.checking.planted import check, codes, planted, remedied
+
+ZEROED = planted((test_one_process.ZERO, ""))
+CLIPS_SCALED = planted(
+    test_step.SCALER, (test_step.STEP, test_step.SCALED.replace(test_step.UNSCALE, ""))
+)
+UNSET = planted((test_data.SET_EPOCH, ""))
+PRINTED = {
+    "SS101": test_data.unsampled(),
+    "SS103": UNSET,
+    "SS204": test_model.PAST_DDP,
+    "SS208": test_model.SEARCHED,
+    "SS302": CLIPS_SCALED,
+    "SS310": test_step.PLANTED["scaled gradients"][0],
+    "SS314": test_step.NOT_DIVIDED,
+    "SS704": ZEROED,
+    "SS714": test_one_process.LOADS_ITSELF,
+}
+
+
+@pytest.mark.parametrize("code", PRINTED)
+def test_the_change_that_a_finding_prints_mends_it(code, tmp_path):
+    text = PRINTED[code]
+    (found,) = (one for one in check(tmp_path, text).findings if one.code == code)
+    text = remedied(text, found).replace("import os\n", "import copy\nimport os\n", 1)
+    assert code not in codes(check(tmp_path, text))
