@@ -125,4 +125,3 @@ class TrackedResult:
     """`stopped` continues with --resume; `killed` left no word."""
     values: Mapping[str, Scalar]
     """result.json, flat: `test.accuracy`, `best.value`, `steps`; without what `facts` have."""
-
