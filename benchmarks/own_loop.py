@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
-from samestep.session import own_run
+from samestep.core.session import own_run
 
 HERE = Path(__file__).parent
 BATCH, STEPS = 64, 12

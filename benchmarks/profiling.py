@@ -86,13 +86,13 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 # Trains epochs in turns with the laps of phases and without, and prints the seconds of each.
 _IN_TURNS = """
 import sys, time
-from samestep.commands.train import parse
-from samestep.session.build import build
-from samestep.training.loop import rehearse
-from samestep.training.meter import Meter
-from samestep.training.phases import Phases
-from samestep.training.work import epoch_is_full
-from samestep.ranks.world import World
+from samestep.shell.commands.train import parse
+from samestep.core.session.build import build
+from samestep.core.training.loop import rehearse
+from samestep.core.training.meter import Meter
+from samestep.base.phases import Phases
+from samestep.core.training.work import epoch_is_full
+from samestep.launch.ranks.world import World
 _, request = parse(["spiral", "--epochs", "1000000"])
 built = build(request, World())
 work, state = built.work, built.state

@@ -20,7 +20,7 @@ from typing import Any
 
 from report import heading, machine
 
-from samestep.run.files import sha256_of
+from samestep.base.run.files import sha256_of
 
 PAGE = Path(__file__).parent / "results" / "resume.md"
 MOST_RATIO = 1.5
@@ -56,8 +56,8 @@ recipe = Recipe(model=model, data=data, loss=nn.functional.mse_loss, options=Opt
 RANK = """
 import json, os, sys, time
 from pathlib import Path
-from samestep.cli import main
-from samestep.session import training_run
+from samestep.shell.cli import main
+from samestep.core.session import training_run
 
 restore = training_run.go_on
 

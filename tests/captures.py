@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from samestep.data.trees import tree_leaves
+from samestep.base.trees import tree_leaves
 
 
 class Captures:

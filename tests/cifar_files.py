@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from samestep.recipes.cifar10 import CLASSES
+from samestep.core.recipes.cifar10 import CLASSES
 
 
 def images_and_labels(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

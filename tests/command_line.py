@@ -119,7 +119,7 @@ def call(*arguments: str) -> int:
     It takes a third of the time of a forked rank. What the command changes in its process is put
     back; for a training there is `train_here`.
     """
-    from samestep.cli import main
+    from samestep.shell.cli import main
 
     with _process_as_it_was():
         try:
@@ -130,7 +130,7 @@ def call(*arguments: str) -> int:
 
 def train_here(*arguments: str) -> str:
     """Train alone in this process, by the command line; return what it printed."""
-    from samestep.api.call import as_in_fresh_process
+    from samestep.shell.api.call import as_in_fresh_process
 
     with as_in_fresh_process(), contextlib.redirect_stdout(io.StringIO()) as printed:
         assert call("train", *arguments) == 0, printed.getvalue()
@@ -160,7 +160,7 @@ def files_written(arguments: list[str]) -> set[Path]:
 
     What Python keeps of a compiled module is written by whichever rank imports it first.
     """
-    from samestep.cli import main
+    from samestep.shell.cli import main
 
     written: set[Path] = set()
 
@@ -193,7 +193,7 @@ def _refuse(name: str) -> None:
 
 def _command_line(arguments: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    from samestep.cli import main
+    from samestep.shell.cli import main
 
     sys.argv = ["samestep", *arguments]
     sys.exit(main(arguments))

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from samestep.recipes.cricket.corpus import from_documents, merge
+from samestep.core.recipes.cricket.corpus import from_documents, merge
 
 
 def ball(runs=0, *, batter="A1", other="A2", bowler="B1", out=None, kind="bowled", **extras):

@@ -29,7 +29,7 @@ class Fault:
 
 def command_line(arguments: list[str], faults: tuple[Fault, ...]) -> None:
     """Run `samestep` with faults planted in this rank."""
-    from samestep.cli import main
+    from samestep.shell.cli import main
 
     for fault in faults:
         if fault.rank in (None, int(os.environ.get("RANK", "0"))):
@@ -75,26 +75,26 @@ def _wrap(
 
 
 def _step(strike: Strike) -> None:
-    from samestep.training.step import EagerStep
+    from samestep.core.training.step import EagerStep
 
     _wrap(EagerStep, "__call__", strike, after=True)
 
 
 def _evaluation(strike: Strike) -> None:
-    from samestep.training import loop
+    from samestep.core.training import loop
 
     _wrap(loop, "evaluate", strike, after=False)
 
 
 def _before_checkpoint(strike: Strike) -> None:
-    from samestep.run import checkpoints
+    from samestep.base.run import checkpoints
 
     _wrap(checkpoints, "save", strike, after=False)
 
 
 def _within_copy(strike: Strike) -> None:
     """Strike at the n-th tensor that is copied for a checkpoint."""
-    from samestep.run.host_copy import _Copying
+    from samestep.base.run.host_copy import _Copying
 
     _wrap(_Copying, "_copy", strike, after=True)
 
@@ -111,13 +111,13 @@ def _shards(*, after: bool) -> Callable[[Strike], None]:
 
 
 def _after_shards(strike: Strike) -> None:
-    from samestep.run import shards
+    from samestep.base.run import shards
 
     _wrap(shards, "write", strike, after=True)
 
 
 def _within_checkpoint(strike: Strike, num_bytes: int) -> None:
-    from samestep.run.checkpoints import _Writer
+    from samestep.base.run.checkpoints import _Writer
 
     original = _Writer.write
 
@@ -155,8 +155,8 @@ def _deletion(*, after: bool) -> Callable[[Strike], None]:
 
 
 def _within_index(strike: Strike) -> None:
-    from samestep.run import index
-    from samestep.run.files import write_atomically
+    from samestep.base.run import index
+    from samestep.base.run.files import write_atomically
 
     def write_text(path: Path, text: str) -> None:
         def write(file: Any) -> None:
@@ -173,7 +173,7 @@ def _within_index(strike: Strike) -> None:
 
 def _record(event: str, *, after: bool) -> Callable[[Strike], None]:
     def plant(strike: Strike) -> None:
-        from samestep.run.directory import Run
+        from samestep.base.run.directory import Run
 
         def fits(_run: Run, record: dict[str, Any]) -> bool:
             return event in (record["event"], record.get("split"))
@@ -184,7 +184,7 @@ def _record(event: str, *, after: bool) -> Callable[[Strike], None]:
 
 
 def _within_record(strike: Strike) -> None:
-    from samestep.run.directory import Run
+    from samestep.base.run.directory import Run
 
     original = Run.append
 

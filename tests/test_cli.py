@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from samestep.cli import VERBS
-from samestep.reporting.table import escape
-from samestep.version import __version__
+from samestep.shell.cli import VERBS
+from samestep.base.table import escape
+from samestep.base.version import __version__
 from tests.command_line import call, typed
 from tests.reporting.made_runs import write_run
 
@@ -36,7 +36,7 @@ def test_help_names_every_verb_and_ends_with_examples(command):
 # and numpy have been imported by then.
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
-from samestep.cli import main
+from samestep.shell.cli import main
 found = {}
 for command in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -122,7 +122,7 @@ def test_torch_is_not_imported_before_the_verb_is_known(arguments, code, printed
     assert done.stdout.startswith(printed)
     errors = done.stderr.splitlines()
     names = {line.rpartition("|")[2].strip() for line in errors}
-    assert "samestep.cli" in names
+    assert "samestep.shell.cli" in names
     assert not {name for name in names if name.split(".")[0] in ("torch", "numpy", "tyro")}
     said = [line for line in errors if not line.startswith("import time:")]
     if arguments[:1] == ["trian"]:

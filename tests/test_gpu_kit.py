@@ -16,9 +16,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from samestep.data.images.decode import decode
-from samestep.recipes.cifar10 import read_cifar10
-from samestep.recipes.mnist import read_images_and_labels
+from samestep.core.data.images.decode import decode
+from samestep.core.recipes.cifar10 import read_cifar10
+from samestep.core.recipes.mnist import read_images_and_labels
 from tests.cifar_files import write_folders
 from tests.command_line import read_json
 from tools import gpu_data, gpu_kit, gpu_report

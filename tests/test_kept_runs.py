@@ -11,7 +11,7 @@ import torch
 
 import samestep
 from samestep import read_records
-from samestep.commands.train import parse
+from samestep.shell.commands.train import parse
 from tests.command_line import run
 from tests.tiny import all_records, read_index, sha256
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.machine import free_memory_bytes, quota_cores, usable_cores
+from samestep.base.machine import free_memory_bytes, quota_cores, usable_cores
 
 GIB = 1 << 30
 

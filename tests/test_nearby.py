@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from samestep import nearby
-from samestep.errors import UserError
-from samestep.file_kinds import names_recipe
-from samestep.nearby import find_nearby
-from samestep.recipe import find_recipe
+from samestep.base.errors import UserError
+from samestep.base.file_kinds import names_recipe
+from samestep.base.nearby import find_nearby
+from samestep.core.recipe import find_recipe
 from tests.command_line import RECIPE, call, one_message
 from tests.reporting.made_runs import write_run
 
@@ -176,7 +176,7 @@ def test_a_loop_or_a_plain_script_is_not_run_to_find_that_it_has_no_recipe(text,
 def test_a_recipe_beside_which_a_loop_is_written_stays_a_recipe(tmp_path):
     path = tmp_path / "both.py"
     path.write_text(
-        "from samestep.recipes.spiral import recipe\ndef main():\n    import samestep\n"
+        "from samestep.core.recipes.spiral import recipe\ndef main():\n    import samestep\n"
         "    samestep.open_run('runs/x')\n"
     )
     assert find_recipe(str(path)).name == "both"

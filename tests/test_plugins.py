@@ -23,7 +23,7 @@ def main(words):
     return 3
 
 def start(run):
-    from samestep.tracking import Started
+    from samestep.show.tracking import Started
     return Started(client=(run.folder / "seen").open("w"))
 
 def record(client, entries):
@@ -34,7 +34,7 @@ def finish(client, result):
     client.close()
 """
 ENTRY_POINTS = """\
-[samestep.recipes]
+[samestep.core.recipes]
 tiny = tiny_package.all:recipe
 spiral = tiny_package.all:recipe
 broken = tiny_package.broken

@@ -191,8 +191,8 @@ def test_every_public_name_is_there_and_every_setting_an_argument_that_editors_c
         samestep.nothing  # noqa: B018
     assert {*dir(samestep)} <= {*samestep.__all__}
     assert "train" in dir(samestep)
-    from samestep.api.call import SettingsArguments
-    from samestep.settings import MERGED, Settings
+    from samestep.shell.api.call import SettingsArguments
+    from samestep.base.settings import MERGED, Settings
 
     assert {*SettingsArguments.__annotations__} == {f.name for f in fields(Settings)} | {*MERGED}
 

@@ -145,7 +145,7 @@ def train_all(trainings: Sequence[Sequence[str]], *, on: int, folder: Path) -> N
 
 def train_one_by_one(trainings: list[list[str]], ports: list[int]) -> None:
     """Train on the ranks that this process is one of; each training meets at a port of its own."""
-    from samestep.api.call import as_in_fresh_process
+    from samestep.shell.api.call import as_in_fresh_process
 
     for words, port in zip(trainings, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -243,7 +243,7 @@ def last_state(run: Path) -> dict[str, Any]:
     path = run / "checkpoints" / read_index(run)["last"]["path"]
     state: dict[str, Any] = torch.load(path, weights_only=True)
     if (parts := path.with_suffix(".shards")).exists():
-        from samestep.run import shards
+        from samestep.base.run import shards
 
         state = shards.read(parts, state, None)
     return state

@@ -20,16 +20,16 @@ from typing import Any
 import tyro
 
 import samestep
-import samestep.checking.rules  # registers them
-from samestep.checking.findings import RULES
-from samestep.cli import VERBS
-from samestep.commands import help as flags_help
-from samestep.commands.completion import COMMANDS
-from samestep.errors import AlreadyTold
-from samestep.recipes import RECIPES
-from samestep.run import records
-from samestep.session.own_data import OwnBatch
-from samestep.settings import MERGED, Settings, field_docs, flag_name, free_names
+import samestep.scripts.checking.rules  # registers them
+from samestep.scripts.checking.findings import RULES
+from samestep.shell.cli import VERBS
+from samestep.shell.commands import help as flags_help
+from samestep.shell.commands.completion import COMMANDS
+from samestep.base.errors import AlreadyTold
+from samestep.core.recipes import RECIPES
+from samestep.base.run import records
+from samestep.core.session.own_data import OwnBatch
+from samestep.base.settings import MERGED, Settings, field_docs, flag_name, free_names
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 MARKER = "<!-- What follows is written by tools/reference.py. -->\n"
@@ -104,7 +104,7 @@ def help_of(verb: str) -> tuple[str, str, str]:
     module, *words = verb.split()
     out, os.environ["COLUMNS"] = io.StringIO(), "100"
     with contextlib.redirect_stdout(out), contextlib.suppress(AlreadyTold, SystemExit):
-        importlib.import_module(f"samestep.commands.{module}").main([*words, "--help"])
+        importlib.import_module(f"samestep.shell.commands.{module}").main([*words, "--help"])
     shown, _, examples = out.getvalue().partition("examples:\n")
     if " " in verb:  # those of its group
         examples = "\n".join(x for x in examples.splitlines() if f" {verb} " in f"{x} ")
@@ -124,7 +124,7 @@ def commands() -> Iterator[str]:
         place, plus, refused = COMMANDS.get(verb, ("", ""))[0].partition("+")
         if place:
             module_name, _, form = place.partition(":")
-            module = importlib.import_module(f"samestep.commands.{module_name}")
+            module = importlib.import_module(f"samestep.shell.commands.{module_name}")
             yield table(_FLAGS, flag_rows(getattr(module, form)))
             left = [f"`--{flag_name(name)}`" for name in getattr(module, refused or "_", ())]
             but = f", except for these: {', '.join(left)}" if left else ""

@@ -98,7 +98,7 @@ class Fresh:
         program = self.home / "bin" / "samestep"
         program.write_text(
             f"#!{self.home}/bin/python\nimport sys\n"
-            "from samestep.cli import main\nsys.exit(main())\n"
+            "from samestep.shell.cli import main\nsys.exit(main())\n"
         )
         program.chmod(0o755)
         return own

@@ -7,8 +7,8 @@ from common import measure, options
 from small_graphs import BATCH_SIZE, NUM_BATCHES, Graphs
 from torch_geometric.data import Batch
 
-from samestep.data.batches import open_source
-from samestep.ranks.world import World
+from samestep.core.data.batches import open_source
+from samestep.launch.ranks.world import World
 
 asked = options()
 source = open_source(

@@ -16,10 +16,10 @@ import shutil
 import torch
 from common import measure, options, report
 
-from samestep.data.batches import open_source
-from samestep.data.recipe_splits import load_splits
-from samestep.ranks.world import World
-from samestep.recipe import find_recipe
+from samestep.core.data.batches import open_source
+from samestep.core.data.recipe_splits import load_splits
+from samestep.launch.ranks.world import World
+from samestep.core.recipe import find_recipe
 
 BATCH_SIZE = 128
 

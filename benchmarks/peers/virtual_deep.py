@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from samestep.recipe import Recipe, Splits
+from samestep.core.recipe import Recipe, Splits
 
 WIDTH, LAYERS = 640, 64
 

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from samestep.recipe import Recipe, Splits
-from samestep.recipes.cifar10 import augment, normalise
-from samestep.recipes.resnet import resnet18
+from samestep.core.recipe import Recipe, Splits
+from samestep.core.recipes.cifar10 import augment, normalise
+from samestep.core.recipes.resnet import resnet18
 
 NUM_IMAGES = 4096
 

@@ -24,27 +24,27 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from samestep.version import __version__
+from samestep.base.version import __version__
 
 if TYPE_CHECKING:
     from samestep import dist
-    from samestep.api.checked_script import check
-    from samestep.api.jobs import SubmittedJob, submit
-    from samestep.api.run_lists import compare, runs
-    from samestep.api.sweeps import sweep
-    from samestep.api.trained_models import evaluate, export, load, predict
-    from samestep.api.trained_run import TrainedRun
-    from samestep.api.training import train
-    from samestep.api.verify_ranks import verify
-    from samestep.checking.check_report import CheckReport
-    from samestep.data.keyed_random import normal, uniform
-    from samestep.errors import UserError
-    from samestep.lightning import LitData, LitRecipe, TrackerLogger
-    from samestep.recipe import Recipe, Splits
-    from samestep.run.records import read_records
-    from samestep.session.own_gather import gather
-    from samestep.session.own_run import OwnRun, open_run
-    from samestep.settings import Settings, may_change
+    from samestep.shell.api.checked_script import check
+    from samestep.shell.api.jobs import SubmittedJob, submit
+    from samestep.shell.api.run_lists import compare, runs
+    from samestep.shell.api.sweeps import sweep
+    from samestep.shell.api.trained_models import evaluate, export, load, predict
+    from samestep.shell.api.trained_run import TrainedRun
+    from samestep.shell.api.training import train
+    from samestep.shell.api.verify_ranks import verify
+    from samestep.scripts.checking.check_report import CheckReport
+    from samestep.core.data.keyed_random import normal, uniform
+    from samestep.base.errors import UserError
+    from samestep.bridges.lightning import LitData, LitRecipe, TrackerLogger
+    from samestep.core.recipe import Recipe, Splits
+    from samestep.base.run.records import read_records
+    from samestep.core.session.own_gather import gather
+    from samestep.core.session.own_run import OwnRun, open_run
+    from samestep.base.settings import Settings, may_change
 
 __all__ = [
     "CheckReport",

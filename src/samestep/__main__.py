@@ -2,10 +2,10 @@
 
 import sys
 
-from samestep.ranks.startup import die_with_parent
+from samestep.base.startup import die_with_parent
 
 die_with_parent()  # before the imports, which take seconds on a busy machine
 
-from samestep.cli import main  # noqa: E402
+from samestep.shell.cli import main  # noqa: E402
 
 sys.exit(main())

@@ -7,7 +7,7 @@
 The same script then runs as one process, under torchrun, under srun and under mpirun.
 """
 
-from samestep.ranks.process_group import (
+from samestep.launch.ranks.process_group import (
     barrier,
     cleanup,
     current_world,

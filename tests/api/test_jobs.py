@@ -90,7 +90,7 @@ def test_a_mistake_is_an_error_before_the_first_training(wrong, here):
 
 @pytest.fixture(autouse=True)
 def _forked_ranks(monkeypatch):
-    monkeypatch.setattr("samestep.checking.check_script.start_processes", forked)
+    monkeypatch.setattr("samestep.scripts.checking.check_script.start_processes", forked)
 
 
 def test_a_script_is_checked_from_python_and_its_report_is_data_or_one_error(here):

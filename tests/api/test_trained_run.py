@@ -13,7 +13,7 @@ from torch import nn
 
 import samestep
 from samestep import TrainedRun, UserError
-from samestep.reporting.pictures import Album, png, replace_pictures
+from samestep.base.run.pictures import Album, png, replace_pictures
 from tests.api.recipes import made
 from tests.command_line import RECIPE
 

@@ -4,10 +4,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from samestep.checking.check_report import CheckReport
-from samestep.checking.check_script import check_script
-from samestep.checking.findings import Mistake
-from samestep.checking.ranks_of_script import RankProcess
+from samestep.scripts.checking.check_report import CheckReport
+from samestep.scripts.checking.check_script import check_script
+from samestep.scripts.checking.findings import Mistake
+from samestep.scripts.checking.ranks_of_script import RankProcess
 from tests.processes import _context, _main
 
 BASE = """\
@@ -94,7 +94,7 @@ class Forked:
 def _rank(job: str, cwd: str, variables: dict[str, str]) -> None:
     import sys
 
-    from samestep.checking.rank import main
+    from samestep.scripts.checking.rank import main
 
     os.environ.update(variables)
     os.chdir(cwd)

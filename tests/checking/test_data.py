@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from samestep.checking.samples import lost_rows
+from samestep.scripts.checking.samples import lost_rows
 from tests.checking.planted import check, found_in, planted
 
 SAMPLER = "    sampler = DistributedSampler(train_set, shuffle=True, seed=0)\n"

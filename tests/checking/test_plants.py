@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-import samestep.checking
+import samestep.scripts.checking
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -11,7 +11,7 @@ from check_plants import PLANTS, clean
 
 
 def test_planted_scripts_compile_and_differ_from_their_twins():
-    pages = Path(samestep.checking.__file__).parent / "pages"
+    pages = Path(samestep.scripts.checking.__file__).parent / "pages"
     right = clean()
     for name, plant in PLANTS.items():
         compile(plant.text, name, "exec")

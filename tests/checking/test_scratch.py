@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.checking import guard
-from samestep.checking.guard import guarding
-from samestep.checking.scratch import Scratch
+from samestep.scripts.checking import guard
+from samestep.scripts.checking.guard import guarding
+from samestep.scripts.checking.scratch import Scratch
 
 
 @pytest.fixture

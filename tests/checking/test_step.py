@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from samestep.checking.watch.step import _average
+from samestep.scripts.checking.watch.step import _average
 from tests.checking.planted import check, codes, found_in, line_of, planted
 
 STEP = """\

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from samestep.slurm.sandbox_cluster import down, up
+from samestep.cluster.slurm.sandbox_cluster import down, up
 from tests.cluster.sandbox import RunningSandbox, reason_to_skip
 
 

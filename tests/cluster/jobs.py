@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.run.records import read_records
+from samestep.base.run.records import read_records
 from tests.cluster.sandbox import FINAL, WITHIN_S, RunningSandbox, wait_for
 from tests.processes import start_ranks
 
@@ -124,7 +124,7 @@ _calls = itertools.count()
 
 
 def _command_line(words: Sequence[str], folder: Path, outputs: Path, shell: dict[str, str]) -> None:
-    from samestep.cli import main
+    from samestep.shell.cli import main
 
     os.dup2(os.open(outputs / "errors.txt", os.O_WRONLY | os.O_CREAT, 0o600), 2)
     os.environ.clear()

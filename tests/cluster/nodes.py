@@ -6,9 +6,9 @@ from datetime import datetime
 from pathlib import Path
 from signal import SIGKILL
 
-from samestep.slurm import sandbox_daemons as daemons
-from samestep.slurm.sandbox_cluster import status
-from samestep.slurm.sandbox_daemons import Process, end, find_processes, send, wait_until
+from samestep.cluster.slurm import sandbox_daemons as daemons
+from samestep.cluster.slurm.sandbox_cluster import status
+from samestep.cluster.slurm.sandbox_daemons import Process, end, find_processes, send, wait_until
 
 _BACK_WITHIN_S = 120.0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.slurm.sandbox_daemons import missing_programs
+from samestep.cluster.slurm.sandbox_daemons import missing_programs
 
 WITHIN_S = 300.0
 """Ends what hangs, and nothing that is only slow."""

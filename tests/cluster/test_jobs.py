@@ -6,8 +6,8 @@ import re
 import pytest
 
 from samestep import submit as submit_in_python
-from samestep.errors import UserError
-from samestep.run.records import read_records
+from samestep.base.errors import UserError
+from samestep.base.run.records import read_records
 from tests.cluster.jobs import Submitted, samestep, set_pace, submit, write_recipe
 from tests.cluster.sandbox import WITHIN_S, wait_for
 from tests.tiny import trained

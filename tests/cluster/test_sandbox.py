@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from samestep.commands.slurm.sandbox import main
-from samestep.errors import UserError
-from samestep.slurm import sandbox_daemons as daemons
-from samestep.slurm.sandbox_cluster import down, status, up
-from samestep.slurm.sandbox_daemons import find_processes
+from samestep.shell.commands.slurm.sandbox import main
+from samestep.base.errors import UserError
+from samestep.cluster.slurm import sandbox_daemons as daemons
+from samestep.cluster.slurm.sandbox_cluster import down, status, up
+from samestep.cluster.slurm.sandbox_daemons import find_processes
 from tests.cluster.sandbox import RunningSandbox, wait_for
 from tests.processes import TIMEOUT_S
 
@@ -122,7 +122,7 @@ def test_a_daemon_that_fails_is_named_with_its_log(empty, tmp_path, monkeypatch,
 
 def test_a_node_that_never_comes_is_named_and_nothing_runs_on(empty, tmp_path, monkeypatch):
     pose_as(monkeypatch, tmp_path, "slurmd", "echo I would rather not")
-    monkeypatch.setattr("samestep.slurm.sandbox_cluster._IDLE_WITHIN_S", 0.5)
+    monkeypatch.setattr("samestep.cluster.slurm.sandbox_cluster._IDLE_WITHIN_S", 0.5)
     with pytest.raises(UserError, match="node1 ") as caught:
         up(empty, nodes=1)
     assert str(caught.value).count("I would rather not") == 1
@@ -167,7 +167,7 @@ def test_the_sandbox_of_an_ordinary_user_needs_no_root(tmp_path_factory):
         cd {home}
         sandbox() {{
             {python} -c 'import sys
-from samestep.commands.slurm.sandbox import main
+from samestep.shell.commands.slurm.sandbox import main
 sys.exit(main(sys.argv[1:]))' "$@"
         }}
         trap 'sandbox down >&2' EXIT

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import samestep.checking.rules  # noqa: F401 - registers them
-from samestep.checking import check_report
-from samestep.checking.check_report import CheckReport, as_table, report_lines
-from samestep.checking.findings import RULES, Mistake, Origin, without_silenced
-from samestep.checking.sarif import as_sarif
+import samestep.scripts.checking.rules  # noqa: F401 - registers them
+from samestep.scripts.checking import check_report
+from samestep.scripts.checking.check_report import CheckReport, as_table, report_lines
+from samestep.scripts.checking.findings import RULES, Mistake, Origin, without_silenced
+from samestep.scripts.checking.sarif import as_sarif
 from tests.checking.planted import BASE, forked, line_of, planted
 from tests.command_line import call
 
@@ -21,7 +21,7 @@ EXAMPLES = PAGES.parents[2] / "examples"
 
 @pytest.fixture(autouse=True)
 def _forked_ranks(monkeypatch):
-    monkeypatch.setattr("samestep.checking.check_script.start_processes", forked)
+    monkeypatch.setattr("samestep.scripts.checking.check_script.start_processes", forked)
 
 
 def report_of(folder: Path, *severities: str, source: str = BASE, **more) -> CheckReport:
@@ -176,7 +176,7 @@ def test_sarif_has_what_its_schema_requires(here):
 
 def test_a_recipe_and_a_loop_of_ones_own_are_given_to_verify(here, capfd, monkeypatch, refused):
     asked = []
-    monkeypatch.setattr("samestep.commands.verify.main", lambda words: asked.append(words) or 7)
+    monkeypatch.setattr("samestep.shell.commands.verify.main", lambda words: asked.append(words) or 7)
     (here / "mine.py").write_text(
         "from samestep import Recipe\nrecipe = Recipe(model=dict, data=list)\n"
     )

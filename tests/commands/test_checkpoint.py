@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.run.checkpoints import FORMAT, save
-from samestep.run.index import Entry, Index, Retention, announce
+from samestep.base.run.checkpoints import FORMAT, save
+from samestep.base.run.index import Entry, Index, Retention, announce
 from tests.command_line import call, train_here
 from tests.needs import needs
 from tests.reporting.made_runs import write_run

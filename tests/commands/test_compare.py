@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from samestep.run.records import read_records
+from samestep.base.run.records import read_records
 from tests import tiny
 from tests.reporting.made_runs import write_run
 

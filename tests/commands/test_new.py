@@ -13,8 +13,8 @@ from PIL import Image
 
 import samestep
 from samestep import read_records
-from samestep.commands import demo as demonstration
-from samestep.commands.new import KINDS, STARTERS
+from samestep.shell.commands import demo as demonstration
+from samestep.shell.commands.new import KINDS, STARTERS
 from tests.api.recipes import made
 from tests.command_line import _process_as_it_was, call, train_here, tree
 from tests.session import same, scripts

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from samestep.recipe import find_recipe
-from samestep.recipes.images import ImagesOptions, complete
-from samestep.session.request import draft
+from samestep.core.recipe import find_recipe
+from samestep.core.recipes.images import ImagesOptions, complete
+from samestep.core.session.request import draft
 from tests.command_line import RECIPE, call, read_json, run, start, train_here, typed
 from tests.image_files import BROKEN, write_images
 from tests.tiny import all_records, num_records, until
@@ -165,7 +165,8 @@ def test_a_killed_job_leaves_nothing_in_shared_memory(place, tmp_path):
 
 @pytest.mark.slow
 def test_pillow_is_not_imported_before_an_image_is_read():
-    modules = "samestep, samestep.commands.train, samestep.recipes.images, samestep.recipes.cifar10"
+    names = "shell.commands.train core.recipes.images core.recipes.cifar10"
+    modules = ", ".join(f"samestep.{name}" for name in names.split())
     program = f"import sys, {modules}; sys.exit('PIL' in sys.modules)"
     assert typed("-c", program).returncode == 0
 

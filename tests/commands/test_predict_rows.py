@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.recipe import find_recipe
-from samestep.session.trained_model import evaluate_run
+from samestep.core.recipe import find_recipe
+from samestep.core.session.trained_model import evaluate_run
 from tests import tiny
 from tests.command_line import call, train_here
 from tests.session.scripts import EXAMPLES

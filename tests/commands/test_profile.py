@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.profiling.trace_digest import phases_of
+from samestep.scripts.measuring.trace_digest import phases_of
 from tests import tiny
 from tests.command_line import call, end_with_first_failure, read_json, run, train_here, tree
 from tests.faults import Fault, command_line
@@ -186,7 +186,7 @@ def write(here: Path, text: str) -> None:
 
 def _with_output_apart(words: list[str]) -> None:
     """Run the command line with a file of its own as standard output."""
-    from samestep.cli import main
+    from samestep.shell.cli import main
 
     os.dup2(os.open("printed", os.O_WRONLY | os.O_CREAT), 1)
     sys.exit(main(words))
@@ -235,8 +235,8 @@ def test_a_script_on_two_ranks_is_profiled_on_both(here):
     ],
 )
 def test_flags_may_stand_before_what_is_profiled(given, target):
-    from samestep.commands.profile import _SWITCHES
-    from samestep.commands.script_target import target_first
+    from samestep.shell.commands.profile import _SWITCHES
+    from samestep.shell.commands.script_target import target_first
 
     assert target_first(given.split(), _SWITCHES) == target.split()
 
@@ -285,7 +285,7 @@ def test_a_full_disk_leaves_no_part_of_a_trace(here, refused, disk):  # noqa: F8
 
 def _rank(words: list[str], task: str) -> None:
     """Measure on a rank whose standard output is a file of its own."""
-    from samestep.cli import main
+    from samestep.shell.cli import main
 
     os.environ |= {"SAMESTEP_TASK": task, "OMP_NUM_THREADS": "1"}
     os.dup2(os.open("printed", os.O_WRONLY | os.O_CREAT), 1)
@@ -309,7 +309,7 @@ def scale(here, monkeypatch, capfd):
         (here / "printed").unlink()
         return code, *capfd.readouterr()
 
-    monkeypatch.setattr("samestep.ranks.start.start_ranks", start)
+    monkeypatch.setattr("samestep.launch.ranks.start.start_ranks", start)
     return measured
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.errors import UserError
+from samestep.base.errors import UserError
 from tests.command_line import call, one_message, start
 from tests.processes import TIMEOUT_S
 from tests.reporting.made_runs import write_run
@@ -48,7 +48,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path, refused, monkey
         raise UserError("as files.py says it") from denied
 
     with monkeypatch.context() as patch:
-        patch.setattr("samestep.reporting.page.write_text", refuse)
+        patch.setattr("samestep.show.reporting.page.write_text", refuse)
         assert "-o report.html" in refused("report", str(run))
     assert call("report", str(run), "-o", str(tmp_path / "page.html")) == 0
 
@@ -97,7 +97,7 @@ def test_a_port_that_is_taken_and_what_is_no_run_are_refused(tmp_path, refused, 
     with socket.create_server(("127.0.0.1", 0)) as other:
         for port in ("-1", "65536", str(other.getsockname()[1])):
             assert port in refused("watch", run, f"--port={port}")
-    monkeypatch.setattr("samestep.commands.watch._PATIENCE_S", 0.0)
+    monkeypatch.setattr("samestep.shell.commands.watch._PATIENCE_S", 0.0)
     code = call("watch", str(tmp_path / "nowhere"))
     waits, message = capfd.readouterr().err.splitlines(keepends=True)
     assert "nowhere" in waits
@@ -106,7 +106,7 @@ def test_a_port_that_is_taken_and_what_is_no_run_are_refused(tmp_path, refused, 
 
 @pytest.mark.parametrize(("kind", "says"), [("recipe", "not begun"), ("script", "script")])
 def test_a_jobs_run_without_records_says_what_tells(tmp_path, capfd, monkeypatch, kind, says):
-    monkeypatch.setattr("samestep.commands.watch._PATIENCE_S", 0.0)
+    monkeypatch.setattr("samestep.shell.commands.watch._PATIENCE_S", 0.0)
     fake = install(tmp_path / "bin")
     monkeypatch.setenv("PATH", str(fake.folder))
     run = tmp_path / "run"

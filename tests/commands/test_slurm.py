@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.slurm.options import JobOptions, keep_options, kept_options
+from samestep.cluster.slurm.options import JobOptions, keep_options, kept_options
 from tests.command_line import RECIPE, call
 
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.run.directory import STEPPED
-from samestep.slurm import queue
-from samestep.slurm.options import JobOptions, keep_options
-from samestep.slurm.restarts import BEGUN
+from samestep.base.run.directory import STEPPED
+from samestep.cluster.slurm import queue
+from samestep.cluster.slurm.options import JobOptions, keep_options
+from samestep.cluster.slurm.restarts import BEGUN
 from tests.command_line import call
 from tests.slurm.fake_slurm import install
 from tests.slurm.test_training_progress import START, step
@@ -279,7 +279,7 @@ def test_of_two_jobs_of_one_run_the_later_has_its_steps(slurm, run, told):
 def test_watching_ends_with_the_jobs_and_asks_once_for_each_picture(slurm, run, told, monkeypatch):
     slurm.add(5, run)
     monkeypatch.setattr(
-        "samestep.commands.slurm.status.time.sleep",
+        "samestep.shell.commands.slurm.status.time.sleep",
         lambda _: slurm.add(5, run, state="COMPLETED") or (slurm.folder / "queue").write_text(""),
     )
     told("status", "--watch")

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from samestep.sweeping.side_by_side import run_here
-from samestep.sweeping.sweep_plan import SweepPlan
+from samestep.cluster.sweeping.side_by_side import run_here
+from samestep.cluster.sweeping.sweep_plan import SweepPlan
 from tests.command_line import RECIPE, call, read_json, train_here, tree
 from tests.processes import TIMEOUT_S
 from tests.slurm.fake_slurm import FakeSlurm, install
@@ -80,7 +80,7 @@ def test_halving_outside_of_a_sweep_is_refused(here, refused):
 
 
 def test_a_million_combinations_of_which_some_are_drawn_need_no_question(here, capfd, monkeypatch):
-    monkeypatch.setattr("samestep.commands.sweep.run_here", lambda *_, **__: 0)
+    monkeypatch.setattr("samestep.shell.commands.sweep.run_here", lambda *_, **__: 0)
     many = ",".join(map(str, range(1, 1001)))
     flags = ("--seed", many, "--epochs", many, "--sample", "20", "--run-dir", "sweep")
     assert call("sweep", "small.py", *flags) == 0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.run.directory import lock_run
-from samestep.run.files import hold
+from samestep.base.run.directory import lock_run
+from samestep.base.run.files import hold
 from tests import tiny
 from tests.command_line import call, refusal
 from tests.tracking import own_tracker

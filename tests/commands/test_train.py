@@ -8,8 +8,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from samestep.errors import UserError
-from samestep.settings import Settings, flag_name
+from samestep.base.errors import UserError
+from samestep.base.settings import Settings, flag_name
 from tests.command_line import RECIPE, call, read_json, refusal, train_here, tree
 from tests.tiny import files
 
@@ -231,7 +231,7 @@ def test_a_taken_port_is_named_and_mistakes_found_before_ranks_start(refuse, mon
         port = str(other.getsockname()[1])
         message = refuse("spiral", world_size=2, environment={"MASTER_PORT": port})
     assert_says(message, f"127.0.0.1:{port} MASTER_PORT")
-    monkeypatch.setattr("samestep.ranks.start.run_ranks", None)
+    monkeypatch.setattr("samestep.launch.ranks.start.run_ranks", None)
     assert re.search(r"--epochs .* 0\b", refuse("spiral", "--nproc", "2", "--epochs", "0"))
 
 
@@ -264,7 +264,7 @@ def test_an_error_that_was_not_foreseen_says_where_it_arose(here, capfd):
 
 
 def test_ranks_wait_for_each_other_as_long_as_the_user_says(here, refused, monkeypatch):
-    from samestep.api import training
+    from samestep.shell.api import training
 
     def join(world, timeout_s):
         raise UserError(f"joined with {timeout_s}")

@@ -24,7 +24,7 @@ def verify(tmp_path, monkeypatch, capfd):
     folder = tmp_path / "ranks"
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(
-        "samestep.ranks.start.run_ranks",
+        "samestep.launch.ranks.start.run_ranks",
         lambda num_ranks, words, task: launch(words[1:], folder, num_ranks, Path(task)),
     )
 

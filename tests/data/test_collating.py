@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from samestep.data.batches import open_source
-from samestep.data.collating import Collating, Packed
-from samestep.data.trees import (
+from samestep.core.data.batches import open_source
+from samestep.core.data.collating import Collating, Packed
+from samestep.base.trees import (
     check_rows,
     describe,
     map_leaves,
@@ -23,9 +23,9 @@ from samestep.data.trees import (
     split_rows,
     tree_leaves,
 )
-from samestep.errors import UserError
-from samestep.ranks.world import World
-from samestep.recipe import find_recipe
+from samestep.base.errors import UserError
+from samestep.launch.ranks.world import World
+from samestep.core.recipe import find_recipe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

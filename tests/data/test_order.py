@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import Recipe, Settings, UserError, uniform
-from samestep.data import keyed_random as keys
-from samestep.data import order as order_module
-from samestep.data import order as orders
-from samestep.data.augment import crop, flip, normalise
-from samestep.data.keyed_random import mix, sample_keys
-from samestep.data.order import Ordering, epoch_order, ordering_of, permuted, share, step_range
+from samestep.core.data import keyed_random as keys
+from samestep.core.data import order as order_module
+from samestep.core.data import order as orders
+from samestep.core.data.augment import crop, flip, normalise
+from samestep.core.data.keyed_random import mix, sample_keys
+from samestep.core.data.order import Ordering, epoch_order, ordering_of, permuted, share, step_range
 
 GOLDEN_FIRST = [6, 1, 2, 8, 10, 3, 7, 11, 0, 4, 5, 9]
 GOLDEN_SECOND = [6, 4, 5, 9, 1, 8, 3, 2, 0, 11, 10, 7]

@@ -11,12 +11,12 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from samestep import UserError, uniform
-from samestep.data import memory_source, prefetch
-from samestep.data.batches import open_source
-from samestep.data.blocks import untimed
-from samestep.data.prefetch import SideStream, on_device
-from samestep.data.trees import map_leaves
-from samestep.ranks.world import World
+from samestep.core.data import memory_source, prefetch
+from samestep.core.data.batches import open_source
+from samestep.core.data.blocks import untimed
+from samestep.core.data.prefetch import SideStream, on_device
+from samestep.base.trees import map_leaves
+from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.command_line import read_json
 from tests.data.test_batches import BOTH_KINDS, Listed, Noisy, same, samples, source, steps_of

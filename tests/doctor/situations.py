@@ -4,10 +4,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from samestep.doctor import rank_facts
-from samestep.doctor.findings import Finding
-from samestep.doctor.rank_facts import Address, Allocation, AllReduce, Folder, Gpu, RankFacts
-from samestep.ranks.launch import Launch
+from samestep.cluster.doctor import rank_facts
+from samestep.cluster.doctor.findings import Finding
+from samestep.cluster.doctor.rank_facts import Address, Allocation, AllReduce, Folder, Gpu, RankFacts
+from samestep.launch.ranks.launch import Launch
 
 Row = dict[str, str]
 

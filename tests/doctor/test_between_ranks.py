@@ -8,16 +8,16 @@ import msgspec
 import pytest
 import torch
 
-from samestep.doctor import addresses, measurements
-from samestep.doctor import all_ranks as ranks
-from samestep.doctor import slurm_job as checks
-from samestep.doctor.addresses import read_address
-from samestep.doctor.diagnosis import SIDE_BY_SIDE
-from samestep.doctor.findings import run_checks, worst
-from samestep.doctor.rank_facts import Allocation, AllReduce, Link, RankFacts
-from samestep.doctor.run_directory import shared_folder
-from samestep.doctor.slurm_job import read_slurm, signal_of, traps
-from samestep.ranks.launch import Launch
+from samestep.cluster.doctor import addresses, measurements
+from samestep.cluster.doctor import all_ranks as ranks
+from samestep.cluster.doctor import slurm_job as checks
+from samestep.cluster.doctor.addresses import read_address
+from samestep.cluster.doctor.diagnosis import SIDE_BY_SIDE
+from samestep.cluster.doctor.findings import run_checks, worst
+from samestep.cluster.doctor.rank_facts import Allocation, AllReduce, Link, RankFacts
+from samestep.cluster.doctor.run_directory import shared_folder
+from samestep.cluster.doctor.slurm_job import read_slurm, signal_of, traps
+from samestep.launch.ranks.launch import Launch
 from tests.doctor.situations import FOLDER, JOB, allocation, four, gpus, in_job, rank, says
 from tests.processes import env
 

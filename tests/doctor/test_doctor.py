@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.doctor.between_ranks import _lost
+from samestep.cluster.doctor.between_ranks import _lost
 from tests.doctor.situations import reds, rows_in, rows_of, says
 from tests.processes import Ranks, env, start_ranks
 
@@ -35,7 +35,7 @@ def _rank(work: Path, plant: str, arguments: list[str]) -> None:
         os.environ |= env(f"LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 {nodes}")
     os.chdir(work)
     kept = PLANTS[plant](int(number), work) if plant else None
-    from samestep.cli import main
+    from samestep.shell.cli import main
 
     code = main(["doctor", *arguments])
     del kept
@@ -55,7 +55,7 @@ def _differs_on_1(rank: int, work: Path) -> None:
     """Give rank 1 another torch, other code, another clock, and a place to run that is none."""
     import torch
 
-    from samestep.doctor import measurements, node
+    from samestep.cluster.doctor import measurements, node
 
     place = work / f"node{rank}"
     place.mkdir()
@@ -70,7 +70,7 @@ def _differs_on_1(rank: int, work: Path) -> None:
 
 
 def _other_facts_on_1(rank: int, work: Path) -> None:
-    from samestep.doctor import between_ranks
+    from samestep.cluster.doctor import between_ranks
 
     announce = between_ranks.announce
     other = b'{"another": "samestep"}'
@@ -80,7 +80,7 @@ def _other_facts_on_1(rank: int, work: Path) -> None:
 
 def _no_name_on_1(rank: int, work: Path) -> None:
     """Let rank 1 look for a master that is none, and the launcher end rank 0, which waits."""
-    from samestep.doctor import between_ranks
+    from samestep.cluster.doctor import between_ranks
 
     if rank == 1:
         os.environ["MASTER_ADDR"] = "no-such-host.invalid"
@@ -95,14 +95,14 @@ def _no_name_on_1(rank: int, work: Path) -> None:
 
 
 def _hangs_on_1(rank: int, work: Path) -> None:
-    from samestep.doctor import measurements
+    from samestep.cluster.doctor import measurements
 
     if rank == 1:
         measurements.time_products = lambda _: threading.Event().wait()
 
 
 def _killed_on_1(rank: int, work: Path) -> None:
-    from samestep.doctor import measurements
+    from samestep.cluster.doctor import measurements
 
     if rank == 1:
         measurements.time_products = lambda _: os.kill(os.getpid(), signal.SIGKILL)
@@ -177,7 +177,7 @@ def test_each_planted_fault_is_a_red_row_with_advice_and_nobody_hangs(tmp_path, 
 
 
 def run_here(capfd, *arguments: str) -> tuple[int | str | None, str]:
-    from samestep.commands.doctor import main
+    from samestep.shell.commands.doctor import main
 
     try:
         code = main(list(arguments))

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from samestep.doctor import gpu_health
-from samestep.doctor import node as checks
-from samestep.doctor import run_directory as folders
-from samestep.doctor.findings import run_checks, worst
-from samestep.doctor.rank_facts import GpuHealth
-from samestep.doctor.run_directory import read_folder
-from samestep.doctor.timeouts import call_within, still_waiting, value_within
-from samestep.ranks.peak_rates import link_gb_s, peak_flops_per_s
+from samestep.cluster.doctor import gpu_health
+from samestep.cluster.doctor import node as checks
+from samestep.cluster.doctor import run_directory as folders
+from samestep.cluster.doctor.findings import run_checks, worst
+from samestep.cluster.doctor.rank_facts import GpuHealth
+from samestep.cluster.doctor.run_directory import read_folder
+from samestep.cluster.doctor.timeouts import call_within, still_waiting, value_within
+from samestep.launch.ranks.peak_rates import link_gb_s, peak_flops_per_s
 from tests.doctor.situations import FOLDER, GIB, H100, MACHINE, gpus, rank, says
 
 WITH_GPUS = replace(

@@ -146,8 +146,8 @@ def _watched(words: list[str], folder: Path) -> tuple[set[str], list[list[int]]]
 
 
 def test_the_best_checkpoint_serves_one_device_and_the_test_counts_each_ball_once(on_two):
-    from samestep.recipes.cricket import recipe as cricket
-    from samestep.recipes.cricket.graphs import collate
+    from samestep.core.recipes.cricket import recipe as cricket
+    from samestep.core.recipes.cricket.graphs import collate
 
     saved = torch.load(best_model(on_two[0]), weights_only=True)
     options = cricket.CricketOptions(**saved["options"])

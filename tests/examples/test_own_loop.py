@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samestep import read_records
-from samestep.cli import main
+from samestep.shell.cli import main
 from tests.session.same import account, assert_same
 from tests.session.scripts import EXAMPLES, Strike, run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from samestep.recipes import spiral
+from samestep.core.recipes import spiral
 from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, epochs, forked, run
 from tests.processes import env
 from tests.tracking.readers import comet_messages

@@ -13,8 +13,8 @@ import nbformat
 import pytest
 import torch
 
-from samestep.recipes import cifar10
-from samestep.recipes.resnet import resnet18
+from samestep.core.recipes import cifar10
+from samestep.core.recipes.resnet import resnet18
 from tests.cifar_files import images_and_labels, write_binary
 from tests.command_line import typed
 from tests.examples.programs import ROOT, forked, refusal

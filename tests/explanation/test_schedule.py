@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from samestep import Settings, UserError
-from samestep.data.batches import open_source
-from samestep.explanation import schedule
-from samestep.explanation.schedule import (
+from samestep.core.data.batches import open_source
+from samestep.prove.explanation import schedule
+from samestep.prove.explanation.schedule import (
     PlannedEvent,
     evaluation_shares,
     first_stop,
@@ -19,11 +19,11 @@ from samestep.explanation.schedule import (
     last_step,
     planned_events,
 )
-from samestep.ranks.world import ImaginedWorld
-from samestep.run.index import Index, Retention
-from samestep.training.plan import make_plan
-from samestep.training.stopping import Watch
-from samestep.training.work import Position
+from samestep.launch.ranks.world import ImaginedWorld
+from samestep.base.run.index import Index, Retention
+from samestep.core.training.plan import make_plan
+from samestep.core.training.stopping import Watch
+from samestep.core.training.work import Position
 
 
 def events_of(samples=30, *, position=None, evaluates=True, **told):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from samestep.data import memory_source
-from samestep.data.batches import open_source
-from samestep.data.memory_source import MemorySource
-from samestep.data.prefetch import send
-from samestep.ranks.world import World
-from samestep.recipes import cifar10
+from samestep.core.data import memory_source
+from samestep.core.data.batches import open_source
+from samestep.core.data.memory_source import MemorySource
+from samestep.core.data.prefetch import send
+from samestep.launch.ranks.world import World
+from samestep.core.recipes import cifar10
 from tests.gpu.trainings import no_synchronisation
 from tests.processes import run_ranks
 

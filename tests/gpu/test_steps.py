@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from samestep import read_records
-from samestep.training.loop import rehearse
+from samestep.core.training.loop import rehearse
 from tests import tiny
 from tests.command_line import refusal, run, typed
 from tests.gpu.trainings import blocks, built, no_synchronisation

@@ -15,7 +15,7 @@ import torch
 
 import samestep
 from samestep import evaluate
-from samestep.api.call import as_in_fresh_process
+from samestep.shell.api.call import as_in_fresh_process
 from tests import tiny
 from tests.cifar_files import write_binary
 from tests.command_line import read_json, typed
@@ -222,7 +222,7 @@ def test_a_checkpoint_and_ranks_of_a_users_own_trainer_serve_either_engine(
 
 
 def _fit() -> dict[str, float]:
-    from samestep.lightning import SpiralDataModule
+    from samestep.bridges.lightning import SpiralDataModule
 
     os.environ["TORCHELASTIC_RUN_ID"] = "test"  # as torchrun says it to Lightning
     data = SpiralDataModule(num_samples=701, batch_size=32)
@@ -237,7 +237,7 @@ def evaluations(run: Path) -> list[dict]:
 
 
 def test_cifar10s_data_module_and_batches_of_graphs_serve_anyones_trainer(tmp_path, trainer):
-    from samestep.lightning import CIFAR10DataModule
+    from samestep.bridges.lightning import CIFAR10DataModule
 
     folder = str(write_binary(tmp_path / "data"))
     data = CIFAR10DataModule(folder, batch_size=8)
@@ -270,7 +270,7 @@ def test_a_trainer_that_accumulates_otherwise_or_has_no_end_is_told(trainer, end
 
 
 def test_data_modules_take_the_numbers_of_the_next_trainer_or_of_none(trainer):
-    from samestep.lightning import SpiralDataModule
+    from samestep.bridges.lightning import SpiralDataModule
 
     data = SpiralDataModule(num_samples=200)
     module = samestep.LitRecipe(data.recipe, data.settings, data.options)
@@ -327,7 +327,7 @@ def test_what_lightning_cannot_do_is_refused_before_anything_is_written(tmp_path
 def test_without_lightning_the_extra_is_named_and_the_native_engine_never_needs_it(tmp_path):
     program = (
         "import sys\n"
-        "from samestep.cli import main\n"
+        "from samestep.shell.cli import main\n"
         "sys.modules['lightning'] = None  # as if it were not installed\n"
         "train = ['train', 'spiral', '--epochs', '1', '--num-samples', '200']\n"
         "assert main(train) == 0\n"

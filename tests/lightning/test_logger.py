@@ -82,8 +82,8 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.utilities import rank_zero_only
 
-    from samestep.run.directory import Run
-    from samestep.tracking import processes
+    from samestep.base.run.directory import Run
+    from samestep.show.tracking import processes
 
     torch.set_num_threads(1)
     rank_zero_only.rank = int(os.environ.get("RANK", "0"))  # as an import in this process sets it

@@ -1,6 +1,6 @@
 """Measurements written by hand: every number is known."""
 
-from samestep.profiling.scaling_study import MeasuredSetup, Measurement, Segment, Setup
+from samestep.prove.profiling.scaling_study import MeasuredSetup, Measurement, Segment, Setup
 
 
 def measured(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.profiling.trace_digest import phases_of
+from samestep.scripts.measuring.trace_digest import phases_of
 from tests.command_line import call, end_with_first_failure, read_json, run, start, typed
 from tests.processes import Ranks
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from samestep.errors import UserError
-from samestep.ranks import process, startup
-from samestep.ranks.process import FAILURE, TASK, RankLog, hand_back, handed_back, report
-from samestep.ranks.start import _first_failure
-from samestep.ranks.startup import JOB_RUN
-from samestep.training.stopping import catch_signals
+from samestep.base.errors import UserError
+from samestep.launch.ranks import process
+from samestep.base import startup
+from samestep.launch.ranks.process import FAILURE, TASK, RankLog, hand_back, handed_back, report
+from samestep.launch.ranks.start import _first_failure
+from samestep.base.startup import JOB_RUN
+from samestep.core.training.stopping import catch_signals
 from tests.command_line import start, typed
 from tests.processes import TIMEOUT_S
 from tests.tiny import until, write_recipe
@@ -162,8 +163,8 @@ def test_a_rank_whose_launcher_is_gone_ends_at_once_but_no_command_of_a_rank(tmp
     words = ("-X", "importtime", "-m", "samestep", "train", "spiral")
     done = typed(*words, folder=tmp_path, SAMESTEP_PARENT=str(gone.pid))
     assert done.returncode == 1
-    assert "samestep.ranks.startup" in done.stderr
-    assert "samestep.cli" not in done.stderr
+    assert "samestep.base.startup" in done.stderr
+    assert "samestep.shell.cli" not in done.stderr
     more = {"SAMESTEP_PARENT": "1", "SAMESTEP_RANK_PROCESS": str(os.getpid())}
     done = typed("-m", "samestep", "--version", folder=tmp_path, **more)
     assert done.returncode == 0
@@ -230,7 +231,7 @@ def test_sigkill_or_a_second_sigterm_of_the_command_leaves_no_child_of_a_rank(tm
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_what_ranks_have_left_ends_and_what_runs_beside_them_does_not():
-    from samestep.ranks.startup import end_leftovers
+    from samestep.base.startup import end_leftovers
 
     environment = {**os.environ, "SAMESTEP_PARENT": str(os.getpid())}
     sleeper = (sys.executable, "-c", "import time; time.sleep(600)")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.errors import UserError
-from samestep.ranks.launch import Launch, detect_launch, expand_node_list
+from samestep.base.errors import UserError
+from samestep.launch.ranks.launch import Launch, detect_launch, expand_node_list
 from tests.processes import env
 
 TORCHRUN = env("""
@@ -189,7 +189,7 @@ def test_all_ranks_agree_where_rank_0_listens_and_reading_it_needs_no_torch():
     version_5 = OPEN_MPI_ONE_NODE | {"PMIX_NAMESPACE": "prterun-head-1234@1"}
     del version_5["OMPI_MCA_ess_base_jobid"]
     assert detect_launch(version_5).master_port in range(12000, 30000)
-    code = "import sys, samestep.ranks.launch; sys.exit('torch' in sys.modules)"
+    code = "import sys, samestep.launch.ranks.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -27,7 +27,7 @@ def strike(event, details):
         os.kill(os.getpid(), signal.SIGUSR1)
 
 sys.addaudithook(strike)
-from samestep.cli import main
+from samestep.shell.cli import main
 code = main(words)
 assert sent, f"{module} was never imported"
 sys.exit(code)
@@ -97,7 +97,7 @@ def _of_a_caller(number: int, frame: object) -> None:
 
 
 def _children_of_a_training() -> tuple[list[int | None], list[list[int]], bool, bool]:
-    from samestep.training.stopping import catch_signals
+    from samestep.core.training.stopping import catch_signals
 
     signal.signal(signal.SIGTERM, _of_a_caller)
     before = _handlers_of_child()

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from samestep.errors import UserError
-from samestep.ranks import address as addresses
-from samestep.ranks import world as worlds
-from samestep.ranks.address import check_gloo_interfaces, interface_of, interface_towards, resolve
-from samestep.ranks.world import choose_backend, choose_device, find_world, join, leave, open_store
+from samestep.base.errors import UserError
+from samestep.launch.ranks import address as addresses
+from samestep.launch.ranks import world as worlds
+from samestep.launch.ranks.address import check_gloo_interfaces, interface_of, interface_towards, resolve
+from samestep.launch.ranks.world import choose_backend, choose_device, find_world, join, leave, open_store
 from tests.processes import launch_environment, run_ranks
 
 # (wanted, local rank, GPUs, Apple GPU) → device

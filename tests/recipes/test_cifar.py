@@ -14,10 +14,10 @@ from PIL import Image
 from torch import nn
 
 from samestep import read_records
-from samestep.errors import UserError
-from samestep.recipe import find_recipe
-from samestep.recipes.cifar10 import CLASSES, Cifar10Options, read_cifar10
-from samestep.recipes.resnet import resnet18
+from samestep.base.errors import UserError
+from samestep.core.recipe import find_recipe
+from samestep.core.recipes.cifar10 import CLASSES, Cifar10Options, read_cifar10
+from samestep.core.recipes.resnet import resnet18
 from tests import tiny
 from tests.cifar_files import images_and_labels, records, write_binary, write_folders
 from tests.command_line import read_json, train_here

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
 
-from samestep.errors import UserError
-from samestep.recipes import spiral
-from samestep.recipes.mnist import (
+from samestep.base.errors import UserError
+from samestep.core.recipes import spiral
+from samestep.core.recipes.mnist import (
     MnistOptions,
     data,
     find_idx,
@@ -22,7 +22,7 @@ from samestep.recipes.mnist import (
     read_idx,
     read_images_and_labels,
 )
-from samestep.training.snapshot import check_classes
+from samestep.core.training.snapshot import check_classes
 from tests.idx_files import write_mnist
 
 DIGITS = [str(digit) for digit in range(10)]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from samestep.reporting import facts
-from samestep.reporting.collect import collect
-from samestep.reporting.page import render
-from samestep.reporting.run_data import read_run
-from samestep.run.records import SYSTEM
+from samestep.show.reporting import facts
+from samestep.show.reporting.collect import collect
+from samestep.show.reporting.page import render
+from samestep.show.reporting.run_data import read_run
+from samestep.base.run.records import SYSTEM
 from tests.reporting.made_runs import change, lines_of, write_run
 
 
@@ -214,7 +214,7 @@ def test_the_header_has_the_best_the_time_left_and_the_duration(tmp_path, monkey
     facts = dict(collect([path]).runs[0].facts)
     assert "best" not in facts
     assert facts["duration"].startswith("0.42 s")
-    monkeypatch.setattr("samestep.run.directory.is_written", lambda path: True)
+    monkeypatch.setattr("samestep.base.run.directory.is_written", lambda path: True)
     path = write_run(tmp_path / "goes on", epochs=4, finished=False)
     (path / "run.lock").write_text("")
     facts = dict(collect([change(path, lambda records: records[:20])]).runs[0].facts)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from samestep.reporting.page import write_report
+from samestep.show.reporting.page import write_report
 from tests.reporting.made_runs import append, evaluation, lines_of, write_run
 from tests.reporting.test_page import served
 
@@ -131,7 +131,7 @@ def test_a_page_that_is_watched_takes_over_what_the_run_writes(page, tmp_path, m
     (path / "events.jsonl").write_text("".join(lines[:8]))
     (path / "run.lock").write_text("")
     going = True
-    monkeypatch.setattr("samestep.run.directory.is_written", lambda path: going)
+    monkeypatch.setattr("samestep.base.run.directory.is_written", lambda path: going)
     steps = "JSON.stringify(document.querySelector(\"[data-chart='loss']\").ariaLabel)"
     with served(path) as port:
         page.open(f"http://127.0.0.1:{port}/")

@@ -14,10 +14,10 @@ from threading import Thread
 
 import pytest
 
-from samestep.reporting.charts import MOST_CHARTS, MOST_POINTS
-from samestep.reporting.collect import collect
-from samestep.reporting.page import RunServer, render, write_report
-from samestep.reporting.pictures import LIMIT_BYTES, read_gallery
+from samestep.show.reporting.charts import MOST_CHARTS, MOST_POINTS
+from samestep.show.reporting.collect import collect
+from samestep.show.reporting.page import RunServer, render, write_report
+from samestep.base.run.pictures import LIMIT_BYTES, read_gallery
 from tests.reporting.made_runs import PHASES, append, change_start, evaluation, lines_of, write_run
 from tests.reporting.pages import ReadPage
 
@@ -260,8 +260,8 @@ def test_news_have_what_the_run_wrote_meanwhile_and_say_when_it_ends(tmp_path, m
     (run / "events.jsonl").write_text("".join(lines[:8]))
     (run / "run.lock").write_text(f"process 1 on {socket.gethostname()}\n")
     going = True
-    monkeypatch.setattr("samestep.reporting.page._SHARE", math.inf)  # reads as often as asked
-    monkeypatch.setattr("samestep.run.directory.is_written", lambda path: going)
+    monkeypatch.setattr("samestep.show.reporting.page._SHARE", math.inf)  # reads as often as asked
+    monkeypatch.setattr("samestep.base.run.directory.is_written", lambda path: going)
     with served(run) as port:
         first = json.loads(ask(port, "/data.json")[2])
         (run / "events.jsonl").write_text("".join(lines))
@@ -277,7 +277,7 @@ def test_news_have_what_the_run_wrote_meanwhile_and_say_when_it_ends(tmp_path, m
 
 
 def test_a_run_is_not_read_again_while_that_would_take_more_than_its_share(tmp_path, monkeypatch):
-    monkeypatch.setattr("samestep.reporting.page._SHARE", 1e-9)
+    monkeypatch.setattr("samestep.show.reporting.page._SHARE", 1e-9)
     run = write_run(tmp_path / "run")
     lines = lines_of(run)
     (run / "events.jsonl").write_text("".join(lines[:8]))

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from samestep.api.call import as_in_fresh_process
-from samestep.counting import counting
-from samestep.reporting.progress import BarState, Screen
+from samestep.shell.api.call import as_in_fresh_process
+from samestep.base.counting import counting
+from samestep.show.reporting.progress import BarState, Screen
 from tests.command_line import call
 from tests.tiny import all_records, read_index, write_recipe
 
@@ -98,7 +98,7 @@ def terminal(monkeypatch):
     """Let what is shown on standard error go to a terminal that is read here."""
     file = io.StringIO()
     console = Console(file=file, width=60, force_terminal=True, color_system=None)
-    monkeypatch.setattr("samestep.counting.Console", lambda **_: console)
+    monkeypatch.setattr("samestep.base.counting.Console", lambda **_: console)
     return file
 
 
@@ -119,8 +119,8 @@ def test_off_a_terminal_only_much_work_is_told(capfd, total, lines):
 
 
 def test_decoding_counts_every_image_once():
-    from samestep.data.images.decode import UnreadableImageError
-    from samestep.data.images.image_files import decode_in_threads
+    from samestep.core.data.images.decode import UnreadableImageError
+    from samestep.core.data.images.image_files import decode_in_threads
 
     def decode(path):
         if path == "7":

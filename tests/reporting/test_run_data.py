@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from samestep.errors import UserError
-from samestep.reporting.run_data import read_run
-from samestep.run.directory import lock_run
-from samestep.run.summary import read_runs
+from samestep.base.errors import UserError
+from samestep.show.reporting.run_data import read_run
+from samestep.base.run.directory import lock_run
+from samestep.base.run.summary import read_runs
 from tests.processes import start_ranks
 from tests.reporting.made_runs import append, change, lines_of, write_run
 from tests.tiny import until

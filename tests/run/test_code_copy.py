@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from samestep.errors import UserError
-from samestep.run import code_copy
-from samestep.run import code_copy as copies
-from samestep.run.code_copy import CODE, DIFF, copy_code, edited_since, find_code, hashed_file
+from samestep.base.errors import UserError
+from samestep.base.run import code_copy
+from samestep.base.run import code_copy as copies
+from samestep.base.run.code_copy import CODE, DIFF, copy_code, edited_since, find_code, hashed_file
 
 WHO = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
 

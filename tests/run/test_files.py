@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from samestep import UserError
-from samestep.run.directory import check_free
-from samestep.run.files import cannot_write, write_atomically, write_text
+from samestep.base.run.directory import check_free
+from samestep.base.run.files import cannot_write, write_atomically, write_text
 from tests.processes import start_ranks
 from tests.tiny import files
 

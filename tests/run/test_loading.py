@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.errors import UserError
-from samestep.run import host_copy, index, loading
-from samestep.run.checkpoints import FORMAT, save
-from samestep.run.host_copy import HostCopies, on_host
-from samestep.run.index import Entry
+from samestep.base.errors import UserError
+from samestep.base.run import host_copy, index, loading
+from samestep.base.run.checkpoints import FORMAT, save
+from samestep.base.run.host_copy import HostCopies, on_host
+from samestep.base.run.index import Entry
 from tests.needs import needs
 from tests.processes import run_ranks
 from tests.session.test_loops import Training
@@ -99,8 +99,8 @@ LARGER = (
 
 def mapped_in_training(arguments: list[str], folder: Path) -> tuple[list[str], int]:
     """Train; return the mappings of checkpoints at the first record, and how many were hashed."""
-    from samestep.cli import main
-    from samestep.session.session import Session
+    from samestep.shell.cli import main
+    from samestep.core.session.session import Session
 
     found: list[list[str]] = []
     hashed: list[Path] = []

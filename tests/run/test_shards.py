@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from samestep.errors import UserError
-from samestep.run import shards
-from samestep.run.files import write_text
-from samestep.run.host_copy import HostCopies
+from samestep.base.errors import UserError
+from samestep.base.run import shards
+from samestep.base.run.files import write_text
+from samestep.base.run.host_copy import HostCopies
 from tests.processes import run_ranks
 
 # Ranks are started once for all of them.

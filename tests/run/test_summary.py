@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.errors import UserError
-from samestep.run.summary import read_runs, sorted_runs
+from samestep.base.errors import UserError
+from samestep.base.run.summary import read_runs, sorted_runs
 from tests.reporting.made_runs import append, change_start, lines_of, write_run
 
 KEPT = Path(__file__).parents[1] / "kept"

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.errors import UserError
-from samestep.ranks.world import World
-from samestep.run import checkpoints
-from samestep.run.checkpoints import FORMAT
-from samestep.run.files import check_room
-from samestep.run.index import Retention
-from samestep.session.free_space import room_notes, state_bytes
-from samestep.session.session import Session
-from samestep.training.stopping import Watch
-from samestep.training.work import Position
+from samestep.base.errors import UserError
+from samestep.launch.ranks.world import World
+from samestep.base.run import checkpoints
+from samestep.base.run.checkpoints import FORMAT
+from samestep.base.run.files import check_room
+from samestep.base.run.index import Retention
+from samestep.core.session.free_space import room_notes, state_bytes
+from samestep.core.session.session import Session
+from samestep.core.training.stopping import Watch
+from samestep.core.training.work import Position
 from tests.command_line import train_here
 from tests.processes import TIMEOUT_S
 from tests.session.test_going_on import ended

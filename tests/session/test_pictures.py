@@ -14,8 +14,8 @@ from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 import samestep
 from samestep import Splits, UserError
-from samestep.reporting.pictures import LIMIT_BYTES
-from samestep.session import picture_making as pictures
+from samestep.base.run.pictures import LIMIT_BYTES
+from samestep.core.session import picture_making as pictures
 from tests.api.recipes import made
 from tests.command_line import RECIPE, read_json, run, start
 from tests.tiny import account

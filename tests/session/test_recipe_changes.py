@@ -16,10 +16,10 @@ from torch import nn
 
 import samestep
 from samestep import UserError
-from samestep.commands.train import parse
-from samestep.run.code_copy import copy_code, find_code
-from samestep.session.recipe_changes import keep_recipe, recipe_changes
-from samestep.slurm.options import JobOptions, keep_options
+from samestep.shell.commands.train import parse
+from samestep.base.run.code_copy import copy_code, find_code
+from samestep.core.session.recipe_changes import keep_recipe, recipe_changes
+from samestep.cluster.slurm.options import JobOptions, keep_options
 from tests import tiny
 from tests.api.recipes import made
 from tests.command_line import train_here
@@ -134,7 +134,7 @@ def test_the_runs_own_copy_or_the_new_file_is_chosen(edited, capsys):
         samestep.evaluate("run", recipe=file)["loss"] for file in ("run/recipe.py", "small.py")
     ]
     assert losses[1] == pytest.approx(2 * losses[0])
-    assert samestep.cli.main(["evaluate", "run", "--recipe", "small.py", "--json"]) == 0
+    assert samestep.shell.cli.main(["evaluate", "run", "--recipe", "small.py", "--json"]) == 0
     assert f'"loss": {losses[1]!r}' in capsys.readouterr().out
     edited("SEED = 7", "SEED = 8")
     for target in (["run"], ["small.py", "--run-dir", "run"]):

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from samestep.errors import UserError
-from samestep.settings import Settings
-from samestep.slurm import checks
-from samestep.slurm.checks import advice, check_after, check_partitions, check_place, check_ranks
-from samestep.slurm.options import JobOptions
-from samestep.slurm.submission import Workload, make_script
+from samestep.base.errors import UserError
+from samestep.base.settings import Settings
+from samestep.cluster.slurm import checks
+from samestep.cluster.slurm.checks import advice, check_after, check_partitions, check_place, check_ranks
+from samestep.cluster.slurm.options import JobOptions
+from samestep.cluster.slurm.submission import Workload, make_script
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from samestep.errors import UserError
-from samestep.slurm.options import JobOptions, keep_options, kept_options
-from samestep.slurm.script import script_text
-from samestep.slurm.submission import find_workload, make_script, submit
+from samestep.base.errors import UserError
+from samestep.cluster.slurm.options import JobOptions, keep_options, kept_options
+from samestep.cluster.slurm.script import script_text
+from samestep.cluster.slurm.submission import find_workload, make_script, submit
 from tests import tiny
 
 RECIPE = "from samestep import Recipe\nrecipe = Recipe()\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.slurm.rank_ends import first_end, latest_start, lines_of
+from samestep.cluster.slurm.rank_ends import first_end, latest_start, lines_of
 
 BEGIN = "samestep: job 4, start 1, on node[1-2], Sun Nov 22 14:00:00 UTC 2026"
 LOST = "RuntimeError: [gloo/pair.cc:544] Connection reset by peer [127.0.0.1]:1"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.slurm.options import JobOptions
-from samestep.slurm.script import JobScript, script_text
+from samestep.cluster.slurm.options import JobOptions
+from samestep.cluster.slurm.script import JobScript, script_text
 
 GOLDEN = Path(__file__).parent / "scripts"
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.errors import UserError
-from samestep.slurm.job_array import array_text, read_array, submit_array
-from samestep.slurm.options import JobOptions
-from samestep.slurm.queue import ProgramError, find_job, parse_job
-from samestep.slurm.submission import Workload, find_workload, make_script, submit
+from samestep.base.errors import UserError
+from samestep.cluster.slurm.job_array import array_text, read_array, submit_array
+from samestep.cluster.slurm.options import JobOptions
+from samestep.cluster.slurm.queue import ProgramError, find_job, parse_job
+from samestep.cluster.slurm.submission import Workload, find_workload, make_script, submit
 from tests.command_line import typed
 from tests.slurm.fake_slurm import _DOWN
 from tests.slurm.test_script import job
@@ -68,7 +68,7 @@ def test_a_controller_that_is_away_is_waited_for(slurm, tmp_path, monkeypatch, c
         if comes_back and sum(waited) >= 20:
             sinfo.write_text(answers)
 
-    monkeypatch.setattr("samestep.slurm.submission.time.sleep", sleep)
+    monkeypatch.setattr("samestep.cluster.slurm.submission.time.sleep", sleep)
     if comes_back:
         assert hand_in(tmp_path / "run") == 77
     else:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from samestep.stall.collectives import watch_collectives
-from samestep.stall.pulse import Pulse
+from samestep.launch.stall.collectives import watch_collectives
+from samestep.launch.stall.pulse import Pulse
 
 LONG_S = 600.0
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
-from samestep.stall.collectives import watch_collectives
-from samestep.stall.judge import find_stall, judge, mismatch, patience
-from samestep.stall.pulse import (
+from samestep.launch.stall.collectives import watch_collectives
+from samestep.launch.stall.judge import find_stall, judge, mismatch, patience
+from samestep.launch.stall.pulse import (
     STACKS,
     TIMED_OUT,
     WORLD,
@@ -23,8 +23,8 @@ from samestep.stall.pulse import (
     read_pulse,
     read_pulses,
 )
-from samestep.stall.stacks import RankStand, StackFrame, Stand, _stack_of, look
-from samestep.stall.told import TEXT, Told, read_told, tell, verdict_on
+from samestep.launch.stall.stacks import RankStand, StackFrame, Stand, _stack_of, look
+from samestep.launch.stall.told import TEXT, Told, read_told, tell, verdict_on
 from tests.processes import TIMEOUT_S, run_ranks, start_ranks
 from tests.stall import stuck
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.sweeping.chosen_by_optuna import OptunaChoice
-from samestep.sweeping.sweep_plan import SweepPlan
+from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
+from samestep.cluster.sweeping.sweep_plan import SweepPlan
 
 pytest.importorskip("optuna")
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.errors import UserError
-from samestep.sweeping.sweep_plan import SweepPlan, read_axes
+from samestep.base.errors import UserError
+from samestep.cluster.sweeping.sweep_plan import SweepPlan, read_axes
 
 VALUES = st.lists(
     st.text("abc123.", min_size=1, max_size=4), min_size=2, max_size=4, unique=True

@@ -14,7 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
-from samestep.tracking import Started
+from samestep.show.tracking import Started
 
 
 def fault(where, run=None):

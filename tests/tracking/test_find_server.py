@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from samestep.tracking import Server
+from samestep.show.tracking import Server
 from tests.processes import run_ranks
 
 MISSING = [p for p in ("comet_ml", "mlflow", "wandb") if importlib.util.find_spec(p) is None]
@@ -33,7 +33,7 @@ def ask(tracker, folder, questions):
 
 
 def _ask(tracker, folder, questions):
-    module = importlib.import_module(f"samestep.tracking.{tracker}")
+    module = importlib.import_module(f"samestep.show.tracking.{tracker}")
     os.environ["WANDB_SILENT"] = "true"  # as a tracker's process has it
     forks = [_fork(module, folder / str(n), *question) for n, question in enumerate(questions)]
     answers = []

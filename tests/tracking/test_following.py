@@ -30,7 +30,7 @@ PATIENCE_S = 150.0
 def command_line(arguments, environment, faults=(), end_s=PATIENCE_S):
     """Run `samestep` on this rank, which waits so long for its trackers at the end."""
     os.environ.update(environment)
-    from samestep.tracking import processes
+    from samestep.show.tracking import processes
     from tests import faults as planted
 
     processes.END_S = end_s
@@ -304,7 +304,7 @@ def test_a_run_that_fails_is_closed_as_failed(here):
 
 FILES = """
 import json, os, signal
-from samestep.tracking import Started
+from samestep.show.tracking import Started
 COUNTS_AT_END = True
 
 def start(run):

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.errors import UserError
-from samestep.reporting.pictures import png
-from samestep.run.records import read_records
-from samestep.tracking import processes
-from samestep.tracking.follower import gpus_of, parse_gpus
-from samestep.tracking.processes import Deliveries, Delivery, deliveries_path, read_deliveries
-from samestep.tracking.record_stream import RecordStream, flatten, scalars
+from samestep.base.errors import UserError
+from samestep.base.run.pictures import png
+from samestep.base.run.records import read_records
+from samestep.show.tracking import processes
+from samestep.show.tracking.follower import gpus_of, parse_gpus
+from samestep.show.tracking.processes import Deliveries, Delivery, deliveries_path, read_deliveries
+from samestep.show.tracking.record_stream import RecordStream, flatten, scalars
 from tests.command_line import typed
 
 
@@ -218,7 +218,7 @@ def test_what_a_tracker_prints_has_no_secrets_and_its_ledger_is_read(tmp_path):
     program = f"""
 import os
 from pathlib import Path
-from samestep.tracking.follower import Reports
+from samestep.show.tracking.follower import Reports
 voice = Reports(("planted-secret", "planted", 'pä"55word', "offline"))
 print("early planted-secret")
 os.write(2, b"of C: http://me:pass@host/ planted\\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.tracking import TrackedRecord, TrackedResult, TrackedRun
+from samestep.show.tracking import TrackedRecord, TrackedResult, TrackedRun
 from tests.processes import run_ranks
 from tests.tracking import readers
 
@@ -70,7 +70,7 @@ def test_mlflow_takes_any_name_and_has_each_value_once_whatever_happened(mlflow)
 
 
 def _two_projects(path: Path) -> tuple[tuple[str, int | None], ...]:
-    from samestep.tracking import mlflow
+    from samestep.show.tracking import mlflow
 
     first = mlflow.start(tracked_run(path, "mlflow", settings={"lr[0]": 1}))
     mlflow.record(first.client, [entry("metrics", 1, **{"a:b*": 0.5})])
@@ -83,7 +83,7 @@ def _two_projects(path: Path) -> tuple[tuple[str, int | None], ...]:
 
 
 def _killed_and_again(path: Path) -> tuple[set[str | None], list[tuple[int, float]]]:
-    from samestep.tracking import mlflow
+    from samestep.show.tracking import mlflow
 
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{path}/mlflow.db"
     run = tracked_run(path, "mlflow", offline=False, tags=("a tag",))
@@ -103,7 +103,7 @@ def _killed_and_again(path: Path) -> tuple[set[str | None], list[tuple[int, floa
 
 
 def _known_elsewhere(path: Path) -> tuple[str, int | None]:
-    from samestep.tracking import mlflow
+    from samestep.show.tracking import mlflow
 
     started = mlflow.start(tracked_run(path, "mlflow", known="0" * 32))
     return started.run, started.lines
@@ -123,7 +123,7 @@ def test_wandb_has_the_machine_in_its_summary_and_an_axis_for_any_metric(tmp_pat
 
 
 def _one_step_and_the_machine(path: Path) -> None:
-    from samestep.tracking import wandb
+    from samestep.show.tracking import wandb
 
     client = wandb.start(tracked_run(path, "wandb")).client
     wandb.record(client, [entry("step", 1, **{"train/loss": 1.0})])

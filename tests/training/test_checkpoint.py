@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from samestep import UserError
-from samestep.run import checkpoints, loading
-from samestep.run.index import Entry
-from samestep.run.index import read_index as read_written
-from samestep.training import stopping
+from samestep.base.run import checkpoints, loading
+from samestep.base.run.index import Entry
+from samestep.base.run.index import read_index as read_written
+from samestep.core.training import stopping
 from tests import tiny
 from tests.command_line import refusal
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from samestep import Splits
-from samestep.errors import UserError
-from samestep.ranks.world import World
-from samestep.reporting.words import class_table
-from samestep.training.metrics import Confusion
+from samestep.base.errors import UserError
+from samestep.launch.ranks.world import World
+from samestep.base.words import class_table
+from samestep.core.training.metrics import Confusion
 from tests import tiny
 from tests.command_line import read_json
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from samestep import Settings
-from samestep.training.compiled import _steps_per_graph
-from samestep.training.plan import make_plan
+from samestep.core.training.compiled import _steps_per_graph
+from samestep.core.training.plan import make_plan
 from tests import tiny
 from tests.processes import run_ranks
 from tests.steps_by_hand import IN_A_GRAPH, blocks, learner, model, run, settings_of, whole
@@ -91,8 +91,8 @@ def _train_all(folder, cases):
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     from torch._dynamo.utils import counters
 
-    from samestep.cli import main
-    from samestep.training import compiled, step_graph
+    from samestep.shell.cli import main
+    from samestep.core.training import compiled, step_graph
 
     is_small = step_graph.is_small
     drawn, graphs = _steps_with_dropout(), {}

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from samestep import Settings
-from samestep.data.blocks import Batch
-from samestep.ranks.world import World
-from samestep.training.compiled import FullBatches, compiled_forward
-from samestep.training.evaluation import evaluate
-from samestep.training.plan import make_plan
-from samestep.training.step_graph import Replayed, replayed_on
+from samestep.core.data.blocks import Batch
+from samestep.launch.ranks.world import World
+from samestep.core.training.compiled import FullBatches, compiled_forward
+from samestep.core.training.evaluation import evaluate
+from samestep.core.training.plan import make_plan
+from samestep.core.training.step_graph import Replayed, replayed_on
 from tests.captures import Captures
 
 

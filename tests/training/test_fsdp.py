@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from samestep import Recipe
-from samestep.errors import UserError
-from samestep.ranks.world import World
-from samestep.settings import Settings
-from samestep.training.sharding import find_blocks, shard
+from samestep.base.errors import UserError
+from samestep.launch.ranks.world import World
+from samestep.base.settings import Settings
+from samestep.core.training.sharding import find_blocks, shard
 from tests import tiny
 from tests.command_line import start
 from tests.processes import free_port, run_ranks

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from samestep import Recipe, Settings
-from samestep.errors import UserError
-from samestep.session.trained_model import evaluate_run, open_checkpoint
-from samestep.training.optimizer import Update, optimizer_of
-from samestep.training.optimizer_state import groups_of, load_state, what_groups_keep
+from samestep.base.errors import UserError
+from samestep.core.session.trained_model import evaluate_run, open_checkpoint
+from samestep.core.training.optimizer import Update, optimizer_of
+from samestep.core.training.optimizer_state import groups_of, load_state, what_groups_keep
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault

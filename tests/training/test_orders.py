@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.run.records import read_records
+from samestep.base.run.records import read_records
 from tests import tiny
 from tests.command_line import call, refusal
 from tests.tiny import last_state, trained

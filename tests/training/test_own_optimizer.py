@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from samestep import Recipe, Settings, Splits
-from samestep.errors import UserError
-from samestep.ranks.world import World
-from samestep.training.compiled import ModelStep, make_step, what_compiles
-from samestep.training.learner import Learner
-from samestep.training.optimizer import optimizer_of, set_lr
-from samestep.training.optimizer_state import load_state
-from samestep.training.phases import make_phases
-from samestep.training.plan import learning_rate, make_plan
+from samestep.base.errors import UserError
+from samestep.launch.ranks.world import World
+from samestep.core.training.compiled import ModelStep, make_step, what_compiles
+from samestep.core.training.learner import Learner
+from samestep.core.training.optimizer import optimizer_of, set_lr
+from samestep.core.training.optimizer_state import load_state
+from samestep.base.phases import make_phases
+from samestep.core.training.plan import learning_rate, make_plan
 from tests import tiny
 from tests.faults import Fault
 

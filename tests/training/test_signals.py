@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.ranks.startup import stop_signals
+from samestep.base.startup import stop_signals
 from tests import tiny
 from tests.command_line import one_message, start
 from tests.faults import Fault
@@ -152,7 +152,7 @@ def test_a_second_process_is_told_who_has_the_run(uninterrupted, recipe, tmp_pat
 
 
 def on_terminal(terminal: str, arguments: list[str]) -> None:
-    from samestep.cli import main
+    from samestep.shell.cli import main
 
     opened = os.open(terminal, os.O_RDWR)
     fcntl.ioctl(opened, termios.TIOCSCTTY, 0)

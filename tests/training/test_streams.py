@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from samestep import read_records
-from samestep.errors import UserError
-from samestep.session.trained_model import evaluate_run
-from samestep.settings import Settings
-from samestep.training.plan import make_plan
+from samestep.base.errors import UserError
+from samestep.core.session.trained_model import evaluate_run
+from samestep.base.settings import Settings
+from samestep.core.training.plan import make_plan
 from tests import streams, tiny
 from tests.command_line import start
 from tests.faults import Fault

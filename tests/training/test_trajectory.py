@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from samestep import read_records
-from samestep.data import blocks, source
-from samestep.session import training_run
-from samestep.training.step import EagerStep
+from samestep.core.data import blocks, source
+from samestep.core.session import training_run
+from samestep.core.training.step import EagerStep
 from tests import tiny
 from tests.faults import Fault
 from tests.processes import free_port, run_ranks, start_ranks

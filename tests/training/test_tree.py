@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.data.blocks import held_parts, part_of
-from samestep.ranks.world import World
-from samestep.training import tree
-from samestep.training.tree import TreeReduce, TreeSum, add_up, roots_over
+from samestep.core.data.blocks import held_parts, part_of
+from samestep.launch.ranks.world import World
+from samestep.core.training import tree
+from samestep.core.training.tree import TreeReduce, TreeSum, add_up, roots_over
 from tests.processes import run_ranks
 
 
@@ -99,7 +99,7 @@ CASES = ((5, 5), (5, 2), (4, 4))  # virtual ranks, and how many of them have sam
 
 def reduced() -> list[list[torch.Tensor]]:
     """Add up tensors of odd shapes, layouts and types over ranks; runs on each of them."""
-    from samestep.ranks.world import find_world, join, leave
+    from samestep.launch.ranks.world import find_world, join, leave
 
     world = find_world("cpu")
     join(world)

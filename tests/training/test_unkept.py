@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.ranks.world import World
-from samestep.training.unkept import (
+from samestep.launch.ranks.world import World
+from samestep.core.training.unkept import (
     Unkept,
     at_first_forward,
     count_of_calls,

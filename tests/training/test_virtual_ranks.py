@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.errors import UserError
-from samestep.training.buffers import StepBuffers
+from samestep.base.errors import UserError
+from samestep.core.training.buffers import StepBuffers
 from tests import tiny
 from tests.faults import Fault
 from tests.processes import start_ranks
@@ -228,8 +228,8 @@ def in_arrival_order(arguments):
     """Run the command line with gradients added rank after rank, as they come in."""
     import sys
 
-    from samestep.cli import main
-    from samestep.training import tree
+    from samestep.shell.cli import main
+    from samestep.core.training import tree
 
     class Arriving(tree.TreeSum):
         def push(self, value, _number, _level=0):

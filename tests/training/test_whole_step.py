@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.training import compiled as whole_steps
-from samestep.training import step_graph
-from samestep.training.step_graph import Replayed
+from samestep.core.training import compiled as whole_steps
+from samestep.core.training import step_graph
+from samestep.core.training.step_graph import Replayed
 from tests import steps_by_hand as by_hand
 from tests.captures import Captures
 from tests.steps_by_hand import IN_A_GRAPH, assert_same, blocks, eager, run, settings_of, whole

@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.commands.verify import parse
-from samestep.ranks.process import TASK
-from samestep.ranks.start import Ended
-from samestep.recipe import Accepted
-from samestep.session.request import Request
-from samestep.verification.evidence import Check, Evidence
-from samestep.verification.verify_loop import verify_loop
-from samestep.verification.verify_recipe import Verification, VerifyOptions, gather, judge_evidence
+from samestep.shell.commands.verify import parse
+from samestep.launch.ranks.process import TASK
+from samestep.launch.ranks.start import Ended
+from samestep.core.recipe import Accepted
+from samestep.core.session.request import Request
+from samestep.prove.verification.evidence import Check, Evidence
+from samestep.prove.verification.verify_loop import verify_loop
+from samestep.prove.verification.verify_recipe import Verification, VerifyOptions, gather, judge_evidence
 from tests.command_line import end_with_first_failure
 from tests.processes import start_ranks
 
@@ -83,7 +83,7 @@ def differing(found: Verification) -> dict[str, str | None]:
 def _rank(arguments: list[str], instructions: str, place: str) -> None:
     import sys
 
-    from samestep.commands.verify import main
+    from samestep.shell.commands.verify import main
 
     os.environ[TASK] = instructions
     os.environ["SAMESTEP_PARENT"] = str(os.getppid())

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.commands.verify import parse
-from samestep.data.order import share
-from samestep.ranks.world import World
-from samestep.verification.evidence import Check, Evidence
-from samestep.verification.few_samples import choose_training_size, cut_down, num_samples
-from samestep.verification.recipe_under_test import RecipeUnderTest
-from samestep.verification.rows import judge, plan_trainings
-from samestep.verification.rows.loss import LossOfParts
-from samestep.verification.rows.model import ProcessOutputs
-from samestep.verification.rows.state import ModuleCall
-from samestep.verification.short_trainings import RankReport, RecipeFacts, plan_starts
-from samestep.verification.trace import Trace
+from samestep.shell.commands.verify import parse
+from samestep.core.data.order import share
+from samestep.launch.ranks.world import World
+from samestep.prove.verification.evidence import Check, Evidence
+from samestep.prove.verification.few_samples import choose_training_size, cut_down, num_samples
+from samestep.prove.verification.recipe_under_test import RecipeUnderTest
+from samestep.prove.verification.rows import judge, plan_trainings
+from samestep.prove.verification.rows.loss import LossOfParts
+from samestep.prove.verification.rows.model import ProcessOutputs
+from samestep.prove.verification.rows.state import ModuleCall
+from samestep.prove.verification.short_trainings import RankReport, RecipeFacts, plan_starts
+from samestep.prove.verification.trace import Trace
 
 
 def kept_call(name: str, given: list[float], made: list[float]) -> ModuleCall:

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samestep.verification import causes, short_trainings
-from samestep.verification.rows import one_writer, plan_trainings
-from samestep.verification.rows import state as state_row
-from samestep.verification.rows.data import Changes
-from samestep.verification.rows.loss import LossOfParts
-from samestep.verification.rows.model import BatchInfluence
-from samestep.verification.rows.one_writer import RecipeOutput
-from samestep.verification.rows.rounding import Arithmetic
-from samestep.verification.rows.state import Hidden, ModuleCall, ModuleDifference, first_at_fault
-from samestep.verification.short_trainings import (
+from samestep.prove.verification import causes, short_trainings
+from samestep.prove.verification.rows import one_writer, plan_trainings
+from samestep.prove.verification.rows import state as state_row
+from samestep.prove.verification.rows.data import Changes
+from samestep.prove.verification.rows.loss import LossOfParts
+from samestep.prove.verification.rows.model import BatchInfluence
+from samestep.prove.verification.rows.one_writer import RecipeOutput
+from samestep.prove.verification.rows.rounding import Arithmetic
+from samestep.prove.verification.rows.state import Hidden, ModuleCall, ModuleDifference, first_at_fault
+from samestep.prove.verification.short_trainings import (
     MAIN,
     NUDGED,
     NUDGED_GRADIENT,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from samestep.errors import UserError
-from samestep.verification import causes
-from samestep.verification.rows import one_writer
+from samestep.base.errors import UserError
+from samestep.prove.verification import causes
+from samestep.prove.verification.rows import one_writer
 from tests.verification import planted
 from tests.verification.forked import check, differing, gathered, verified
 

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from samestep.errors import UserError
-from samestep.verification import trace as traces
-from samestep.verification.causes import Cause
-from samestep.verification.few_samples import choose_training_size
-from samestep.verification.result_table import as_table, show
-from samestep.verification.rows import judge
-from samestep.verification.rows.loss import LossOfParts
-from samestep.verification.trace import Trace, Values, difference, evaluations_apart, relative
-from samestep.verification.verify_recipe import Verification
+from samestep.base.errors import UserError
+from samestep.prove.verification import trace as traces
+from samestep.prove.verification.causes import Cause
+from samestep.prove.verification.few_samples import choose_training_size
+from samestep.prove.verification.result_table import as_table, show
+from samestep.prove.verification.rows import judge
+from samestep.prove.verification.rows.loss import LossOfParts
+from samestep.prove.verification.trace import Trace, Values, difference, evaluations_apart, relative
+from samestep.prove.verification.verify_recipe import Verification
 from tests.verification.made_up import undisturbed
 
 

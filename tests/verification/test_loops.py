@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.errors import UserError
-from samestep.verification import causes
-from samestep.verification.loop_on_rank import few_steps
-from samestep.verification.trace import ROUNDING
+from samestep.base.errors import UserError
+from samestep.prove.verification import causes
+from samestep.prove.verification.loop_on_rank import few_steps
+from samestep.prove.verification.trace import ROUNDING
 from tests.cifar_files import write_binary
 from tests.idx_files import write_mnist
 from tests.image_files import write_images

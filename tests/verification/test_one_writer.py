@@ -27,7 +27,7 @@ SCRIPT = """
 import os, pathlib, sys, tempfile
 import numpy, torch
 from samestep import errors
-from samestep.verification.rows import one_writer
+from samestep.prove.verification.rows import one_writer
 python, library = (str(pathlib.Path(name).absolute()) + os.sep for name in ("python", "library"))
 one_writer._PYTHON += (python,)
 one_writer._LIBRARIES += (library,)

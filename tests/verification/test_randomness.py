@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.training.side_effects import KINDS, RandomDraws, differs_by_ranks, watched
-from samestep.verification.recipe_under_test import hold_model
+from samestep.core.training.side_effects import KINDS, RandomDraws, differs_by_ranks, watched
+from samestep.prove.verification.recipe_under_test import hold_model
 
 ALL = frozenset(KINDS)
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))

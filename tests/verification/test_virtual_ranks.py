@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from samestep.commands.verify import _verify
-from samestep.errors import UserError
-from samestep.training.tree import TreeSum
-from samestep.verification import causes
-from samestep.verification.evidence import EQUAL
-from samestep.verification.result_table import as_table
+from samestep.shell.commands.verify import _verify
+from samestep.base.errors import UserError
+from samestep.core.training.tree import TreeSum
+from samestep.prove.verification import causes
+from samestep.prove.verification.evidence import EQUAL
+from samestep.prove.verification.result_table import as_table
 from tests.verification import planted
 from tests.verification.forked import _launch as launch_forked
 from tests.verification.forked import check, differing, verified
@@ -38,7 +38,7 @@ recipe = replace(recipe, model=Free)
 """
 # Virtual ranks of a rank are added up as they come, in place of along the tree.
 AS_THEY_COME = """
-from samestep.training.tree import Root, TreeSum
+from samestep.core.training.tree import Root, TreeSum
 def push(self, value, number, level=0):
     if self.roots:
         value = self._add(self.roots.pop().value, value)
@@ -156,7 +156,7 @@ def test_ranks_that_nobody_chose_are_never_more_than_the_virtual_ones(tmp_path, 
     def launch(num_ranks, words, task):
         return launch_forked(words[1:], tmp_path / "ranks", num_ranks, Path(task))
 
-    monkeypatch.setattr("samestep.ranks.start.run_ranks", launch)
+    monkeypatch.setattr("samestep.launch.ranks.start.run_ranks", launch)
     recipe = planted.write(tmp_path, name="v_two.py")
     assert _verify([str(recipe), "--virtual-ranks", "2", "--quick", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["world_sizes"] == [1, 2]

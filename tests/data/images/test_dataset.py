@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from samestep import UserError
-from samestep.data.images import dataset, image_files
-from samestep.data.images.dataset import ImageFiles
-from samestep.ranks.world import World
+from samestep.core.data.images import dataset, image_files
+from samestep.core.data.images.dataset import ImageFiles
+from samestep.launch.ranks.world import World
 from tests.data.images.ranks_of_images import batches, on_two_ranks, ready
 from tests.image_files import write_images
 from tests.processes import run_ranks

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from samestep import UserError
-from samestep.data.images.decode import UnreadableImageError, decode, model_side, stored_side
-from samestep.data.images.image_files import class_names, find_files
+from samestep.core.data.images.decode import UnreadableImageError, decode, model_side, stored_side
+from samestep.core.data.images.image_files import class_names, find_files
 from tests.image_files import BROKEN, CLASSES, pixels, write_images
 
 BILINEAR = Image.Resampling.BILINEAR

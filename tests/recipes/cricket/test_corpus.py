@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from samestep.errors import UserError
-from samestep.recipes.cricket import corpus as corpora
-from samestep.recipes.cricket.corpus import (
+from samestep.base.errors import UserError
+from samestep.core.recipes.cricket import corpus as corpora
+from samestep.core.recipes.cricket.corpus import (
     BOWLERS_WICKET,
     BYE,
     LEG_BYE,
@@ -17,10 +17,10 @@ from samestep.recipes.cricket.corpus import (
     merge,
     take,
 )
-from samestep.recipes.cricket.form import WIDTH, form, keep_form
-from samestep.recipes.cricket.scorecard import BadMatchError, decode
-from samestep.recipes.cricket.scores import baselines, errors
-from samestep.recipes.cricket.synthetic import documents
+from samestep.core.recipes.cricket.form import WIDTH, form, keep_form
+from samestep.core.recipes.cricket.scorecard import BadMatchError, decode
+from samestep.core.recipes.cricket.scores import baselines, errors
+from samestep.core.recipes.cricket.synthetic import documents
 from tests.cricket_files import ball, corpus_of, encoded, innings, match
 from tests.cricket_files import corpus_of as of
 

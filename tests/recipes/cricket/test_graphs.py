@@ -9,11 +9,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from samestep.data.trees import num_rows
-from samestep.recipes.cricket.corpus import from_documents, merge
-from samestep.recipes.cricket.graphs import EDGES, GraphSource, build
-from samestep.recipes.cricket.synthetic import documents
-from samestep.recipes.cricket.tables import CONTEXTS, Vocabularies, make_tables, vocabularies
+from samestep.base.trees import num_rows
+from samestep.core.recipes.cricket.corpus import from_documents, merge
+from samestep.core.recipes.cricket.graphs import EDGES, GraphSource, build
+from samestep.core.recipes.cricket.synthetic import documents
+from samestep.core.recipes.cricket.tables import CONTEXTS, Vocabularies, make_tables, vocabularies
 from tests.needs import needs
 
 pytestmark = needs("torch_geometric")

@@ -7,11 +7,11 @@ import zipfile
 
 import pytest
 
-from samestep.errors import UserError
-from samestep.recipes.cricket import cache
-from samestep.recipes.cricket.cache import open_corpus
-from samestep.recipes.cricket.match_files import open_match_files
-from samestep.recipes.cricket.synthetic import documents
+from samestep.base.errors import UserError
+from samestep.core.recipes.cricket import cache
+from samestep.core.recipes.cricket.cache import open_corpus
+from samestep.core.recipes.cricket.match_files import open_match_files
+from samestep.core.recipes.cricket.synthetic import documents
 from tests.cricket_files import encoded, match, write
 from tests.processes import run_ranks, start_ranks
 from tests.recipes.cricket.test_corpus import same

@@ -1,0 +1,68 @@
+"""What a Python file of the user is, without running it: a recipe, a loop of its own, a script."""
+
+import ast
+import os
+import re
+from pathlib import Path
+
+from samestep.base.errors import UserError
+from samestep.base.nearby import nearby
+
+
+def names_recipe(tree: ast.Module) -> bool:
+    """Whether a file ends up with a `recipe`, assigned or imported at its top level."""
+    names: list[str | None] = []
+    for node in tree.body:
+        match node:
+            case ast.ImportFrom(names=imported):
+                names += [alias.asname or alias.name for alias in imported]
+            case ast.Assign(targets=targets):
+                names += [getattr(target, "id", None) for target in targets]
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.append(name)
+    return "recipe" in names
+
+
+def is_recipe_file(path: Path) -> bool:
+    """Whether a Python file defines `recipe`; any other is a script."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(
+            f"There is no file {path} that can be read: {error.strerror}.{nearby(path, 'file')}"
+        ) from error
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise UserError(f"{path}:{line}: {getattr(error, 'msg', error)}.") from error
+    return names_recipe(tree)
+
+
+def opens_run(source: bytes) -> int | None:
+    """Return the line in which a file without a recipe calls `open_run`, if it does so."""
+    if b"open_run" not in source:
+        return None
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # running it says more
+        return None
+    if names_recipe(tree):
+        return None
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    names = ((getattr(c.func, "attr", getattr(c.func, "id", "")), c.lineno) for c in calls)
+    return next((line for name, line in names if name == "open_run"), None)
+
+
+def cannot_have_recipe(source: bytes) -> bool:
+    """Whether a file surely has no recipe, which is found without running it."""
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):  # running it says more
+        return False
+    return re.search(rb"\brecipe\b|import\s*\*", source) is None
+
+
+def loop_of(target: str | os.PathLike[str]) -> Path | None:
+    """Return the script that a target names, if it has a loop of its own."""
+    path = Path(target)
+    is_script = path.suffix == ".py" and path.is_file()
+    return path if is_script and opens_run(path.read_bytes()) else None

@@ -1,0 +1,265 @@
+"""What decides in a user's code: the functions, classes and values that a file reaches.
+
+The code is parsed and never run. Comments, layout, docstrings and imports that nothing uses are
+left out. Of the modules that a file imports, only what the file reaches counts.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from samestep.base.run.code_source import ModuleText, Parts, Statement, source_of
+
+Pieces = dict[str, str]
+"""The name of each function and value → its code, or `name = value`."""
+Find = Callable[[str], Path | None]
+"""The dotted name of a module → its file, if it is the user's own."""
+_SHOWN = 40
+_IMPORT = "import of "
+_MAIN = "`if __name__ == '__main__':`"
+_EVERYTHING = frozenset({"globals", "eval", "exec"})
+"""Who calls these may use any name of its module."""
+
+
+def nothing_own(_name: str) -> None:
+    """Find no module that is the user's own."""
+
+
+def file_pieces(file: Path) -> Pieces:
+    """Return what a script defines, its main block included, without what it imports."""
+    return reached_pieces(file, nothing_own, main_block=True)
+
+
+def reached_pieces(
+    file: Path, find: Find, whole: Collection[str] = (), *, main_block: bool = False
+) -> Pieces:
+    """Return what a file defines, and what it reaches in modules of the user's own.
+
+    `whole` names modules that count as a whole, since no import statement leads to them. Of a
+    script the `main_block` runs, too.
+    """
+    return _Reach(find, main_block=main_block).pieces_of(file, whole)
+
+
+def named_pieces(names: Iterable[Parts], find: Find) -> Pieces:
+    """Return what dotted names reach in modules of the user's own."""
+    reach = _Reach(find)
+    for parts in sorted(names):
+        reach.follow(parts)
+    return reach.pieces()
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the names of pieces that are not the same, with short values."""
+    found = []
+    for name in dict.fromkeys((*before, *now)):
+        old, new = before.get(name), now.get(name)
+        only_one = old is None or new is None
+        if old == new or (only_one and name.startswith(_IMPORT)):  # its use differs, too
+            continue
+        start = f"{name.partition(' in ')[0]} = "
+        values = [text.removeprefix(start) for text in (old, new) if text and text[:1] != "#"]
+        short = len(values) == 2 and all(len(v) <= _SHOWN and not {*v} & {*"\n#"} for v in values)
+        if only_one:
+            found.append(f"{name} ({'new' if old is None else 'gone'})")
+        elif short and old and old.startswith(start):
+            found.append(f"{name} (was {values[0]}, is {values[1]})")
+        else:
+            found.append(name)
+    return found
+
+
+def module_path(name: str, file: Path) -> str:
+    """Return where a module lies below the folder that it is imported from."""
+    end = "/__init__.py" if file.name == "__init__.py" else ".py"
+    return name.replace(".", "/") + end
+
+
+@dataclass
+class _Reach:
+    """Follows a file to what it uses in modules of the user's own."""
+
+    find: Find
+    sources: dict[str, ModuleText] = field(default_factory=dict)
+    """By the module's name; "" is the file itself."""
+    files: dict[str, Path] = field(default_factory=dict)
+    taken: dict[str, set[int]] = field(default_factory=dict)
+    """Of each module that is imported, the places of the statements that count."""
+    stands_for: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(module, name that it imports) → the dotted name of what that is."""
+    waiting: list[tuple[str, int]] = field(default_factory=list)
+    """Statements that were taken, and whose uses were not followed yet."""
+    main_block: bool = False
+
+    def pieces_of(self, file: Path, whole: Iterable[str] = ()) -> Pieces:
+        self.files[""], self.sources[""] = file, source_of(file)
+        self._run("")
+        for place, one in enumerate(self.sources[""].statements):
+            if not one.names or not one.names <= self.sources[""].unused:
+                self._take("", place)
+        self._use("", ("recipe",))  # another module may have it
+        for name in whole:
+            self.follow(tuple(name.split(".")))
+        return self.pieces()
+
+    def pieces(self) -> Pieces:
+        while self.waiting or self._take_subclasses():
+            while self.waiting:
+                self._follow_uses(*self.waiting.pop())
+        found: Pieces = {}
+        for module, places in self.taken.items():
+            label = f" in {module_path(module, self.files[module])}" if module else ""
+            statements = self.sources[module].statements
+            parts = [one for place in sorted(places) for one in statements[place].pieces]
+            parts += [
+                (f"{_IMPORT}{name}", f"{_IMPORT}{name} = {what}")
+                for (where, name), what in sorted(self.stands_for.items())
+                if where == module
+            ]
+            for name, text in parts:  # a name that is given twice has both
+                shown = name + label
+                found[shown] = "\n".join(filter(None, (found.get(shown), text)))
+        return found
+
+    def _load(self, module: str) -> ModuleText | None:
+        """Return what a module says, if it is the user's own."""
+        if module not in self.sources:
+            file = self.find(module)
+            if file is None:
+                return None
+            self.files[module] = file
+            self.sources[module] = source_of(file, module)
+        return self.sources[module]
+
+    def _run_all(self, name: str) -> bool:
+        """Import a module with the packages above it; return whether it is the user's own."""
+        parts = name.split(".")
+        return [self._run(".".join(parts[: n + 1])) for n in range(len(parts))][-1]
+
+    def _run(self, module: str) -> bool:
+        """Note what happens when a module is imported; return whether it is the user's own."""
+        source = self._load(module)
+        if source is None or module in self.taken:
+            return source is not None
+        self.taken[module] = set()
+        for name in sorted(source.imports):
+            self._run_all(name)
+        for place, one in enumerate(source.statements):
+            if one.acts or any(self._registers(module, chain) for chain in one.decorators):
+                self._take(module, place)
+        return True
+
+    def _registers(self, module: str, decorator: Parts) -> bool:
+        """Whether a decorator may put what it decorates where others find it."""
+        source = self.sources[module]
+        if decorator[0] in source.places:
+            return True
+        target = (*source.bound.get(decorator[0], decorator[:1]), *decorator[1:])
+        called = ".".join(target).lower()
+        return bool(self._place(target)[0]) or "register" in called or "registry" in called
+
+    def _take_subclasses(self) -> bool:
+        """Take classes whose base learns of them; return whether there were more."""
+        classes = [
+            (module, place, one)
+            for module in [*self.taken]
+            for place, one in enumerate(self.sources[module].statements)
+            if one.bases or one.hooks
+        ]
+        known = {name for _, _, one in classes if one.hooks for name in one.names}
+        while more := {n for _, _, one in classes if one.bases & known for n in one.names} - known:
+            known |= more
+        found = [(m, p) for m, p, one in classes if one.bases & known and p not in self.taken[m]]
+        for module, place in found:
+            self._take(module, place)
+        return bool(found)
+
+    def _take_all(self, module: str) -> None:
+        for place in range(len(self.sources[module].statements)):
+            self._take(module, place)
+
+    def _take(self, module: str, place: int) -> None:
+        """Let a statement count."""
+        source = self.sources[module]
+        is_new = place not in self.taken[module]
+        runs = (self.main_block and not module) or not _is_main(source.statements[place])
+        if is_new and runs:
+            self.taken[module].add(place)
+            self.waiting.append((module, place))
+
+    def _follow_uses(self, module: str, place: int) -> None:
+        one = self.sources[module].statements[place]
+        for name in sorted(one.imports):
+            self._run_all(name)
+        for parts in sorted(one.uses):
+            self._use(module, parts)
+        for parts in sorted(one.inner_uses):
+            self.follow(parts)
+
+    def _use(self, module: str, parts: Parts) -> None:
+        """Take what a name stands for in a module."""
+        source, name = self.sources[module], parts[0]
+        for place in source.places.get(name, ()):
+            self._take(module, place)
+        if name in source.bound:
+            target = source.bound[name]
+            where, rest = self._place(target)
+            self.stands_for[module, name] = ".".join((where, *rest) if where else rest)
+            self.follow((*target, *parts[1:]))
+        elif name not in source.places:
+            if star := self._star_with(source, name):
+                self.follow((*star.split("."), *parts))
+            elif name in _EVERYTHING:
+                self._take_all(module)
+
+    def follow(self, parts: Parts) -> None:
+        """Take what a dotted name stands for; of a module that is used as an object, all."""
+        where, rest = self._place(parts)
+        if not where or (rest and rest[0][:2] == "__"):
+            return
+        self._run_all(where)
+        source = self.sources[where]
+        if rest and rest[0] in source.places:
+            self._use(where, rest)
+        else:  # its own __getattr__ may make the name
+            self._take_all(where)
+
+    def _place(
+        self, parts: Parts, seen: frozenset[tuple[str, str]] = frozenset()
+    ) -> tuple[str, Parts]:
+        """Return the own module that a dotted name leads to, and what of it; else ("", parts)."""
+        where = ""
+        for place, name in enumerate(parts):
+            rest = parts[place:]
+            if where and (where, name) not in seen:
+                source, now = self.sources[where], seen | {(where, name)}
+                if name in source.places:
+                    return where, rest
+                if name in source.bound:
+                    return self._place((*source.bound[name], *rest[1:]), now)
+                if star := self._star_with(source, name):
+                    return self._place((*star.split("."), *rest), now)
+            inner = ".".join(parts[: place + 1])
+            if self._load(inner) is not None:
+                where = inner
+            elif where:
+                return where, rest
+        return (where, ()) if where else ("", parts)
+
+    def _star_with(self, source: ModuleText, name: str, seen: frozenset[str] = frozenset()) -> str:
+        """Return the own module whose names are imported all, and that has this one; else ""."""
+        for star in source.stars:
+            found = self._load(star) if star not in seen else None
+            if found is not None and (
+                name in found.places
+                or name in found.bound
+                or self._star_with(found, name, seen | {star})
+            ):
+                return star
+        return ""
+
+
+def _is_main(one: Statement) -> bool:
+    """Whether a statement is the block that an import does not run."""
+    name, text = one.pieces[0] if one.pieces else ("", "")
+    return name == _MAIN and "\nelse:" not in text and "\nelif " not in text

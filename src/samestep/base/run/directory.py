@@ -1,0 +1,358 @@
+"""The run directory: plain files that rank 0 writes; whether a run is open, and how it ended.
+
+What is recorded of the machine and the environment is an allow-list, without secrets.
+"""
+
+import contextlib
+import datetime as dt
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from samestep.base.errors import UserError
+from samestep.base.machine import usable_cores
+from samestep.base.nearby import nearby
+from samestep.base.run.files import Held, cannot_write, hold, read_object, write_text
+from samestep.base.run.records import Record, check_format, first_start
+from samestep.base.version import __version__
+
+# What is recorded of the environment. Everything else may hold a secret.
+_ALLOWED = re.compile(
+    r"(?!SLURM_SPANK)(NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|SLURM|OMP|MKL|CUDA|OMPI_COMM_WORLD|PMI)_[A-Z0-9_]+"
+    r"|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+)
+# Whole words of a name: TOKENIZERS_PARALLELISM holds none.
+_SECRET = re.compile(
+    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH|COOKIE|JWT)S?(_|$)",
+    re.IGNORECASE,
+)
+
+
+def describe_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the machine, the command and the variables on an allow-list."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "cores_usable": len(usable_cores()),
+        "command": _without_secrets(sys.argv),
+        "variables": {
+            name: value
+            for name, value in sorted(environment.items())
+            if _ALLOWED.fullmatch(name) and not names_secret(name)
+        },
+    }
+
+
+def git_commit(folder: Path) -> str:
+    """Return the commit that a folder's repository is at; "" where there is none.
+
+    It is read from git's own files: to ask git takes longer than a short training.
+    """
+    for parent in (folder, *folder.parents):
+        if not (parent / ".git").is_dir():
+            continue
+        try:
+            head = (parent / ".git" / "HEAD").read_text().strip()
+            if not head.startswith("ref: "):
+                return head
+            name = head.removeprefix("ref: ")
+            if (parent / ".git" / name).is_file():
+                return (parent / ".git" / name).read_text().strip()
+            packed = (parent / ".git" / "packed-refs").read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            return ""
+        return next((line.split()[0] for line in packed if line.endswith(f" {name}")), "")
+    return ""
+
+
+def names_secret(name: str) -> bool:
+    """Whether a variable or a flag is named like a secret: WANDB_API_KEY, --hf-token."""
+    return bool(_SECRET.search(re.sub(r"[-.]", "_", name.lstrip("-"))))
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    """Return a command without the values of flags that are named like a secret."""
+    shown: list[str] = []
+    hides_next = False
+    for word in command:
+        name, equals, _value = word.partition("=")
+        secret = name.startswith("-") and names_secret(name)
+        shown.append("…" if hides_next else f"{name}=…" if secret and equals else word)
+        hides_next = secret and not equals
+    return shown
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that results depend on."""
+    import torch  # noqa: PLC0415 - readers of a run need no torch
+
+    found = {"samestep": __version__, "python": platform.python_version()}
+    found["torch"] = torch.__version__
+    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+
+
+def new_run_path(recipe: str, root: Path = Path("runs")) -> Path:
+    """Return a new directory's name: runs/<recipe>-<date>-<time>-<short id>."""
+    now = dt.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    return root / f"{recipe}-{now}-{secrets.token_hex(2)}"
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run."""
+    try:
+        return (path / "settings.toml").is_file()
+    except PermissionError:
+        raise
+    except OSError:  # a name that no file can have
+        return False
+
+
+_OTHERS = frozenset({".log", ".out", ".err", ".sh", ".sbatch", ".stall", ".toml"})
+"""Suffixes of a job's files, which may be in the directory before the run begins."""
+
+
+_ANOTHER = "choose another with --run-dir"
+
+
+def check_free(path: Path) -> Path:
+    """Refuse a directory with files that do not belong to a run; return it."""
+    try:
+        names = sorted(entry.name for entry in path.iterdir() if entry.name[0] != ".")
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except OSError as error:
+        raise cannot_write(path, error, instead=_ANOTHER) from error
+    ours = {"checkpoints", "events.jsonl", "run.lock", "job.json", "rank-0.log"} & {*names}
+    others = [name for name in names if Path(name).suffix not in _OTHERS]
+    if path.resolve() == Path(path.resolve().anchor) or (others and not ours):
+        raise UserError(
+            f"--run-dir {path} is not a run, and holds {len(others)} other files or folders: "
+            f"{', '.join(others[:3])}{', …' if len(others) > 3 else ''}. Name a new directory, "
+            "such as runs/first."
+        )
+    return path
+
+
+def no_run(path: Path) -> UserError:
+    """Return the message for a directory that holds no run."""
+    if (path / "events.jsonl").is_file():
+        return UserError(
+            f"There is no run at {path}: its settings.toml is missing, though it has records. Put "
+            "the file back from a backup; each checkpoint has its text, too, as `made_with`: "
+            "torch.load(FILE)['made_with']."
+        )
+    why = "no settings.toml is in it" if path.is_dir() else "no such directory"
+    name = "Name the directory of a run, like runs/ID."
+    return UserError(f"There is no run at {path}: {why}. {name}{nearby(path, 'run')}")
+
+
+def _written_ns(path: Path) -> int | None:
+    """Return when a file was written last; None if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+class Run:
+    """The open directory of a run. Only one process at a time has it open."""
+
+    def __init__(self, path: Path) -> None:
+        check_format(first_start(path), path)  # before anything in it is touched
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_run(path)
+            with contextlib.ExitStack() as failed:
+                failed.callback(self._lock.close)
+                self._events = (path / "events.jsonl").open("a+b", buffering=0)
+                self._events.seek(0)
+                # A line that a kill tore off at the end is cut away.
+                self._events.truncate(self._events.readall().rfind(b"\n") + 1)
+                failed.pop_all()
+        except OSError as error:
+            raise cannot_write(path, error, instead=_ANOTHER) from error
+        for torn in self.checkpoints.glob(".*.tmp"):
+            torn.unlink(missing_ok=True)
+        self._result_before = _written_ns(path / "result.json")
+
+    def append(self, record: Record) -> None:
+        """Add one record to events.jsonl."""
+        rest = memoryview(f"{json.dumps(plain(record))}\n".encode())
+        end = self._events.seek(0, os.SEEK_END)
+        try:
+            # One write a line: a killed process leaves whole lines, or one torn at the very end.
+            while rest:
+                rest = rest[self._events.write(rest) :]  # a disk that gets full takes a part
+            if record["event"] in ("checkpoint", "stop"):
+                os.fsync(self._events.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):  # else the next record would follow a torn one
+                self._events.truncate(end)
+            raise cannot_write(self.path / "events.jsonl", error) from error
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write result.json, unless this is a failure after the watcher has written who hung.
+
+        The watcher ends the ranks one by one, and the others fail because they lose these.
+        """
+        path = self.path / "result.json"
+        is_new = _written_ns(path) != self._result_before
+        if result.get("status") == "failed" and is_new and "stall" in read_object(path):
+            return
+        write_text(path, json.dumps(plain(result), indent=2) + "\n")
+
+    def write_environment(self, facts: Mapping[str, Any]) -> None:
+        """Write environment.json: versions, the machine, and the variables that are allowed."""
+        table = {**describe_environment(os.environ), **facts}
+        write_text(self.path / "environment.json", json.dumps(table, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the files and let another process open the run."""
+        self._events.close()
+        self._lock.close()
+
+
+def plain(value: Any) -> Any:
+    """Replace NaN and infinity by None: JSON has neither."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return value
+
+
+_held: dict[Path, BinaryIO] = {}
+"""The locks of this process, by run. Opening and closing such a file again would drop the lock."""
+
+
+def lock_run(path: Path) -> BinaryIO:
+    """Hold a run for this process; the lock ends with it, however it ends."""
+    own = _held.get(path.resolve())
+    if own is not None and not own.closed:
+        raise UserError(
+            f"{path} is open in this process already. Leave its `with` or close() its logger, "
+            "or name another directory."
+        )
+    try:
+        _held[path.resolve()] = hold(path / "run.lock")
+        return _held[path.resolve()]
+    except Held as owner:
+        raise UserError(
+            f"{path} is being written by {owner}. Wait until it ends, or stop it first."
+        ) from None
+
+
+def is_written(path: Path) -> bool:
+    """Whether a process of this machine has the run open; the lock is tested, not taken.
+
+    A process of another machine is seen if the file system passes locks on.
+    """
+    own = _held.get(path.resolve())
+    if own is not None and not own.closed:
+        return True
+    try:
+        import fcntl  # noqa: PLC0415 - absent on Windows
+    except ImportError:
+        return False
+    # struct flock: type, whence, start, length, process; the order is macOS's or that of Linux.
+    shape, place = ("@qqihh", 3) if sys.platform == "darwin" else ("@hhqqi4x", 0)
+    asked = [fcntl.F_WRLCK if number == place else 0 for number in range(5)]
+    try:
+        with (path / "run.lock").open("rb") as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(shape, *asked))
+    except OSError:
+        return False
+    return bool(struct.unpack(shape, answer)[place] != fcntl.F_UNLCK)
+
+
+SWEEP = "sweep.json"
+"""In the folder of a sweep: each training's settings, by the name of its directory."""
+
+STEPPED = ".stepped"
+"""A file of the run directory that is touched while steps are taken.
+
+events.jsonl has a record every `log_every` steps; whether a job of Slurm moves has to show sooner.
+"""
+_EVERY_S = 2.0
+
+
+class Heartbeat:
+    """Touch a file of the run every few seconds."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / STEPPED
+        self._next = 0.0
+
+    def beat(self) -> None:
+        """Record that a step was taken."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _EVERY_S
+            with contextlib.suppress(OSError):  # a full disk ends no training
+                self._path.touch()
+
+
+Ending = Literal["running", "completed", "stopped", "failed", "killed"]
+
+_AFTER_TRAINING = ("evaluation", "baselines", "picture")
+_FRESH_S = 120.0
+"""A run on another machine counts as running if it wrote within this time."""
+
+
+def how_it_ended(
+    path: Path, last: Mapping[str, Any], result: Mapping[str, Any]
+) -> tuple[Ending, str]:
+    """Return how the latest attempt ended, and the reason that was recorded; "" if there is none.
+
+    `last` is the last record. The `result` of an earlier attempt does not speak for a later one.
+    """
+    was_opened = (path / "run.lock").is_file()  # to open what is not a file may block
+    if was_opened and is_written(path):
+        return "running", ""
+    event, step, status = last.get("event"), last.get("step"), result.get("status")
+    if event == "stop":
+        reason = str(last.get("reason") or "")
+        if result.get("steps", step) == step:
+            match status:
+                case "completed" | "stopped" | "failed":
+                    return status, reason
+        if reason.startswith("failed"):  # a kill prevented result.json
+            return "failed", reason
+        return ("stopped" if reason.startswith("SIG") else "completed"), reason
+    # The result is written before pictures, and a kill came after it.
+    completed = event in _AFTER_TRAINING and result.get("steps") == step and status == "completed"
+    if completed or status == "failed":
+        return ("completed" if completed else "failed"), str(result.get("reason") or "")
+    return ("running" if was_opened and _lives_elsewhere(path) else "killed"), ""
+
+
+def _lives_elsewhere(path: Path) -> bool:
+    """Whether another machine opened the run and has written lately.
+
+    Some file systems do not pass locks on to other machines.
+    """
+    try:
+        owner = (path / "run.lock").read_text().rpartition(" on ")[2].strip()
+    except (OSError, UnicodeDecodeError):
+        return False
+    if owner in ("", socket.gethostname()):
+        return False
+    for name in ("events.jsonl", STEPPED):
+        with contextlib.suppress(OSError):
+            if time.time() - (path / name).stat().st_mtime < _FRESH_S:
+                return True
+    return False

@@ -1,0 +1,189 @@
+"""Write files atomically: after a crash the old or the new file is there, complete."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from samestep.base.errors import UserError
+
+_T = TypeVar("_T")
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], _T]) -> _T:
+    """Write a file under a temporary name, sync it, then rename it; return what `write` does."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            result = write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        if os.name == "posix":
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing is there
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise cannot_write(path, error) from error
+        raise
+    return result
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+_CHUNK_BYTES = 1 << 20
+_SPARE_BYTES = 32 << 10
+"""What stays free after a checkpoint, for the records and the index."""
+_WHAT_HELPS = {
+    errno.ENOSPC: "Free some space",
+    errno.EDQUOT: "Delete files of yours, or ask for a larger quota",
+    errno.EIO: "Check the disk, or the connection to the file server",
+    errno.ENAMETOOLONG: "Choose a shorter name",
+}
+THEN_RESUME = ", then resume the run; earlier checkpoints are whole"
+_AHEAD_BYTES = 64 << 20
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file. The disk reads ahead while it is computed."""
+    digest, chunk, done = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES)), 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            if done % _AHEAD_BYTES == 0 and hasattr(os, "posix_fadvise"):
+                with contextlib.suppress(OSError):  # only advice
+                    place = done + _AHEAD_BYTES if done else 0
+                    size = _AHEAD_BYTES if done else 2 * _AHEAD_BYTES
+                    os.posix_fadvise(file.fileno(), place, size, os.POSIX_FADV_WILLNEED)
+            digest.update(chunk[:count])
+            done += count
+    return digest.hexdigest()
+
+
+def toml_of(path: Path) -> dict[str, Any]:
+    """Return the table in a TOML file that the user has written.
+
+    Raises:
+        UserError: it cannot be read, or is not TOML.
+    """
+    # The read of a pipe would wait for ever.
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} cannot be read: it is not a file.")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not valid TOML: it is nested too deeply.") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class Held(Exception):  # noqa: N818 - it is not an error by itself
+    """A file is locked by the process that it names."""
+
+
+def hold(path: Path) -> BinaryIO:
+    """Open a file and lock it for this process; the lock ends with it, however it ends."""
+    file = path.open("a+b")
+    try:
+        import fcntl  # noqa: PLC0415 - absent on Windows
+    except ImportError:
+        return file
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        owner = file.read().decode().strip() or "another process"
+        file.close()
+        raise Held(owner) from None
+    except OSError:
+        pass  # a file system without locks: nothing to hold, and no reason to refuse
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        file.flush()
+    except OSError:  # a full disk; to close it tries to write again
+        with contextlib.suppress(OSError):
+            file.close()
+        raise
+    return file
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as a user would type it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def check_room(folder: Path, bytes_needed: int) -> None:
+    """Check that a file of this size fits on the disk of a folder, before anything is written.
+
+    Raises:
+        UserError: less than this and a small margin is free, as on a disk that is full.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return  # the write will tell
+    if free < bytes_needed + _SPARE_BYTES:
+        raise UserError(
+            f"The disk is full: a checkpoint takes {bytes_needed / 2**20:.1f} MiB, and "
+            f"{free / 2**20:.1f} MiB are free in {folder}. Nothing was written.",
+            remedy=_what_helps(errno.ENOSPC, folder),
+        )
+
+
+def cannot_write(
+    path: Path, error: OSError, *, instead: str = "choose another directory"
+) -> UserError:
+    """Return the message for a file that could not be written; `instead` is for a directory."""
+    what = f"{path} could not be written"
+    if error.errno == errno.ENOSPC:
+        free = shutil.disk_usage(path.parent).free / 2**20
+        what = f"The disk is full: {what} ({free:.0f} MiB free in {path.parent})."
+    elif error.errno == errno.EDQUOT:
+        what = f"Your quota of this disk is used up: {what}."
+    else:
+        what += f": {error.strerror or error}."
+    if error.errno in _WHAT_HELPS:
+        return UserError(what, remedy=_what_helps(error.errno, path.parent))
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    if not run.is_dir() and (run != path.parent or path.name == "result.json"):
+        return UserError(
+            f"{what} {run} was removed while the run was open.",
+            remedy="Start anew; if this place is cleaned up by itself, name a run directory "
+            "elsewhere.",
+        )
+    if not path.parent.is_dir():
+        return UserError(what, remedy=f"{path.parent} is not a directory; {instead}.")
+    return UserError(what, remedy=f"Check the directory's permissions, or {instead}.")
+
+
+def _what_helps(number: int, folder: Path) -> str:
+    """Return what to do after an error of a disk; where the folder is of a run, to resume it."""
+    of_run = any((place / "events.jsonl").is_file() for place in (folder, folder.parent))
+    return f"{_WHAT_HELPS[number]}{THEN_RESUME * of_run}."

@@ -1,0 +1,378 @@
+"""The modules that a recipe's file imports and that are the user's own, not a library's.
+
+They are found without running them, kept in the run's directory, and imported from there where the
+run's copy of the recipe is used.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+from samestep.base.run.code_copy import CODE, FACTS, MB
+from samestep.base.run.code_pieces import Find, module_path
+from samestep.base.run.code_source import imported_by
+from samestep.base.run.files import cannot_write, read_object, write_text
+
+MOST_FILES, MOST = 500, 10 * MB
+"""Of a recipe that imports more, the rest is neither kept nor compared."""
+_OUTSIDE = ".imported"
+"""In a job's copy of the code, modules from outside of it."""
+_NEVER = frozenset({"samestep", "torch", "__main__", "__mp_main__", *sys.stdlib_module_names})
+_LIBRARIES = frozenset({"site-packages", "dist-packages"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModules:
+    """Modules of the user's own: dotted name → file."""
+
+    files: Mapping[str, Path] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    """Those that no import statement leads to: importlib found them."""
+    complete: bool = True
+    """False if there were too many."""
+    originals: Mapping[str, Path] = field(default_factory=dict)
+    """Of a run's copies, where they are from."""
+
+
+def modules_of(file: Path, like: OwnModules | None = None) -> OwnModules:
+    """Return the modules of the user's own that a file imports, and that these import.
+
+    With `like`, those that are to be compared with a run's copy.
+    """
+    copy = copied_modules(file)
+    if copy is not None:
+        return copy
+    find = finder(file, like.files if like else ())
+    found, complete = _closure(file, find, ())
+    late = _loaded_by(file, found) - {*found} if like is None and complete else ()
+    loaded = sorted(late) if like is None else like.whole
+    whole = tuple(name for name in loaded if find(name) is not None)
+    if whole:
+        found, complete = _closure(file, find, whole)
+    if like is not None and not like.complete:
+        found = {name: path for name, path in found.items() if name in like.files}
+    return OwnModules(files=found, whole=whole, complete=complete)
+
+
+def _loaded_by(file: Path, found: Collection[str]) -> set[str]:
+    """Return own modules that reading a recipe's file has imported, and calling its functions."""
+    seen = _imported.get(os.path.realpath(file))
+    if seen is None:
+        return set()
+    tops = {name.partition(".")[0] for name in found}
+    beside = str(file.parent) + os.sep
+    late = {name for name in sys.modules.keys() - seen.before if _is_own(name)}
+    late = {n for n in late if n.partition(".")[0] in tops or _origin(n).startswith(beside)}
+    return {n for n in seen.names | late if os.path.realpath(_origin(n)) != os.path.realpath(file)}
+
+
+def _closure(file: Path, find: Find, also: Collection[str]) -> tuple[dict[str, Path], bool]:
+    """Return the modules that a file and `also` lead to, the nearest first; whether it is all."""
+    found, size = dict[str, Path](), 0
+    waiting = deque([("", file)])
+    while waiting:
+        name, where = waiting.popleft()
+        wanted = imported_by(where, name) | {*(() if name else also)}
+        parts = (one.split(".") for one in sorted(wanted))
+        for module in (".".join(p[: n + 1]) for p in parts for n in range(len(p))):
+            if module in found or (path := find(module)) is None:
+                continue
+            size += path.stat().st_size
+            if len(found) == MOST_FILES or size > MOST:
+                return found, False
+            found[module] = path
+            waiting.append((module, path))
+    return found, True
+
+
+# --- where a module is
+
+
+def finder(file: Path | None, also: Collection[str] = ()) -> Find:
+    """Return a function that finds modules of the user's own as `file`, or anyone, imports them.
+
+    Nothing is imported for it. `also` are modules that count as the user's wherever they are.
+    """
+    known: dict[str, tuple[Path | None, Sequence[str] | None]] = {}
+    beside = [] if file is None else [str(file.parent)]
+
+    def look(name: str) -> tuple[Path | None, Sequence[str] | None]:
+        """Return a module's file, and the folders where its modules are."""
+        if name not in known:
+            above, _, last = name.rpartition(".")
+            known[name] = (None, None)
+            if not last.isidentifier() or name.partition(".")[0] in _NEVER:
+                return known[name]
+            places = look(above)[1] if above else None
+            path, inner = _inner(last, places or ()) if above else _top(name, beside)
+            is_own = path and (name in also or not _LIBRARIES & {*path.parts})
+            known[name] = (path if is_own else None, inner)
+        return known[name]
+
+    return lambda name: look(name)[0]
+
+
+def _top(name: str, beside: list[str]) -> tuple[Path | None, Sequence[str] | None]:
+    """Return the file of a module without a dot, and the folders where its modules are."""
+    spec = None
+    for one in sys.meta_path:
+        if spec is None and one is not _copies and hasattr(one, "find_spec"):
+            is_usual = one is importlib.machinery.PathFinder
+            spec = one.find_spec(name, [*beside, *sys.path] if is_usual else None)
+    if spec is None:
+        return None, None
+    is_python = spec.has_location and str(spec.origin).endswith(".py")
+    inner = spec.submodule_search_locations
+    if is_python and _is_installed(Path(str(spec.origin)).parents[inner is not None]):
+        return None, None
+    return Path(str(spec.origin)) if is_python else None, None if inner is None else [*inner]
+
+
+@lru_cache(maxsize=100)
+def _is_installed(folder: Path) -> bool:
+    """Whether packages are installed into a folder, as by `pip install --target`."""
+    return next(folder.glob("*.dist-info"), None) is not None
+
+
+def _inner(name: str, places: Sequence[str]) -> tuple[Path | None, Sequence[str] | None]:
+    """Return the same of a module in a package; finders would need the package itself."""
+    for place in places:
+        package, module = Path(place, name, "__init__.py"), Path(place, f"{name}.py")
+        if package.is_file():
+            return package, [str(package.parent)]
+        if module.is_file():
+            return module, None
+    inner = [str(Path(place, name)) for place in places if Path(place, name).is_dir()]
+    return None, inner or None
+
+
+def _origin(name: str) -> str:
+    """Return the file that a module was read from, if it is imported."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return getattr(spec, "origin", None) or ""
+
+
+def _is_own(name: str) -> bool:
+    """Whether a module that is imported is the user's own."""
+    origin = _origin(name)
+    is_never = name.partition(".")[0] in _NEVER
+    return origin.endswith(".py") and not is_never and not any(one in origin for one in _LIBRARIES)
+
+
+# --- what a run keeps
+
+
+def kept_modules(run: Path, suffix: str = "") -> OwnModules | None:
+    """Return a run's copies of modules; None if it has none, as of an earlier version."""
+    code = Path(CODE + suffix)
+    facts = read_object(run / Path(FACTS).with_stem(code.name))
+    table = facts.get("modules")
+    if not isinstance(table, dict):
+        return None
+    return OwnModules(
+        files={name: run / code / one["file"] for name, one in table.items()},
+        originals={name: Path(one["from"]) for name, one in table.items()},
+        whole=tuple(facts["whole"]),
+        complete=facts["complete"],
+    )
+
+
+def modules_note(run: Path) -> list[str]:
+    """Return a note if a run has not kept all modules of the user's own."""
+    kept = kept_modules(run)
+    if kept is None or kept.complete:
+        return []
+    note = (
+        f"Your code imports more than {MOST_FILES} files or {MOST // MB} MB of your own. The run "
+        f"keeps and compares the {len(kept.files)} that are imported first: edits of the others "
+        "are not noticed on a resume."
+    )
+    return [note]
+
+
+def copied_modules(file: Path) -> OwnModules | None:
+    """Return the modules that a recipe's file in a run's directory was copied with."""
+    stem = file.stem.removeprefix("recipe")
+    if file.stem.startswith("recipe") and (found := kept_modules(file.parent, stem)):
+        return found
+    inside = (one.parent for one in file.absolute().parents if one.name == CODE)
+    return next((found for run in inside if (found := kept_modules(run))), None)
+
+
+def keep_modules(run: Path, modules: OwnModules, number: int | None = None) -> None:
+    """Copy modules into a run's directory; with a number, what it has gets that in its name.
+
+    They lie in `code/` as they are imported. Where a job has a copy of all code, those of it stay
+    where they are.
+    """
+    facts, code = read_object(run / FACTS), run / CODE
+    is_job = "root" in facts
+    if not is_job and number is not None and code.is_dir():
+        code.rename(code.with_name(f"{CODE}_before_{number}"))
+        (run / FACTS).rename((run / FACTS).with_stem(f"{CODE}_before_{number}"))
+    if not modules.files and modules.complete:
+        return
+    table = {}
+    temporary = run / f".{CODE}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    target = code / _OUTSIDE if is_job else code
+    for name, path in modules.files.items():
+        if is_job and path.resolve().is_relative_to(code.resolve()):
+            where = path.resolve().relative_to(code.resolve()).as_posix()
+        else:
+            below = module_path(name, path)
+            where = f"{_OUTSIDE}/{below}" if is_job else below
+            try:
+                (temporary / below).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, temporary / below)
+            except OSError as error:
+                raise cannot_write(target / below, error) from error
+        table[name] = {"file": where, "from": str(path.absolute())}
+    if temporary.is_dir():
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+    facts |= {"modules": table, "whole": modules.whole, "complete": modules.complete}
+    write_text(run / FACTS, json.dumps(facts, indent=2) + "\n")
+
+
+# --- where a recipe's file imports from
+
+
+@dataclass
+class _Imported:
+    """What reading a recipe's file has imported."""
+
+    names: set[str] = field(default_factory=set)
+    before: frozenset[str] = frozenset()
+    """Modules that were there before it was read the last time."""
+
+
+_imported: dict[str, _Imported] = {}
+_as_read: dict[str, tuple[int, int]] = {}
+"""Own module → when its file was written, and its size, as it was imported."""
+
+
+@contextmanager
+def imports_of(file: Path, original: Path) -> Iterator[None]:
+    """Let a recipe's file import what belongs to it; `original` is what it was copied from.
+
+    A run's copy gets the run's copies. A module that is imported already, from another file or
+    before it was edited, is imported anew.
+    """
+    copy = copied_modules(file)
+    wanted = copy if copy or not _imported else modules_of(file)
+    before, _copies.modules = _copies.modules, copy or OwnModules()
+    of_before = before.files if before.files != _copies.modules.files else ()
+    _forget({} if wanted is None else wanted.files, of_before)
+    # For its neighbours; the copies, too, for processes that loaders spawn.
+    folders = [*_roots(copy or OwnModules()), file.parent.resolve(), original.parent.resolve()]
+    sys.path[:0] = map(str, folders)
+    seen = _imported.setdefault(os.path.realpath(file), _Imported())
+    seen.before = frozenset(sys.modules)
+    try:
+        yield
+    finally:
+        new = {name for name in sys.modules.keys() - seen.before if _is_own(name)}
+        seen.names |= new
+        for name in new:
+            _as_read[name] = _stamp(_origin(name))
+
+
+def _roots(modules: OwnModules) -> list[Path]:
+    """Return the folders that modules are imported from."""
+    found = (
+        path.absolute().parents[name.count(".") + (path.name == "__init__.py")]
+        for name, path in modules.files.items()
+    )
+    return list(dict.fromkeys(found))
+
+
+def _stamp(path: str | Path) -> tuple[int, int]:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def _forget(wanted: Mapping[str, Path], others: Collection[str]) -> None:
+    """Forget modules that are imported from elsewhere than is wanted, or were edited since."""
+    tops = {name.partition(".")[0] for name in others}
+    for name, path in wanted.items():
+        if origin := _origin(name):
+            is_other = os.path.realpath(origin) != os.path.realpath(path)
+            is_edited = _as_read.get(name, _stamp(path)) != _stamp(path)
+            if is_edited:  # byte code has whole seconds only
+                with suppress(OSError, NotImplementedError):
+                    Path(importlib.util.cache_from_source(path)).unlink()
+            if is_other or is_edited:
+                tops.add(name.partition(".")[0])
+    if tops:
+        for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+            del sys.modules[name]
+            _as_read.pop(name, None)
+        importlib.invalidate_caches()
+
+
+class _CopyLoader(importlib.machinery.SourceFileLoader):
+    """Read a copied module; it finds data where the original does, and leaves no byte code."""
+
+    def __init__(self, name: str, path: str, original: Path) -> None:
+        super().__init__(name, path)
+        self._original = original
+
+    def path_stats(self, path: str) -> Mapping[str, float]:
+        raise OSError(path)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = str(self._original)
+        super().exec_module(module)
+
+
+class _Copies(importlib.abc.MetaPathFinder):
+    """Finds the modules of a run whose own copy of the recipe was read."""
+
+    modules = OwnModules()
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        files, originals = self.modules.files, self.modules.originals
+        if (file := files.get(name)) is not None:
+            both = [str(one.parent) for one in (file, originals[name])]
+            return importlib.util.spec_from_file_location(
+                name,
+                file,
+                loader=_CopyLoader(name, str(file), originals[name]),
+                submodule_search_locations=both if file.name == "__init__.py" else None,
+            )
+        inner = [one for one in files if one.startswith(f"{name}.")]
+        if not inner:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        levels = {one: one.count(".") - name.count(".") for one in inner}
+        spec.submodule_search_locations = list(
+            dict.fromkeys(
+                str(at.parents[levels[one] - (at.name != "__init__.py")])
+                for of in (files, originals)
+                for one in inner
+                for at in (of[one],)
+            )
+        )
+        return spec
+
+
+_copies = _Copies()
+if _copies not in sys.meta_path:
+    sys.meta_path.insert(0, _copies)

@@ -1,0 +1,129 @@
+"""Trees of tensors: a batch may be one tensor, or any nesting of them.
+
+Tuples, lists, mappings and dataclasses are looked into; so are graphs of PyTorch Geometric and what
+else has `apply` and `to_dict`. Anything else is a leaf: it goes to a device if it has `to`.
+"""
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.base.errors import UserError
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return what is in a tree, in a fixed order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    inside = _inside(tree)
+    if inside is None:
+        return [tree]
+    return [leaf for part in inside for leaf in tree_leaves(part)]
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree of the same form, with what a function makes of each leaf.
+
+    Of a graph only its tensors are leaves.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    each = partial(map_leaves, function)
+    if isinstance(tree, tuple | list):
+        parts = map(each, tree)
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if _is_graph(tree):
+        return copy.copy(tree).apply(function)
+    if isinstance(tree, dict | UserDict):
+        same = copy.copy(tree)  # a subclass, as of tokenizers, has more than its items
+        for key, part in tree.items():
+            same[key] = each(part)
+        return same
+    if _is_dataclass(tree):
+        same = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(same, field.name, each(getattr(tree, field.name)))
+        return same
+    return function(tree)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return a tree of the same form, with what a function makes of each tensor."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def narrow(tree: Any, start: int, length: int) -> Any:
+    """Return rows [start, start + length) of each tensor of a tree, as views."""
+    return map_leaves(lambda leaf: leaf.narrow(0, start, length), tree)
+
+
+def split_rows(tree: Any, rows: int) -> Sequence[Any]:
+    """Return consecutive pieces of `rows` rows of each tensor of a tree, as views."""
+    if isinstance(tree, Tensor):
+        return torch.split(tree, rows)
+    length = len(tree_leaves(tree)[0])
+    return [narrow(tree, start, min(rows, length - start)) for start in range(0, length, rows)]
+
+
+def num_rows(tree: Any) -> int | None:
+    """Return the rows that all tensors of a batch have, or the graphs of one; None if unclear."""
+    graphs = getattr(tree, "num_graphs", None)
+    if isinstance(graphs, int):
+        return graphs
+    if not isinstance(tree, Tensor) and (inside := _inside(tree)) is not None:
+        found = {rows for part in inside if (rows := num_rows(part)) is not None}
+        return found.pop() if len(found) == 1 else None
+    return len(tree) if isinstance(tree, Tensor) and tree.dim() else None
+
+
+def describe(tree: Any) -> str:
+    """Return shapes and types of the tensors of a tree, for a message."""
+    alike = groupby(map(_describe_leaf, tree_leaves(tree)))
+    counted = [(leaf, len(list(group))) for leaf, group in alike]
+    told = ", ".join(leaf if number == 1 else f"{number} × {leaf}" for leaf, number in counted)
+    return told or type(tree).__name__
+
+
+def check_rows(tree: Any, rows: int) -> None:
+    """Check that every tensor of a batch has a row for each sample, so that it can be cut."""
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != rows:
+            raise UserError(
+                f"A batch of {rows} samples holds {describe(leaf)}, which has no row for each "
+                "sample, so it cannot be cut into micro-steps. Give the recipe a collate, which "
+                "puts each micro-step together by itself, or choose a --batch-size that takes all "
+                "samples of a rank at once, without --accumulate."
+            )
+
+
+def _inside(tree: Any) -> list[Any] | None:
+    """Return what a tree consists of, or None of a leaf."""
+    if isinstance(tree, tuple | list):
+        return list(tree)
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if _is_dataclass(tree):
+        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    return [tree.to_dict()] if _is_graph(tree) else None
+
+
+def _is_dataclass(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def _is_graph(tree: Any) -> bool:
+    """Whether it offers what `Data`, `HeteroData` and `Batch` of PyTorch Geometric do."""
+    return all(callable(getattr(tree, name, None)) for name in ("apply", "to_dict", "to"))
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+    return "None" if leaf is None else f"a {type(leaf).__name__}"

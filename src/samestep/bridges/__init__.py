@@ -1,0 +1,5 @@
+"""Other people's trainers: Lightning.
+
+It knows `core`, `show` and what they know; the trainer does not know it. Begin with
+`lightning/engine.py`.
+"""

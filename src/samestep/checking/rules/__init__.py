@@ -1,5 +1,0 @@
-"""What can be wrong, by subject; importing this registers every rule."""
-
-from samestep.checking.rules import data, evaluation, files, life, model, one_process, step
-
-__all__ = ["data", "evaluation", "files", "life", "model", "one_process", "step"]

@@ -1,0 +1,190 @@
+"""One GPU: what it does, next to what its data sheet says, and what nvidia-smi knows.
+
+Everything is only read; no clock, mode or counter is changed.
+"""
+
+import contextlib
+import csv
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from samestep.cluster.doctor.findings import Check, Finding, graded, green, red, yellow
+from samestep.cluster.doctor.rank_facts import GpuHealth, RankFacts
+from samestep.launch.ranks.peak_rates import link_gb_s, peak_flops_per_s
+
+_NVIDIA_SMI_S = 10.0
+_MEASURED_S = 0.3
+_SIDE, _COPY_BYTES = 8192, 256 << 20
+_POOR = 0.5
+"""Of what the data sheet says: less is yellow. Large products reach some 0.7 of it, copies 0.85."""
+_SLOW_COPY_GB_S = 5.0
+"""Less is yellow where the link is not known."""
+_STATE = ("clocks.sm", "clocks.max.sm", "ecc.errors.uncorrected.volatile.total")
+_LINK = ("pcie.link.gen.max", "pcie.link.width.max")
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""Their new name and that of drivers before 535."""
+_SLOWED = {
+    0x8: "hardware slowdown",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
+"""Bits of these reasons that say something is wrong (NVML, nvmlClocksEventReasons)."""
+
+
+def read_gpu(device: torch.device, uuid: str, name: str) -> GpuHealth:
+    """Measure a GPU for about a second, and ask nvidia-smi about it."""
+    others = _others(uuid)  # before this process is one of those that use it
+    rate, to_gpu, from_gpu = _measure(device)
+    state = _ask(uuid)
+    peak = peak_flops_per_s(name, "bf16", tf32=False)
+    lanes = [_number(state.get(field)) for field in _LINK]
+    reasons = next((state[field] for field in _REASONS if field in state), "0")
+    bits = int(reasons, 16) if reasons.startswith("0x") else 0
+    return GpuHealth(
+        bf16_tflop_s=rate / 1e12,
+        peak_tflop_s=None if peak is None else peak / 1e12,
+        to_gpu_gb_s=to_gpu,
+        from_gpu_gb_s=from_gpu,
+        link_gb_s=None if None in lanes else link_gb_s(*map(int, filter(None, lanes))),
+        clock_mhz=_number(state.get("clocks.sm")),
+        most_mhz=_number(state.get("clocks.max.sm")),
+        uncorrected=_number(state.get("ecc.errors.uncorrected.volatile.total")),
+        slowed_by=tuple(reason for bit, reason in _SLOWED.items() if bits & bit),
+        others=others,
+    )
+
+
+def _measure(device: torch.device) -> tuple[float, float, float]:
+    """Return the bf16 rate in operations per second, and the copies in GB/s: to it, from it."""
+    one = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16, device=device)
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    product = _seconds(device, lambda: torch.mm(one, one))
+    to_gpu = _seconds(device, lambda: there.copy_(host, non_blocking=True))
+    from_gpu = _seconds(device, lambda: host.copy_(there, non_blocking=True))
+    copied = _COPY_BYTES / 1e9
+    return 2 * _SIDE**3 / product, copied / to_gpu, copied / from_gpu
+
+
+def _seconds(device: torch.device, function: Callable[[], object]) -> float:
+    """Return the least seconds of a call, of those that fit the time."""
+    function()
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < _MEASURED_S:
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        function()
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _ask(uuid: str) -> dict[str, str]:
+    """Return what nvidia-smi says of a GPU, by field; nothing where it does not answer."""
+    for reasons in _REASONS:
+        fields = (*_STATE, *_LINK, reasons)
+        for row in _nvidia_smi("gpu", "uuid", *fields):
+            if row[0].removeprefix("GPU-") == uuid:
+                return dict(zip(fields, row[1:], strict=True))
+    return {}
+
+
+def _others(uuid: str) -> tuple[int, ...]:
+    """Return the processes that compute on a GPU, but for other ranks of this examination."""
+    rows = _nvidia_smi("compute-apps", "gpu_uuid", "pid")
+    pids = [int(pid) for gpu, pid in rows if gpu.removeprefix("GPU-") == uuid]
+    return tuple(pid for pid in pids if pid != os.getpid() and not _is_doctor(pid))
+
+
+def _is_doctor(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"doctor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _nvidia_smi(kind: str, *fields: str) -> list[list[str]]:
+    command = ["nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        printed = subprocess.check_output(command, stderr=subprocess.PIPE, timeout=_NVIDIA_SMI_S)
+    except (OSError, subprocess.SubprocessError):
+        return []  # there is none, or it does not know a field
+    rows = csv.reader(printed.decode(errors="replace").splitlines(), skipinitialspace=True)
+    return [row for row in rows if len(row) == len(fields)]
+
+
+def _number(text: str | None) -> int | None:
+    """Return a number; None for what a GPU does not have, such as `[N/A]`."""
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def gpu_speed(rank: RankFacts) -> Finding | None:
+    """Check that a large product of bf16 matrices is about as fast as it should be."""
+    if (gpu := rank.gpu) is None:
+        return None
+    found = f"{gpu.bf16_tflop_s:.0f} TFLOP/s in bf16"
+    if gpu.peak_tflop_s is None:
+        return green(f"{found}; what this GPU should do is not known")
+    part = gpu.bf16_tflop_s / gpu.peak_tflop_s
+    return graded(
+        f"{found}, {part:.0%} of the {gpu.peak_tflop_s:.0f} of its data sheet",
+        "See what else runs on it and how it is cooled: nvidia-smi -q -d PERFORMANCE,POWER.",
+        yellow_if=part < _POOR,
+    )
+
+
+def gpu_copies(rank: RankFacts) -> Finding | None:
+    """Check that batches reach the GPU as fast as its link carries them."""
+    if (gpu := rank.gpu) is None:
+        return None
+    slowest = min(gpu.to_gpu_gb_s, gpu.from_gpu_gb_s)
+    found = f"{gpu.to_gpu_gb_s:.1f} GB/s to the GPU, {gpu.from_gpu_gb_s:.1f} GB/s back"
+    least = _SLOW_COPY_GB_S
+    if gpu.link_gb_s is not None:
+        found, least = f"{found}; its link carries {gpu.link_gb_s:.0f}", _POOR * gpu.link_gb_s
+    return graded(
+        found,
+        "Other ranks may copy now; else the link runs with fewer lanes, or this process on the "
+        "other socket's cores: nvidia-smi topo -m shows which are near.",
+        yellow_if=slowest < least,
+    )
+
+
+def gpu_clocks(rank: RankFacts) -> Finding | None:
+    """Check that nothing slows the GPU's clocks down."""
+    if (gpu := rank.gpu) is None or gpu.clock_mhz is None:
+        return None
+    found = f"{gpu.clock_mhz:,} of {gpu.most_mhz or gpu.clock_mhz:,} MHz"
+    if gpu.slowed_by:
+        advice = "Ask the administrators to look at its cooling and power; leave the node out."
+        return yellow(f"{found}, slowed down by {' and '.join(gpu.slowed_by)}", advice)
+    return green(found)
+
+
+def gpu_memory(rank: RankFacts) -> Finding | None:
+    """Check that the GPU's memory had no error that it could not correct."""
+    if (gpu := rank.gpu) is None or gpu.uncorrected is None:
+        return None
+    if gpu.uncorrected:
+        advice = "Leave the node out (#SBATCH --exclude), and ask the administrators to replace it."
+        return red(f"{gpu.uncorrected:,} errors that it could not correct", advice)
+    return green("no error that it could not correct")
+
+
+def gpu_processes(rank: RankFacts) -> Finding | None:
+    """Check that no other process computes on the GPU."""
+    if (gpu := rank.gpu) is None or not gpu.others:
+        return None
+    pids = ", ".join(map(str, gpu.others[:4]))
+    return yellow(
+        f"{len(gpu.others)} other on it: PID {pids}",
+        "They take turns with training: end them, or take another GPU (CUDA_VISIBLE_DEVICES).",
+    )
+
+
+CHECKS: list[Check[RankFacts]] = [gpu_speed, gpu_copies, gpu_clocks, gpu_memory, gpu_processes]

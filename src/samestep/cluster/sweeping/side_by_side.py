@@ -1,0 +1,201 @@
+"""Run the trainings of a sweep on this machine, some at once, each in a process of its own."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, BinaryIO
+
+from samestep.base.errors import UserError
+from samestep.launch.ranks.nproc import check_ranks, cores, ranks_to_start
+from samestep.base.startup import TIED_TO, stop_signals
+from samestep.base.run.files import Held, hold, read_object
+from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
+from samestep.cluster.sweeping.sweep_plan import LOGS, SweepPlan
+
+_LOOK_EVERY_S = 0.1
+_TOLD_LINES = 12
+
+Command = Callable[[str], tuple[list[str], Mapping[str, str]]]
+"""A training's name → the words behind `samestep`, and more variables for its process."""
+
+
+@dataclass(frozen=True)
+class EndedTraining:
+    """How one training of a sweep ended."""
+
+    name: str
+    status: str
+    """completed, stopped or failed"""
+    text: str = ""
+    """Its best value, or what it said when it failed."""
+
+
+@dataclass(frozen=True)
+class _Running:
+    process: subprocess.Popen[bytes]
+    place: int
+
+
+def num_at_once(
+    asked: int | None, nproc: int, device: str, *, oversubscribe: bool
+) -> tuple[int, int]:
+    """Return how many trainings run at once, and how many GPUs each has for itself.
+
+    Raises UserError if more are asked for than this machine carries.
+    """
+    gpus = 0
+    if device in ("auto", "cuda"):
+        import torch  # noqa: PLC0415
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    most = gpus or ranks_to_start("auto", "cpu")
+    at_once = asked or max(1, most // nproc)
+    if not gpus:
+        check_ranks(at_once * nproc, oversubscribe=oversubscribe, flag="--at-once × --nproc")
+    elif at_once * nproc > gpus and not oversubscribe:
+        raise UserError(
+            f"--at-once {at_once} × --nproc {nproc}: {gpus} GPUs are here. Insist with "
+            "--oversubscribe."
+        )
+    return at_once, nproc if at_once * nproc <= gpus else 0
+
+
+def hold_sweep(sweep: SweepPlan) -> BinaryIO:
+    """Keep other processes from starting trainings of a sweep, until the file is closed.
+
+    Raises UserError if another one does.
+    """
+    (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
+    try:
+        return hold(sweep.folder / ".sweep.lock")
+    except Held as owner:
+        raise UserError(
+            f"The sweep in {sweep.folder} is running already, in {owner}. Wait for its end, or "
+            "name another folder with --run-dir."
+        ) from None
+
+
+def run_here(
+    sweep: SweepPlan,
+    command: Command,
+    at_once: int,
+    tell: Callable[[EndedTraining], None],
+    *,
+    gpus: int = 0,
+    chooser: OptunaChoice | None = None,
+) -> int:
+    """Run what has not completed yet; return 0, 1 if one failed, or 128 + the signal that ended it.
+
+    A `chooser` says which comes next, by how those before ended. A stop signal is passed on to all
+    trainings, which save and end; a second one kills them.
+    """
+    held = hold_sweep(sweep)
+    names: Iterator[str] = (n for n in sweep.points if sweep.status(n) != "completed")
+    if chooser is not None:
+        names = iter(chooser.next, "")
+    running: dict[str, _Running] = {}
+    failed = False
+    with held, _passing_on(running) as received:
+        try:
+            while True:
+                while len(running) < at_once and not received and (name := next(names, "")):
+                    taken = {one.place for one in running.values()}
+                    place = next(k for k in range(at_once) if k not in taken)
+                    running[name] = _start(sweep, name, command, place, at_once, gpus=gpus)
+                    if received:  # it came before this one could receive it
+                        running[name].process.send_signal(received[-1])
+                if not running:
+                    break
+                time.sleep(_LOOK_EVERY_S)
+                for name, one in [*running.items()]:
+                    if (code := one.process.poll()) is not None:
+                        del running[name]
+                        ended = _ended(sweep, name, code)
+                        if chooser is not None:
+                            chooser.ended(name)
+                        failed |= ended.status == "failed"
+                        tell(ended)
+        finally:
+            for one in running.values():
+                one.process.kill()
+                one.process.wait()
+    return _exit_code(received, failed=failed)
+
+
+def _exit_code(received: Sequence[int], *, failed: bool) -> int:
+    if len(received) > 1:
+        return 128 + signal.SIGKILL
+    return 128 + received[0] if received else int(failed)
+
+
+def _start(
+    sweep: SweepPlan, name: str, command: Command, place: int, at_once: int, *, gpus: int
+) -> _Running:
+    words, more = command(name)
+    variables = {**os.environ, **more, TIED_TO: str(os.getpid())}
+    # Trainings that each took all cores would wait for one another.
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores() // at_once)))
+    if gpus:
+        seen = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+        own = range(place * gpus, (place + 1) * gpus)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(seen[k] if seen else str(k) for k in own)
+    with (sweep.folder / LOGS / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "samestep", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,  # else Ctrl-C reaches it twice
+        )
+    return _Running(process, place)
+
+
+@contextlib.contextmanager
+def _passing_on(running: Mapping[str, _Running]) -> Iterator[list[int]]:
+    """Pass stop signals on to the trainings; yield the list of those received."""
+    received: list[int] = []
+
+    def handle(signum: int, _frame: FrameType | None) -> None:
+        for one in running.values():
+            with contextlib.suppress(ProcessLookupError):
+                one.process.send_signal(signal.SIGKILL if received else signum)
+        received.append(signum)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = [(s, signal.signal(s, handle)) for s in stop_signals()] if is_main else []
+    try:
+        yield received
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _ended(sweep: SweepPlan, name: str, code: int) -> EndedTraining:
+    result = read_object(sweep.run_dir(name) / "result.json")
+    if code == 0:
+        halved = ", ended by --halving" * (result.get("reason") == "successive halving")
+        return EndedTraining(name, "completed", best_text(result) + halved)
+    if code > 128 and result.get("status") == "stopped":
+        return EndedTraining(name, "stopped", "saved; the same command continues")
+    log = sweep.folder / LOGS / f"{name}.log"
+    lines = log.read_text(errors="replace").splitlines()
+    at = next((k for k, line in enumerate(lines) if re.match("samestep: |╭─", line)), None)
+    told = lines[-_TOLD_LINES:] if at is None else lines[at : at + _TOLD_LINES]
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return EndedTraining(name, "failed", "\n".join([f"{how}; all it printed: {log}", *told]))
+
+
+def best_text(result: Mapping[str, Any]) -> str:
+    """Return the best value of a run's result as text; empty if there is none."""
+    best = result.get("best") or {}
+    value = best.get("value")
+    return f"{best.get('metric')} {value:.4f}" if isinstance(value, int | float) else ""

@@ -1,0 +1,97 @@
+"""Open a data set as a source of batches: from memory, or through a DataLoader."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from samestep.core.data.blocks import Lap, untimed
+from samestep.core.data.loader_source import LoaderSource
+from samestep.core.data.memory_source import MemorySource
+from samestep.core.data.order import SHUFFLED, ordering_of
+from samestep.core.data.source import ReadOptions, Source
+from samestep.core.data.stream_lanes import is_stream
+from samestep.core.data.stream_source import StreamSource
+from samestep.base.errors import UserError, defined_at, made_by
+from samestep.launch.ranks.world import World
+from samestep.core.recipe import InMemory, Recipe
+from samestep.core.recipe_checks import shown
+from samestep.base.settings import Settings
+
+_EVALUATED_TOGETHER = 32
+"""Samples of a batch over which an evaluation makes a loss, where no setting says how many."""
+
+
+def open_source(
+    data: InMemory | Dataset[Any], world: World, *, num_workers: int, **how: Any
+) -> Source:
+    """Return the source that suits a data set: memory for tensors, a stream, else a DataLoader.
+
+    `num_workers` processes read a data set; the other arguments are those of `ReadOptions`.
+    """
+    reading = ReadOptions(world=world, **how)
+    # A subclass may read its samples in a way of its own.
+    if type(data) is TensorDataset and len(data.tensors) == 2:
+        data = (data.tensors[0], data.tensors[1])
+    if isinstance(data, tuple):
+        if [isinstance(part, Tensor) for part in data] != [True, True]:
+            kinds = ", ".join(type(part).__name__ for part in data)
+            raise UserError(
+                f"{reading.data} is a tuple of {len(data)} ({kinds}); it must be (inputs, targets),"
+                " both tensors. torch.from_numpy makes one of a NumPy array."
+            )
+        if reading.collate is not None:
+            raise UserError(
+                f"The collate{defined_at(reading.collate)} has nothing to do: its data is "
+                "a pair of tensors, which are cut into batches. Leave collate out, or give a "
+                "Dataset."
+            )
+        return MemorySource(data, reading)
+    if is_stream(data):
+        return StreamSource(data, reading, num_workers)
+    sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if sized and not isinstance(data, Tensor | type | dict | str):
+        return LoaderSource(data, reading, num_workers)
+    raise UserError(
+        f"{reading.data} is {shown(data)}; it must be (inputs, targets) tensors, "
+        "a map-style Dataset with __len__ and __getitem__, or an IterableDataset. Of a DataLoader "
+        "give its dataset, and its collate_fn as the recipe's collate."
+    )
+
+
+def open_split(
+    data: InMemory | Dataset[Any],
+    world: World,
+    recipe: Recipe,
+    settings: Settings,
+    dtype: torch.dtype,
+    lap: Lap = untimed,
+    split: str = "",
+) -> Source:
+    """Return the source of one of a recipe's splits, as a training with these settings reads it.
+
+    The split "training" is read in the order that the settings ask for.
+    """
+    trains = split == "training" and not is_stream(data)
+    ordering = ordering_of(recipe, settings, data) if trains else SHUFFLED
+    # With --batch-tokens a step has no fixed number of samples; an evaluation needs one.
+    batch_size = settings.batch_size or settings.batch_size_per_rank or _EVALUATED_TOGETHER
+    with made_by(recipe.data):
+        return open_source(
+            data,
+            world,
+            seed=settings.seed,
+            dtype=dtype,
+            num_workers=settings.num_workers,
+            transform=recipe.transform,
+            augment=recipe.augment,
+            collate=recipe.collate,
+            whole=recipe.forward is not None,
+            loss_batch=batch_size if recipe.loss_over == "batch" else None,
+            slots=batch_size if recipe.carry is not None else None,
+            ordering=ordering,
+            shuffle_buffer=settings.shuffle_buffer,
+            lap=lap,
+            split=split,
+        )

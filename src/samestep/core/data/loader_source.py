@@ -1,0 +1,220 @@
+"""Samples read one by one through PyTorch's DataLoader and its workers."""
+
+import contextlib
+import random
+import signal
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, islice, tee
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from samestep.core.data.blocks import Block, Read
+from samestep.core.data.collating import Collating, as_pair, name_of, unpacked
+from samestep.core.data.keyed_random import mix
+from samestep.core.data.prefetch import on_device
+from samestep.core.data.source import OrderedSource, ReadOptions
+from samestep.base.errors import UserError, blame, listed
+from samestep.base.startup import forking_servants, stop_signals
+
+Key = tuple[int, int]
+"""An epoch, and the place of a sample."""
+
+
+class LoaderSource(OrderedSource):
+    """A map-style data set read through a DataLoader, in the same order as data in memory."""
+
+    def __init__(self, dataset: Dataset[Any], reading: ReadOptions, num_workers: int) -> None:
+        try:
+            num_samples = len(dataset)  # type: ignore[arg-type]
+        except Exception as error:
+            remedy = "__len__ must return the number of samples."
+            blame(f"{name_of(dataset)} has no length", error, dataset, remedy=remedy)
+        super().__init__(num_samples, reading)
+        self._plan, self._name = _Plan(), name_of(dataset)
+        self._collates = reading.collate is not None
+        reads_batches = hasattr(dataset, "read_batch")
+        collate: Any = Collating(dataset, reading.collate, whole=reading.whole, packed=True)
+        if reads_batches and not self._collates:  # it returns a batch, not samples
+            collate = _as_it_is if reading.whole else partial(as_pair, dataset)
+        self._loader = DataLoader(
+            _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
+            collate_fn=collate,
+            batch_sampler=self._plan,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=self._world.device.type == "cuda",
+            worker_init_fn=ignore_stop_signals,
+        )
+        # Also at Python's exit, which else waits for ever: it ends what is left by SIGTERM, and
+        # the workers ignore that.
+        weakref.finalize(self, _end_workers, self._loader)
+
+    def close(self) -> None:
+        """End the workers. They ignore SIGTERM, so that Python, at its end, would wait for them."""
+        _end_workers(self._loader)
+
+    def _read(self, unread: Iterator[Block], epoch: int) -> Read:
+        blocks, wanted = tee(unread)  # the workers are a few batches ahead
+        keys = ([(epoch, index) for index in block.inputs.tolist()] for block in wanted)
+        for block, (inputs, targets) in zip(blocks, self._batches(keys), strict=True):
+            yield block, inputs, targets
+
+    def _read_in_turn(self, batches: Sequence[Sequence[int]]) -> Iterator[tuple[Any, Any]]:
+        return self._batches([(0, index) for index in batch] for batch in batches)
+
+    def _batches(self, keys: Iterator[list[Key]]) -> Iterator[tuple[Any, Any]]:
+        device, lap = self._world.device, self._reading.lap
+        plan = self._plan.read_next(keys)
+        try:
+            with starting_workers():
+                batches = iter(self._loader)
+            for inputs, targets in on_device(map(unpacked, batches), device, lap):
+                plan.popleft()
+                yield inputs, self._cast(targets)
+        except Exception as error:
+            awaited = [str(index) for _epoch, index in chain(*islice(plan, 1))]
+            at = listed(awaited, 5)
+            blame_worker(self._loader._iterator, self._name, error, at)  # noqa: SLF001
+            _end_workers(self._loader)
+            if isinstance(error, UserError):
+                # A worker's comes with its traceback in the text; the last line is what it said.
+                raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
+            raise
+
+
+class _Plan:
+    """The batches that a DataLoader reads next, made as it asks for them."""
+
+    def __init__(self) -> None:
+        self._keys: Iterator[list[Key]] = iter(())
+        self._asked = deque[list[Key]]()
+
+    def read_next(self, keys: Iterator[list[Key]]) -> deque[list[Key]]:
+        """Let the next pass read these; return what will hold those that it has asked for."""
+        self._keys, self._asked = keys, deque()
+        return self._asked
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        keys, asked = self._keys, self._asked
+        for batch in keys:
+            asked.append(batch)
+            yield batch
+
+
+class _Keyed(Dataset[Any]):
+    """A data set whose random augmentation depends on (seed, epoch, sample), not on the worker."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        seed_reading(mix(self._seed, epoch, index))
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            size = len(self._dataset)  # type: ignore[arg-type]
+            blame(f"{name_of(self._dataset)} failed at sample {index} of {size}", error)
+
+
+def _as_it_is(batch: Any) -> tuple[Any, None]:
+    return batch, None
+
+
+class _Batched(Dataset[Any]):
+    """A data set that draws no random numbers and reads a whole batch of samples at a time."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
+        indices = [index for _epoch, index in keys]
+        try:
+            return self._dataset.read_batch(indices)
+        except Exception as error:
+            at = listed([*map(str, indices)], 5)
+            blame(f"{name_of(self._dataset)} failed to read samples {at}", error)
+
+
+def _end_workers(loader: DataLoader[Any]) -> None:
+    iterator, loader._iterator = loader._iterator, None  # noqa: SLF001
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def starting_workers() -> Iterator[None]:
+    """Start a loader's workers so that they keep serving while the ranks stop.
+
+    When a worker ends, PyTorch would raise in whatever line the rank is at. Here the next batch
+    finds it instead: it looks every few seconds.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        with forking_servants():
+            yield
+    finally:
+        # None: a handler of C, which Python cannot put back.
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
+
+
+def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "") -> None:
+    """Raise an error that names the cause if a worker of the loader has ended; else return.
+
+    An exit code is the user's mistake: the code that the worker ran has called for it. A signal is
+    not.
+    """
+    workers = getattr(iterator, "_workers", ())
+    for worker in workers if isinstance(error, OSError | EOFError) else ():
+        worker.join(_GONE_S)  # its connection closed before it had ended
+    code = next((worker.exitcode for worker in workers if worker.exitcode), 0)
+    if not code:
+        return
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    at = f"at samples {samples} or in the next batches, " if samples else ""
+    told = f"{dataset} was being read, {at}when its loader worker {how}."
+    if code > 0:
+        raise UserError(
+            f"{told} Code of the data set, or a library that it calls, has ended the process: "
+            "find the sample with --num-workers 0."
+        ) from error
+    raise RuntimeError(f"{told} {_REMEDIES.get(-code, _CRASHED)}") from error
+
+
+_GONE_S = 0.2
+_CRASHED = "Most likely a library that it calls has crashed: --num-workers 0 shows where."
+_REMEDIES = {
+    int(signal.SIGKILL): "Most likely the system ended it for lack of memory: use fewer "
+    "--num-workers, or a smaller batch or --shuffle-buffer.",
+    int(signal.SIGBUS): "There is too little shared memory: make /dev/shm larger (docker run "
+    "--shm-size), or use fewer --num-workers.",
+}
+
+
+def seed_reading(drawn: int) -> None:
+    """Seed the generators that a data set may draw from, before it gives a sample."""
+    torch.default_generator.manual_seed(drawn)
+    random.seed(drawn)
+    np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
+
+
+def ignore_stop_signals(_worker: int) -> None:
+    """Leave a stop to the ranks: their workers serve until the step is done.
+
+    PyTorch's handlers of a crash go, too: they print a line that ends in a NUL byte, and the rank
+    says the same.
+    """
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE):
+        signal.signal(number, signal.SIG_DFL)

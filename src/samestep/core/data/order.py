@@ -1,0 +1,370 @@
+"""Which samples make up each step: a pure function, so that resuming is arithmetic.
+
+Every epoch has one global order of all samples. A step takes the next global batch of it, and
+each rank a consecutive share of that. The order knows nothing of ranks, so it is the same on
+any number of them.
+"""
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.core.data.keyed_random import mix, sample_keys
+from samestep.base.errors import UserError, blame, defined_at
+from samestep.core.recipe import InMemory, PerSample, Recipe
+from samestep.base.settings import OrderName, Settings
+
+LAZY_FROM = 1 << 24
+"""Training samples from which on a shuffled order is computed where it is asked for: a table
+would take 128 MiB and half a second in each epoch. Below, runs keep the order they always had."""
+_WINDOW = 1 << 16
+_ROUNDS = 6
+_BATCHES_SORTED = 50
+"""Batches that --group-by-length sorts together: more have less padding, and are less random."""
+_DRAWS = 0x5EED
+"""Keeps what an order draws apart from what samples draw for their augmentation."""
+
+
+class TokenCut(NamedTuple):
+    """Batches of samples of similar length, which have about equally many tokens."""
+
+    sizes: tuple[int, ...]
+    """Samples of each batch, the shortest samples first."""
+    fits: int
+    """Samples of any length that fit into a batch: as many as of the longest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ordering:
+    """How the samples of an epoch are ordered, besides by seed and epoch."""
+
+    order: OrderName = "shuffled"
+    weights: Tensor | None = None
+    """(samples,) float64, for `weighted`: draws are in proportion to them."""
+    lengths: Tensor | None = None
+    """(samples,) float64, where samples of similar length are put into a batch."""
+    batch_tokens: int | None = None
+    """The most tokens of a batch, padding included; None where batches are of equal size."""
+
+    @cached_property
+    def token_cut(self) -> TokenCut | None:
+        """How all samples, sorted by length, are cut into batches; None without `batch_tokens`.
+
+        It is the same in each epoch, whichever of equally long samples are in which batch.
+        """
+        if self.batch_tokens is None:
+            return None
+        assert self.lengths is not None
+        lengths = self.lengths.clamp(min=1).sort().values.tolist()
+        if lengths[-1] > self.batch_tokens:
+            longer = sum(length > self.batch_tokens for length in lengths)
+            raise UserError(
+                f"--batch-tokens {self.batch_tokens} is less than the longest training sample, "
+                f"{lengths[-1]:g} tokens ({longer:,} of {len(lengths):,} are longer than that "
+                f"limit). Give at least --batch-tokens {math.ceil(lengths[-1])}, or cut such "
+                "samples in the data."
+            )
+        sizes, start = [], 0
+        while start < len(lengths):
+            # Sorted, so that each batch's last sample is its longest.
+            ends = range(start + 1, len(lengths) + 1)
+            fits = bisect_right(
+                ends, self.batch_tokens, key=lambda end: lengths[end - 1] * (end - start)
+            )
+            sizes.append(fits)
+            start += sizes[-1]
+        return TokenCut(tuple(sizes), int(self.batch_tokens // lengths[-1]))
+
+    def ends(self, seed: int, epoch: int) -> list[int] | None:
+        """Return where each step of an epoch ends in its order; None where they are equally large.
+
+        The last one may then be smaller.
+        """
+        if self.token_cut is None:
+            return None
+        shuffled = _shuffled(len(self.token_cut.sizes), mix(seed, _DRAWS, epoch))
+        return list(accumulate(self.token_cut.sizes[batch] for batch in shuffled.tolist()))
+
+    @cached_property
+    def totals(self) -> Tensor:
+        """The running sum of the weights, (samples,) float64."""
+        assert self.weights is not None
+        return self.weights.cumsum(0)
+
+    def record(self, num_samples: int) -> dict[str, Any]:
+        """Return what a checkpoint says of the order; nothing of the one that it always was."""
+        found: dict[str, Any] = {}
+        if self.order != "shuffled":
+            found["order"] = self.order
+        elif num_samples >= LAZY_FROM:
+            found["permutation"] = "lazy"
+        for name in ("weights", "lengths"):
+            if (numbers := getattr(self, name)) is not None:
+                found[name] = hashlib.sha256(numbers.numpy().data).hexdigest()[:16]
+        if self.batch_tokens is not None:
+            found["batch_tokens"] = self.batch_tokens
+        return found
+
+
+SHUFFLED = Ordering()
+
+
+class LazyOrder:
+    """An order without a table: it is computed for a window of positions at a time."""
+
+    def __init__(self, length: int, at: Callable[[Tensor], Tensor]) -> None:
+        """`at` turns positions in the epoch into samples, both (positions,) int64."""
+        self._length, self._at = length, at
+        self._first, self._window = 0, torch.empty(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, positions: slice) -> Tensor:
+        start, stop, _ = positions.indices(self._length)
+        if start < self._first or stop > self._first + len(self._window):
+            end = min(max(stop, start + _WINDOW), self._length)
+            self._first, self._window = start, self._at(torch.arange(start, end))
+        return self._window[start - self._first : stop - self._first]
+
+    def placed(self, place: Callable[[Tensor], Tensor]) -> "LazyOrder":
+        """Return the same order, of which each window is put somewhere, as on a device."""
+        return LazyOrder(self._length, lambda positions: place(self._at(positions)))
+
+
+Order = Tensor | LazyOrder
+"""The samples of an epoch in their order: has a length, and slices of it are (positions,) int64."""
+
+
+def epoch_order(
+    num_samples: int,
+    seed: int,
+    epoch: int,
+    ordering: Ordering = SHUFFLED,
+    *,
+    global_batch: int = 1,
+    drop_last: bool = False,
+) -> Order:
+    """Return the order of the samples of an epoch, (samples,) int64.
+
+    Shuffled, sequential and in columns each sample comes once. Drawn with replacement, an epoch has
+    as many draws as there are samples.
+    """
+    if ordering.lengths is not None:
+        order = epoch_order(num_samples, seed, epoch)[0:num_samples]
+        if ordering.token_cut is not None:
+            return _by_tokens(order, ordering, mix(seed, _DRAWS, epoch))
+        return _grouped(order, ordering.lengths, global_batch, mix(seed, _DRAWS, epoch))
+    if ordering.order == "shuffled" and num_samples < LAZY_FROM:
+        return _shuffled(num_samples, mix(seed, epoch))
+    drawn = partial(sample_keys, mix(seed, _DRAWS), epoch)  # a key for each position
+    at: Callable[[Tensor], Tensor]
+    match ordering.order:
+        case "shuffled":
+            at = partial(permuted, num_samples, mix(seed, epoch))
+        case "sequential":
+            at = torch.clone
+        case "columns":
+            at = partial(_in_columns, num_samples, global_batch, drop_last=drop_last)
+        case "replacement":
+            at = lambda positions: (drawn(positions) & _POSITIVE) % num_samples  # noqa: E731
+        case "weighted":
+            at = lambda positions: _by_weight(ordering.totals, drawn(positions))  # noqa: E731
+    return LazyOrder(num_samples, at)
+
+
+_POSITIVE = (1 << 63) - 1
+
+
+def permuted(num_samples: int, key: int, positions: Tensor) -> Tensor:
+    """Return the samples at some positions of a random permutation, without its table.
+
+    A Feistel network (Luby & Rackoff 1988, "How to construct pseudorandom permutations from
+    pseudorandom functions") permutes the numbers below the next power of two. One that leads out of
+    the range is permuted again until it is back (Black & Rogaway 2002, "Ciphers with arbitrary
+    finite domains"): a cycle of a permutation returns to where it began.
+    """
+    bits = max(2, (num_samples - 1).bit_length())
+    found = _feistel(positions, bits, key)
+    while len(outside := (found >= num_samples).nonzero().view(-1)):
+        found[outside] = _feistel(found[outside], bits, key)
+    return found
+
+
+def _feistel(numbers: Tensor, bits: int, key: int) -> Tensor:
+    """Permute the numbers below 2**bits; the halves differ by a bit where `bits` is odd."""
+    wide, narrow = bits - bits // 2, bits // 2
+    left, right = numbers >> narrow, numbers & ((1 << narrow) - 1)
+    for turn in range(_ROUNDS):  # an even number: the halves have their widths again
+        width = narrow if turn % 2 else wide
+        left, right = right, left ^ (sample_keys(key, turn, right) & ((1 << width) - 1))
+    return left << narrow | right
+
+
+def _in_columns(
+    num_samples: int, global_batch: int, positions: Tensor, *, drop_last: bool
+) -> Tensor:
+    """Return the samples at some positions where each slot of a step reads a part of the data."""
+    size, longer = divmod(num_samples, global_batch)
+    if drop_last:  # all columns end together, and what is left lies behind the last one
+        longer = 0
+    slot, step = positions % global_batch, positions // global_batch
+    return slot * size + slot.clamp(max=longer) + step
+
+
+def _by_weight(totals: Tensor, keys: Tensor) -> Tensor:
+    """Return a sample for each key, in proportion to the weights whose running sum is given."""
+    uniform = ((keys >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+    # To the right of equal sums: a sample of weight 0 adds nothing and is never drawn.
+    return torch.searchsorted(totals, uniform * totals[-1], right=True)
+
+
+def _grouped(order: Tensor, lengths: Tensor, global_batch: int, seed: int) -> Tensor:
+    """Return a shuffled order with samples of similar length in each batch.
+
+    Within windows of several batches it is sorted by length and cut; then the batches are shuffled.
+    The samples of a batch keep their order, so that no rank has the longest of all batches.
+    The incomplete last batch is of any length, so that it is not always the same kind.
+    """
+    full = len(order) // global_batch * global_batch
+    cut = []
+    for window in torch.split(torch.arange(full), _BATCHES_SORTED * global_batch):
+        by_length = window[lengths[order[window]].argsort(stable=True)]
+        cut.append(by_length.view(-1, global_batch).sort(dim=1).values)
+    if not cut:
+        return order
+    batches = torch.cat(cut)
+    shuffled = _shuffled(len(batches), seed)
+    return torch.cat([order[batches[shuffled].view(-1)], order[full:]])
+
+
+def _by_tokens(order: Tensor, ordering: Ordering, seed: int) -> Tensor:
+    """Return a shuffled order in which the batches of the token cut follow on each other.
+
+    Equally long samples are in other batches in each epoch, and those of a batch keep their order.
+    """
+    assert ordering.lengths is not None
+    assert ordering.token_cut is not None
+    sizes = torch.tensor(ordering.token_cut.sizes)
+    place = torch.empty_like(sizes)
+    place[_shuffled(len(sizes), seed)] = torch.arange(len(sizes))
+    by_length = ordering.lengths[order].argsort(stable=True)
+    batch_of = torch.empty_like(order)
+    batch_of[by_length] = place.repeat_interleave(sizes)
+    return order[batch_of.argsort(stable=True)]
+
+
+def _shuffled(number: int, seed: int) -> Tensor:
+    return torch.randperm(number, generator=torch.Generator().manual_seed(seed))
+
+
+def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
+    """Return how training samples are ordered; `data` is what the recipe's functions are given."""
+    weights = lengths = None
+    if settings.group_by_length or settings.batch_tokens is not None:
+        flag = "group-by-length" if settings.group_by_length else "batch-tokens"
+        lengths = per_sample("lengths", _needed("lengths", recipe, flag), data)
+    if settings.order == "weighted":
+        weights = per_sample("weights", _needed("weights", recipe, "order weighted"), data)
+    order, tokens = settings.order, settings.batch_tokens
+    return Ordering(order=order, weights=weights, lengths=lengths, batch_tokens=tokens)
+
+
+def _needed(name: str, recipe: Recipe, flag: str) -> PerSample:
+    given: PerSample | None = getattr(recipe, name)
+    if given is None:
+        raise UserError(
+            f"--{flag}: the recipe has no {name}. Give it Recipe({name}=…): a number for each "
+            "training sample, or a function of the training data that returns them."
+        )
+    return given
+
+
+def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") -> Tensor:
+    """Return a number for each training sample, (samples,) float64, none negative.
+
+    They are an argument, of this name, of the `giver`.
+    """
+    what, at = f"{giver}({name}=…)", _at(given)
+    size = len(data[0] if isinstance(data, tuple) else data)
+    try:
+        found = given(data) if callable(given) else given
+        numbers = torch.as_tensor(found).detach().cpu().double().contiguous()
+    except Exception as error:
+        remedy = f"It must give a number for each of the {size:,} training samples."
+        blame(f"{what} failed", error, given, remedy=remedy)
+    if numbers.shape != (size,):
+        shape = " × ".join(map(str, numbers.shape)) or "one"
+        raise UserError(
+            f"{what}{at} has {shape} numbers and there are {size:,} training samples: give one "
+            f"for each, ({size},)."
+        )
+    wrong = (~(numbers >= 0) | numbers.isinf()).nonzero().view(-1).tolist()
+    if wrong:
+        first = wrong[0]
+        raise UserError(
+            f"{what}{at} is {float(numbers[first])} for sample {first}"
+            f"{f' and wrong for {len(wrong) - 1:,} others' if len(wrong) > 1 else ''}: each must "
+            "be a finite number of 0 or more."
+        )
+    if name == "weights" and not bool(numbers.any()):
+        raise UserError(
+            f"{what}{at}: all {size:,} weights are 0, so no sample can be drawn. Give some of them "
+            "a weight."
+        )
+    return numbers
+
+
+def _at(given: PerSample | None) -> str:
+    return defined_at(given) if callable(given) else ""
+
+
+def steps_per_epoch(num_samples: int, global_batch: int, *, drop_last: bool = False) -> int:
+    """Return the number of global batches in an epoch, an incomplete last one included."""
+    return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
+
+
+def step_range(num_samples: int, global_batch: int, step: int) -> range:
+    """Return the positions in the epoch's order that one step of the epoch takes."""
+    return range(step * global_batch, min((step + 1) * global_batch, num_samples))
+
+
+def share(positions: range, rank: int, world_size: int) -> range:
+    """Return a rank's part of some positions; shares differ by at most one, larger ones first."""
+    size, extra = divmod(len(positions), world_size)
+    start = positions.start + rank * size + min(rank, extra)
+    return range(start, start + size + (rank < extra))
+
+
+def split_indices(num_samples: int, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
+    """Return disjoint random index sets that together hold every sample.
+
+    Args:
+        num_samples: samples to share out.
+        fractions: of each part but the last, which takes the rest.
+        seed: of the shuffle.
+    """
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+    sizes = [int(num_samples * fraction) for fraction in fractions]
+    sizes.append(num_samples - sum(sizes))
+    if min(sizes) < 1:
+        parts = " and ".join(map(str, fractions))
+        raise UserError(
+            f"{num_samples} samples are too few to split into parts of {parts} and the rest: one "
+            "of them would be empty. Use more samples."
+        )
+    return list(torch.split(order, sizes))
+
+
+def hold_out(data: InMemory, fraction: float, seed: int) -> tuple[InMemory, InMemory]:
+    """Return inputs and targets for training, and a random part that is held out of them."""
+    held_out, rest = split_indices(len(data[0]), (fraction,), seed)
+    return (data[0][rest], data[1][rest]), (data[0][held_out], data[1][held_out])

@@ -1,0 +1,389 @@
+"""Build what a training needs: data, model, optimizer."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from samestep.core.data.batches import open_split
+from samestep.core.data.blocks import held_parts
+from samestep.core.data.memory_source import MemorySource
+from samestep.core.data.recipe_splits import load_splits
+from samestep.core.data.source import Source
+from samestep.core.data.stream_lanes import is_stream
+from samestep.core.data.stream_source import StreamSource
+from samestep.base.errors import UserError, defined_at, made_by
+from samestep.base.machine import usable_cores
+from samestep.launch.ranks.mesh import any_sharded
+from samestep.launch.ranks.nproc import check_workers
+from samestep.launch.ranks.world import World
+from samestep.core.recipe import Recipe, Splits
+from samestep.core.session.request import Request
+from samestep.base.settings import Settings
+from samestep.core.training.alike import (
+    arithmetic,
+    check_same_model,
+    random_numbers,
+    seed_alike,
+    seed_rank,
+)
+from samestep.core.training.apply import Moment, applied, measure_of, summed, terms_of, timed
+from samestep.core.training.carried import Carried
+from samestep.core.training.compiled import Compiles, make_step, what_compiles, with_forward
+from samestep.core.training.device import (
+    check_precision,
+    choose_allocation,
+    choose_threads,
+    data_dtype,
+    make_scaler,
+    return_freed_memory,
+)
+from samestep.core.training.dry_run import Tried, dry_run, of_one_sample
+from samestep.core.training.flops import model_cost
+from samestep.core.training.learner import Learner
+from samestep.core.training.metrics import EpochMetrics
+from samestep.core.training.model_state import ModelTrial
+from samestep.core.training.optimizer import Average, OwnAverage, check_groups, has_modes, optimizer_of
+from samestep.core.training.optimizer_state import groups_of
+from samestep.base.phases import make_phases
+from samestep.core.training.plan import Plan, learning_rate, make_plan
+from samestep.core.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
+from samestep.core.training.scheduler import Scheduler
+from samestep.core.training.sharding import build_once, compile_blocks, is_fsdp, shard
+from samestep.core.training.stopping import Watch
+from samestep.core.training.unkept import Unkept
+from samestep.core.training.work import State, Work
+
+
+@dataclass(frozen=True)
+class Built:
+    """A training that is about to begin."""
+
+    work: Work
+    state: State
+    splits: Splits
+    threads: int
+    """CPU threads of this rank."""
+    unkept: Unkept
+    """What no checkpoint holds."""
+
+
+def build(
+    request: Request,
+    world: World,
+    wrap_model: Wrap = wrap,
+    splits: Splits | None = None,
+    *,
+    tries: bool = True,
+    holds_norms: bool = False,
+) -> Built:
+    """Build model, data and optimizer; nothing is written yet, so a mistake leaves no trace.
+
+    `wrap_model` puts the model on all ranks; `splits` are data that is loaded already. With `tries`
+    a few samples go through the model, and metrics that do not fit the data are left out.
+    `holds_norms`: batch normalisation will be held still, as in a verification.
+    """
+    settings, recipe = request.settings, request.recipe
+    world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
+    check_precision(settings.precision, world.device)
+    _check_same_arithmetic(world)
+    if settings.threads is not None:  # with virtual ranks it is, and data() may compute, too
+        torch.set_num_threads(settings.threads)
+    choose_allocation(world.device, sharded=is_fsdp(settings, world))
+    seed_alike(settings.seed)
+    splits = splits or load_splits(recipe, request.options, world)
+    phases = make_phases(world.device)
+    dtype = data_dtype(settings.precision)
+    source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
+    train = source(splits.train, lap=phases.lap, split="training")
+    _agree_on_size(train, world)
+    plan = world.on_every(lambda: planned(request, train, world.world_size))
+    seed_alike(settings.seed)
+    new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
+    make = partial(build_once, new, world) if is_fsdp(settings, world) else new
+    model = world.on_every(lambda: placed(make(), settings, world, dtype))
+    check_same_model(model, world)
+    restores = ModelTrial(model)  # before it is shared out or compiled
+    takes = applied(model, recipe)
+    if is_fsdp(settings, world):
+        shard(model, takes, recipe, settings, world)
+    seed_rank(settings.seed, world.rank)
+    threads = _share_cores(request, model, world, train)
+    loss = place_loss(recipe.loss, world.device, dtype)
+    held_out, test = splits.validation, splits.test
+    validation = source(held_out, split="validation") if held_out is not None else None
+    lonely = None if holds_norms else of_one_sample(plan, settings)
+    how = (settings.precision, world, takes, lonely)
+    trial = partial(dry_run, model, loss, recipe, splits, train, *how)
+    untried = Tried(recipe.metrics)
+    tried = _try_out(trial, validation, test, source, world) if tries else untried
+    metrics, parts = tried.metrics, tried.parts
+    own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
+    compiles = what_compiles(settings, world, model, own=own)
+    loss = timed(loss, moment := Moment())
+    loss = summed(loss, recipe.loss_weights, parts) if parts else loss
+    recipe = replace(recipe, loss=loss, metrics=metrics)
+    learner = _make_learner(
+        recipe, takes, model, settings, world, plan, compiles, wrap_model, train
+    )
+    learner = replace(learner, own=own, parts=parts, moment=moment)
+    most = train.steps_per_block(plan.global_batch_size)
+    work = Work(
+        settings=settings,
+        plan=plan,
+        world=world,
+        learner=learner,
+        step=make_step(compiles, learner, settings, world, plan, most, phases),
+        train=train,
+        validation=validation,
+        metrics=metrics,
+        measure=measure_of(recipe, model, tried.measured),
+        trial=restores,
+        phases=phases,
+        classes=splits.classes,
+        cost=model_cost(tried.forward_flops, settings, world),
+    )
+    measured = EpochMetrics(
+        metrics, world.device, held_parts(world), by_step=world.virtual_ranks > 0
+    )
+    state = State(watch=_watch(settings, recipe, splits, tried), measured=measured)
+    _check_followed(learner, plan, state.watch, splits)
+    if is_fsdp(settings, world):
+        return_freed_memory(world.device)
+    return Built(with_forward(work), state, splits, threads, tried.unkept)
+
+
+def _check_same_arithmetic(world: World) -> None:
+    """Refuse virtual ranks on ranks that round differently: other devices, another PyTorch."""
+    if not world.virtual_ranks:
+        return
+    found = world.gather(arithmetic(world.device))
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            first, this = (", ".join(one.values()) for one in (found[0], other))
+            raise UserError(
+                f"--virtual-ranks: rank {rank} computes with {this}, rank 0 with {first}, and they "
+                "round differently.",
+                remedy="Start all ranks on the same model of device with the same PyTorch (Slurm: "
+                "--constraint), or leave --virtual-ranks out.",
+                on_all_ranks=True,
+            )
+
+
+def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
+    """Return the plan of a request on `world_size` ranks, by its data or its plan on others."""
+    by_tokens = train.by_tokens if isinstance(train, Plan) else train.token_cut
+    how: dict[str, Any] = {"schedule": request.recipe.schedule, "by_tokens": by_tokens}
+    return make_plan(request.settings, train.num_samples, world_size, **how)
+
+
+def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
+    """Return what compiled whole steps cannot take."""
+    return recipe.own_parts() + ("stream",) * isinstance(train, StreamSource)
+
+
+def _make_learner(
+    recipe: Recipe,
+    takes: nn.Module,
+    model: nn.Module,
+    settings: Settings,
+    world: World,
+    plan: Plan,
+    compiles: Compiles,
+    wrap_model: Wrap,
+    train: Source,
+) -> Learner:
+    """Put a built model on all ranks, and give it what changes it."""
+    terms = terms_of(recipe)
+    counter = make_counter(model, world, settings) if terms is not None else None
+    # Code that runs between two steps of an epoch may change what model and loss read. Functions of
+    # this package do not.
+    between = [recipe.schedule, recipe.transform, recipe.augment, *recipe.metrics.values()]
+    functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
+    ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
+    to_wrap = takes
+    if compiles == "model" and any_sharded(model):
+        compile_blocks(takes)
+    elif compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
+        to_wrap = cast("nn.Module", torch.compile(takes, dynamic=False))
+    optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
+    made = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
+    return Learner(
+        model=model,
+        applied=takes,
+        wrapped=wrap_model(to_wrap, world, settings, counter),
+        optimizer=optimizer,
+        scheduler=world.on_every(lambda: _scheduler_of(plan, settings, optimizer)),
+        optimizer_maker=recipe.optimizer,
+        made=made,
+        carried=_carried(recipe, settings, plan, world, train),
+        over_batch=recipe.loss_over == "batch",
+        measured=bool(recipe.metrics),
+        alone=ours and isinstance(train, MemorySource),
+        average=_average_of(model, settings, optimizer),
+        scaler=make_scaler(settings.precision, world.device),
+        loss=recipe.loss,
+        reduction=recipe.reduction,
+        terms=terms,
+        counter=counter,
+        makers=(recipe.model, recipe.data),
+    )
+
+
+def _average_of(
+    model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer
+) -> Average | OwnAverage | None:
+    """Return what makes the weights to evaluate, if they are others than those trained."""
+    if settings.ema is not None:
+        return Average(model, settings.ema)
+    return OwnAverage(model, optimizer) if has_modes(optimizer) else None
+
+
+def _carried(
+    recipe: Recipe, settings: Settings, plan: Plan, world: World, train: Source
+) -> Carried | None:
+    """Return the state that the recipe carries from step to step, if any."""
+    if recipe.carry is None:
+        return None
+    if isinstance(train, StreamSource):
+        raise UserError(
+            "Recipe(carry=…) needs training data of a known order, so that a slot's samples follow "
+            "each other on any number of ranks; a stream has none. Give tensors or a map-style "
+            "Dataset."
+        )
+    if settings.batch_tokens is not None:
+        raise UserError(
+            "Recipe(carry=…) does not go with --batch-tokens: a slot's samples follow each other, "
+            "and steps have different numbers of samples. Give --batch-size."
+        )
+    dtype = data_dtype(settings.precision)
+    return Carried(recipe.carry, plan.global_batch_size, world, dtype, settings.seed)
+
+
+def _scheduler_of(
+    plan: Plan, settings: Settings, optimizer: torch.optim.Optimizer
+) -> Scheduler | None:
+    """Return the recipe's scheduler of PyTorch, if it has one."""
+    if plan.makes_scheduler:
+        return Scheduler(plan, optimizer)
+    if plan.schedule is not None:
+        with made_by(plan.schedule):
+            check_groups(optimizer, learning_rate(plan, settings, 0))
+    return None
+
+
+def _check_followed(learner: Learner, plan: Plan, watch: Watch, splits: Splits) -> None:
+    """Check that what a schedule follows is measured, and that it looks the same way."""
+    plateau = learner.scheduler is not None and learner.scheduler.interval == "validation"
+    place = defined_at(plan.schedule)
+    if splits.validation is None and (plateau or "metrics" in plan.schedule_asks):
+        raise UserError(
+            f"The recipe's schedule{place} follows what is validated, and the recipe has no "
+            "validation data. Give its Splits(validation=…), or take another schedule."
+        )
+    if learner.scheduler is not None and plateau and learner.scheduler.made.mode != watch.mode:
+        mode = learner.scheduler.made.mode
+        raise UserError(
+            f"ReduceLROnPlateau(mode={mode!r}){place} follows {watch.metric}, of which the "
+            f"{'highest' if watch.mode == 'max' else 'lowest'} value is the best. Write "
+            f"mode={watch.mode!r}, or name another metric in the recipe's settings: "
+            "'monitor': 'loss'."
+        )
+
+
+def _try_out(
+    trial: Callable[..., Tried],
+    validation: Source | None,
+    test: Any,
+    opened: Callable[..., Source],
+    world: World,
+) -> Tried:
+    """Try a recipe on what is evaluated first; return what that tells."""
+    _agree_on_stream(validation)
+    tested: AbstractContextManager[Source | None] = nullcontext()
+    if test is not None and (validation is None or is_stream(test)):
+        tested = closing(opened(test, split="test"))
+    with tested as other:
+        _agree_on_stream(other)
+        return world.on_every(lambda: trial(other if validation is None else validation))
+
+
+def _share_cores(request: Request, model: nn.Module, world: World, train: Source) -> int:
+    """Set the number of threads of this rank, among those with the same cores; return it."""
+    cores = usable_cores()
+    neighbours = world.gather((world.node, cores)).count((world.node, cores))
+    settings = request.settings
+    # A resumed run may be as slow as it was.
+    if not isinstance(train, MemorySource) and not (settings.oversubscribe or request.resume):
+        world.on_every(lambda: check_workers(settings.num_workers, neighbours, len(cores)))
+    threads = choose_threads(settings.threads, model, len(cores), neighbours)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def _agree_on_size(source: Source, world: World) -> int:
+    """Return the number of training samples, once all ranks have the same, in the same order."""
+    _agree_on_stream(source)
+    found = world.gather((source.num_samples, source.order_record()))
+    sizes = [size for size, _ in found]
+    if len(set(sizes)) > 1:
+        raise UserError(
+            f"The ranks loaded data of different sizes: {sizes}. Each must load all of it; "
+            "samestep shares it out.",
+            on_all_ranks=True,
+        )
+    for rank, (_, order) in enumerate(found):
+        if differing := [name for name in order if order[name] != found[0][1].get(name)]:
+            raise UserError(
+                f"Rank {rank} has other {differing[0]} of the training samples than rank 0. Make "
+                "them only from the data, or with a generator that is seeded.",
+                on_all_ranks=True,
+            )
+    _check_same_values(source, world)
+    return sizes[0]
+
+
+def _check_same_values(source: Source, world: World) -> None:
+    """Refuse other data in memory on another rank, as of a generator without a seed.
+
+    Nodes of several kinds may round differently what `data()` computes.
+    """
+    if not (world.connected and isinstance(source, MemorySource)):
+        return
+    first, *others = world.gather(source.marks())
+    allowed = 1e-3 * max((abs(value) for value in first if math.isfinite(value)), default=0.0)
+    for rank, marks in enumerate(others, 1):
+        pairs = zip(first, marks, strict=True)
+        if any(abs(one - other) > allowed for one, other in pairs):  # NaN is not
+            raise UserError(
+                f"Rank {rank} has other values of the training samples than rank 0. Let data() "
+                "read or make the same on all ranks, with a generator that is seeded.",
+                on_all_ranks=True,
+            )
+
+
+def _agree_on_stream(source: Source | None) -> None:
+    """Let all ranks see whether a stream, if it is one, is the same on each of them."""
+    if isinstance(source, StreamSource):
+        with random_numbers(0):
+            source.agree()
+
+
+def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> Watch:
+    names = ["loss", *tried.parts, *recipe.metrics, *tried.measured]
+    if splits.validation is None:
+        for name in ("patience", "monitor", "halving"):
+            if getattr(settings, name) is not None:
+                raise UserError(f"--{name} needs validation data, and the recipe has none.")
+    metric = settings.monitor or ("accuracy" if "accuracy" in names else "loss")
+    if metric not in names:
+        raise UserError(f"--monitor {metric}: the recipe measures {', '.join(names)}.")
+    mode = settings.mode
+    if mode == "auto":
+        mode = "min" if metric in (*recipe.falling(), *tried.parts) else "max"
+    return Watch(metric=metric, mode=mode)

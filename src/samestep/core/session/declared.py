@@ -1,0 +1,146 @@
+"""Values by the types that settings and options declare, wherever they come from.
+
+A TOML file, a call in Python and a recipe's `complete` go through the same converter, which also
+reads a run's settings.toml.
+"""
+
+import os
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from samestep.base.errors import UserError, defined_at, did_you_mean, in_words
+from samestep.core.recipe import Recipe
+from samestep.base.settings import Settings, own_names
+
+
+def typed(
+    table: Mapping[str, Any], recipe: Recipe, where: Path | str
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the settings and the recipe's options of a table, each of its declared type."""
+    types, own = _field_types(Settings), _field_types(recipe.options) if recipe.options else {}
+    ours: dict[str, object] = {}
+    theirs: dict[str, object] = {}
+    for key, value in own_names(table, where).items():
+        if key not in types and key not in own:
+            options = f" The options of {recipe.name}: {', '.join(own)}." if own else ""
+            raise UserError(
+                f"{where}: unknown setting {key!r}. {did_you_mean(key, [*types, *own])}"
+                f"The settings: {', '.join(sorted(types))}.{options}"
+            )
+        home, kind = (ours, types[key]) if key in types else (theirs, own[key])
+        home[key] = _of_type(value, kind, f"{where}: {key} = {value!r}")
+    return ours, theirs
+
+
+def typed_settings(table: Mapping[str, Any], where: Path | str) -> dict[str, object]:
+    """Return the settings of a table that has no others, each of its declared type."""
+    types = _field_types(Settings)
+    given = own_names(table, where).items()
+    return {key: _of_type(value, types[key], f"{where}: {key} = {value!r}") for key, value in given}
+
+
+def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:
+    """Return arguments of a call, named like settings, after the checks of the flags.
+
+    Raises:
+        UserError: one is of another type than the setting, or out of its range.
+    """
+    types = _field_types(Settings)
+    found = {
+        name: _of_type(plain_value(value), types[name], f"{call}({name}={value!r})")
+        for name, value in given.items()
+    }
+    try:
+        Settings(**found)
+    except UserError as error:
+        name = next(iter(error.flags), "")
+        must = error.what.partition("; ")[2] or error.what
+        raise UserError(f"{call}({name}={given.get(name)!r}): {must}") from error
+    return found
+
+
+def kept_options(recipe: Recipe, options: Any, *, completed: bool = False) -> Any:
+    """Return a recipe's options as the run's settings.toml will give them back.
+
+    `completed` if its `complete` has returned them.
+
+    Raises:
+        UserError: they would not come back, or not of their types.
+    """
+    if recipe.options is None:
+        return options
+    by = f"The recipe's complete(){defined_at(recipe.complete)} returned"
+    who = by if completed else "The recipe has"
+    if not (is_dataclass(options) and isinstance(options, recipe.options)):
+        raise UserError(
+            f"{by} {options!r:.80}.",
+            remedy=f"Return an object of {recipe.options.__name__}: dataclasses.replace(options, "
+            "NAME=…).",
+        )
+    own = {f.name: getattr(options, f.name) for f in fields(options)}
+    types = _field_types(recipe.options)
+    for name, value in options_table(options).items():
+        what = f"{who} the option {name} = {own[name]!r:.80}"
+        try:
+            kept = tomllib.loads(tomli_w.dumps({name: value}))[name]
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{what}, a {type(own[name]).__name__}, which settings.toml cannot hold.",
+                remedy="Make it a number, a text, or a list of them, such as str(path).",
+            ) from error
+        own[name] = _of_type(kept, types[name], what)
+    return recipe.make_options(**own)
+
+
+def options_table(options: Any) -> dict[str, Any]:
+    """Return a recipe's options, but those that are None, as a TOML table."""
+    table = asdict(options)
+    return {name: plain_value(value) for name, value in table.items() if value is not None}
+
+
+def plain_value(value: Any) -> Any:
+    """Return a path as text, and a number of NumPy or PyTorch as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    is_array = type(value).__module__.partition(".")[0] in ("numpy", "torch")
+    if is_array and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
+
+
+def _of_type(value: Any, kind: Any, what: str) -> Any:
+    """Return a value as its declared type; `what` begins the message."""
+    if kind in (str, str | None) and isinstance(value, list | tuple):
+        value = ",".join(map(str, value))  # as the flag has several
+    try:
+        return msgspec.convert(value, kind, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        choices = ", ".join(map(repr, _choices(kind)))
+        must = f"one of {choices}" if choices else in_words(kind)
+        why = f"it must be {must}" if must else f"{error}".rstrip(".")
+        raise UserError(f"{what}: {why}.") from error
+
+
+def _path(kind: type, value: Any) -> Any:
+    """Return a text as the path that an option declares; TOML has no paths."""
+    return kind(value) if issubclass(kind, PurePath) and isinstance(value, str) else value
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """Return the values of a `Literal` type, or of `Literal | None`; of others nothing."""
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    return _choices(parts[0]) if len(parts) == 1 and type(None) in typing.get_args(kind) else ()
+
+
+def _field_types(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {one.name: hints[one.name] for one in fields(kind)}

@@ -1,0 +1,252 @@
+"""How a training ends: the test of its best checkpoint, baselines, pictures, and result.json."""
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from signal import Signals
+from threading import Thread
+from typing import Any
+
+import torch
+
+from samestep.core.data.batches import open_split
+from samestep.base.errors import UserError, defined_at
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.mesh import any_sharded, mesh_of
+from samestep.launch.ranks.process import is_lost_peer, why_failed
+from samestep.base.startup import PARENT
+from samestep.launch.ranks.world import World
+from samestep.core.recipe import Recipe
+from samestep.base.run.index import read_index
+from samestep.core.session.build import Built
+from samestep.core.session.picture_making import PictureSource, picture_records
+from samestep.core.session.request import Request
+from samestep.core.session.restoring import load_first
+from samestep.core.session.session import Session, run_result
+from samestep.core.training.device import data_dtype, peak_memory_bytes
+from samestep.core.training.evaluation import Interruptible
+from samestep.core.training.loop import evaluate_work
+from samestep.core.training.snapshot import load_evaluated, weights_sha256
+from samestep.core.training.stopping import Agreement
+from samestep.core.training.work import State, Work
+
+_MEET_EVERY_S = 0.5
+
+Baselines = Mapping[str, Mapping[str, float] | str]
+"""Name → its metrics, or why it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a training ended."""
+
+    path: Path
+    signum: int
+    """The signal that stopped it, or 0."""
+
+
+def record_failure(
+    session: Session, request: Request, work: Work, state: State, error: Exception
+) -> None:
+    """Write down why the run failed, as far as the disk allows; a refused run stays as it was."""
+    if session.run is None or not session.begun:
+        return
+    state.stop_reason = f"failed: {why_failed(error)}"
+    with contextlib.suppress(Exception):  # a rank that writes its part may be gone
+        session.saver.settle()
+    # Of a rank that only lost another, who has started the ranks records why: see `ranks.start`.
+    is_effect = PARENT in os.environ and is_lost_peer(error)
+    with contextlib.suppress(UserError):  # first: the weights may wait for a device that hangs
+        step = state.position.step
+        if not is_effect:
+            session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
+    weights = ""
+    with contextlib.suppress(Exception):  # a model that cannot give its weights
+        if not any_sharded(work.learner.model):  # the other ranks may be gone
+            weights = weights_sha256(work.learner.model)
+    with contextlib.suppress(UserError):
+        session.run.write_result(_result(request, work, state, "failed", weights))
+
+
+def finish_run(
+    request: Request,
+    built: Built,
+    session: Session,
+    agreement: Agreement,
+    first_step_s: float | None,
+) -> Outcome:
+    """Evaluate the best checkpoint on the test set, and write the result.
+
+    A run that is stopped within that evaluation repeats it when it continues.
+    """
+    watched.turn_to(watched.END)
+    session.world.on_main(session.saver.settle_well)
+    work, state, run, test = built.work, built.state, session.run, None
+    # The weights where the training ended; the test below loads the best ones.
+    sharded, weights = any_sharded(work.learner.model), ""
+    if run is not None or sharded:
+        weights = weights_sha256(work.learner.model)
+    baselines: Baselines = {}
+    if not state.signum and built.splits.test is not None:
+        test = _test(request, built, session, agreement)
+        if test is not None and request.recipe.baselines is not None:
+            baselines = _measure_baselines(request, session, state, agreement)
+    if run is not None:
+        status = "stopped" if state.signum else "completed"
+        result = _result(request, work, state, status, weights, test, first_step_s)
+        if measured := {n: row for n, row in baselines.items() if not isinstance(row, str)}:
+            result["baselines"] = measured
+        best = read_index(run.checkpoints).best
+        if best is not None:  # an evaluation may have been better where nothing was saved
+            result["best"] |= {"value": best.metric, "epoch": best.epoch}
+        run.write_result(result)
+        if not state.signum and not sharded:  # a failing picture cannot lose the result any more
+            _draw_pictures(request, built, session, test, agreement)
+    stop = {"event": "stop", "step": state.position.step, "reason": state.stop_reason}
+    session.emit(stop)
+    return Outcome(path=session.path, signum=state.signum)
+
+
+def _stop(state: State, signum: int) -> None:
+    state.signum, state.stop_reason = signum, Signals(signum).name
+
+
+def _test(
+    request: Request, built: Built, session: Session, agreement: Agreement
+) -> dict[str, Any] | None:
+    """Evaluate the best whole checkpoint; return what was measured, None after a stop signal."""
+    work, state, splits = built.work, built.state, built.splits
+    world, settings, started = work.world, work.settings, time.perf_counter()
+    folder = session.path / "checkpoints"
+    problems: list[str] = []
+    mesh = mesh_of(work.learner.model)
+    best = load_first(world, folder, lambda: read_index(folder).ranked(), problems, mesh)
+    if best is not None:
+        _load(work, best.content)
+        best = best._replace(content={})  # the rest of the file is not needed any more
+    assert splits.test is not None
+    plain = replace(request.recipe, augment=None)
+    source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
+    part = Interruptible(source, agreement)
+    values = evaluate_work(work, part, classes=request.recipe.counted_classes(splits))
+    if signum := part.agreed():
+        _stop(state, signum)
+        return None
+    test = {**values, "checkpoint": best.entry.path if best else "last"}
+    record = {"event": "evaluation", "split": "test", "epoch": state.position.epoch}
+    record |= {"step": state.position.step, **test, "seconds": time.perf_counter() - started}
+    session.emit({**record, "problems": problems})
+    return test
+
+
+def _measure_baselines(
+    request: Request, session: Session, state: State, agreement: Agreement
+) -> Baselines:
+    """Measure on rank 0 what the model has to beat; return nothing if a signal ends it.
+
+    The ranks meet twice a second, so no collective waits long, and a stop signal ends the wait.
+    """
+    started, world = time.perf_counter(), session.world
+    rows: dict[str, Mapping[str, float] | str] = {}
+    problems: list[str] = []
+
+    def measure() -> None:
+        try:
+            rows.update(_checked(request.recipe, request.recipe.measure_baselines(request.options)))
+        except UserError as error:
+            problems.append(str(error))
+
+    thread = Thread(target=measure, daemon=True)  # a signal does not wait for it
+    if world.is_main:
+        thread.start()
+    busy = 1
+    while busy:
+        if world.is_main:
+            thread.join(_MEET_EVERY_S)
+        both = torch.tensor([int(thread.is_alive()), agreement.signum])
+        busy, signum = world.reduce(both, "max").tolist()
+        if signum:
+            _stop(state, signum)
+            return {}
+    record = {"event": "baselines", "step": state.position.step, "values": rows}
+    record |= {"problems": problems, "seconds": time.perf_counter() - started}
+    session.emit(record)
+    return rows
+
+
+def _checked(recipe: Recipe, found: Any) -> Baselines:
+    try:
+        return {
+            str(name): row if isinstance(row, str) else {str(n): float(v) for n, v in row.items()}
+            for name, row in found.items()
+        }
+    except Exception as error:  # whatever the recipe's own dict raises
+        raise UserError(
+            f"The recipe's baselines(){defined_at(recipe.baselines)} returned {found!r:.80}; it "
+            "must return {name: {metric: number}}, or a sentence in place of the metrics."
+        ) from error
+
+
+def _draw_pictures(
+    request: Request,
+    built: Built,
+    session: Session,
+    test: dict[str, Any] | None,
+    agreement: Agreement,
+) -> None:
+    """Draw the run's pictures with the weights that were tested, or else with the best ones."""
+    work, folder = built.work, session.path / "checkpoints"
+    tested = None if test is None else str(test["checkpoint"])
+
+    def load_best() -> str:
+        nonlocal tested
+        if tested is not None:  # the first time, the model still holds them
+            name, tested = tested, None
+            return name
+        best = load_first(World(), folder, lambda: read_index(folder).ranked(), [])
+        if best is None:
+            return "last"
+        _load(work, best.content)
+        return best.entry.path
+
+    recipe = request.recipe
+    source = PictureSource(recipe=recipe, work=work, splits=built.splits, load_best=load_best)
+    for record in picture_records(source, session.path, built.state.position.step, agreement):
+        session.emit(record)
+
+
+def _load(work: Work, content: dict[str, Any]) -> None:
+    """Load the weights of a checkpoint into the model, as they are evaluated."""
+    load_evaluated(work.learner.model, content)
+    work.learner.moment.after(content["position"])
+    if work.learner.average is not None:
+        work.learner.average.hold()
+
+
+def _result(
+    request: Request,
+    work: Work,
+    state: State,
+    status: str,
+    weights: str,
+    test: dict[str, Any] | None = None,
+    first_step_s: float | None = None,
+) -> dict[str, Any]:
+    watch = state.watch
+    best = {"metric": watch.metric, "mode": watch.mode, "value": watch.best}
+    return run_result(
+        work.world,
+        state.position,
+        recipe=request.recipe.name,
+        status=status,
+        reason=state.stop_reason,
+        global_batch_size=work.plan.global_batch_size,
+        weights_sha256=weights,
+        test=test,
+        best={**best, "epoch": watch.best_epoch},
+        seconds_to_first_step=first_step_s,
+        peak_memory_bytes=peak_memory_bytes(work.world.device),
+    )

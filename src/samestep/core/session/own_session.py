@@ -1,0 +1,491 @@
+"""The state, records and checkpoints of a run whose loop the user writes."""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from signal import Signals
+from typing import Any, Self
+
+import tomli_w
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from samestep.base.errors import UserError, listed
+from samestep.launch.ranks import process_group, watched
+from samestep.launch.ranks.launch import detect_launch
+from samestep.launch.ranks.process import RankLog, why_failed
+from samestep.base.startup import JOB_RUN
+from samestep.launch.ranks.world import World
+from samestep.base.run import checkpoints
+from samestep.base.run.directory import is_run, new_run_path
+from samestep.base.run.files import write_text
+from samestep.base.run.index import Retention, find_checkpoint
+from samestep.base.run.own_modules import modules_note
+from samestep.base.run.records import Record
+from samestep.core.session import own_state
+from samestep.core.session.declared import checked_settings
+from samestep.core.session.free_space import room_notes, state_bytes
+from samestep.core.session.gradients import parameters_in
+from samestep.core.session.own_carry import RankState, SlotState, carried_state
+from samestep.core.session.own_state import Means, Stateful, added_up
+from samestep.core.session.recipe_changes import keep_script, script_changes
+from samestep.core.session.restoring import load_first, load_newest, remove_unfinished
+from samestep.core.session.saver import say
+from samestep.core.session.session import (
+    Session,
+    Stopped,
+    environment,
+    refuse_taken,
+    resume_record,
+    run_result,
+    start_record,
+)
+from samestep.base.settings import Backend, Device, Settings, free_names
+from samestep.core.training.alike import (
+    OF_A_RANK,
+    check_same,
+    check_same_model,
+    check_weights,
+    seed_alike,
+)
+from samestep.core.training.carried import Carry
+from samestep.core.training.meter import Clock
+from samestep.core.training.model_state import ModelTrial
+from samestep.core.training.prepare import share_buffers
+from samestep.core.training.stopping import Agreement, Watch, catch_signals
+from samestep.core.training.unkept import Unkept, at_first_forward, count_of_calls
+from samestep.core.training.work import Position
+
+_OF_MAIN = frozenset(
+    {"path", "settings", "may_change", "checkpoint_sync", "keep_newest", "keep_hours"}
+)
+"""Arguments that only rank 0 reads, and settings, which are compared one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `open_run`; see there."""
+
+    path: str | Path | None
+    seed: int
+    resume: bool
+    settings: Mapping[str, Any]
+    may_change: Collection[str]
+    name: str
+    log_every: int | None
+    checkpoint_every_epochs: int
+    checkpoint_every_steps: int | None
+    checkpoint_sync: bool
+    keep_newest: int | None
+    keep_hours: float | None
+    device: Device
+    backend: Backend
+    timeout_s: float
+    stall_s: float | None
+
+    def checked(self) -> Self:
+        """Return them as the flags of the same names would be; refuse what no flag may be."""
+        if isinstance(self.may_change, str):
+            raise UserError(f"open_run(may_change={self.may_change!r}) must be a list of names.")
+        if not isinstance(self.settings, Mapping):
+            raise UserError(f"open_run(settings={self.settings!r:.80}) must be a dict of names.")
+        named = {f.name for f in fields(self)} & {f.name for f in fields(Settings)}
+        given = checked_settings({name: getattr(self, name) for name in named}, "open_run")
+        free = OF_A_RANK.union(self.may_change)
+        return replace(self, settings=own_state.plain(self.settings, free=free), **given)
+
+    def check_same(self, world: World) -> None:
+        """Refuse what another rank was given otherwise; all ranks call it."""
+        free = OF_A_RANK.union(self.may_change)
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_MAIN}
+        given |= {
+            f"settings[{name!r}]": one for name, one in self.settings.items() if name not in free
+        }
+        given = {name: one for name, one in given.items() if name not in OF_A_RANK}
+        check_same(given, world, "The arguments of open_run")
+
+
+class OwnSession:
+    """What is open within the `with` of `open_run`, on this rank."""
+
+    def __init__(self, options: Options, log: RankLog) -> None:
+        """Join the other ranks, open the run directory, seed all alike, catch stop signals."""
+        options = options.checked()
+        if process_group.current_world().connected:
+            raise UserError(
+                "open_run joins the ranks by itself.", remedy="Leave setup_distributed() out."
+            )
+        watched.start_watcher(detect_launch(os.environ), options.stall_s)
+        process_group.setup_distributed(options.device, options.backend, options.timeout_s)
+        self.options, self.world = options, process_group.current_world()
+        options.check_same(self.world)
+        self.session = Session(self.world.on_main(self._choose_path), self.world, log.move_to)
+        self.path = self.session.path
+        self.state: dict[str, Stateful] = {}
+        """What the script has named: modules, optimizers, schedules."""
+        self.position = Position()
+        self.order: dict[str, Any] = {}
+        """What the order of the samples depends on; empty until the data is open."""
+        self.carried: SlotState | RankState | None = None
+        """State of each slot of the global batch, or of each rank, where the script carries any."""
+        self.carried_before: Any = None
+        """That of the checkpoint which the run continues from."""
+        self.values: dict[str, Any] = {}
+        """Numbers and texts that the script keeps, by name."""
+        self.watch: Watch | None = None
+        """What the best checkpoint is chosen by; None where the script never calls `run.best`."""
+        self.metric: float | None = None
+        """Its value in this epoch."""
+        self.finished: dict[str, Any] | None = None
+        """Why the script has ended the training, and how many epochs it had asked for."""
+        self.left = ""
+        """How the script has left its epochs early, for a record."""
+        self.means = Means(self.world)
+        """Of the running epoch."""
+        self.clock = Clock(self.position)
+        self.trained: dict[str, Tensor] = {}
+        """The weights of the modules in `state`, and what else `run.backward` was given."""
+        self.passed: list[Sequence[Tensor] | torch.optim.Optimizer] = []
+        """Of the running batch: what each `run.backward` was for, and which optimizers stepped."""
+        self._stepped: set[int] = set()
+        """The ids of the optimizers that have stepped."""
+        self._left_out: set[str] = set()
+        """What was said to be in no checkpoint."""
+        self._resumed: tuple[str, list[str]] | None = None
+        self._saved_at: tuple[int, int] | None = None  # epochs and steps of the newest checkpoint
+        self._signals = catch_signals()
+        self.received = self._signals.__enter__()
+        self.agreement = Agreement(self.world, self.received)
+        # Autocast keeps casts of the weights until its outermost context ends, and that may be
+        # around the whole loop: forget them whenever the weights have changed.
+        self._hook = register_optimizer_step_post_hook(self._has_stepped)
+        seed_alike(options.seed)
+
+    def _choose_path(self) -> Path:
+        options, named = self.options, self.options.path or os.environ.get(JOB_RUN)
+        path = Path(named or new_run_path(options.name))
+        if not options.resume:
+            how = "Continue it with open_run(…, resume=True), or name another directory."
+            refuse_taken(path, how)
+        elif not named:
+            say(self.world, f"{path} is a new run: to continue it, name it in open_run.")
+        return path
+
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        torch.clear_autocast_cache()
+        self.passed.append(optimizer)
+        if self.state and id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            self._warn_of(own_state.left_out(self.state, optimizer, self.trained.values()))
+
+    def _warn_of(self, left_out: str) -> None:
+        """Say once that checkpoints lack something: a loop may make an optimizer in each epoch."""
+        if left_out and left_out not in self._left_out:
+            self._left_out.add(left_out)
+            say(
+                self.world,
+                f"warning: {left_out} is not in state=…, so checkpoints do not hold it, and a "
+                "resumed run would begin it anew. Name it in run.epochs(…, state={…}).",
+            )
+
+    def is_accumulating(self) -> bool:
+        """Whether an optimizer of the state has not applied gradients of this batch yet.
+
+        Those that are NaN or infinite do not count, as a GradScaler leaves out that step.
+        """
+        waiting: dict[int, Tensor] = {}
+        for one in self.passed:
+            if isinstance(one, torch.optim.Optimizer):
+                for p in parameters_in(one):
+                    waiting.pop(id(p), None)
+            else:
+                waiting |= {id(p): p for p in one}
+        stepping = [one for one in self.state.values() if isinstance(one, torch.optim.Optimizer)]
+        grads = [p.grad for one in stepping for p in parameters_in(one) if id(p) in waiting]
+        total = sum(float(grad.detach().abs().sum()) for grad in grads if grad is not None)
+        return 0 < total < math.inf
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the modules of the state."""
+        return {name: one for name, one in self.state.items() if isinstance(one, nn.Module)}
+
+    def track(self, state: Mapping[str, Stateful], num_epochs: int) -> None:
+        """Take the state that checkpoints hold; restore it if the run is resumed."""
+        world = self.world
+        world.on_every(lambda: own_state.check_state(state))
+        kinds = {f"state[{name!r}]": type(one).__name__ for name, one in state.items()}
+        check_same({"num_epochs": num_epochs, **kinds}, world, "The arguments of run.epochs")
+        self._check_values()
+        self.state = dict(state)
+        self._trials = {name: ModelTrial(module) for name, module in self.modules().items()}
+        for name, module in self.modules().items():  # all ranks begin with rank 0's weights
+            check_same_model(module, world, f"{name}.")
+            share_buffers(module, world)
+            at_first_forward(module, world, self._note)
+            count_of_calls(module, partial(self._note_count, f"state[{name!r}]"))
+            self.trained |= {f"{name}.{of}": p for of, p in module.named_parameters()}
+            for parameter in module.parameters():
+                world.take_from_main(parameter.detach())
+        resumes = self.options.resume and world.on_main(lambda: is_run(self.path))
+        kept = tuple(f"state/{name}" for name in state if name not in self.modules())
+        if resumes and (found := load_newest(self.path, world, own=kept)):
+            world.on_main(lambda: remove_unfinished(self.path))
+            world.on_every(lambda: self._restore(found.content))
+            sums = found.content["sums"]
+            if len(sums) == world.world_size:
+                self.means.sums = sums[world.rank]
+            elif world.is_main:  # on another number of ranks, it takes all
+                self.means.sums = added_up(sums)
+            self._resumed = found.entry.path, found.problems
+            self._saved_at = self.position.epoch, self.position.step
+        self.agreement.start(self.position.step)
+
+    def _note_count(self, what: str, names: list[str]) -> None:
+        say(
+            self.world,
+            f"note: {what} counts {listed(names, 3)} in an attribute, and no checkpoint holds it: "
+            "a resumed run begins it anew. Let a buffer, get_extra_state or run.state hold it.",
+        )
+
+    def _note(self, unkept: Unkept) -> None:
+        remedy = "Let samestep.dist.reduce_tensor add up what it is made of over all ranks."
+        for note in unkept.notes(remedy):
+            say(self.world, f"note: {note}")
+
+    def _check_values(self) -> None:
+        """Refuse a `run.state` that another rank has otherwise; all ranks call it."""
+        values = self.world.on_every(lambda: own_state.checked_values(self.values))
+        named = {f"run.state[{name!r}]": value for name, value in values.items()}
+        check_same(named, self.world, "The values that checkpoints hold")
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        options = self.options
+        free = free_names(Settings).union(options.may_change, OF_A_RANK)
+        own_state.check_same_program(saved, options.name, options.settings, self.path, free)
+        own_state.load_state(self.state, saved["state"], self.path)
+        self.position = Position(**saved["position"])
+        self.order = saved["order"]
+        self.values.update(saved.get("own", {}))
+        self.watch = Watch(**saved["watch"]) if saved.get("watch") else None
+        self.finished = saved.get("finished")
+        self.carried_before = saved.get("carried")
+
+    def carry(self, function: Carry, slots: int) -> None:
+        """Carry state of each slot of the global batch, or of each rank, from now on."""
+        if self.carried is None:
+            self.carried = carried_state(function, slots, self.world, self.options.seed)
+            self.carried.load(self.carried_before)
+
+    def _content(self, sums: list[Any], carried: Any) -> dict[str, Any]:
+        return {
+            "format": checkpoints.FORMAT,
+            "program": self.options.name,
+            "settings": dict(self.options.settings),
+            "state": {name: own_state.state_of(name, one) for name, one in self.state.items()},
+            "position": asdict(self.position),
+            "order": self.order,
+            "sums": sums,
+            "own": own_state.checked_values(self.values),
+            "watch": self.watch and asdict(self.watch),
+            "finished": self.finished,
+            **({} if carried is None else {"carried": carried}),
+        }
+
+    def begin(self, order: dict[str, Any], sizes: Record) -> None:
+        """Write the first records of the run, once its data is known."""
+        world, session, position = self.world, self.session, self.position
+        may_be_new, within = session.begun or position.epoch == 1, position.step_in_epoch > 0
+        own_state.check_order(self.order, order, self.path, may_be_new=may_be_new, within=within)
+        self.order = order
+        if session.begun:
+            return
+        if session.run is not None:
+            self._describe(sizes)
+        resume = None
+        if self._resumed is not None:
+            checkpoint, problems = self._resumed
+            if changed := listed(script_changes(self.path, Path(sys.argv[0])), 5):
+                problems.append(f"{sys.argv[0]} has changed since the run began: {changed}.")
+            goes_on = f"{self.path} continues after step {position.step}, from {checkpoint}."
+            say(world, " ".join([goes_on, *problems]))
+            resume = resume_record(world, position.step, checkpoint, problems)
+        everything: Iterable[Any] = self.state.values()
+        parameters = [p for one in everything for p in getattr(one, "parameters", tuple)()]
+        optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
+        notes = room_notes(self.path, state_bytes(self.modules().values(), optimizers))
+        notes += modules_note(self.path)
+        for note in notes:
+            say(world, f"note: {note}")
+        start = start_record(
+            world,
+            recipe=self.options.name,
+            run_dir=self.path,
+            parameters=parameters,
+            modules=self.modules().values(),
+            **sizes,
+            precision=precision_of({p.dtype for p in parameters}),
+            lower_is_better=["loss"],
+            resumed=resume is not None,
+            notes=notes,
+        )
+        session.begin(start, resume, position.step, None)
+
+    def _describe(self, sizes: Record) -> None:
+        """Write settings, environment and a copy of the script into the run."""
+        run = self.session.run
+        assert run is not None
+        table = {name: sizes[name] for name in ("epochs", "global_batch_size")}
+        table |= {"seed": self.order["seed"], "options": dict(self.options.settings)}
+        write_text(run.path / "settings.toml", tomli_w.dumps(table))
+        keep_script(run.path, Path(sys.argv[0]))
+        run.write_environment(environment(self.world))
+
+    def record(self, values: dict[str, float]) -> None:
+        """Record what was logged of a step; without a loss as a `metrics` record."""
+        if not values:
+            return
+        self.check_loss(values)
+        position = self.position
+        where = {"step": position.step, "epoch": position.epoch + 1}
+        if "loss" in values:
+            rate = {"samples": position.samples, **self.clock.rate(position.samples)}
+            self.session.emit({"event": "step", **where, **values, **rate})
+            self.clock.mark(position.samples)
+        else:
+            now = {"time": time.time(), "values": values}
+            self.session.emit({"event": "metrics", **where, **now})
+
+    def check_loss(self, means: dict[str, float]) -> None:
+        """Refuse to continue with a loss that is NaN or infinite."""
+        if not math.isfinite(means.get("loss", 0.0)):
+            raise UserError(
+                f"The loss is NaN or infinite at step {self.position.step} or before. The run has "
+                "ended; earlier checkpoints are kept. Try a smaller learning rate, or clip the "
+                "gradients. What may be infinite can be logged by another name than loss.",
+                on_all_ranks=True,
+            )
+
+    def check_weights(self) -> None:
+        """Check that all ranks have the same weights, and a checkpoint leads back to them."""
+        self.world.on_every(self._check_trials)
+        added = "add it up by run.backward, not loss.backward()"
+        optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
+        check_weights(self.trained, self.world, self.position.step, added, optimizers=optimizers)
+
+    def _check_trials(self) -> None:
+        for name, module in self.modules().items():
+            self._trials[name].check(module, f"state[{name!r}]")
+
+    def is_best(self) -> bool:
+        """Return whether this epoch is the best so far."""
+        watch = self.watch
+        return self.metric is not None and watch is not None and not watch.evaluations_since
+
+    def is_best_on_all(self) -> bool:
+        """Return whether this epoch is the best so far; refuse ratings of some ranks only."""
+        rated = self.world.gather(self.metric is not None)
+        if len(set(rated)) > 1:
+            ranks = listed([str(rank) for rank, has in enumerate(rated) if has])
+            raise UserError(
+                f"run.best was called on rank {ranks} of {len(rated)} in epoch "
+                f"{self.position.epoch}. All ranks save the best checkpoint together: call it on "
+                "each, and ask run.is_main afterwards.",
+                on_all_ranks=True,
+            )
+        return self.is_best()
+
+    def load_best(self) -> int:
+        """Load the best checkpoint's weights into the modules of the state; return its epoch."""
+        if self.watch is None:
+            raise UserError("run.load_best: no epoch was rated. Call run.best(…) in each epoch.")
+        self.settle()
+        folder = self.path / "checkpoints"
+        problems: list[str] = []
+        found = load_first(self.world, folder, lambda: [find_checkpoint(folder, "best")], problems)
+        if found is None:
+            raise UserError(problems[0], on_all_ranks=True)
+        for name, module in self.modules().items():
+            own_state.load_one(name, module, found.content["state"][name])
+        return found.entry.epoch
+
+    def save(self) -> None:
+        """Save where the run stands, if it is not saved yet; all ranks call it."""
+        began, position = time.perf_counter(), self.position
+        if not self.session.begun or self._saved_at == (position.epoch, position.step):
+            return
+        watched.turn_to(watched.CHECKPOINT)  # until the next step
+        self.means.read()  # values that wait on the device belong to the sums
+        self.check_weights()
+        self._check_values()
+        sums = self.world.gather(self.means.sums)
+        carried = None if self.carried is None else self.carried.state()
+        self.world.on_main(
+            lambda: self.session.saver.save(
+                self._content(sums, carried),
+                position,
+                metric=self.metric,
+                watch=self.watch,
+                retention=Retention(newest=self.options.keep_newest, hours=self.options.keep_hours),
+                began=began,
+                sync=self.options.checkpoint_sync,
+            )
+        )
+        self._saved_at = position.epoch, position.step
+
+    def settle(self) -> None:
+        """Wait until all checkpoints are written; all ranks call it."""
+        self.world.on_main(self.session.saver.settle_well)
+
+    def stop_on(self, signum: int) -> None:
+        """Save and stop if all ranks have agreed on a signal."""
+        if signum:
+            self.save()
+            self.settle()
+            raise Stopped(signum)
+
+    def end(self, error: BaseException | None) -> None:
+        """Write how the run ended."""
+        run, step = self.session.run, self.position.step
+        if run is None or not self.session.begun:
+            return
+        self.session.saver.settle()
+        status, reason = "completed", "finished"
+        if isinstance(error, Stopped):
+            status, reason = "stopped", Signals(error.signum).name
+            text = f"Stopped by {reason} after step {step}; {self.path} continues from there"
+            say(self.world, f"{text} with resume=True.")
+        elif error is not None:
+            status, reason = "failed", f"failed: {why_failed(error)}"
+        elif self.finished is not None:
+            reason = self.finished["reason"]
+        elif self.left:
+            reason = self.left
+            more = "With resume=True it continues from there; run.finish() ends it for good."
+            say(self.world, f"The run was {reason}. {more}")
+        self.session.emit({"event": "stop", "step": step, "reason": reason})
+        how = {"recipe": self.options.name, "status": status, "reason": reason}
+        total = self.order.get("global_batch_size")
+        run.write_result(run_result(self.world, self.position, **how, global_batch_size=total))
+
+    def close(self, error: BaseException | None) -> None:
+        """Stop catching signals, and let another process open the run."""
+        self._hook.remove()
+        if error is None or isinstance(error, Stopped):
+            self._signals.__exit__(None, None, None)
+        else:  # a signal that no training could act on is kept for who reports the failure
+            self._signals.__exit__(type(error), error, error.__traceback__)
+        self.session.close()
+
+
+def precision_of(kinds: set[torch.dtype]) -> str:
+    """Return the least precise type of the weights, by which `compare` knows their rounding."""
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        if dtype in kinds:
+            return name
+    return "fp64" if kinds == {torch.float64} else "fp32"

@@ -1,0 +1,409 @@
+"""What the checkpoints of a user's own loop hold, with its means: checked, collected, restored."""
+
+import math
+from argparse import Namespace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import date, time
+from enum import Enum
+from numbers import Number
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from samestep.base.trees import map_tensors
+from samestep.base.errors import UserError, blame, listed
+from samestep.launch.ranks.world import World
+from samestep.base.run import checkpoints
+from samestep.base.run.directory import names_secret
+from samestep.base.run.records import TAKEN_NAMES
+from samestep.core.session.declared import plain_value
+from samestep.core.training.model_state import load_model
+from samestep.core.training.prepare import check_dense
+
+_STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""What holds no weights."""
+_KNOWN = (nn.Module, *_STEPPING)
+_PER_EPOCH = ("num_samples", "data")
+"""Parts of the order that each epoch may have of its own."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What a checkpoint can hold: a module, an optimizer, a schedule, anything with these two."""
+
+    def state_dict(self) -> Any:
+        """Return all that it depends on, as tensors, numbers, texts, lists and dicts of them."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Become what it was when it returned this."""
+
+
+def check_state(state: Any) -> None:
+    """Refuse a state that a checkpoint cannot hold and give back."""
+    if not isinstance(state, Mapping) or not state:
+        raise UserError(
+            "run.epochs(…, state=…) takes a dict of all that changes in training: "
+            'state={"model": model, "optimizer": optimizer}. Checkpoints hold it.'
+        )
+    if all(isinstance(one, _STEPPING) for one in state.values()):
+        raise UserError(
+            f"state has {', '.join(map(repr, state))} and no weights. Name the modules, too: "
+            'state={"model": model, …}.'
+        )
+    for name, one in state.items():
+        if not isinstance(one, Stateful):
+            raise UserError(
+                f"state[{name!r}] is a {type(one).__name__}, which has no state_dict and "
+                "load_state_dict. Leave it out, or put it into an object that has both."
+            )
+        if isinstance(one, nn.Module):
+            check_dense(one, f"state[{name!r}] has")
+            fsdp = any(type(m).__name__ == "FullyShardedDataParallel" for m in one.modules())
+            if fsdp or any(hasattr(p, "placements") for p in one.parameters()):
+                raise UserError(
+                    f"state[{name!r}] is in parts on the ranks (FSDP, DTensor), and checkpoints "
+                    "hold what rank 0 has. Leave the model whole on each rank."
+                )
+        state_of(name, one)
+
+
+def state_of(name: str, one: Stateful) -> Any:
+    """Return an entry of the state as a checkpoint holds it; refuse what could not be read back."""
+    try:
+        state = one.state_dict()
+    except Exception as error:
+        blame(f"state[{name!r}].state_dict() failed", error)
+    # Tensors may be large, and only the rest can be of any type.
+    if why := checkpoints.why_not_kept(map_tensors(lambda _: torch.empty(0), state)):
+        raise UserError(
+            f"state[{name!r}].state_dict() holds what a checkpoint would not give back: {why}. It "
+            "may hold tensors, numbers, texts, and lists and dicts of them."
+        )
+    return state
+
+
+def check_same_program(
+    saved: Mapping[str, Any], name: str, now: Mapping[str, Any], path: Path, free: Collection[str]
+) -> None:
+    """Refuse a checkpoint of another program or other settings; those in `free` may differ."""
+    if "program" not in saved:
+        raise UserError(
+            f"{path} holds a run of samestep train.",
+            remedy=f"Continue it with samestep train {path} --resume, or name another directory "
+            "in open_run.",
+        )
+    if saved["program"] != name:
+        raise UserError(
+            f"{path} was written by {saved['program']!r}, not by {name!r}. Name another directory "
+            "in open_run; or, if it is the same program by another name, say "
+            f"open_run(…, name={saved['program']!r})."
+        )
+    before = saved["settings"]
+    for key in sorted({*before, *now}.difference(free)):
+        then, today = before.get(key), now.get(key)
+        if then != today and repr(then) != repr(today):  # two NaNs differ, and are written alike
+            raise UserError(
+                f"{path} was begun with {key} = {then}, and now it is {today}: "
+                "that is another training. Restore the earlier value, name it in "
+                f"open_run(…, may_change=[{key!r}]), or begin a run in another directory."
+            )
+
+
+def load_state(state: Mapping[str, Stateful], saved: Mapping[str, Any], path: Path) -> None:
+    """Load what a checkpoint holds into the state.
+
+    An optimizer keeps the tensors it is given: what is not a module's must not lie in the file.
+    """
+    if saved.keys() != state.keys():
+        raise UserError(
+            f"The checkpoints of {path} hold {', '.join(saved)}; state has {', '.join(state)}. A "
+            "run has the same names in state each time."
+        )
+    for name, one in state.items():
+        load_one(name, one, saved[name])
+
+
+def load_one(name: str, one: Stateful, saved: Any) -> None:
+    """Load one entry of the state."""
+    try:
+        if isinstance(one, nn.Module):
+            load_model(one, {"model": saved})
+        else:
+            one.load_state_dict(saved)
+    except UserError as error:
+        raise UserError(f"state[{name!r}]: {error}") from error
+    except Exception as error:
+        blame(f"state[{name!r}].load_state_dict() failed with what the checkpoint holds", error)
+
+
+def plain(value: Any, name: str = "", *, free: Collection[str] = ()) -> Any:
+    """Return a script's settings as TOML has them; `name` is that of one among them.
+
+    Those that are None, or that are named like a secret, are left out, and of those in `free` what
+    TOML cannot hold. Functions, types and devices are kept by their names.
+
+    Raises:
+        UserError: a setting is of another kind: its text may differ from process to process.
+    """
+    value = _opened(value)
+    if isinstance(value, Mapping):
+        named = {str(k): part for k, part in value.items() if not names_secret(str(k))}
+        kept = {k: _kept(k, part, f"{name}[{k!r}]", free) for k, part in named.items()}
+        return {k: part for k, part in kept.items() if part is not None}
+    if isinstance(value, list | tuple):
+        parts = [plain(part, f"{name}[{place}]") for place, part in enumerate(value)]
+        return [part for part in parts if part is not None]
+    found = _simple(value)
+    if value is not None and found is None:
+        raise UserError(
+            f"open_run(settings=…): settings{name} is a {type(value).__name__}, which settings."
+            "toml cannot hold, so a resumed run could not be compared by it.",
+            remedy="Give the numbers and texts that it is made of, leave it out, or name it in "
+            "may_change=[…].",
+        )
+    # As a number, NaN differs from itself.
+    return found if not isinstance(found, float) or math.isfinite(found) else str(found)
+
+
+def _kept(key: str, value: Any, name: str, free: Collection[str]) -> Any:
+    try:
+        return plain(value, name)
+    except UserError:
+        if key not in free:
+            raise
+        return None
+
+
+def _opened(value: Any) -> Any:
+    """Return an object of the script's as what it is made of, or as its name, where that is known.
+
+    Of a set the order differs from process to process.
+    """
+    if isinstance(value, torch.dtype | torch.device | Enum | date | time | Number | range):
+        found = _simple(plain_value(value))
+        return str(value) if found is None else found
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, Namespace | SimpleNamespace):
+        return vars(value)
+    is_named = callable(value) and hasattr(value, "__qualname__")
+    return f"{value.__module__}.{value.__qualname__}" if is_named else plain_value(value)
+
+
+def _simple(value: Any) -> str | int | float | None:
+    """Return a number or a text without what a subclass adds, such as an enum's name; else None."""
+    return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+
+
+def checked_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `run.state` holds, for a checkpoint."""
+    found = {str(name): _simple(value) for name, value in values.items()}
+    for name, value in values.items():
+        if value is not None and found[str(name)] is None:
+            raise UserError(
+                f"run.state[{name!r}] is a {type(value).__name__}; it may hold numbers and texts. "
+                "Of a tensor take .item(); what has a state_dict belongs to run.epochs(…, state=…)."
+            )
+    return found
+
+
+def check_order(
+    before: Mapping[str, Any], now: dict[str, Any], path: Path, *, may_be_new: bool, within: bool
+) -> None:
+    """Refuse an order of samples other than that of the epoch before, or in the checkpoint.
+
+    Each epoch may have data of its own, such as games played in it: `now` gets "changes" then. It
+    `may_be_new` if this process trained the epoch before, or there was only one. `within`: whether
+    the run continues within the epoch.
+    """
+    if not before:
+        return
+    differs = any(before[name] != now[name] for name in _PER_EPOCH)
+    if before.get("changes") or (may_be_new and differs):
+        now["changes"] = True
+    free = not within and (may_be_new or before.get("changes"))
+    for name in {**before, **now}:
+        per_epoch, was, value = name in _PER_EPOCH, before.get(name), now.get(name)
+        if name == "changes" or (free and per_epoch) or was == value:
+            continue
+        what = f"{name} = {was}, and now it is {value}" if name != "data" else "other data"
+        more = (
+            " Where each epoch makes its data with the model, a run cannot continue within an "
+            "epoch: delete the newest checkpoint to continue from the one before, or make the data "
+            "in the loop over run.batches(torch.arange(…), …)."
+        )
+        raise UserError(
+            f"{path} was begun with {what}: the order of the samples would change within the run. "
+            "Take what it was before, or begin a run in another directory."
+            + (more if within and per_epoch else "")
+        )
+
+
+def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int]:
+    """Return the ids of all that is trained; refuse what checkpoints would not hold."""
+    modules = [one for one in state.values() if isinstance(one, nn.Module)]
+    held = {id(one) for one in (*state.values(), *(p for m in modules for p in m.parameters()))}
+    # An object of the user's own may hold an optimizer, and all modules where state names none.
+    own = any(not isinstance(one, _KNOWN) for one in state.values())
+    pieces = [named for one in trained for named in _pieces(one)]
+    lacking = [
+        name
+        for name, piece in pieces
+        if id(piece) not in held
+        and not (own and (not modules or isinstance(piece, torch.optim.Optimizer)))
+    ]
+    if lacking:
+        raise UserError(
+            f"run.backward was given {listed(lacking)}, which state does not name, so "
+            "checkpoints would not hold it. Name the module and the optimizer in run.epochs(…, "
+            "state={…}), and a parameter by itself as nn.ParameterList([parameter])."
+        )
+    return {id(one) for one in (*trained, *(piece for _, piece in pieces))}
+
+
+def left_out(
+    state: Mapping[str, Stateful], optimizer: torch.optim.Optimizer, trained: Iterable[Tensor]
+) -> str:
+    """Return what of an optimizer that has stepped is in no entry of the state; "" if all is.
+
+    Only its numbers per weight and its scheduler count, and only where it steps trained weights.
+    """
+    entries, weights = list(state.values()), {id(tensor) for tensor in trained}
+    steps = any(id(p) in weights for group in optimizer.param_groups for p in group["params"])
+    if not steps or any(not isinstance(one, _KNOWN) for one in entries):
+        return ""  # an object of the user's own may hold it
+    kind = type(optimizer).__name__
+    if optimizer.state and not any(one is optimizer for one in entries):
+        return f"the optimizer ({kind})"
+    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # as LRScheduler marks it
+    has_scheduler = any(isinstance(one, torch.optim.lr_scheduler.LRScheduler) for one in entries)
+    return f"the scheduler of the optimizer ({kind})" if scheduled and not has_scheduler else ""
+
+
+def _pieces(one: Any) -> list[tuple[str, Any]]:
+    """Return all that a checkpoint has to hold of what is trained, with names for messages."""
+    kind = type(one).__name__
+    if isinstance(one, nn.Module):
+        return [(f"{kind}.{name}", p) for name, p in one.named_parameters() if p.requires_grad]
+    optimizers, parameters = [], [one]
+    if isinstance(one, torch.optim.Optimizer):
+        optimizers = [(f"an optimizer ({kind})", one)]
+        parameters = [p for group in one.param_groups for p in group["params"] if p.requires_grad]
+    return [*optimizers, *((f"a parameter of shape {tuple(p.shape)}", p) for p in parameters)]
+
+
+Sums = dict[str, tuple[float, float]]
+"""Name → the sum of its values times their weights, and the sum of the weights."""
+_MOST_WAITING = 1024
+
+
+class Means:
+    """Weighted means by name. Values stay on the device until somebody reads them.
+
+    Ranks read together. What only some ranks have logged is the mean over those.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._waiting: list[tuple[int, str, float | Tensor, float | Tensor]] = []
+        self._now = 0
+        self._step: Sums = {}
+        self.sums: Sums = {}
+        """Of this rank, since the last `clear`."""
+
+    def add(self, values: dict[str, Any], weight: float | Tensor) -> None:
+        """Take the values of the running step, each a mean over `weight` samples or terms."""
+        terms = _number("terms", weight)
+        if isinstance(terms, float) and not 0 <= terms < math.inf:
+            raise UserError(f"run.log(terms={terms}): it must be a number from 0.")
+        for name, value in values.items():
+            pair = _number(name, value), terms
+            self._waiting.append((self._now, name, *pair))
+        if len(self._waiting) >= _MOST_WAITING:
+            self._settle()
+
+    def next_step(self) -> None:
+        """Begin a new step: what is added from here on belongs to it."""
+        self._now += 1
+        self._step = {}
+
+    def _settle(self) -> None:
+        """Add up what waits, in its order; the one place where the host waits for the device."""
+        flat = [one for _, _, *pair in self._waiting for one in pair]
+        there = [one for one in flat if isinstance(one, Tensor)]
+        read = iter(torch.stack(there).cpu().to(torch.float64).tolist() if there else ())
+        numbers = iter([next(read) if isinstance(one, Tensor) else one for one in flat])
+        for step, name, *_ in self._waiting:
+            value, weight = next(numbers), next(numbers)
+            for sums in (self.sums, self._step) if step == self._now else (self.sums,):
+                # A mean over nothing is NaN, and counts for nothing.
+                _add(sums, name, value * weight if weight else 0.0, weight)
+        self._waiting = []
+
+    def of_step(self) -> dict[str, float]:
+        """Return the means of the running step over all ranks; all ranks call it."""
+        self._settle()
+        return _means(self._world.gather(self._step))
+
+    def read(self) -> dict[str, float]:
+        """Return the means since the last `clear` over all ranks; all ranks call it."""
+        self._settle()
+        return _means(self._world.gather(self.sums))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._waiting, self._step, self.sums = [], {}, {}
+
+
+def _add(sums: Sums, name: str, total: float, weight: float) -> None:
+    before = sums.get(name, (0.0, 0.0))
+    sums[name] = before[0] + total, before[1] + weight
+
+
+def added_up(ranks: list[Sums]) -> Sums:
+    """Return the sums of all ranks; names in the order of the first rank."""
+    found: Sums = {}
+    for sums in ranks:
+        for name, (total, weight) in sums.items():
+            _add(found, name, total, weight)
+    return found
+
+
+def _means(ranks: list[Sums]) -> dict[str, float]:
+    sums = added_up(ranks).items()
+    return {name: total / weight if weight else math.nan for name, (total, weight) in sums}
+
+
+def check_names(values: dict[str, Any]) -> None:
+    """Refuse a value that is named like another field of the records."""
+    for name in values:
+        if name != "loss" and name in TAKEN_NAMES:
+            raise UserError(
+                f"run.log({name}=…): records have a field {name!r} already. Give it another name, "
+                f"such as 'own_{name}'."
+            )
+
+
+def _number(name: str, value: Any) -> float | Tensor:
+    """Return a value that later changes in place cannot reach."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise UserError(
+                f"run.log({name}=…) was given a tensor of shape {tuple(value.shape)}; log single "
+                "numbers: means over the samples of the batch."
+            )
+        if value.device.type == "cpu":
+            return float(value.detach())
+        return value.detach().reshape(()).to(torch.float32, copy=True)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"run.log({name}=…) was given a {type(value).__name__}; log single numbers."
+        ) from error

@@ -1,0 +1,163 @@
+"""Whether a recipe still is the one that a run was trained with.
+
+A run keeps a copy of its recipe's file and of what that imports of the user's own, and of a recipe
+made in Python what its functions and values were. They are compared with the recipe of today,
+without comments and layout, when the run is resumed or a checkpoint is used.
+"""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+from samestep.base.errors import UserError, listed
+from samestep.core.recipe import Recipe, find_recipe
+from samestep.base.run.code_pieces import Pieces, differences, nothing_own, reached_pieces
+from samestep.base.run.files import read_object, write_text
+from samestep.base.run.own_modules import keep_modules, kept_modules, modules_of
+from samestep.core.session.recipe_pieces import pieces_of
+
+RECIPE_COPY = "recipe.py"
+"""A user's recipe file as it was when the run began, in the run's directory."""
+SCRIPT_COPY = "script.py"
+"""A user's script with a loop of its own, as it was when the run began."""
+FROM_PYTHON = "python:"
+"""Begins the source of a recipe that was handed over as an object: no file has it."""
+_PIECES = "recipe.json"
+"""What the functions and values of such a recipe were."""
+_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+_RECORD = 3
+"""The form of the pieces; the first had no number, and modules in its names; the second had nothing
+of what functions take from modules."""
+
+
+def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list[str]:
+    """Return which functions and values of a run's recipe are not what they were.
+
+    The run names the recipe `source`; `recipe` takes the place of what that leads to.
+    """
+    kept = run / RECIPE_COPY
+    if source.endswith(".py"):
+        if not kept.is_file():
+            return []
+        if recipe is not None and not recipe.file:
+            return [f"it was made in Python, and the run's is the file {source}"]
+        file = Path(recipe.file if recipe is not None else source)
+        if not file.is_file():
+            return []
+        return _file_changes(run, kept, file)
+    made = recipe is not None and source.startswith(FROM_PYTHON)
+    before = read_object(run / _PIECES) if made else {}
+    if recipe is None or before.get("python") != _PYTHON:  # another version has other byte code
+        return []
+    then, now = before["pieces"], pieces_of(recipe)
+    # A field that the run's version did not have yet is not a change where it has its default.
+    left = {one.name for one in fields(recipe) if getattr(recipe, one.name) is one.default}
+    now = {name: text for name, text in now.items() if name in then or name not in left}
+    if before.get("record", 1) < _RECORD:
+        now = {name: text for name, text in now.items() if not name.endswith(".py")}
+    if "record" not in before:
+        shared = then.keys() & now.keys() - {"metrics"}
+        then, now = ({name: _in_first_form(of[name]) for name in shared} for of in (then, now))
+    return differences(then, now)
+
+
+def _file_changes(run: Path, kept: Path, file: Path, *, main_block: bool = False) -> list[str]:
+    """Return what differs between a run's copy of a file and the file, or what they import."""
+    copies = kept_modules(run)
+    if copies is None:  # an earlier version kept the file only, or it imports nothing
+        then, now = (reached_pieces(f, nothing_own, main_block=main_block) for f in (kept, file))
+        return differences(then, now)
+    both = ((kept, copies), (file, modules_of(file, like=copies)))
+    then, now = (
+        reached_pieces(one, of.files.get, of.whole, main_block=main_block) for one, of in both
+    )
+    return differences(then, now)
+
+
+def check_recipe_unchanged(run: Path, source: str) -> None:
+    """Check that the recipe that a run names is the one that it was trained with."""
+    if changes := recipe_changes(run, source):
+        raise UserError(
+            f"{source} has changed since {run} began: {listed(changes, 5)}. Use the "
+            f"recipe as it was: --recipe {run / RECIPE_COPY}; or as it is now: "
+            f"--recipe {source}"
+        )
+
+
+def accepted_changes(
+    run: Path | None, source: str, recipe: Recipe, allowed: Sequence[str]
+) -> tuple[str, ...]:
+    """Return what differs in the recipe of a resumed run, as far as it is allowed."""
+    changes = recipe_changes(run, source, recipe) if run is not None else []
+    if changes and "recipe" not in allowed:
+        is_file = source.endswith(".py")
+        kept = "continue with the run's own copy: --recipe-of-run; " if is_file else ""
+        raise UserError(
+            f"{recipe.file if is_file else 'The recipe'} is not the recipe that {run} began with: "
+            f"{listed(changes, 5)}. Resuming with it would make it another training: "
+            f"{kept}start a new run without --resume; or insist with --allow-change recipe."
+        )
+    return tuple(changes)
+
+
+def copy_of_run(run: Path, source: str) -> Recipe | None:
+    """Return the recipe as the run's own copy has it; None where it keeps none."""
+    kept = run / RECIPE_COPY
+    return find_recipe(str(kept), source) if kept.is_file() else None
+
+
+def keep_recipe(
+    run: Path, source: str, recipe: Recipe, pieces: Pieces | None = None, *, changed: bool
+) -> None:
+    """Write the recipe into the run's directory; the copy of an earlier attempt is kept, too.
+
+    With a recipe's file go the modules of the user's own that it imports.
+
+    `pieces` describe a recipe made in Python. Take them before its functions run and fill caches.
+    """
+    if source.endswith(".py"):
+        kept, text = run / RECIPE_COPY, Path(recipe.file).read_text(encoding="utf-8")
+    elif source.startswith(FROM_PYTHON):
+        kept, pieces = run / _PIECES, pieces or pieces_of(recipe)
+        table = {"record": _RECORD, "python": _PYTHON, "pieces": pieces}
+        text = json.dumps(table, indent=2) + "\n"
+    else:
+        return
+    number = None
+    if kept.exists() and changed:
+        number = sum(1 for _ in run.glob(f"{kept.stem}_before_*{kept.suffix}")) + 1
+        kept.rename(kept.with_stem(f"{kept.stem}_before_{number}"))
+    is_copy = recipe.file == str(kept.resolve())
+    if kept.suffix == ".py" and not is_copy and (changed or kept_modules(run) is None):
+        keep_modules(run, modules_of(Path(recipe.file)), number)
+    if not kept.exists():
+        write_text(kept, text)
+        if kept.suffix == ".py":
+            shutil.copymode(recipe.file, kept)
+
+
+def keep_script(run: Path, script: Path) -> None:
+    """Write a script with a loop of its own into its run, with the modules that it imports."""
+    if script.suffix == ".py" and not (run / SCRIPT_COPY).exists():
+        with suppress(OSError, UnicodeDecodeError):
+            write_text(run / SCRIPT_COPY, script.read_text(encoding="utf-8"))
+            shutil.copymode(script, run / SCRIPT_COPY)
+            keep_modules(run, modules_of(script))
+
+
+def script_changes(run: Path, script: Path) -> list[str]:
+    """Return what differs between the script of a run and the one that continues it."""
+    kept = run / SCRIPT_COPY
+    there = kept.is_file() and script.is_file()
+    return _file_changes(run, kept, script, main_block=True) if there else []
+
+
+def _in_first_form(text: str) -> str:
+    """Return a piece as far as records of the first form can be compared."""
+    names = re.sub(r"(?:[\w<>]+\.)+(?=[A-Za-z_<])", "", text)
+    return re.sub(r"tensor \([\d, ]*\)[\w. #]*", "tensor", names)

@@ -1,0 +1,443 @@
+"""From a recipe, a TOML file and the flags to one request: what to train, and how.
+
+Precedence: recipe defaults < TOML < flags. A resumed run keeps the settings that it was begun with,
+except those that may change or that `--allow-change` names.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from samestep.base.errors import UserError, did_you_mean
+from samestep.core.recipe import Recipe, find_recipe
+from samestep.core.recipe_source import unread_options
+from samestep.core.recipes import RECIPES
+from samestep.base.run.code_pieces import Pieces
+from samestep.base.run.directory import is_run, no_run
+from samestep.base.run.files import toml_of
+from samestep.base.run.index import best_file
+from samestep.base.run.records import first_start
+from samestep.core.session.declared import options_table, typed, typed_settings
+from samestep.core.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
+from samestep.core.session.recipe_pieces import pieces_of
+from samestep.base.settings import (
+    ALSO_ACCEPTED,
+    Settings,
+    as_table,
+    flag_name,
+    free_names,
+    merge_layers,
+    settings_of_run,
+)
+from samestep.base.tracker_choice import check_choice
+from samestep.core.training.plan import Plan
+
+_COLUMNS = 100
+_SIZES = ("batch_size", "batch_tokens", "micro_batch_size", "accumulate")
+# These decide which samples a step takes, so no flag allows another value.
+_OF_THE_ORDER = frozenset(
+    [
+        *("seed", "drop_last", "batch_size", "batch_size_per_rank", "num_samples"),
+        *("shuffle_buffer", "order", "group_by_length", "batch_tokens"),
+    ]
+)
+_FIXED = _OF_THE_ORDER | {"engine", "virtual_ranks"}
+
+Change = tuple[Any, Any]
+"""A value before, and the value now; None where it was not set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for: a recipe with its options, the settings, and whether to resume."""
+
+    recipe: Recipe
+    source: str
+    """The recipe's name, the absolute path of its file, or `FROM_PYTHON` and its name."""
+    options: Any
+    """An instance of the recipe's options, or None if it has none."""
+    settings: Settings
+    resume: bool = False
+    allow_change: tuple[str, ...] = ()
+    """Settings and options that may differ from those of the checkpoint."""
+    settings_of: Path | None = None
+    """The run whose settings a new run starts with."""
+    folder: Path = field(default_factory=Path.cwd)
+    """The working directory before the recipe's file, which may change it, was read."""
+    recipe_changes: tuple[str, ...] = ()
+    """What differs in the recipe of a resumed run, allowed by --allow-change."""
+    pieces: Pieces = field(default_factory=dict)
+    """What a recipe made in Python is, before any of its functions ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A request before the flags: the recipe and the layers below them."""
+
+    recipe: Recipe
+    source: str
+    settings_layer: dict[str, object]
+    options_layer: dict[str, object]
+    run: Path | None = None
+    """The run that the settings are taken from, if the target was one."""
+    earlier: bool = False
+    """Whether that run is of the time when `batch_size` counted per rank."""
+    folder: Path = field(default_factory=Path.cwd)
+
+    def settings(self) -> Settings:
+        """Return the settings as they are without flags."""
+        return Settings(**self.settings_layer)  # type: ignore[arg-type]
+
+    def options(self) -> Any:
+        """Return the recipe's options as they are without flags, or None if it has none."""
+        return self.recipe.make_options(**self.options_layer)
+
+
+def draft(target: str | None, config: Path | None = None, recipe: Recipe | None = None) -> Draft:
+    """Return the draft for a recipe's name, a recipe file, or the directory of a run.
+
+    `config` is a TOML file above the recipe's own settings. `recipe` is an object in place of a
+    target, or of the recipe that the run names.
+    """
+    tables = [(config, read_toml(config))] if config else []
+    if target is None:
+        assert recipe is not None
+        return _layered(FROM_PYTHON + recipe.name, recipe, tables)
+    folder, source, run, earlier = Path.cwd(), target, _run_of(target), False
+    if run is not None:
+        file = run / "settings.toml"
+        of_run = read_toml(file)
+        earlier = "global_batch_size" in of_run
+        if "recipe" not in of_run and not any("recipe" in table for _, table in tables):
+            raise UserError(
+                f"{file} names no recipe: {run} comes from a loop of your own, and only its script "
+                "can continue it or evaluate it. The weights: torch.load("
+                f'"{best_file(run / "checkpoints")}")["state"].'
+            )
+        source = str(of_run.get("recipe") or tables[0][1]["recipe"])
+        tables.insert(0, (file, settings_of_run(of_run)))
+    for path, table in tables[run is not None :]:
+        if (named := str(table.get("recipe", source))) != source:
+            raise UserError(
+                f"{path} is for recipe {named!r}, and {source!r} was asked for. Name that recipe, "
+                "or take the key `recipe` out of the file."
+            )
+    if recipe is not None:  # another file, as the run's own copy, may have it under another name
+        recipe = replace(recipe, name=_name_of(source))
+    else:
+        recipe = find_recipe(source) if run is None else _recipe_of_run(run, source)
+    if source.endswith(".py"):
+        source = str((folder / source).resolve())
+    if run is not None and folder != Path.cwd():
+        run = folder / run
+    found = _layered(source, recipe, tables)
+    return replace(found, run=run, earlier=earlier, folder=folder)
+
+
+def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
+    """Return a run's settings and the names of its recipe's options, and run no code of its.
+
+    None where the recipe is one of samestep's own, or the run names none.
+    """
+    file = run / "settings.toml"
+    table = read_toml(file)
+    if table.pop("recipe", None) in (*RECIPES, None):
+        return None
+    names = {one.name for one in fields(Settings)} | ALSO_ACCEPTED
+    table = settings_of_run(table)
+    ours = typed_settings({k: v for k, v in table.items() if k in names}, file)
+    return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
+
+
+def _run_of(target: str) -> Path | None:
+    """Return the directory of a run; None for a recipe."""
+    if target in RECIPES or not Path(target).is_dir():  # a folder of data may be called mnist
+        return None
+    if is_run(Path(target)):
+        return Path(target)
+    raise no_run(Path(target))
+
+
+def _layered(source: str, recipe: Recipe, tables: list[tuple[Path, dict[str, Any]]]) -> Draft:
+    """Return the draft of a recipe with the tables above its own settings."""
+    own, _ = typed(dict(recipe.settings), recipe, source)
+    layers, options = [own], dict[str, object]()
+    for path, table in tables:
+        rest = {name: value for name, value in table.items() if name != "recipe"}
+        ours, theirs = typed(rest, recipe, path)
+        layers.append(ours)
+        options.update(theirs)
+    merged = merge_layers(*layers)
+    return Draft(recipe=recipe, source=source, settings_layer=merged, options_layer=options)
+
+
+def _name_of(source: str) -> str:
+    """Return the name of the recipe that a run names."""
+    return Path(source).stem if source.endswith(".py") else source.removeprefix(FROM_PYTHON)
+
+
+def _recipe_of_run(run: Path, source: str) -> Recipe:
+    """Return a run's recipe: its file where it was, or the copy that the run keeps."""
+    if source.startswith(FROM_PYTHON):
+        raise UserError(
+            f"The recipe of {run} was made in Python, and no file has it. Give it there, too: "
+            f"samestep.load({str(run)!r}, recipe=…), and so for train, evaluate and predict; or "
+            "write it into a file, and give recipe= that file."
+        )
+    gone = source.endswith(".py") and not Path(source).is_file()
+    return (copy_of_run(run, source) if gone else None) or find_recipe(source)
+
+
+def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
+    """Return a run's own copy of its recipe: of the run `target`, or else of `run_dir`."""
+    for run in (target, run_dir):
+        if run and run not in RECIPES and is_run(Path(str(run))):
+            return copy_of_run(Path(str(run)), recipe_named_by(Path(str(run))))
+    return None
+
+
+def recipe_named_by(run: Path) -> str:
+    """Return the source of the recipe that a run names."""
+    return str(read_toml(run / "settings.toml").get("recipe"))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return a TOML file's table, with its keys as field names."""
+    table = toml_of(path)
+    options = table.pop("options", {})
+    if not isinstance(options, dict):
+        raise UserError(f"{path}: [options] must be a table of the recipe's options.")
+    return {key.replace("-", "_"): value for key, value in {**table, **options}.items()}
+
+
+def finish(
+    start: Draft,
+    settings: Settings,
+    options: Any,
+    *,
+    given: set[str],
+    resume: bool,
+    allow_change: str | None = None,
+) -> Request:
+    """Return the request; `settings` and `options` have the flags applied, named in `given`."""
+    if allow_change is not None and not resume:
+        raise UserError(f"--allow-change {allow_change} has no effect without --resume.")
+    allowed = _names_allowed(allow_change or "", start.recipe)
+    known = {one.name for one in fields(Settings)}
+    flags = {name: getattr(settings, name) for name in given if name in known}
+    run_dir = str(merge_layers(start.settings_layer, flags).get("run_dir") or "")
+    if run_dir and start.folder != Path.cwd():
+        run_dir = str(start.folder / run_dir)
+    run = start if resume and start.run is not None else None
+    if resume and start.run is None and run_dir and is_run(Path(run_dir)):
+        name = _name_of(recipe_named_by(Path(run_dir)))
+        if name != start.recipe.name:
+            raise UserError(
+                f"{run_dir} holds a run of recipe {name}, not of {start.recipe.name}. Choose "
+                "another --run-dir."
+            )
+        run = draft(run_dir, None, start.recipe)  # a repeated command
+    if run is not None and (size := flags.get("batch_size_per_rank")) is not None:
+        _check_per_rank(run, size)
+        del flags["batch_size_per_rank"]
+    merged = merge_layers(start.settings_layer, flags)
+    merged |= {"run_dir": run_dir} if run_dir else {}
+    if run is not None and run is not start:
+        if options is not None:  # those that the repeated command does not give are the run's
+            own, before = {*given, *start.options_layer}, run.options()
+            kept = {f.name: getattr(before, f.name) for f in fields(before) if f.name not in own}
+            options = replace(options, **kept)
+        merged = _with_sizes_of(run, merge_layers(run.settings_layer, merged), flags)
+    elif start.run is not None:
+        merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
+    resolved = Settings(**merged)  # type: ignore[arg-type]
+    if run is not None:
+        _check_same(run, resolved, options, given, allowed)
+    check_choice(resolved)
+    _refuse_unread(start, options, given)
+    return Request(
+        recipe=start.recipe.with_options(options),
+        source=start.source,
+        options=options,
+        settings=resolved,
+        resume=resume,
+        allow_change=allowed,
+        settings_of=None if resume else start.run,
+        recipe_changes=accepted_changes(run.run, run.source, start.recipe, allowed) if run else (),
+        pieces=pieces_of(start.recipe) if start.source.startswith(FROM_PYTHON) else {},
+        folder=start.folder,
+    )
+
+
+def _with_sizes_of(
+    run: Draft, merged: Mapping[str, object], flags: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the settings of a repeated command with the batch sizes of the run that it resumes.
+
+    Its flags may ask for other micro-steps. What an earlier version's command says counts per rank,
+    for the ranks of then.
+    """
+    of_run = run.settings_layer
+    asked = _SIZES[:2] if of_run.get("virtual_ranks") is not None else _SIZES
+    sizes = {name: of_run[name] for name in _SIZES if name in of_run}
+    if not run.earlier:
+        sizes = merge_layers(sizes, {name: flags[name] for name in asked if name in flags})
+    others = {*_SIZES, "batch_size_per_rank"}
+    return {k: v for k, v in merged.items() if k not in others} | sizes
+
+
+def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
+    """Refuse an option that is given and that no function of the recipe reads."""
+    if options is None:
+        return
+    named = given if start.run is not None else {*given, *start.options_layer}
+    unread, without = unread_options(start.recipe)
+    for name in sorted(named.intersection(unread)):
+        raise UserError(
+            f"--{flag_name(name)} {getattr(options, name)}: no function of the recipe reads this "
+            f"option. A function gets the options through a parameter named `options`; without "
+            f"it are: {', '.join(without)}."
+        )
+
+
+# --- what may change when a run is resumed
+
+
+def _names_of(recipe: Recipe) -> set[str]:
+    """Return the names of all settings and options."""
+    own = fields(recipe.options) if recipe.options is not None else ()
+    return {one.name for one in (*fields(Settings), *own)}
+
+
+def _names_allowed(text: str, recipe: Recipe) -> tuple[str, ...]:
+    """Return the settings and options that `--allow-change` names."""
+    words = [word.strip().removeprefix("--").replace("-", "_") for word in text.split(",")]
+    names, known = tuple(filter(None, words)), {*_names_of(recipe), "recipe"}
+    for name in names:
+        if name in _FIXED & known:
+            raise UserError(
+                f"--allow-change {name}: it cannot change within a run. Start a new run from the "
+                "settings of this one: name its directory, without --resume."
+            )
+        if name not in known:
+            raise UserError(
+                f"--allow-change {text}: there is no setting {name!r}. "
+                f"{did_you_mean(name, known)}Name settings or options, with commas between them: "
+                "--allow-change lr,weight_decay."
+            )
+    return names
+
+
+def _check_same(
+    run: Draft, settings: Settings, options: Any, given: set[str], allowed: Iterable[str]
+) -> None:
+    """Refuse the first setting or option that differs from the run's and may not."""
+    before, after = as_table(run.settings()), as_table(settings)
+    if options is not None:
+        before, after = {**before, **vars(run.options())}, {**after, **vars(options)}
+    virtual = run.settings_layer.get("virtual_ranks")
+    free = free_names(Settings, run.recipe.options, virtual_ranks=virtual)
+    changes = _differing(before, after, (before.keys() | after.keys()) - free - {*allowed})
+    for name in sorted(changes, key=lambda name: (name not in given, name)):
+        raise _refused_change(name, changes[name], is_given=name in given)
+
+
+def _check_per_rank(run: Draft, now: int) -> None:
+    """Refuse a batch size per rank that is not the one that the run was begun with."""
+    assert run.run is not None
+    begun = first_start(run.run)
+    total, ranks = begun.get("global_batch_size", 0), begun.get("world_size", 1)
+    before = begun.get("batch_size_per_rank") or (total // ranks if total % ranks == 0 else None)
+    if before != now:
+        raise _refused_change("batch_size_per_rank", (before, now), is_given=True)
+
+
+def _refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
+    """Return the error for a changed value; `is_given` by the call rather than by a file."""
+    before, now = map(_shown, change)
+    value = "" if change[1] is True else f" {now}"
+    what = f"--{flag_name(name)}{value}" if is_given else f"{name} = {now} in the settings"
+    begun = f"{what}: the run was begun with {before}"
+    if name in _FIXED:
+        return UserError(
+            f"{begun}. It cannot change within a run: leave it out, or start a new run without "
+            "--resume."
+        )
+    return UserError(
+        f"{begun}. Resuming with this value would make it another training: leave it out, start "
+        f"a new run without --resume, or insist with --allow-change {name}."
+    )
+
+
+def changes_since(made_with: str, now: str, request: Request, where: str) -> list[str]:
+    """Return what --allow-change lets differ from the TOML that a checkpoint was made with."""
+    recipe = request.recipe
+    options = {} if recipe.options is None else asdict(recipe.options())
+    defaults = as_table(Settings()) | {k: v for k, v in options.items() if v is not None}
+    defaults = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()}
+
+    def flat(table: dict[str, Any]) -> dict[str, Any]:  # a setting may be newer than the file
+        return {**defaults, **table, **table.get("options", {})}
+
+    before, after = flat(settings_of_run(tomllib.loads(made_with))), flat(tomllib.loads(now))
+    free = free_names(Settings, recipe.options, virtual_ranks=before.get("virtual_ranks"))
+    changes = _differing(before, after, sorted(_names_of(recipe) - free - _OF_THE_ORDER))
+    if others := changes.keys() - request.allow_change:
+        was, would = (
+            ", ".join(f"{k} = {_shown(pair[n])}" for k, pair in changes.items() if k in others)
+            for n in (0, 1)
+        )
+        insist = f", or add --allow-change {','.join(changes)} to continue with the new one"
+        raise UserError(
+            f"{where} was made with {was}; the run would continue with {would}, from its "
+            "settings.toml or the command. Write the old value back"
+            f"{'' if _FIXED & others else insist}."
+        )
+    return [f"{k} from {_shown(old)} to {_shown(new)}" for k, (old, new) in changes.items()]
+
+
+def _differing(
+    before: Mapping[str, Any], after: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, Change]:
+    """Return the values of these names that are not the same."""
+    pairs = {name: (before.get(name), after.get(name)) for name in names}
+    # Two NaNs differ, and are written alike.
+    return {n: (a, b) for n, (a, b) in pairs.items() if a != b and repr(a) != repr(b)}
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else str(value)
+
+
+# --- what a run keeps
+
+
+def to_toml(request: Request, plan: Plan) -> str:
+    """Return the settings, with the batch sizes of the plan, as the text of settings.toml.
+
+    `samestep train RUN` starts from them.
+    """
+    table = as_table(request.settings)
+    table.pop("run_dir", None)  # the file lies in it
+    if plan.by_tokens is None:
+        for name in ("batch_size_per_rank", "accumulate"):
+            table.pop(name, None)
+        table["batch_size"] = plan.global_batch_size
+        if plan.micro_batch_size < plan.global_batch_size:  # fewer ranks need no more memory
+            table.setdefault("micro_batch_size", plan.micro_batch_size)
+    document: dict[str, Any] = {"recipe": request.source, **table}
+    if request.options is not None:
+        document["options"] = options_table(request.options)
+    # As many items of a list on a line as fit: lists may have thousands.
+    lines: list[str] = []
+    for line in tomli_w.dumps(document).split("\n"):
+        is_item = line.startswith("    ") and bool(lines) and lines[-1].startswith("    ")
+        if is_item and len(lines[-1]) + len(line) - 3 <= _COLUMNS:
+            lines[-1] += line[3:]
+        else:
+            lines.append(line)
+    return "\n".join(lines)

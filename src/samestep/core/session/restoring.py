@@ -1,0 +1,128 @@
+"""Find a checkpoint that is whole, on all ranks, and continue a training from it."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samestep.base.errors import UserError
+from samestep.launch.ranks.mesh import mesh_of
+from samestep.launch.ranks.world import World
+from samestep.base.run import loading
+from samestep.base.run.index import Entry, read_index, remove_unannounced, verify
+from samestep.base.run.records import read_records
+from samestep.core.session.request import Request, changes_since, to_toml
+from samestep.core.training.snapshot import kept_parts, restore
+from samestep.core.training.work import State, Work
+
+
+class Loaded(NamedTuple):
+    """A checkpoint that a run continues from."""
+
+    entry: Entry
+    content: dict[str, Any]
+    problems: list[str]
+    """What was wrong with newer ones."""
+    changes: Sequence[str] = ()
+    """What --allow-change has let differ from what it was made with."""
+
+
+def go_on(request: Request, work: Work, state: State, path: Path, world: World) -> Loaded | None:
+    """Restore a training from a run's newest checkpoint, if it has one, and return its entry.
+
+    All ranks of `world` call it. What would make it another training is refused.
+    """
+    mesh = mesh_of(work.learner.model)
+    found = load_newest(path, world, mesh, own=kept_parts(work))
+    if found is None:
+        return None
+    made_with, changes = found.content.get("made_with"), list[str]()
+    if made_with:  # checkpoints of earlier versions do not say
+        where, now = f"{path / 'checkpoints' / found.entry.path}", to_toml(request, work.plan)
+        changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
+    restore(work, state, request.recipe.name, found.content)
+    return found._replace(
+        content={}, changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)]
+    )
+
+
+def load_newest(
+    path: Path, world: World, mesh: Any = None, own: tuple[str, ...] = ()
+) -> Loaded | None:
+    """Return a run's newest whole checkpoint on every rank, by `load_first`.
+
+    Raises:
+        UserError: none is whole, or the index names none though some were announced.
+    """
+    folder, problems = path / "checkpoints", list[str]()
+
+    def newest_first() -> list[Entry]:
+        known = sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step)
+        if not known and any(r["event"] == "checkpoint" for r in read_records(path)):
+            raise UserError(
+                f"{folder / 'index.json'} names no checkpoint, though the run announced some.",
+                remedy="Restore it from a backup, or start a new run.",
+            )
+        return known
+
+    found = load_first(world, folder, newest_first, problems, mesh, own)
+    if problems and found is None:
+        raise UserError(
+            "No checkpoint of this run is whole. " + " ".join(problems), on_all_ranks=True
+        )
+    return found
+
+
+def remove_unfinished(path: Path) -> None:
+    """Delete checkpoint files that a killed process wrote and did not announce."""
+    records = list(read_records(path, superseded=True))
+    announced = [Path(r["path"]).name for r in records if r["event"] == "checkpoint"]
+    since = min((r["time"] for r in records if r["event"] == "start"), default=math.inf)
+    remove_unannounced(path / "checkpoints", announced, since)
+
+
+def load_first(
+    world: World,
+    folder: Path,
+    candidates: Callable[[], Iterable[Entry]],
+    problems: list[str],
+    mesh: Any = None,
+    own: tuple[str, ...] = (),
+) -> Loaded | None:
+    """Return on every rank the first of some checkpoints that is whole; None if none is.
+
+    Rank 0 calls `candidates` and checks the hash. Meanwhile all ranks read the file and copy what
+    is `own` (see `loading.load`). If the file is damaged, that is dropped, and `problems` gets a
+    message.
+
+    Raises:
+        UserError: a rank cannot read a file that rank 0 has found whole, or a later version of
+            samestep wrote it.
+    """
+    for entry in world.on_main(lambda: [*candidates()]):
+        with ThreadPoolExecutor(2) as both:
+            checked = both.submit(verify, folder, entry) if world.is_main else None
+            how: dict[str, Any] = {"verified": True, "mesh": mesh, "own": own}
+            read = both.submit(loading.load, folder, entry, **how)
+        try:
+            world.on_main(partial(_raise_damage, checked, read))
+        except UserError as error:
+            problems.append(str(error))
+            del read  # its copies, before those of the next one are made
+        else:
+            return Loaded(entry, world.on_every(read.result), problems)
+    return None
+
+
+def _raise_damage(*ended: Future[Any] | None) -> None:
+    """Raise what is wrong with a file, unless a later version wrote it.
+
+    That one would be lost to this version's next checkpoint if it were passed over: to read it
+    raises, on every rank.
+    """
+    for one in ended:
+        error = None if one is None else one.exception()
+        if error is not None and not isinstance(error, loading.NewerFormat):
+            raise error

@@ -1,0 +1,189 @@
+"""One run on this rank, from open to end: its directory, records, checkpoints and result.
+
+`samestep train` with either engine and `samestep.open_run` write their runs through it.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.base.errors import AlreadyTold, UserError
+from samestep.launch.ranks import watched
+from samestep.base.startup import JOB_RUN
+from samestep.launch.ranks.world import World
+from samestep.base.run.directory import Heartbeat, Run, is_run, versions
+from samestep.base.run.records import RUN_FORMAT, Record
+from samestep.core.session.saver import Saver
+from samestep.core.training.side_effects import differs_by_ranks
+from samestep.core.training.stopping import Watch
+from samestep.core.training.work import Position
+
+Show = Callable[[Record], str | None]
+"""Shows a record, and returns why nothing can be shown any more, once that is so."""
+
+
+class Session:
+    """An open run. Every rank has one; only rank 0 writes."""
+
+    def __init__(
+        self, path: Path, world: World, on_open: Callable[[Path], None], show: Show = lambda _: None
+    ) -> None:
+        """Open the run directory on rank 0, then call `on_open` with it on every rank.
+
+        `show` gets each record on rank 0.
+        """
+        self.path, self.world, self._show = path, world, show
+        self.run: Run | None = None
+        """The open directory; None on other ranks."""
+        self.begun = False
+        """Whether this process has written its `start` record."""
+        self.first_record_s: float | None = None
+        """The time of the first record after `start` and `resume`, in seconds since the epoch."""
+        self._early: list[Record] = []
+        self.saver = Saver(path / "checkpoints", world, self.emit)
+        world.on_main(self._open)
+        world.on_every(lambda: _tell(on_open, path))
+        watched.in_run(path)
+        job = os.environ.get(JOB_RUN) if world.is_main else None
+        self._heartbeat = Heartbeat(Path(job).absolute()) if job else None
+
+    def _open(self) -> None:
+        self.run = Run(self.path)
+
+    def begin(self, start: Record, resume: Record | None, step: int, watch: Watch | None) -> None:
+        """Write the `start` record and, when the run continues, the `resume` record.
+
+        `step` is where it continues, `watch` how it will choose its best checkpoint.
+        """
+        self.saver.begin(step, watch)
+        self.begun = True
+        watched.turn_to(watched.FIRST_STEP)
+        for record in (start, resume, *self._early):
+            if record is not None:
+                self.emit(record)
+
+    def emit(self, record: Record) -> None:
+        """Write a record and show it, on rank 0; records before `begin` wait for it."""
+        if self.run is None:
+            return
+        if not self.begun:
+            self._early.append(record)
+            return
+        self.saver.look()
+        event = record["event"]
+        if self.first_record_s is None and event not in ("start", "resume"):
+            self.first_record_s = time.time()
+        if event in ("progress", "step"):
+            self.beat()
+        if event != "progress":
+            self.run.append(record)
+        if why := self._show(record):
+            told = {"event": "screen", "step": record.get("step", 0)}
+            self.run.append({**told, "text": f"{why} The training continues."})
+
+    def beat(self) -> None:
+        """Show a job of Slurm that steps are taken."""
+        if self._heartbeat is not None:
+            self._heartbeat.beat()
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, then let another process open the run."""
+        self.saver.settle()
+        if self.run is not None:
+            self.run.close()
+
+
+def _tell(on_open: Callable[[Path], None], path: Path) -> None:
+    try:
+        on_open(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be used here: {error.strerror}. Choose a run directory on a file "
+            "system that all nodes share."
+        ) from error
+
+
+def refuse_taken(path: Path, remedy: str) -> None:
+    """Refuse a directory that holds a run."""
+    if is_run(path):
+        raise UserError(f"{path} already holds a run.", remedy=remedy)
+
+
+def start_record(
+    world: World,
+    *,
+    recipe: str,
+    run_dir: Path,
+    parameters: Iterable[Tensor],
+    modules: Iterable[nn.Module],
+    notes: Iterable[str] = (),
+    **more: Any,
+) -> Record:
+    """Return the record of an attempt's start; `more` are fields of the caller."""
+    return {
+        "event": "start",
+        "format": RUN_FORMAT,
+        "time": time.time(),
+        "recipe": recipe,
+        "run_dir": str(run_dir),
+        **_ranks(world),
+        "parameters": sum(p.numel() for p in parameters),
+        "by_ranks": sorted({kind for module in modules for kind in differs_by_ranks(module)}),
+        **more,
+        "notes": [*world.notes, *notes],
+    }
+
+
+def resume_record(world: World, step: int, checkpoint: str, problems: list[str]) -> Record:
+    """Return the record of a resumed checkpoint; `problems` are those of newer files."""
+    return {
+        "event": "resume",
+        "step": step,
+        "checkpoint": checkpoint,
+        "world_size": world.world_size,
+        "problems": problems,
+    }
+
+
+def environment(world: World, **more: Any) -> dict[str, Any]:
+    """Return what environment.json says of the ranks; `more` are fields of the caller."""
+    return {"versions": versions(), **_ranks(world), **more}
+
+
+def _ranks(world: World) -> dict[str, Any]:
+    names = ("world_size", "num_nodes", "launcher", "backend")
+    ranks = {name: getattr(world, name) for name in names}
+    return {**ranks, "device": str(world.device), "threads": torch.get_num_threads()}
+
+
+def run_result(
+    world: World, position: Position, *, recipe: str, status: str, reason: str, **more: Any
+) -> dict[str, Any]:
+    """Return what result.json says of how a run ended; `more` are fields of the caller."""
+    return {
+        "recipe": recipe,
+        "status": status,
+        "reason": reason,
+        "world_size": world.world_size,
+        "epochs": position.epoch,
+        "steps": position.step,
+        "training_seconds": position.seconds,
+        "samples_per_s": position.samples / position.seconds if position.seconds else 0.0,
+        "device": str(world.device),
+        "backend": world.backend,
+        "versions": versions(),
+        **more,
+    }
+
+
+class Stopped(AlreadyTold):
+    """All ranks have agreed to stop on a signal, and have saved."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.signum = signum

@@ -1,0 +1,150 @@
+"""A checkpoint of a run as a model, read from the run's directory; and its evaluation."""
+
+from collections.abc import Sized
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from samestep.core.data.batches import open_split
+from samestep.core.data.recipe_splits import load_splits
+from samestep.base.errors import UserError
+from samestep.base.machine import usable_cores
+from samestep.launch.ranks.world import World, choose_device
+from samestep.core.recipe import Recipe
+from samestep.base.run import loading
+from samestep.base.run.directory import is_run, no_run
+from samestep.base.run.index import Entry, find_checkpoint
+from samestep.core.session.recipe_changes import check_recipe_unchanged
+from samestep.core.session.request import draft, read_toml
+from samestep.base.settings import Device, Settings
+from samestep.core.training.alike import seed_alike
+from samestep.core.training.apply import Moment, applied, measure_of, summed, terms_of, timed
+from samestep.core.training.device import check_precision, choose_threads, data_dtype, switched
+from samestep.core.training.dry_run import fitting_metrics
+from samestep.core.training.evaluation import evaluate, evaluation_batch
+from samestep.core.training.prepare import hold_parameters, place_loss, to_channels_last
+from samestep.core.training.snapshot import check_classes, check_recipe, load_evaluated
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint as a model, and what the run says of it."""
+
+    model: nn.Module
+    """In eval mode, on the device, in the precision of the run."""
+    recipe: Recipe
+    options: Any
+    settings: Settings
+    entry: Entry
+    content: dict[str, Any]
+    """What the checkpoint holds, without its large tensors."""
+    device: torch.device
+    dtype: torch.dtype
+
+
+def open_checkpoint(
+    path: Path, name: str = "best", *, device: Device = "auto", recipe: Recipe | None = None
+) -> TrainedModel:
+    """Return a checkpoint of a run as a model: "best", "last", or a file name in checkpoints/.
+
+    `recipe` takes the place of the one that the run names.
+    """
+    if not is_run(path):
+        raise no_run(path)
+    if recipe is None:
+        check_recipe_unchanged(path, str(read_toml(path / "settings.toml").get("recipe")))
+    start = draft(str(path.resolve()), None, recipe)  # a run may be called like a recipe
+    options, settings = start.options(), start.settings()
+    recipe = start.recipe.with_options(options)
+    entry = find_checkpoint(path / "checkpoints", name)
+    content = loading.load(path / "checkpoints", entry)
+    check_recipe(content, recipe.name)
+    target = choose_device(device, 0)
+    check_precision(settings.precision, target)
+    dtype = data_dtype(settings.precision)
+    seed_alike(settings.seed)
+    model = recipe.build_model(options).to(device=target, dtype=dtype).eval()
+    hold_parameters(model, settings)
+    load_evaluated(model, content)
+    if settings.channels_last:
+        to_channels_last(model)
+    kept = loading.without_tensors(content)
+    return TrainedModel(model, recipe, options, settings, entry, kept, target, dtype)
+
+
+def evaluate_run(
+    path: Path,
+    name: str = "best",
+    *,
+    split: Literal["train", "validation", "test"] = "test",
+    device: Device = "auto",
+    data_dir: str | None = None,
+    skip_bad: int | None = None,
+    given: Recipe | None = None,
+) -> dict[str, Any]:
+    """Return loss and metrics of a checkpoint over a split, in one process.
+
+    Where the data names its classes, also `per_class` and `confusion` as result.json has them.
+    `data_dir` and `skip_bad` are options of recipes that have them; `given` is a recipe instead of
+    the one that the run names.
+    """
+    opened = open_checkpoint(path, name, device=device, recipe=given)
+    recipe, settings, model = opened.recipe, opened.settings, opened.model
+    elsewhere = _elsewhere(opened.options, recipe.name, data_dir=data_dir, skip_bad=skip_bad)
+    options = recipe.complete_options(elsewhere)
+    recipe = recipe.with_options(options)
+    world = World(device=opened.device, virtual_ranks=settings.virtual_ranks or 0)
+    seed_alike(settings.seed)
+    splits = load_splits(recipe, options, world, wanted=(split,))
+    check_classes(opened.content, splits.classes)
+    data = getattr(splits, split)
+    if data is None:
+        raise UserError(
+            f"Recipe {recipe.name} has no {split} data.",
+            remedy="Evaluate the other: --split validation, or --split train.",
+        )
+    if isinstance(data, Sized) and not len(data):
+        place = f" in {data_dir}" if data_dir is not None else ""
+        raise UserError(
+            f"There are no {split} samples{place}. Where the run was trained on all of it, name "
+            "other data with --data-dir; where all of it is new, use --split test."
+        )
+    torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
+    plain = replace(recipe, augment=None)
+    source = open_split(data, world, plain, settings, opened.dtype)
+    moment = Moment()
+    moment.after(opened.content["position"])
+    loss = timed(place_loss(recipe.loss, opened.device, opened.dtype), moment)
+    values = switched(settings, opened.device)(evaluate)(
+        applied(model, recipe),
+        source,
+        summed(loss, recipe.loss_weights),
+        fitting_metrics(recipe.metrics, source.peek(1).targets),
+        world=world,
+        batch_size=evaluation_batch(settings),
+        precision=settings.precision,
+        seed=settings.seed,
+        classes=recipe.counted_classes(splits),
+        terms=terms_of(recipe),
+        reduction=recipe.reduction,
+        measure=measure_of(recipe, model),
+    )
+    about: dict[str, Any] = {"recipe": recipe.name, "split": split}
+    about |= {"checkpoint": opened.entry.path, "step": opened.entry.step}
+    return {**about, **values, **({"notes": list(splits.notes)} if splits.notes else {})}
+
+
+def _elsewhere(options: Any, recipe: str, **given: Any) -> Any:
+    """Return the options for data in another place; what is read there is not made up."""
+    named = {name: value for name, value in given.items() if value is not None}
+    known = {field.name for field in fields(options)} if options is not None else set()
+    for name in named:
+        if name not in known:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag}: recipe {recipe} has no such option.")
+    if "data_dir" in named and "synthetic" in known:
+        named["synthetic"] = False
+    return replace(options, **named) if named else options

@@ -1,0 +1,124 @@
+"""The weights of a checkpoint as a file that other programs read, made from the run's files."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from samestep.base.errors import UserError, listed, what_to_install
+from samestep.base.run.directory import is_run, no_run
+from samestep.base.run.files import write_atomically
+from samestep.base.run.index import find_checkpoint
+from samestep.base.run.loading import load
+from samestep.core.training.model_state import EXTRA_STATE
+from samestep.core.training.snapshot import evaluated_weights
+
+_SAFETENSORS = ".safetensors"
+_BY_TORCH = (".pt", ".pth")
+
+
+def write_weights(
+    run: Path, file: Path, checkpoint: str = "best", *, force: bool = False
+) -> dict[str, Any]:
+    """Write the weights that an evaluation of a checkpoint uses: averaged with `--ema`.
+
+    The run's recipe is not needed. Of a run of `open_run` these are the modules of its state; the
+    names begin with that of the module in the state if it has several.
+
+    Args:
+        run: the run's directory.
+        file: a name that ends in .safetensors, or in .pt or .pth for a `state_dict` by torch.save.
+        checkpoint: "best", "last", or a file name in checkpoints/.
+        force: whether a file that is there is overwritten.
+
+    Returns:
+        What was written: `file`, `checkpoint`, `step`, `tensors`, `bytes`, and `left_out`, the
+        names of what is not a tensor and so has no place in a safetensors file.
+
+    Raises:
+        UserError: the name, the run or the checkpoint does not fit, the file is there already, or
+            safetensors is not installed.
+    """
+    if file.suffix not in (_SAFETENSORS, *_BY_TORCH):
+        raise UserError(
+            f"{file}: name a file that ends in {_SAFETENSORS}, or in {' or '.join(_BY_TORCH)} for "
+            "a state_dict of PyTorch."
+        )
+    save = _by_safetensors() if file.suffix == _SAFETENSORS else torch.save
+    if not is_run(run):
+        raise no_run(run)
+    if not file.parent.is_dir():
+        raise UserError(f"{file}: there is no directory {file.parent}. Make it, or name another.")
+    if file.is_dir() or (file.exists() and not force):
+        more = "" if file.is_dir() else ", or overwrite it with --force"
+        raise UserError(f"{file} exists already. Name another file{more}.")
+    folder = file.resolve().parent
+    if folder.name == "checkpoints" and is_run(folder.parent):
+        raise UserError(f"{file} would lie among the checkpoints of a run. Name another file.")
+    entry = find_checkpoint(run / "checkpoints", checkpoint)
+    weights = weights_in(load(run / "checkpoints", entry))
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise UserError(f"{run / 'checkpoints' / entry.path} holds no weights.")
+    left_out = sorted(weights.keys() - tensors.keys()) if file.suffix == _SAFETENSORS else []
+    # A state_dict's order is that of the model.
+    content = tensors if file.suffix == _SAFETENSORS else weights
+    write_atomically(file, lambda opened: save(content, opened))
+    return {
+        "file": str(file),
+        "checkpoint": entry.path,
+        "step": entry.step,
+        "tensors": len(tensors),
+        "bytes": file.stat().st_size,
+        "left_out": left_out,
+    }
+
+
+def weights_in(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights in a checkpoint's content by their names, as they are evaluated."""
+    if "state" not in content:
+        return evaluated_weights(dict(content))
+    modules = {name: one for name, one in content["state"].items() if _is_of_a_module(one)}
+    if len(modules) == 1:
+        return dict(next(iter(modules.values())))
+    return {f"{name}.{key}": value for name, one in modules.items() for key, value in one.items()}
+
+
+def _is_of_a_module(state: Any) -> bool:
+    """Whether a state is that of a module: tensors by name. Others have numbers, too."""
+    if not isinstance(state, Mapping) or not state:
+        return False
+    others = [n for n, v in state.items() if not isinstance(v, Tensor)]
+    return len(others) < len(state) and all(str(name).endswith(EXTRA_STATE) for name in others)
+
+
+def _by_safetensors() -> Callable[[dict[str, Tensor], BinaryIO], None]:
+    """Return what writes tensors into an open file."""
+    try:
+        from safetensors.torch import save_file  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"A {_SAFETENSORS} file needs safetensors, which is not installed. "
+            f"{what_to_install(error)}Or name a file that ends in .pt."
+        ) from error
+
+    def save(tensors: dict[str, Tensor], opened: BinaryIO) -> None:
+        seen: set[int] = set()
+        own = {}
+        for name, tensor in tensors.items():
+            place = tensor.untyped_storage().data_ptr()
+            shared = place in seen  # tied weights: the format has no two names for one tensor
+            seen.add(place)
+            own[name] = tensor.detach().clone() if shared else tensor.detach().contiguous()
+        try:
+            save_file(own, opened.name, metadata={"format": "pt"})
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            kinds = sorted({str(tensor.dtype) for tensor in own.values()})
+            raise UserError(
+                f"safetensors cannot write tensors of {listed(kinds)}: {error}. Name a file that "
+                "ends in .pt."
+            ) from error
+
+    return save

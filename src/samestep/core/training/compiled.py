@@ -1,0 +1,303 @@
+"""What `--compile on` compiles: whole optimizer steps, or only the model.
+
+A small model spends its time between the operations, not in them. Compiling forward, loss,
+backward, clipping and update together, for several steps at once, removes what lies between.
+"""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from samestep.core.data.blocks import Block
+from samestep.base.trees import map_leaves, narrow, tree_leaves
+from samestep.base.errors import UserError
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.mesh import any_sharded
+from samestep.launch.ranks.world import World
+from samestep.base.run.records import Record
+from samestep.base.settings import Settings
+from samestep.core.training.apply import call
+from samestep.core.training.device import is_small
+from samestep.core.training.evaluation import evaluation_batch
+from samestep.core.training.learner import Learner, StepResult
+from samestep.base.phases import Phases
+from samestep.core.training.plan import Plan
+from samestep.core.training.step import EagerStep
+from samestep.core.training.step_graph import StepGraph, why_only_eager
+from samestep.core.training.virtual_step import VirtualStep
+from samestep.core.training.work import Step, Work
+
+# Measured on small models: 4 steps a graph give most of the gain, 16 no more than 8, and the
+# time to compile grows with their number.
+_STEPS_PER_GRAPH = 8
+
+Compiles = Literal["nothing", "model", "step"]
+
+
+def what_compiles(
+    settings: Settings, world: World, model: nn.Module, *, own: Sequence[str]
+) -> Compiles:
+    """Return what `--compile` compiles: whole steps in one process, else the model."""
+    if settings.compile == "off":
+        return "nothing"
+    if world.device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+        raise UserError(
+            "--compile on needs a C++ compiler, and neither g++ nor clang++ is on the PATH. "
+            "Install one (Debian: apt install g++), or use --compile off."
+        )
+    # Virtual ranks add up gradients between backward and update.
+    if settings.virtual_ranks is not None:
+        return "model"
+    return "model" if _why_the_model_alone(settings, world, model, own) else "step"
+
+
+def _why_the_model_alone(
+    settings: Settings, world: World, model: nn.Module, own: Sequence[str]
+) -> str:
+    """Return why whole steps cannot be compiled, as far as it shows without a batch, or ''."""
+    mixed = settings.param_dtype == "bf16" or len({p.dtype for p in model.parameters()}) > 1
+    reasons = {
+        "the data is a stream": "stream" in own,
+        f"the recipe has its own {', '.join(own)}": bool(own),
+        "--ema takes in the weights after each step": settings.ema is not None,
+        "ranks reduce gradients between backward and update": world.connected,
+        "the scaler of fp16 decides on the host whether to update": settings.precision == "fp16",
+        # The graph's rates are of the weights' type.
+        "not all weights are in the type of the learning rate": mixed,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def make_step(
+    compiles: Compiles,
+    learner: Learner,
+    settings: Settings,
+    world: World,
+    plan: Plan,
+    steps_per_block: int,
+    phases: Phases,
+) -> Step:
+    """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
+    if compiles == "step":
+        return WholeStep(learner, settings, world, plan, steps_per_block, phases)
+    is_virtual = settings.virtual_ranks is not None
+    kind = VirtualStep if is_virtual else EagerStep
+    step = kind(learner, settings, world, plan.micro_batch_size, phases)
+    if compiles == "nothing":
+        return step
+    why = "" if is_virtual else _why_the_model_alone(settings, world, learner.model, learner.own)
+    return ModelStep(step, settings, plan, phases, why)
+
+
+class ModelStep:
+    """Steps of any kind with the model's forward and backward compiled.
+
+    Micro-steps of a size that no full batch has run uncompiled rather than compile another graph.
+    """
+
+    steps_per_call = 1
+
+    def __init__(
+        self, step: EagerStep, settings: Settings, plan: Plan, phases: Phases, why: str
+    ) -> None:
+        """Take steps whose wrapped model is compiled; `why` says why whole steps are not."""
+        step.compiled_sizes = plan.full_micro_steps(settings)
+        self._step, self._phases, self._to_compile = step, phases, True
+        added = "all-reduce" if settings.virtual_ranks is None else "tree of sums"
+        what = "the model's" if settings.strategy == "ddp" else "each block's"
+        self.what = f"{what} forward and backward; optimizer and {added} are not compiled"
+        if why:
+            self.what += f"; whole steps are not, since {why}"
+
+    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
+        """Take one step; the first is timed, since it compiles."""
+        if not self._to_compile:
+            return self._step(block, step, lrs, want_norm=want_norm)
+        self._to_compile, before = False, time.perf_counter()
+        with self._phases.left_out(), explained(), watched.within(watched.COMPILING):
+            result = self._step(block, step, lrs, want_norm=want_norm)
+        return replace(result, notes=(_note(self.what, 0, time.perf_counter() - before),))
+
+
+class WholeStep(EagerStep):
+    """Steps compiled as a whole; incomplete batches and rests of a group run eagerly."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        settings: Settings,
+        world: World,
+        plan: Plan,
+        steps_per_block: int,
+        phases: Phases,
+    ) -> None:
+        super().__init__(learner, settings, world, plan.micro_batch_size, phases)
+        self._plan = plan
+        self._compiled_model: ModelStep | None = None
+        self._was_whole, phases.whole = phases.whole, True
+        if is_small(learner.model):
+            self.steps_per_call = _steps_per_graph(settings, plan, steps_per_block)
+        self._graph: StepGraph | None = None
+        self._next = -1
+        """The step after those of the last graph."""
+
+    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
+        """Take the steps of a block: as many as a graph holds, or one."""
+        if self._compiled_model is not None:
+            return _one_by_one(self._compiled_model, block, step, lrs, want_norm=want_norm)
+        whole = block.rows == self._plan.global_batch_size
+        if block.num_steps != self.steps_per_call or not whole:
+            return super().__call__(block, step, lrs, want_norm=want_norm)
+        if self._graph is None and (why := self._why_not(block, step)):
+            # From now on compile only the model.
+            compiled = cast("nn.Module", torch.compile(self._learner.model, dynamic=False))
+            learner = replace(self._learner, wrapped=compiled)
+            taken = EagerStep(learner, self._settings, self._world, self._batch_size, self._phases)
+            self._compiled_model = ModelStep(taken, self._settings, self._plan, self._phases, why)
+            self._phases.whole = self._was_whole
+            return self(block, step, lrs, want_norm=want_norm)
+        self._seed(step)
+        shape = (block.num_steps, block.rows)
+        inputs, targets = _fold(block.inputs, shape), _fold(block.targets, shape)
+        if self._graph is not None:
+            try:
+                unchanged = self._goes_on(block, step)
+                result = self._graph.run(inputs, targets, lrs, step, unchanged=unchanged)
+            except Exception as error:
+                self._tell(error, inputs, targets)
+            self._next = step + block.num_steps
+            self._phases.lap("step")
+            return result
+        before = time.perf_counter()
+        self._graph = StepGraph(
+            self._learner, self._settings, self._world.device, self._batch_size, step
+        )
+        with self._phases.left_out(), explained(), watched.within(watched.COMPILING):
+            result = self._graph.run(inputs, targets, lrs, step)
+        what = f"{block.num_steps} steps: forward, loss, backward, clipping, optimizer in one graph"
+        what += self._graph.how()
+        note = _note(what, block.num_steps, time.perf_counter() - before)
+        return replace(result, notes=(note,))
+
+    def _goes_on(self, block: Block, step: int) -> bool:
+        """Whether these steps follow the last graph's, with nothing in between."""
+        every = self._settings.eval_every_steps
+        evaluated = block.first_step == 0 or (every and step % every == 0)
+        return self._learner.alone and step == self._next and not evaluated
+
+    def _why_not(self, block: Block, step: int) -> str:
+        """Try a step; return why whole steps cannot be compiled, or ''."""
+        inputs, targets = (narrow(t, 0, self._batch_size) for t in (block.inputs, block.targets))
+        self._seed(step)
+        try:
+            why = why_only_eager(self._learner, inputs, targets, self._settings.precision)
+        except Exception as error:
+            self._tell(error, inputs, targets)
+        self._agreed = True
+        return why
+
+
+def _one_by_one(
+    take: Step, block: Block, step: int, lrs: list[float], *, want_norm: bool
+) -> StepResult:
+    """Take the steps of a block one after the other."""
+    results = [
+        take(single, step + number, lrs[number : number + 1], want_norm=want_norm)
+        for number, single in enumerate(block.singles())
+    ]
+    norms = [norm for result in results for norm in result.grad_norms or ()]
+    return StepResult(
+        [loss for result in results for loss in result.losses],
+        norms or None,
+        seen=[one for result in results for one in result.seen],
+        notes=tuple(note for result in results for note in result.notes),
+    )
+
+
+def _steps_per_graph(settings: Settings, plan: Plan, steps_per_block: int) -> int:
+    """Return how many steps a graph takes at once: a power of two, as a block has.
+
+    A group longer than the stretch between two evaluations or checkpoints would never be full.
+    """
+    full_steps = plan.num_samples // plan.global_batch_size
+    dues = (settings.eval_every_steps, settings.checkpoint_every_steps)
+    limits = (full_steps, plan.total_steps, *(due for due in dues if due))
+    return 1 << (max(1, min(_STEPS_PER_GRAPH, steps_per_block, *limits)).bit_length() - 1)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn the compiler's own failures into a `UserError`; errors of the model pass."""
+    try:
+        yield
+    except Exception as error:
+        origin = type(error).__module__
+        if not origin.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise UserError(
+            f"--compile on: this model or loss cannot be compiled ({type(error).__name__}: "
+            f"{reason.strip()}). Use --compile off, or take out what depends on values of tensors."
+        ) from error
+
+
+def _note(what: str, steps: int, seconds: float) -> Record:
+    return {"event": "compile", "what": what, "steps_per_graph": steps, "seconds": seconds}
+
+
+def _fold(tree: Any, shape: tuple[int, ...]) -> Any:
+    return map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), tree)
+
+
+# An estimate, not a measurement: compiling takes some ten seconds, and a batch of a few
+# milliseconds then takes perhaps a third less.
+_LEAST_BATCHES = 10_000
+
+
+class FullBatches:
+    """A model compiled for one batch size; the shorter last batch runs uncompiled."""
+
+    def __init__(self, model: nn.Module, batch_size: int) -> None:
+        self._model, self._batch_size = model, batch_size
+        self._compiled = cast("nn.Module", torch.compile(model, dynamic=False))
+
+    def __call__(self, inputs: Any) -> Any:
+        """Return the model's outputs."""
+        if len(tree_leaves(inputs)[0]) != self._batch_size:
+            return call(self._model, inputs)
+        with explained():
+            return call(self._compiled, inputs, self._model)
+
+
+def with_forward(work: Work) -> Work:
+    """Return the work with a compiled forward for its evaluations, where that pays."""
+    if work.validation is None or work.learner.own or any_sharded(work.learner.model):
+        return work
+    model, num_samples = work.learner.model, work.validation.num_samples
+    forward = compiled_forward(model, work.settings, work.world, work.plan, num_samples)
+    return replace(work, forward=forward)
+
+
+def compiled_forward(
+    model: nn.Module, settings: Settings, world: World, plan: Plan, num_samples: int
+) -> FullBatches | None:
+    """Return what evaluations call in the model's place, or None where compiling does not pay.
+
+    The plan decides, not the clock, so that a run repeats itself. On the CPU a forward gains
+    little, and compiling takes longest.
+    """
+    if settings.compile == "off" or world.device.type != "cuda":
+        return None
+    batch_size = evaluation_batch(settings, plan.micro_batch_size)
+    every = settings.eval_every_epochs * plan.steps_per_epoch
+    every = min(every, settings.eval_every_steps or every)
+    batches = num_samples // world.num_parts // batch_size
+    if plan.total_steps // every * batches < _LEAST_BATCHES:
+        return None
+    return FullBatches(model, batch_size)

@@ -1,0 +1,226 @@
+"""How a process computes: precision, PyTorch's process-wide switches, threads and memory."""
+
+import ctypes
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.base.errors import UserError
+from samestep.base.startup import threads_wished
+from samestep.base.settings import MatmulPrecision, Precision, Settings
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_KINDS = ("cpu", "cuda", "mps")
+"""Kinds of devices that samestep trains on."""
+
+
+def data_dtype(precision: Precision) -> torch.dtype:
+    """Return the floating-point type of weights and stored data."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the type that autocast computes in, or None where there is no autocast."""
+    return _AUTOCAST.get(precision)
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context of a forward pass."""
+    dtype = autocast_dtype(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Suspend any `torch.autocast` that is open around this.
+
+    `torch.autocast(enabled=False)` is not enough: PyTorch forgets the weights it has cast only when
+    the outermost context ends, so each step inside it would reuse the first step's weights.
+    """
+    kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    cached = torch.is_autocast_cache_enabled()
+    depth = torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    torch.set_autocast_cache_enabled(True)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(cached)
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
+
+
+def make_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return the gradient scaler that fp16 needs, and None for the others."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """Check that a device can compute in a precision."""
+    if device.type == "mps" and precision == "fp64":
+        raise UserError("--precision fp64: Apple GPUs have no float64. Use --device cpu.")
+    bf16_on_cuda = device.type == "cuda" and precision == "bf16"
+    if bf16_on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError("--precision bf16: this GPU has no bfloat16. Use fp16 or fp32.")
+
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def switched(settings: Settings, device: torch.device) -> Iterator[None]:
+    """Compute as the settings say within this context; keep PyTorch's choice elsewhere.
+
+    Enter it before the first matrix product on the device: cuBLAS reads its variable once.
+    """
+    with ExitStack() as stack:
+
+        def switch(holder: Any, **values: bool) -> None:
+            for name, value in values.items():
+                stack.callback(setattr, holder, name, getattr(holder, name))
+                setattr(holder, name, value)
+
+        if (precision := settings.matmul_precision) is not None:
+            stack.callback(_set_float32, *_float32_of(precision))
+            _set_float32(precision, precision != "highest")
+        if settings.deterministic:
+            if device.type == "cuda" and _WORKSPACE not in os.environ:
+                os.environ[_WORKSPACE] = ":4096:8"  # cuBLAS would share a workspace between streams
+                stack.callback(os.environ.pop, _WORKSPACE, None)
+            kept = torch.are_deterministic_algorithms_enabled()
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            stack.callback(torch.use_deterministic_algorithms, kept, warn_only=warns)
+            torch.use_deterministic_algorithms(True)  # other operations raise a RuntimeError
+            switch(torch.backends.cudnn, benchmark=False, deterministic=True)
+            if settings.virtual_ranks is not None:
+                # Filling new memory with NaN takes 5% of a step. A model that reads memory it never
+                # wrote shows in the digests of the weights.
+                switch(torch.utils.deterministic, fill_uninitialized_memory=False)
+        elif settings.cudnn_benchmark:
+            switch(torch.backends.cudnn, benchmark=True, deterministic=False)
+        yield
+
+
+def kernels_of(device: torch.device) -> dict[str, Any]:
+    """Return which kernels a CUDA device uses, for the records; nothing for other devices."""
+    if device.type != "cuda":
+        return {}
+    # The newer names can always be read; the older ones raise where somebody has set a newer one.
+    return {
+        "kernels": {
+            "tf32_products": torch.backends.cuda.matmul.fp32_precision == "tf32",
+            "tf32_convolutions": torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+    }
+
+
+def _float32_of(wanted: MatmulPrecision) -> tuple[str, bool]:
+    """Return the precision within float32 products, and whether convolutions use TF32.
+
+    This uses the older of PyTorch's two interfaces, which also sets the newer one: `torch.compile`
+    reads the older one, which raises where only the newer one was set.
+    """
+    try:
+        with _no_deprecation():
+            return torch.get_float32_matmul_precision(), bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError as error:
+        raise UserError(
+            f"--matmul-precision {wanted}: the recipe, or what it imports, has set a part of "
+            "torch.backends' fp32_precision already, and PyTorch does not let both be mixed. Leave "
+            "one of them out."
+        ) from error
+
+
+def _set_float32(precision: str, tf32_convolutions: bool) -> None:
+    with _no_deprecation():
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = tf32_convolutions
+
+
+@contextmanager
+def _no_deprecation() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*TF32 behavior")
+        yield
+
+
+# Below this a matrix product is over before a second thread has woken up.
+_SMALL_PARAMETERS = 1_000_000
+
+
+def choose_threads(wanted: int | None, model: nn.Module, cores: int, neighbours: int) -> int:
+    """Return how many threads a rank uses: those wanted, else OMP_NUM_THREADS, else a guess.
+
+    One for a small model: that is as fast, and two that wait for each other slow down many times
+    over next to a busy neighbour. Ranks of other models share the cores.
+    """
+    guess = 1 if is_small(model) else max(1, cores // neighbours)
+    return wanted or threads_wished() or guess
+
+
+def is_small(model: nn.Module) -> bool:
+    """Whether a model's operations are so short that the overhead between them dominates."""
+    parameters = list(model.parameters())
+    convolves = any(parameter.dim() > 2 for parameter in parameters)
+    return not convolves and sum(p.numel() for p in parameters) < _SMALL_PARAMETERS
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return this process's peak memory: on a GPU its tensors, else all. None on Windows."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource  # noqa: PLC0415 - absent on Windows
+    except ImportError:
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # Linux counts in KiB
+
+
+_GATHERED_BYTES = 4 << 20
+"""From here on a tensor gets pages of its own with FSDP on a CPU. 256 KiB would save 4% of a rank's
+memory, and cost 40% of the throughput: activations would be mapped anew in each step."""
+
+
+def choose_allocation(device: torch.device, *, sharded: bool) -> None:
+    """Let glibc keep freed memory for the next step (CPU only), but for large tensors if `sharded`.
+
+    By default glibc returns freed activations to the system, which maps every page again at the
+    next step: 10% of a ResNet-18's step (docs/project/log.md). So tensors of up to 32 MiB stay on
+    the heap, and the process never shrinks. With FSDP the heap would grow to three times what is in
+    use: glibc cannot put an aligned tensor into the gap that one of the same size has left.
+    """
+    if (libc := _glibc(device)) is None:
+        return
+    trim_threshold, mmap_threshold = -1, -3  # of glibc's malloc.h
+    # glibc takes no more than 32 MiB.
+    libc.mallopt(mmap_threshold, _GATHERED_BYTES if sharded else 32 << 20)
+    libc.mallopt(trim_threshold, 2**31 - 1)  # never
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """Give the system what building a sharded model has left on glibc's heap (CPU only)."""
+    if (libc := _glibc(device)) is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc(device: torch.device) -> ctypes.CDLL | None:
+    """Return glibc where a rank's tensors lie in its memory."""
+    uses = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
+    return ctypes.CDLL(None) if uses else None

@@ -1,0 +1,342 @@
+"""A few samples go through model, loss and metrics before the first step; nothing changes by it.
+
+So parts that do not fit fail before anything is trained or written, not after an epoch.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samestep.core.data.memory_source import MemorySource
+from samestep.core.data.order import step_range
+from samestep.core.data.source import Source
+from samestep.base.errors import UserError, defined_at, made_by
+from samestep.launch.ranks.mesh import any_sharded, free_gathered
+from samestep.launch.ranks.world import World
+from samestep.core.recipe import Recipe, Splits, accuracy
+from samestep.core.recipe_checks import check_lower, check_names
+from samestep.base.run.checkpoints import why_not_kept
+from samestep.base.run.records import TAKEN_IN_STEPS, TAKEN_NAMES
+from samestep.base.settings import Precision, Settings
+from samestep.core.training.alike import random_numbers
+from samestep.core.training.apply import (
+    Moment,
+    applied,
+    measure_of,
+    parts_of,
+    summed,
+    terms_of,
+    timed,
+    total_of,
+)
+from samestep.core.training.buffers import keep_buffers
+from samestep.core.training.device import autocast
+from samestep.core.training.evaluation import Totals, as_evaluated, outputs_of
+from samestep.core.training.flops import count_flops
+from samestep.core.training.plan import Plan
+from samestep.core.training.side_effects import batch_norms
+from samestep.core.training.unkept import Unkept, of_buffers, of_forward, of_loss
+
+_SAMPLES = 8
+_FEW = 2
+"""Of which batch normalisation can still make a variance."""
+
+Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
+
+
+class Tried(NamedTuple):
+    """What a few samples have told of a recipe."""
+
+    metrics: Metrics
+    """Those that fit the data."""
+    parts: tuple[str, ...] = ()
+    """Names of the losses, where `loss` returns a dict."""
+    measured: tuple[str, ...] = ()
+    """Names that `evaluate_batch` returns."""
+    forward_flops: int = 0
+    """Floating-point operations of a forward of one sample; 0 where they are not known."""
+    unkept: Unkept = Unkept()
+    """What no checkpoint holds, or each rank makes of its own samples."""
+
+
+def dry_run(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    recipe: Recipe,
+    splits: Splits,
+    train: Source,
+    precision: Precision,
+    world: World,
+    takes: nn.Module,
+    alone: UserError | None,
+    evaluated: Source | None,
+) -> Tried:
+    """Try a few samples on copies of model, loss and metrics; return what fits, and its names.
+
+    `takes` is what takes the inputs: the model, or the model by the recipe's `forward`; `alone` is
+    raised where it would have to train on one sample and batch normalisation refuses that. A model
+    that the ranks share out cannot be copied, and is tried itself; all ranks call it then.
+
+    Where nothing is evaluated (`evaluated` is None) the samples are of the training set, and
+    without metrics the first step reports what fails, before it changes anything.
+    """
+    made_by(recipe.model)(check_extra_state)(model)
+    told_later = evaluated is None and not recipe.metrics
+    measures = evaluated is not None and recipe.evaluate_batch is not None
+    evaluated = train if evaluated is None else evaluated
+    with random_numbers(0):
+        batch = evaluated.peek(_SAMPLES)
+    metrics = fitting_metrics(recipe.metrics, batch.targets)
+    try:
+        kept = (takes, model) if any_sharded(model) else model.parameters()
+        shared: dict[int, object] = {id(one): one for one in kept}
+        trial, trial_loss, trial_metrics = copy.deepcopy((model, loss, dict(metrics)), shared)
+        tried = takes if trial is model else applied(trial, recipe)
+    except Exception as error:  # what cannot be copied is tried for the first time when it counts
+        if measures:
+            raise UserError(
+                "Recipe(evaluate_batch=…) is tried before the first step, and its model, loss or "
+                f"metrics cannot be copied with copy.deepcopy: {error}"
+            ) from error
+        return Tried(metrics)
+    classes = recipe.counted_classes(splits) if splits.test is not None else ()
+    if alone is not None:
+        with (
+            made_by(recipe.model, recipe.data),
+            as_evaluated(trial, seed=0),
+            _undisturbed(takes, model),
+        ):
+            _check_alone(alone, trial, tried, train, precision, world)
+    with (
+        made_by(recipe.model, recipe.data),
+        as_evaluated(trial, seed=0),
+        _undisturbed(takes, model),
+    ):
+        terms = terms_of(recipe)
+        forward = partial(outputs_of, tried, batch.inputs, precision, world.device, recipe.model)
+        named = partial(_names_of_losses, recipe, timed(trial_loss, Moment()), batch.targets)
+
+        def in_training() -> Any:
+            tried.train()
+            return forward()
+
+        try:
+            outputs, flops = count_flops(forward)
+        except UserError:
+            if told_later:
+                return Tried(metrics, named(in_training))
+            raise
+        flops //= max(1, batch.samples)
+        for name, source in (("training", train), ("evaluated", evaluated)):
+            _check_labels(name, source, outputs, loss)
+        with autocast(precision, world.device):
+            loss_of = summed(timed(trial_loss, Moment()), recipe.loss_weights)
+            _check_pairs(loss_of, outputs, batch.targets, loss)
+            found = of_loss(trial_loss, loss_of, outputs, batch.targets)
+            how = precision, world, recipe.forward
+            look = partial(_unkept, found, trial, tried, evaluated, *how)
+            if told_later:
+                names = named(lambda: outputs, in_training)
+                return Tried(metrics, names, forward_flops=flops, unkept=look())
+            measure = measure_of(recipe, trial) if measures else None
+            totals = Totals(loss_of, trial_metrics, world, classes, terms, measure=measure)
+            totals.add(outputs, batch)
+            totals.objects.check()
+        unkept = look()
+    parts, measured = tuple(totals.parts), tuple(totals.measured)
+    _check_names(recipe, parts, measured)
+    if measures:
+        check_lower(recipe.lower_is_better, (*recipe.metrics, *parts, *measured))
+    return Tried(metrics, parts, measured, flops, unkept)
+
+
+def of_one_sample(plan: Plan, settings: Settings) -> UserError | None:
+    """Return the error for a model that cannot train on one sample, if a rank is given one."""
+    if settings.sync_batchnorm or plan.is_stream:
+        return None  # it may see those of other ranks, or comes of what is unknown
+    sizes, whole, remedy = [plan.global_batch_size], "Each step", "Use fewer ranks, "
+    if plan.by_tokens is not None:
+        sizes, whole = [*{*plan.by_tokens.sizes}], "A step"
+    elif plan.total_steps >= plan.steps_per_epoch and 1 not in plan.full_micro_steps(settings):
+        last = step_range(plan.num_samples, plan.global_batch_size, plan.steps_per_epoch - 1)
+        sizes, whole, remedy = [len(last)], "The last step of an epoch", "Add --drop-last, "
+    if not any(1 in plan.micro_steps_of(size, settings) for size in sizes):
+        return None
+    cut = f"{plan.num_samples:,} samples in batches of {plan.global_batch_size:,}"
+    ranks = f" on {plan.world_size} ranks" if plan.world_size > 1 else ""
+    return UserError(
+        f"{whole} ({cut}{ranks}) gives a rank a single sample, on which BatchNorm cannot train.",
+        remedy=f"{remedy}or choose another --batch-size or --micro-batch-size.",
+        flags=["batch_size"],
+    )
+
+
+def _check_alone(
+    alone: UserError,
+    model: nn.Module,
+    applied: nn.Module,
+    train: Source,
+    precision: Precision,
+    world: World,
+) -> None:
+    """Check that batch normalisation can train on one sample, as it can on an image."""
+    model.train()
+    if not any(m.training for m in batch_norms(model).values()):
+        return
+    with random_numbers(0):
+        inputs = train.peek(1).inputs
+    try:
+        outputs_of(applied, inputs, precision, world.device)
+    except UserError as error:  # the first step tells of others
+        if "Expected more than 1 value per channel" in str(error):
+            raise alone from error
+
+
+def _unkept(
+    loss: tuple[str, ...],
+    model: nn.Module,
+    applied: nn.Module,
+    evaluated: Source,
+    precision: Precision,
+    world: World,
+    function: object,
+) -> Unkept:
+    """Return what no checkpoint holds: of the loss, and the buffers of a copy of the model."""
+    found = Unkept(loss)
+
+    def forward(samples: int) -> Any:
+        return outputs_of(applied, evaluated.peek(samples).inputs, precision, world.device)
+
+    applied.train()
+    found = found._replace(**of_buffers(model, forward, _SAMPLES, world))
+    return found._replace(forward=of_forward(model, function, forward, _FEW))
+
+
+@contextlib.contextmanager
+def _undisturbed(takes: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Leave a model that the ranks share out, and that is tried itself, as it was."""
+    if not any_sharded(model):
+        yield
+        return
+    put_back, counted = keep_buffers(model), [_plain(one) for one in model.modules()]
+    try:
+        yield
+    finally:
+        free_gathered(takes)
+        for module, plain in zip(model.modules(), counted, strict=True):
+            vars(module).update(plain)
+        put_back()
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Return what a module may count in attributes of its own."""
+    kinds = (int, float, str, Tensor, type(None))
+    return {n: one for n, one in vars(module).items() if n[0] != "_" and isinstance(one, kinds)}
+
+
+def _names_of_losses(
+    recipe: Recipe, loss: Callable[[Any, Any], Any], targets: Any, *forwards: Callable[[], Any]
+) -> tuple[str, ...]:
+    """Return the names of the losses where nothing is evaluated; other mistakes are reported later.
+
+    The first of the forwards counts whose outputs the loss takes: a model may have them only in
+    training.
+    """
+    found: Any = None
+    for forward in forwards:
+        with contextlib.suppress(Exception):
+            found = loss(forward(), targets)
+            break
+    if not isinstance(found, Mapping):
+        return ()
+    parts = tuple(parts_of(total_of(found, recipe.loss_weights or {}, found, recipe.loss)))
+    _check_names(recipe, parts, ())
+    return parts
+
+
+def _check_names(recipe: Recipe, parts: tuple[str, ...], measured: tuple[str, ...]) -> None:
+    """Check what `loss` and `evaluate_batch` have named."""
+    check_names("loss", parts, {*TAKEN_IN_STEPS, *recipe.metrics, *measured})
+    check_names("evaluate_batch", measured, {*TAKEN_NAMES, *recipe.metrics})
+    if recipe.loss_weights and not parts:
+        raise UserError(
+            f"Recipe(loss_weights=…) takes a loss that returns a dict of losses; "
+            f"loss(){defined_at(recipe.loss)} returned a scalar."
+        )
+
+
+def fitting_metrics(metrics: Metrics, targets: Any) -> Metrics:
+    """Drop the default accuracy where targets are floats, not classes."""
+    if not (isinstance(targets, Tensor) and targets.is_floating_point()):
+        return metrics
+    return {name: metric for name, metric in metrics.items() if metric is not accuracy}
+
+
+def check_extra_state(model: nn.Module) -> None:
+    """Check that a checkpoint can hold what `get_extra_state` of a module returns."""
+    state = model.state_dict()
+    for name in state:
+        if not name.endswith("_extra_state"):
+            continue
+        if why := why_not_kept(state[name]):
+            raise UserError(
+                f"The recipe's model has {name}, a {type(state[name]).__name__} that a checkpoint "
+                f"cannot hold: {why}. Return tensors, numbers, strings, and lists and dicts of "
+                "them from get_extra_state()."
+            )
+
+
+def _check_labels(name: str, source: Source, outputs: Any, loss: object) -> None:
+    """Check all targets in memory: a wrong one may come late, and unclear on a GPU."""
+    classifies = loss is nn.functional.cross_entropy or type(loss) is nn.CrossEntropyLoss
+    if not (classifies and isinstance(source, MemorySource) and isinstance(outputs, Tensor)):
+        return
+    targets = source.targets
+    if outputs.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
+        return
+    num, ignored = outputs.shape[1], getattr(loss, "ignore_index", -100)
+    wrong = ((targets < 0) | (targets >= num)) & (targets != ignored)
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        raise UserError(
+            f"Target {int(targets[place])} of the {name} sample {place} is not a class: the "
+            f"recipe's model has {num} outputs, so classes are 0 to {num - 1}. "
+            f"{int(wrong.sum())} of {len(targets)} {name} targets are out of range."
+        )
+
+
+def _check_pairs(
+    trial: Callable[[Any, Any], Tensor], outputs: Any, targets: Any, loss: object
+) -> None:
+    """Check that a loss compares each output with its own target, where their shapes differ.
+
+    Outputs (batch, 1) minus targets (batch,) is (batch, batch): every output with every target.
+    Such a loss stays the same when the targets are permuted.
+    """
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+        return
+    turned = targets.roll(1, 0) if targets.dim() else targets
+    if outputs.shape == targets.shape or outputs.numel() != targets.numel():
+        return
+    if torch.equal(turned, targets):
+        return
+    places = torch.arange(1.0, outputs.numel() + 1, device=outputs.device)
+    spread = (0.5 + 0.4 * places.sin()).view(outputs.shape).to(outputs.dtype)
+    try:
+        one, other = float(trial(spread, targets)), float(trial(spread, turned))
+        blank = float(trial(spread, torch.zeros_like(targets)))
+    except Exception:
+        return  # it fails by itself, or takes other outputs than these
+    looks = one != 0 and abs(one - blank) > 1e-6 * abs(one)  # at its targets at all
+    if looks and abs(one - other) <= 1e-6 * abs(one):
+        raise UserError(
+            f"The recipe's loss{defined_at(loss)} does not tell which target belongs to which "
+            f"output: outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}, so "
+            "each output is compared with every target. Give both the same shape: "
+            "targets.unsqueeze(1), or outputs.squeeze(1)."
+        )

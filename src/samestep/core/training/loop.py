@@ -1,0 +1,359 @@
+"""The training loop and what falls due between its steps: evaluations, checkpoints, the end.
+
+`train` is a whole training and yields records; the caller decides what to do with them. `rehearse`
+takes the same steps and does nothing else: break out once you have enough steps.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from signal import Signals
+from typing import Any
+
+import torch
+
+from samestep.core.data.blocks import Block
+from samestep.core.data.source import Source
+from samestep.base.errors import UserError, made_by
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.mesh import is_sharded, parts_of_rank
+from samestep.base.run.records import Record
+from samestep.core.training.alike import is_checked
+from samestep.core.training.evaluation import (
+    Evaluable,
+    EvaluationError,
+    Interruptible,
+    evaluate,
+    evaluation_batch,
+)
+from samestep.core.training.meter import KEPT, REMEDIES, Meter, epoch_record
+from samestep.core.training.plan import due_after_epoch, due_within_epoch, is_recorded, learning_rate
+from samestep.core.training.prepare import share_buffers
+from samestep.core.training.snapshot import check_resumable
+from samestep.core.training.stopping import Agreement, SaveTimer
+from samestep.core.training.work import (
+    Position,
+    State,
+    StepsTaken,
+    Work,
+    close_epoch,
+    epoch_is_full,
+    is_done,
+    newest_lr,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunControl:
+    """What a run has besides its steps: stop signals, a checkpoint timer, and saving."""
+
+    agreement: Agreement
+    """On a stop signal, and on a checkpoint where --checkpoint-every-minutes have passed."""
+    minutes: SaveTimer
+    save: Callable[[float | None], None]
+    """Take a checkpoint with this value of the monitored metric; its record comes once it is
+    reported."""
+    is_hopeless: Callable[[int, float], bool]
+    """Number of an evaluation after an epoch, its monitored metric → whether to stop by --halving;
+    all ranks call it."""
+
+
+def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> Iterable[Record]:
+    """Do what is due within an epoch: agreed stops, evaluations and checkpoints by step."""
+    step = state.position.step
+    agreed = control.agreement.after(step)
+    evaluates, saves = due_within_epoch(work.settings, step)
+    saves = saves or agreed.wished
+    if (evaluates or saves) and (epoch_is_full(work, state) or is_done(work, state)):
+        evaluates = saves = False  # the end of the epoch does it anyway
+    if not (evaluates or saves or agreed.signum):
+        return ()  # most steps: no generator is made for them
+
+    def pause() -> Iterator[Record]:
+        yield from meter.settle()
+        metric = None
+        if evaluates and work.validation is not None:
+            metric = yield from _evaluate(work, state, control, work.validation)
+            if state.signum:
+                return
+        if saves or agreed.signum or state.stop_reason or _is_kept(work, state, metric):
+            save_now(work, state, control, metric)
+        if agreed.signum:
+            _stop(state, agreed.signum)
+        meter.resume()
+
+    return pause()
+
+
+def catch_up(work: Work, state: State, control: RunControl) -> Iterator[Record]:
+    """Evaluate and save where the attempt before was stopped within an evaluation."""
+    position = state.position
+    if not position.evaluation_due or work.validation is None:
+        return
+    position.evaluation_due = False
+    # A training may end within an epoch; elsewhere the epoch's record is yet to come.
+    last = is_done(work, state)
+    epoch = [epoch_record(work, state)] if last else []
+    metric = yield from _evaluate(work, state, control, work.validation, *epoch)
+    if not state.signum:
+        save_now(work, state, control, metric)
+
+
+def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Record]:
+    """Record the epoch, evaluate and save as the settings say; at the very end do all three."""
+    position, last = state.position, is_done(work, state)
+    epoch = epoch_record(work, state)
+    due = due_after_epoch(work.settings, position.epoch + 1, position.step, last=last)
+    metric = None
+    if work.validation is not None and due.evaluates:
+        metric = yield from _evaluate(work, state, control, work.validation, epoch)
+        if state.signum:
+            return
+        number = (position.epoch + 1) // work.settings.eval_every_epochs
+        if metric is not None and not last and control.is_hopeless(number, metric):
+            state.stop_reason = state.stop_reason or "successive halving"
+    else:
+        yield epoch
+    if epoch_is_full(work, state):
+        close_epoch(work, state)
+    if due.saves or state.stop_reason or _is_kept(work, state, metric):
+        save_now(work, state, control, metric)
+
+
+def _evaluate(
+    work: Work, state: State, control: RunControl, source: Source, *before: Record
+) -> Generator[Record, None, float | None]:
+    """Yield the records `before` and an evaluation's own; return the monitored metric.
+
+    If the evaluation fails or a signal stops it, save what is trained. A resumed run evaluates
+    first and yields all of these records then.
+    """
+    part, position = Interruptible(source, control.agreement), state.position
+    started = time.perf_counter()
+    try:
+        values = _measure(work, part)
+    except EvaluationError:
+        position.evaluation_due = not epoch_is_full(work, state)
+        save_now(work, state, control, None)
+        raise
+    if signum := part.agreed():
+        position.evaluation_due = not epoch_is_full(work, state)
+        _stop(state, signum)
+        save_now(work, state, control, None)
+        return None
+    yield from before  # this evaluation is done: it will not be repeated
+    record, metric = judge(work, state, values, time.perf_counter() - started)
+    yield record
+    stop_early(work, state)
+    return metric
+
+
+def _stop(state: State, signum: int) -> None:
+    state.signum, state.stop_reason = signum, Signals(signum).name
+
+
+def evaluate_now(work: Work, state: State, source: Source) -> tuple[Record, float]:
+    """Evaluate at this point of the training; return the record and the monitored metric."""
+    started = time.perf_counter()
+    return judge(work, state, _measure(work, source), time.perf_counter() - started)
+
+
+def _measure(work: Work, source: Evaluable) -> dict[str, Any]:
+    share_buffers(work.learner.model, work.world)
+    return evaluate_work(work, source)
+
+
+def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
+    """Evaluate the model of a training, with its settings and averaged weights."""
+    average = work.learner.average
+    weights = contextlib.nullcontext() if average is None else average.in_place()
+    with weights, made_by(*work.learner.makers), watched.within(watched.EVALUATION):
+        return evaluate(
+            work.learner.applied,
+            source,
+            work.learner.loss,
+            work.metrics,
+            world=work.world,
+            batch_size=evaluation_batch(work.settings, work.plan.evaluated_at_once),
+            precision=work.settings.precision,
+            seed=work.settings.seed,
+            classes=classes,
+            terms=work.learner.terms,
+            reduction=work.learner.reduction,
+            parts=work.learner.parts,
+            measure=work.measure,
+            forward=work.forward,
+        )
+
+
+def judge(
+    work: Work, state: State, values: dict[str, float], seconds: float
+) -> tuple[Record, float]:
+    """Note a validation's values; return their record and the monitored metric."""
+    if not math.isfinite(values["loss"]):
+        raise _diverged(work, state, "The validation loss is NaN or infinite")
+    epoch, metric = state.position.epoch + 1, values[state.watch.metric]
+    state.watch = state.watch.after(metric, epoch, work.settings.min_delta)
+    state.validated = {name: float(values[name]) for name in ("loss", *work.metrics)}
+    if work.learner.scheduler is not None:
+        work.learner.scheduler.after("validation", state.position.step, metric)
+    record: Record = {"event": "evaluation", "split": "validation", "epoch": epoch}
+    return {**record, "step": state.position.step, **values, "seconds": seconds}, metric
+
+
+def stop_early(work: Work, state: State) -> None:
+    """Stop where --patience has run out."""
+    patience = work.settings.patience
+    if patience is not None and state.watch.evaluations_since >= patience:
+        state.stop_reason = "early stopping"
+
+
+def _is_kept(work: Work, state: State, metric: float | None) -> bool:
+    """Whether early stopping needs these weights: they are the best so far."""
+    best = state.watch.best
+    return work.settings.patience is not None and metric is not None and metric == best
+
+
+def save_now(work: Work, state: State, control: RunControl, metric: float | None) -> None:
+    """Save the training as it stands."""
+    with watched.within(watched.CHECKPOINT):
+        check_weights(work, state)
+        control.minutes.restart()
+        control.save(metric)
+
+
+def checkpoint_name(position: Position) -> str:
+    """Return the file name of a checkpoint at a position."""
+    if position.step_in_epoch:
+        return f"checkpoint_step_{position.step}.pt"
+    return f"checkpoint_epoch_{position.epoch}.pt"
+
+
+def check_weights(work: Work, state: State) -> None:
+    """Check that all weights are finite: a gradient can overflow though its loss was finite."""
+    weights = [*work.learner.model.parameters()]
+    checks = [p.isfinite().all() for p in parts_of_rank(weights)]
+    bad = bool(checks) and not bool(torch.stack(checks).all())
+    if any(is_sharded(weight) for weight in weights):
+        bad = bool(work.world.reduce(torch.tensor(int(bad)), "max"))
+    if bad:
+        raise _diverged(work, state, "A weight is NaN or infinite")
+
+
+def _diverged(work: Work, state: State, what: str) -> UserError:
+    step, lr = state.position.step, newest_lr(work, state)
+    return UserError(
+        f"{what} after step {step} (learning rate {lr:.3g}). {KEPT} {REMEDIES}", on_all_ranks=True
+    )
+
+
+def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
+    """Train until the plan is done or all ranks agree to stop; yield records.
+
+    They are `step`, `compile`, `epoch` and `evaluation`, as in events.jsonl, and `progress`, which
+    only moves a progress bar. `state.stop_reason` then says why it ended.
+    """
+    work.learner.model.train()
+    meter = Meter(work, state, lags=work.world.device.type == "cuda")
+    control.agreement.start(state.position.step)
+    stop_early(work, state)  # a resumed run may have stopped for that reason
+    yield from catch_up(work, state, control)
+    while not state.stop_reason and _goes_on(work, state):
+        meter.resume()
+        try:
+            for taken in epoch_steps(work, state):
+                watched.step(state.position.step)
+                yield from meter.count(taken)
+                if is_checked(taken.first_step, state.position.step):
+                    check_resumable(work, state.position.step)
+                yield from after_step(work, state, control, meter)
+                if state.stop_reason:
+                    return
+        except Exception as error:  # the steps before have been taken
+            yield from meter.behind(error)
+            raise
+        yield from meter.settle()
+        yield from end_of_epoch(work, state, control)
+    state.stop_reason = state.stop_reason or "finished"
+
+
+def rehearse(work: Work, state: State) -> Generator[StepsTaken]:
+    """Take the steps of a training, epoch after epoch, without evaluating, saving or stopping.
+
+    Break out once you have enough steps; on several ranks all must do so after the same step.
+    """
+    work.learner.model.train()
+    while _goes_on(work, state):
+        yield from epoch_steps(work, state)
+        if epoch_is_full(work, state):
+            close_epoch(work, state)
+
+
+def _goes_on(work: Work, state: State) -> bool:
+    # A signal may have stopped a run between an epoch's last step and its evaluation.
+    return not is_done(work, state) or epoch_is_full(work, state)
+
+
+def epoch_steps(work: Work, state: State) -> Iterator[StepsTaken]:
+    """Take the remaining steps of the running epoch; yield after each call of the step."""
+    plan, settings, position = work.plan, work.settings, state.position
+    scheduler = work.learner.scheduler
+    if position.stream_ended or position.step >= plan.total_steps:
+        return
+    for block in _blocks(work, state):
+        work.phases.lap("data")
+        first = position.step
+        after = first + block.num_steps
+        if scheduler is None:
+            told = state.validated
+            lrs = [learning_rate(plan, settings, step, told) for step in range(first, after)]
+        else:
+            lrs = [scheduler.begin_step()]  # one at a time, as what_compiles says
+        logged = [s for s in range(first + 1, after + 1) if is_recorded(s, plan.log_every)]
+        work.learner.moment.step, work.learner.moment.epoch = first, position.epoch
+        result = work.step(block, first, lrs, want_norm=bool(logged))
+        position.step = after
+        position.step_in_epoch += block.num_steps
+        position.samples += block.num_steps * block.global_size
+        position.stream_ended = block.last
+        if scheduler is not None:
+            scheduler.after("step", after)
+        yield StepsTaken(first, block.global_size, lrs, logged, result, block)
+        work.phases.lap("other")
+    if plan.is_stream and position.step < plan.total_steps:
+        position.stream_ended = True  # also where a resumed run found nothing more
+
+
+def _blocks(work: Work, state: State) -> Iterator[Block]:
+    """Yield as many steps at once as the step takes, cut where something is due.
+
+    The cuts depend only on the position, so a resumed run groups its steps as if never stopped.
+    """
+    settings, most = work.settings, work.step.steps_per_call
+    for block in work.train.blocks(
+        state.position.epoch,
+        state.position.step_in_epoch,
+        global_batch=work.plan.global_batch_size,
+        drop_last=settings.drop_last,
+        cut=work.plan.cut(settings),
+    ):
+        if most == 1:
+            for piece in block.singles():
+                yield piece
+                if state.position.step >= work.plan.total_steps:
+                    return  # what comes after may be broken
+            continue
+        start = 0
+        while start < block.num_steps:
+            step = state.position.step
+            dues = (settings.eval_every_steps, settings.checkpoint_every_steps)
+            room = min([work.plan.total_steps - step, *(due - step % due for due in dues if due)])
+            if room <= 0:
+                return
+            aligned = (block.first_step + start) % most == 0
+            fits = most <= min(room, block.num_steps - start)
+            count = most if aligned and fits else 1
+            yield block.part(start, count)
+            start += count

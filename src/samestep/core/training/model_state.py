@@ -1,0 +1,108 @@
+"""How a checkpoint's state is loaded into a model, and a trial of it."""
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.base.trees import map_tensors
+from samestep.base.errors import UserError, listed, said
+from samestep.launch.ranks.mesh import is_sharded, sharded_as
+from samestep.base.run.loading import own_memory
+from samestep.core.training.hollow import Hollowing, difference, hollow
+
+EXTRA_STATE = "_extra_state"
+
+
+def load_model(model: nn.Module, state: dict[str, Any]) -> None:
+    """Load a checkpoint's weights into a model.
+
+    A module's own `_load_from_state_dict` may make room for what has grown, or take other names.
+
+    Raises:
+        UserError: the checkpoint does not fit the model.
+    """
+    saved, own = state["model"], model.state_dict()
+    misfits = [f"{name} is missing" for name in own if name not in saved]
+    misfits += [f"{name} is not in the model" for name in saved if name not in own]
+    misfits += _other_shapes(saved, own)
+    given = copy.copy(saved)  # with the versions of its modules, which are in an attribute
+    if any(is_sharded(value) for value in own.values()):
+        given.update({n: sharded_as(one, own[n]) for n, one in saved.items() if n in own})
+    # A module may keep what `set_extra_state` gives it.
+    given.update({n: own_memory(part) for n, part in saved.items() if n.endswith(EXTRA_STATE)})
+    try:
+        model.load_state_dict(given)
+        # PyTorch puts the first of several numbers into a single one.
+        loaded = not misfits or not _other_shapes(saved, model.state_dict())
+    except Exception:
+        if not misfits:
+            raise
+        loaded = False
+    if not loaded:
+        raise UserError(
+            f"The checkpoint does not fit the model: {listed(misfits, between='; ')}. "
+            "Use the model options of the run that wrote it."
+        )
+
+
+def _other_shapes(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    return [
+        f"{name} has shape {_shape(saved[name])}, the model {_shape(own[name])}"
+        for name in own
+        if name in saved and _shape(saved[name]) != _shape(own[name])
+    ]
+
+
+class ModelTrial:
+    """Whether a checkpoint leads back to the state of a model whose state changes its form.
+
+    A copy of the new model loads it after the first step, and later where the form has changed
+    again. Tensors of the copy have a shape and a type, and no memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._form = dict[str, Any]()
+        self._parameters = [name for name, _ in model.named_parameters()]
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+            for p in model.parameters()
+        }
+        self._new: nn.Module | None = None
+        with contextlib.suppress(Exception), Hollowing():  # it may hold locks or streams
+            self._new = copy.deepcopy(model, memo)
+
+    def check(self, model: nn.Module, what: str) -> None:
+        """Check that loading restores the state of a model; `what` begins the message."""
+        if self._new is None or self._parameters != [name for name, _ in model.named_parameters()]:
+            return  # a loop that adds layers may do so again before it resumes
+        state = model.state_dict()
+        state.update(map_tensors(hollow, dict(state)))
+        form = {name: _shape(value) for name, value in state.items()}
+        if form != self._form and (why := self._why_lost(state)):
+            raise UserError(
+                f"{what} could not be resumed: {why.rstrip('.')}.",
+                remedy="Begin with a buffer of its last size (instead of None, too), or let the "
+                "_load_from_state_dict of its module make room for the saved one before it calls "
+                "super(). What get_extra_state returns, set_extra_state restores.",
+            )
+        self._form = form
+
+    def _why_lost(self, state: dict[str, Any]) -> str:
+        with Hollowing():
+            twin = copy.deepcopy(self._new)
+        assert twin is not None
+        try:
+            load_model(twin, {"model": state})
+            return difference(state, map_tensors(hollow, dict(twin.state_dict())))
+        except Exception as error:
+            told = str(error).split(" Use the")[0] if isinstance(error, UserError) else said(error)
+            # Its code may read numbers in tensors, which these have not.
+            return "" if "meta" in told.lower() else told
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    """Return a tensor's shape; None for the result of `get_extra_state`."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,393 @@
+"""Build the optimizer, fused where the device has a fused kernel."""
+
+import ast
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from inspect import Parameter, getsource, signature
+from textwrap import dedent
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from samestep.base.trees import map_tensors
+from samestep.base.errors import UserError, blame, defined_at, listed
+from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, sharded_as
+from samestep.core.recipe import Recipe
+from samestep.base.run.checkpoints import why_not_kept
+from samestep.base.settings import Settings
+from samestep.core.training.optimizer_state import RATIO, Trial
+from samestep.core.training.plan import GroupRates
+
+_FUSED = ("cpu", "cuda", "mps")
+
+_HALF = (torch.bfloat16, torch.float16)
+
+_KERNELS_OF: dict[bool, tuple[Callable[..., None], tuple[str, ...]]] = {
+    False: (adam, ("exp_avg", "exp_avg_sq", "", "step")),
+    True: (sgd, ("momentum_buffer",)),
+}
+"""Whether it is SGD → PyTorch's functional form, and the state that it takes, in this order."""
+
+_VARIES = ("params", "lr")
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter],
+    settings: Settings,
+    lr: float,
+    device: torch.device,
+    *,
+    fuse: bool = True,
+) -> torch.optim.Optimizer:
+    """Return the optimizer of these settings; fused if wanted and possible."""
+    parameters = [p for p in parameters if p.requires_grad]
+    fused = fuse and device.type in _FUSED
+    decay = settings.weight_decay
+    if settings.optimizer == "sgd":
+        # On the CPU the fused kernel leaves most of such weights as they are: pytorch/191763.
+        if device.type == "cpu" and any(p.dtype in _HALF for p in parameters):
+            fused = False
+        if any(is_sharded(p) for p in parameters):
+            fused = False  # DTensor does not know the fused kernel
+        momentum = settings.momentum
+        built = torch.optim.SGD(
+            parameters, lr=lr, momentum=momentum, weight_decay=decay, fused=fused
+        )
+        if fused and momentum and settings.precision == "fp16":
+            # The fused kernel fills new memory in the first step. If the gradient scaler skips that
+            # step, as it often does, uninitialised memory would become the momentum.
+            for parameter in parameters:
+                built.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return built
+    kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=lr, weight_decay=decay, fused=fused)
+
+
+def optimizer_of(
+    recipe: Recipe,
+    model: nn.Module,
+    settings: Settings,
+    lr: float,
+    device: torch.device,
+    *,
+    fuse: bool = True,
+) -> torch.optim.Optimizer:
+    """Return the recipe's own optimizer, or else that of the settings."""
+    if recipe.optimizer is None:
+        tables = [n for n, m in model.named_modules() if getattr(m, "sparse", False) is True]
+        if tables and settings.optimizer != "sgd":
+            raise UserError(
+                f"--optimizer {settings.optimizer}: the gradient of the model's "
+                f"{tables[0] or 'own class'}{defined_at(recipe.model)} is sparse, which only sgd "
+                "takes.",
+                remedy="Build the layer with sparse=False, use --optimizer sgd, or let "
+                "Recipe(optimizer=…) give it torch.optim.SparseAdam.",
+                flags=["optimizer"],
+            )
+        fuse = fuse and not tables
+        return make_optimizer(model.parameters(), settings, lr, device, fuse=fuse)
+    place = defined_at(recipe.optimizer)
+    try:
+        optimizer = recipe.optimizer(model, settings)
+    except Exception as error:
+        blame("The recipe's optimizer failed", error, recipe.optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
+            "a torch.optim.Optimizer."
+        )
+    if _needs_closure(optimizer.step):
+        raise UserError(
+            f"The recipe's optimizer{place} is {type(optimizer).__name__}, which calls the model "
+            "itself. Use it in a training loop of your own."
+        )
+    _check_covers(optimizer, model, place)
+    for group in optimizer.param_groups:
+        group[RATIO] = float(group["lr"]) / settings.lr
+    if lr != settings.lr:  # else they are exact as they are
+        set_lr(optimizer, lr)
+    if has_modes(optimizer):
+        _switch(optimizer, "train")
+    return optimizer
+
+
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    """Whether a step refuses to go without a closure: by its signature or by a check in it."""
+    closure = signature(step).parameters.get("closure")
+    if closure is None or closure.default is Parameter.empty:
+        return closure is not None
+    try:
+        tree = ast.parse(dedent(getsource(step)))
+    except (OSError, TypeError, SyntaxError):  # it has no source of its own
+        return False
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assert(test=test):
+                asserted = ast.unparse(test).replace("is not ", "is ")
+                refused = asserted in ("closure", "closure is None")
+            case ast.If(test=test, body=[ast.Raise(), *_]):
+                refused = ast.unparse(test) in ("closure is None", "not closure")
+            case _:
+                continue
+        if refused:
+            return True
+    return False
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Whether an optimizer evaluates other weights than it trains, as schedule-free ones do."""
+    return callable(getattr(optimizer, "train", None)) and callable(
+        getattr(optimizer, "eval", None)
+    )
+
+
+def _switch(optimizer: Any, mode: Literal["train", "eval"]) -> None:
+    try:
+        getattr(optimizer, mode)()
+    except Exception as error:
+        kind = type(optimizer)
+        blame(f"The recipe's optimizer, {kind.__name__}, failed in {mode}()", error, kind)
+
+
+def _check_covers(optimizer: torch.optim.Optimizer, model: nn.Module, place: str) -> None:
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = dict(model.named_parameters())
+    missing = [name for name, p in named.items() if p.requires_grad and id(p) not in given]
+    if missing:
+        raise UserError(
+            f"The recipe's optimizer{place} is not given {listed(missing)}: they "
+            "would never change. Give them to it, or freeze them with requires_grad_(False)."
+        )
+    if not given <= {id(p) for p in named.values()}:
+        raise UserError(
+            f"The recipe's optimizer{place} is given parameters that are not the model's. Take "
+            "them from the model that the function is called with."
+        )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step; groups of a recipe's own keep their ratios."""
+    if isinstance(lr, GroupRates):
+        check_groups(optimizer, lr)
+        for group, rate in zip(optimizer.param_groups, lr.each, strict=True):
+            group["lr"] = rate * group.get(RATIO, 1.0)
+        return
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(RATIO, 1.0)
+
+
+def check_groups(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Check that a schedule of each group has as many rates as the optimizer has groups."""
+    groups = len(optimizer.param_groups)
+    if isinstance(lr, GroupRates) and len(lr.each) != groups:
+        raise UserError(
+            f"The recipe's schedule returned {len(lr.each)} factors, and the optimizer has "
+            f"{groups} groups of parameters. Return a number, or one for each group."
+        )
+
+
+class Update:
+    """Take an optimizer's step by torch's functional form, with the same numbers and state.
+
+    `optimizer.step()` looks up all state at each call: 13 µs, 5% of a small model's step. Here that
+    is done once, after the first step. A recipe's own optimizer takes its ordinary step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None = None,
+        maker: object = None,
+        *,
+        scheduled: bool = False,
+        checks: bool = True,
+    ) -> None:
+        """Take what a step needs; `scheduled` if a scheduler sets what the groups hold.
+
+        `checks`: whether what an optimizer counts in its attributes is looked at.
+        """
+        self._optimizer, self._scaler, self._maker = optimizer, scaler, maker
+        self._scheduled, self._checks = scheduled, checks
+        self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
+        self._sharded = any(is_sharded(p) for p in self._parameters)
+        self._own = RATIO in optimizer.param_groups[0]
+        self._trial = Trial(optimizer) if self._own else None
+        self._kernel: Callable[..., None] | None = None
+        """(gradients, lr) → the fused update of all parameters."""
+
+    def __call__(self, lr: float) -> None:
+        """Take one step at a learning rate, or at those that a scheduler has set."""
+        if self._kernel is not None:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            gradients = parts_of_rank(gradients) if self._sharded else gradients
+            if len(gradients) == len(self._parameters):
+                with torch.no_grad():
+                    self._kernel(gradients, lr=lr)
+                return
+        if not self._scheduled:
+            set_lr(self._optimizer, lr)
+        if self._own:
+            self._own_step()
+            return
+        self._ordinary_step()
+        if (
+            self._scaler is None
+            and not self._scheduled
+            and self._optimizer.param_groups[0]["fused"]
+        ):
+            self._kernel = self._look_up()
+
+    def _ordinary_step(self) -> None:
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+
+    def _own_step(self) -> None:
+        """Take a step of the recipe's own optimizer, and see once that a checkpoint can hold it."""
+        told = f"The recipe's optimizer, {type(self._optimizer).__name__}"
+        try:
+            self._ordinary_step()
+        except Exception as error:
+            blame(f"{told}, failed in a step", error, self._maker)
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            check_trial(trial, self._optimizer, self._maker, counts=self._checks)
+
+    def _look_up(self) -> Callable[..., None] | None:
+        states = [self._optimizer.state[p] for p in self._parameters]
+        if not all(states):
+            return None
+        kernel, names = _KERNELS_OF[isinstance(self._optimizer, torch.optim.SGD)]
+        # This rank's parts: each operation on a sharded tensor costs ten times that on a plain one.
+        lists = [parts_of_rank(s[name] for s in states) if name else [] for name in names]
+        group, known = dict(self._optimizer.param_groups[0]), signature(kernel).parameters
+        group |= dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+        fixed = {name: group[name] for name in known if name in group and name not in _VARIES}
+        parameters = parts_of_rank(self._parameters)
+        return lambda gradients, lr: kernel(parameters, gradients, *lists, lr=lr, **fixed)
+
+
+def check_trial(
+    trial: Trial, optimizer: torch.optim.Optimizer, maker: object, *, counts: bool
+) -> None:
+    """Check after its first step that checkpoints can hold a recipe's own optimizer.
+
+    With `counts`, also what it counts in attributes of its own.
+    """
+    told, state = f"The recipe's optimizer, {type(optimizer).__name__}", optimizer.state_dict()
+    told += f"{defined_at(maker)},"
+    # Tensors may be large, and it is the rest that can be of any type.
+    if why := why_not_kept(map_tensors(lambda _: torch.empty(0), state)):
+        raise UserError(
+            f"{told} holds what a checkpoint cannot: {why}. Its state and groups may hold tensors, "
+            "numbers, texts, and lists and dicts of them."
+        )
+    if why := trial.why_lost(optimizer, state):
+        raise UserError(
+            f"{told} could not be resumed: {why}. Its load_state_dict must restore all that its "
+            "state_dict returns."
+        )
+    if lost := trial.lost_counts(optimizer) if counts else ():
+        raise UserError(
+            f"{told} could not be resumed: a step changes its attribute {listed(lost, 3)}, and no "
+            "checkpoint holds it.",
+            remedy="Keep it in its groups or its state; or, if no weight depends on it, add "
+            "--no-self-check.",
+        )
+
+
+class Average:
+    """The exponential moving average of a model's trained weights (Polyak & Juditsky 1992).
+
+    After each step: average = decay · average + (1 - decay) · weights. It starts as the weights.
+    Buffers, such as BatchNorm's statistics, are the model's own.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._weights = parts_of_rank(self._named.values())
+        self._kept = {name: p.detach().clone() for name, p in self._named.items()}
+        self._averages = parts_of_rank(self._kept.values())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights after a step."""
+        torch._foreach_lerp_(self._averages, self._weights, 1.0 - self._decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the average of each weight by its name."""
+        return dict(self._kept)
+
+    @torch.no_grad()
+    def load(self, saved: dict[str, Tensor] | None) -> None:
+        """Load the averages of a checkpoint; if it has none, start at the weights."""
+        source = self._named if saved is None else saved
+        for name, average in self.state().items():
+            average.copy_(sharded_as(source[name], average))
+
+    def hold(self) -> None:
+        """Take the model's weights, which are those of a checkpoint's evaluation."""
+        self.load(None)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the model the averages within this context."""
+        kept = [weight.clone() for weight in self._weights]
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._averages)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights, kept)
+
+
+class OwnAverage:
+    """The weights that an optimizer itself has for evaluations; the interface of `Average`.
+
+    Its `eval()` puts them into the model and `train()` the trained ones, which come back rounded:
+    so they are kept meanwhile, and an evaluation changes no bit of the training.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._named = {n: p for n, p in model.named_parameters() if id(p) in ids}
+        self._held = False
+
+    def update(self) -> None:
+        """Do nothing: the optimizer's step has done it."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return a copy of each weight as it is evaluated, by its name."""
+        with self.in_place():
+            return {name: p.detach().clone() for name, p in self._named.items()}
+
+    def load(self, saved: dict[str, Tensor] | None) -> None:
+        """Do nothing: a checkpoint's weights and state of the optimizer make them."""
+
+    def hold(self) -> None:
+        """Take the model's weights, which are those of a checkpoint's evaluation."""
+        self._held = True
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the model the weights to evaluate within this context."""
+        if self._held:
+            yield
+            return
+        weights = parts_of_rank(self._named.values())
+        kept = [weight.clone() for weight in weights]
+        _switch(self._optimizer, "eval")
+        try:
+            yield
+        finally:
+            _switch(self._optimizer, "train")
+            with torch.no_grad():
+                torch._foreach_copy_(weights, kept)

@@ -1,0 +1,330 @@
+"""What a checkpoint keeps of an optimizer, how it is loaded, and a trial of both.
+
+The groups of an optimizer hold settings, such as a weight decay, and with some optimizers what they
+gather, such as a count of their steps. Settings are those of today's recipe and flags; what was
+gathered is loaded.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.base.trees import map_tensors
+from samestep.base.errors import UserError, blame, said
+from samestep.base.patches import patched
+from samestep.launch.ranks.mesh import sharded_as
+from samestep.base.run.loading import own_memory
+from samestep.core.training.hollow import Hollowing, difference, hollow
+
+RATIO = "lr_ratio"
+"""In each group of a recipe's own optimizer: its learning rate / --lr."""
+
+_SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
+"""What the settings say of an optimizer's groups, and a checkpoint keeps with its state."""
+
+_KERNELS = frozenset({"fused", "foreach", "capturable"})
+"""What decides how an optimizer computes here, and where its step counts lie."""
+
+_SET_HERE = _KERNELS | {"params", "lr", RATIO}
+"""Entries of a group that are never loaded, whatever has changed them."""
+
+_ARGUMENTS = frozenset({"alpha", "betas", "eps", "etas", "lr_decay", "momentum", "weight_decay"})
+"""Settings of torch's own optimizers, which none of them changes."""
+
+_POLICY = "_process_value_according_to_param_policy"
+"""What casts each tensor that torch's optimizers load."""
+
+Group = Mapping[str, Any]
+"""A group of an optimizer, or what a checkpoint says of one."""
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of what an optimizer's groups hold besides their parameters."""
+
+    def copied(value: Any) -> Any:
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # what cannot be copied is compared as it is
+            return value
+
+    return [
+        {name: copied(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def what_groups_keep(
+    optimizer: torch.optim.Optimizer, made: Sequence[Group], scheduled: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Return for a checkpoint which entries of each group were gathered since it was made.
+
+    Args:
+        optimizer: after some steps.
+        made: what `groups_of` returned when it was new.
+        scheduled: entries that a scheduler sets.
+    """
+    return [
+        {
+            "made": sorted(new),
+            "gathered": sorted(
+                name
+                for name, value in group.items()
+                if name not in _SET_HERE
+                and name not in scheduled
+                and not (name in new and alike(value, new[name]))
+            ),
+            "dtypes": _dtypes(group),
+        }
+        for group, new in zip(optimizer.param_groups, made, strict=True)
+    ]
+
+
+def _dtypes(group: Group) -> list[str]:
+    return sorted({str(p.dtype) for p in group["params"]})
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values of a state are equal, NaN with NaN, too."""
+    return not difference(one, other) and not difference(other, one)
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    made: Sequence[Group] = (),
+    kept: Sequence[Group] | None = None,
+) -> None:
+    """Load an optimizer's state; its settings and kernel stay those that it was built with.
+
+    State of another kind of built-in optimizer is not loaded: this one begins anew.
+
+    Args:
+        optimizer: a new one.
+        saved: what its `state_dict` returned.
+        made: what `groups_of` returned when it was new.
+        kept: of a recipe's own, what `what_groups_keep` returned; earlier versions have no such.
+
+    Raises:
+        UserError: the state is that of another optimizer, or its own `load_state_dict` fails.
+    """
+    own = [dict(group) for group in optimizer.param_groups]
+    its: Sequence[Group] = saved.get("param_groups", ()) if isinstance(saved, dict) else ()
+    if len(own) != len(its) and not _has_its_own(optimizer):
+        raise UserError(
+            f"The checkpoint's optimizer has {len(its)} groups of parameters, "
+            f"this one has {len(own)}. Use the optimizer of the run that wrote it."
+        )
+    if RATIO in own[0] or kept is not None or any(RATIO in group for group in its):
+        gathered = _gathered(optimizer, its, made or own, kept)
+        same_types = kept is not None and [_dtypes(g) for g in own] == [g["dtypes"] for g in kept]
+        try:
+            with patched((torch.optim.Optimizer, _POLICY, partial(_placed, same_types))):
+                _load(optimizer, saved, own, its)
+        except Exception as error:
+            kind = type(optimizer).__name__
+            told = f"The recipe's optimizer, {kind}, failed to load what the checkpoint holds"
+            blame(told, error, type(optimizer).load_state_dict)
+        take_settings(optimizer, own, gathered)
+        return
+    if any(("momentum" in mine) != ("momentum" in one) for mine, one in zip(own, its, strict=True)):
+        return
+    _load(optimizer, saved, own, its)
+    for group, mine in zip(optimizer.param_groups, own, strict=True):
+        group.update({name: mine[name] for name in _SETTINGS if name in mine})
+
+
+def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's class makes its own state_dict."""
+    return type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+
+
+def _gathered(
+    optimizer: torch.optim.Optimizer,
+    its: Sequence[Group],
+    made: Sequence[Group],
+    kept: Sequence[Group] | None,
+) -> list[set[str]]:
+    """Return what a checkpoint's groups have gathered; refuse another kind of optimizer's."""
+    if kept is not None:
+        found = [set(group["gathered"]) for group in kept]
+        names = [set(group["made"]) for group in kept]
+        fits = [n - _KERNELS for n in names] == [{*g} - _KERNELS - {"params"} for g in made]
+    else:
+        # Earlier versions did not say: no argument of the class is gathered, most likely.
+        arguments = signature(type(optimizer).__init__).parameters
+        pairs = list(zip(its, made, strict=False))
+        found = [
+            {
+                name
+                for name, value in group.items()
+                if name not in _SET_HERE
+                and name not in arguments
+                and not (name in new and alike(value, new[name]))
+            }
+            for group, new in pairs
+        ]
+        found += [set[str]()] * (len(made) - len(found))
+        fits = all(
+            not new.keys() - group.keys() - _SET_HERE
+            and not _ARGUMENTS & (group.keys() - new.keys())
+            and (RATIO in new) == (RATIO in group)
+            for group, new in pairs
+        )
+    if not fits:
+        raise UserError(
+            "The checkpoint was written by another kind of optimizer, and what it has gathered "
+            "does not fit this one. Use the optimizer of the run that wrote it, or start a new "
+            "run."
+        )
+    return found
+
+
+def take_settings(
+    optimizer: torch.optim.Optimizer, own: Sequence[Group], gathered: Sequence[Collection[str]]
+) -> None:
+    """Give each group its own entries, but for what it has gathered."""
+    for group, mine, found in zip(optimizer.param_groups, own, gathered, strict=True):
+        for name in group.keys() - mine.keys() - {*found}:
+            del group[name]  # a scheduler's that is no longer there
+        group.update({n: v for n, v in mine.items() if n != "params" and n not in found})
+
+
+def _load(
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    own: Sequence[Group],
+    its: Sequence[Group],
+) -> None:
+    """Load a state: torch's ordinary one, or one of the optimizer's own form as it is."""
+    if len(own) != len(its) or "state" not in saved:
+        optimizer.load_state_dict(own_memory(saved))
+        return
+    groups = [
+        one | {name: mine[name] for name in _KERNELS if name in mine}
+        for mine, one in zip(own, map(dict, its), strict=True)
+    ]
+    saved = {**saved, "state": _sharded_state(optimizer, saved)}
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+    _keep_numbers(optimizer, saved)
+
+
+def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[Any, Any]:
+    """Return saved state, in which each tensor of a sharded weight's shape is sharded like it."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    like = dict(zip(numbers, parameters, strict=False))
+
+    def share(number: Any, value: Any) -> Any:
+        known = isinstance(value, Tensor) and number in like
+        return sharded_as(value, like[number]) if known else value
+
+    return {
+        number: {name: share(number, value) for name, value in state.items()}
+        if isinstance(state, dict)
+        else state
+        for number, state in saved["state"].items()
+    }
+
+
+def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Restore the saved type of single numbers, such as NAdam's product of momenta.
+
+    Torch casts all but the step count to the type of the weight.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state[parameter] if number in saved["state"] else {}
+        for name, value in saved["state"].get(number, {}).items():
+            if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < parameter.dim():
+                state[name] = value.to(state[name].device, copy=True)
+
+
+def _placed(
+    same_types: bool, original: Callable[..., Tensor], weight: Tensor, value: Tensor, *more: Any
+) -> Tensor:
+    """Return what torch makes of a tensor of a state that it loads, sharded as its weight is.
+
+    Torch casts all but the step count to the type of the weight, so float32 next to bfloat16
+    weights would lose bits: with `same_types` it is not cast.
+    """
+    value = sharded_as(value, weight)
+    loaded = original(weight, value, *more)
+    cast = same_types and loaded.dtype != value.dtype and more[-1:] != ("step",)
+    return value.to(loaded.device) if cast else loaded
+
+
+class Trial:
+    """Whether a checkpoint leads back to what an optimizer has gathered.
+
+    A copy of the new optimizer loads its state after the first step. Tensors of the copy have a
+    shape and a type, and no memory.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._made, self._twin = groups_of(optimizer), _twin(optimizer)
+
+    def why_lost(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
+        """Return what loading the state would not restore, "" if it restores all or cannot tell."""
+        if self._twin is None:
+            return ""
+        twin, saved = self._twin, map_tensors(hollow, state)
+        kept = what_groups_keep(optimizer, self._made)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                load_state(twin, saved, self._made, kept)
+                take_settings(twin, optimizer.param_groups, [g["gathered"] for g in kept])
+                back = map_tensors(hollow, twin.state_dict())
+        except Exception as error:
+            cause = error.__cause__ or error
+            # Its code may read numbers in tensors, which these have not.
+            told = str(error) if isinstance(error, UserError) else said(cause)
+            return "" if "meta" in f"{error} {said(cause)}".lower() else told
+        return difference(saved, back)
+
+    def lost_counts(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Return the numbers that an optimizer changes and that `why_lost` has not led back to.
+
+        Names that begin with an underscore are bookkeeping, such as torch's own.
+        """
+        if self._twin is None:
+            return []
+        back = vars(self._twin)
+        numbers = {n: v for n, v in vars(optimizer).items() if isinstance(v, int | float)}
+        return [n for n, v in numbers.items() if n[0] != "_" and repr(back.get(n)) != repr(v)]
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return a copy of an optimizer without memory; None if it holds what cannot be copied."""
+    twins = {id(one): (one, object.__new__(type(one))) for one in with_inner(optimizer)}
+    memo: dict[int, Any] = {key: twin for key, (_, twin) in twins.items()}
+    try:
+        for one, _ in twins.values():
+            for parameter in (p for group in one.param_groups for p in group["params"]):
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+            for name, value in vars(one).items():
+                if name.startswith("_optimizer_step_"):  # hooks, which may hold anything
+                    memo[id(value)] = OrderedDict()
+        with Hollowing():
+            for one, twin in twins.values():
+                vars(twin).update({n: copy.deepcopy(v, memo) for n, v in vars(one).items()})
+    except Exception:  # it may hold locks, streams or groups of ranks
+        return None
+    return twins[id(optimizer)][1]
+
+
+def with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield an optimizer and those that it is made of."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        inside = value.values() if isinstance(value, dict) else value
+        for one in inside if isinstance(inside, list | tuple) else [inside]:
+            if isinstance(one, torch.optim.Optimizer):
+                yield one

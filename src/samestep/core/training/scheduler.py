@@ -1,0 +1,188 @@
+"""A learning-rate scheduler of PyTorch, made by a recipe's schedule, and when it is stepped."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from samestep.base.trees import tree_leaves
+from samestep.base.errors import UserError, blame, defined_at
+from samestep.base.run.checkpoints import why_not_kept
+from samestep.core.training.optimizer_state import RATIO
+from samestep.core.training.plan import Plan
+
+Interval = Literal["step", "epoch", "validation"]
+
+_EXPECTED = "Detected call of `lr_scheduler.step|The epoch parameter in `scheduler.step"
+"""Warnings of PyTorch that do not concern the user: a gradient scaler may skip the first step of
+the optimizer, and SequentialLR passes on an epoch in some versions."""
+
+
+class Scheduler:
+    """Sets the rates, and whatever else it cycles, in the groups of the optimizer.
+
+    Each rank has one, and steps it at the same places, so their rates are the same.
+    """
+
+    def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+        """Make it as the recipe's schedule says, which sets the rates of the first step."""
+        assert plan.schedule is not None
+        self._plan, self._optimizer, self._place = plan, optimizer, defined_at(plan.schedule)
+        given = {"optimizer": optimizer, "plan": plan}
+        asked = {name: given[name] for name in plan.schedule_asks}
+        schedule, before = plan.schedule, self._as_they_are()
+        made = self._called("The recipe's schedule failed", lambda: schedule(**asked))
+        self.interval: Interval
+        """After what it is stepped."""
+        self.made, self.interval = self._checked(made)
+        if any(one.optimizer is not optimizer for one in _all_of(self.made)):
+            raise UserError(
+                f"The recipe's schedule{self._place} made a {self.name} for another optimizer. "
+                "Give it the one that the function is called with."
+            )
+        self._built = self._as_they_are()
+        pairs = list(zip(before, self._built, strict=True))
+        self.sets = {"lr"} | {
+            n for old, new in pairs for n in new if n not in old or old[n] != new[n]
+        }
+        """The entries of the groups that it sets."""
+        if why := why_not_kept(self.state()):
+            raise UserError(
+                f"The recipe's {self.name}{self._place} holds what a checkpoint cannot: {why}. Its "
+                "attributes may be numbers, texts, and lists and dicts of them."
+            )
+        self.lr = self.next_lr
+        """The rate of the newest step."""
+
+    @property
+    def name(self) -> str:
+        """The class of the scheduler."""
+        return type(self.made).__name__
+
+    @property
+    def next_lr(self) -> float:
+        """The rate of the next step, in the optimizer's first group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def begin_step(self) -> float:
+        """Return the rate of the step that begins."""
+        self.lr = self.next_lr
+        return self.lr
+
+    def after(self, what: Interval, step: int, *monitored: float) -> None:
+        """Step it if it is stepped after this; a validation gives the monitored metric.
+
+        A profile may take more steps than the training has: these are not asked for.
+        """
+        if what == self.interval and step <= self._plan.total_steps:
+            told = f"The recipe's {self.name} failed after step {step}"
+            self._called(told, lambda: self.made.step(*monitored))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: its own state, and what it has set in the groups."""
+        moved = [
+            {name: value for name, value in group.items() if built.get(name) != value}
+            for group, built in zip(self._as_they_are(), self._built, strict=True)
+        ]
+        return {"lr": self._plan.lr, "made": _plain(self.made.state_dict()), "groups": moved}
+
+    def load(self, saved: dict[str, Any] | None) -> None:
+        """Continue from a checkpoint; without a state, begin with the rates of the first step."""
+        for group, built in zip(self._optimizer.param_groups, self._built, strict=True):
+            # A recipe's own optimizer may have gathered the others.
+            group.update({n: v for n, v in built.items() if n in self.sets or RATIO not in group})
+        if saved is None:
+            return
+        if saved["lr"] != self._plan.lr:
+            raise UserError(
+                f"The checkpoint's scheduler was made with a learning rate of {saved['lr']:g}, now "
+                f"it is {self._plan.lr:g}: the scheduler would not follow. Write the old value "
+                "back, or start a new run."
+            )
+        state = copy.deepcopy(saved["made"])  # loading takes parts out of it
+        self._called(f"The recipe's {self.name} failed", lambda: self.made.load_state_dict(state))
+        for group, moved in zip(self._optimizer.param_groups, saved["groups"], strict=True):
+            group.update(moved)
+
+    def _as_they_are(self) -> list[dict[str, Any]]:
+        """Return what the groups hold, once it is what a checkpoint can keep."""
+        groups = self._optimizer.param_groups
+        found = [
+            {n: _plain(v) for n, v in group.items() if n == "lr" or not _holds_tensors(n, v)}
+            for group in groups
+        ]
+        for group, plain in zip(groups, found, strict=True):
+            group.update(plain)
+        return found
+
+    def _checked(self, made: Any) -> tuple[Any, Interval]:
+        """Return the scheduler, and after what it is stepped."""
+        told: dict[str, Any] = made if isinstance(made, dict) else {"scheduler": made}
+        found, interval = told.get("scheduler"), told.get("interval", "step")
+        if not isinstance(found, LRScheduler):
+            raise UserError(
+                f"The recipe's schedule{self._place} returned {found!r:.80}; with a parameter "
+                "`optimizer` it must return a scheduler of torch.optim.lr_scheduler."
+            )
+        if others := told.keys() - {"scheduler", "interval"}:
+            raise UserError(
+                f"The recipe's schedule{self._place} returned a dict with {min(others)!r}; it may "
+                "have 'scheduler' and 'interval'. The metric of ReduceLROnPlateau is --monitor."
+            )
+        if interval not in ("step", "epoch"):
+            raise UserError(
+                f"The recipe's schedule{self._place} returned the interval {interval!r}; it is "
+                "'step' or 'epoch'."
+            )
+        if not isinstance(found, ReduceLROnPlateau):
+            return found, interval
+        if "interval" in told:
+            raise UserError(
+                f"The recipe's schedule{self._place} returned an interval for ReduceLROnPlateau, "
+                "which is stepped after each validation: --eval-every says when. Leave it out."
+            )
+        return found, "validation"
+
+    def _called(self, told: str, function: Callable[[], Any]) -> Any:
+        """Call the user's code, which must not step the optimizer."""
+        watching = self._optimizer.register_step_pre_hook(self._refuse)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", _EXPECTED, UserWarning)
+                return function()
+        except Exception as error:
+            blame(told, error, self._plan.schedule)
+        finally:
+            watching.remove()
+
+    def _refuse(self, *_: Any) -> None:
+        raise UserError(
+            f"The recipe's schedule{self._place} steps the optimizer. samestep does that: take "
+            "optimizer.step() out of it."
+        )
+
+
+def _holds_tensors(name: str, value: Any) -> bool:
+    """Whether an entry of a group is none of a scheduler's: tensors, which only `step` changes."""
+    return name == "params" or any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+
+def _all_of(made: Any) -> list[Any]:
+    """Return a scheduler and those that it is made of."""
+    return [made, *(inner for one in getattr(made, "_schedulers", ()) for inner in _all_of(one))]
+
+
+def _plain(value: Any) -> Any:
+    """Return a state with NumPy's numbers as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: _plain(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(one) for one in value)
+    return value

@@ -1,0 +1,230 @@
+"""What a checkpoint holds: all that the next step depends on, as plain tensors and numbers."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from samestep.core.data.blocks import held_parts
+from samestep.core.data.keyed_random import mix
+from samestep.core.data.stream_source import StreamSource
+from samestep.base.errors import UserError, defined_at
+from samestep.launch.ranks.mesh import any_sharded, is_sharded, whole
+from samestep.base.run.checkpoints import FORMAT
+from samestep.core.training.alike import check_weights, may_draw, rng_state, seed_rank, set_rng_state
+from samestep.core.training.learner import Learner
+from samestep.core.training.model_state import load_model
+from samestep.core.training.optimizer import set_lr
+from samestep.core.training.optimizer_state import load_state, what_groups_keep
+from samestep.core.training.plan import learning_rate
+from samestep.core.training.prepare import match_layouts
+from samestep.core.training.stopping import Watch
+from samestep.core.training.work import Position, State, Sums, Work
+
+
+def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
+    """Return what a checkpoint holds. All ranks call it; each adds its own part."""
+    check_alike(work, state.position.step)
+    learner, plan, settings = work.learner, work.plan, work.settings
+    scaler, average, virtual = learner.scaler, learner.average, settings.virtual_ranks is not None
+    scheduler, scheduled = learner.scheduler, {}
+    if scheduler is None:
+        next_lr = learning_rate(plan, settings, state.position.step, state.validated)
+        set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date
+    else:
+        next_lr, scheduled = scheduler.next_lr, {"scheduler": scheduler.state()}
+    mine: dict[str, Any] = {
+        "rng": rng_state(),
+        "loss_sum": state.sums.loss,
+        "part_sums": dict(zip(learner.parts, state.sums.parts, strict=False)),
+        "measured": state.measured.state(),
+        "stream": {},
+    }
+    if isinstance(work.train, StreamSource):  # where this rank's part continues
+        position = state.position
+        mine["stream"] = work.train.marks_at(position.epoch, position.step_in_epoch)
+    ranks = work.world.gather(mine)
+    carried = {} if learner.carried is None else {"carried": learner.carried.state()}
+    groups = {}
+    if learner.made:
+        sets = () if scheduler is None else scheduler.sets
+        groups["optimizer_groups"] = what_groups_keep(learner.optimizer, learner.made, sets)
+    return {
+        "format": FORMAT,
+        "recipe": recipe,
+        "classes": list(work.classes),
+        "model": learner.model.state_dict(),
+        **({"weights_sha256": weights_sha256(learner.model)} if virtual else {}),
+        **({} if average is None else {"ema": average.state()}),
+        **carried,
+        "optimizer": learner.optimizer.state_dict(),
+        **groups,
+        "scaler": scaler.state_dict() if scaler is not None else None,
+        "schedule": {
+            "schedule": settings.schedule,
+            "warmup_steps": settings.warmup_steps,
+            "total_steps": plan.total_steps,
+            "next_lr": float(next_lr),
+        },
+        **scheduled,
+        **({"validated": state.validated} if "metrics" in plan.schedule_asks else {}),
+        "rng": [rank["rng"] for rank in ranks],
+        "position": asdict(state.position),
+        "loss_sums": [rank["loss_sum"] for rank in ranks],
+        **({"part_sums": [rank["part_sums"] for rank in ranks]} if learner.parts else {}),
+        "terms": state.sums.terms,
+        "measured": [part for rank in ranks for part in rank["measured"]],
+        "watch": asdict(state.watch),
+        "order": _order(work),
+        "stream": [rank["stream"] for rank in ranks],
+    }
+
+
+def check_alike(work: Work, step: int) -> None:
+    """Check that all ranks have the same weights; with virtual ranks, also buffers."""
+    model = work.learner.model
+    # Each rank has a part of its own of what is sharded, so there is nothing to compare.
+    named: dict[str, torch.Tensor] = {
+        name: p for name, p in model.named_parameters() if not is_sharded(p)
+    }
+    if work.settings.virtual_ranks is not None:
+        named |= dict(model.named_buffers())
+    added = "something changes it after the ranks have added it up, such as a hook"
+    draws = may_draw(work.learner.optimizer)
+    optimizers = [work.learner.optimizer]
+    check_weights(named, work.world, step, added, draws=draws, optimizers=optimizers)
+
+
+def check_resumable(work: Work, step: int) -> None:
+    """Check that ranks have the same weights, and that a checkpoint would lead back to them."""
+    check_alike(work, step)
+    what = f"The recipe's model{defined_at(*work.learner.makers[:1])}"
+    work.world.on_every(lambda: work.trial.check(work.learner.model, what))
+
+
+def _order(work: Work) -> dict[str, Any]:
+    """Return what the order of samples depends on."""
+    settings, plan = work.settings, work.plan
+    order = {"num_samples": plan.num_samples, "global_batch_size": plan.global_batch_size}
+    order |= {"seed": settings.seed, "drop_last": settings.drop_last}
+    if isinstance(work.train, StreamSource):
+        order |= {"shuffle_buffer": settings.shuffle_buffer, "num_shards": work.train.num_shards}
+    return order | work.train.order_record()
+
+
+def kept_parts(work: Work) -> tuple[str, ...]:
+    """Return the parts of a checkpoint that a restored training keeps as they were read."""
+    copies = work.world.device.type != "cpu" or any_sharded(work.learner.model)
+    return () if copies else ("optimizer",)
+
+
+def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
+    """Restore a checkpoint into a new training, on any number of ranks.
+
+    The tensors of `kept_parts` are the training's from now on, so they must not lie in the file.
+    """
+    check_recipe(saved, recipe)
+    check_classes(saved, work.classes)
+    order = _order(work)
+    for name in order | saved["order"]:
+        before, now = saved["order"].get(name), order.get(name)
+        if before != now:
+            raise UserError(
+                f"The checkpoint was trained with {name} = {before}, now it is {now}: the order of "
+                "samples would change within the run. Start a new run instead."
+            )
+    _restore_learner(work.learner, saved, owned="optimizer" in kept_parts(work))
+    state.validated = saved.get("validated", {})
+    state.position = Position(**saved["position"])
+    work.learner.moment.after(saved["position"])
+    if isinstance(work.train, StreamSource):
+        marks = {lane: mark for rank in saved["stream"] for lane, mark in rank.items()}
+        work.train.start_from(state.position.epoch, state.position.step_in_epoch, marks)
+    watch = Watch(**saved["watch"])
+    if (watch.metric, watch.mode) == (state.watch.metric, state.watch.mode):
+        state.watch = watch  # else what was the best so far is not the best by the new measure
+    world = work.world
+    if len(saved["rng"]) == world.world_size:
+        set_rng_state(saved["rng"][world.rank])
+        ranks = [world.rank]
+    else:
+        seed_rank(mix(work.settings.seed, state.position.step), world.rank)
+        # Only the sum over the ranks counts, so one of them takes it all.
+        ranks = [*range(len(saved["rng"]))] if world.is_main else []
+    loss_sum = sum((saved["loss_sums"][rank] for rank in ranks), start=0.0)
+    measured = saved.get("measured", [])
+    if len(measured) == world.num_parts:
+        state.measured.load([[measured[part]] for part in held_parts(world)])
+    else:
+        state.measured.load([measured] if world.is_main else [])
+    by_name, parts = saved.get("part_sums", [{}]), work.learner.parts
+    if by_name[0].keys() != {*parts}:  # the recipe has other losses now: the next epoch has all
+        parts = ()
+    part_sums = tuple(sum((by_name[rank][name] for rank in ranks), start=0.0) for name in parts)
+    state.sums = Sums(loss_sum, saved.get("terms", 0.0), part_sums)
+
+
+def _restore_learner(learner: Learner, saved: dict[str, Any], *, owned: bool) -> None:
+    load_model(learner.model, saved)
+    if learner.average is not None:
+        learner.average.load(saved.get("ema"))
+    if learner.carried is not None:
+        learner.carried.load(saved.get("carried"))
+    kept = saved.get("optimizer_groups")
+    load_state(learner.optimizer, saved["optimizer"], learner.made, kept)
+    if learner.scheduler is not None:
+        learner.scheduler.load(saved.get("scheduler"))
+    match_layouts(learner.optimizer, owned=owned)
+    if learner.scaler is not None and saved["scaler"] is not None:
+        learner.scaler.load_state_dict(saved["scaler"])
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of a model's floating-point state: names, types, shapes and bytes.
+
+    Where the model is sharded all ranks call it: one weight at a time is put together.
+    """
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            flat = whole(value).cpu().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def check_recipe(state: dict[str, Any], recipe: str) -> None:
+    """Check that a checkpoint is of this recipe."""
+    if state["recipe"] != recipe:
+        raise UserError(f"The checkpoint is of recipe {state['recipe']!r}, not of {recipe!r}.")
+
+
+def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
+    """Check that the data has the checkpoint's classes, in the same order."""
+    saved = state.get("classes") or []
+    if saved == [str(place) for place in range(len(saved))]:
+        return  # plain numbers name nothing: earlier versions had them for Fashion-MNIST, too
+    if saved and classes and saved != list(classes):
+        differing = [
+            f"number {place} is {one!r} there and {other!r} here"
+            for place, (one, other) in enumerate(zip_longest(saved, classes))
+            if one != other
+        ]
+        raise UserError(
+            f"The checkpoint was trained on other classes than the data has: {differing[0]} "
+            f"({len(saved)} there, {len(classes)} here, {len(differing)} of them differ). Name "
+            "the folder of the data that it was trained on."
+        )
+
+
+def evaluated_weights(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the model that a checkpoint's evaluation used: averaged, if it was."""
+    return {**state["model"], **state.get("ema", {})}
+
+
+def load_evaluated(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Load the weights that a checkpoint's evaluation used."""
+    load_model(model, {**state, "model": evaluated_weights(state)})

@@ -1,0 +1,176 @@
+"""Where the training stands, and the seconds that its steps have taken."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.core.data.blocks import Block
+from samestep.core.data.source import Source
+from samestep.launch.ranks.world import World
+from samestep.base.settings import Settings
+from samestep.core.training.apply import Measure
+from samestep.core.training.flops import ModelCost
+from samestep.core.training.learner import Learner, StepResult
+from samestep.core.training.metrics import EpochMetrics
+from samestep.core.training.model_state import ModelTrial
+from samestep.base.phases import Phases
+from samestep.core.training.plan import ENDLESS, Plan, learning_rate
+from samestep.core.training.stopping import Watch
+
+
+@dataclass(kw_only=True)
+class Position:
+    """Where the training stands: saved in each checkpoint, and resumed from."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    epoch: int = 0
+    """Epochs finished, their evaluation included."""
+    step_in_epoch: int = 0
+    stream_ended: bool = False
+    """Whether all of the running epoch's stream is trained."""
+    samples: int = 0
+    """Samples trained."""
+    samples_before: int = 0
+    """The value of `samples` when the running epoch began."""
+    seconds: float = 0.0
+    """Seconds spent in training steps, over all attempts."""
+    epoch_started_s: float = 0.0
+    """The value of `seconds` when the running epoch began."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of the running epoch in each phase of its steps, on rank 0."""
+    evaluation_due: bool = False
+    """Whether an evaluation that fell due within the epoch was stopped, and is to be done first."""
+
+
+class Sums(NamedTuple):
+    """What the mean loss of an epoch is made of."""
+
+    loss: float = 0.0
+    """This rank's part of the sum of the losses of all samples or terms."""
+    terms: float = 0.0
+    """Samples or terms of all ranks."""
+    parts: tuple[float, ...] = ()
+    """As `loss`, of the losses by name that it is the sum of."""
+
+
+class Step(Protocol):
+    """What takes optimizer steps: one by one, or several in one compiled graph."""
+
+    steps_per_call: int
+
+    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
+        """Take the steps of a block, this rank's samples, after `step` steps of the run.
+
+        `lrs` has the learning rate of each; `want_norm` asks for the gradient norm even if nothing
+        is clipped.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is trained and how; only the weights change."""
+
+    settings: Settings
+    plan: Plan
+    world: World
+    learner: Learner
+    step: Step
+    train: Source
+    validation: Source | None
+    metrics: Mapping[str, Callable[[Any, Any], Tensor]]
+    phases: Phases
+    """Where this rank's time goes; the source and the step take part in the count."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, if the data has them."""
+    measure: Measure | None = None
+    """The recipe's `evaluate_batch`."""
+    cost: ModelCost = field(default_factory=ModelCost)
+    """What a sample costs to train."""
+    trial: ModelTrial
+    """Whether a checkpoint leads back to the model's state."""
+    forward: Callable[[Any], Any] | None = None
+    """What evaluations call in the model's place: the model, compiled for them."""
+
+    def close(self) -> None:
+        """Close what reads the data."""
+        for source in (self.train, self.validation):
+            if source is not None:
+                source.close()
+
+    def endless(self) -> "Work":
+        """Return the same work without an end, for `rehearse`."""
+        plan = replace(self.plan, total_steps=ENDLESS)
+        return replace(self, plan=replace(plan, epochs=0) if plan.is_stream else plan)
+
+
+@dataclass(kw_only=True)
+class State:
+    """Where a training stands, on this rank."""
+
+    watch: Watch
+    position: Position = field(default_factory=Position)
+    sums: Sums = field(default_factory=Sums)
+    """What the mean loss of the running epoch is made of."""
+    validated: dict[str, float] = field(default_factory=dict)
+    """The loss and the metrics of the newest validation; empty before the first."""
+    measured: EpochMetrics = field(default_factory=lambda: EpochMetrics({}, torch.device("cpu")))
+    """The metrics of what this rank has trained in the running epoch."""
+    stop_reason: str = ""
+    """Why the training ended; empty until then."""
+    signum: int = 0
+    """The signal that stopped it, or 0."""
+
+
+class StepsTaken(NamedTuple):
+    """One optimizer step that was taken, or several of one compiled graph."""
+
+    first_step: int
+    """Steps taken before these in the run."""
+    size: int
+    """Samples of each step over all ranks."""
+    lrs: Sequence[float]
+    """The learning rate of each step."""
+    logged: Sequence[int]
+    """Those of the steps that are recorded, counted from 1."""
+    result: StepResult
+    block: Block | None = None
+    """The samples of this rank; None where another engine has read them."""
+
+
+def newest_lr(work: Work, state: State) -> float:
+    """Return the learning rate of the newest step, for a message."""
+    if work.learner.scheduler is not None:
+        return work.learner.scheduler.lr
+    return learning_rate(work.plan, work.settings, state.position.step - 1, state.validated)
+
+
+def epoch_is_full(work: Work, state: State) -> bool:
+    """Whether all steps of the running epoch are taken."""
+    position = state.position
+    return position.step_in_epoch == work.plan.steps_per_epoch or position.stream_ended
+
+
+def is_done(work: Work, state: State) -> bool:
+    """Whether all steps of the training are taken."""
+    plan, position = work.plan, state.position
+    if position.step >= plan.total_steps:
+        return True
+    return 0 < plan.epochs <= position.epoch + position.stream_ended and plan.is_stream
+
+
+def close_epoch(work: Work, state: State) -> None:
+    """Count an epoch that is trained and evaluated; begin the next."""
+    position = state.position
+    if work.learner.scheduler is not None:
+        work.learner.scheduler.after("epoch", position.step)
+    position.epoch, position.step_in_epoch = position.epoch + 1, 0
+    position.stream_ended, position.samples_before = False, position.samples
+    position.epoch_started_s = position.seconds
+    position.phases = {}
+    work.phases.clear()
+    state.sums = Sums()
+    state.measured.reset()

@@ -1,0 +1,103 @@
+"""How many ranks and loader processes this machine carries, and starting them for `--nproc`."""
+
+import math
+import os
+from typing import Literal
+
+from samestep.base.errors import UserError
+from samestep.base.machine import free_memory_bytes, quota_cores, usable_cores
+from samestep.launch.ranks.launch import detect_launch
+from samestep.base.startup import PARENT
+
+MOST_PER_CORE = 4
+
+
+RANK_BYTES = 220 << 20
+"""Memory that a rank has for itself with a tiny model on the CPU; two of spiral's had 224 MiB."""
+WORKER_BYTES = 13 << 20
+"""The same of a loader process, which shares most of its memory with its rank."""
+NumRanks = int | Literal["auto"]
+
+
+def ranks_to_start(wanted: NumRanks, device: str = "auto", *, oversubscribe: bool = False) -> int:
+    """Return the ranks of `--nproc`; auto: one per GPU, else one per core as memory allows."""
+    if wanted != "auto":
+        check_ranks(wanted, oversubscribe=oversubscribe)
+        return wanted
+    if device in ("auto", "cuda"):
+        import torch  # noqa: PLC0415 - a number needs no torch
+
+        if torch.cuda.is_available() and (gpus := torch.cuda.device_count()):
+            return gpus
+    return max(1, min(cores(), _that_fit(RANK_BYTES)))
+
+
+def check_ranks(number: int, *, oversubscribe: bool = False, flag: str = "--nproc") -> None:
+    """Check that this machine carries this many ranks."""
+    if number < 1:
+        raise UserError(f"{flag} is {number}; it must be 1 or more.")
+    if not oversubscribe:
+        _check(f"{flag} {number}", number, "ranks", RANK_BYTES, most=cores() * MOST_PER_CORE)
+
+
+def check_workers(num_workers: int, num_ranks: int, num_cores: int) -> None:
+    """Check that the cores and the free memory carry the loader processes of these ranks."""
+    each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+    what, most = f"--num-workers {num_workers}{each}", num_cores * MOST_PER_CORE
+    _check(what, num_workers * num_ranks, "loader processes", WORKER_BYTES, most)
+
+
+def cores() -> int:
+    """Return how many cores this process may use, by its affinity and by its control groups."""
+    number, quota = len(usable_cores()), quota_cores()
+    return number if quota is None else min(number, max(1, math.ceil(quota)))
+
+
+def _check(what: str, number: int, kind: str, size: int, most: int) -> None:
+    fit, why = _that_fit(size), ""
+    if number > most:
+        why = f"more than {MOST_PER_CORE} {kind} per core, with {most // MOST_PER_CORE} usable here"
+    elif number > fit:
+        need, free = (f"{many * size / 2**30:.1f} GiB" for many in (number, fit))
+        why, most = f"{number} {kind} need at least {need} of memory, and {free} are free", fit
+    if why:
+        raise UserError(f"{what}: {why}. Take at most {most}, or insist with --oversubscribe.")
+
+
+def _that_fit(size: int) -> int:
+    free = free_memory_bytes()
+    return 2**30 if free is None else free // size
+
+
+def start_nproc(
+    nproc: NumRanks,
+    arguments: list[str],
+    task: str = "",
+    *,
+    device: str = "auto",
+    oversubscribe: bool = False,
+) -> int | None:
+    """Start the ranks of `--nproc`; return their exit code, or None where this process works."""
+    if nproc == 1 or os.environ.get(PARENT):
+        return None
+    if nproc != "auto":
+        refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
+    elif detect_launch(os.environ).world_size > 1:
+        return None
+    number = ranks_to_start(nproc, device, oversubscribe=oversubscribe)
+    if number == 1:
+        return None
+    from samestep.launch.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
+
+    return start_ranks(number, arguments, task)
+
+
+def refuse_inside_launcher(what: str, instead: str) -> None:
+    """Refuse to start ranks where a launcher has started this process among others."""
+    launch = detect_launch(os.environ)
+    if launch.world_size > 1:
+        raise UserError(
+            f"{what} starts ranks itself, but {launch.launcher} has already started "
+            f"{launch.world_size}. {instead}",
+            on_all_ranks=True,
+        )

@@ -1,0 +1,223 @@
+"""Start ranks on this machine through torchrun's elastic agent."""
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import samestep
+from samestep.base.errors import UserError
+from samestep.launch.ranks.process import STARTED_AT, TASK, print_error
+from samestep.base.startup import (
+    PARENT,
+    THREADS_WISHED,
+    end_leftovers,
+    stop_signals,
+    unheeded_signal,
+)
+from samestep.launch.ranks.watched import FOLDER, RUN, STALLED
+from samestep.launch.ranks.watcher import VERDICT
+from samestep.base.run.directory import Run
+from samestep.base.run.files import read_object, shown_path
+from samestep.base.run.records import read_records
+
+_AGAIN_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 1.0}
+"""A second signal of the same kind kills the ranks if it comes this long after the first."""
+
+# -P: nothing in the user's folder may pose as a package.
+_GUARD = """\
+import sys
+place, parent, session = sys.argv[1:]
+sys.path.append(place)
+sys.stdin.read()
+from samestep.base.startup import end_leftovers
+end_leftovers(int(parent), int(session))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How ranks ended: the exit code, and a message about a failure, if any."""
+
+    code: int
+    message: str = ""
+
+
+def start_ranks(num_ranks: int, arguments: list[str], task: str = "") -> int:
+    """Do as `run_ranks`, print the first failure, and return the exit code."""
+    ended = run_ranks(num_ranks, arguments, task)
+    if ended.message:
+        print_error(ended.message)
+    return ended.code
+
+
+def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
+    """Run `samestep` with these arguments on new ranks, which find `task` in `TASK`.
+
+    A stop signal is passed on to the ranks and waited for; a second Ctrl-C or SIGTERM kills them.
+    If a rank fails, the agent ends the others. Unless all ends well, nothing that the ranks started
+    survives. Signals and variables are then as before.
+    """
+    if unheeded_signal():
+        return Ended(128 + unheeded_signal())  # no rank has begun, so none has to know
+    variables, disabled = dict(os.environ), logging.root.manager.disable
+    # The agent keeps them, and would raise its own exception where nothing expects it.
+    kept = stop_signals() if threading.current_thread() is threading.main_thread() else []
+    interrupter = _interrupter()
+    handlers = [(number, signal.signal(number, interrupter)) for number in kept]
+    # The agent's own accounts of a failure are for its developers; ours follows.
+    logging.disable(logging.CRITICAL)
+    os.environ |= {PARENT: str(os.getpid())} | ({TASK: task} if task else {})
+    for name, value in {
+        STARTED_AT: str(time.time()),
+        # The ranks choose their threads themselves, unless the user has.
+        THREADS_WISHED: os.environ.get("OMP_NUM_THREADS", ""),
+        "OMP_NUM_THREADS": "1",
+        # A stop may first have to write a checkpoint; the agent's own patience is 30 s.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        with _guarded():
+            ended = _run_agent(num_ranks, arguments)
+        if ended.code:
+            end_leftovers(os.getpid())
+        return ended
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(variables)
+
+
+def _interrupter() -> Callable[[int, FrameType | None], None]:
+    """Return the handler of a stop: the agent passes the first on and waits; the second kills.
+
+    SIGTERM may come twice within a moment: from a scheduler, and from a script that passes it on.
+    """
+    first_at: dict[int, float] = {}
+
+    def handle(signum: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not first_at:
+            first_at[signum] = now
+            raise SignalException(f"got signal {signum}", signal.Signals(signum))
+        waited_s = now - first_at.setdefault(signum, now)
+        if waited_s > _AGAIN_S.get(signum, math.inf):
+            end_leftovers(os.getpid())
+
+    return handle
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """Start a process that ends all that the ranks started, should this one be killed."""
+    place, own = str(Path(samestep.__file__).parent.parent), str(os.getpid())
+    guard = subprocess.Popen(
+        [sys.executable, "-P", "-c", _GUARD, place, own, str(os.getsid(0))],
+        stdin=subprocess.PIPE,  # it closes when this process ends, however that happens
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.communicate()
+
+
+def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
+    with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            local_addr="127.0.0.1",
+            signals_to_handle="",  # they are handled already
+        )
+        os.environ[FOLDER] = folder
+        try:
+            elastic_launch(config, sys.executable)("-m", "samestep", *arguments)
+        except ChildFailedError as error:
+            hung = _hung(Path(folder, VERDICT))
+            return hung or _recorded(_first_failure(error), Path(folder, RUN))
+        except SignalException as error:
+            return Ended(128 + int(error.sigval))
+    return Ended(0)
+
+
+def _hung(file: Path) -> Ended | None:
+    """Return the verdict of the ranks' watcher, if it has ended them."""
+    verdict = read_object(file)
+    if not verdict:
+        return None
+    message = f"{verdict['message']}."
+    if verdict["run"]:
+        run = shown_path(Path(verdict["run"]))
+        message += f" Saved checkpoints are complete. Continue with: samestep train {run} --resume."
+    return Ended(STALLED, message)
+
+
+def _recorded(ended: Ended, where: Path) -> Ended:
+    """Write the failure into the run if rank 0 knew only that it had lost another; return it.
+
+    `where` is the file that says where the run is; all ranks have ended.
+    """
+    with contextlib.suppress(OSError, UserError):  # no run, or no room
+        path = Path(where.read_text())
+        result, last = read_object(path / "result.json"), [*read_records(path)][-1]
+        if ended.message and result.get("status") == "failed" and last["event"] != "stop":
+            reason = f"failed: {ended.message.splitlines()[0]}"
+            with contextlib.closing(Run(path)) as run:
+                run.append({"event": "stop", "step": result["steps"], "reason": reason})
+                run.write_result(result | {"reason": reason})
+    return ended
+
+
+def _first_failure(error: ChildFailedError) -> Ended:
+    """Return the first failure, as the user reads it."""
+    # SIGTERM is how the agent ends the others: an effect, whatever the clock says.
+    rank, failure = min(
+        error.failures.items(),
+        key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp),
+    )
+    if failure.exitcode > 128:
+        return Ended(failure.exitcode)  # stopped as it was asked to: nothing failed
+    left = (failure.error_file_data or {}).get("message")
+    if isinstance(left, dict) and "errorCode" in left:
+        code = int(left["errorCode"])
+        prefix = f"[rank {rank}] " if rank and code == 1 else ""  # 2 is the same on every rank
+        return Ended(code, prefix + left["message"])
+    stopped = "the other ranks were stopped."
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        how = f"was killed by {name}{' (out of memory?)' * (name == 'SIGKILL')}; {stopped}"
+        way = "Saved checkpoints are complete. Continue with: samestep train RUN --resume."
+        return Ended(1, f"Rank {rank} {how} {way}")
+    how = f"ended with exit code {failure.exitcode} and raised no error, as os._exit() or a library"
+    log = f"rank-{rank}.log of the run directory{', or above' * (rank == 0)}"
+    message = f"Rank {rank} {how} that aborts does; {stopped} What it printed last is in {log}."
+    return Ended(2 if failure.exitcode == 2 else 1, message)

@@ -1,0 +1,178 @@
+"""Note each collective that a script calls, and each backward pass, in its rank's pulse.
+
+The script is not changed. While it runs, functions of `torch.distributed` also write down what was
+called from which line. A function that a script has imported by name before is not seen.
+"""
+
+import functools
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.base.patches import Patch, patched
+from samestep.launch.stall.pulse import PEER, UNKNOWN, WORLD, Pulse, Visit, users_place
+
+OnCollective: TypeAlias = Callable[[str, list[Tensor], str, str], object]
+"""Called with kind, tensors, the user's FILE:LINE and group; `pulse.now` has the whole visit."""
+
+# Not isend and irecv: a P2POp that was made with a function imported before would be refused.
+_COLLECTIVES = (
+    *("all_reduce", "all_reduce_coalesced", "broadcast", "broadcast_object_list", "reduce"),
+    *("all_gather", "all_gather_single", "all_gather_into_tensor", "_all_gather_base"),
+    *("all_gather_object", "all_gather_coalesced", "gather", "gather_object"),
+    *("scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all", "all_to_all_single"),
+    *("barrier", "monitored_barrier"),
+)
+_BETWEEN_TWO = (*("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv"),)
+_LIFE = ("init_process_group", "new_group", "destroy_process_group")
+
+# The argument that must be alike on all ranks: a gather's list is only on its root.
+_ALIKE = ("tensor", "input_tensor", "output", "tensors", "input_tensor_list")
+_MAY_DIFFER = ("all_to_all", "all_to_all_single")
+_LONGEST = 60  # a pulse has little room
+_ROOTS = ("op", "src", "dst", "group_src", "group_dst")
+
+
+@contextmanager
+def watch_collectives(pulse: Pulse, on_collective: OnCollective | None = None) -> Iterator[None]:
+    """Note the script's collectives and backward passes in a pulse while inside."""
+    notes = _Notes(pulse, on_collective)
+    ddp = DistributedDataParallel
+    inner = [(torch.autograd, "backward", "backward"), (ddp, "__init__", ddp.__name__)]
+    inner += [(ddp, "_sync_buffers", "forward")]  # a forward sends rank 0's buffers
+    patches: list[Patch] = [
+        (module, name, notes.around(name, vars(module)[name]))
+        for name in (*_COLLECTIVES, *_BETWEEN_TWO, *_LIFE)
+        for module in (c10d, dist)
+        if name in vars(module)  # not every version of PyTorch has all of them
+    ]
+    patches += [
+        (place, name, functools.partial(notes.around_inner, kind))
+        for place, name, kind in inner
+        if name in vars(place)
+    ]
+    with patched(*patches, (dist.Work, "wait", notes.around_wait)):
+        yield
+
+
+class _Arguments:
+    """Finds the arguments of one function of torch.distributed in its calls."""
+
+    def __init__(self, kind: str, function: Callable[..., Any]) -> None:
+        parameters = inspect.signature(function).parameters
+        self._places = {name: place for place, name in enumerate(parameters)}
+        self._defaults = {name: p.default for name, p in parameters.items() if p.default != p.empty}
+        self._alike = next((name for name in _ALIKE if name in parameters), "")
+        self._roots = [name for name in _ROOTS if name in parameters]
+        self._compared = kind not in _MAY_DIFFER
+
+    def get(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return an argument's value; None if the function has none of this name."""
+        place = self._places.get(name, len(args))
+        return args[place] if place < len(args) else kwargs.get(name, self._defaults.get(name))
+
+    def described(self, *call: Any) -> tuple[list[Tensor], str]:
+        """Return the tensors, and what must be alike on all ranks as text."""
+        value = self.get(self._alike, *call)
+        values = value if isinstance(value, list | tuple) else [value]
+        tensors = [item for item in values if isinstance(item, Tensor)]
+        shapes = [f"{str(t.dtype)[6:]}{[*t.shape]}" for t in tensors] if self._compared else []
+        roots = [(name, self.get(name, *call)) for name in self._roots]
+        given = [f"{name}={getattr(v, 'name', v)}" for name, v in roots if v is not None]
+        return tensors, " ".join(shapes + given)
+
+
+class _Notes:
+    def __init__(self, pulse: Pulse, on_collective: OnCollective | None) -> None:
+        self._pulse, self._on_collective = pulse, on_collective
+        self._nested = threading.local()  # all_gather_object calls all_gather
+        self._begun: weakref.WeakKeyDictionary[Any, Visit] = weakref.WeakKeyDictionary()
+        self._labels: dict[str, str] = {}
+
+    def around(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is called instead of a function of torch.distributed, with that first."""
+        arguments = _Arguments(kind, function)
+
+        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._is_nested():
+                return original(*args, **kwargs)
+            group = arguments.get("group", args, kwargs)
+            if group == dist.GroupMember.NON_GROUP_MEMBER:
+                return original(*args, **kwargs)
+            tensors, detail = arguments.described(args, kwargs)
+            label = self._label(group) if kind in _COLLECTIVES else "life"
+            if kind in _BETWEEN_TWO:
+                peer = (arguments.get(name, args, kwargs) for name in ("src", "dst"))
+                label = PEER + next((str(rank) for rank in peer if rank is not None), "")
+            with self._once(), self._pulse.inside(kind, detail, _users_line(), label) as visit:
+                if self._on_collective is not None and kind in _COLLECTIVES:
+                    self._on_collective(kind, tensors, visit.where, label)
+                result = original(*args, **kwargs)
+            for work in result if isinstance(result, list) else [result]:
+                if isinstance(work, dist.Work):
+                    self._begun[work] = visit
+            return result
+
+        return around
+
+    def around_wait(
+        self, original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Wait for a collective that was begun before: the same visit, at the line that waits."""
+        if self._is_nested():
+            return original(work, *args, **kwargs)
+        begun = self._begun.get(work, Visit(UNKNOWN, group=PEER))
+        with self._once(), self._pulse.inside(*begun[:2], _users_line(), begun.group, begun.seq):
+            return original(work, *args, **kwargs)
+
+    def around_inner(
+        self, kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Note what calls collectives in C++, unseen: numbered by itself."""
+        if self._is_nested():
+            return original(*args, **kwargs)
+        with self._pulse.inside(kind, "", _users_line(), kind):
+            return original(*args, **kwargs)
+
+    def _is_nested(self) -> bool:
+        # Nor must this become part of a compiled graph.
+        return torch.compiler.is_compiling() or getattr(self._nested, "is_inside", False)
+
+    @contextmanager
+    def _once(self) -> Iterator[None]:
+        self._nested.is_inside = True
+        try:
+            yield
+        finally:
+            self._nested.is_inside = False
+
+    def _label(self, group: Any) -> str:
+        if group is None or group is dist.group.WORLD:
+            return WORLD
+        name = group.group_name
+        if name not in self._labels:
+            ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+            self._labels[name] = f"{name}:{ranks if len(ranks) < _LONGEST else ''}"
+        return self._labels[name]
+
+
+def _users_line() -> str:
+    return users_place(_frames(sys._getframe(1)))  # noqa: SLF001 - the fast way
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, ""
+        frame = frame.f_back

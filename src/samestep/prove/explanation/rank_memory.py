@@ -1,0 +1,337 @@
+"""What one rank holds in memory, and what a checkpoint holds, counted in one real step.
+
+The step has the samples of one micro-step and runs on the CPU, whatever the training's device.
+"""
+
+import io
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from samestep.core.data.batches import open_split
+from samestep.core.data.blocks import Block, held_parts
+from samestep.base.trees import map_tensors, tree_leaves
+from samestep.base.machine import free_memory_bytes
+from samestep.launch.ranks.nproc import RANK_BYTES
+from samestep.launch.ranks.world import World
+from samestep.core.session.build import Built
+from samestep.core.session.free_space import state_bytes
+from samestep.core.session.request import Request, to_toml
+from samestep.core.training.device import data_dtype
+from samestep.core.training.optimizer import Average
+from samestep.core.training.plan import Plan, learning_rate
+from samestep.core.training.sharding import find_blocks
+from samestep.core.training.side_effects import RandomDraws, batch_norms, watched
+from samestep.core.training.snapshot import capture
+from samestep.core.training.step import EagerStep, check_used
+from samestep.core.training.tree import TreeSum
+
+_TIMES_THE_WEIGHTS = 4
+"""What a step takes at least: weights, gradients, and two numbers per weight in the optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPart:
+    """Something that a rank holds."""
+
+    bytes: int
+    elements: int
+    copies: int = 1
+    """How many of them are held at a time; `bytes` counts all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What one rank holds in the middle of a step, as far as it can be counted."""
+
+    weights: MemoryPart
+    """The trained weights, and those that are frozen."""
+    buffers: MemoryPart
+    gradients: MemoryPart
+    """More than one copy with virtual ranks, whose sums wait for each other."""
+    optimizer: dict[str, MemoryPart]
+    """Name of the state → all weights' part of it."""
+    average: MemoryPart
+    """Of --ema."""
+    batch: MemoryPart
+    """Inputs and targets of one micro-step."""
+    activations: MemoryPart
+    """What one micro-step's forward keeps for its backward."""
+    gathered: MemoryPart
+    """Of a loss over the whole batch: the outputs and targets of all ranks, which each rank
+    receives in each step, and the gradients of these outputs."""
+    data: MemoryPart
+    """Samples held in memory, all of them on every rank."""
+    blocks: MemoryPart = MemoryPart(bytes=0, elements=0)
+    """Of --strategy fsdp: what is gathered at once, weights and gradients of blocks."""
+
+    @property
+    def total(self) -> int:
+        """The bytes of all parts."""
+        parts = [part for part in vars(self).values() if isinstance(part, MemoryPart)]
+        return sum(part.bytes for part in (*parts, *self.optimizer.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What makes a forward depend on which samples are together on a rank."""
+
+    draws: dict[str, str]
+    """Random operation of torch → the user's line that calls it, or ""."""
+    generators: tuple[str, ...]
+    """Python's or NumPy's, if used."""
+    batch_norms: tuple[str, ...]
+    """Names of the layers."""
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return where a tensor's memory begins, or None."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
+        return None
+
+
+def is_too_large(model: nn.Module) -> bool:
+    """Whether a step of this model would take more memory than this machine has free."""
+    free = free_memory_bytes()
+    weights = sum(p.nbytes for p in model.parameters())
+    return free is not None and (_TIMES_THE_WEIGHTS - 1) * weights > free
+
+
+def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[RankMemory, Drawn]:
+    """Take one step of `rows` samples, which changes the weights; return what it held, and drew."""
+    work, seen = built.work, RandomDraws()
+    model, module = work.learner.model, work.learner.applied
+    saved: dict[int, tuple[int, int]] = {}  # address of what the forward saves → bytes, elements
+    forwards = True
+    outputs: list[Tensor] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        made = module(*args, **kwargs)
+        outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        return made
+
+    def pack(tensor: Tensor) -> Tensor:
+        if forwards and (where := _address(tensor)) is not None and where not in known:
+            size = tensor.untyped_storage().nbytes()
+            saved[where] = size, size // tensor.element_size()
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        nonlocal forwards
+        forwards = False
+        return tensor
+
+    learner = replace(
+        work.learner,
+        scaler=None,
+        counter=None,
+        measured=False,
+        carried=work.learner.carried and work.learner.carried.alone(rows),
+        wrapped=cast("Any", watched(forward, seen)),
+        loss=watched(work.learner.loss, seen),
+    )
+    block = _real_batch(request, built, rows)
+    leaves = tree_leaves((block.inputs, block.targets))
+    batch = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    known = {_address(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch)}
+    model.train()
+    step = EagerStep(learner, work.settings, World(), rows)
+    with saved_tensors_hooks(pack, unpack):
+        step(block, 0, [learning_rate(plan, work.settings, 0)], want_norm=False)
+    if plan.world_size > 1 and not work.settings.allows_unused:
+        check_used(model)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    average = work.learner.average
+    averages = average.state().values() if isinstance(average, Average) else ()
+    sources = [s for s in (work.train, work.validation) if s is not None and s.held_bytes]
+    sizes, elements = (sum(counts) for counts in zip((0, 0), *saved.values(), strict=True))
+    memory = RankMemory(
+        weights=_part(model.parameters()),
+        buffers=_part(model.buffers()),
+        gradients=_part(gradients, copies=_sums_at_a_time(built)),
+        optimizer=_optimizer_parts(work.learner.optimizer),
+        average=_part(averages),
+        batch=_part(batch),
+        activations=MemoryPart(bytes=sizes, elements=elements),
+        gathered=_gathered(outputs, block.targets, plan.global_batch_size, rows)
+        if work.learner.over_batch
+        else _part(()),
+        data=MemoryPart(
+            bytes=sum(source.held_bytes for source in sources),
+            elements=sum(source.num_samples for source in sources),
+        ),
+    )
+    drawn = Drawn(
+        draws=dict(seen.draws),
+        generators=tuple(sorted(seen.generators)),
+        batch_norms=tuple(batch_norms(model)),
+    )
+    return memory, drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyMemory:
+    """What a rank holds by one strategy, and whether all ranks of a node fit."""
+
+    bytes_per_rank: int
+    complete: bool
+    """Whether activations, batch and data are in it; else it is what is needed at least."""
+    available_bytes: int | None
+    """What this machine has free for all of them, or its GPU for one rank; None: unknown."""
+    fits: bool | None
+
+
+def shared_out(
+    memory: RankMemory, model: nn.Module, classes: tuple[type, ...], by: int
+) -> RankMemory:
+    """Return what a rank holds where `by` ranks share out a model with FSDP.
+
+    In the backward, two blocks' weights are gathered at once (the next one's early), and a block's
+    gradients lie there whole and once more in the order in which they are sent; what belongs to no
+    block stays gathered from the forward on.
+    """
+
+    def part(whole: MemoryPart) -> MemoryPart:
+        size, elements = -(-whole.bytes // by), -(-whole.elements // by)
+        return replace(whole, bytes=size, elements=elements)
+
+    blocks = [_part(block.parameters()) for block in find_blocks(model, classes)]
+    largest = max(blocks, key=lambda block: block.bytes, default=_part(()))
+    rest_bytes = max(0, memory.weights.bytes - sum(block.bytes for block in blocks))
+    rest_elements = max(0, memory.weights.elements - sum(block.elements for block in blocks))
+    return replace(
+        memory,
+        weights=part(memory.weights),
+        gradients=part(memory.gradients),
+        optimizer={name: part(one) for name, one in memory.optimizer.items()},
+        average=part(memory.average),
+        blocks=MemoryPart(
+            bytes=4 * largest.bytes + 2 * rest_bytes,
+            elements=4 * largest.elements + 2 * rest_elements,
+        ),
+    )
+
+
+def least_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemory:
+    """Return what a rank holds besides activations and data, without taking a step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    size = state_bytes([], [optimizer])
+    none = _part(())
+    return RankMemory(
+        weights=_part(model.parameters()),
+        buffers=_part(model.buffers()),
+        gradients=_part(trained),
+        optimizer={"state": MemoryPart(bytes=size, elements=size // trained[0].element_size())},
+        average=none,
+        batch=none,
+        activations=none,
+        gathered=none,
+        data=none,
+    )
+
+
+def fitting(
+    memory: RankMemory, device: str, ranks_here: int, free: int | None, *, complete: bool
+) -> StrategyMemory:
+    """Return whether the ranks of a node, each with this memory, fit on this machine.
+
+    `free` is what it has free on the CPU, in bytes.
+    """
+    each, available, together = memory.total, None, memory.total
+    if device == "cpu":
+        together = (each + RANK_BYTES) * ranks_here
+        available = free
+    elif device == "cuda" and torch.cuda.is_available():
+        available = torch.cuda.mem_get_info()[1]
+    return StrategyMemory(
+        bytes_per_rank=each,
+        complete=complete,
+        available_bytes=available,
+        fits=None if available is None else together <= available,
+    )
+
+
+def _gathered(outputs: list[Tensor], targets: Any, global_batch: int, rows: int) -> MemoryPart:
+    """Return what a loss over the whole batch has of all ranks, scaled from one micro-step."""
+    wanted = [leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
+    held = _part([*outputs, *outputs, *wanted])  # outputs, and their gradients
+    bytes_of_all, elements = (n * global_batch // rows for n in (held.bytes, held.elements))
+    return MemoryPart(bytes=bytes_of_all, elements=elements)
+
+
+def _real_batch(request: Request, built: Built, rows: int) -> Block:
+    """Return the first samples of the first epoch as a single process would train on them."""
+    settings, plan = built.work.settings, built.work.plan
+    if plan.by_tokens is not None:  # samples of any length would be padded to more
+        how: dict[str, Any] = {"drop_last": False, "cut": plan.cut(settings)}
+        steps = built.work.train.blocks(0, 0, global_batch=rows, **how)
+        return replace(next(steps).parts[0], parts=())
+    dtype = data_dtype(settings.precision)
+    source = open_split(built.splits.train, World(), request.recipe, settings, dtype)
+    with closing(source):
+        blocks = source.blocks(0, 0, global_batch=rows, drop_last=False)
+        block = next(single for block in blocks for single in block.singles())
+    if block.parts:
+        (part,) = block.parts
+        return replace(part, parts=())
+    # Steps that were gathered together share their memory.
+    inputs = map_tensors(torch.clone, block.inputs)
+    same = block.targets is block.inputs
+    targets = inputs if same else map_tensors(torch.clone, block.targets)
+    return replace(block, inputs=inputs, targets=targets)
+
+
+def _sums_at_a_time(built: Built) -> int:
+    """Return how many sums of gradients a rank holds at most while it adds up its virtual ranks."""
+    world = built.work.world
+    tree: TreeSum[None] = TreeSum(lambda _left, _right: None)
+    most = 1
+    for part in held_parts(world) if world.virtual_ranks else ():
+        most = max(most, len(tree.roots) + 1)
+        tree.push(None, part)
+    return most
+
+
+def _optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, MemoryPart]:
+    """Return what an optimizer has gathered, by the names that it gives it."""
+    tensors: dict[str, list[Tensor]] = {}
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            tensors.setdefault(name, []).extend(found)
+    return {name: _part(found) for name, found in tensors.items() if found}
+
+
+def _part(tensors: Iterable[Tensor], copies: int = 1) -> MemoryPart:
+    found = list(tensors)
+    size, elements = sum(t.nbytes for t in found), sum(t.numel() for t in found)
+    return MemoryPart(bytes=size * copies, elements=elements, copies=copies)
+
+
+class _ByteCount(io.RawIOBase):
+    """A file that counts the bytes written to it and keeps none."""
+
+    bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self.bytes += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+
+def checkpoint_bytes(request: Request, built: Built) -> int:
+    """Return the size of a checkpoint of a training that has taken a step."""
+    content = capture(built.work, built.state, request.recipe.name)
+    content["made_with"] = to_toml(request, built.work.plan)
+    count = _ByteCount()
+    torch.save(content, cast("BinaryIO", count))
+    return count.bytes

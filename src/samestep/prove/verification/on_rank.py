@@ -1,0 +1,248 @@
+"""What each rank of a start does: the short trainings one by one, each handed back when done."""
+
+import contextlib
+import time
+import traceback
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.core.data.recipe_splits import load_splits
+from samestep.core.data.stream_lanes import is_stream
+from samestep.base.errors import LOST_PEER, UserError, caused, is_users
+from samestep.launch.ranks.process import hand_back
+from samestep.launch.ranks.world import World
+from samestep.core.recipe import Recipe, Splits
+from samestep.core.recipe_source import with_options
+from samestep.core.session.request import Request
+from samestep.core.session.training_run import run_session
+from samestep.base.settings import Precision, Settings, in_precision
+from samestep.core.training.alike import seed_alike
+from samestep.core.training.device import switched
+from samestep.core.training.learner import Learner
+from samestep.core.training.plan import check_virtual
+from samestep.core.training.side_effects import ALL_KINDS, RandomDraws, watched
+from samestep.core.training.stopping import ReceivedSignal
+from samestep.prove.verification.few_samples import (
+    choose_training_size,
+    cut_down,
+    cut_numbers,
+    evaluated_split,
+    num_samples,
+    without_streams,
+)
+from samestep.prove.verification.recipe_under_test import (
+    RecipeUnderTest,
+    exact_precision,
+    hold_model,
+    nudge,
+)
+from samestep.prove.verification.rows import look, look_on_rank, plan_trainings
+from samestep.prove.verification.rows.metrics import ONE_DEVICE, evaluate_checkpoint
+from samestep.prove.verification.rows.model import unused_parameters
+from samestep.prove.verification.rows.one_writer import ONE_WRITER, RecipeOutput
+from samestep.prove.verification.rows.rounding import OPTIMIZER
+from samestep.prove.verification.short_trainings import (
+    MAIN,
+    RankFailure,
+    RankReport,
+    RecipeFacts,
+    ShortTraining,
+    StartInstructions,
+    run_of,
+    settings_of,
+)
+from samestep.prove.verification.trace import Trace, recording
+
+_HEAVY = 1_000_000
+"""A model of more parameters gets fewer steps, so that a verification stays within a minute."""
+
+
+def run_start(
+    request: Request, instructions: StartInstructions, world: World, output: RecipeOutput
+) -> None:
+    """Run a start's short trainings on this rank; hand back traces, facts and, last, a report."""
+    start = _Start(request, instructions, world)
+    try:
+        with switched(request.settings, world.device):
+            start.run()
+    finally:
+        start.report.found[ONE_WRITER.name] = output
+        hand_back(start.report)
+
+
+class _Start:
+    """The short trainings of one start on one rank, and the data that they share."""
+
+    _recipe: Recipe
+    _facts: RecipeFacts
+    _few: Splits
+
+    def __init__(self, request: Request, instructions: StartInstructions, world: World) -> None:
+        self._instructions, self._start = instructions, instructions.start
+        self._request, self._world = request, world
+        self.report = RankReport()
+
+    def run(self) -> None:
+        """Look at the recipe if this is the first start, then run what is planned."""
+        request, start, settings = self._request, self._start, self._request.settings
+        options = self._world.on_main(lambda: request.recipe.complete_options(request.options))
+        self._recipe = replace(request.recipe.with_options(options), complete=None)
+        # The self-check would end the training with what is to be named here.
+        quiet = replace(settings, self_check=False)
+        self._request = replace(request, options=options, settings=quiet, resume=True)
+        seed_alike(settings.seed)
+        # A run prepares all of its data; here a few samples are used.
+        splits = load_splits(self._recipe, options, self._world, prepare=False)
+        if settings.virtual_ranks is not None:  # refuses data that they cannot share
+            num = 0 if is_stream(splits.train) else num_samples(splits.train)
+            check_virtual(settings, num, self._world.world_size)
+            torch.set_num_threads(settings.threads or 1)
+        splits = without_streams(splits, settings.seed)
+        self.report.num_samples = num_samples(splits.train)
+        facts = self._facts = self._instructions.facts or self._size(splits)
+        self._few = cut_down(splits, facts.size.num_samples, facts.size.num_evaluated)
+        self._recipe = cut_numbers(self._recipe, splits, self._few)
+        problem = ""
+        if start.place == 0:
+            exact, why, problem = exact_precision(self._tested(), settings.precision)
+            self._facts = replace(facts, exact=exact, inexact=why)
+        # Before anything else is tried: the other processes do the same.
+        self.report.found |= look_on_rank(self._tested(), self._world)
+        if start.place == 0:
+            if not problem:
+                self._facts = look(self._tested(), self._facts)
+            hand_back(self._facts)
+        quick, failed = self._instructions.quick, self._instructions.failed
+        planned = partial(plan_trainings, quick=quick, failed=failed)
+        for training in planned(start, self._facts, settings.precision):
+            trace = Trace(training=training.name)
+            try:
+                self._take(training, trace)
+            except Exception as error:
+                self.report.failures.append(failure_of(trace, error))
+                if self._world.world_size > 1 or training.name == MAIN:
+                    raise
+            else:
+                hand_back(trace)
+        if start.closing:
+            run = run_of(self._instructions.folder, start.place - 1, MAIN)
+            self.report.found[ONE_DEVICE.name] = evaluate_checkpoint(self._tested(), run)
+
+    def _size(self, splits: Splits) -> RecipeFacts:
+        """Choose how much of the data is trained and evaluated."""
+        name, settings = evaluated_split(splits), self._request.settings
+        seed_alike(settings.seed)
+        heavy = False
+        with contextlib.suppress(UserError):  # the first short training reports it
+            model = self._recipe.build_model(self._request.options)
+            heavy = sum(p.numel() for p in model.parameters()) > _HEAVY
+        size = choose_training_size(
+            self.report.num_samples,
+            num_samples(getattr(splits, name)),
+            self._instructions.sizes,
+            batch=self._instructions.batch,
+            virtual=settings.virtual_ranks,
+            drop_last=settings.drop_last,
+            heavy=heavy,
+        )
+        return RecipeFacts(
+            num_samples=self.report.num_samples,
+            size=size,
+            evaluates=name,
+            lightning=self._instructions.lightning,
+            allows_unused=settings.allows_unused,
+            virtual_ranks=settings.virtual_ranks,
+        )
+
+    def _tested(self, precision: Precision | None = None) -> RecipeUnderTest:
+        return RecipeUnderTest(
+            recipe=self._recipe,
+            options=self._request.options,
+            settings=in_precision(self._request.settings, precision or self._facts.exact),
+            splits=self._few,
+            size=self._facts.size,
+            world=World(device=self._world.device),
+        )
+
+    def _validated(self, training: ShortTraining, settings: Settings) -> tuple[Splits, Settings]:
+        """Return the samples and settings of a training, with a validation where it needs one."""
+        given = self._request.settings
+        if self._world.device.type != "cuda":
+            settings = replace(settings, sync_batchnorm=False)
+        # A schedule may follow what is validated; else only some trainings take that time.
+        if {"optimizer", "metrics"}.intersection(self._recipe.schedule_asks()):
+            return self._few, replace(settings, monitor=given.monitor, mode=given.mode)
+        few = self._few if training.evaluates else replace(self._few, validation=None)
+        return few, settings
+
+    def _take(self, training: ShortTraining, trace: Trace) -> None:
+        place, name = self._start.place, training.name
+        if training.resumes:
+            place, name = place - 1, MAIN
+        run = run_of(self._instructions.folder, place, name)
+        num_ranks = self._world.world_size
+        settings = settings_of(training, self._request.settings, self._facts, num_ranks, run)
+        few, settings = self._validated(training, settings)
+        unused = [] if settings.allows_unused else unused_parameters(self._facts)
+        inner = self._recipe
+
+        def model(options: Any = None) -> nn.Module:
+            """Build it without parameters that nothing uses."""
+            built: nn.Module = with_options("model", inner.model, options)()
+            for name, parameter in built.named_parameters():
+                if name in unused:
+                    parameter.requires_grad = False
+            return built
+
+        recipe = replace(inner, model=model, data=lambda *_: few)
+        tested, prepare = self._tested(settings.precision), lambda _: None
+        if self._facts.virtual_ranks is None:  # else nothing is fixed, or looked into
+            loss = watched(tested.placed_loss, RandomDraws(), ALL_KINDS - training.free)
+            forward = None if inner.forward is None else tested.exactly(inner.forward)
+            recipe = replace(recipe, loss=loss, forward=forward)
+            prepare = partial(self._hold, training, tested)
+        run_session(
+            replace(self._request, recipe=recipe, settings=settings),
+            self._world,
+            received=ReceivedSignal(),
+            show=trace.keep,
+            begin=lambda _path: None,
+            started_at=time.time(),
+            engine=recording(training, self._facts.size.stop, trace, prepare),
+        )
+
+    def _hold(self, training: ShortTraining, tested: RecipeUnderTest, learner: Learner) -> None:
+        """Hold still what a training does not leave free, before anything is computed."""
+        takes, model = learner.applied, learner.model
+        # A checkpoint brings the statistics that it was trained with.
+        calibrate = None if training.resumes else partial(tested.calibrate, takes)
+        hold_model(model, RandomDraws(), ALL_KINDS - training.free, calibrate)
+        model.forward = tested.exactly(model.forward)
+        if training.nudged:
+            nudge(model, tested.settings.precision)
+        if arithmetic := self._facts.found.get(OPTIMIZER.name):
+            arithmetic.hold(tested, learner.optimizer)
+            if training.nudges_gradient:
+                arithmetic.nudge(learner.optimizer)
+
+
+def failure_of(trace: Trace, error: Exception) -> RankFailure:
+    """Return what is handed back of an error in a short training."""
+    if trace.begun > 1:  # what fails now and not at once depends on the batch
+        error = caused(error)
+    mistake, text = isinstance(error, UserError), str(error).strip()
+    lost = not mistake and bool(LOST_PEER.search(text))
+    if not mistake:
+        # Without the dispatcher's list of what it could do.
+        first = text.partition("\n")[0].partition(" This could be because the operator")[0]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        text = f"{type(error).__name__}: {first}{where}"
+    return RankFailure(
+        training=trace.training, step=trace.begun, message=text, mistake=mistake, lost_peer=lost
+    )

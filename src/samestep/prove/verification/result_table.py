@@ -1,0 +1,155 @@
+"""The table for people, the object for programs."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from samestep.base.table import Cell, Styled, Table, coloured, text_lines
+from samestep.base.words import count, duration, ranks, wrapped
+from samestep.prove.verification.evidence import LEFT_OUT, Check
+from samestep.prove.verification.rows.one_writer import ONE_WRITER
+from samestep.prove.verification.verify_recipe import Verification
+
+_STYLES = {
+    "same": "green",
+    "accepted": "green",
+    "note": "yellow",
+    "skipped": "dim",
+    "different": "red",
+}
+_HELD = {
+    "batchnorm": "BatchNorm statistics",
+    "dropout": "torch's random draws",
+    "state": "random draws of Python and NumPy",
+}
+
+
+def show(found: Verification, console: Console) -> None:
+    """Print what was run, the table, and one sentence."""
+    colour = console.is_terminal and not console.no_color
+    console.file.write("\n".join((*_lines(found, console.width, colour=colour), "")))
+
+
+def _lines(found: Verification, width: int, *, colour: bool) -> Iterator[str]:
+    yield from text_lines(_summary(found), width, colour=colour)
+    yield ""
+    yield from text_lines(_table(found), width, colour=colour)
+    # Rows that say the same are explained together.
+    explained: dict[tuple[object, ...], list[Check]] = {}
+    for check in found.checks:
+        if check.cause.why:
+            explained.setdefault((check.cause, check.status), []).append(check)
+    for checks in explained.values():
+        check = checks[0]
+        where = [f"from step {check.first_step}"] if check.first_step else []
+        where += [f"first in {check.first_parameter!r}"] if check.first_parameter else []
+        names = ", ".join(c.name for c in checks) + ": " * bool(where) + ", ".join(where)
+        name = check.cause.name or "failure"
+        first, *more = wrapped(f"{name}  {names}", "", width)
+        if colour:
+            first = first.replace(name, coloured(Styled(name, _STYLES[check.status])), 1)
+        yield from ("", first, *more)
+        for line in check.cause.why.splitlines():
+            yield from wrapped(f"  {line}", "  ", width)
+        if check.cause.advice:
+            yield from wrapped(f"  → {check.cause.advice}", "    ", width)
+    yield ""
+    for line in wrapped(_sentence(found), "", width):
+        yield coloured(Styled(line, "green" if found.same else "red")) if colour else line
+
+
+def _summary(found: Verification) -> Table:
+    facts, size = found.facts, found.facts.size
+    shares = f"{count(facts.virtual_ranks, 'virtual rank')} " if facts.virtual_ranks else ""
+    ran = (
+        f"{size.steps} steps of {count(size.global_batch, 'sample')} (the last of an epoch: "
+        f"{size.rest}), {size.num_samples} of {count(facts.num_samples, 'training sample')}, "
+        f"{shares}on {ranks(found.sizes)}, {' and '.join(found.precisions)}"
+    )
+    notes = list(found.notes)
+    if facts.inexact:
+        notes.append(
+            f"float64 is not possible here ({facts.inexact}), so only losses are compared; the "
+            "tolerance comes from what one rounding of the weights does to them."
+        )
+    rows: list[tuple[Cell, str]] = [(Styled("ran", "bold"), ran)]
+    rows += [(Styled("note", "yellow"), note) for note in notes]
+    if held := ", ".join(words for kind, words in _HELD.items() if kind in facts.present):
+        rows.append((Styled("fixed", "bold"), f"{held}, except in the rows named after them"))
+    if facts.virtual_ranks:
+        text = "nothing: random draws and BatchNorm are unchanged"
+        rows.append((Styled("fixed", "bold"), text))
+    return Table(columns=("verified  ", found.recipe), rows=rows, gap=1, fold=True)
+
+
+def _table(found: Verification) -> Table:
+    names = ("", "check", "differs", "allowed", "compared")
+    shown = [0, 1, 2, 4] if found.facts.virtual_ranks else range(5)  # those allow no difference
+    rows: list[tuple[Cell, ...]] = [
+        (
+            Styled(check.status, _STYLES[check.status]),
+            Styled(check.name, "bold"),
+            _number(check.difference),
+            _number(check.tolerance),
+            check.compared,
+        )
+        for check in found.checks
+    ]
+    cut = [[row[n] for n in shown] for row in rows]
+    columns = [names[n] for n in shown]
+    return Table(columns=columns, rows=cut, gap=1, left=frozenset({"check"}), fold=True)
+
+
+def as_table(found: Verification) -> dict[str, Any]:
+    """Return everything as JSON has it."""
+    facts, size = found.facts, found.facts.size
+    return {
+        "recipe": found.recipe,
+        "same": found.same,
+        "world_sizes": list(found.sizes),
+        "virtual_ranks": facts.virtual_ranks,
+        "precisions": list(found.precisions),
+        "steps": size.steps,
+        "global_batch_size": size.global_batch,
+        "last_batch_size": None if size.drop_last else size.rest,
+        "training_samples": size.num_samples,
+        "held_still": sorted(facts.present),
+        "notes": list(found.notes),
+        "seconds": found.seconds,
+        "checks": [_object(check) for check in found.checks],
+    }
+
+
+def _object(check: Check) -> dict[str, Any]:
+    fields = ("name", "passed", "status", "compared", "tolerance", "difference", "first_step")
+    table = {name: getattr(check, name) for name in (*fields, "first_parameter")}
+    if check.status == "skipped":
+        table["passed"] = None
+    # JSON has no infinity: a difference that cannot be measured is null.
+    if not math.isfinite(check.difference or 0.0):
+        table["difference"] = None
+    return table | {"cause": check.cause.name, "why": check.cause.why, "advice": check.cause.advice}
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "0" if value == 0 else f"{value:.0e}" if math.isfinite(value) else "∞"
+
+
+def _sentence(found: Verification) -> str:
+    accepted = " and ".join(check.name for check in found.checks if check.status == "accepted")
+    different = [check for check in found.checks if not check.passed]
+    causes = "; ".join(dict.fromkeys(check.cause.name or check.name for check in different))
+    if found.same:
+        but = f", but for {accepted}: known and accepted" if accepted else ""
+        quick = any(check.compared == LEFT_OUT for check in found.checks)
+        bits = ", to the last bit" if found.facts.virtual_ranks else ""
+        text = f"The same training{bits}{', as far as --quick looks' if quick else ''}{but}."
+    elif {check.name for check in different} == {ONE_WRITER.name}:
+        text = f"The same training, but {causes}."
+    else:
+        text = f"Not the same training: {causes}."
+    return f"{text} ({duration(found.seconds)})"

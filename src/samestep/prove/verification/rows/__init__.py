@@ -1,0 +1,114 @@
+"""All rows of the table, in order: what they train and look at, and how they are judged."""
+
+import contextlib
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from samestep.launch.ranks.world import World
+from samestep.base.settings import Precision
+from samestep.prove.verification.causes import NO_CAUSE, UNKNOWN
+from samestep.prove.verification.evidence import LEFT_OUT, Check, Evidence, TableRow
+from samestep.prove.verification.recipe_under_test import RecipeUnderTest
+from samestep.prove.verification.rows import (
+    data,
+    loss,
+    metrics,
+    model,
+    one_writer,
+    rounding,
+    state,
+    trainings,
+)
+from samestep.prove.verification.short_trainings import MAIN, RecipeFacts, ShortTraining, Start
+
+ROWS: tuple[TableRow, ...] = (
+    *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
+    rounding.OPTIMIZER,
+    *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.FSDP, trainings.LIGHTNING),
+    *(trainings.BATCHNORM, trainings.DROPOUT),
+    *(data.ORDER, model.PROCESSES, data.AUGMENTATION, loss.LOSS, loss.LAST_BATCH),
+    *(model.PARAMETERS, state.STATE, model.SAMPLES_APART, data.EVALUATION),
+    *(metrics.METRICS, one_writer.ONE_WRITER, metrics.ONE_DEVICE),
+)
+
+
+def rows_of(facts: RecipeFacts) -> list[TableRow]:
+    """Return the rows of a verification, with virtual ranks or without."""
+    return [row for row in ROWS if row.with_virtual_ranks or facts.virtual_ranks is None]
+
+
+def plan_trainings(
+    start: Start,
+    facts: RecipeFacts,
+    chosen: Precision,
+    *,
+    quick: bool = False,
+    failed: Collection[str] = (),
+) -> list[ShortTraining]:
+    """Return what one start trains, the decisive ones first: a failure on several ranks ends it.
+
+    What has `failed` in one process is not tried again.
+    """
+    rows = [row for row in rows_of(facts) if not (quick and row.thorough)]
+    trainings = [row.training for row in rows if row.training]
+    taken = [t for t in trainings if t.is_taken(start, facts, chosen) and t.name not in failed]
+    return sorted(taken, key=_how_late)
+
+
+def _how_late(training: ShortTraining) -> tuple[bool, ...]:
+    late = (training.sharded, training.lightning, training.own_precision)
+    return (*late, training.halves or training.resumes)
+
+
+def look(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:
+    """Return the facts with what the experiments of all rows found in this process."""
+    found = {row.name: row.look(tested) for row in rows_of(facts) if row.look}
+    # With virtual ranks nothing is fixed.
+    held = tested.free_step.kinds if facts.virtual_ranks is None else frozenset()
+    kept = {name: value for name, value in found.items() if value is not None}
+    return replace(facts, present=held, found=kept)
+
+
+def look_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, Any]:
+    """Return what the experiments of all rows found on this rank."""
+    found = {}
+    for row in ROWS:
+        with contextlib.suppress(Exception):  # the short trainings say how it fails
+            if row.look_on_rank:
+                found[row.name] = row.look_on_rank(tested, world)
+    return found
+
+
+def judge(evidence: Evidence, rows: Sequence[TableRow] | None = None) -> list[Check]:
+    """Return the checks of all rows, or only the first if one process could not train."""
+    found = []
+    known, rows = rows or ROWS, rows or rows_of(evidence.facts)
+    for row in rows if evidence.trace(0, MAIN) else rows[:1]:
+        left_out = row.thorough and evidence.quick
+        answer = Check("skipped", LEFT_OUT) if left_out else row.answer(evidence)
+        checks = answer if isinstance(answer, list) else [answer]
+        found += [_explained(evidence, known, replace(c, name=c.name or row.name)) for c in checks]
+    # Unknown causes of trainings are likely the same one: all show the first. A check without a
+    # step is not of a training but of a single value, such as a metric.
+    unknown = [c for c in found if c.cause.name == UNKNOWN.name and c.first_step]
+    first = min(unknown, key=lambda check: check.first_step or 0, default=None)
+    return [replace(c, cause=first.cause) if first and c in unknown else c for c in found]
+
+
+def _explained(evidence: Evidence, known: Sequence[TableRow], check: Check) -> Check:
+    """Return a check with its cause, if other rows found it."""
+    if failure := check.failure:
+        # A message says more than the step, which only shows that it was the last batch.
+        rows = sorted(known, key=lambda row: row is loss.LAST_BATCH)
+        causes = (row.explain_failure(evidence, failure) for row in rows if row.explain_failure)
+        cause = next(filter(None, causes), NO_CAUSE)
+        why = f"It failed: {failure.message.rstrip('.')}. {cause.why}".strip()
+        return replace(check, cause=replace(cause, why=why))
+    if check.passed or check.cause.name:
+        return check
+    candidates = [*(row.explain for row in known), *(row.suspect for row in known)]
+    explanations = (explain(evidence) for explain in candidates if explain)
+    step = f"step {check.first_step}" if check.first_step else None
+    first = ", ".join(filter(None, (step, check.what, check.first_parameter)))
+    return replace(check, cause=next(filter(None, explanations), UNKNOWN.of(first=first)))

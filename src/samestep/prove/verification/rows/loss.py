@@ -1,0 +1,228 @@
+"""The rows about the loss: of a batch it is the mean of its parts, also of the incomplete batch."""
+
+import contextlib
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samestep.base.trees import map_leaves, tree_leaves
+from samestep.base.words import count
+from samestep.core.training.apply import terms_of
+from samestep.prove.verification import causes
+from samestep.prove.verification.causes import Cause
+from samestep.prove.verification.evidence import Check, Evidence, TableRow, cause_check
+from samestep.prove.verification.recipe_under_test import HeldForward, RecipeUnderTest, first_line
+from samestep.prove.verification.rows.data import changing_part
+from samestep.prove.verification.rows.state import state_of
+from samestep.prove.verification.short_trainings import RankFailure
+from samestep.prove.verification.trace import largest_apart, relative
+
+
+class LossOfParts(NamedTuple):
+    """How far batches' losses are from what their parts' losses say."""
+
+    full: float
+    """Relative difference from their mean for the full batches, or from their sum where that is
+    what the recipe says of its loss."""
+    uneven: float
+    """The same for the incomplete batch."""
+    adds_up: bool
+    """Whether the loss of a full batch is the sum of its parts' losses instead, or their mean."""
+    over_terms: bool = False
+    """Whether the recipe says by `loss_terms` what its loss is a mean over."""
+    compares: bool = False
+    """Whether what a sample contributes depends on the outputs of others, as in contrast."""
+    over_batch: bool = False
+    """Whether the recipe says that it is made over the whole batch: it is not compared then."""
+    is_sum: bool = False
+    """Whether the recipe says that its loss is a sum."""
+
+
+def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
+    """Compare batches' losses with their parts', which are as small as those of the ranks."""
+    if tested.recipe.loss_over == "batch":
+        return LossOfParts(0.0, 0.0, adds_up=False, over_batch=True)
+    if (held := tested.held_outputs) is None:
+        return None
+    size = tested.size
+    parts = [_parts(tested, held.model, step) for step in range(size.full)]
+    full, from_other = (max(apart) for apart in zip(*parts, strict=True))
+    uneven = 0.0
+    if not size.drop_last:
+        with contextlib.suppress(Exception):  # the row of the last batch says that it fails
+            uneven, _ = _parts(tested, held.model, size.full)
+    recipe = tested.recipe
+    adds_up = from_other <= tested.rounding < full
+    compares = full > tested.rounding and not adds_up and _compares(tested, held)
+    over_terms, is_sum = recipe.loss_terms is not None, recipe.reduction == "sum"
+    return LossOfParts(full, uneven, adds_up, over_terms, compares, is_sum=is_sum)
+
+
+def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
+    """Whether the gradients of the first outputs change when the last outputs do.
+
+    Those of a mean do not, whatever its weights are made of: targets stay as they are.
+    """
+    half = held.block.rows // 2
+
+    def gradients(change: float) -> list[Tensor]:
+        def leaf(output: Tensor) -> Tensor:
+            if not output.is_floating_point() or output.dim() == 0:
+                return output
+            moved = output.clone()
+            moved[half:] += change * (1 + torch.arange(moved[half:].numel()).view_as(moved[half:]))
+            return moved.requires_grad_()
+
+        outputs = map_leaves(leaf, held.outputs)
+        leaves = [o for o in tree_leaves(outputs) if o.requires_grad]
+        loss = tested.loss(outputs, held.block.targets)
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return [gradient[:half] for gradient in found if gradient is not None]
+
+    try:
+        pairs = zip(gradients(0.0), gradients(0.01), strict=True)
+        return any(largest_apart(*pair) > max(tested.rounding, 1e-9) for pair in pairs)
+    except Exception:  # a loss without gradients for such outputs: the trainings tell of it
+        return False
+
+
+def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float, float]:
+    """Return how far a loss is from its parts' weighted mean, and how far from their sum.
+
+    The other way round where the recipe says that it is a sum.
+    """
+    block = tested.batch(step)
+    rows, terms = block.rows, terms_of(tested.recipe)
+    if rows < 2:
+        return 0.0, 0.0
+    last = max(1, rows // max(2, tested.size.ranks))
+    found = []
+    with torch.no_grad():
+        outputs = tested.forward(model, block.inputs)
+        whole = float(tested.loss(outputs, block.targets))
+        for start, number in ((0, rows - last), (rows - last, last)):
+            part = tested.part(block, start, number)
+            if tested.recipe.collate is None:
+                given = _narrow(outputs, start, number)
+            else:  # rows put together anew may be padded otherwise
+                given = tested.forward(model, part.inputs)
+            weight = float(terms(part.inputs, part.targets)) if terms else number
+            if weight:  # a mean over nothing may be NaN, and counts nothing
+                found.append((float(tested.loss(given, part.targets)), weight))
+    if not found:
+        return 0.0, 0.0
+    mean = sum(loss * weight for loss, weight in found) / sum(weight for _, weight in found)
+    total, most = sum(loss for loss, _ in found), sys.float_info.max  # JSON has no infinity
+    from_mean, from_sum = (min(relative(whole, value), most) for value in (mean, total))
+    is_sum = tested.recipe.reduction == "sum"
+    return (from_sum, from_mean) if is_sum else (from_mean, from_sum)
+
+
+def _narrow(outputs: Any, start: int, number: int) -> Any:
+    """Return rows of outputs; what is one number for the batch stays."""
+    return map_leaves(lambda o: o.narrow(0, start, number) if o.dim() else o, outputs)
+
+
+def loss_of_parts(evidence: Evidence) -> LossOfParts | None:
+    """Return what was found; nothing of a loss or targets that are something else each time."""
+    changes = state_of(evidence).loss or changing_part(evidence) == "collate"
+    return None if changes else evidence.found(LOSS.name, LossOfParts)
+
+
+def _explain_loss(evidence: Evidence) -> Cause | None:
+    found = loss_of_parts(evidence)
+    if found is None or found.full <= evidence.exact:
+        return None
+    if found.compares:
+        return causes.OF_BATCH
+    if found.over_terms:
+        return causes.OF_TERMS
+    if found.is_sum:
+        return causes.A_MEAN if found.adds_up else causes.NOT_A_SUM
+    return causes.A_SUM if found.adds_up else causes.NOT_A_MEAN
+
+
+def _loss(evidence: Evidence) -> Check:
+    if state_of(evidence).loss:
+        return Check("skipped", "it changes from call to call")
+    if changing_part(evidence) == "collate":
+        return Check("skipped", "collate() draws what it is made of")
+    if (found := loss_of_parts(evidence)) is None:
+        return Check("skipped", "outputs are not one per sample")
+    if found.over_batch:
+        return Check("skipped", "the recipe makes it over the whole batch")
+    compared = "of a batch, and of its parts"
+    return cause_check(evidence, compared, _explain_loss(evidence), found.full)
+
+
+LOSS = TableRow(
+    name="loss", look=_compare_parts, answer=_loss, explain=_explain_loss, with_virtual_ranks=False
+)
+
+
+def _try_small_batches(tested: RecipeUnderTest) -> dict[int, str]:
+    """Return how a batch of the incomplete size fails, and one of a single sample."""
+    failed = {}
+    block = tested.batch()
+    for size in (tested.size.rest, 1):
+        try:
+            part = tested.part(block, 0, size)
+            tested.loss(tested.forward(tested.held_model(), part.inputs), part.targets)
+        except Exception as error:
+            failed[size] = first_line(error)
+    return failed
+
+
+def _uneven(evidence: Evidence, problem: str) -> Cause:
+    samples = count(evidence.facts.size.rest, "sample")
+    return causes.UNEVEN_BATCH.of(samples=samples, problem=problem)
+
+
+def _bent(evidence: Evidence) -> Cause | None:
+    """Return the cause if the loss of the incomplete batch is not the mean over its samples."""
+    found = loss_of_parts(evidence)
+    if found is None or found.uneven <= evidence.exact:
+        return None
+    return _uneven(evidence, "its loss is no longer the mean over its samples")
+
+
+def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
+    size = evidence.facts.size
+    fails = evidence.found(LAST_BATCH.name, dict[int, str]) or {}
+    if failure.step != size.uneven_step and size.rest not in fails:
+        return None
+    rest = count(size.rest, "sample")
+    return _uneven(evidence, f"it fails with {rest}, {size.global_batch} work")
+
+
+def _last_batch(evidence: Evidence) -> Check:
+    size, fails = evidence.facts.size, evidence.found(LAST_BATCH.name, dict[int, str]) or {}
+    parts, bent = loss_of_parts(evidence), _bent(evidence)
+    bent_in_full_batches = parts is not None and parts.full > evidence.exact
+    if size.uneven_step is None:
+        return Check("skipped", "--drop-last leaves none")
+    compared = f"{count(size.rest, 'sample')} in step {size.uneven_step}"
+    if size.rest in fails:
+        return cause_check(evidence, compared, _uneven(evidence, f"it fails: {fails[size.rest]}"))
+    uneven = parts.uneven if parts else None
+    if bent and not bent_in_full_batches:
+        return cause_check(evidence, compared, bent, uneven, first_step=size.uneven_step)
+    if 1 in fails:
+        cause = causes.ONE_SAMPLE.of(error=fails[1])
+        return Check("note", "a batch of one sample, as the last may be", cause=cause)
+    # If full batches differ too, this one says nothing more.
+    if bent_in_full_batches:
+        return Check("skipped", "the loss is bent in full batches too")
+    return cause_check(evidence, f"{compared}, and only 1", None, uneven)
+
+
+LAST_BATCH = TableRow(
+    name="last batch",
+    look=_try_small_batches,
+    answer=_last_batch,
+    explain=_bent,
+    explain_failure=_explain_failure,
+    with_virtual_ranks=False,
+)

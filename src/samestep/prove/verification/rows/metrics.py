@@ -1,0 +1,206 @@
+"""The rows about evaluations: equal weights give equal loss and metrics on any number of ranks."""
+
+import contextlib
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.core.data.order import share
+from samestep.base.trees import map_leaves, narrow
+from samestep.launch.ranks.world import World
+from samestep.core.session.restoring import load_newest
+from samestep.core.training.apply import Moment, measure_of, terms_of, timed
+from samestep.core.training.evaluation import evaluate
+from samestep.core.training.metrics import Objects, is_object
+from samestep.core.training.side_effects import ALL_KINDS, RandomDraws
+from samestep.core.training.snapshot import load_evaluated
+from samestep.prove.verification import causes
+from samestep.prove.verification.causes import Cause
+from samestep.prove.verification.evidence import Check, Evidence, TableRow, cause_check, measured
+from samestep.prove.verification.recipe_under_test import HeldForward, RecipeUnderTest, hold_model
+from samestep.prove.verification.short_trainings import MAIN
+from samestep.prove.verification.trace import TrainingDifference, evaluations_apart, relative, worst
+
+_ROUNDING = 1e-5
+"""Relative, of metric objects: most add up in float32."""
+
+
+def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
+    """Return how much each metric of a sample depends on the others of its batch.
+
+    An untrained model may give all samples the same class, which hides every dependence: so the
+    outputs are varied, too.
+    """
+    if (held := tested.held_forward) is None:
+        return {}
+    rows, found = held.block.rows, {}
+    parts = (range(rows), range(rows // 2 + 1), range(rows // 2 + 1, rows))
+    varied = [held, *(held._replace(outputs=map_leaves(v, held.outputs)) for v in (_roll, _spread))]
+    for name, metric in tested.recipe.metrics.items():
+        sizes = [0.0]
+        for one in varied:
+            # The evaluation says how it fails; varied outputs may be none for it.
+            with contextlib.suppress(Exception):
+                if is_object(metric):
+                    sizes.append(_apart(tested, metric, one))
+                    continue
+                whole, *halves = (_of_rows(tested, metric, one, part) for part in parts)
+                sizes.append(float((whole - torch.cat(halves)).abs().max()))
+        found[name] = max(size for size in sizes if not math.isnan(size))
+    return found
+
+
+def _apart(tested: RecipeUnderTest, metric: Any, held: HeldForward) -> float:
+    """Return how far a metric object's value of all rows is from that of one row at a time."""
+    rows, values = held.block.rows, list[float]()
+    for size in (rows, 1):
+        objects = Objects({"one": metric}, tested.world.device)
+        for first in range(0, rows, size):
+            part = tested.part(held.block, first, size)
+            objects.update(narrow(held.outputs, first, size), part.targets)
+        values += objects.values(World()).values()
+    found = relative(*values)
+    return found if found > _ROUNDING else 0.0
+
+
+def _roll(outputs: Tensor) -> Tensor:
+    """Return outputs with those of each sample moved on by its place: other classes, same range."""
+    return torch.stack(
+        [row.roll(place, -1) if row.dim() else row for place, row in enumerate(outputs)]
+    )
+
+
+def _spread(outputs: Tensor) -> Tensor:
+    """Return outputs spread around zero, with both signs in every batch."""
+    if not outputs.is_floating_point():
+        return outputs
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+    return outputs - outputs.mean(0) + noise.to(outputs)
+
+
+def _measure_with_others(tested: RecipeUnderTest, world: World) -> dict[str, float]:
+    """Return how much each metric of this rank's samples depends on the other ranks.
+
+    It measures its samples while the others measure theirs, then all measure the same ones.
+    """
+    if world.world_size == 1 or (held := tested.held_forward) is None:
+        return {}
+    rows, found = range(held.block.rows), {}
+    parts = [share(rows, rank, world.world_size) for rank in range(world.world_size)]
+    for name, metric in tested.recipe.metrics.items():
+        ranges = (parts[world.rank], *parts)
+        together, *alone = (_of_rows(tested, metric, held, part) for part in ranges)
+        found[name] = float((together - alone[world.rank]).abs().max())
+    return found
+
+
+def _of_rows(tested: RecipeUnderTest, metric: Any, held: HeldForward, rows: range) -> Tensor:
+    """Return a metric of some consecutive samples: (samples,)."""
+    part = tested.part(held.block, rows.start, len(rows))
+    values: Tensor = metric(narrow(held.outputs, rows.start, len(rows)), part.targets)
+    return values.double()
+
+
+def largest_difference(evidence: Evidence) -> TrainingDifference:
+    """Return the largest difference of evaluations of equal weights, with its metric.
+
+    These are the one before training and, if the ranks train the same, all later ones.
+    """
+    one, found = evidence.reference.evaluations, []
+    # Weights are equal but for rounding so small that it turns no prediction around.
+    exact = evidence.facts.exact == "fp64" or evidence.bits
+    for start in evidence.several:
+        if trace := evidence.trace(start.place, MAIN):
+            same = exact and evidence.compare(trace).largest <= evidence.exact
+            for step in sorted(one.keys() & trace.evaluations.keys()):
+                if same or not step:
+                    size, name = evaluations_apart(one[step], trace.evaluations[step])
+                    found.append(TrainingDifference(size, first_step=step or None, what=name))
+    return worst(found)
+
+
+def _metrics(evidence: Evidence) -> Check:
+    if evidence.not_compared():
+        return Check("skipped", evidence.not_compared())
+    found = largest_difference(evidence)
+    compared = f"{', '.join(evidence.reference.evaluations[0])} before and after steps"
+    if found.largest > evidence.exact or evidence.bits:
+        return measured(compared, found, evidence.exact, _cause(evidence, found.what))
+    # What these few weights do not show, other outputs do.
+    alone = evidence.found(METRICS.name, dict[str, float]) or {}
+    name = max(alone, key=lambda name: alone[name], default="")
+    cause = _cause(evidence, name) if name else None
+    return cause_check(evidence, compared, cause, alone[name] if cause else found.largest)
+
+
+def _cause(evidence: Evidence, name: str) -> Cause | None:
+    in_process = evidence.found(METRICS.name, dict[str, float]) or {}
+    on_ranks = [f for _, f in evidence.found_on_ranks(METRICS.name, dict[str, float])]
+    for cause, found in ((causes.OVER_RANKS, on_ranks), (causes.OVER_BATCH, [in_process])):
+        if any(each.get(name, 0.0) > evidence.exact for each in found):
+            return cause.of(metric=name)
+    return None
+
+
+METRICS = TableRow(
+    name="metrics", look=_dependences, look_on_rank=_measure_with_others, answer=_metrics
+)
+
+
+def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
+    """Evaluate the newest checkpoint of a run without any other rank."""
+    newest = load_newest(run, World())
+    if newest is None or tested.splits.validation is None:
+        return {}
+    model = tested.build()
+    load_evaluated(model, newest.content)
+    moment = Moment()
+    moment.after(newest.content["position"])
+    virtual, loss = tested.settings.virtual_ranks, timed(tested.placed_loss, moment)
+    world = replace(tested.world, virtual_ranks=virtual or 0)
+    if virtual is None:
+        hold_model(model, RandomDraws(), ALL_KINDS)
+        loss = partial(tested.loss, moment=moment)
+    # A loss over the whole batch is evaluated over batches as they were trained.
+    as_trained = replace(tested.settings, batch_size=tested.size.global_batch)
+    tested = replace(tested, recipe=replace(tested.recipe, augment=None), settings=as_trained)
+    with tested.source(tested.splits.validation, world=world) as source:
+        values = evaluate(
+            tested.applied(model),
+            source,
+            loss,
+            tested.recipe.metrics,
+            world=world,
+            batch_size=256,
+            precision=tested.settings.precision,
+            seed=tested.settings.seed,
+            terms=terms_of(tested.recipe),
+            reduction=tested.recipe.reduction,
+            measure=measure_of(tested.recipe, model),
+        )
+    return {name: value for name, value in values.items() if isinstance(value, float)}
+
+
+def _one_device(evidence: Evidence) -> Check:
+    if not evidence.several:
+        return Check("skipped", evidence.not_compared())
+    largest, stop = evidence.starts[-2], evidence.facts.size.stop
+    trace = evidence.trace(largest.place, MAIN)
+    on_ranks = evidence.found_on_ranks(ONE_DEVICE.name, dict[str, float])
+    loaded = next((found for _, found in on_ranks if found), None)
+    if trace is None or loaded is None or stop not in trace.evaluations:
+        return Check("skipped", "there is no checkpoint to load")
+    found, what = evaluations_apart(trace.evaluations[stop], loaded)
+    if found > evidence.exact and largest_difference(evidence).largest > evidence.exact:
+        return Check("skipped", "metrics differ by themselves")
+    compared = f"a checkpoint of {largest.world_size} ranks, evaluated"
+    return measured(compared, TrainingDifference(found, what=what), evidence.exact)
+
+
+ONE_DEVICE = TableRow(name="one device", answer=_one_device, thorough=True)

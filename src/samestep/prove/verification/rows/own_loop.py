@@ -1,0 +1,324 @@
+"""The rows of a script with a loop of its own, and the causes as far as its ranks show them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from samestep.base.errors import listed
+from samestep.base.words import count
+from samestep.prove.verification import causes
+from samestep.prove.verification.causes import Cause
+from samestep.prove.verification.evidence import (
+    Check,
+    Evidence,
+    TableRow,
+    cause_check,
+    left_free_check,
+    measured,
+)
+from samestep.prove.verification.loop_on_rank import GLOBAL_BATCH, GROUPS, PASSES, READ_AGAIN, Pass
+from samestep.prove.verification.read_again import Changes
+from samestep.prove.verification.rows import trainings
+from samestep.prove.verification.rows.one_writer import ONE_WRITER
+from samestep.prove.verification.short_trainings import MAIN, Start
+from samestep.prove.verification.trace import (
+    Trace,
+    TrainingDifference,
+    difference,
+    evaluations_apart,
+    worst,
+)
+
+_BY_SAMPLE = "Draw what belongs to a sample by batch.normal and batch.uniform"
+_ADVICE: dict[str | None, str] = {
+    causes.BATCHNORM.name: "GroupNorm needs no batch; or accept it: --accept batchnorm.",
+    causes.DROPOUT.name: (
+        f"{_BY_SAMPLE}. Dropout may be intended: then accept it, --accept dropout, or compare "
+        "only losses, up to --tolerance 0.1."
+    ),
+    causes.OTHER_GENERATORS.name: f"{_BY_SAMPLE}; torch's own is seeded in every step.",
+}
+OF_BATCH = replace(
+    causes.OF_BATCH,
+    why="The gradient of the batch is not a weighted sum of those of its shares: the loss is made "
+    "over the batch, as a contrastive loss or a dice is, samples see each other in the model, or "
+    "something reads the rank.",
+    advice="Gather what the loss compares: samestep.gather(outputs) has the rows of all ranks.",
+)
+A_SUM = replace(
+    causes.A_SUM, advice="Divide by the samples: run.backward(losses.sum() / batch.rows, model)."
+)
+NOT_A_MEAN = replace(
+    causes.NOT_A_MEAN,
+    why="The gradient of the batch is the mean of its shares' by other weights than their numbers "
+    "of samples: {shares}. The loss is a mean over something else (words, pixels, class weights).",
+    advice="Give the number of what it is a mean over: run.backward(loss, model, terms=n), "
+    "run.log(loss=loss, terms=n).",
+)
+
+
+def _in_loop(row: TableRow) -> TableRow:
+    """Return a row of recipes with the advice that a loop can follow."""
+
+    def answer(evidence: Evidence) -> Check | list[Check]:
+        check = row.answer(evidence)
+        if isinstance(check, list) or not check.cause.advice:
+            return check
+        advice = _ADVICE.get(check.cause.name, check.cause.advice)
+        return replace(check, cause=replace(check.cause, advice=advice))
+
+    return replace(row, look=None, answer=answer)
+
+
+def _traces(evidence: Evidence) -> list[tuple[Start, list[Trace]]]:
+    """Return the traces of all ranks of each start that came to its end."""
+    found = [(start, evidence.traces.get((start.place, MAIN), [])) for start in evidence.several]
+    return [(start, traces) for start, traces in found if traces]
+
+
+# --- samples
+
+
+def _explain_order(evidence: Evidence) -> Cause | None:
+    sizes = dict(evidence.found_on_ranks(GLOBAL_BATCH, int))
+    if len({*sizes.values()}) > 1:
+        each = dict.fromkeys(
+            f"{count(size, 'sample')} on {count(int(rank.split()[-1]), 'rank')}"
+            for rank, size in sizes.items()
+        )
+        return causes.BATCH_BY_RANKS.of(sizes=listed([*each]))
+    if changes := evidence.found(READ_AGAIN, Changes):
+        return changes.cause
+    for start, traces in _traces(evidence):
+        for step, one in evidence.reference.samples.items():
+            marks = dict(mark.split(" ") for mark in one)
+            for rank, trace in enumerate(traces):
+                own = [mark.split(" ") for mark in trace.samples.get(step, [])]
+                if all(marks.get(place) == mark for place, mark in own):
+                    continue
+                if rank:  # rank 0 has what one process has
+                    return causes.DATA_BY_RANK.of(rank=f"rank {rank} of {start.world_size}")
+                return causes.UNKEYED["dataset"].of(when="for a sample in another process")
+    return None
+
+
+def _order(evidence: Evidence) -> Check:
+    compared = "on all ranks that of one process"
+    if skipped := evidence.not_compared():
+        return Check("skipped", skipped)
+    if cause := _explain_order(evidence):
+        return cause_check(evidence, compared, cause)
+    for _, traces in _traces(evidence):
+        for step, marks in evidence.reference.samples.items():
+            if [mark for trace in traces for mark in trace.samples.get(step, [])] != marks:
+                return cause_check(evidence, compared, causes.OTHER_ORDER, first_step=step)
+    return Check("same", compared)
+
+
+ORDER = TableRow(name="order", answer=_order, explain=_explain_order)
+
+
+# --- weights and gradients
+
+
+def _explain_weights(evidence: Evidence) -> Cause | None:
+    first = evidence.reference.weights.get(0, {})
+    for start, traces in _traces(evidence):
+        began = traces[0].weights.get(0, {})
+        for name, values in first.items():
+            if not np.array_equal(values, began.get(name, values)):
+                where = {"rank": f"rank 0 of {start.world_size}", "first": "one process"}
+                return causes.INITIAL_WEIGHTS.of(parameter=name, **where)
+    return None
+
+
+PROCESSES = TableRow(
+    name="processes",
+    answer=lambda evidence: cause_check(
+        evidence, "weights before the first step", _explain_weights(evidence)
+    ),
+    explain=_explain_weights,
+)
+
+
+def _gradients(evidence: Evidence) -> Check:
+    compared, found = "the optimizer's, on all ranks those of rank 0", TrainingDifference()
+    if skipped := evidence.not_compared():
+        return Check("skipped", skipped)
+    for _, traces in _traces(evidence):
+        first, *others = (
+            Trace(losses=dict.fromkeys(trace.gradients, 0.0), gradients=trace.gradients)
+            for trace in traces
+        )
+        found = worst([found, *(difference(first, one, evidence.exact) for one in others)])
+    where = {"first_step": found.first_step, "first_parameter": found.first_parameter}
+    cause = None
+    if found.largest > evidence.exact:
+        never = not any(_passes(evidence, start) for start in evidence.several)
+        cause = causes.NOT_ADDED_UP.of(
+            step=found.first_step,
+            parameter=found.first_parameter,
+            backward="run.backward was never called" if never else "What it steps is not named",
+        )
+    return cause_check(evidence, compared, cause, found.largest, **where)
+
+
+def _explain_settings(evidence: Evidence) -> Cause | None:
+    """Return the first number in the optimizer's groups that depends on the ranks."""
+    (_, first), *others = evidence.found_on_ranks(GROUPS, dict[int, list[dict[str, float]]])
+    for step, groups in first.items():
+        for rank, found in others:
+            for mine, its in zip(groups, found.get(step, []), strict=False):
+                for name, value in mine.items():
+                    if its.get(name, value) != value:
+                        how = {"name": name, "one": value, "other": its[name], "rank": rank}
+                        return causes.OPTIMIZER_SETTINGS.of(step=step, **how)
+    return None
+
+
+def _explain_gradients(evidence: Evidence) -> Cause | None:
+    if (check := _gradients(evidence)).cause.name:
+        return check.cause
+    if cause := _explain_settings(evidence):
+        return cause
+    never = not any(_passes(evidence, start) for start in evidence.several)
+    compared = (evidence.compare(traces[0]) for _, traces in _traces(evidence))
+    apart = any(found.largest > evidence.exact for found in compared)
+    return causes.RANKS_AVERAGED if never and apart else None
+
+
+GRADIENTS = TableRow(name="gradients", answer=_gradients, explain=_explain_gradients)
+
+
+# --- the loss
+
+
+def _passes(evidence: Evidence, start: Start, step: int = 1) -> list[list[Pass]]:
+    """Return the backward passes of a step on each rank of a start, in order."""
+    found = [report.found.get(PASSES, []) for report in evidence.reports.get(start.place, ())]
+    return [
+        [*ranks] for ranks in zip(*([p for p in f if p.step == step] for f in found), strict=False)
+    ]
+
+
+def _steps_apart(evidence: Evidence, start: Start) -> list[int]:
+    """Return the steps of which passes are comparable: weights are equal before them."""
+    trace = evidence.trace(start.place, MAIN)
+    found = evidence.compare(trace) if trace else TrainingDifference()
+    later = found.first_step
+    return [1, later] if later and later > 1 and found.what != "weight" else [1]
+
+
+def _explain_loss(evidence: Evidence) -> Cause | None:
+    """Find the weights by which the shares' losses and gradients make those of the whole batch.
+
+    All are taken at equal weights. A mean over samples, or over terms that were named, has the
+    weights that `run.backward` gives; a mean over something else has others; what is made over the
+    batch has none.
+    """
+    one = evidence.starts[0]
+    rounding = max(1e-7, evidence.exact)
+    for start in reversed(evidence.several):  # the shares of many ranks are uneven more often
+        both = [
+            pair
+            for step in _steps_apart(evidence, start)
+            for pair in zip(
+                _passes(evidence, one, step), _passes(evidence, start, step), strict=False
+            )
+        ]
+        for (whole,), parts in both:
+            shares = [part for part in parts if part.terms]
+            columns = np.stack([np.append(p.gradient, p.loss) for p in shares], axis=1)
+            target = np.append(whole.gradient, whole.loss)
+            terms = np.array([part.terms for part in shares])
+            usual = terms / terms.sum()
+            comparable = (
+                len(columns) == len(target) and np.isfinite(np.append(columns, target)).all()
+            )
+            if not comparable or _apart(columns @ usual, target) <= rounding:
+                continue
+            weights = np.linalg.lstsq(columns, target, rcond=None)[0]
+            return _by_weights(weights, usual, _apart(columns @ weights, target), rounding)
+    return None
+
+
+def _apart(one: Any, other: Any) -> float:
+    return float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-12))
+
+
+def _by_weights(weights: Any, usual: Any, left: float, rounding: float) -> Cause:
+    exactly, factors = 100 * rounding, weights / usual
+    if left > exactly:
+        return OF_BATCH
+    if np.abs(factors - len(usual)).max() < exactly and np.ptp(usual) > 0:
+        return causes.BY_NUM_RANKS.of(factor=factors[0])
+    if np.abs(weights - 1).max() < exactly:
+        return A_SUM
+    pairs = zip(weights, usual, strict=True)
+    shares = listed([f"{own:.3f} in place of {share:.3f}" for own, share in pairs], 4)
+    cause = NOT_A_MEAN if abs(weights.sum() - 1) < 0.01 else causes.SCALED
+    return cause.of(shares=shares)
+
+
+def _loss(evidence: Evidence) -> Check:
+    samples = "the ranks have other samples" if _explain_order(evidence) else ""
+    if skipped := evidence.not_compared() or samples:
+        return Check("skipped", skipped)
+    return cause_check(evidence, "of a batch, and of its shares", _explain_loss(evidence))
+
+
+LOSS = TableRow(name="loss", answer=_loss, explain=_explain_loss)
+
+
+# --- what differs by itself, and validation
+
+
+def _state(evidence: Evidence) -> Check:
+    if not (names := evidence.found("state", set[str])):
+        return Check("same", "the steps draw nothing from Python or NumPy")
+    cause = causes.OTHER_GENERATORS.of(names=" and ".join(sorted(names)))
+    return left_free_check(evidence, "state", "draws as they are", cause)
+
+
+STATE = TableRow(name="state", answer=_state)
+
+
+def _evaluation(evidence: Evidence) -> Check:
+    one = evidence.reference.evaluations
+    if not one:
+        return Check("skipped", "nothing was validated in these steps")
+    if skipped := evidence.not_compared():
+        return Check("skipped", skipped)
+    apart = []
+    for _, traces in _traces(evidence):
+        other = traces[0].evaluations
+        for step in sorted(one.keys() & other):
+            largest, what = evaluations_apart(one[step], other[step])
+            apart.append(TrainingDifference(largest, first_step=step, what=what))
+    compared = f"means of {', '.join(next(iter(one.values())))}"
+    cause = None
+    if draws := evidence.found("evaluation", dict[str, str]):
+        lines = ", ".join(sorted({line for line in draws.values() if line})[:3])
+        cause = causes.DRAWN_IN_VALIDATION.of(lines=f" ({lines})" if lines else "")
+    return measured(compared, worst(apart), evidence.tolerance_of(MAIN), cause)
+
+
+EVALUATION = TableRow(name="evaluation", answer=_evaluation)
+
+
+def _one_writer(evidence: Evidence) -> Check | list[Check]:
+    check = ONE_WRITER.answer(evidence)
+    # A loop prints its epochs, and the run sends what other ranks print to their logs.
+    printed = isinstance(check, Check) and check.status == "note"
+    return Check("same", "what ranks write") if printed else check
+
+
+LOOP_ROWS: Sequence[TableRow] = (
+    *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
+    *(_in_loop(trainings.BATCHNORM), _in_loop(trainings.DROPOUT), _in_loop(STATE)),
+    *(ORDER, PROCESSES, GRADIENTS, LOSS, EVALUATION),
+    replace(ONE_WRITER, answer=_one_writer),
+)
+"""Explanations are tried in this order: other samples explain other gradients, and so on."""

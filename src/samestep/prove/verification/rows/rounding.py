@@ -1,0 +1,130 @@
+"""The row about a recipe's own optimizer: what it computes in, and what it makes of a rounding."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.base.trees import tree_leaves
+from samestep.core.training.optimizer import optimizer_of
+from samestep.prove.verification import causes
+from samestep.prove.verification.evidence import OPTIMIZER_TIMES, Check, Evidence, TableRow
+from samestep.prove.verification.recipe_under_test import RecipeUnderTest
+from samestep.prove.verification.short_trainings import NUDGED_GRADIENT, OPTIMIZER_ROW, ShortTraining
+
+_OF_RANKS = 8
+"""Roundings of float64 by which the gradients of ranks differ from those of one process."""
+
+
+class Arithmetic(NamedTuple):
+    """What an optimizer's step computes in."""
+
+    wide: bool
+    """Whether it computes in float64 also where its code asks for a narrower type."""
+    kind: str
+    """The narrowest type that it computes in."""
+    unit: float
+    """One rounding in that type, relative."""
+
+    def hold(self, tested: RecipeUnderTest, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer compute in float64 throughout, if it can and that is compared."""
+        if self.wide:
+            step = tested.exactly(optimizer.step)
+
+            @functools.wraps(step)
+            def exact(_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                return step(*args, **kwargs)
+
+            # A method of it, as PyTorch's schedulers need.
+            vars(optimizer).update({"step": MethodType(exact, optimizer)})
+
+    def nudge(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let each step take gradients that are off by a rounding."""
+        generator = torch.Generator().manual_seed(0)
+        size = _off(self)
+
+        def move(*_: Any) -> None:
+            for gradient in (p.grad for group in optimizer.param_groups for p in group["params"]):
+                if gradient is not None and gradient.layout == torch.strided:
+                    signs = torch.randint(0, 2, gradient.shape, generator=generator) * 2 - 1
+                    gradient.mul_(1 + size * signs.to(gradient))
+
+        optimizer.register_step_pre_hook(move)
+
+
+class _Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note the types of the numbers that operations take and return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves([args, kwargs, result]):
+            if isinstance(leaf, Tensor) and leaf.numel() > 1:  # a single one counts steps
+                self.found.add(leaf.dtype)
+        return result
+
+
+def _off(arithmetic: Arithmetic) -> float:
+    """Return by how much gradients may be off: by what ranks round, and what the optimizer does."""
+    return max(arithmetic.unit, _OF_RANKS * _unit(torch.float64))
+
+
+def _unit(kind: torch.dtype) -> float:
+    """Return one rounding of a type, relative; 0 of a type that holds no rounded numbers."""
+    if kind.is_floating_point:
+        return torch.finfo(kind).eps / 2
+    return 2.0**-8 if kind in (torch.int8, torch.uint8) else 0.0  # as quantised state is
+
+
+def _look(tested: RecipeUnderTest) -> Arithmetic | None:
+    """Take a few steps with a recipe's own optimizer, in float64 throughout if it can."""
+    if tested.recipe.optimizer is None:
+        return None
+    for wide in (True, False):
+        with contextlib.suppress(Exception):  # the short trainings say how it fails
+            kind = max(_kinds_of(tested, wide=wide), key=_unit)
+            return Arithmetic(wide, str(kind).removeprefix("torch."), _unit(kind))
+    return None
+
+
+def _kinds_of(tested: RecipeUnderTest, *, wide: bool) -> set[torch.dtype]:
+    model, block, settings = tested.build(), tested.batch(), tested.settings
+    optimizer = optimizer_of(tested.recipe, model, settings, settings.lr, tested.world.device)
+    step: Callable[..., Any] = tested.exactly(optimizer.step) if wide else optimizer.step
+    kinds = _Kinds()
+    for _ in range(2):
+        model.zero_grad()
+        tested.free_loss(model, block, tested.placed_loss).backward()  # type: ignore[no-untyped-call]
+        with kinds:
+            step()
+    return kinds.found
+
+
+def _answer(evidence: Evidence) -> Iterator[Check]:
+    arithmetic, allowed = evidence.found(OPTIMIZER_ROW, Arithmetic), evidence.by_optimizer()
+    if arithmetic is None or allowed <= evidence.exact:
+        return
+    moved = allowed / OPTIMIZER_TIMES
+    cause = causes.OPTIMIZER_ROUNDS.of(
+        kind=arithmetic.kind, unit=_off(arithmetic), moved=moved, allowed=allowed
+    )
+    yield Check("note", "gradients off by one rounding: the measure", moved, allowed, cause)
+
+
+OPTIMIZER = TableRow(
+    name=OPTIMIZER_ROW,
+    look=_look,
+    training=ShortTraining(name=NUDGED_GRADIENT, nudges_gradient=True),
+    answer=lambda evidence: [*_answer(evidence)],
+    with_virtual_ranks=False,
+)

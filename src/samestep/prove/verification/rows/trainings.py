@@ -1,0 +1,226 @@
+"""The rows that compare short trainings: several ranks, precision, micro-steps, resuming, draws."""
+
+from dataclasses import replace
+
+from samestep.base.errors import listed
+from samestep.base.words import count
+from samestep.core.training.side_effects import batch_norms
+from samestep.prove.verification import causes
+from samestep.prove.verification.evidence import (
+    Check,
+    Evidence,
+    TableRow,
+    failed_start,
+    left_free_check,
+    measured,
+    training_check,
+)
+from samestep.prove.verification.rows.model import influence_of
+from samestep.prove.verification.rows.state import state_of
+from samestep.prove.verification.short_trainings import (
+    MAIN,
+    NUDGED,
+    OWN_PRECISION,
+    ShortTraining,
+    Start,
+    left_free,
+)
+from samestep.prove.verification.trace import (
+    Trace,
+    TrainingDifference,
+    difference,
+    evaluations_apart,
+    worst,
+)
+
+_LONGEST = 160
+
+
+def _one_process(evidence: Evidence) -> Check:
+    size = evidence.facts.size
+    if not evidence.trace(0, MAIN) or evidence.died(0):
+        compared = f"{size.steps} steps of {count(size.global_batch, 'sample')}"
+        return failed_start(evidence, compared, 0)
+    losses = evidence.reference.losses
+    return Check("same", f"{size.steps} steps: loss {losses[1]:.4g} to {losses[size.steps]:.4g}")
+
+
+ONE_PROCESS = TableRow(name="one process", answer=_one_process)
+
+
+def _ranks_of(evidence: Evidence, start: Start) -> Check:
+    """Compare one number of ranks with one process, and its ranks' weights with each other."""
+    size, virtual = evidence.facts.size, evidence.facts.virtual_ranks
+    smallest, larger = divmod(virtual or size.global_batch, start.world_size)
+    shares = [smallest + (rank < larger) for rank in range(start.world_size)]
+    parts = " + ".join(map(str, shares)) if larger else f"{start.world_size} × {smallest}"
+    # The weights of ranks are compared with each other even where only losses decide.
+    what = "losses, ranks' weights" if evidence.losses_only() else "loss, gradients, weights"
+    compared = f"{parts} virtual ranks" if virtual else f"{what}: {parts}"
+    trace = evidence.trace(start.place, MAIN)
+    if trace is None or evidence.died(start.place):
+        return failed_start(evidence, compared, start.place)
+    last = size.steps
+    first, *others = (
+        Trace(losses={last: 0.0}, weights={last: trace.weights[last]}, bits=trace.bits)
+        for trace in evidence.traces[start.place, MAIN]
+    )
+    between = (difference(first, other, evidence.exact) for other in others)
+    found = worst([evidence.compare(trace), *between])
+    return measured(compared, found, evidence.tolerance_of(MAIN))
+
+
+SEVERAL_RANKS = TableRow(
+    name="ranks",
+    answer=lambda evidence: [
+        replace(_ranks_of(evidence, start), name=f"{start.world_size} ranks")
+        for start in evidence.several
+    ],
+    training=ShortTraining(name=MAIN, saves=True, evaluates=True),
+)
+
+
+ROUNDING = TableRow(
+    name="rounding",
+    # How far one rounding of the weights moves the losses: the tolerance of all rows.
+    answer=lambda evidence: [
+        Check("same", "losses, weights off by one rounding: the measure", moved, evidence.exact)
+        for moved in (evidence.nudged(),)
+        if moved is not None
+    ],
+    training=ShortTraining(name=NUDGED, nudged=True),
+)
+
+
+def _precision(evidence: Evidence) -> list[Check]:
+    one = evidence.trace(0, OWN_PRECISION)
+    compared = evidence.compare_starts(OWN_PRECISION, reference=one)
+    found = {start: how for start, how in compared.items() if one and start.world_size > 1}
+    trained = one is not None and not evidence.failures(training=OWN_PRECISION)
+    if evidence.chosen == evidence.facts.exact or (trained and not found):
+        return []
+    check = training_check(evidence, OWN_PRECISION, "losses", found)
+    return [replace(check, name=evidence.chosen)]
+
+
+PRECISION = TableRow(
+    name=OWN_PRECISION,
+    answer=_precision,
+    thorough=True,
+    training=ShortTraining(name=OWN_PRECISION, own_precision=True),
+)
+_HALVES = ShortTraining(name="accumulated", halves=True, short=True)
+
+
+def _accumulation(evidence: Evidence) -> Check:
+    name = _HALVES.name
+    one = evidence.trace(0, name)
+    if evidence.bits and one is None and not evidence.failures(training=name):
+        return Check("skipped", "a virtual rank has too few samples")
+    if evidence.bits:
+        # BatchNorm and dropout depend on micro-steps, so the reference takes them, too.
+        found = evidence.compare_starts(name, reference=one)
+        return training_check(evidence, name, "2 micro-steps each", found)
+    check = training_check(evidence, name, "2 micro-steps per step")
+    influence, trained = influence_of(evidence), evidence.compare_starts(MAIN).values()
+    moved = [*influence.moved, *state_of(evidence).hidden.counted]
+    apart = any(found.largest > evidence.tolerance_of(MAIN) for found in trained)
+    if check.passed or check.failure or apart or influence.depends or not moved:
+        return check
+    # Everything else agrees.
+    return replace(check, cause=causes.MOVED_BUFFER.of(names=", ".join(moved[:3])))
+
+
+ACCUMULATION = TableRow(name="accumulation", answer=_accumulation, thorough=True, training=_HALVES)
+_RESUMED = ShortTraining(name="resumed", resumes=True)
+
+
+def _stop_and_resume(evidence: Evidence) -> Check:
+    compared, closing = f"after step {evidence.facts.size.stop}", evidence.starts[-1].place
+    if evidence.died(closing):
+        return failed_start(evidence, compared, closing)
+    found = evidence.compare_starts(_RESUMED.name)
+    pairs = [f"{evidence.starts[s.place - 1].world_size}→{s.world_size}" for s in found]
+    sizes = f"rank{'s' if evidence.several else ''} {', '.join(pairs)}"
+    return training_check(evidence, _RESUMED.name, compared, found, sizes)
+
+
+STOP_AND_RESUME = TableRow(
+    name="stop and resume", answer=_stop_and_resume, thorough=True, training=_RESUMED
+)
+_SHARDED = ShortTraining(name="fsdp", evaluates=True, sharded=True)
+
+
+def _fsdp(evidence: Evidence) -> Check:
+    if evidence.facts.allows_unused:
+        return Check("skipped", "it cannot train steps that leave parameters unused")
+    failures = evidence.failures(training=_SHARDED.name)
+    if failures and failures[0].mistake:  # refused before the first step
+        return Check("skipped", f"it cannot: {failures[0].message}"[:_LONGEST])
+    if why := evidence.not_compared():
+        return Check("skipped", why)
+    return training_check(evidence, _SHARDED.name, "model shared out")
+
+
+FSDP = TableRow(
+    name=_SHARDED.name, answer=_fsdp, thorough=True, training=_SHARDED, with_virtual_ranks=False
+)
+_IN_LIGHTNING = ShortTraining(name="lightning", evaluates=True, lightning=True)
+
+
+def _lightning(evidence: Evidence) -> Check:
+    name = _IN_LIGHTNING.name
+    if not evidence.facts.lightning:
+        return Check("skipped", "not installed, or the recipe needs samestep's loop")
+    one_process = evidence.failures(training=name, place=0)
+    if one_process:  # it cannot train this at all, which says nothing of the training
+        return Check("skipped", f"its Trainer cannot: {one_process[0].message}"[:_LONGEST])
+    found, one = evidence.compare_starts(name), evidence.reference.evaluations
+    for start, compared in found.items():
+        other = evidence.traces[start.place, name][0].evaluations
+        apart = [evaluations_apart(one[step], other[step]) for step in sorted(one.keys() & other)]
+        found[start] = worst([compared, *(TrainingDifference(d, what=what) for d, what in apart)])
+    return training_check(evidence, name, "its Trainer", found)
+
+
+LIGHTNING = TableRow(
+    name=_IN_LIGHTNING.name,
+    answer=_lightning,
+    thorough=True,
+    training=_IN_LIGHTNING,
+    with_virtual_ranks=False,
+)
+
+
+def _batchnorm(evidence: Evidence) -> Check:
+    if not (names := evidence.found(BATCHNORM.name, list[str])):
+        return Check("same", "the model has none")
+    cause = causes.BATCHNORM.of(layers=listed(names, 1))
+    compared = f"{len(names)} layers as they are" if len(names) > 1 else "1 layer as it is"
+    return left_free_check(evidence, "batchnorm", compared, cause)
+
+
+BATCHNORM = TableRow(
+    name="BatchNorm",
+    look=lambda tested: list(batch_norms(tested.free_step.model)),
+    training=left_free("batchnorm"),
+    answer=_batchnorm,
+    with_virtual_ranks=False,
+)
+
+
+def _dropout(evidence: Evidence) -> Check:
+    if not (draws := evidence.found(DROPOUT.name, dict[str, str])):
+        return Check("same", "the model draws nothing from torch")
+    lines = sorted({line for line in draws.values() if line})
+    cause = causes.DROPOUT.of(lines=f" ({', '.join(lines[:3])})" if lines else "")
+    return left_free_check(evidence, "dropout", "draws as they are", cause)
+
+
+DROPOUT = TableRow(
+    name="dropout",
+    look=lambda tested: tested.free_step.seen.draws,  # operation of torch → the user's line
+    training=left_free("dropout"),
+    answer=_dropout,
+    with_virtual_ranks=False,
+)

@@ -1,0 +1,342 @@
+"""What one rank keeps of one short training, the engine that keeps it, and how far two differ."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from samestep.core.data.blocks import Batch
+from samestep.core.data.source import Source
+from samestep.base.trees import tree_leaves
+from samestep.launch.ranks.mesh import whole
+from samestep.base.run.records import Record
+from samestep.core.session.training_run import Engine, Task, engine_named
+from samestep.base.settings import Precision
+from samestep.core.training.learner import Learner
+from samestep.core.training.loop import evaluate_now, evaluate_work, rehearse
+from samestep.core.training.meter import Meter, epoch_record
+from samestep.core.training.work import close_epoch, epoch_is_full
+from samestep.prove.verification.short_trainings import ShortTraining
+
+Values = NDArray[np.float64]
+"""A tensor's norm, followed by all or some of its values: see `values_of`."""
+_MOST_VALUES = 1024
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """The steps of one rank in one short training. Steps count from 1."""
+
+    training: str = ""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Mean over the global batch; on rank 0 only."""
+    norms: dict[int, float] = field(default_factory=dict)
+    """Of the gradient, before clipping."""
+    gradients: dict[int, dict[str, Values]] = field(default_factory=dict)
+    weights: dict[int, dict[str, Values]] = field(default_factory=dict)
+    """After each step; with Lightning only after the last."""
+    bits: dict[int, dict[str, str]] = field(default_factory=dict)
+    """With virtual ranks: step → gradient, parameter or buffer → a hash of all its bits."""
+    samples: dict[int, list[str]] = field(default_factory=dict)
+    """A hash of each sample of this rank, in order."""
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step → loss and metrics over all samples; 0 is before training."""
+    epochs: dict[int, dict[str, float]] = field(default_factory=dict)
+    """With virtual ranks: last step of an epoch → loss and metrics over the training samples."""
+    evaluated: list[str] = field(default_factory=list)
+    """A hash of each sample that this rank evaluated before training."""
+    begun: int = 0
+    """The step that was begun last; 0 before the first."""
+
+    def keep(self, record: Record) -> None:
+        """Keep the numbers of one of the run's records."""
+        if record["event"] == "step":
+            self.losses[record["step"]] = record["loss"]
+            if record.get("grad_norm") is not None:
+                self.norms[record["step"]] = record["grad_norm"]
+        elif record["event"] == "epoch":
+            metrics = record.get("metrics", {})
+            self.epochs[record["step"]] = {"loss": record["loss"], **metrics}
+        elif record["event"] == "evaluation":
+            self.evaluations[record["step"]] = _numbers(record)
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    words = ("event", "split", "epoch", "step", "samples", "seconds")
+    return {k: v for k, v in record.items() if k not in words and isinstance(v, float)}
+
+
+def sample_hashes(*trees: Any) -> list[str]:
+    """Hash each sample of inputs and targets, tensors (batch, …) or trees of them."""
+    every = [leaf for tree in trees for leaf in tree_leaves(tree)]
+    leaves = [x.detach().cpu().contiguous() for x in every if isinstance(x, Tensor) and x.dim()]
+    return [hash_of(*(leaf[row] for leaf in leaves)) for row in range(len(leaves[0]))]
+
+
+def hash_of(*trees: Any) -> str:
+    """Hash any trees of tensors and other values as one."""
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in (leaf for tree in trees for leaf in tree_leaves(tree)):
+        if isinstance(leaf, Tensor):
+            values = dense(leaf.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(repr(tuple(leaf.shape)).encode() + values.numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a sparse tensor as a dense one, and any other as it is."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def values_of(tensor: Tensor) -> Values:
+    """Return a tensor's norm, followed by its values, or evenly spaced ones of a large tensor."""
+    flat = dense(tensor.detach()).reshape(-1)
+    dtype = None if flat.device.type == "mps" else torch.float64  # Apple GPUs have no float64
+    norm = torch.linalg.vector_norm(flat, dtype=dtype)
+    if len(flat) > _MOST_VALUES:
+        flat = flat[torch.linspace(0, len(flat) - 1, _MOST_VALUES).long().to(flat.device)]
+    found: Values = torch.cat([norm.reshape(1).cpu().double(), flat.cpu().double()]).numpy()
+    return found
+
+
+def values_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Values]:
+    """Return the values of those tensors that have any, and can have rounding.
+
+    All ranks call it: those of a sharded tensor are put together.
+    """
+    kept = ((name, whole(t)) for name, t in named if t is not None)
+    return {name: values_of(t) for name, t in kept if t.is_floating_point() and t.numel()}
+
+
+def _weights_of(model: nn.Module) -> dict[str, Values]:
+    return values_by_name([*model.named_parameters(), *model.named_buffers()])
+
+
+def recording(
+    training: ShortTraining, stop: int, trace: Trace, prepare: Callable[[Learner], None]
+) -> Engine:
+    """Return an engine that fills a trace; Lightning's own steps are not looked into.
+
+    A short training ends with step `stop`, the only one to save a checkpoint. `prepare` gets what
+    is trained before anything is computed.
+    """
+    inner = engine_named("lightning" if training.lightning else "native")
+
+    def drive(task: Task) -> None:
+        work, state = task.work, task.state
+        prepare(work.learner)
+        if training.lightning:
+            inner.drive(replace(task, write=lambda *_: None))
+        else:
+            if training.evaluates:
+                source = work.validation if work.validation is not None else work.train
+                collates = task.request.recipe.collate is not None
+                observed = _ObservedSource(source, trace, collates=collates)
+                trace.evaluations[0] = _numbers(evaluate_work(work, observed))
+            _record_steps(task, trace, training, stop)
+        trace.weights[state.position.step] = _weights_of(work.learner.model)
+
+    return Engine(wrap=inner.wrap, drive=drive, holds_norms=True)
+
+
+def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) -> None:
+    work, state = task.work, task.state
+    meter, model, virtual = Meter(work, state), work.learner.model, work.settings.virtual_ranks
+    every = work.settings.eval_every_steps
+    trace.begun = state.position.step + 1
+    for taken in rehearse(work, state):
+        step, block = state.position.step, taken.block
+        if block is not None and block.weight:
+            # A collated batch names its samples by their index in the data.
+            trees = (block.inputs,) if block.parts else (block.inputs, block.targets)
+            trace.samples[step] = sample_hashes(*trees)
+        # A frozen parameter may keep a gradient of its pretraining.
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        gradients = [(name, p.grad) for name, p in trained]
+        trace.gradients[step], trace.weights[step] = values_by_name(gradients), _weights_of(model)
+        if virtual:
+            named = [(f"gradient {name}", gradient) for name, gradient in gradients]
+            named += [(f"weight {name}", p) for name, p in model.named_parameters()]
+            named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
+            trace.bits[step] = {name: hash_of(t) for name, t in named if t is not None}
+        for record in meter.count(taken):
+            task.session.emit(record)
+        ends_epoch = epoch_is_full(work, state)
+        if virtual and ends_epoch:
+            meter.settle()
+            task.session.emit(epoch_record(work, state))
+        # As in a run: as the settings say, after an epoch, at the end.
+        due = ends_epoch or step == work.plan.total_steps or (every and step % every == 0)
+        if work.validation is not None and due:
+            task.session.emit(evaluate_now(work, state, work.validation)[0])
+        if step == stop and training.saves:
+            meter.settle()
+            if epoch_is_full(work, state):
+                close_epoch(work, state)
+            task.control.save(None)
+        if step == stop and training.short:
+            break
+        trace.begun = step + 1
+    state.stop_reason = "enough is known"
+
+
+class _ObservedSource:
+    """A source that notes in a trace which samples are evaluated."""
+
+    def __init__(self, source: Source, trace: Trace, *, collates: bool) -> None:
+        self._source, self._trace, self._collates = source, trace, collates
+
+    def evaluation(self, batch_size: int) -> Iterator[Batch]:
+        for batch in self._source.evaluation(batch_size):
+            if self._collates:
+                self._trace.evaluated += map(str, range(batch.first, batch.first + batch.samples))
+            else:
+                self._trace.evaluated += sample_hashes(batch.inputs, batch.targets)
+            yield batch
+
+    def peek(self, samples: int) -> Batch:
+        return self._source.peek(samples)
+
+
+# Relative differences that rounding may cause in a few steps. Measured on the built-in recipes:
+# 3e-16 to 1e-14 in float64, 2e-7 to 5e-4 of the loss in fp32. Gradients differ more in fp32: in a
+# flat image many units lie within rounding of ReLU's kink, and change sides together.
+ROUNDING: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
+
+LEAST: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+"""The smallest tolerance of a loss, even if a rounding of the weights moves it less."""
+
+_LAST_BIT = 2.0**-52
+"""Reported for a difference in bits of which the values were not kept."""
+
+
+@dataclass(frozen=True)
+class TrainingDifference:
+    """How two trainings differ."""
+
+    largest: float = 0.0
+    """Relative, over everything compared; infinite where only one of them has a value."""
+    first_step: int | None = None
+    """The first step with a difference beyond the tolerance."""
+    first_parameter: str | None = None
+    """The first parameter, in the model's order, beyond the tolerance in that step."""
+    what: str = ""
+    """What differs in that step: the loss, the gradient norm, a gradient, a weight."""
+    allowed: float | None = None
+    """The tolerance of what differs before the first update, if anything does beyond it."""
+
+
+def worst(differences: Iterable[TrainingDifference]) -> TrainingDifference:
+    """Return the largest of some differences; one that is there before any update counts most."""
+    key = lambda d: (d.allowed is not None, d.largest)  # noqa: E731
+    return max(differences, key=key, default=TrainingDifference())
+
+
+def difference(
+    one: Trace,
+    other: Trace,
+    tolerance: float,
+    *,
+    losses_only: bool = False,
+    before_updates: float | None = None,
+) -> TrainingDifference:
+    """Compare two trainings step by step, over the steps that the second one took.
+
+    Losses and norms are relative to the larger of both; each gradient or weight to the largest
+    entry of all, as one that is zero but for rounding has no scale of its own. The first parameter
+    beyond the tolerance is named also where only losses decide. `before_updates` is a tolerance of
+    its own for what no update has touched: the loss and the gradients of step 1.
+    """
+    largest, first = 0.0, TrainingDifference()
+    strict = tolerance if before_updates is None else before_updates
+
+    def limit(step: int, what: str) -> float:
+        return strict if step == 1 and what != "weight" else tolerance
+
+    for step in sorted(other.losses):
+        found = _in_step(one, other, step)
+        decisive = found[:1] if losses_only else found
+        largest = max(largest, *(size for _, _, size in decisive))
+        if first.first_step is None and any(size > limit(step, what) for what, _, size in decisive):
+            beyond = [(what, name) for what, name, size in found if size > limit(step, what)]
+            named = next((name for _, name in beyond if name), None)
+            what = beyond[0][0]
+            allowed = strict if limit(step, what) < tolerance else None
+            first = TrainingDifference(
+                first_step=step, first_parameter=named, what=what, allowed=allowed
+            )
+    return replace(first, largest=largest)
+
+
+def _in_step(one: Trace, other: Trace, step: int) -> list[tuple[str, str, float]]:
+    """Return what differs, in which parameter, and how much: the loss first."""
+    found = [("loss", "", relative(one.losses.get(step, math.nan), other.losses[step]))]
+    if step in one.norms and step in other.norms:
+        found.append(("gradient norm", "", relative(one.norms[step], other.norms[step])))
+    found += _tensors("gradient", one.gradients.get(step), other.gradients.get(step))
+    found += _tensors("weight", one.weights.get(step), other.weights.get(step))
+    if step in other.bits:
+        for name, bits in one.bits.get(step, {}).items():
+            if bits != other.bits[step].get(name):
+                what, _, parameter = name.partition(" ")
+                found.append((what, parameter, _LAST_BIT))
+    epoch = other.epochs.get(step, {})
+    for name, value in one.epochs.get(step, {}).items():
+        found.append((f"{name} of the epoch", "", relative(value, epoch.get(name, math.nan))))
+    return found
+
+
+def _tensors(
+    what: str, one: Mapping[str, Values] | None, other: Mapping[str, Values] | None
+) -> list[tuple[str, str, float]]:
+    if one is None or other is None:
+        return []  # Lightning's steps are not looked into
+    largest = max((float(np.abs(v[1:]).max()) for v in one.values()), default=0.0)
+    norm = math.hypot(*(float(v[0]) for v in one.values()))
+    return [(what, n, _apart(one.get(n), other.get(n), norm, largest)) for n in {**one, **other}]
+
+
+def _apart(one: Values | None, other: Values | None, norm: float, largest: float) -> float:
+    """Compare two tensors' norms and values, relative to those of all tensors."""
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf
+    differs = (one != other) & ~(np.isnan(one) & np.isnan(other))
+    if not differs.any():
+        return 0.0
+    scale = np.full_like(one, largest or 1.0)
+    scale[0] = norm or 1.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = float((np.abs(one - other) / scale)[differs].max())
+    return found if math.isfinite(found) else math.inf
+
+
+def relative(one: float, other: float) -> float:
+    """Return the difference of two numbers relative to the larger; infinite if one is."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    # Below 1e-12 both are zero but for rounding, and have no scale of their own.
+    return abs(one - other) / max(abs(one), abs(other), 1e-12)
+
+
+def largest_apart(one: Tensor, other: Tensor) -> float:
+    """Return how far apart two tensors of one shape are, relative to the first's largest entry."""
+    if not (one.is_floating_point() and one.numel()):
+        return 0.0
+    one, other = dense(one).double(), dense(other).double()
+    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-12))
+
+
+def evaluations_apart(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[float, str]:
+    """Return the largest relative difference of two evaluations, and the name of that value."""
+    found = [(relative(one[name], other.get(name, math.nan)), name) for name in one]
+    return max(found, default=(0.0, ""))

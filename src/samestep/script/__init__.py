@@ -1,1 +1,0 @@
-"""Any training script, run unchanged: its steps found by its calls into PyTorch."""

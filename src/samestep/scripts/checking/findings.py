@@ -1,0 +1,161 @@
+"""A rule, what it finds, and what it could not see.
+
+A rule is a function of `Seen` that yields `Found` and `NotSeen`. It judges by what the ranks did
+in this run, never by the text of the source.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from samestep.scripts.checking.events import Seen
+
+Severity = Literal["error", "warning", "advice"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rule found: where in the user's code, and the numbers that were seen."""
+
+    where: str
+    """`file.py:41`; empty if no line of the script is to blame."""
+    evidence: str
+    remedy: str = ""
+    """What to change; lines that begin with `- ` and `+ ` are a small diff."""
+    severity: Severity | None = None
+    """If other than the rule's own."""
+    comes_from: Mapping[str, str] = field(default_factory=dict)
+    """Where the cause may be, if not at `where`: what is made there → `file.py:12`."""
+
+
+@dataclass(frozen=True)
+class NotSeen:
+    """Why a rule could not tell: no evaluation within the steps, only one epoch."""
+
+    why: str
+
+
+Judge = Callable[[Seen], Iterator[Found | NotSeen]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A kind of mistake."""
+
+    code: str
+    severity: Severity
+    title: str
+    why: str
+    """Why it matters, in one sentence."""
+    judge: Judge
+    least_ranks: int = 2
+    """On fewer ranks it cannot show, nor in a script that knows nothing of ranks."""
+    residual: bool = False
+    """Whether it speaks only where no other rule explains the step: codes SS1xx to SS3xx."""
+
+
+RULES: dict[str, Rule] = {}
+"""By code; the modules of `rules/` fill it as they are imported."""
+
+
+def rule(
+    code: str,
+    severity: Severity,
+    title: str,
+    why: str,
+    *,
+    least_ranks: int = 2,
+    residual: bool = False,
+) -> Callable[[Judge], Judge]:
+    """Register a rule."""
+
+    def register(judge: Judge) -> Judge:
+        RULES[code] = Rule(code, severity, title, why, judge, least_ranks, residual)
+        return judge
+
+    return register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """A line that a mistake may come from, other than the one where it shows."""
+
+    file: str
+    line: int
+    what: str
+    """What is made there: the optimizer, the loader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """A mistake in a script, as it is reported."""
+
+    code: str
+    severity: Severity
+    file: str
+    line: int
+    title: str
+    evidence: str
+    why: str
+    remedy: str
+    related: tuple[Origin, ...] = ()
+
+
+def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
+    """Return what all rules find, the gravest first, and what could not be seen."""
+    findings: dict[tuple[str, str], Mistake] = {}
+    not_seen: dict[str, None] = {}
+    for code, one in sorted(RULES.items()):
+        if (1 if seen.is_of_one_process else seen.world_size) < one.least_ranks:
+            continue
+        for said in one.judge(seen):
+            if isinstance(said, NotSeen):
+                not_seen[f"{code} {one.title}: {said.why}"] = None
+                continue
+            origins = ((what, at) for what, at in said.comes_from.items() if at != said.where)
+            finding = Mistake(
+                code=code,
+                severity=said.severity or one.severity,
+                **_place(said.where),
+                title=one.title,
+                evidence=said.evidence,
+                why=one.why,
+                remedy=said.remedy,
+                related=tuple(Origin(**_place(at), what=what) for what, at in origins if at),
+            )
+            # One line may do the same for several loaders, models or files: the first tells it.
+            findings.setdefault((code, said.where or said.evidence), finding)
+    grave = ("error", "warning", "advice")
+    explained = any(
+        f.code < "SS4" and f.severity != "advice"
+        for f in findings.values()
+        if not RULES[f.code].residual
+    )
+    kept = [f for f in findings.values() if not (explained and RULES[f.code].residual)]
+    return sorted(kept, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
+
+
+def _place(where: str) -> dict[str, Any]:
+    """Return the file and line of `file.py:41`."""
+    file, _, line = where.rpartition(":")
+    return {"file": file, "line": int(line) if line.isdecimal() else 0}
+
+
+_SILENCED = re.compile(r"#\s*samestep:\s*ignore\[([^\]]*)\]")
+
+
+def without_silenced(findings: Iterable[Mistake], folder: Path) -> list[Mistake]:
+    """Leave out what `# samestep: ignore[SS104]` silences: on the line, or by itself above it."""
+    kept = []
+    for finding in findings:
+        try:
+            lines = (folder / finding.file).read_text().splitlines()[: finding.line][-2:]
+        except (OSError, ValueError):
+            lines = []
+        above = [line for line in lines[:-1] if line.lstrip().startswith("#")]
+        comments = _SILENCED.findall("\n".join([*above, *lines[-1:]]))
+        if finding.code not in re.findall(r"\w+", " ".join(comments)):
+            kept.append(finding)
+    return kept

@@ -1,0 +1,166 @@
+"""Begin to watch a process: a rank that `check` started, or one that the script starts itself.
+
+In a rank, a script that starts ranks itself (by `torch.multiprocessing` or `multiprocessing`) would
+start ranks of ranks. Once that is noticed, `check` starts the script again as a single process, and
+each process notes its events under its process id until it joins a group and has a rank.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing.spawn
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils.data._utils.worker import _worker_loop
+
+from samestep.scripts.checking.events import Job, read_job
+from samestep.scripts.checking.guard import guarding
+from samestep.scripts.checking.ranks_of_script import SPAWNS
+from samestep.scripts.checking.recorder import Recorder
+from samestep.scripts.checking.scratch import Scratch
+from samestep.scripts.checking.substitute import frameworks_adapted, substituting
+from samestep.scripts.checking.watch import data, evaluation, files, life, model, parity, step
+from samestep.base.patches import Patch, patched
+from samestep.scripts.hooks import Hooks
+from samestep.scripts.running import Done
+from samestep.base.phases import Phases
+
+_WATCHERS = (data, model, step, evaluation, files, life, parity)
+_watching = contextlib.ExitStack()
+"""Never left: what the script does as Python exits is watched too."""
+
+
+def watch(job: Job, rank: int) -> Recorder:
+    """Note from here on what this process does."""
+    _die_with_parent()
+    hooks = Hooks(Phases(), several=False)
+    scratch = Scratch(Path(job.place), Path(job.scratch.removeprefix(f"{job.place}/root")))
+    recorder = Recorder(job, rank, hooks, scratch)
+    signal.signal(signal.SIGTERM, _end)
+    _watching.enter_context(guarding(scratch, job.began))
+    _watching.enter_context(substituting(recorder))
+    _watching.enter_context(frameworks_adapted(job))
+    _watching.enter_context(hooks.installed())
+    hooks.on_step = recorder.pulse.step
+    for watcher in _WATCHERS:
+        _watching.enter_context(watcher.watching(recorder))
+    own = _OwnRanks(recorder)
+    started = sys.modules["torch.multiprocessing.spawn"]  # its own name is that of a function
+    patches: list[Patch] = [
+        *((place, "init_process_group", own.around_init) for place in (dist, distributed_c10d)),
+        *((p, "start_processes", own.around_processes) for p in (started, torch.multiprocessing)),
+        # torch's own SIGINT is ignored by whatever a shell has put into the background.
+        (started, "_prctl_pr_set_pdeathsig", lambda original, _signum: original(signal.SIGKILL)),
+        (BaseProcess, "start", own.around_start),
+        (BaseProcess, "run", own.around_run),
+        (multiprocessing.spawn, "get_preparation_data", own.around_preparation),
+    ]
+    if job.alone and not job.substitute:  # how many ranks it starts
+        patches.append((torch.cuda, "device_count", lambda _original: job.nproc))
+    _watching.enter_context(patched(*patches))
+    return recorder
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this rank when its parent is killed: `check`, or the script (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def note_end(recorder: Recorder, code: int, text: str) -> None:
+    """Note how a rank has ended."""
+    for at_end in [] if code else recorder.at_end:
+        at_end(recorder.world_size)
+    recorder.note("end", where="", code=code, text=text)
+    recorder.pulse.ended(code)
+
+
+def _end(_signum: int, _frame: FrameType | None) -> None:
+    raise Done
+
+
+class _OwnRanks:
+    """What one process knows of the ranks that its script starts, and whether it is one."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self._job = recorder, recorder.job
+        self._process = os.getpid()
+        self._starts_worker = False
+
+    def around_processes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """End a rank that starts ranks."""
+        if not self._job.alone:
+            self._end_with_ranks()
+        return original(*args, **kwargs)
+
+    def around_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Learn which rank this is; a child of a rank is none."""
+        if not self._job.alone and (self.recorder.rank < 0 or os.getpid() != self._process):
+            self._end_with_ranks()
+        joined = original(*args, **kwargs)
+        if self.recorder.rank < 0:
+            self.recorder.become(dist.get_rank(), dist.get_world_size())
+        return joined
+
+    def around_start(self, original: Callable[..., Any], process: Any) -> Any:
+        """Tell a loader's worker from what may be a rank."""
+        self._starts_worker = process._target is _worker_loop  # noqa: SLF001 - it has no other mark
+        return original(process)
+
+    def around_preparation(self, original: Callable[..., Any], name: str) -> dict[str, Any]:
+        """Let a new Python be watched before it imports the script."""
+        watched = {} if self._starts_worker else {"samestep": _Watched(self._job.folder)}
+        prepared: dict[str, Any] = original(name)
+        return watched | prepared
+
+    def around_run(self, original: Callable[..., Any], process: Any) -> None:
+        """Note how a child ends."""
+        if process._target is _worker_loop:  # noqa: SLF001 - it has no other mark
+            original(process)
+            return
+        if os.getpid() != self._process:  # a fork: it has all that the parent is watched by
+            self.recorder.quiet += 1
+            self.recorder.hooks.on_step = lambda _step: None
+            self.recorder, self._process = watch(self._job, -os.getpid()), os.getpid()
+        code, text = 0, ""
+        try:
+            original(process)
+        except Done:
+            return
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            raise
+        except BaseException:
+            code, text = 1, traceback.format_exc()
+            raise
+        finally:
+            if not isinstance(sys.exc_info()[1], Done):
+                note_end(self.recorder, code, text)
+
+    def _end_with_ranks(self) -> None:
+        (Path(self._job.folder) / SPAWNS).touch()
+        raise Done
+
+
+class _Watched:
+    """Begins to watch a process where it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _watch_child, (f"{self._folder}/job.json",)
+
+
+def _watch_child(job_path: str) -> None:
+    watch(read_job(Path(job_path)), -os.getpid())

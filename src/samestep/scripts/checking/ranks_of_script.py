@@ -1,0 +1,228 @@
+"""Start the ranks of a script that is checked, and wait for them: the part without PyTorch."""
+
+import contextlib
+import getpass
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from samestep.scripts.checking.events import RankSeen, read_events
+from samestep.scripts.checking.scratch import Scratch
+from samestep.launch.stall.judge import StallVerdict, find_stall, judge, patience
+from samestep.launch.stall.pulse import RAISED, RankPulse, read_pulses
+from samestep.launch.stall.stacks import look
+
+_LOOK_EVERY_S = 0.05
+_POLITE_S = 3.0
+FIRST_STEP_WITHIN_S = 120.0
+_LOOK_FOR_STALLS_EVERY_S, _DOUBTFUL_S = 0.5, 3.0
+_STEP = re.compile(rb'"step":[1-9]')
+_LAUNCHERS = re.compile(
+    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
+    "|TORCHELASTIC_|OMPI_|M?PI_|PMI|SLURM_"
+)
+"""What a launcher around `check` itself left; the ranks have their own."""
+SPAWNS = "spawns"
+"""A file that a rank makes when its script turns out to start ranks itself."""
+
+
+class RankProcess(Protocol):
+    """One rank's process, as of `subprocess`."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+
+
+Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[RankProcess]]
+"""Starts a process for each mapping of variables on the job at a path, in a folder."""
+
+
+def rank_variables(nproc: int, *, one_per_node: bool = False) -> list[dict[str, str]]:
+    """Return the variables that torchrun gives to each rank, of one node or of one each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": "1" if one_per_node else str(nproc),
+        "GROUP_WORLD_SIZE": str(nproc) if one_per_node else "1",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    places = [(0, rank) if one_per_node else (rank, 0) for rank in range(nproc)]
+    return [
+        {
+            **shared,
+            "RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(node),
+        }
+        for rank, (local_rank, node) in enumerate(places)
+    ]
+
+
+def script_variables(scratch: Scratch) -> dict[str, str]:
+    """Return what every process of a script gets: no GPU, no tracker's server, a scratch folder."""
+    real = tempfile.gettempdir()
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "WANDB_MODE": "offline",
+        "COMET_MODE": "offline",
+        "COMET_OFFLINE_DIRECTORY": ".cometml-runs",
+        "NEPTUNE_MODE": "offline",
+        "CLEARML_OFFLINE_MODE": "1",
+        "MLFLOW_TRACKING_URI": "file:./mlruns",
+        "AIM_REPO": ".",
+        "SWANLAB_MODE": "offline",
+        "TRACKIO_SPACE_ID": "",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DISABLE_TELEMETRY": "1",
+        "GIT_OPTIONAL_LOCKS": "0",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TMPDIR": scratch.temporary,
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", f"{real}/torchinductor_{getpass.getuser()}"
+        ),
+    }
+
+
+def start_processes(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[RankProcess]:
+    """Start each rank as a Python of its own."""
+    inherited = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
+    return [start_rank(job, rank, inherited | own, cwd) for rank, own in enumerate(variables)]
+
+
+def start_rank(job: Path, rank: int, variables: dict[str, str], cwd: Path) -> RankProcess:
+    """Start one rank with only these variables."""
+    with (job.parent / f"output-{rank}.txt").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "samestep.scripts.checking.rank", str(job)],
+            cwd=cwd,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait(
+    processes: Sequence[RankProcess],
+    folder: Path,
+    seconds: float,
+    stall_s: float | None,
+    *,
+    looks: bool = True,
+) -> tuple[list[int | None], StallVerdict | None]:
+    """Wait until all ranks have ended or stalled, or long enough.
+
+    Returns the exit codes of those that have ended, and why the others have stalled. Without
+    `looks` nothing is asked of the processes of other ranks, which may be on other nodes.
+    """
+    until = time.monotonic() + FIRST_STEP_WITHIN_S
+    look_at = 0.0
+    stall = None
+    stepped = failed = False
+    while any(process.poll() is None for process in processes):
+        time.sleep(_LOOK_EVERY_S)
+        now = time.monotonic()
+        if not stepped and _has_stepped(folder):
+            stepped, until = True, now + seconds
+        if not failed and any(process.poll() for process in processes):
+            failed, until = True, min(until, now + _POLITE_S)  # others may wait for it in vain
+        if looks and now > look_at and not failed:
+            look_at = now + _LOOK_FOR_STALLS_EVERY_S
+            pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
+            stall = _stalled(folder, pulses, stall_s)
+            if pulses and now - max(pulse.moved for pulse in pulses) > _DOUBTFUL_S:
+                until = max(until, look_at)  # is it a stall? That takes longer to tell.
+        if now > until or stall is not None or (folder / SPAWNS).exists():
+            break
+    codes = [process.poll() for process in processes]
+    return codes, _failed_together(folder, codes) if looks and any(codes) else stall
+
+
+def _failed_together(folder: Path, codes: Sequence[int | None]) -> StallVerdict | None:
+    """Return which ranks' calls did not meet, if a rank has failed in a call that waits for others.
+
+    Where one library waits for ever, another may find a message of a wrong size, and raise or
+    abort. A rank that fails elsewhere fails by itself, and takes the others with it.
+    """
+    aborted = [rank for rank, code in enumerate(codes) if code == -signal.SIGABRT]
+    pulses = [
+        pulse.raised() if pulse.rank in aborted else pulse
+        for pulse in read_pulses(folder)
+        if pulse.rank >= 0
+    ]
+    raised = {pulse.rank for pulse in pulses if pulse.calls and pulse.calls[-1].state == RAISED}
+    if any(pulse.code and pulse.rank not in raised for pulse in pulses):
+        return None
+    verdict = judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+    return None if verdict is None or verdict.cause == "unknown" else verdict
+
+
+def _stalled(
+    folder: Path, pulses: Sequence[RankPulse], stall_s: float | None
+) -> StallVerdict | None:
+    times = [seconds for pulse in pulses for seconds in pulse.step_times]
+    if not pulses or find_stall(pulses, stall_s or patience(times)) is None:
+        return None
+    stands = look(folder, pulses)
+    # Ranks that all compute are slow, and none waits for another.
+    return None if all(stand.doing == "computes" for stand in stands) else judge(stands)
+
+
+def end(processes: Sequence[RankProcess], *, politely: bool = True) -> None:
+    """End the ranks that still run, and all that they started."""
+    for signum in (signal.SIGTERM, signal.SIGKILL) if politely else (signal.SIGKILL,):
+        until = time.monotonic() + _POLITE_S
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
+        while time.monotonic() < until and any(p.poll() is None for p in processes):
+            time.sleep(_LOOK_EVERY_S)
+
+
+def ranks_seen(folder: Path, codes: Sequence[int | None]) -> list[RankSeen]:
+    """Return what each rank was seen to do; a script's own ranks tell their exit codes."""
+    own = list(range(len(codes)))
+    if len(codes) == 1:
+        numbers = [int(path.stem.removeprefix("events-")) for path in folder.glob("events-*")]
+        own = sorted(number for number in numbers if number >= 0) or numbers or [0]
+    found = []
+    for place, rank in enumerate(own):
+        events = read_events(folder, rank)
+        last = next((event for event in events if event.kind == "end"), None)
+        code = codes[place] if len(codes) == len(own) else None if last is None else last["code"]
+        found.append(RankSeen(rank=max(rank, 0), events=events, exit_code=code))
+    return found
+
+
+def _has_stepped(folder: Path) -> bool:
+    return any(_STEP.search(_tail(path)) for path in folder.glob("events-*"))
+
+
+def _tail(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            return file.read()
+    except FileNotFoundError:  # renamed: the process has just learnt which rank it is
+        return b""

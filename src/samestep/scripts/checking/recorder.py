@@ -1,0 +1,144 @@
+"""Note what this rank does: the kind of event, the user's line, the step, and a few facts."""
+
+import functools
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+import samestep
+from samestep.scripts.checking.events import Event, Job, encode, events_path
+from samestep.scripts.checking.scratch import Scratch
+from samestep.base.errors import is_users, raised_at, users_frame
+from samestep.scripts.hooks import Hooks
+from samestep.launch.stall.pulse import Pulse
+
+_OWN = str(Path(samestep.__file__).parent) + os.sep
+_VALUES_OF_A_ROW = 1024
+_real_path = functools.cache(os.path.realpath)
+
+
+class Recorder:
+    """One rank's notes. The modules of `watch/` call `note`; the rules read the file afterwards."""
+
+    def __init__(self, job: Job, rank: int, hooks: Hooks, scratch: Scratch) -> None:
+        self.job, self.hooks, self._scratch = job, hooks, scratch
+        self.rank, self.world_size = rank, 1
+        self._folder = Path(job.folder)
+        path = events_path(self._folder, rank)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.pulse = Pulse(self._folder, rank)
+        self._noted: set[tuple[str, ...]] = set()
+        self._began = time.perf_counter()
+        self.quiet = 0  # above 0 while a watcher itself calls PyTorch
+        self.is_cut = False  # whether an epoch ended earlier than its data
+        self.at_end: list[Callable[[int], None]] = []
+        """Called with the world size when the script has ended."""
+
+    def note(self, kind: str, /, *, where: str | None = None, **facts: Any) -> None:
+        """Append an event; without `where`, at the innermost line of the user's code."""
+        if self.quiet:
+            return
+        self.pulse.alive()
+        event = Event(
+            kind=kind,
+            where=self.where() if where is None else where,
+            step=self.hooks.steps,
+            epoch=self.hooks.epochs,
+            evaluating=self.hooks.evaluating,
+            time=time.perf_counter() - self._began,
+            facts=facts,
+        )
+        os.write(self._file, encode(event))
+
+    def once(self, kind: str, /, **facts: Any) -> None:
+        """Append an event of a line of the user's, if it is new."""
+        where = self.where()
+        key = (kind, where, *map(str, facts.values()))
+        if where and key not in self._noted:
+            self._noted.add(key)
+            self.note(kind, where=where, **facts)
+
+    def become(self, rank: int, world_size: int) -> None:
+        """Note from here on as a rank, with what was noted before."""
+        events_path(self._folder, self.rank).rename(events_path(self._folder, rank))
+        self.pulse.become(self._folder, rank)
+        self.rank, self.world_size = rank, world_size
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Note nothing of what a watcher itself does inside, and build no graph of it."""
+        self.quiet += 1
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.quiet -= 1
+
+    def where(self) -> str:
+        """Return the innermost line of the user's code, `file.py:41`."""
+        frame = users_frame(sys._getframe(1))  # noqa: SLF001 - a stack inspected at each call
+        return "" if frame is None else f"{self.name(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+    def where_of(self, code: CodeType) -> str:
+        """Return the line at which a function of the user's code begins; empty for others'."""
+        name = code.co_filename
+        return f"{self.name(name)}:{code.co_firstlineno}" if is_users(name) else ""
+
+    def is_direct(self, *packages: str) -> bool:
+        """Whether the user's code itself makes this call, perhaps through these packages."""
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
+        while frame is not None:
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            if not frame.f_code.co_filename.startswith(_OWN) and package not in packages:
+                return is_users(frame.f_code.co_filename)
+            frame = frame.f_back
+        return False
+
+    def raised_at(self, error: BaseException) -> str:
+        """Return the innermost line of the user's code that an exception has passed."""
+        file, _, line = raised_at(error).removeprefix(" at ").rpartition(":")
+        return f"{self.name(file)}:{line}" if file else ""
+
+    def name(self, path: str) -> str:
+        """Return a file's path as its user knows it: in the project, relative to that."""
+        return self._scratch.real(_real_path(path)).removeprefix(self._scratch.home + os.sep)
+
+
+def checksum(tensor: Tensor) -> int | None:
+    """Return a number that tells a tensor's bits from others'; of a sharded one, of its own part.
+
+    None for a tensor that has no plain memory: sparse, on the meta device. A plain sum would not
+    do: updates that cancel, as of a bias of two classes, leave it as it was.
+    """
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    lazy = is_lazy(tensor) or tensor.layout != torch.strided or tensor.device.type == "meta"
+    if lazy or not tensor.numel():
+        return None
+    return zlib.crc32(_bytes(tensor.detach()))
+
+
+def row_hashes(tensor: Tensor, most: int = 64) -> list[int]:
+    """Return a number for each of a batch's first rows, to tell samples apart by their content."""
+    if tensor.ndim == 0 or tensor.layout != torch.strided or not tensor.numel():
+        return []
+    rows = tensor.detach()[:most].flatten(1) if tensor.ndim > 1 else tensor.detach()[:most, None]
+    rows = rows[:, :: 1 + rows.shape[1] // _VALUES_OF_A_ROW]
+    whole = _bytes(rows)
+    size = len(whole) // len(rows)
+    return [zlib.crc32(whole[at : at + size]) for at in range(0, len(whole), size)]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

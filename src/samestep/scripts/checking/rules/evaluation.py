@@ -1,0 +1,547 @@
+"""Rules about evaluation: whose samples a number is of, who takes part, in which mode."""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from samestep.scripts.checking.events import Event, RankSeen, Seen
+from samestep.scripts.checking.findings import Found, NotSeen, rule
+
+_JOINING = ("all_reduce", "reduce", "all_gather", "gather", "all_to_all", "reduce_scatter")
+_IN_A_ROW = 2
+_LEFT_ON = 3  # training steps
+_EXACT = 1e-5
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """What one rank did from its first forward pass without training to its next with it."""
+
+    step: int
+    forwards: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    """All that came from the first forward pass on."""
+
+    @property
+    def samples(self) -> int:
+        """Return how many samples were evaluated."""
+        return sum(event.get("n") or 0 for event in self.forwards)
+
+    def until_joined(self) -> list[Event]:
+        """Return the events before the first collective that could join numbers."""
+        for number, event in enumerate(self.events):
+            if event.kind == "collective" and str(event["kind"]).startswith(_JOINING):
+                # What a library counts, to end an epoch on all ranks, is noted right after it.
+                reduced = next(iter(self.events[number + 1 : number + 2]), None)
+                if reduced is None or reduced.kind != "reduced" or reduced["metric"]:
+                    return self.events[:number]
+        return self.events
+
+
+@rule(
+    "SS401",
+    "error",
+    "a metric of one rank's shard is shown as the whole",
+    "The number depends on which samples lie on the rank that reports it.",
+)
+def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a number that is shown after an evaluation of shards that nothing joined."""
+    if (alone := _alone_on_a_shard(seen)) is not None:
+        yield alone
+        return
+    if not any(_evaluations(seen, rank) for rank in seen.ranks):
+        yield NotSeen("no evaluation was seen")
+    for parts in _pairs(seen):
+        joined = any(part.until_joined() is not part.events for part in parts)
+        if joined or not _are_shards(seen, parts):
+            continue
+        read = [_last_read(part) for part in parts]
+        told = [
+            [e for e in part.events if e.kind == "report" and not e["labelled"]] for part in parts
+        ]
+        if not any(read):
+            continue
+        shown = next((events[-1] for events in told if events), None)
+        if shown is None and any(e.kind == "report" for part in parts for e in part.events):
+            continue  # each with its rank next to it
+        event = shown or next(event for event in read if event is not None)
+        verb = "shown" if shown is not None else "read"
+        yield Found(
+            event.where,
+            f"after step {parts[0].step} {_counted(parts)}; no collective joined anything before "
+            f"a number was {verb} here"
+            + (f": {', '.join(shown['numbers'])}" if shown is not None else ""),
+            "All-reduce the sum and the count on every rank, then divide once.",
+            None if shown is not None else "advice",
+        )
+        return
+
+
+@rule(
+    "SS402",
+    "warning",
+    "a mean of the ranks' means over unequal counts",
+    "Samples of the smaller shard count for more, so the number changes with the number of ranks.",
+)
+def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a reduced number that becomes the plain mean over ranks with unequal counts."""
+    yield from _divides_counts(seen)
+    for parts in _pairs(seen):
+        reduced = [list(_with_samples(part)) for part in parts]
+        # A count that is reduced too is what the sum is then divided by.
+        known = {float(count) for events in reduced for _, count in events}
+        if any(v in known for events in reduced for e, _ in events for v in e["values"]):
+            continue
+        columns = (
+            ([event for event, _ in events], [count for _, count in events], column)
+            for events in zip(*reduced, strict=False)
+            for column in zip(*(event["values"] for event, _ in events), strict=False)
+        )
+        for events, counts, values in columns:
+            mean = sum(values) / len(values)
+            plain = all(value.is_integer() for value in values)  # counts of right answers
+            if plain or len(set(values)) == 1 or len(set(counts)) == 1:
+                continue
+            if events[0]["op"] == "AVG" or _is_told(mean, parts):
+                numbers = " and ".join(f"{value:.4g}" for value in values)
+                samples = " and ".join(map(str, counts))
+                whole = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
+                yield Found(
+                    events[0].where,
+                    f"{numbers} of {samples} samples became {mean:.4g}, where all samples "
+                    f"together have {whole:.4g}",
+                    "Reduce the sum and the count on every rank, then divide once.",
+                )
+                return
+
+
+def _divides_counts(seen: Seen) -> Iterator[Found]:
+    """Yield a mean that was read, whose count was cut to a whole number of samples per rank."""
+    read = [event["value"] for event in seen.ranks[0].of("item")]
+    for sums, counts in pairwise(seen.together("reduced")):
+        values = [value for event in sums for value in event["values"]]
+        numbers = [number for event in counts for number in event["values"]]
+        total, ranks = sum(numbers), seen.world_size
+        if len(values) != ranks or len(numbers) != ranks or not total % ranks or total < ranks:
+            continue
+        if all(map(float.is_integer, values)) or not all(map(float.is_integer, numbers)):
+            continue
+        right, wrong = sum(values) / total, sum(values) / ranks / (total // ranks)
+        near = [any(abs(one - x) <= _EXACT * abs(x) for one in read) for x in (wrong, right)]
+        if near == [True, False]:
+            yield Found(
+                sums[0].where,
+                f"the mean over {total:g} samples was read as {wrong:.5g}, where it is "
+                f"{right:.5g}: the count became {total:g} / {ranks} = {total // ranks:g} per rank, "
+                "a whole number",
+                "Reduce the sum and the count, as `torchmetrics.MeanMetric` does, or give all "
+                "ranks equally many samples.",
+            )
+            return
+
+
+def _with_samples(part: _Evaluation) -> Iterator[tuple[Event, int]]:
+    """Yield what a rank reduced, and how many samples of the same set it had evaluated by then.
+
+    A forward pass after a reduction begins another set.
+    """
+    samples, begins = 0, True
+    for event in part.events:
+        if event.kind == "forward":
+            samples = (0 if begins else samples) + (event.get("n") or 0)
+            begins = False
+        elif event.kind == "reduced":
+            begins = True
+            yield event, samples
+
+
+@rule(
+    "SS403",
+    "error",
+    "only one rank evaluates through the wrapped model",
+    "The wrapper's forward pass is a collective: it waits for ranks that never come, or meets "
+    "another call of theirs.",
+)
+def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for evaluation through a wrapper that communicates, on some of the ranks."""
+    inside: list[list[Event]] = []
+    for rank in seen.ranks:
+        parts = [event for part in _evaluations(seen, rank) for event in part.forwards]
+        inside.append([event for event in parts if event["wrapped"]])
+    alone = next((n for n, events in enumerate(inside) if events), None)
+    if alone is None:
+        return
+    event = inside[alone][0]
+    others = [
+        rank.rank
+        for rank, events in zip(seen.ranks, inside, strict=True)
+        if not events and _went_on(rank, event.step)
+    ]
+    wait = _waits_for(seen.ranks[alone], event)
+    if others and wait:
+        names = ", ".join(map(str, others))
+        yield Found(
+            event.where,
+            f"after step {event.step} rank {alone} calls the wrapped {event['model']}, which "
+            f"{wait}; rank {names} does not evaluate",
+            "Evaluate on every rank, or call `model.module(...)` under `torch.no_grad()` here.",
+        )
+
+
+@rule(
+    "SS404",
+    "error",
+    "the best checkpoint is chosen by one rank's number",
+    "Which weights are kept depends on the samples of one rank.",
+)
+def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a save as the best, by its name, that nothing was joined before."""
+    for parts in _pairs(seen):
+        if not _are_shards(seen, parts):
+            continue
+        for number, part in enumerate(parts):
+            before = part.until_joined()
+            saves = (e for e in before if e.kind == "save" and "best" in str(e["path"]).lower())
+            saved = next(saves, None)
+            if saved is None or not any(event.kind == "item" for event in before):
+                continue
+            yield Found(
+                saved.where,
+                f"after step {part.step} {_counted(parts)}; rank {number} saved {saved['path']} "
+                f"with no collective since",
+                "All-reduce the metric first, so that every rank decides by the same number.",
+            )
+            return
+
+
+@rule(
+    "SS405",
+    "error",
+    "the ranks evaluate different weights",
+    "The number is of several models, and what is saved of one of them is not what was evaluated.",
+)
+def evaluates_other_weights(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare what the ranks evaluate, where the weights that they train are equal."""
+    trained = list(seen.together("weights"))
+    if not trained or any(e["parameters"] != one[0]["parameters"] for one in trained for e in one):
+        return
+    each: list[dict[Hashable, Event]] = []
+    for rank in seen.ranks:
+        times: Counter[Hashable] = Counter()
+        each.append({})
+        for event, foreign in _with_loader(seen, rank, "inference"):
+            key = (event.step, event["model"], event["shapes"])
+            times[key] += 1
+            each[-1] |= {(*key, times[key]): event} if foreign else {}
+    keys = [key for key in each[0] if all(key in own for own in each)]
+    apart = [[own[key] for own in each] for key in keys]
+    apart = [events for events in apart if len({event["weights"] for event in events}) > 1]
+    if len({events[0].step for events in apart}) >= _IN_A_ROW:
+        event = apart[0][0]
+        yield Found(
+            event.where,
+            f"after step {event.step} the ranks evaluate {event['model']} with different weights, "
+            f"and so in {len(apart)} evaluations; those that they train are equal",
+            "Change what is evaluated (an average of weights?) on every rank in the same steps.",
+        )
+
+
+@rule(
+    "SS706",
+    "error",
+    "evaluation mode is left on in training",
+    "Dropout is off and batch statistics are frozen from the first evaluation on.",
+    least_ranks=1,
+)
+def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for training steps in evaluation mode of a model whose layers depend on it."""
+    for rank in seen.ranks:
+        for forwards in _training_forwards(rank).values():
+            off: list[Event] = []
+            for event in reversed(forwards):
+                if event["training"]:
+                    break
+                off.insert(0, event)
+            steps = {event.step for event in off}
+            on, layers = off[0]["modal"] if off else (0, 0)
+            if len(steps) < _LEFT_ON or on or not layers:
+                continue
+            never = len(off) == len(forwards)
+            yield Found(
+                off[0].where,
+                f"{len(steps)} training steps of {off[0]['model']} from step {off[0].step + 1} on "
+                f"ran in evaluation mode, with {layers} layers of dropout or batch norm"
+                + ("" if never else "; the steps before did not"),
+                "Call `model.train()` at the start of each epoch, after every evaluation.",
+                # Some fine-tune so on purpose.
+                "advice" if never else None,
+            )
+            return
+
+
+@rule(
+    "SS707",
+    "error",
+    "training mode in evaluation",
+    "Dropout is on, and batch norm uses and learns the statistics of the evaluated batches.",
+    least_ranks=1,
+)
+def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for forward passes without gradients on other data, with layers in training mode."""
+    for event in seen.ranks[0].of("dropped"):
+        name = event["function"]
+        remedy = f"`F.{name}(…, training=self.training)` drops nothing in evaluation mode."
+        if name == "scaled_dot_product_attention":
+            remedy = "Give it `dropout_p=self.p if self.training else 0.0`."
+        yield Found(
+            event.where,
+            f"after step {event.step} `{name}` dropped values (p={event['p']:g}) of a model in "
+            "evaluation mode, without gradients",
+            remedy,
+        )
+    yield from _teachers(seen.ranks[0])
+    for rank in seen.ranks:
+        row: list[Event] = []
+        for event, foreign in _with_loader(seen, rank):
+            wrong = foreign and not event["grad"] and event["training"] and event["modal"][0]
+            row = [*row, event] if wrong else []
+            if len(row) >= _IN_A_ROW:
+                on, layers = row[0]["modal"]
+                yield Found(
+                    row[0].where,
+                    f"after step {row[0].step} {row[0]['model']} ran without gradients on another "
+                    f"loader's batches, with {on} of {layers} layers of dropout or batch norm in "
+                    f"training mode",
+                    "Call `model.eval()` before the evaluation and `model.train()` after it.",
+                )
+                return
+
+
+def _teachers(rank: RankSeen) -> Iterator[Found]:
+    """Yield models that never change, and are called in training mode between the steps."""
+    trained = {event["model_id"] for event in rank.of("model")}
+    by_model: dict[int, list[Event]] = {}
+    for event in rank.of("inference"):
+        by_model.setdefault(event["model_id"], []).append(event)
+    for number, events in by_model.items():
+        unsteady = [e for e in events if e["training"] and (e["dropped"] or e["learnt"])]
+        if number in trained or len(unsteady) < _LEFT_ON or len({e["weights"] for e in events}) > 1:
+            continue
+        does = "drops values" if unsteady[0]["dropped"] else "learns the statistics of its batches"
+        yield Found(
+            unsteady[0].where,
+            f"{unsteady[0]['model']}, whose weights never change, {does}: it is in training mode "
+            f"in {len(unsteady)} of {len(events)} steps looked at",
+            "Call its `eval()` once it is built or loaded, and where `train()` of a model with it "
+            "inside undoes that.",
+            "warning",
+        )
+
+
+@rule(
+    "SS709",
+    "advice",
+    "evaluation computes gradients",
+    "It keeps the activations of every batch, and takes memory and time for nothing.",
+    least_ranks=1,
+)
+def evaluates_with_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for forward passes in evaluation mode whose graph no backward pass uses."""
+    for rank in seen.ranks:
+        foreign = {id(event) for event, other in _with_loader(seen, rank) if other}
+        for part in _evaluations(seen, rank):
+            kept = [e for e in part.forwards if e["grad"] and id(e) in foreign]
+            if len(kept) >= _IN_A_ROW:
+                yield Found(
+                    kept[0].where,
+                    f"{len(kept)} forward passes of {kept[0]['model']} after step {part.step} "
+                    f"recorded a graph, and no backward pass followed",
+                    "Evaluate under `with torch.no_grad():`.",
+                )
+                return
+
+
+def _evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:
+    """Return a rank's evaluations."""
+    found: list[_Evaluation] = []
+    now: _Evaluation | None = None
+    others = {id(event) for event, foreign in _with_loader(seen, rank) if foreign}
+    for event in rank.events:
+        if event.kind == "forward":
+            aside = not event["grad"] and id(event) in others
+            if event["training"] and not aside:
+                now = None
+            else:
+                if now is None:
+                    now = _Evaluation(event.step)
+                    found.append(now)
+                now.forwards.append(event)
+        elif event.kind in ("backward", "step"):
+            # What came just before was not an evaluation but a step in evaluation mode.
+            while now is not None and now.forwards and now.forwards[-1]["grad"]:
+                now.forwards.pop()
+            now = None
+        if now is not None:
+            now.events.append(event)
+    return [part for part in found if part.forwards]
+
+
+def _pairs(seen: Seen) -> Iterator[tuple[_Evaluation, ...]]:
+    """Yield the evaluations in which all ranks took part."""
+    each = [_evaluations(seen, rank) for rank in seen.ranks]
+    if len({len(parts) for parts in each}) == 1 or not seen.complete:
+        yield from zip(*each, strict=False)
+
+
+def _with_loader(seen: Seen, rank: RankSeen, kind: str = "forward") -> Iterator[tuple[Event, bool]]:
+    """Yield each forward pass, and whether its batch is of samples that no rank trains on."""
+    trained: dict[int, set[int]] = {}  # indices, by data set
+    own: set[int] = set()
+    for one in seen.ranks:
+        loaders = {loader for loader, _ in _with_latest(one, "backward") if loader is not None}
+        own = loaders if one is rank else own
+        data = _data_of(one)
+        for event in one.of("order"):
+            if event["loader_id"] in loaders:
+                trained.setdefault(data[event["loader_id"]], set()).update(event["indices"])
+    data = _data_of(rank)
+    foreign = {
+        event["loader_id"]
+        for event in rank.of("order")
+        if event["loader_id"] not in own
+        and trained.get(data[event["loader_id"]], set()).isdisjoint(event["indices"])
+    }
+    for loader, event in _with_latest(rank, kind, "backward"):
+        if event.kind == kind:
+            yield event, loader in foreign
+
+
+def _with_latest(rank: RankSeen, *kinds: str) -> Iterator[tuple[int | None, Event]]:
+    """Yield the events of these kinds, each with the loader of the latest batch before it."""
+    loader: int | None = None
+    for event in rank.of("batch", *kinds):
+        if event.kind == "batch":
+            loader = event["loader_id"]
+            continue
+        yield loader, event
+        if event.kind == "backward":
+            loader = None  # not all batches of a long epoch are noted
+
+
+def _data_of(rank: RankSeen) -> dict[int, int]:
+    """Return what tells the data set of each loader from others."""
+    return {event["loader_id"]: event["data"] for event in rank.of("loader")}
+
+
+def _are_shards(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
+    """Whether the ranks evaluated different samples, rather than each of them all."""
+    rows = [{row for event in part.forwards for row in event.get("rows", ())} for part in parts]
+    if not all(rows):
+        return False
+    fewest = min(map(len, rows))
+    overlap = max(len(one & other) for n, one in enumerate(rows) for other in rows[n + 1 :])
+    return 2 * overlap < fewest and not _reads_all(seen, parts)
+
+
+def _reads_all(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
+    """Whether each rank would read the same samples to the end, in an order of its own."""
+    orders = []
+    for rank, part in zip(seen.ranks, parts, strict=True):
+        loader = _loader_of(rank, part.forwards[0])
+        read = [e for e in rank.of("order") if e["loader_id"] == loader and e.get("indices")]
+        orders.append({index for event in read[:1] for index in event["indices"]})
+    return all(orders) and all(order == orders[0] for order in orders)
+
+
+def _alone_on_a_shard(seen: Seen) -> Found | None:
+    """Return what is wrong if only one rank evaluates, with a sampler that leaves samples out."""
+    each = [(rank, parts) for rank in seen.ranks if (parts := _evaluations(seen, rank))]
+    if len(each) != 1 or not seen.complete:
+        return None
+    ((rank, parts),) = each
+    loader = _loader_of(rank, parts[0].forwards[0])
+    order = next((e for e in rank.of("order") if e["loader_id"] == loader), None)
+    made = next((e for e in rank.of("loader") if e["loader_id"] == loader), None)
+    shown = next((e for e in reversed(parts[0].events) if e.kind in ("report", "item")), None)
+    if order is None or made is None or shown is None or not order["distributed"]:
+        return None
+    if order["truncated"] or not made["length"] or order["count"] >= made["length"]:
+        return None
+    return Found(
+        shown.where,
+        f"only rank {rank.rank} evaluates, and its sampler gives it {order['count']} of "
+        f"{made['length']} samples; no rank evaluates the others",
+        "Evaluate with a loader of the whole set there, or on every rank and join the counts.",
+    )
+
+
+def _loader_of(rank: RankSeen, forward: Event) -> int | None:
+    """Return the loader of the batch that a forward pass was called with."""
+    return next(loader for loader, one in _with_latest(rank, "forward") if one is forward)
+
+
+def _counted(parts: Sequence[_Evaluation]) -> str:
+    first, *others = [part.samples for part in parts]
+    more = (f"rank {number} another {count}" for number, count in enumerate(others, 1))
+    return ", ".join([f"rank 0 evaluated {first} samples", *more])
+
+
+def _last_read(part: _Evaluation) -> Event | None:
+    return next((event for event in reversed(part.events) if event.kind == "item"), None)
+
+
+def _is_told(mean: float, parts: Sequence[_Evaluation]) -> bool:
+    """Whether a number was read or shown, as it is or in percent."""
+    for event in (event for part in parts for event in part.events):
+        value = event["value"] if event.kind in ("item", "averaged") else None  # of NaN, too
+        if value is not None and abs(value - mean) <= _EXACT * abs(mean):
+            return True
+        for number in event["numbers"] if event.kind == "report" else ():
+            digits = len(number.partition(".")[2])
+            shown = (mean, 100 * mean)
+            if (
+                digits > 1
+                and "e" not in number
+                and f"{float(number):.{digits}f}" in (f"{one:.{digits}f}" for one in shown)
+            ):
+                return True
+    return False
+
+
+def _went_on(rank: RankSeen, step: int) -> bool:
+    """Whether a rank did something else after this step."""
+    return any(
+        (event.kind in ("collective", "destroy", "end") and event.step == step) or event.step > step
+        for event in rank.events
+    )
+
+
+def _waits_for(rank: RankSeen, event: Event) -> str:
+    """Return what a wrapper's forward pass sends to the other ranks; empty if nothing."""
+    wraps = [wrap for wrap in rank.of("wrap") if wrap["model_id"] == event["model_id"]]
+    if not wraps:
+        return ""
+    if wraps[-1]["wrapper"] == "fsdp":
+        return "gathers its parameters from all ranks"
+    weights = [one for one in rank.of("weights") if one["model_id"] == event["model_id"]]
+    buffers = len(weights[-1]["buffers"]) if weights else 0
+    sends = buffers and wraps[-1].get("broadcast_buffers")
+    return f"broadcasts its {buffers} buffers to all ranks" if sends else ""
+
+
+def _training_forwards(rank: RankSeen) -> dict[int, list[Event]]:
+    """Return, by model, the forward passes that a backward pass followed."""
+    found: dict[int, list[Event]] = {}
+    pending: list[Event] = []
+    for event in rank.of("forward", "backward"):
+        if event.kind == "forward":
+            pending = [*pending, event] if event["grad"] else []
+            continue
+        trains = any(one["training"] for one in pending)
+        for one in pending:
+            # Next to a model in training mode, one in evaluation mode is a teacher or a critic.
+            if one["training"] or not trains:
+                found.setdefault(one["model_id"], []).append(one)
+        pending = []
+    return found

@@ -1,0 +1,275 @@
+"""Rules about files: who writes, saves, loads and downloads what."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from samestep.scripts.checking.events import Event, Seen
+from samestep.scripts.checking.findings import Found, NotSeen, rule
+
+
+def by_line(seen: Seen, kind: str, **facts: Any) -> dict[str, dict[int, list[Event]]]:
+    """Return each rank's events of a kind with these facts, by the user's line."""
+    found: dict[str, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for rank in seen.ranks:
+        for event in rank.of(kind):
+            if event.where and all(event.get(name) == value for name, value in facts.items()):
+                found[event.where][rank.rank].append(event)
+    return found
+
+
+def named(ranks: Any) -> str:
+    """Return some ranks as a sentence has them: rank 1; ranks 0 and 1; ranks 0, 1 and 2."""
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def on_rank_0(seen: Seen, where: str) -> str:
+    """Return the diff that lets only rank 0 execute a line."""
+    line = seen.line(where)
+    if not line or line.count("(") != line.count(")"):
+        return "Let only rank 0 do this: `if dist.get_rank() == 0:`."
+    inner = f"+ if dist.get_rank() == 0:\n+     {line}"
+    return f"- {line}\n{inner}"
+
+
+def turn(seen: Seen, rank: int, event: Event) -> int:
+    """Return how many collectives a rank had called before: ranks that differ took turns."""
+    return sum(e.kind == "collective" and e.time <= event.time for e in seen.ranks[rank].events)
+
+
+def take_turns(seen: Seen, events: dict[int, Event]) -> bool:
+    """Whether each of these ranks acted at a time of its own, kept apart by collectives."""
+    turns = [turn(seen, rank, event) for rank, event in events.items()]
+    return len(set(turns)) == len(turns)
+
+
+@rule(
+    "SS501",
+    "error",
+    "several ranks write one file",
+    "Ranks that write at the same time tear or overwrite each other's file, and it holds whatever "
+    "the last of them wrote.",
+)
+def one_file(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find files that were emptied by several ranks, or that each rank appends to."""
+    told: set[str] = set()
+    for mode, severity in (("w", None), ("a", "advice"), ("rename", "advice")):
+        writers: dict[str, dict[int, Event]] = defaultdict(dict)
+        for rank in seen.ranks:
+            for event in rank.of("write"):
+                if event["mode"] == mode:
+                    writers[event["path"]].setdefault(rank.rank, event)
+        lines: dict[str, list[str]] = defaultdict(list)
+        for path, events in writers.items():
+            if len(events) > 1 and not (mode == "a" and take_turns(seen, events)):
+                lines[next(iter(events.values())).where].append(path)
+        for where, paths in lines.items():
+            if where in told:
+                continue
+            told.add(where)
+            events = writers[paths[0]]
+            others = {event.where for event in events.values()} - {where}
+            does = {"w": "write", "a": "append to", "rename": "replace"}[mode]
+            more = f" and {len(paths) - 1} other files" if len(paths) > 1 else ""
+            also = f"; the other line is {', '.join(sorted(others))}" if others else ""
+            yield Found(
+                where,
+                f"{named(events)} {does} {paths[0]}{more}{also}",
+                on_rank_0(seen, where),
+                severity,  # type: ignore[arg-type]
+            )
+
+
+@rule(
+    "SS502",
+    "warning",
+    "a checkpoint is saved from a rank other than 0",
+    "Only rank 0 is sure to exist at every world size, and the next start looks for its file on "
+    "the node of rank 0.",
+)
+def other_rank_saves(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find lines that save tensors on some ranks, and never on rank 0."""
+    lines = by_line(seen, "save")
+    if not lines:
+        yield NotSeen("nothing was saved with torch.save")
+    if seen.ranks[0].steps < max(rank.steps for rank in seen.ranks):
+        yield NotSeen("rank 0 came to its end before it could save")
+        return
+    for where, ranks in lines.items():
+        tensors = max(event["tensors"] for events in ranks.values() for event in events)
+        paths = [event["path"] for events in ranks.values() for event in events if event["path"]]
+        # What each rank but 0 saves are parts: of a pipeline, of experts.
+        alone = len(ranks) == 1 or len(set(paths)) == 1
+        if 0 not in ranks and tensors and paths and alone:
+            yield Found(
+                where,
+                f"{named(ranks)} saves {tensors} tensors to {paths[0]}; rank 0 saves nothing here",
+                "Let rank 0 save: `if dist.get_rank() == 0:`.",
+            )
+
+
+@rule(
+    "SS503",
+    "advice",
+    "the wrapped state dict is saved",
+    "Every name begins with the wrapper's own `module.` or `_orig_mod.`, so the file loads into "
+    "no model that is not wrapped in the same way.",
+    least_ranks=1,
+)
+def wrapped_names(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find saved state dicts in which all names begin with a wrapper's."""
+    is_wrapped = seen.any("wrap")
+    for where, ranks in by_line(seen, "save").items():
+        saves = (event["wrapped"] for events in ranks.values() for event in events)
+        names: list[str] = next(filter(None, saves), [])
+        # An average of weights also calls its copy `module`: only DDP's own is meant.
+        if names and (is_wrapped or names[0].startswith("_orig_mod.")):
+            line = seen.line(where)
+            inner = "module" if names[0].startswith("module.") else "_orig_mod"
+            remedy = f"Save the model inside: `model.{inner}.state_dict()`."
+            if line.count(".state_dict()") == 1:
+                better = line.replace(".state_dict()", f".{inner}.state_dict()")
+                remedy = f"- {line}\n+ {better}"
+            yield Found(where, f"the names are {', '.join(names[:2])}, …", remedy)
+
+
+@rule(
+    "SS504",
+    "warning",
+    "a checkpoint is loaded without map_location",
+    "Tensors go back to the device from which they were saved: every rank of a node loads onto "
+    "the GPU of rank 0.",
+)
+def no_map_location(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find state dicts that ranks other than 0 load, without where to."""
+    loads = by_line(seen, "load", own=True)
+    if not loads:
+        yield NotSeen("no checkpoint was loaded")
+    # Where no GPU would ever be asked for, tensors come from the CPU and go there.
+    severity = None if seen.any("cuda", "device") else "advice"
+    for where, ranks in loads.items():
+        bare = [
+            (rank, event)
+            for rank, events in ranks.items()
+            for event in events
+            if event["map_location"] is None and any("." in name for name in event["names"])
+        ]
+        if any(rank for rank, _ in bare):
+            path = bare[0][1]["path"]
+            remedy = 'Give `map_location="cpu"`, or the device of this rank.'
+            yield Found(
+                where,
+                f"{named({rank for rank, _ in bare})} load {path} without map_location",
+                _with_argument(seen, where, 'map_location="cpu"') or remedy,
+                severity,  # type: ignore[arg-type]
+            )
+
+
+@rule(
+    "SS505",
+    "warning",
+    "torch.load unpickles arbitrary objects",
+    "A pickle runs code as it is loaded: anyone who can change or send the file runs "
+    "theirs in your job.",
+    least_ranks=1,
+)
+def arbitrary_pickle(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find files loaded with weights_only=False, of those that this run has not itself saved."""
+    saved = {event["path"] for event in seen.any("save", "write")}
+    for where, ranks in by_line(seen, "load", own=True, weights_only=False).items():
+        paths = {event["path"] for events in ranks.values() for event in events} - saved
+        if paths:
+            line = seen.line(where)
+            remedy = "Load with `weights_only=True`, and save only tensors and plain values."
+            if line.count("weights_only=False") == 1:
+                better = line.replace("weights_only=False", "weights_only=True")
+                remedy = f"- {line}\n+ {better}"
+            yield Found(where, f"{min(paths)} is loaded with weights_only=False", remedy)
+
+
+@rule(
+    "SS506",
+    "warning",
+    "every rank downloads",
+    "N ranks fetch the same data at once and unpack it over each other, and servers answer many "
+    "requests from one address by refusing them.",
+)
+def all_download(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find addresses that several ranks ask for, none after the others."""
+    asking: dict[str, dict[int, Event]] = defaultdict(dict)
+    for rank in seen.ranks:
+        for event in rank.of("download"):
+            asking[event["what"]].setdefault(rank.rank, event)
+    told: set[str] = set()
+    for what, firsts in asking.items():
+        turns = {rank: turn(seen, rank, event) for rank, event in firsts.items()}
+        at_once = [rank for rank, number in turns.items() if number == min(turns.values())]
+        event = firsts[at_once[0]]
+        if len(at_once) > 1 and event.where not in told:
+            told.add(event.where)
+            fetched = event["fetched"]
+            does = "ask for" if fetched else "call"
+            there = "" if fetched else ", which found its files here and would not elsewhere"
+            yield Found(
+                event.where,
+                f"{named(at_once)} {does} {what} with no collective in between{there}",
+                "Let rank 0 download first: `if dist.get_rank() == 0: …`, then "
+                "`dist.barrier()`, and then the others.",
+                None if fetched else "advice",
+            )
+
+
+@rule(
+    "SS507",
+    "warning",
+    "a tracker is started on every rank",
+    "One training appears as N runs, or N processes write into one.",
+)
+def all_track(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find trackers that several ranks start alike."""
+    for where, ranks in by_line(seen, "tracker").items():
+        asked = [events[0]["asked"] for events in ranks.values()]
+        off = any(one.get("mode") in ("disabled", "shared") for one in asked)
+        # Runs in a group, or with other names on each rank, are meant to be several.
+        if len(ranks) > 1 and not off and all(one == asked[0] for one in asked):
+            if "group" in asked[0]:
+                continue
+            name = next(iter(ranks.values()))[0]["name"]
+            yield Found(where, f"{named(ranks)} start {name}", on_rank_0(seen, where))
+
+
+@rule(
+    "SS508",
+    "advice",
+    "a progress bar on every rank",
+    "N bars overwrite each other on one terminal.",
+)
+def all_show(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find bars that several ranks show at the same place."""
+    for where, ranks in by_line(seen, "progress", disabled=False).items():
+        positions = {events[0]["position"] for events in ranks.values()}
+        if len(ranks) > 1 and len(positions) == 1:
+            name = next(iter(ranks.values()))[0]["name"]
+            argument = "disable=dist.get_rank() != 0"
+            yield Found(
+                where,
+                f"{named(ranks)} show a bar of {name}",
+                _with_argument(seen, where, argument) or f"Give it `{argument}`.",
+            )
+
+
+def _with_argument(seen: Seen, where: str, argument: str) -> str:
+    """Return a diff that adds an argument to the only call of a line, if there is only one."""
+    line = seen.line(where)
+    name = "torch.load(" if "torch.load(" in line else "tqdm("
+    if line.count(name) != 1:
+        return ""
+    begin = line.index(name) + len(name)
+    depth, end = 1, begin
+    while depth and end < len(line):
+        depth += {"(": 1, ")": -1}.get(line[end], 0)
+        end += 1
+    if depth or end - 1 == begin:
+        return ""
+    return f"- {line}\n+ {line[: end - 1]}, {argument}{line[end - 1 :]}"

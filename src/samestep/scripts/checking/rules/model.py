@@ -1,0 +1,427 @@
+"""Rules about the model: is it one model, on all ranks, from the first step to the last?"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from samestep.scripts.checking.events import Event, Seen
+from samestep.scripts.checking.findings import Found, NotSeen, rule
+from samestep.scripts.checking.rules.files import named
+
+_FEW_SAMPLES = 16
+_CLIPPED = 1.001  # factors are the same
+_NORMS = ("running_mean", "running_var", "num_batches_tracked")
+_UNUSED = "Expected to have finished reduction in the prior iteration"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """One model, as all ranks trained it. What is of one rank is of rank 0."""
+
+    models: tuple[Event, ...]
+    """Its first forward pass with gradients, rank by rank."""
+    wrap: Event | None
+    forwards: list[Event]
+    """Those with gradients, of rank 0."""
+    steps: list[tuple[Event, ...]]
+    """Those whose gradients were looked at, rank by rank."""
+    weights: list[tuple[Event, ...]]
+    """Before the first step and after those, rank by rank."""
+    is_exchanged: bool
+    """Whether the script itself sends tensors as large as a weight from rank to rank."""
+    is_fed_alike: bool
+    """Whether all ranks are known to be given the same samples."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of its class."""
+        return str(self.models[0]["model"])
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether its wrapper is called in training."""
+        return any(event["wrapped"] for event in self.forwards)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the ranks are meant to keep it equal, and see to it by themselves or by DDP."""
+        if not self.steps:
+            return False
+        by_hand = self.is_exchanged and not _differing(self.steps[0], "grads")
+        return (self.is_wrapped or by_hand) and not self.past_wrapper(True)
+
+    def past_wrapper(self, is_exchanged: bool) -> list[Event]:
+        """Return a forward pass of each step to whose gradients DDP was not called."""
+        found, before = [], 0.0
+        for step in self.steps:
+            window = [e for e in self.forwards if before < e.time < step[0].time]
+            before = step[0].time
+            apart = _differing(step, "grads") or not is_exchanged
+            if window and apart and all(e["inner"] and not e["wrapped"] for e in window):
+                found.append(window[-1])
+        return found
+
+
+def _trained(seen: Seen) -> Iterator[Trained]:
+    """Yield the models that every rank trains; of sharded ones no rank has all the weights."""
+    for models in seen.together("model"):
+        alike = all(model["shapes"] == models[0]["shapes"] for model in models)
+        weights = list(zip(*_of(seen, models, "weights"), strict=False))
+        if not alike or any(event["sharded"] for event in weights[0]):
+            continue
+        steps = [[e for e in events if e["grads"]] for events in _of(seen, models, "step")]
+        passes = _of(seen, models, "forward")
+        rows = [[event["rows"] for event in events] for events in passes]
+        largest = max((prod(shape) for shape in models[0]["shapes"].values()), default=0)
+        yield Trained(
+            models=models,
+            wrap=next(iter(_of(seen, models, "wrap")[0]), None),
+            is_fed_alike=any(rows[0]) and all(own == rows[0] for own in rows),
+            forwards=[e for e in passes[0] if e["grad"] and e["training"]],
+            steps=list(zip(*steps, strict=False)),
+            weights=weights,
+            is_exchanged=any(
+                sum(prod(shape) for shape in event["shapes"] or ()) >= largest
+                for event in seen.ranks[0].of("collective")
+                if event.time > models[0].time and not event.evaluating
+            ),
+        )
+
+
+def _of(seen: Seen, models: tuple[Event, ...], kind: str) -> list[list[Event]]:
+    """Return the events of a model of each rank; each rank has its own number for it."""
+    return [
+        [e for e in rank.of(kind) if model["model_id"] in (e.get("model_id"), *e.get("models", ()))]
+        for rank, model in zip(seen.ranks, models, strict=True)
+    ]
+
+
+def _differing(events: tuple[Event, ...], fact: str) -> list[str]:
+    """Return the names whose checksums are not the same on all ranks."""
+    first = events[0][fact]
+    return [n for n in first if any(event[fact].get(n) != first[n] for event in events)]
+
+
+@rule(
+    "SS201",
+    "error",
+    "the model is not wrapped: each rank trains a model of its own",
+    "Without an exchange of gradients every rank learns only from its share of the data, and only "
+    "the model of the rank that saves is kept.",
+)
+def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
+    for one in _trained(seen):
+        if one.wrap is not None or one.is_wrapped or one.is_exchanged or not one.steps:
+            continue
+        apart = [(w[0].step, _differing(w, "parameters")) for w in one.weights]
+        if any(names for _, names in apart) and not apart[-1][1]:
+            continue  # the ranks average their models from time to time
+        step, names = next((pair for pair in apart if pair[1]), (0, []))
+        if not names and not one.is_fed_alike:
+            continue  # equal weights from other samples: they exchange gradients in some way
+        of = len(one.weights[0][0]["parameters"])
+        how = (
+            f"{len(names)} of its {of} parameters differ {_when(step)}, {names[0]} first"
+            if names
+            else "the ranks train equal copies"
+        )
+        yield Found(
+            one.forwards[0].where if one.forwards else one.models[0].where,
+            f"{one.name} is called without DistributedDataParallel, and in {seen.ranks[0].steps} "
+            f"steps of {seen.world_size} ranks no gradient is exchanged: {how}",
+            "Wrap the model once it is built: model = DistributedDataParallel(model)",
+        )
+
+
+def _when(step: int) -> str:
+    return f"after step {step}" if step else "before the first step"
+
+
+@rule(
+    "SS202",
+    "error",
+    "the ranks begin with different weights",
+    "Equal gradients keep unequal models unequal: the gradient is of no single model.",
+)
+def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
+    """The gradients are the same, but the weights before the first step are not."""
+    for one in _trained(seen):
+        names = _differing(one.weights[0], "parameters")
+        if names and one.steps and (one.is_wrapped or one.is_exchanged):
+            if _differing(one.steps[0], "grads"):
+                continue
+            late = one.is_wrapped and one.wrap is not None
+            yield Found(
+                one.models[0].where,
+                f"{len(names)} of {len(one.weights[0][0]['parameters'])} parameters of {one.name} "
+                f"differ between the {seen.world_size} ranks before the first step, "
+                f"{names[0]} first" + (", although DDP made them equal" if late else ""),
+                "Change weights on all ranks, before DDP is made: it broadcasts those of rank 0."
+                if late
+                else "Broadcast the weights of rank 0 before the first step, as DDP does.",
+            )
+
+
+@rule(
+    "SS203",
+    "error",
+    "the weights of the ranks drift apart",
+    "From that step on the ranks train different models, and each gradient is a mean over them.",
+)
+def drift(seen: Seen) -> Iterator[Found | NotSeen]:
+    """The ranks begin with the same weights and end with different ones."""
+    if seen.any("join"):
+        yield NotSeen("within `model.join()` ranks take different numbers of steps")
+        return
+    if any(unused_parameters(seen)):
+        return  # what shares a bucket with those is not all-reduced
+    if (clipped := _clipped_apart(seen)) is not None:
+        yield clipped
+        return
+    for one in _trained(seen):
+        apart = [(weights, _differing(weights, "parameters")) for weights in one.weights]
+        if not one.is_one or apart[0][1] or not apart[-1][1]:
+            continue
+        weights, names = next(pair for pair in apart if pair[1])
+        steps = [
+            max((e for e in rank.of("step") if e.time <= w.time), key=lambda e: e.time)
+            for rank, w in zip(seen.ranks, weights, strict=True)
+        ]
+        rates = {event["lr"] for event in steps}
+        unequal = _differing(tuple(steps), "grads")
+        if unequal and one.is_exchanged:
+            yield NotSeen("the script averages weights or gradients itself, perhaps rarely")
+            continue
+        wrap = one.wrap if one.is_wrapped else None
+        if wrap is not None and len(unequal) == len(steps[0]["grads"]):
+            cause = (
+                "no gradient is averaged, although DDP is called: a model that is converted or "
+                "moved after DDP was made is no longer known to it"
+            )
+        elif len(rates) > 1:
+            cause = f"their learning rates are {', '.join(format(e['lr'], 'g') for e in steps)}"
+        elif unequal:
+            reduced = sum(
+                e["sync"] for e in seen.ranks[0].of("backward") if e.time < weights[0].time
+            )
+            cause = f"the gradients of {unequal[0]} already differed in this step" + (
+                "" if reduced else ", and no backward pass has all-reduced them"
+            )
+        else:
+            cause = "their gradients and learning rates are equal: something else changes weights"
+        yield Found(
+            weights[0].where,
+            f"after step {weights[0].step} {len(names)} of {len(weights[0]['parameters'])} "
+            f"parameters of {one.name} differ between the {seen.world_size} ranks, {names[0]} "
+            f"first; {cause}",
+            "Let every rank change weights, gradients and learning rates in the same way.",
+            comes_from={} if wrap is None else {"DDP is made": wrap.where},
+        )
+
+
+def _clipped_apart(seen: Seen) -> Found | None:
+    """Return where ranks scale by norms of their own what is of one model.
+
+    Either the shards of one, or gradients that are equal on all ranks next to those of experts.
+    """
+    sharded = all(any(e["sharded"] for e in rank.of("weights")) for rank in seen.ranks)
+    for steps in seen.together("gradients") if sharded else ():
+        times = [event["grown"] for event in steps]
+        if all(times) and max(times) > _CLIPPED * min(times) > 0:
+            return Found(
+                steps[0].where,
+                f"in step {steps[0].step + 1} the ranks multiply the gradients of their shards by "
+                f"{', '.join(f'{one:.4g}' for one in times)}",
+                "Scale them on all ranks alike: `clip_grad_norm_` knows the norm of all shards.",
+            )
+    for clips in seen.together("clip"):
+        norms, most = [event["norm"] for event in clips], clips[0]["most"]
+        if None in norms or any(event.where != clips[0].where for event in clips):
+            continue
+        factors = [min(1.0, most / norm) if norm else 1.0 for norm in norms]
+        columns = zip(*(event["sums"] for event in clips), strict=False)
+        shared = sum(len(set(sums)) == 1 and bool(sums[0]) for sums in columns)
+        if shared and max(factors) > _CLIPPED * min(factors):
+            return Found(
+                clips[0].where,
+                f"in step {clips[0].step + 1} {shared} gradients that are equal on all ranks are "
+                f"clipped by the norm of each rank's own part: "
+                f"{', '.join(f'{norm:.4g}' for norm in norms)}, with a limit of {most:g}",
+                "All-reduce the squared norms of what each rank has for itself, and clip by the "
+                "norm of the whole: `torch.nn.utils.clip_grads_with_norm_`.",
+            )
+    return None
+
+
+@rule(
+    "SS204",
+    "error",
+    "the wrapped model is called past its wrapper",
+    "DDP prepares the all-reduce in its own forward; past it, gradients never meet.",
+)
+def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Steps whose forward passes went to `.module`, or to a part of the model."""
+    for one in _trained(seen):
+        past = one.past_wrapper(one.is_exchanged) if one.wrap is not None else []
+        if past:
+            line = seen.line(past[0].where)
+            without = line.replace(".module(", "(", 1)
+            yield Found(
+                past[0].where,
+                f"in {len(past)} of {len(one.steps)} steps looked at, {one.name} is called without "
+                f"the DDP around it, and no gradient is all-reduced",
+                f"- {line}\n+ {without}"
+                if without != line
+                else "Call the DDP model itself; what else its parts have to do belongs into "
+                "the forward of the model that is wrapped.",
+                comes_from={} if one.wrap is None else {"DDP is made": one.wrap.where},
+            )
+
+
+@rule(
+    "SS205",
+    "advice",
+    "batch normalisation over few samples per rank",
+    "Each rank normalises with the statistics of its own share, so that the model depends on the "
+    "number of ranks.",
+)
+def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
+    """BatchNorm in training under DDP, with few samples of a rank."""
+    for one in _trained(seen):
+        norms = one.models[0]["batch_norms"]
+        counts = [event["n"] for event in one.forwards if event["n"] is not None]
+        if norms and one.wrap is not None and counts and max(counts) < _FEW_SAMPLES:
+            yield Found(
+                one.wrap.where,
+                f"{len(norms)} BatchNorm layers of {one.name} ({norms[0]} first) are normalised "
+                f"over {max(counts)} samples on each rank",
+                "Before DDP: model = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+            )
+
+
+@rule(
+    "SS206",
+    "warning",
+    "buffers differ between the ranks",
+    "Each rank trains, evaluates and saves with its own state, which no gradient makes equal.",
+)
+def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Buffers that DDP does not broadcast, and that the ranks do not change alike."""
+    for one in _trained(seen):
+        if not one.is_one or (one.wrap is not None and one.wrap["broadcast_buffers"]):
+            continue
+        names = _differing(one.weights[-1], "buffers")
+        if not names:
+            continue
+        own = [name for name in names if not name.endswith(_NORMS)]
+        changed = {
+            rank
+            for rank, (first, last) in enumerate(zip(one.weights[0], one.weights[-1], strict=True))
+            if any(first["buffers"].get(name) != last["buffers"][name] for name in own)
+        }
+        some = own and len(changed) < seen.world_size
+        yield Found(
+            one.wrap.where if one.wrap is not None else one.models[0].where,
+            f"after step {one.weights[-1][0].step} {len(names)} buffers of {one.name} differ "
+            f"between the ranks, {(own or names)[0]} first"
+            + (f"; only {named(changed)} changed it" if some else ""),
+            "Change buffers on all ranks alike, or leave DDP's broadcast_buffers on.",
+            severity=None if some else "advice",
+        )
+
+
+@rule(
+    "SS207",
+    "error",
+    "parameters get no gradient, which DDP does not expect",
+    "DDP waits for the gradient of every parameter: those that share a bucket with an unused one "
+    "are not all-reduced, and the next forward pass fails.",
+)
+def unused_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
+    """A loss does not reach some parameters, and find_unused_parameters is off."""
+    ends = [event["text"] for event in seen.any("end")]
+    for one in _trained(seen):
+        wrap = one.wrap
+        if wrap is None or wrap["find_unused_parameters"] or wrap["static_graph"]:
+            continue
+        unused: dict[str, None] = {}
+        ranks = set()
+        for rank, model in zip(seen.ranks, one.models, strict=True):
+            left: list[str] = []
+            for event in rank.of("backward", "step", "end"):
+                if event.kind == "backward":
+                    left = event["unused"].get(str(model["model_id"]), []) if event["sync"] else []
+                    continue
+                if event.kind == "step":
+                    left = [n for n in left if n in event["grads"] and event["grads"][n] is None]
+                elif _UNUSED not in event["text"]:
+                    left = []
+                if left:
+                    unused |= dict.fromkeys(left)
+                    ranks.add(rank.rank)
+        if unused:
+            names, of = list(unused), len(one.models[0]["shapes"])
+            failed = "; the next forward pass failed" if any(_UNUSED in t for t in ends) else ""
+            yield Found(
+                wrap.where,
+                f"the loss does not reach {len(names)} of {of} parameters "
+                f"of {one.name} on {named(ranks)}: {', '.join(names[:3])}{failed}",
+                "Remove what is not used or freeze it with requires_grad_(False); if it is used in "
+                "other steps, DistributedDataParallel(…, find_unused_parameters=True).",
+            )
+
+
+@rule(
+    "SS208",
+    "advice",
+    "find_unused_parameters is on, although every parameter is used",
+    "DDP walks the graph of every forward pass and keeps a copy of which parameters it met.",
+)
+def all_used(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Every backward pass on every rank reaches every parameter."""
+    for one in _trained(seen):
+        wrap = one.wrap
+        if wrap is None or not wrap["own"] or not wrap["find_unused_parameters"]:
+            continue
+        looked = [
+            event["unused"][str(model["model_id"])]
+            for rank, model in zip(seen.ranks, one.models, strict=True)
+            for event in rank.of("backward")
+            if str(model["model_id"]) in event["unused"]
+        ]
+        if len(looked) < 3 * seen.world_size:
+            yield NotSeen("too few backward passes")
+        elif not any(looked):
+            line = seen.line(wrap.where)
+            without = line.replace(", find_unused_parameters=True", "", 1)
+            yield Found(
+                wrap.where,
+                f"all {len(looked)} backward passes of {seen.world_size} ranks reach all "
+                f"{len(one.models[0]['shapes'])} parameters of {one.name}",
+                f"- {line}\n+ {without}" if without != line else "Leave it out.",
+            )
+
+
+@rule(
+    "SS209",
+    "error",
+    "a GPU is chosen by the global rank",
+    "On every node but the first the global rank is the number of a GPU that is not there.",
+)
+def gpu_of_global_rank(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Where the ranks seem to have a node each, look at the device that a rank asks for."""
+    asked = seen.any("device")
+    apart = [event for event in asked if event["rank"] != event["local_rank"]]
+    if asked and not apart:
+        yield NotSeen("all ranks were on one node, where the global rank is the local one")
+    wrong = [e for e in apart if e["asked"] == e["rank"] and not e["alone"]]
+    for event in wrong[:1]:
+        others = dict.fromkeys(e.where for e in wrong if e.where != event.where)
+        yield Found(
+            event.where,
+            f"with one rank per node, rank {event['rank']} asked for cuda:{event['asked']}, and "
+            f"its LOCAL_RANK is {event['local_rank']}"
+            + (f" (also {', '.join(others)})" if others else ""),
+            'Choose devices by int(os.environ["LOCAL_RANK"]), and data and files by the rank.',
+        )

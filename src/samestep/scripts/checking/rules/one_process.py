@@ -1,0 +1,420 @@
+"""Rules that one process can break too: what is trained, by which gradients, and what is saved."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from samestep.scripts.checking.events import Event, RankSeen, Seen
+from samestep.scripts.checking.findings import Found, NotSeen, rule
+from samestep.base.errors import listed
+
+_LEAST_STEPS = 2
+_FEW = 3  # steps
+_LARGE = 0.1  # of the largest learning rate
+_SKIPS = 8  # in a row; a scaler's first guess may be wrong by some powers of 2
+
+
+def _astray(rank: RankSeen) -> Iterator[tuple[Event, Event, dict[str, list[int]], int]]:
+    """Yield the models with weights that get gradients, but that no optimizer holds or changes.
+
+    With the step, the weights' shapes by name, and how many tensors of these shapes the optimizer
+    holds instead, without a gradient.
+    """
+    steps = [event for event in rank.of("step") if event["grads"] or event.get("strangers")]
+    models = {event["model_id"]: event for event in rank.of("model")}
+    for number, model in models.items():
+        found = [e for e in steps if str(number) in e["unheld"]]
+        if not found or len(found) < min(_LEAST_STEPS, rank.steps):
+            continue
+        names = [n for n in found[0]["unheld"][str(number)] if n not in _changed(rank, number)]
+        shapes = {n: found[0]["unheld"][str(number)][n] for n in names}
+        dead = Counter(tuple(shape) for shape, alive in found[0]["strangers"] if not alive)
+        instead = (Counter(map(tuple, shapes.values())) & dead).total()
+        if names:
+            yield found[0], model, shapes, instead
+
+
+def _changed(rank: RankSeen, model_id: int, kind: str = "weights") -> set[str]:
+    """Return the weights that are not always the same as before the first step."""
+    own = [e for e in rank.of("weights", kind) if e["model_id"] == model_id]
+    start = own[0]["parameters"]
+    later = [event["parameters"] for event in own[1:] if event.kind == kind]
+    return {name for name in start if any(one.get(name) != start[name] for one in later)}
+
+
+def _made(rank: RankSeen, step: Event) -> str:
+    """Return where the optimizer of a step was made."""
+    made = [e for e in rank.of("optimizer") if e["optimizer_id"] == step["optimizer_id"]]
+    return made[0].where if made else step.where
+
+
+def _unheld(
+    seen: Seen, *, instead: bool
+) -> Iterator[tuple[RankSeen, Event, Event, dict[str, Any]]]:
+    """Yield what is astray on the first rank that has such, with or without other tensors."""
+    for rank in seen.ranks:
+        found = [one for one in _astray(rank) if bool(one[3]) == instead]
+        for step, model, shapes, _ in found:
+            yield rank, step, model, shapes
+        if found:
+            return
+
+
+@rule(
+    "SS701",
+    "error",
+    "no optimizer holds parameters that get gradients",
+    "They keep the values with which they were made, however long the training is.",
+    least_ranks=1,
+)
+def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Gradients other than zero, in no optimizer that was ever made, and never changed."""
+    for rank, step, model, shapes in _unheld(seen, instead=False):
+        forwards = [e for e in rank.of("forward") if e["model_id"] == model["model_id"]]
+        whole = not any(model["model_id"] in event["models"] for event in rank.of("step"))
+        if whole and not any(event["training"] for event in forwards):
+            continue  # a frozen part of a loss, for instance
+        yield Found(
+            _made(rank, step),
+            f"{len(shapes)} of {len(model['shapes'])} parameters of {model['model']} get gradients "
+            f"but no optimizer holds them: {listed([*shapes])}; they are the same after "
+            f"{rank.steps} steps",
+            "Give them to the optimizer, or freeze them with requires_grad_(False).",
+            severity="warning" if whole else None,
+        )
+
+
+@rule(
+    "SS306",
+    "error",
+    "the optimizer was made before the model was moved or wrapped",
+    "It updates the tensors that the model had then; those that it has now stay as they are.",
+    least_ranks=1,
+)
+def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
+    """The same parts of the same model have other tensors than when the optimizer was made."""
+    for rank, step, model, shapes in _unheld(seen, instead=True):
+        if moved := step.get("tensors_replaced"):
+            yield Found(
+                _made(rank, step),
+                f"{len(moved)} tensors that {step['optimizer']} holds are no longer those of "
+                f"{model['model']}: since it was made, {listed(moved)} became other tensors; "
+                f"{len(shapes)} parameters are unchanged after {rank.steps} steps",
+                "Make the optimizer after the model is moved, converted, loaded and wrapped.",
+            )
+
+
+@rule(
+    "SS702",
+    "error",
+    "the optimizer holds the tensors of another model",
+    "It updates tensors that no forward pass uses, and the model stays as it is.",
+    least_ranks=1,
+)
+def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Tensors of the same shapes as the model's, which never get a gradient."""
+    for rank, step, model, shapes in _unheld(seen, instead=True):
+        if not step.get("tensors_replaced"):
+            yield Found(
+                _made(rank, step),
+                f"{step['optimizer']} holds {len(step['strangers'])} tensors of no model that is "
+                f"called; {len(shapes)} parameters of {model['model']} of the same shapes "
+                f"({listed([*shapes])}) get gradients and are unchanged after {rank.steps} steps",
+                "Make the optimizer from the parameters of the model that is trained, once that "
+                "is complete.",
+            )
+
+
+@rule(
+    "SS703",
+    "warning",
+    "parameters never change, although they have gradients and an optimizer",
+    "Something undoes the updates, or they are too small for the number format.",
+    least_ranks=1,
+)
+def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Weights with the same bits after several steps with gradients."""
+    for rank in seen.ranks:
+        found = False
+        for model in rank.of("model"):
+            steps = [e for e in rank.of("step") if model["model_id"] in e["models"] and e["grads"]]
+            kept = [e for e in rank.of("kept") if e["model_id"] == model["model_id"]]
+            changed = _changed(rank, model["model_id"], "kept")
+            before, latest = [0.0, 0.0, *(event.time for event in kept)][-2:]
+            # Of a vector all values may be 1, to which a small update adds nothing yet.
+            matrices = [name for name, shape in model["shapes"].items() if len(shape) > 1]
+            names = [
+                name
+                for name in matrices
+                if name not in changed
+                and len(_with_gradients(steps, name)) >= _FEW
+                and len(_with_gradients(steps, name, until=latest)) >= _LEAST_STEPS
+            ]
+            after = [
+                name
+                for name in changed.intersection(matrices)
+                if len(_with_gradients(steps, name, before, latest)) >= _LEAST_STEPS
+            ]
+            stopped = [n for n in after if len({e["parameters"][n] for e in kept[-2:]}) == 1]
+            if len(stopped) < len(after):  # else it has learnt all that it could
+                names += stopped
+            idle = [e for e in steps if len(e["still"]) == len(e["grads"])]
+            if names or (len(idle) == len(steps) >= _FEW):
+                found = True
+                yield Found(
+                    steps[0].where,
+                    f"{len(names)} of {len(model['shapes'])} parameters of {model['model']} have "
+                    f"gradients in {len(_with_gradients(steps, names[0]))} steps, and the same "
+                    f"bits before step {kept[-1].step + 1} as "
+                    + (f"before step {kept[-2].step + 1}" if names == stopped else "at first")
+                    + f": {listed(names)}"
+                    if names
+                    else f"the learning rate is 0 in all {len(steps)} steps looked at",
+                    "Look for what writes weights back after the step."
+                    if names
+                    else "Let the schedule begin above 0, and step it once per optimizer step.",
+                    comes_from={"the optimizer is made": _made(rank, steps[0])},
+                )
+        if found:
+            return
+
+
+def _with_gradients(
+    steps: list[Event], name: str, since: float = 0.0, until: float = math.inf
+) -> list[Event]:
+    """Return the steps that were taken with a gradient of a parameter, and not at a tiny rate."""
+    most = max((event["lr"] for event in steps), default=0.0)
+    return [
+        e
+        for e in steps
+        if since < e.time < until and e["grads"].get(name) and name not in e["still"]
+        if e["lr"] >= _LARGE * most
+    ]
+
+
+@rule(
+    "SS713",
+    "error",
+    "frozen parameters still change",
+    "Weight decay and momentum move them away from what was loaded, and batch norm learns the "
+    "statistics of the new data.",
+    least_ranks=1,
+)
+def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for weights without a gradient that a step changes, and for frozen norms that learn."""
+    rank = seen.ranks[0]
+    steps = [event for event in rank.of("step") if event["thawed"]]
+    if len(steps) >= _LEAST_STEPS:
+        names = steps[-1]["thawed"]
+        yield Found(
+            steps[0].where,
+            f"{steps[0]['optimizer']} changes {len(names)} parameters with requires_grad=False and "
+            f"without a gradient in {len(steps)} steps: {listed(names)}",
+            "Give the optimizer only what has requires_grad, or clear gradients by "
+            "`zero_grad(set_to_none=True)` once it is frozen.",
+            comes_from={"the optimizer is made": _made(rank, steps[0])},
+        )
+    for model in rank.of("model"):
+        looks = [e for e in rank.of("weights") if e["model_id"] == model["model_id"]]
+        first, last = looks[0], looks[-1]
+        vain = model["frozen_in_vain"]
+        parts = tuple(f"{name}." if name else "" for name in vain)
+        thawed = sorted(n for n in _changed(rank, model["model_id"]) if f"{n}.".startswith(parts))
+        if vain and thawed:
+            yield Found(
+                model.where,
+                f"an attribute of {listed(vain)} was set to freeze it, and says nothing to "
+                f"PyTorch: {len(thawed)} parameters change: {listed(thawed)}",
+                "Call `module.requires_grad_(False)`; on a parameter the name is `requires_grad`.",
+            )
+        names = [
+            name
+            for name in model["frozen_norms"]
+            if first["parameters"].get(f"{name}.weight") == last["parameters"].get(f"{name}.weight")
+            and first["buffers"].get(f"{name}.running_mean")
+            != last["buffers"].get(f"{name}.running_mean")
+        ]
+        if names:
+            yield Found(
+                model.where,
+                f"{len(names)} frozen batch norms of {model['model']} are in training mode, and "
+                f"their statistics have changed after {last.step} steps: {listed(names)}",
+                "Call `eval()` of the frozen part after each `model.train()`.",
+                "advice",
+            )
+
+
+@rule(
+    "SS712",
+    "error",
+    "the saved weights are not those that were trained",
+    "The file has the weights of the beginning: the training is lost.",
+    least_ranks=1,
+)
+def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
+    """A module that still has the weights of the beginning is saved, the trained one never."""
+    saved = [(rank.rank, event) for rank in seen.ranks for event in rank.of("saved")]
+    fresh = {(rank, event["model_id"]) for rank, event in saved if event["fresh"]}
+    wrong = [
+        event
+        for rank, event in saved
+        if event["stale"] and event["live"] and (rank, event["model_id"]) not in fresh
+    ]
+    if wrong:
+        yield Found(
+            wrong[0].where,
+            f"after {wrong[0].step} steps {wrong[0]['model']} is saved as it began, and in "
+            f"{len(wrong)} saves never as it was trained",
+            "Save the state_dict of the model that the optimizer trains.",
+        )
+    elif not saved:
+        yield NotSeen("no weights were saved")
+
+
+@rule(
+    "SS714",
+    "error",
+    "weights that were never copied are loaded back",
+    "A state_dict holds the model's own tensors: what was kept of the best epoch is what the last "
+    "one left.",
+    least_ranks=1,
+)
+def loads_itself(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a model that loads the state_dict that it gave before it was trained on."""
+    event = seen.ranks[0].first("loaded_itself")
+    if event is not None:
+        line = seen.line(event["taken"])
+        copied = re.sub(r"([\w.]+\.state_dict\(\))", r"copy.deepcopy(\1)", line, count=1)
+        yield Found(
+            event.where,
+            f"after step {event.step} the model loads its own tensors, as taken after step "
+            f"{event['at']}: they have the values of now",
+            f"- {line}\n+ {copied}" if copied != line else "Keep `copy.deepcopy(…)` of them.",
+            comes_from={"the state_dict is taken": event["taken"]},
+        )
+
+
+@rule(
+    "SS704",
+    "error",
+    "gradients add up from step to step",
+    "Every step is taken with the sum of all gradients so far: the weights run away.",
+    least_ranks=1,
+)
+def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for gradients of the last step that the next backward pass adds to."""
+    for optimizer, (rank, steps) in _by_optimizer(seen).items():
+        left = [event for event in steps if event["left"]]
+        if len(left) < _FEW or 3 * len(left) < 2 * (len(steps) - 1):
+            continue
+        backward = _backward_before(rank, left[0])
+        yield Found(
+            backward,
+            f"in {len(left)} of {len(steps)} steps of {optimizer} the gradients of the step before "
+            f"were still there when the backward pass began",
+            f"+ {seen.optimizer_at(left[0].where)}.zero_grad()\n  {seen.line(backward)}",
+        )
+
+
+@rule(
+    "SS705",
+    "error",
+    "gradients are zeroed between backward and step",
+    "The optimizer steps without any gradient: nothing is learnt.",
+    least_ranks=1,
+)
+def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for `zero_grad` as the last thing before a step."""
+    for optimizer, (_, steps) in _by_optimizer(seen).items():
+        lost = [event for event in steps if event["cleared"]]
+        if len(lost) >= _FEW and 2 * len(lost) > len(steps):
+            where = lost[0]["cleared"]
+            yield Found(
+                where,
+                f"{len(lost)} of {len(steps)} steps of {optimizer} came after a zero_grad with no "
+                f"backward pass between",
+                f"Move `{seen.line(where)}` before the backward pass, or after the step.",
+            )
+
+
+@rule(
+    "SS708",
+    "error",
+    "the loss is detached from the model",
+    "The backward pass ends before it reaches the model's parameters: nothing is learnt.",
+    least_ranks=1,
+)
+def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for losses whose graph has no parameters, and steps without gradients."""
+    for optimizer, (rank, steps) in _by_optimizer(seen).items():
+        reach = rank.of("reach")
+        cut = [event for event in reach if not event["parameters"]]
+        empty = [event for event in steps if event["missing"] == event["tensors"]]
+        clears = any(event["cleared"] for event in steps)
+        forward = any(event["grad"] for event in rank.of("forward"))
+        if len(cut) == len(reach) >= _FEW <= len(empty) == len(steps) and forward and not clears:
+            yield Found(
+                reach[0].where,
+                f"none of the {steps[0]['tensors']} tensors of {optimizer} had a gradient in "
+                f"{len(steps)} steps: the graph of the loss holds {reach[0]['leaves']} leaves and "
+                f"none of them is a parameter",
+                "Call backward on the loss as the model's output gave it, without `detach`, "
+                "`item`, `numpy` or a new `torch.tensor` in between.",
+            )
+
+
+@rule(
+    "SS710",
+    "error",
+    "the gradient scaler skips every step",
+    "With infinite or NaN gradients the optimizer is never called: nothing is learnt.",
+    least_ranks=1,
+)
+def scaler_skips_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a scaler that skipped more steps in a row than finding its scale takes."""
+    for rank in seen.ranks:
+        calls = rank.of("scaler")
+        taken = [n for n, event in enumerate(calls) if not event["skipped"]]
+        row = calls[taken[-1] + 1 if taken else 0 :]
+        if len(row) >= _SKIPS:
+            yield Found(
+                row[0].where,
+                f"the last {len(row)} of {len(calls)} steps were skipped on rank {rank.rank}; the "
+                f"scale fell to {row[-1]['scale']:g}",
+                "Find where the loss or a gradient becomes infinite: "
+                "`torch.autograd.set_detect_anomaly(True)`.",
+            )
+            return
+
+
+def _by_optimizer(seen: Seen) -> dict[str, tuple[RankSeen, list[Event]]]:
+    """Return the steps of each optimizer on the first rank that took any."""
+    for rank in seen.ranks:
+        found: dict[int, list[Event]] = {}
+        for event in rank.of("gradients"):
+            found.setdefault(event["optimizer_id"], []).append(event)
+        if found:
+            names = Counter(steps[0]["optimizer"] for steps in found.values())
+            many = {name for name, count in names.items() if count > 1}
+            return {
+                f"{steps[0]['optimizer']} ({steps[0].where})"
+                if steps[0]["optimizer"] in many
+                else steps[0]["optimizer"]: (rank, steps)
+                for steps in found.values()
+            }
+    return {}
+
+
+def _backward_before(rank: RankSeen, step: Event) -> str:
+    """Return the line of the first backward pass that a step was taken with."""
+    lines: list[str] = []
+    for event in rank.events:
+        if event is step:
+            break
+        if event.kind == "gradients" and event["optimizer_id"] == step["optimizer_id"]:
+            lines = []
+        elif event.kind == "backward":
+            lines.append(event.where)
+    return lines[0] if lines else step.where

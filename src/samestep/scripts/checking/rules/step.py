@@ -1,0 +1,505 @@
+"""Rules about a step: accumulation, clipping, schedules, and the weight of each sample."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from samestep.scripts.checking.events import Event, RankSeen, Seen
+from samestep.scripts.checking.findings import Found, NotSeen, rule
+from samestep.scripts.checking.rules.data import uneven_batches
+
+_FEW_STEPS = 3
+_UNLIKE = 1.01  # weights of samples are the same within this factor
+_UNLIKE_COUNTS = 1.1  # token counts of batches of one size differ by chance as well
+_EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
+_SCALE = 1024.0  # a scaler multiplies by more
+
+
+@rule(
+    "SS301",
+    "warning",
+    "gradients are accumulated without no_sync",
+    "Every backward pass waits for an all-reduce of all gradients, where one per step is enough.",
+)
+def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Count the backward passes of one line that meet the other ranks in one step."""
+    rank = seen.ranks[0]
+    wrap = rank.first("wrap")
+    if wrap is None or wrap["wrapper"] != "ddp":  # FSDP may have no memory to put it off
+        return
+    counts: Counter[tuple[str, int]] = Counter()
+    here: Counter[str] = Counter()
+    for event in rank.of("backward", "step"):
+        if event.kind == "step":
+            counts.update(here.items())
+            here.clear()
+        elif event.get("sync"):
+            here[event.where] += 1
+    for where in {where for where, _ in counts}:
+        often = Counter(
+            {n: steps for (place, n), steps in counts.items() if place == where and n > 1}
+        )
+        if sum(often.values()) < 2:
+            continue
+        ((most, steps),) = often.most_common(1)
+        yield Found(
+            where,
+            f"{most} backward passes per optimizer step, each with an all-reduce of "
+            f"{wrap['parameters']:,} gradients ({steps} steps of rank 0)",
+            "Run all but the last micro-batch of a step, forward and backward, within "
+            "`with model.no_sync():`.",
+            comes_from={"DDP is made": wrap.where},
+        )
+
+
+@rule(
+    "SS302",
+    "error",
+    "gradients are clipped before they are unscaled",
+    "The limit applies to gradients that the scaler has multiplied, so that nearly every step is "
+    "cut to a tiny fraction of what was meant.",
+    least_ranks=1,
+)
+def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for clipping between `scale` and `unscale_`."""
+    for where, events in _by_line(e for e in seen.ranks[0].of("clip") if e["scaled"] > 1).items():
+        event = events[0]
+        norm = f"; their norm was {event['norm']:.4g}" if event["norm"] is not None else ""
+        line = seen.line(where)
+        step = seen.ranks[0].first("step")
+        optimizer = seen.optimizer_at(step.where if step else "")
+        yield Found(
+            where,
+            f"{event['name']} with a limit of {event['most']:g} on gradients that are still "
+            f"multiplied by {event['scaled']:g}{norm} ({len(events)} times)",
+            f"+ scaler.unscale_({optimizer})\n  {line}" if line else "",
+        )
+
+
+@rule(
+    "SS303",
+    "error",
+    "gradients are clipped on each rank before they are averaged",
+    "Each rank scales its own part by another factor, so the average is no longer the gradient of "
+    "the joined batch, clipped or not.",
+)
+def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for clipping that the reduction of the same gradients follows within the step."""
+    found: dict[str, Found] = {}
+    before: Event | None = None
+    met = 0  # elements that were reduced since
+    norms = [{id(e): n for n, e in enumerate(rank.of("clip"))} for rank in seen.ranks]
+    others = [rank.of("clip") for rank in seen.ranks]
+    for event in seen.ranks[0].of("clip", "collective", "backward", "step"):
+        if event.kind == "step":
+            before = None
+        elif event.kind == "clip":
+            before, met = event, 0
+        elif before is not None and before.where not in found:
+            place = norms[0][id(before)]
+            alike = [clips[place]["norm"] for clips in others if len(clips) > place]
+            unlike = None not in alike and not _close(alike, 1 + 1e-4)
+            if event.kind == "backward":
+                later = bool(event.get("sync")) and unlike
+            else:
+                # Most of what was clipped, and no number that is logged and as large as a bias.
+                sizes = (math.prod(shape) for shape in event.get("shapes", []))
+                known, whole = {*before["sizes"], sum(before["sizes"])}, sum(before["sizes"])
+                met += sum(size for size in sizes if size in known)
+                later = event["kind"] == "all_reduce" and 2 * met > whole
+            if later:
+                numbers = ", ".join(f"{norm:.4g}" for norm in alike if norm is not None)
+                told = f"; the norms on the ranks were {numbers}" if unlike else ""
+                found[before.where] = Found(
+                    before.where,
+                    f"{before['name']} with a limit of {before['most']:g} comes before the "
+                    f"all-reduce at {event.where}{told}",
+                    "Clip once per step, after the gradients have been averaged.",
+                )
+    yield from found.values()
+
+
+@rule(
+    "SS304",
+    "warning",
+    "the scheduler's steps are off by the world size",
+    "The learning rate runs through its schedule at another speed than in one process.",
+)
+def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare how often a schedule is stepped with how long it was made for."""
+    rank, ranks = seen.ranks[0], seen.world_size
+    for made in rank.of("scheduler"):
+        stepped = [e for e in rank.of("schedule") if e["scheduler_id"] == made["scheduler_id"]]
+        if len({event.where for event in stepped}) != 1:
+            continue
+        ((times, _),) = Counter(Counter(e.step for e in stepped).values()).most_common(1)
+        by_epoch = len({event.step for event in stepped if event.epoch <= 1}) < _FEW_STEPS
+        lengths = [rank.epochs] if by_epoch else _lengths(rank)
+        total, name, where = made["total"], made["scheduler"], stepped[0].where
+        unit = "epoch" if by_epoch else "optimizer step"
+
+        within = 0 if by_epoch else rank.epochs  # each may end with less than a whole step
+        own, joined = (
+            seen.complete and any(abs((total or 0) - k * length) <= within for length in lengths)
+            for k in (1, ranks)
+        )
+        if times == ranks and by_epoch and stepped[0].step < _FEW_STEPS:
+            yield NotSeen(f"too few steps to tell whether {name} counts epochs")
+        elif times == ranks and _asked_of_all_shares(rank, ranks):
+            yield NotSeen(f"{name} may be made for the batches of all ranks, whose count was cut")
+        elif times == ranks and not joined and (by_epoch or own):
+            yield Found(
+                where,
+                f"{name} is stepped {times} times per {unit} on {ranks} ranks"
+                + (f", and was made for {total} steps" if total else "")
+                + "; its learning rate was "
+                + ", ".join(f"{event['lr']:.3g}" for event in stepped[:6]),
+                f"Step it once per {unit}.",
+                comes_from={"the scheduler is made": made.where},
+            )
+        elif times == 1 and not by_epoch and joined and not own:
+            yield Found(
+                made.where,
+                f"{name} was made for {total} steps, but each of the {ranks} ranks takes "
+                f"{max(lengths)}: it comes to {1 / ranks:.0%} of its schedule",
+                "Count one rank's batches, `len(loader)` with its sampler, times the epochs.",
+            )
+
+
+@rule(
+    "SS305",
+    "warning",
+    "a scheduler is never stepped",
+    "The learning rate stays what it was at the start.",
+    least_ranks=1,
+)
+def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a scheduler that was made and left alone."""
+    rank = seen.ranks[0]
+    made = [event for event in rank.of("scheduler") if event["scheduler"] != "SWALR"]
+    inner = {number for event in made for number in event["inner"]}
+    stepped = {event["scheduler_id"] for event in rank.of("schedule")}
+    for event in made:
+        if event["scheduler_id"] in inner | stepped:
+            continue
+        if not seen.complete or rank.epochs < 2 or rank.steps < _FEW_STEPS:
+            yield NotSeen(f"no whole training with {event['scheduler']} ({event.where})")
+            continue
+        whole = len(set(_lengths(rank))) == 1
+        yield Found(
+            event.where,
+            f"{event['scheduler']} was made, and not stepped once in {rank.steps} optimizer steps "
+            f"of {rank.epochs} epochs",
+            "Call its `step()` after each epoch, or after each optimizer step if it counts those.",
+            # It may be stepped every N batches, of which too few were run.
+            None if whole else "advice",
+        )
+
+
+@rule(
+    "SS307",
+    "warning",
+    "the loss is averaged over unequal shares",
+    "DDP gives every rank's mean the same weight, so samples of the smaller share count for more, "
+    "and the step is not that of the joined batch.",
+)
+def averages_unequal_shares(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare the weight of a sample on each rank in steps whose batches differ in size."""
+    if any(isinstance(said, Found) for said in uneven_batches(seen)):
+        return  # the ranks do not even take the same steps
+    yield from _unlike_weights(seen, shares=True)
+
+
+@rule(
+    "SS308",
+    "warning",
+    "the loss is divided by each rank's own count",
+    "A token's weight in the step depends on the rank that it lies on: the mean over the ranks is "
+    "not the mean over all tokens.",
+)
+def divides_by_own_count(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare the weight of a token on each rank in steps whose batches have the same size."""
+    yield from _unlike_weights(seen, shares=False)
+
+
+def _unlike_weights(seen: Seen, *, shares: bool) -> Iterator[Found]:
+    """Yield the first step in which a summand of the loss does not count alike on all ranks."""
+    unlike: list[list[tuple[Event, int]]] = []
+    for losses in zip(*(_losses(rank) for rank in seen.ranks), strict=False):
+        averages = [event for event, _, _ in losses if event is not None]
+        if len(averages) < len(losses) or not all(synced for _, _, synced in losses):
+            continue
+        differ = len({n for _, n, _ in losses}) > 1
+        within = _UNLIKE if shares else _UNLIKE_COUNTS
+        if (
+            differ == shares
+            and _close([event["other"] for event in averages], _UNLIKE)
+            and not _close([event["weight"] for event in averages], within)
+        ):
+            counts = [n for _, n, _ in losses]
+            unlike.append(list(zip(averages, counts, strict=True)))
+    if not unlike or (not shares and len(unlike) < 2):
+        return
+    first = unlike[0]
+    event = first[0][0]
+    by = " and ".join(f"{one['by']:g}" for one, _ in first)
+    if shares:
+        samples = " and ".join(str(n) for _, n in first)
+        evidence = (
+            f"in step {event.step + 1} the ranks have {samples} samples, and each divides its loss "
+            f"by its own count ({by})"
+        )
+        remedy = "Give every rank the same number of samples, or multiply each rank's loss by its "
+        remedy += "count × world size / the sum of the counts (an all-reduce)."
+    else:
+        evidence = (
+            f"in step {event.step + 1} the ranks divide their losses by {by} for batches of "
+            f"{first[0][1]} samples each ({len(unlike)} such steps)"
+        )
+        remedy = "All-reduce the count, and divide the summed loss by count / world size."
+    yield Found(event.where, evidence, remedy)
+
+
+def _losses(rank: RankSeen) -> Iterator[tuple[Event | None, int, bool]]:
+    """Yield the mean that each backward pass began with, its samples, and if others meet it."""
+    samples, average = 0, None
+    for event in rank.of("forward", "average", "backward"):
+        if event.kind == "forward":
+            samples += (event.get("n") or 0) if event["grad"] else 0
+        elif event.kind == "average":
+            average = event
+        else:
+            yield average, samples, bool(event.get("sync"))
+            samples, average = 0, None
+
+
+@rule(
+    "SS309",
+    "error",
+    "the step is not that of the joined batch",
+    "One process that trains on all the ranks' samples would take another step, so the training "
+    "changes with the number of ranks.",
+    residual=True,
+)
+def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare what the optimizer was given with the gradient of all parts in one process."""
+    event = seen.ranks[0].first("parity")
+    if event is None or event.get("not_seen") or seen.ranks[0].steps < 2:
+        why = "fewer than two optimizer steps were taken, or the script failed"
+        yield NotSeen(event.get("not_seen", why) if event is not None else why)
+        return
+    most = _ROUGH_STEP if event["rough"] else _EXACT_STEP
+    sizes = " + ".join(map(str, event["sizes"]))
+    if event["residual"] <= most:
+        return
+    if event["direction"] <= most:
+        times = event["scale"]
+        yield Found(
+            event.where,
+            f"the gradient of the first step is {times:.4g} times that of the joined batch of "
+            f"{sizes} samples",
+            "Average gradients over the ranks, rather than add them up: divide by the world size."
+            if abs(times - seen.world_size) < most * seen.world_size
+            else "Weight each rank's loss by its share of the batch.",
+        )
+        return
+    first = f", first in {event['first']}" if event["first"] else ""
+    yield Found(
+        event.where,
+        f"the gradient of the first step differs by {event['residual']:.1%} from that of the "
+        f"joined batch of {sizes} samples, computed in one process{first}",
+    )
+
+
+@rule(
+    "SS310",
+    "error",
+    "the step is taken with scaled gradients",
+    "The scaler has multiplied them: the step is as many times too long, and what is infinite is "
+    "not skipped.",
+    least_ranks=1,
+)
+def steps_with_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for an optimizer's own step where the scaler's was meant."""
+    for event in seen.ranks[0].of("scaled_step"):
+        line, optimizer = seen.line(event.where), seen.optimizer_at(event.where)
+        instead = line.replace(f"{optimizer}.step()", f"scaler.step({optimizer})", 1)
+        yield Found(
+            event.where,
+            f"the optimizer steps with gradients that are multiplied by {event['scale']:g}: since "
+            "`scale` neither `unscale_` nor the scaler's `step` was called",
+            f"- {line}\n+ {instead}\n+ scaler.update()" if instead != line else "",
+        )
+
+
+@rule(
+    "SS311",
+    "warning",
+    "the learning rate falls and rises within an epoch",
+    "A cosine that has come to its end goes back up: made for as many epochs, and stepped in every "
+    "batch, it does so every few batches.",
+    least_ranks=1,
+)
+def cosine_of_epochs_in_batches(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a cosine that is shorter than what it is stepped in the first epoch."""
+    rank = seen.ranks[0]
+    for made in rank.of("scheduler"):
+        stepped = [e for e in rank.of("schedule") if e["scheduler_id"] == made["scheduler_id"]]
+        first = [e["lr"] for e in stepped if e.epoch <= 1]
+        period = made["total"] or 0
+        if made["scheduler"] != "CosineAnnealingLR" or not 0 < period < len(first) - 1:
+            continue
+        yield Found(
+            stepped[0].where,
+            f"CosineAnnealingLR was made for T_max={period}, and is stepped "
+            f"{len(first)} times in the first epoch; its learning rates: "
+            + ", ".join(f"{lr:.3g}" for lr in first[: 2 * period + 2]),
+            "Step it once per epoch, after its batches, or give it T_max=epochs * len(loader).",
+            comes_from={"the scheduler is made": made.where},
+        )
+
+
+@rule(
+    "SS312",
+    "error",
+    "autocast keeps the first step's weights",
+    "Within one autocast a weight is cast once and kept: all later steps compute with the weights "
+    "that the first one had.",
+    least_ranks=1,
+)
+def casts_of_earlier_weights(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for two steps between which the outermost autocast was not left."""
+    event = seen.ranks[0].first("stale_autocast")
+    if event is not None:
+        yield Found(
+            event.where,
+            f"by step {event.step + 1} two steps were taken within one `torch.autocast`, which "
+            "keeps its casts of weights until it is left",
+            "Enter autocast for each forward and loss: `with torch.autocast(…):` inside the loop.",
+        )
+
+
+@rule(
+    "SS313",
+    "error",
+    "gradients that DDP has averaged are added up again",
+    "The step is as many times too long as there are ranks.",
+)
+def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for an all-reduce between DDP's own and the step that multiplies by the world size."""
+    rank = seen.ranks[0]
+    wrap = rank.first("wrap")
+    if wrap is None or wrap["wrapper"] != "ddp":
+        return
+    met, sums, again = False, list[Event](), list[Event]()
+    for event in rank.of("backward", "collective", "gradients"):
+        if event.kind == "backward":
+            met, sums = bool(event.get("sync")), []
+        elif event.kind == "collective":
+            sums += [event] if event["kind"] == "all_reduce" and event.get("op") == "SUM" else []
+        elif met and abs(event["grown"] / seen.world_size - 1) < _EXACT_STEP:
+            summed = sum(math.prod(shape) for one in sums for shape in one["shapes"])
+            again += sums[:1] if 2 * summed > wrap["parameters"] else []  # no number that is logged
+    if len(again) >= _FEW_STEPS:
+        yield Found(
+            again[0].where,
+            f"in {len(again)} steps an all-reduce makes the gradients that DDP has averaged "
+            f"{seen.world_size} times as large",
+            "Leave out the all-reduce: DDP has averaged them in the backward pass.",
+            comes_from={"DDP is made": wrap.where},
+        )
+
+
+@rule(
+    "SS314",
+    "warning",
+    "the loss is not divided by the micro-batches of a step",
+    "Their gradients add up: the step is as many times too long as there are micro-batches.",
+    least_ranks=1,
+)
+def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for steps of several means, each of its own batch of one loader."""
+    rank = seen.ranks[0]
+    whole: list[tuple[Event, int, Event]] = []
+    passes: list[tuple[Event, int | None]] = []
+    loader, average, steps = None, None, 0
+    for event in rank.of("batch", "average", "backward", "gradients"):
+        if event.kind == "batch":
+            loader = event["loader_id"]
+        elif event.kind == "average":
+            average = event if _is_plain_mean(event) else None
+        elif event.kind == "backward":
+            passes.append((event, loader if average is not None else None))
+            loader, average = None, None
+        else:
+            alike = len({(one.where, number) for one, number in passes}) == 1
+            if len(passes) > 1 and alike and passes[0][1] is not None and event["grown"] == 1.0:
+                whole.append((passes[0][0], len(passes), event))
+            steps += bool(passes)
+            passes = []
+    if len(whole) >= _FEW_STEPS and 2 * len(whole) > steps:
+        backward, times, step = whole[0]
+        line = seen.line(backward.where)
+        instead = re.sub(r"([\w.]+)\.backward\(", rf"(\1 / {times}).backward(", line, count=1)
+        yield Found(
+            backward.where,
+            f"{times} micro-batches per step ({len(whole)} steps), and each loss is the mean of "
+            "its own: their sum is the gradient",
+            f"- {line}\n+ {instead}" if instead != line else "Divide each by their number.",
+            # The others divide the gradient by its own size.
+            None if step["optimizer"] == "SGD" else "advice",
+        )
+
+
+def _is_plain_mean(average: Event) -> bool:
+    """Whether a loss is divided by its own count, and at most multiplied by a scaler."""
+    times = average["weight"] * average["count"]
+    scaled = times >= _SCALE and math.log2(times).is_integer()
+    own = average["by"] == average["count"] and average["other"] == 1.0
+    return own and (math.isclose(times, 1.0) or scaled)
+
+
+def _by_line(events: Iterable[Event]) -> dict[str, list[Event]]:
+    lines: dict[str, list[Event]] = {}
+    for event in events:
+        lines.setdefault(event.where, []).append(event)
+    return lines
+
+
+def _close(numbers: Sequence[float], within: float) -> bool:
+    """Whether numbers are the same within a factor."""
+    least, most = min(map(abs, numbers)), max(map(abs, numbers))
+    return most <= within * least or most == 0
+
+
+def _lengths(rank: RankSeen) -> list[int]:
+    """Return how many optimizer steps the whole training has, and has as far as it is run."""
+    latest = None
+    for event in rank.of("batch", "backward"):
+        if event.kind == "backward":
+            break
+        latest = event["loader_id"]
+    whole = [event["batches"] for event in rank.of("order") if event["loader_id"] == latest]
+    run = sum(e["loader_id"] == latest and e["turn"] == 0 for e in rank.of("batch"))
+    found = {batches // _micro_steps(rank) for batches in (*whole[:1], run)}
+    return [batches * rank.epochs for batches in found if batches >= _FEW_STEPS]
+
+
+def _asked_of_all_shares(rank: RankSeen, ranks: int) -> bool:
+    """Whether the script asked for the length of a loader that has all ranks' batches."""
+    most = max((event["batches"] for event in rank.of("order")), default=0)
+    return any(event["whole"] > most * (ranks - 0.5) for event in rank.of("cut_length"))
+
+
+def _micro_steps(rank: RankSeen) -> int:
+    """Return the backward passes of most steps."""
+    counts: Counter[int] = Counter()
+    here = 0
+    for event in rank.of("backward", "step"):
+        if event.kind == "step":
+            counts[here] += 1
+            here = 0
+        else:
+            here += 1
+    return counts.most_common(1)[0][0] if counts else 1

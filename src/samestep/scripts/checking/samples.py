@@ -1,0 +1,149 @@
+"""Numbers that identify samples, data sets and random states, the same in every process."""
+
+import pickle
+import random
+import sys
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from samestep.scripts.checking.recorder import row_hashes
+from samestep.base.trees import tree_leaves
+
+_MOST_BYTES = 1 << 22  # of an array
+_MOST_ITEMS = 256  # of a list or a mapping
+_MOST_PARTS, _DEPTH = 10_000, 4  # of a data set
+_MOST_ROWS, _MOST_ELEMENTS = 512, 1 << 18  # of a batch that is compared with its samples
+
+
+def rows_of(batch: Any) -> tuple[int, list[int]]:
+    """Return how many samples a batch holds and a number for each of the first, by its tensors."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    n = len(tensors[0]) if tensors else 0
+    columns = [row_hashes(tensor) for tensor in tensors if len(tensor) == n]
+    return n, [zlib.crc32(repr(row).encode()) for row in zip(*columns, strict=False)]
+
+
+def lost_rows(samples: list[Any], batch: Any) -> int:
+    """Return how many samples have no row in their batch, which has rows of others.
+
+    A row is a sample, or the beginning of one, with padding behind it. 0 if the rows do not show
+    it, as of samples that are changed. None does not count as a sample.
+    """
+    tensors = [
+        max((leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)), key=Tensor.numel)
+        for sample in samples[:_MOST_ROWS]
+        if sample is not None
+    ]
+    shapes = {tensor.shape for tensor in tensors}
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    if len(samples) > _MOST_ROWS or max((one.numel() for one in shapes), default=0) < 2:
+        return 0
+    if len(shapes) > 1:
+        return _lost_sequences(tensors, leaves)
+    known = {row for tensor in tensors for row in row_hashes(tensor[None])}
+    whole = (leaf for leaf in leaves if leaf.shape[1:] in shapes)
+    rows = {row for leaf in whole for row in row_hashes(leaf, _MOST_ROWS)}
+    return len(known - rows) if rows and rows <= known else 0
+
+
+def _lost_sequences(tensors: list[Tensor], leaves: list[Tensor]) -> int:
+    """Return the same of sequences (time, …) of unlike length, by what they begin with."""
+    tails = {tensor.shape[1:] for tensor in tensors if tensor.ndim}
+    if len(tails) != 1 or any(not tensor.ndim for tensor in tensors):
+        return 0
+    rows = next((leaf for leaf in leaves if {leaf.shape[2:]} == tails and leaf.ndim > 1), None)
+    if rows is None or len(rows) >= len(tensors) or rows.numel() > _MOST_ELEMENTS:
+        return 0
+    known = [tensor.tolist() for tensor in tensors]
+    kept: set[int] = set()
+    for row in rows.tolist():
+        of = [n for n, one in enumerate(known) if one[: len(row)] == row[: len(one)]]
+        # What lies behind a sample is one number, or it is another sample.
+        of = [n for n in of if all(part == row[-1] for part in row[len(known[n]) :])]
+        if not of:
+            return 0
+        kept.update(of)
+    return len(tensors) - len(kept)
+
+
+def number_of(index: Any) -> int:
+    """Return an index of a data set as a number."""
+    try:
+        return int(index)
+    except (TypeError, ValueError):
+        return zlib.crc32(repr(index).encode())
+
+
+def base_of(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
+    """Return the data set that subsets are made of, and what the indices are there."""
+    while type(dataset) is Subset:
+        own, dataset = dataset.indices, dataset.dataset
+        indices = [int(own[index]) for index in indices]
+    return dataset, indices
+
+
+def fingerprint(dataset: Any) -> int | None:
+    """Return a number that is equal where the data are; None if nothing tells what they are.
+
+    What loads its parts as they are asked for is not looked into.
+    """
+    found, told, parts = 0, 0, 0
+
+    def add(value: Any, depth: int) -> None:
+        nonlocal found, told, parts
+        parts += 1
+        text = b""
+        if (
+            isinstance(value, Tensor)
+            and value.layout == torch.strided
+            and value.device.type != "meta"
+        ):
+            flat = value.detach().reshape(-1)[:_MOST_BYTES].cpu().contiguous()
+            value = flat.view(torch.uint8).numpy()
+        if hasattr(value, "__array_interface__"):
+            try:
+                text = memoryview(value).cast("B")[:_MOST_BYTES].tobytes()
+            except (TypeError, ValueError):  # of objects, or not in one piece
+                text = repr(value).encode()
+            told += len(text)
+        elif isinstance(value, str | bytes | int | float | range):
+            text = repr(value).encode()
+            told += isinstance(value, str | bytes)
+        elif depth and parts < _MOST_PARTS:
+            inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            some = value if isinstance(value, list | tuple) else list(inside.values())
+            for part in (*some[:_MOST_ITEMS], *some[_MOST_ITEMS:][-2:]):
+                add(part, depth - 1)
+            text = f"{type(value).__qualname__} {len(some)}".encode()
+        found = zlib.crc32(text, found)
+
+    add(dataset, _DEPTH)
+    return found if told else None
+
+
+def random_states(dataset: Any) -> dict[str, tuple[int, int]]:
+    """Return each source of random numbers: its whole state, and what drawing few leaves as it is.
+
+    A generator that the data set holds itself is named by its attribute.
+    """
+    twister = random.getstate()[1]
+    bits = torch.get_rng_state().numpy().tobytes()
+    found = {
+        "random": (hash(twister), hash(twister[:-1])),
+        "torch": (zlib.crc32(bits), zlib.crc32(bits[24 : 24 + 624 * 8])),
+    }
+    np: Any = sys.modules.get("numpy")
+    if np is None:
+        return found
+    _, keys, place, *_ = np.random.get_state()
+    found["numpy"] = (zlib.crc32(keys, place), zlib.crc32(keys))
+    own = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if isinstance(value, own):
+            state = value.get_state().numpy() if isinstance(value, torch.Generator) else value
+            found[f"self.{name}"] = (zlib.crc32(pickle.dumps(state)),) * 2
+    return found

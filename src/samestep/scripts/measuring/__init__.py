@@ -1,0 +1,1 @@
+"""Where the seconds of steps go: clocks, traces, what is slow, what to change."""

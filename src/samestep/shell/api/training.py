@@ -1,0 +1,315 @@
+"""`samestep.train`: in this process, or on ranks that it starts; and what one rank does."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack, overload
+
+from samestep.shell.api.arguments import AnyPath, one_line_errors
+from samestep.shell.api.call import (
+    AnyRecipe,
+    Call,
+    SettingsArguments,
+    as_in_fresh_process,
+    call_of,
+    check_may_start,
+    request_of,
+    with_settings,
+)
+from samestep.shell.api.sending import RECORDS, ScreenFile, receive, send
+from samestep.shell.api.trained_run import TrainedRun
+from samestep.base.errors import UserError
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.launch import detect_launch
+from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
+from samestep.launch.ranks.process import STARTED_AT, RankLog, rank_of
+from samestep.launch.ranks.start import run_ranks
+from samestep.base.startup import forget_signals
+from samestep.launch.ranks.world import find_world, in_process_group, join, leave
+from samestep.core.recipe import Recipe
+from samestep.show.reporting.progress import Nothing, Screen
+from samestep.base.run.records import Record, RecordFile
+from samestep.core.session.outcome import Outcome
+from samestep.core.session.own_run import end_failed
+from samestep.core.session.picture_making import end_while_drawing
+from samestep.core.session.request import Request
+from samestep.core.session.training_run import engine_named, run_session
+from samestep.base.tracker_choice import check_installed, chosen
+from samestep.show.tracking.processes import TrackerProcesses
+from samestep.core.training.stopping import Again, catch_signals, end_process
+
+_busy = threading.Lock()
+_LOOK_EVERY_S = 0.1
+AnyScreen = Nothing | Screen
+
+
+@overload
+def train(
+    what: AnyPath | Recipe,
+    *,
+    nproc: NumRanks = 1,
+    resume: bool = False,
+    recipe: AnyRecipe = None,
+    config: AnyPath | None = None,
+    allow_change: str | tuple[str, ...] | list[str] = (),
+    recipe_of_run: bool = False,
+    quiet: bool = False,
+    **settings: Unpack[SettingsArguments],
+) -> TrainedRun: ...
+@overload
+def train(what: AnyPath | Recipe, **settings_and_options: Any) -> TrainedRun: ...
+
+
+@with_settings
+@one_line_errors
+def train(
+    what: AnyPath | Recipe,
+    *,
+    nproc: NumRanks = 1,
+    resume: bool = False,
+    recipe: AnyRecipe = None,
+    config: AnyPath | None = None,
+    allow_change: str | tuple[str, ...] | list[str] = (),
+    recipe_of_run: bool = False,
+    quiet: bool = False,
+    **settings: Any,
+) -> TrainedRun:
+    """Train a recipe, or continue a run; return the run.
+
+        run = samestep.train("spiral", epochs=3)
+        run = samestep.train("my_recipe.py", nproc=2, lr=0.01, run_dir="runs/mine")
+        run = samestep.train(run, resume=True, epochs=8)
+
+    With one rank it trains in this process and leaves its random numbers and threads as they were.
+    Ctrl-C, or a notebook's interrupt, stops after the current step, saves and returns the run:
+    `result["status"]` is "stopped", and `resume=True` continues from there. In a script started by
+    a launcher (torchrun, srun, mpirun) each process is a rank, as with `samestep train`.
+
+    Args:
+        what: a recipe: its name ("spiral"), its file ("my_recipe.py"), or a `samestep.Recipe`,
+            which may be made in a notebook; or the directory of a run, whose settings are taken.
+        nproc: ranks to start on this machine; "auto": one per GPU, else one per core.
+        resume: whether to continue the run, from its newest intact checkpoint.
+        recipe: the recipe of that run, if the run names no file.
+        config: a TOML file of settings and options; the other arguments win over it.
+        allow_change: with `resume`, names of settings that may differ from the checkpoint's;
+            "recipe" for an edited recipe.
+        recipe_of_run: with `resume`, whether to take the recipe from the run's own copy.
+        quiet: whether to show nothing.
+        settings: any setting of `samestep train`, and any option of the recipe.
+            `help(samestep.Settings)` explains them; the recipe's defaults win over those there.
+
+    Raises:
+        UserError: a mistake that the user can correct, or a failed rank.
+    """
+    log = RankLog(rank_of())
+    try:
+        check_may_start("train")
+        names = allow_change.split(",") if isinstance(allow_change, str) else allow_change
+        call = call_of(
+            what,
+            recipe,
+            keywords=settings,
+            config=config,
+            resume=resume,
+            allow_change=tuple(names),
+            recipe_of_run=recipe_of_run,
+        )
+        given = "" if call.recipe is None else "recipe=…, "
+        again = f'samestep.train("{{}}", {given}resume=True)'
+        return _train(call, nproc, Nothing() if quiet else Screen(go_on=again), log)
+    except Exception as error:
+        if detect_launch(os.environ).world_size > 1:  # one rank reports the failure, and all end
+            end_failed(error, log, connected=in_process_group())
+        raise
+    finally:
+        log.give_back()
+
+
+def _train(call: Call, nproc: NumRanks, screen: AnyScreen, log: RankLog) -> TrainedRun:
+    if not _busy.acquire(blocking=False):
+        raise UserError(
+            "samestep.train() was called while this process trains. Wait until that training has "
+            "ended, or train in another process."
+        )
+    try:
+        forget_signals()
+        with as_in_fresh_process():
+            request = request_of(call)
+            if request.resume and request.settings.run_dir is None:
+                raise UserError(
+                    "resume=True needs a run: name its directory first, samestep.train(run, resume="
+                    "True); or give run_dir, to begin there and continue there when called again."
+                )
+            number = _number(nproc, request)
+            run = _on_ranks(number, call, screen) if number > 1 else _here(request, screen, log)
+            return replace(run, recipe=call.recipe)
+    finally:
+        _busy.release()
+
+
+def _number(nproc: NumRanks, request: Request) -> int:
+    """Return how many ranks to start; 1 if this process is to train."""
+    settings = request.settings
+    if not (nproc == "auto" or (isinstance(nproc, int) and not isinstance(nproc, bool))):
+        raise UserError(f'nproc={nproc!r}: it must be a number of ranks, or "auto".')
+    if nproc == "auto" and detect_launch(os.environ).world_size > 1:
+        return 1
+    if nproc not in ("auto", 1):
+        refuse_inside_launcher(f"nproc={nproc}", "Leave nproc out.")
+    return ranks_to_start(nproc, settings.device, oversubscribe=settings.oversubscribe)
+
+
+def _here(request: Request, screen: AnyScreen, log: RankLog) -> TrainedRun:
+    """Train in this process, as the one rank or as one of a launcher's."""
+    path: Path | None = None
+
+    def begin(run: Path) -> None:
+        nonlocal path
+        path = run
+        log.move_to(run)
+
+    def again() -> None:
+        raise UserError(_interrupted_twice(path))
+
+    outcome = train_as_rank(request, screen, begin, again=again)
+    watched.end()
+    return _stopped(outcome.path, outcome.signum)
+
+
+def _on_ranks(number: int, call: Call, screen: AnyScreen) -> TrainedRun:
+    """Train on new ranks; a thread shows the records of rank 0 meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="samestep-") as folder, screen:
+        file, path, over = Path(folder, "call"), None, threading.Event()
+        records = RecordFile(file.with_name(RECORDS))
+        send(call, file)
+
+        def follow() -> None:
+            nonlocal path
+            last = False
+            while not last:
+                last = over.wait(_LOOK_EVERY_S)
+                for record in records.read_all():
+                    if record["event"] == "start":
+                        path = Path(record["run_dir"])
+                    screen.show(record)
+
+        follower = threading.Thread(target=follow, name="samestep-screen", daemon=True)
+        follower.start()
+        try:
+            ended = run_ranks(number, ["train"], str(file))
+        finally:
+            over.set()
+            follower.join()
+    if ended.message:
+        raise UserError(ended.message)
+    signum = max(0, ended.code - 128)
+    if path is None or TrainedRun(path).history[-1]["event"] != "stop":
+        if signum not in (0, signal.SIGINT):
+            signal.raise_signal(signum)
+        if path is None:  # no run had begun
+            raise KeyboardInterrupt
+        raise UserError(_interrupted_twice(path))
+    screen.result(path, json.loads((path / "result.json").read_bytes()))
+    return _stopped(path, signum)
+
+
+def _stopped(path: Path, signum: int) -> TrainedRun:
+    """Return the run; a signal other than Ctrl-C now ends this process, as all is saved."""
+    if signum not in (0, signal.SIGINT):
+        sys.stdout.flush()
+        signal.raise_signal(signum)
+    return TrainedRun(path)
+
+
+def _interrupted_twice(path: Path | None) -> str:
+    if path is None:
+        return "Interrupted twice, before the run began: there is nothing to resume."
+    return (
+        "Interrupted twice: the training ended at once, without a checkpoint of where it was. "
+        f"Resume from the newest one: samestep.train({str(path)!r}, resume=True)."
+    )
+
+
+def train_as_rank(
+    request: Request,
+    screen: AnyScreen,
+    begin: Callable[[Path], None],
+    *,
+    again: Again = end_process,
+) -> Outcome:
+    """Train as one rank of the world that the environment describes.
+
+    Rank 0 shows the records on the screen. Every rank calls `begin` with the run directory as soon
+    as it exists. `again` is what a second Ctrl-C does.
+    """
+    settings = request.settings
+    check_engine(request)
+    engine = engine_named(settings.engine)
+    world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
+    watched.start_watcher(world, settings.stall_s)
+    join(world, settings.timeout_s)
+    world.on_main(lambda: check_installed(chosen(settings.track)))
+    with (
+        catch_signals(again) as received,
+        TrackerProcesses(
+            settings,
+            request.recipe.name,
+            screen.show,
+            is_main=world.is_main,
+            stopped=lambda: bool(received.signum),
+        ) as trackers,
+    ):
+
+        def show(record: Record) -> str:
+            trackers.show(record)
+            return screen.why_lost()
+
+        with screen:
+            outcome = run_session(
+                request,
+                world,
+                received=received,
+                show=show,
+                begin=begin,
+                started_at=float(os.environ.get(STARTED_AT, time.time())),
+                engine=engine,
+            )
+        # Before the ranks part: a launcher may end them all after the first that ends by a signal.
+        if world.is_main:
+            screen.result(outcome.path, json.loads((outcome.path / "result.json").read_text()))
+            sys.stdout.flush()
+    leave(world)
+    return outcome
+
+
+def check_engine(request: Request) -> None:
+    """Check that the engine takes these settings and this recipe."""
+    settings = request.settings
+    if settings.engine == "native":
+        return
+    from samestep.bridges.lightning.engine import check_settings  # noqa: PLC0415 - an extra
+
+    check_settings(settings, request.recipe)
+    if request.allow_change:
+        raise UserError(
+            "--allow-change needs --engine native: Lightning continues with the optimizer and "
+            "the schedule of its own checkpoint.",
+            flags=["allow_change", "engine"],
+        )
+
+
+def train_received(file: Path, log: RankLog) -> int:
+    """Train as a rank that `samestep.train` has started; return the exit code."""
+    screen = ScreenFile(file.with_name(RECORDS))
+    outcome = train_as_rank(request_of(receive(file)), screen, log.move_to)
+    code = 128 + outcome.signum if outcome.signum else 0
+    end_while_drawing(code)
+    return code

@@ -1,0 +1,295 @@
+"""`samestep profile`: where the time of a training goes, and what to change first."""
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from samestep.shell.commands.help import (
+    MaybeNumbers,
+    Nproc,
+    Switch,
+    check_positive,
+    example_text,
+    numbers,
+    parse_flags,
+    show_general_help,
+)
+from samestep.shell.commands.script_target import ScriptTarget, script_target, target_first
+from samestep.base.errors import UserError
+from samestep.base.file_kinds import is_recipe_file
+from samestep.scripts.measuring.measured import Extent
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.launch import detect_launch
+from samestep.launch.ranks.nproc import check_workers, cores, start_nproc
+from samestep.launch.ranks.process import (
+    TASK,
+    RankLog,
+    is_lost_peer,
+    leave_for_parent,
+    print_error,
+    run_as_rank,
+)
+from samestep.base.startup import PARENT
+from samestep.core.recipes import RECIPES
+from samestep.base.run.directory import is_run, new_run_path
+from samestep.base.settings import Settings
+
+if TYPE_CHECKING:
+    from samestep.scripts.measuring.profile_report import Profile
+    from samestep.scripts.running import ScriptFailed
+
+# Silences the profiler's library, which otherwise logs to standard error; before torch's import.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+_EXAMPLES = (
+    "profile spiral",
+    "profile my_recipe.py --workers 0,1,2,4 --batch-sizes 32,64,128",
+    "profile train.py --nproc 2 -- --epochs 1",
+)
+
+_SWITCHES = {
+    "json",
+    "apply",
+    "record_shapes",
+    "with_stack",
+    *(f.name for f in fields(Settings) if f.type in (bool, "bool")),
+}
+"""Flags without a value."""
+
+_STOPPED = 143
+"""The exit code after SIGTERM, as a shell has it."""
+
+_HELP = """\
+usage: samestep profile TARGET [flags]
+       samestep profile SCRIPT.py [flags] [-- ARGUMENTS OF THE SCRIPT]
+       samestep profile -m MODULE [flags] [-- ARGUMENTS OF THE MODULE]
+
+Measure some steps of a training without a profiler, and trace a few more with
+torch.profiler. It shows, with numbers per step, what limits the speed, what
+would limit it next, and what to change.
+
+TARGET is a recipe ({recipes}), a recipe
+file, or the directory of a run; it takes all flags of `samestep train TARGET`,
+too. SCRIPT.py is any other Python program that trains, preferably with an
+optimizer of torch.optim. It runs unchanged.
+`samestep profile TARGET --help` shows all flags.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Profile(Extent):
+    """Flags of `profile` for a recipe and for a script."""
+
+    nproc: Nproc = 1
+    """Ranks to start on this machine; auto: one per GPU, else one per core."""
+    json: Switch = False
+    """Print one JSON object instead of the tables. What a script prints goes to standard error."""
+
+    def __post_init__(self) -> None:
+        check_positive(epoch=self.epoch, seconds=self.seconds, steps=self.steps)
+        if self.steps == 1:
+            raise UserError("--steps is 1; it must be 2 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileFlags(_Profile):
+    """Flags of `profile` for a recipe, in addition to the settings."""
+
+    config: Path | None = None
+    """TOML file of settings and options; flags win over it."""
+    workers: MaybeNumbers = None
+    """Try these numbers of loader workers, such as 0,1,2,4, and recommend one."""
+    batch_sizes: MaybeNumbers = None
+    """Try these batch sizes, such as 32,64,128, and show the fastest. Another batch size is another
+    training."""
+    apply: Switch = False
+    """Write the results of --workers and --batch-sizes into the file that --config names, or into a
+    new RECIPE.toml."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCommand(_Profile):
+    """Profile a script. Arguments after `--` are passed to the script."""
+
+    out: Path | None = None
+    """Directory for the traces; by default a new one in runs/."""
+    oversubscribe: Switch = False
+    """Allow more than 4 ranks per core."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    general = _HELP.format(recipes=", ".join(RECIPES))
+    show_general_help(arguments, f"{general}\n{example_text(*_EXAMPLES)}")
+    return run_as_rank(lambda log: _profile(arguments, log))
+
+
+def _profile(arguments: list[str], log: RankLog) -> int:
+    arguments = target_first(arguments, _SWITCHES)
+    target = script_target("profile", arguments, "a recipe, a recipe file, a script")
+    is_script = target.module or target.name.endswith(".py")
+    if is_script and (target.module or not is_recipe_file(Path(target.name))):
+        return _script(target, arguments, log)
+    if "--" in arguments:
+        raise UserError(
+            f"{target.name} is a recipe, and only a script takes arguments after `--`. Leave `--` "
+            "out."
+        )
+    return _recipe(arguments, log)
+
+
+def _recipe(arguments: list[str], log: RankLog) -> int:
+    from samestep.shell.commands.target import parse_target  # noqa: PLC0415 - imports torch
+
+    about = "Profile {}: where the time of its steps goes."
+    command, request = parse_target("profile", about, ProfileFlags, arguments, *_EXAMPLES)
+    workers = numbers("workers", command.workers, least=0)
+    batch_sizes = numbers("batch-sizes", command.batch_sizes)
+    if command.apply and not (workers or batch_sizes):
+        raise UserError(
+            "--apply writes the results of --workers or --batch-sizes: give one of them."
+        )
+    from samestep.prove.profiling.tried_values import apply_settings, file_to_apply  # noqa: PLC0415
+
+    place = None
+    if command.apply:
+        place = file_to_apply(command.config, request.recipe.name)
+    run_dir = request.settings.run_dir
+    if run_dir is not None and is_run(Path(run_dir)):
+        raise UserError(
+            f"{run_dir} already holds a run or a profile. Choose another --run-dir, or leave it "
+            "out to make a new directory in runs/.",
+            on_all_ranks=True,
+        )
+    settings = request.settings
+    if workers and not settings.oversubscribe:
+        num_ranks = command.nproc if command.nproc != "auto" else 1
+        check_workers(max(workers), num_ranks, cores())
+    code = start_nproc(
+        command.nproc,
+        ["profile", *arguments],
+        device=settings.device,
+        oversubscribe=settings.oversubscribe,
+    )
+    if code is not None:
+        return code
+    from samestep.prove.profiling.recipe_profile import profile_recipe  # noqa: PLC0415
+    from samestep.launch.ranks.world import find_world, join, leave  # noqa: PLC0415
+
+    world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
+    watched.start_watcher(world, settings.stall_s)
+    join(world, settings.timeout_s)
+    tried = {"num_workers": workers, "batch_size": batch_sizes}
+    found = profile_recipe(request, world, command, tried, log.move_to)
+    world.on_main(lambda: _save_and_show(found, as_json=command.json))
+    if found.measured.stopped:
+        code = _STOPPED
+    if world.is_main and place is not None and code is None:
+        values = {one.setting: one.best for one in found.sweeps if one.sure}
+        if values:
+            apply_settings(place, values, request.source)
+            shown = ", ".join(f"{key} = {n}" for key, n in values.items())
+            sys.stderr.write(f"{place}: {shown}\n")
+        if unsure := ", ".join(one.setting for one in found.sweeps if not one.sure):
+            sys.stderr.write(f"{place}: {unsure} not written: the measurements differ too much.\n")
+            code = 1
+    leave(world)
+    return code or 0
+
+
+def _script(target: ScriptTarget, arguments: list[str], log: RankLog) -> int:
+    script = Path(target.name)
+    for flag in ("--workers", "--batch-sizes", "--apply", "--config"):
+        if any(given.split("=")[0] == flag for given in target.flags):
+            raise UserError(
+                f"{flag} changes a recipe's settings, and {script} is a script. Pass its own "
+                "arguments after `--`, and profile it once per value."
+            )
+    command = parse_flags(ScriptCommand, f"profile {script}", target.flags, *_EXAMPLES)
+    if target.module:
+        target.check_importable()
+    place = os.environ.get(TASK)  # of the parent, for all ranks
+    name = target.name if target.module else script.stem
+    out = Path(place or command.out or new_run_path(f"profile-{name}"))
+    code = start_nproc(
+        command.nproc, ["profile", *arguments], task=str(out), oversubscribe=command.oversubscribe
+    )
+    if code is not None:
+        return _without_logs(out, code)
+    launch = detect_launch(os.environ)
+    if launch.world_size > 1 and not place and command.out is None:
+        raise UserError(
+            f"{launch.launcher} has started {launch.world_size} ranks: name one directory for all "
+            "of them with --out DIR, or let `samestep profile --nproc` start them."
+        )
+    from samestep.scripts.script_profile import profile_script  # noqa: PLC0415
+    from samestep.scripts.measuring.tracing import unwritable  # noqa: PLC0415
+    from samestep.scripts.running import ScriptFailed, ScriptRanks  # noqa: PLC0415
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(out, error) from error
+    log.move_to(out)
+    watched.watch_script(launch)
+    try:
+        found = profile_script(
+            script,
+            target.words,
+            ScriptRanks(launch),
+            out,
+            command,
+            quiet=command.json,
+            module=target.module,
+        )
+    except (ScriptFailed, UserError) as error:
+        with contextlib.suppress(OSError):
+            out.rmdir()  # if it is empty
+        if isinstance(error, UserError):
+            raise
+        return _failed(error, script, as_json=command.json)
+    if found is not None:
+        _save_and_show(found, as_json=command.json)
+    return _STOPPED if found is not None and found.measured.stopped else 0
+
+
+def _without_logs(out: Path, code: int) -> int:
+    """Remove the empty logs of failed ranks, and their folder if it held no more."""
+    with contextlib.suppress(OSError):
+        for log in out.glob("rank-*.log") if code else ():
+            if not log.stat().st_size:  # a message may name one that says something
+                log.unlink()
+        if code:
+            out.rmdir()
+    return code
+
+
+def _failed(failure: "ScriptFailed", script: Path, *, as_json: bool) -> int:
+    """Report a script that failed, below its own error; return its exit code."""
+    if failure.__cause__ is not None and is_lost_peer(failure.__cause__):
+        raise failure.__cause__ from None  # another rank reports the cause
+    if os.environ.get(PARENT):  # which reports it once for all ranks
+        leave_for_parent(f"{failure.summary(script)}\n{failure.text}".rstrip(), failure.code)
+        return failure.code
+    sys.stderr.write(failure.text)
+    if failure.found is not None:
+        _save_and_show(failure.found, as_json=as_json)
+    print_error(failure.summary(script))
+    return failure.code
+
+
+def _save_and_show(found: "Profile", *, as_json: bool) -> None:
+    from samestep.scripts.measuring.profile_report import show  # noqa: PLC0415
+
+    found.save()
+    if as_json:
+        sys.stdout.write(found.as_json())
+    else:
+        show(found, Console(highlight=False))
+    sys.stdout.flush()

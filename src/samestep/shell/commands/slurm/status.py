@@ -1,0 +1,264 @@
+"""`samestep slurm status`: the state of the queue and of the training."""
+
+import json
+import math
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from tyro.conf import Positional, arg
+
+from samestep.shell.commands.help import Switch, parse_flags
+from samestep.base.errors import UserError, printable
+from samestep.base.table import Table, escape, text_lines
+from samestep.base.words import duration
+from samestep.cluster.slurm.options import kept_options
+from samestep.cluster.slurm.pulses import LastSign, read_pulses
+from samestep.cluster.slurm.queue import (
+    JobAndRun,
+    Progress,
+    QueuedJob,
+    ended_runs,
+    find_job_or_run,
+    my_jobs,
+    read_progress,
+    seconds_since_sign,
+)
+from samestep.cluster.slurm.restarts import BEGUN, go_on_command, job_of, read_restarts
+from samestep.cluster.slurm.submission import is_script
+
+_EXAMPLES = ("slurm status", "slurm status 1234 --json")
+_REDRAW_S = 5.0
+_SILENT_S = 5.0
+"""A healthy rank's last sign may be a few seconds old."""
+_QUIET_S = 30.0  # an evaluation or a checkpoint may take as long
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Status:
+    """Show jobs: their state in the queue, and the progress of their training."""
+
+    job: Annotated[Positional[str | None], arg(metavar="JOB|RUN")] = None
+    """Number of a job, or directory of a run; by default all your jobs that samestep submitted."""
+    json: Switch = False
+    """Print one JSON object for a job, or a JSON array for all jobs."""
+    watch: Switch = False
+    """Refresh every few seconds, until the jobs have ended or you press Ctrl-C."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    command = parse_flags(_Status, "slurm status", arguments, *_EXAMPLES)
+    if not command.watch:
+        _show(command)
+        return 0
+    if command.json:
+        raise UserError("--watch is for a terminal and --json for a program: give one of them.")
+    try:
+        while _show(command, clear="\x1b[H\x1b[2J" if sys.stdout.isatty() else ""):
+            time.sleep(_REDRAW_S)
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _show(command: _Status, clear: str = "") -> bool:
+    """Show the jobs once; return whether any may still change."""
+    if command.job:
+        founds = [find_job_or_run(command.job)]
+    else:
+        try:
+            jobs = sorted(my_jobs(), key=lambda job: [*map(int, job.target.split("_"))])
+        except UserError as error:
+            if not command.watch:
+                raise
+            sys.stderr.write(f"{JobAndRun(queue_error=error).note}\n")  # it may be back soon
+            return True
+        founds = [JobAndRun(job=job, run=job.run) for job in jobs]
+        known = [job.run for job in jobs]
+        founds = [*(JobAndRun(run=run) for run in ended_runs(Path("runs"), known)), *founds]
+    rows = [(found, _seen(found)) for found in founds]
+    sys.stdout.write(clear)
+    if command.json:
+        objects = [
+            {
+                "queue": asdict(found.job) if found.job else None,
+                "queue_error": found.note or None,
+                "training": asdict(progress) if progress else None,
+                "run": found.run,
+            }
+            for found, progress in rows
+        ]
+        shown = objects[0] if command.job else objects
+        sys.stdout.write(json.dumps(shown, indent=2, default=str) + "\n")
+    elif command.job:
+        for name, value in details(*rows[0]).items():
+            Console(highlight=False).print(f"[bold]{name:<8}[/] {escape(value)}", soft_wrap=True)
+    elif not rows:
+        sys.stdout.write("Slurm knows no job of yours that samestep submitted.\n")
+    else:
+        # In a pipe nothing is cut: a script may look for a word.
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        sys.stdout.writelines(f"{line}\n" for line in text_lines(jobs_table(rows), width))
+    sys.stdout.flush()
+    return any(f.queue_error or (f.job is not None and not f.job.ended) for f in founds)
+
+
+def _seen(found: JobAndRun) -> Progress | None:
+    """Return a run's progress, corrected by its job's state; None if a later job continued it."""
+    if _continued_by(found) or _never_began(found):
+        return None
+    progress = read_progress(found.run) if found.run else None
+    if progress is not None and found.run is not None:  # a rank's pulse is newer than the records
+        steps = [sign.step or 0 for sign in _signs(found)]
+        progress = replace(progress, step=max([progress.step, *steps]))
+    if progress is None or found.run is None or found.job is None:
+        return progress
+    job = found.job
+    if not job.ended:  # the status is of an earlier start
+        progress = replace(progress, status="", why="")
+    if job.state != "RUNNING":
+        return replace(progress, eta_s=None)
+    quiet_s = seconds_since_sign(found.run)
+    return replace(progress, quiet_s=None if quiet_s is None else min(quiet_s, job.elapsed_s))
+
+
+def _continued_by(found: JobAndRun) -> int | None:
+    """Return the job that has continued the run since this one ended; None if none has."""
+    if found.run is None or found.job is None or not found.job.ended:
+        return None
+    newest = job_of(found.run) or 0
+    return newest if newest > found.job.job else None
+
+
+def _never_began(found: JobAndRun) -> bool:
+    """Whether a job ended before it began, so that the run's training is an earlier one's."""
+    if found.run is None or found.job is None or not found.job.ended:
+        return False
+    newest = job_of(found.run)
+    return newest is not None and newest < found.job.job
+
+
+def _signs(found: JobAndRun) -> list[LastSign]:
+    """Return the pulses of a job that runs, of this start."""
+    if found.run is None or found.job is None or found.job.state != "RUNNING":
+        return []
+    begun = found.run / BEGUN
+    return read_pulses(found.run, begun.stat().st_mtime if begun.exists() else 0.0)
+
+
+def _is_quiet(progress: Progress) -> bool:
+    left = progress.total_steps - progress.step
+    step_s = progress.eta_s / left if progress.eta_s and left else 0.0
+    return progress.quiet_s is not None and progress.quiet_s > max(_QUIET_S, 5 * step_s)
+
+
+def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
+    """Return what is shown of one job, by name."""
+    job = found.job
+    rows: dict[str, str] = {}
+    if job is not None:
+        waits = f" ({job.reason})" if job.state == "PENDING" else ""
+        nodes = f" on {job.nodes}" if job.nodes else ""
+        rows["job"] = f"{job.target}, {job.name}: {job.state}{waits}{nodes}"
+        if job.state == "PENDING" and job.starts_at not in ("Unknown", "N/A"):
+            rows["starts"] = job.starts_at
+        limit = duration(job.limit_s) if job.limit_s else "no limit"
+        rows["time"] = f"{duration(job.elapsed_s)} of {limit}, {job.restarts} restarts"
+    else:
+        forgot = "no longer known to Slurm, which forgets jobs some minutes after their end"
+        rows["job"] = found.note or forgot
+    unseen = progress is None or not progress.total_steps
+    if unseen and found.run is not None and is_script(found.run):
+        rows["training"] = "your own script; samestep does not see its steps"
+        if job is not None and job.ended:
+            rows["ended"] = f"{job.state.lower()}, exit code {job.exit_code.partition(':')[0]}"
+    elif newest := _continued_by(found):
+        rows["training"] = f"continued by job {newest}: samestep slurm status {newest}"
+    elif progress is None:
+        rows["training"] = "has not begun"
+    if progress is not None:
+        rows |= _training(job, progress)
+    return rows | _run_rows(found, progress)
+
+
+def _run_rows(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
+    if found.run is None:
+        return {}
+    rows = {}
+    if (signs := _signs(found)) and signs[0].age_s >= _SILENT_S:
+        rows["ranks"] = signs[0].sentence
+        if len(signs) > 1:
+            rows["ranks"] += f"; the others: at most {signs[1].age_s:.0f} s"
+    if found.job and (excluded := read_restarts(found.run, found.job.job).excluded):
+        rows["excluded"] = f"{', '.join(excluded)}, which failed this job"
+    rows["run"] = str(found.run)
+    done = progress is not None and progress.status == "completed"
+    failed = found.job is not None and found.job.ended and found.job.state != "COMPLETED"
+    if failed and not done and not _continued_by(found):
+        rows["go on"] = go_on_command(found.run)
+    return rows
+
+
+def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
+    rows: dict[str, str] = {}
+    if progress.damage:
+        rows["training"] = progress.damage
+    if progress.epoch:
+        loss = f", loss {progress.loss:.4f}" if progress.loss is not None else ""
+        of = (f"/{n:,}" if n else "" for n in (progress.epochs, progress.total_steps))
+        rows["training"] = (
+            f"epoch {progress.epoch}{next(of)}, step {progress.step:,}{next(of)}{loss}"
+        )
+        if progress.checkpoint_step is not None:
+            rows["saved"] = f"step {progress.checkpoint_step:,}"
+    if progress.status:
+        rows["ended"] = f"{progress.status} ({progress.why})"
+    elif _is_quiet(progress):
+        rows["ETA"] = f"unknown: no step for {duration(progress.quiet_s or 0)}"
+    elif progress.eta_s is not None:
+        rows["ETA"] = duration(progress.eta_s)
+        if job is not None and job.limit_s is not None:
+            left = max(0, job.limit_s - job.elapsed_s)
+            if progress.eta_s <= left:
+                rows["ETA"] += f", within the {duration(left)} left"
+            else:
+                more = math.ceil((progress.eta_s - left) / job.limit_s)
+                rows["ETA"] += f"; {duration(left)} left, so {more} more start{'s' * (more > 1)}"
+    return rows
+
+
+def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
+    """Return a table of jobs, one line each."""
+    lines = []
+    for found, progress in rows:
+        job, p = found.job, progress or Progress()
+        if job is None:  # Slurm forgot it; the run directory did not
+            run = found.run or Path()
+            number, state = str(job_of(run) or ""), p.status or "ended"
+            alone = None if (run.parent / "array.sbatch").is_file() else kept_options(run)
+            name = printable((alone and alone.job_name) or run.name)
+            lines.append((number, name, state, "", f"{p.step:,}", "", "", ""))
+            continue
+        eta = "" if p.eta_s is None else duration(p.eta_s)
+        step = f"{p.step:,}" + (f" {p.step / p.total_steps:.0%}" if p.total_steps else "")
+        if _is_quiet(p):
+            eta = f"no step for {duration(p.quiet_s or 0)}"
+        lines.append(
+            (
+                job.target,
+                printable(job.run.name if job.array_task and job.run else job.name),
+                job.state,
+                duration(job.elapsed_s),
+                "" if progress is None else step,
+                "" if p.loss is None else f"{p.loss:.4f}",
+                "" if job.ended else eta,
+                "" if progress is None else str(p.starts),
+            )
+        )
+    columns = ("job", "name", "state", "time", "step", "loss", "left", "starts")
+    return Table(columns=columns, rows=lines, left=frozenset({"name", "state"}), cut=1)

@@ -1,0 +1,221 @@
+"""`samestep slurm submit`: submit a recipe, a run or any script as a job."""
+
+import sys
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+from samestep.shell.commands.help import Switch, example_text, parse_flags, show_general_help, show_notes
+from samestep.base.errors import UserError, did_you_mean
+from samestep.core.recipes import RECIPES
+from samestep.base.run.code_copy import CODE, kept_code
+from samestep.base.run.directory import is_run
+from samestep.base.run.files import shown_path, write_text
+from samestep.cluster.slurm.checks import advice, check_ranks
+from samestep.cluster.slurm.job_array import array_text, read_array, submit_array
+from samestep.cluster.slurm.options import (
+    OPTIONS,
+    JobOptions,
+    UncheckedOptions,
+    apply_flags,
+    options_before,
+)
+from samestep.cluster.slurm.script import JobScript, script_text
+from samestep.cluster.slurm.submission import (
+    Workload,
+    fill_run,
+    find_workload,
+    make_script,
+    submit,
+    with_home_expanded,
+)
+
+_EXAMPLES = (
+    "slurm submit spiral --nodes 2 --gpus-per-node 8 --time 02:00:00 -- --epochs 50",
+    "slurm submit spiral --nodes 1-4 --gpus-per-node 8 --time 60 -- --virtual-ranks 32",
+)
+_GROUPS = {
+    "job_name": "job",
+    "nodes": "resources",
+    "output": "job",
+    "requeue": "restarts",
+    "after": "job",
+    "module": "environment",
+    "launcher": "start of the ranks",
+    "snapshot": "code",
+    "sbatch": "job",
+    "array": "submitting",
+}
+"""A group of `--help` begins with this option."""
+_ALL_CHECKED = 200
+"""Of an array with more tasks, the flags of the first are checked."""
+_MARK = b"# Written by `samestep slurm submit`"
+"""In the head of each script that is written here."""
+_USAGE = """\
+usage: samestep slurm submit TARGET [flags] [-- arguments of the training or the script]
+
+Submit TARGET as a job. It is a recipe, a recipe file, the directory of a run to
+continue, or any Python script. `samestep slurm submit TARGET --help` shows all
+flags.
+
+Put values that stay the same into the table [slurm] of samestep.toml: in this
+folder or one above it, or in ~/.config/samestep.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Submit(UncheckedOptions):
+    """Submit it as a job. Arguments of the training or of the script follow `--`."""
+
+    array: Annotated[str | None, arg(metavar="TASKS")] = None
+    """Submit a job array, each task with its own run directory: 0-9, or 0-9%2 for two at a time. %a
+    in the arguments stands for the task's number: --array 0-4 -- --seed %a."""
+    dry_run: Switch = False
+    """Print the job's script instead of submitting it."""
+    script: Annotated[Path | None, arg(aliases=["-o"], metavar="FILE")] = None
+    """Write the job's script to a file instead of submitting it; edit it and use sbatch."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    show_general_help(arguments, f"{_USAGE}\n{example_text(*_EXAMPLES)}")
+    target, *flags = arguments
+    if target.startswith("-"):
+        raise UserError(f"Name what to submit before {target}: a recipe, a run or a script.")
+    cut = flags.index("--") if "--" in flags else len(flags)
+    _check_flags(target, flags[:cut])
+    # A recipe's name wins over a folder of this name.
+    defaults, files = options_before(None if target in RECIPES else Path(target))
+    verb, default = f"slurm submit {target}", _Submit(**vars(defaults))
+    command = parse_flags(_Submit, verb, flags[:cut], *_EXAMPLES, default=default, groups=_GROUPS)
+    options = apply_flags(defaults, command, files)
+    if command.array is not None:
+        return _submit_array(target, flags[cut + 1 :], options, command)
+    found = find_workload(target, flags[cut + 1 :], list(RECIPES))
+    _check_training(found, options, target, dry_run=command.dry_run)
+    options = with_home_expanded(options)
+    job = make_script(found, options, Path.cwd())
+    show_notes(advice(options, found.kind))
+    if command.dry_run or command.script is not None:
+        return _keep(job, command)
+    number, script = submit(job)
+    asks = options.size + (f", --time {options.time}" if options.time else "")
+    is_again = files == [Path(target, OPTIONS)] and vars(options) == vars(defaults)
+    asks += ", as its job before" * is_again
+    code = f"code    {job.code.text}\n" if job.code else ""
+    if not code and kept_code(found.run):  # the user's files may be others by now
+        code = f"code    the run's own copy: {shown_path(found.run / CODE)}\n"
+    sys.stdout.write(
+        f"job     {number}\n"
+        f"run     {shown_path(found.run)}\n"
+        f"script  {shown_path(script)}\n{code}"
+        f"asks    {asks}\n\n"
+        f"Watch it with: samestep slurm status {number}\n"
+    )
+    return 0
+
+
+def _check_training(
+    found: Workload, options: JobOptions, target: str, *, dry_run: bool = False
+) -> None:
+    """Check a training's flags now, not after hours in the queue.
+
+    A dry run of a run, which may be a stranger's, runs no code of it.
+    """
+    if found.kind == "recipe":
+        from samestep.shell.commands.train import parse  # noqa: PLC0415 - it imports torch
+        from samestep.core.session.request import known_of_run  # noqa: PLC0415
+
+        is_theirs = dry_run and target not in RECIPES and is_run(Path(target))
+        if is_theirs and (known := known_of_run(Path(target))):
+            check_ranks(options, known[0])
+            return
+
+        # Relative paths in the flags hold for the job too: it runs in this folder.
+        _, request = parse(list(found.command[3:]))
+        check_ranks(options, request.settings)
+
+
+def _submit_array(target: str, words: list[str], options: JobOptions, command: _Submit) -> int:
+    tasks, at_once = read_array(command.array or "")
+    if command.script is not None:
+        raise UserError("--array has a script for each task: -o cannot write them into one file.")
+    if any("%a" in word for flag, word in pairwise(["", *words]) if "--run-dir" in flag + word):
+        raise UserError("--run-dir is the folder of all tasks, each in task-N there: no %a in it.")
+    options, folder = with_home_expanded(options), None
+    jobs: dict[int, JobScript] = {}
+    for task in tasks:
+        found = find_workload(target, [word.replace("%a", str(task)) for word in words], [*RECIPES])
+        if is_run(found.run):
+            raise UserError(f"--array begins new runs, and {shown_path(found.run)} is one.")
+        folder = folder or found.run
+        found = found.in_run(folder / f"task-{task}")
+        if found.kind == "recipe" and len(tasks) > 1 and not any("%a" in word for word in words):
+            raise UserError(
+                f"--array {command.array}: no argument has %a, so all tasks would be the same "
+                "training.",
+                remedy="Write %a where the task's number goes: -- --seed %a.",
+            )
+        if len(jobs) < _ALL_CHECKED:
+            _check_training(found, options, target)
+        jobs[task] = make_script(found, options, Path.cwd())
+    assert folder is not None
+    show_notes(advice(options, found.kind))
+    if command.dry_run:
+        text = array_text(jobs, folder, at_once)
+        first = jobs[tasks[0]]
+        sys.stdout.write(f"{text}\n# {first.run}/job.sbatch:\n{script_text(first)}")
+        return 0
+    number = submit_array(jobs, folder, at_once)
+    sys.stdout.write(
+        f"jobs    {number}_[{command.array}]\n"
+        f"runs    {shown_path(folder)}/task-*\n\n"
+        "Watch them with: samestep slurm status\n"
+    )
+    return 0
+
+
+def _check_flags(target: str, flags: list[str]) -> None:
+    known = {
+        "help",
+        "no-preflight",
+        "no-requeue",
+        "no-snapshot",
+        *(field.name.replace("_", "-") for field in fields(_Submit)),
+    }
+    for word in flags:
+        name = word.removeprefix("--").partition("=")[0].replace("_", "-")
+        if word.startswith("--") and name not in known:
+            raise UserError(
+                f"--{name} is not a flag of a job. {did_you_mean(name, known)}If it belongs to the "
+                f"training or the script, put it after `--`: samestep slurm submit {target} … -- "
+                f"--{name} …"
+            )
+
+
+def _keep(job: JobScript, command: _Submit) -> int:
+    text = script_text(job)
+    kept = command.script
+    if kept is not None and kept.exists() and not (kept.is_file() and _MARK in kept.read_bytes()):
+        raise UserError(
+            f"--script {kept} exists, and samestep has not written it. Name another file for the "
+            "job's script."
+        )
+    if command.script is None:
+        sys.stdout.write(text)
+        if not Path(job.run).is_dir():
+            sys.stderr.write(
+                f"Slurm opens the log in {job.run}, and what runs is copied there; "
+                "`-o FILE` writes the script and does both.\n"
+            )
+        return 0
+    fill_run(job)
+    write_text(command.script, text)
+    if command.dry_run:
+        sys.stdout.write(text)
+    code = f"The code is copied: {job.code.text}\n" if job.code else ""
+    sys.stderr.write(f"{code}Submit it with: sbatch {command.script}\n")
+    return 0

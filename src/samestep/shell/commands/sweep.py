@@ -1,0 +1,259 @@
+"""`samestep sweep`: one recipe with many settings, each training a run of its own."""
+
+import signal
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from samestep.shell.commands.help import HELP, Switch, check_positive, examples, show_notes
+from samestep.shell.commands.target import own_flags, parse_target
+from samestep.base.errors import UserError
+from samestep.core.recipes import RECIPES
+from samestep.base.words import count
+from samestep.base.run.directory import is_run
+from samestep.base.run.files import shown_path
+from samestep.base.settings import Settings
+from samestep.cluster.slurm.checks import advice, check_ranks
+from samestep.cluster.slurm.job_array import submit_array
+from samestep.cluster.slurm.options import UncheckedOptions, apply_flags, options_before
+from samestep.cluster.slurm.queue import my_jobs
+from samestep.cluster.slurm.submission import find_workload, make_script, with_home_expanded
+from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
+from samestep.cluster.sweeping.side_by_side import EndedTraining, hold_sweep, num_at_once, run_here
+from samestep.cluster.sweeping.sweep_plan import (
+    MOST,
+    Point,
+    SweepPlan,
+    default_folder,
+    num_points,
+    read_axes,
+)
+
+if TYPE_CHECKING:
+    from samestep.core.session.request import Request
+
+_ABOUT = (
+    "Train {} once for each combination of values. Any setting or option may have several values, "
+    "separated by commas. Each training has its own directory in the sweep's folder, --run-dir. "
+    "Repeat the command to continue an interrupted sweep."
+)
+_EXAMPLES = (
+    "sweep spiral --lr 1e-3,3e-3,1e-2 --epochs 3",
+    'sweep spiral --lr 1e-3,1e-2 --hidden-dims "64 32","128 64" --at-once 2',
+    "sweep spiral --lr 1e-3,3e-3,1e-2 --slurm --at-once 2 -- --gpus-per-node 8 --time 60",
+)
+_ALL_CHECKED = 200
+"""Of more points, each value is checked, but not each combination."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFlags:
+    """Flags of `sweep`, in addition to the settings."""
+
+    at_once: int | None = None
+    """Trainings that run at the same time; by default one per GPU, else one per core."""
+    sample: int | None = None
+    """Train only this many combinations, drawn at random with --seed."""
+    optuna: Switch = False
+    """Let Optuna choose the combinations of --sample from the results so far."""
+    nproc: int = 1
+    """Ranks of each training."""
+    slurm: Switch = False
+    """Submit the trainings as one job array; flags of `samestep slurm submit` follow after `--`."""
+    yes: Switch = False
+    """Do not ask before more than 1,000 trainings."""
+
+    def __post_init__(self) -> None:
+        check_positive(at_once=self.at_once, sample=self.sample, nproc=self.nproc)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb."""
+    of_sweep = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if not of_sweep or HELP & {*of_sweep}:
+        parse_target("sweep", _ABOUT, SweepFlags, arguments, *_EXAMPLES)
+    target, *words = own_flags(arguments)
+    if target.startswith("-"):
+        raise UserError(f"Name what to sweep before {target}: a recipe or a recipe file.")
+    if target not in RECIPES and is_run(Path(target)):
+        raise UserError(
+            f"{target} is a run, and a sweep begins new ones. Name its recipe, and take its "
+            f"settings with --config {target}/settings.toml."
+        )
+    cut = words.index("--") if "--" in words else len(words)
+    mine, rest = _split(words[:cut])
+    shared, axes = read_axes(rest)
+    with examples(*_EXAMPLES):
+        command = tyro.cli(SweepFlags, prog=f"samestep sweep {target}", args=mine)
+    if words[cut:] and not command.slurm:
+        raise UserError("What follows after `--` are flags of a job: they need --slurm.")
+    if command.slurm and command.nproc > 1:
+        raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
+    if command.optuna and command.slurm:
+        raise UserError("--optuna chooses by what has ended; --slurm submits all at once.")
+    _ask(num_points(axes, command.sample), sure=command.yes)
+    sweep = _sweep(target, shared, axes, command)
+    chooser = OptunaChoice(sweep) if command.optuna else None
+    settings = _check(sweep, command.nproc)
+    if command.slurm:
+        return _submit_all(sweep, words[cut + 1 :], command.at_once, settings)
+    device, oversubscribe = settings.device, settings.oversubscribe
+    at_once, gpus = num_at_once(command.at_once, command.nproc, device, oversubscribe=oversubscribe)
+    sweep.begin()
+    folder = shown_path(sweep.folder)
+    done = sum(sweep.status(name) == "completed" for name in sweep.points)
+    before = f", {done:,} of them completed before" if done else ""
+    number = count(sweep.num_trainings, "training")
+    sys.stdout.write(f"sweep    {folder}: {number}, {at_once} at once{before}\n")
+    sys.stdout.flush()
+
+    def start(name: str) -> tuple[list[str], dict[str, str]]:
+        return _train(sweep, sweep.points[name], sweep.run_dir(name)), {}
+
+    code = run_here(sweep, start, at_once, _tell, gpus=gpus, chooser=chooser)
+    _say_end(code, folder)
+    return code
+
+
+def _say_end(code: int, folder: str) -> None:
+    if code == 128 + signal.SIGKILL:
+        sys.stdout.write("Killed; the same command resumes from what was saved.\n")
+    elif code > 128:
+        sys.stdout.write("Stopped; all trainings are saved. Run the same command to resume.\n")
+    else:
+        sys.stdout.write(f"Rank them with: samestep runs {folder} --sort metric\n")
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split the verb's own flags from those of the trainings, to which --nproc belongs, too."""
+    own = {f"--{field.name.replace('_', '-')}" for field in fields(SweepFlags)}
+    mine: list[str] = []
+    rest: list[str] = []
+    part = rest
+    for word in words:
+        if word.startswith("--"):
+            flag = word.partition("=")[0].replace("_", "-")
+            part = mine if flag in own else rest
+        part.append(word)
+    return mine, rest
+
+
+def _sweep(
+    target: str, shared: list[str], axes: dict[str, tuple[str, ...]], command: SweepFlags
+) -> SweepPlan:
+    """Return the sweep that a command asks for."""
+    for flag in ("resume", "allow-change", "recipe-of-run", "report"):
+        if f"--{flag}" in shared or flag in axes:
+            raise UserError(f"--{flag} is not a flag of a sweep, which resumes by itself.")
+    if "run-dir" in axes:
+        raise UserError("--run-dir is the sweep's one folder; it cannot have several values.")
+    folder, seed, words = None, 42, []
+    pairs = iter(shared)
+    for word in pairs:
+        name = word.replace("_", "-")
+        if name == "--run-dir":
+            value = next(pairs, "")
+            if not value or value.startswith("--"):
+                raise UserError("--run-dir needs a directory behind it.")
+            folder = Path(value)
+            continue
+        words.append(word)
+    if "seed" in axes or "--seed" in words:
+        given = axes["seed"] if "seed" in axes else words[words.index("--seed") + 1 :]
+        seed = int(given[0]) if given and given[0].isdigit() else seed
+    if command.nproc > 1:
+        words += ["--nproc", str(command.nproc)]
+    recipe = target if target in RECIPES else str(Path(target).absolute())
+    asked = [*words, *(f"{k}={v}" for k, v in axes.items()), f"sample={command.sample}"]
+    asked += ["optuna"] * command.optuna
+    folder = folder or default_folder(recipe, asked)
+    return SweepPlan(
+        folder=folder,
+        recipe=recipe,
+        flags=tuple(words),
+        axes=axes,
+        sample=command.sample,
+        optuna=command.optuna,
+        seed=seed,
+    )
+
+
+def _train(sweep: SweepPlan, point: Point, run: Path) -> list[str]:
+    return ["train", sweep.recipe, *sweep.words(point), "--run-dir", str(run), "--resume"]
+
+
+def _ask(number: int, *, sure: bool) -> None:
+    if number <= MOST or sure:
+        return
+    if sys.stdin.isatty():
+        sys.stdout.write(f"{number:,} trainings: begin? [y/N] ")
+        sys.stdout.flush()
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+    raise UserError(
+        f"The values make {number:,} trainings, more than {MOST:,}, and none was begun. "
+        "Train some of them with --sample 50, or insist with --yes."
+    )
+
+
+def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
+    """Check every flag and value before the first training; return the settings of one."""
+    from samestep.shell.api.sweep_checks import check_trainings  # noqa: PLC0415 - it imports torch
+    from samestep.shell.commands.train import parse  # noqa: PLC0415
+
+    points = [*sweep.points.values()]
+    if len(points) > _ALL_CHECKED:
+        points = [*sweep.corners()]
+
+    def request_of(point: Point) -> "Request":
+        return parse(_train(sweep, point, sweep.folder / "checked")[1:], "sweep")[1]
+
+    checked = check_trainings(points, request_of, num_ranks)
+    if len(sweep.points) > len(points):
+        by_value = dict(zip(map(repr, points), checked, strict=True))
+        check_trainings(sweep.points.values(), sweep.combined(by_value), num_ranks)
+    return checked[0].settings
+
+
+def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
+    """Submit a job array of the trainings that have neither completed nor a job already."""
+    defaults, files = options_before(None)
+    with examples(*_EXAMPLES):
+        given = tyro.cli(
+            UncheckedOptions, prog="samestep slurm submit …", args=words, default=defaults
+        )
+    options = with_home_expanded(apply_flags(defaults, given, files))
+    check_ranks(options, settings)
+    show_notes(advice(options, "recipe"))
+    sweep.begin()
+    with hold_sweep(sweep):
+        going = {job.run.resolve() for job in my_jobs() if job.run and not job.ended}
+        jobs = {}
+        for task, (name, point) in enumerate(sweep.points.items()):
+            run = sweep.run_dir(name).absolute()
+            if sweep.status(name) != "completed" and run.resolve() not in going:
+                flags = [*sweep.words(point), "--run-dir", str(run)]
+                work = find_workload(sweep.recipe, flags, [*RECIPES])
+                jobs[task] = make_script(replace(work, name=sweep.folder.name), options, Path.cwd())
+        if not jobs:
+            sys.stdout.write("Every training has completed or has a job.\n")
+            return 0
+        number = submit_array(jobs, sweep.folder.absolute(), at_once)
+    for task, job in jobs.items():
+        sys.stdout.write(f"job {number}_{task}  {Path(job.run).name}\n")
+    sys.stdout.write(
+        "Watch them with: samestep slurm status\n"
+        f"Rank them with: samestep runs {shown_path(sweep.folder)} --sort metric\n"
+    )
+    return 0
+
+
+def _tell(ended: EndedTraining) -> None:
+    head, *more = ended.text.split("\n")
+    stream = sys.stderr if ended.status == "failed" else sys.stdout
+    stream.write(f"{ended.status:<9}  {ended.name}  {head}\n")
+    stream.writelines(f"    {line}\n" for line in more)
+    stream.flush()

@@ -1,0 +1,111 @@
+"""`samestep train`: a recipe, a recipe file or a run."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from samestep.shell.commands.help import Nproc, Switch
+from samestep.shell.commands.target import parse_target
+from samestep.base.errors import UserError
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.nproc import start_nproc
+from samestep.launch.ranks.process import TASK, RankLog, run_as_rank
+from samestep.base.startup import JOB_RUN
+from samestep.show.reporting.progress import Screen
+from samestep.base.run.files import shown_path
+from samestep.cluster.slurm.restarts import BEGUN
+
+if TYPE_CHECKING:
+    from samestep.core.session.request import Request
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """Flags of `train`, in addition to the settings."""
+
+    config: Path | None = None
+    """TOML file of settings and options; flags win over it."""
+    nproc: Nproc = 1
+    """Ranks to start on this machine; auto: one per GPU, else one per core."""
+    resume: Switch = False
+    """Continue the run from its newest intact checkpoint; without --resume a new run begins."""
+    allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
+    """With --resume, settings that may differ from the checkpoint, such as lr,weight_decay;
+    `recipe` allows an edited recipe. The run then becomes another training."""
+    recipe_of_run: Switch = False
+    """With --resume, use the run's own copy of the recipe, not the current file."""
+    report: Switch = False
+    """Write report.html into the run's directory at the end: curves and pictures."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb; ranks that `samestep.train` starts find their task."""
+    return run_as_rank(lambda log: _train(arguments, log))
+
+
+def parse(arguments: list[str], verb: str = "train") -> "tuple[TrainFlags, Request]":
+    """Return the command and the request that a target and the flags after it make.
+
+    The `verb` is the one that the user typed: a mistake is answered with its help.
+    """
+    lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
+    about = "Train {}. Every step is the same on one process and on many."
+    command, request = parse_target(verb, about, TrainFlags, arguments, *lines)
+    check_resume(request)
+    return command, request
+
+
+def check_resume(request: "Request") -> None:
+    """Check that --resume names a run, or a directory where it may be."""
+    if request.resume and request.settings.run_dir is None:
+        raise UserError(
+            "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
+            "there and to continue whenever the command is repeated.",
+            flags=["resume", "run_dir"],
+        )
+
+
+def _check_run_is_seen() -> None:
+    """Check that this node sees the directory in which the job's script ran."""
+    run = os.environ.get(JOB_RUN)
+    if run and "SLURM_PROCID" in os.environ and not Path(run, BEGUN).exists():
+        raise UserError(
+            f"{os.environ.get('SLURMD_NODENAME', 'This node')} does not see the run directory "
+            f"{run}: give a --run-dir on a file system that all nodes share."
+        )
+
+
+def _train(arguments: list[str], log: RankLog) -> int:
+    _check_run_is_seen()
+    if task := os.environ.get(TASK):
+        from samestep.shell.api.training import train_received  # noqa: PLC0415 - it imports torch
+
+        return train_received(Path(task), log)
+    watched.begin()  # a recipe may hang already where it is imported
+    command, request = parse(arguments)
+    from samestep.shell.api.training import train_as_rank  # noqa: PLC0415 - the help needs no torch
+
+    settings = request.settings
+    code = start_nproc(
+        command.nproc,
+        ["train", *arguments],
+        device=settings.device,
+        oversubscribe=settings.oversubscribe,
+    )
+    if code is not None:
+        return code
+    outcome = train_as_rank(request, Screen(), log.move_to)
+    if command.report and log.rank == 0:
+        from samestep.show.reporting.page import write_report  # noqa: PLC0415 - rarely needed
+
+        file = write_report([Path(shown_path(outcome.path))])
+        sys.stdout.write(f"report   {file}\n")
+    from samestep.core.session.picture_making import end_while_drawing  # noqa: PLC0415
+
+    code = 128 + outcome.signum if outcome.signum else 0
+    end_while_drawing(code)
+    return code

@@ -1,0 +1,190 @@
+"""`samestep verify`: is it the same training on one process and on many?"""
+
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from samestep.shell.commands.help import Numbers, Switch, check_positive, numbers, parse_flags
+from samestep.shell.commands.target import names_given, own_flags, parse_target
+from samestep.base.errors import UserError
+from samestep.base.file_kinds import loop_of
+from samestep.launch.ranks.nproc import refuse_inside_launcher
+from samestep.launch.ranks.process import TASK, rank_of, run_as_rank
+from samestep.base.words import duration
+from samestep.base.settings import flag_name
+from samestep.prove.verification import NO_EFFECT
+
+if TYPE_CHECKING:
+    from samestep.launch.ranks.start import Ended
+    from samestep.core.session.request import Request
+
+_EXAMPLES = (
+    "verify spiral",
+    "verify my_recipe.py --world-sizes 1,2,4 --accept batchnorm --json",
+    "verify my_loop.py -- --epochs 3",
+)
+_ABOUT = (
+    "Train {} for a few steps on one process and on several ranks, and compare losses, gradients, "
+    "weights, samples and metrics. Each difference is shown with its likely cause. With "
+    "--virtual-ranks everything must be equal to the last bit, including random numbers.\n\n"
+    "Exit codes: 0 the same training; 1 different, or every rank writes the same file; 2 a mistake "
+    "in the command or the recipe.\n\n"
+    "A script with its own loop (samestep.open_run) takes its arguments after `--`."
+)
+# Ranks that wait for each other are a finding: verify reports them after this time.
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class VerifyFlags:
+    """Flags of `verify`, in addition to the settings."""
+
+    config: Path | None = None
+    """TOML file of settings and options; flags win over it."""
+    world_sizes: Numbers = "1,2,3"
+    """Numbers of ranks to compare; 1 is always one of them."""
+    quick: Switch = False
+    """Skip the slowest checks: a third number of ranks (unless --world-sizes names it), the
+    recipe's own precision, accumulation, resuming, Lightning, a checkpoint on one device."""
+    accept: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
+    """What may differ by design: batchnorm, dropout, or batchnorm,dropout. A recipe can also accept
+    them."""
+    tolerance: float | None = None
+    """Compare only the losses, and allow this relative difference: for training that is random by
+    design."""
+    json: Switch = False
+    """Print one JSON object instead of the table."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the verb: 0 the same, 1 different, 2 a mistake in the command or the recipe."""
+    instructions = os.environ.get(TASK)
+    run = _verify if instructions is None else partial(_rank, Path(instructions))
+    return run_as_rank(lambda _log: run(arguments))
+
+
+def parse(arguments: list[str]) -> "tuple[VerifyFlags, Request]":
+    """Return the command and the request that a target and the flags after it make."""
+    return parse_target("verify", _ABOUT, VerifyFlags, arguments, *_EXAMPLES, no_effect=NO_EFFECT)
+
+
+def _cut(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before the first `--`, and those after it."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:place], arguments[place + 1 :]
+
+
+def _verify(arguments: list[str]) -> int:
+    refuse_inside_launcher(
+        "samestep verify", "Start it as one process, in a shell or a job of one task."
+    )
+    script, (flags, words) = loop_of([*arguments, ""][0]), _cut(arguments)
+    request = None
+    if script is not None:
+        known = {"world_sizes", "quick", "accept", "tolerance", "json", "help", "help_all"}
+        if others := sorted(names_given(flags) - known):
+            raise UserError(
+                f"--{flag_name(others[0])} is not a flag of samestep verify for {script}, which "
+                f"has a loop of its own. Its arguments follow `--`: samestep verify {script} -- …"
+            )
+        command = parse_flags(VerifyFlags, f"verify {script}", flags[1:], *_EXAMPLES)
+    else:
+        command, request = parse(arguments)
+    from samestep.launch.ranks.start import run_ranks  # noqa: PLC0415 - the help needs no torch
+    from samestep.prove.verification.result_table import as_table, show  # noqa: PLC0415
+    from samestep.prove.verification.verify_loop import verify_loop  # noqa: PLC0415
+    from samestep.prove.verification.verify_recipe import MOST_RANKS, VerifyOptions, verify_recipe  # noqa: PLC0415
+
+    given = names_given(own_flags(flags))
+    check_positive(tolerance=command.tolerance)
+    named = "world_sizes" in given
+    options = VerifyOptions(
+        sizes=numbers("world-sizes", command.world_sizes, most=MOST_RANKS) if named else None,
+        quick=command.quick,
+        accept=tuple(word.strip() for word in command.accept.split(",") if word.strip()),
+        tolerance=command.tolerance,
+    )
+
+    def launch(num_ranks: int, path: Path, device: str) -> "Ended":
+        return run_ranks(num_ranks, ["verify", *arguments, "--device", device], str(path))
+
+    with _progress() as tell:
+        if script is not None:
+            found = verify_loop(script, words, options, launch, tell=tell)
+        elif request is not None:
+            found = verify_recipe(request, options, launch, given=given, tell=tell)
+    if command.json:
+        print(json.dumps(as_table(found), indent=2))  # noqa: T201
+    else:
+        show(found, Console(highlight=False))
+    return 0 if found.same else 1
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Show one line of progress on a terminal, elsewhere a line after each start of ranks."""
+    console, began, last = Console(stderr=True, highlight=False), time.monotonic(), ""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20))
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+
+    def tell(done: int, total: int, ranks: str) -> None:
+        nonlocal last
+        if console.is_terminal:
+            said = f"{ranks}, start {done + 1} of {total}"
+            bar.update(task, description=said, completed=done, total=total)
+        elif done:
+            seconds = time.monotonic() - began
+            sys.stderr.write(f"{done} of {total} starts done: {last}, {duration(seconds)}\n")
+        last = ranks
+
+    with bar if console.is_terminal else nullcontext():
+        task = bar.add_task("starting", total=None)
+        yield tell
+
+
+def _rank(path: Path, arguments: list[str]) -> int:
+    """Run as one rank of a start; its output goes to a log."""
+    from samestep.shell.api.call import request_of  # noqa: PLC0415 - the help needs no torch
+    from samestep.shell.api.sending import CALL_FILE, receive  # noqa: PLC0415
+    from samestep.launch.ranks.world import find_world, join, leave  # noqa: PLC0415
+    from samestep.prove.verification.loop_on_rank import LoopTask, run_script  # noqa: PLC0415
+    from samestep.prove.verification.on_rank import run_start  # noqa: PLC0415
+    from samestep.prove.verification.rows.one_writer import watch_output  # noqa: PLC0415
+    from samestep.prove.verification.short_trainings import StartInstructions  # noqa: PLC0415
+
+    instructions: StartInstructions | LoopTask = pickle.loads(path.read_bytes())  # noqa: S301 - our own
+    folder = instructions.folder
+    log = folder / f"start-{instructions.start.place}-rank-{rank_of()}.log"
+    with log.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    # Import it now: its caches would otherwise be attributed to the recipe.
+    import torch._dynamo  # noqa: F401, PLC0415
+
+    output = watch_output(folder)
+    if not isinstance(instructions, StartInstructions):
+        run_script(instructions, output, log)
+    if arguments[0] == CALL_FILE:  # by a caller in Python
+        request = request_of(receive(Path(arguments[1])))
+    else:
+        _, request = parse(arguments)
+    settings = request.settings
+    world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
+    join(world, _TIMEOUT_S)
+    run_start(request, instructions, world, output)
+    leave(world)
+    sys.stdout.flush()
+    # Everything is written. A normal exit would spend another second on PyTorch's teardown.
+    os._exit(0)

@@ -1,0 +1,4 @@
+"""What shows runs: the screen, tables, pages, pictures of curves, trackers.
+
+It knows `base`, reads records, and knows no training. Begin with `reporting/run_data.py`.
+"""

@@ -1,0 +1,354 @@
+"""Put some runs side by side: everything that is said of them, before it is shown."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from samestep.base.errors import UserError
+from samestep.show.reporting.code_changes import code_changes
+from samestep.show.reporting.curves import (
+    Goal,
+    Throughput,
+    by_samples,
+    by_seconds,
+    curves_of,
+    pauses,
+    phases,
+    reached,
+    throughput,
+)
+from samestep.show.reporting.run_data import TRAIN_LOSS, RunData, read_run
+from samestep.base.run.directory import SWEEP, is_run
+from samestep.base.run.files import read_object
+from samestep.base.run.records import Record
+from samestep.base.settings import Settings, free_names
+
+MOST = 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingDifference:
+    """One setting, or fact, that is not the same in all runs."""
+
+    name: str
+    values: tuple[str, ...]
+    """One a run: `?` where the run does not tell, `–` where it is not set."""
+    decides: bool
+    """Whether it makes another training of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameTraining:
+    """How far a run is from the one it is held against, by the losses that both have recorded."""
+
+    verdict: Literal["equal", "rounding", "apart", "unknown"]
+    why: str = ""
+    """Why nothing can be said, for `unknown`."""
+    steps: int = 0
+    epochs: int = 0
+    """Epochs whose mean training loss both have recorded."""
+    evaluations: int = 0
+    """Evaluations on the validation set that both have recorded, if they are compared."""
+    evaluated_otherwise: int | None = None
+    """The first step at which evaluations differ though training losses stay alike: they are
+    measured otherwise, and left out."""
+    evaluations_apart: float = 0.0
+    """Largest difference of such evaluations' losses."""
+    largest: float = 0.0
+    """Largest difference of the loss."""
+    largest_at: int = 0
+    """The step of it."""
+    largest_norm: float | None = None
+    """Largest relative difference of the gradient norm, if both have it."""
+    first_apart: int | None = None
+    """The first step with a loss that differs by more than rounding."""
+    last_alike: int | None = None
+    """The last recorded step before it."""
+    weights_sha256: str = ""
+    """Of the weights after the last step for which both have recorded it, if it is the same."""
+    weights_step: int | None = None
+    """That step; None if there is none."""
+    tolerance: float = 0.0
+    """What rounding explains, relative to the largest loss."""
+
+
+class Comparison:
+    """Some runs side by side; lists have an entry a run unless they say otherwise."""
+
+    def __init__(self, runs: list[RunData], metric: str, target: float | None) -> None:
+        self.runs, self.metric, self.target = runs, metric, target
+        self.names = [chr(ord("A") + place) for place in range(len(runs))]
+        """What the runs are called in tables: A, B, C …."""
+        self.differences = differences(runs)
+        """An entry a setting, or fact."""
+        self.alike = [compare_losses(runs[0], run) for run in runs[1:]]
+        """Each run but the first, held against the first."""
+        self.code = [code_changes(runs[0].path, run.path) for run in runs[1:]]
+        """Which files of each differ from the first run's; None where one keeps no code."""
+        self.throughput = [throughput(run) for run in runs]
+        self.phases = [phases(run) for run in runs]
+        """Milliseconds of a step on rank 0."""
+        self.pauses = [pauses(run) for run in runs]
+        self.curves = curves_of(runs, metric)
+        self.by_samples, self.by_seconds = by_samples(self.curves), by_seconds(self.curves)
+        told = [said for run in runs if (said := run.smaller_is_better(metric)) is not None]
+        # Runs of earlier versions do not say; of their metrics only a loss is known to fall.
+        self.smaller = told[0] if told else metric.endswith("loss")
+        """Whether the metric is to fall."""
+        self.reached: list[Goal | None] = []
+        """Empty without a target."""
+        if target is not None:
+            self.reached = [
+                reached(run, curve, target, smaller=self.smaller)
+                for run, curve in zip(runs, self.curves, strict=True)
+            ]
+        self.notes = _notes(runs, self.throughput)
+
+
+def check_target(target: float | None) -> None:
+    """Check that a metric can ever be at a target."""
+    if target is not None and not math.isfinite(target):
+        raise UserError(f"--target {target} is not a number that a metric can reach. Give one.")
+
+
+def compare_runs(
+    paths: Sequence[Path],
+    metric: str | None = None,
+    target: float | None = None,
+    *,
+    any_recipe: bool = False,
+    alone: bool = False,
+) -> Comparison:
+    """Read two runs or more from their directories and put them side by side.
+
+    The metric is of the validation set, or `train_loss`; by default accuracy if all have it. Runs
+    of different recipes are compared with `any_recipe` only, and one run is enough if `alone`.
+    """
+    check_target(target)
+    paths = with_sweeps_opened(paths)
+    _check_paths(paths, alone=alone)
+    runs = [read_run(path) for path in paths]
+    if num_recipes(runs) > 1 and not any_recipe:
+        raise UserError(
+            f"These runs have nothing in common: {_list(runs)}. Losses of different recipes "
+            "measure different things; name runs of one, or add --any-recipe if you know that "
+            "they train on the same data with the same loss."
+        )
+    found = Comparison(runs, metric or _default_metric(runs), target)
+    if metric is not None and not any(found.curves):
+        had = "; ".join(f"{run.path}: {', '.join(run.metrics()) or 'none'}" for run in runs)
+        raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
+    return found
+
+
+def with_sweeps_opened(paths: Sequence[Path]) -> list[Path]:
+    """Return paths with the runs of a sweep in place of its folder."""
+    found: list[Path] = []
+    for path in paths:
+        points = read_object(path / SWEEP).get("points")
+        runs = [path / name for name in points if is_run(path / name)] if points else []
+        found += runs or [path]
+    return found
+
+
+def _check_paths(paths: Sequence[Path], *, alone: bool) -> None:
+    if len(paths) < 2 - alone:
+        raise UserError(
+            "Name two runs or more: samestep compare runs/ID runs/ID. With --plot FILE.png one is "
+            "enough."
+        )
+    if len(paths) > MOST:
+        raise UserError(f"{len(paths)} runs are more than can be shown; name at most {MOST}.")
+    for one, other in pairwise(sorted(path.resolve() for path in paths)):
+        if one == other:
+            raise UserError(f"{one} is named twice; name different runs.")
+
+
+def _list(runs: Sequence[RunData]) -> str:
+    """Return which run is of which recipe, in words."""
+    by_recipe: dict[str, list[str]] = {}
+    for run in runs:
+        by_recipe.setdefault(run.recipe or "unknown", []).append(str(run.path))
+    return ", ".join(
+        f"{first}{f' and {len(others)} more are' if others else ' is'} of recipe {recipe}"
+        for recipe, (first, *others) in by_recipe.items()
+    )
+
+
+def _default_metric(runs: Sequence[RunData]) -> str:
+    """Return the first of accuracy, loss and training loss that all have, or else any has."""
+    found = [run.metrics() for run in runs]
+    usual = [(has, name) for has in (all, any) for name in ("accuracy", "loss", TRAIN_LOSS)]
+    return next((name for has, name in usual if has(name in of for of in found)), TRAIN_LOSS)
+
+
+def num_recipes(runs: Sequence[RunData]) -> int:
+    """Return how many recipes are known of the runs."""
+    return len({run.recipe for run in runs if run.recipe})
+
+
+def _notes(runs: list[RunData], speeds: list[Throughput | None]) -> list[str]:
+    """Return what a reader of the tables has to know."""
+    notes = []
+    if num_recipes(runs) > 1:
+        notes.append(f"The recipes differ ({_list(runs)}): their losses may not be comparable.")
+    batches = {run.plan["global_batch_size"] for run in runs if run.plan}
+    if len(batches) > 1:
+        sizes = ", ".join(f"{size:,}" for size in sorted(batches))
+        notes.append(
+            f"A step is not the same work in all runs (global batches of {sizes} samples): "
+            "compare per sample, not per step."
+        )
+    bases = {speed.basis.split()[0] for speed in speeds if speed}
+    if len(bases) > 1:
+        notes.append("Throughput is of whole epochs in some runs and of a few steps in others.")
+    hosts = {run.facts.get("host") for run in runs} - {None}
+    if len(hosts) > 1:
+        notes.append("The runs are of different machines: their speeds compare those too.")
+    return notes
+
+
+# Derived, or of where and how fast: the training is the same without them.
+_SAME_TRAINING = free_names(Settings) | {
+    *("engine", "world_size", "num_nodes", "host", "cores_usable"),
+    *("samestep", "python", "torch", "cuda", "sync_batchnorm", "monitor", "mode", "precision"),
+}
+_FREE_OPTIONS = frozenset(
+    {"data_dir", "download", "cache", "max_corrupt", "cache_dir", "skip_bad", "trees"}
+)
+"""Of built-in recipes, for runs that do not say which of their options train nothing else."""
+_LENGTH = frozenset({"epochs", "max_steps"})
+# The plan has these as the settings do. Of the same name, but something else, are `num_samples` (an
+# option of spiral) and `device` (what was asked for).
+_SIZES = ("batch_size", "micro_batch_size", "accumulate")
+UNKNOWN, UNSET = "?", "–"
+
+
+def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
+    """Return what differs: settings first, then where the runs ran; each in its usual order."""
+    settings = dict.fromkeys(name for run in runs for name in run.settings or {})
+    facts = dict.fromkeys(name for run in runs for name in run.facts if name not in settings)
+    same = _SAME_TRAINING.union(*(run.plan.get("free_options", _FREE_OPTIONS) for run in runs))
+    cosine = any((run.settings or {}).get("schedule") == "cosine" for run in runs)
+    if cosine or any(run.plan.get("own_schedule") for run in runs):
+        same -= _LENGTH  # the learning rate of a step depends on it
+    found = []
+    for name in (*settings, *facts):
+        values = tuple(_value(run, name, is_fact=name in facts) for run in runs)
+        if len({value for value in values if value != UNKNOWN}) > 1:
+            # A loop of one's own has not the settings of a recipe's run, nor that those of a loop.
+            have = {run.own_loop for run, value in zip(runs, values, strict=True) if value != UNSET}
+            told = {v for run, v in zip(runs, values, strict=True) if run.own_loop in have}
+            decides = name not in same and len(told) > 1
+            found.append(SettingDifference(name=name, values=values, decides=decides))
+    return found
+
+
+def _value(run: RunData, name: str, *, is_fact: bool) -> str:
+    if run.settings is not None and name in run.settings:
+        return _shown(run.settings[name])
+    if name in run.facts and (is_fact or (run.settings is None and name in _SIZES)):
+        return _shown(run.facts[name])
+    return UNKNOWN if is_fact or run.settings is None else UNSET
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return " ".join(map(_shown, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# What only the order of sums changes, relative to the largest loss, by precision; correct code
+# was measured to stay 10 times below it for hundreds of steps, missing synchronisation 1,000 above.
+_TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+
+
+def compare_losses(one: RunData, other: RunData) -> SameTraining:
+    """Compare the losses of equal steps, epochs and evaluations, and gradient norms of steps."""
+    if not one.plan or not other.plan:
+        return SameTraining(verdict="unknown", why="one of them has no start record")
+    sizes = {"num_samples": "training samples", "global_batch_size": "samples per step"}
+    for name, what in sizes.items():
+        mine, its = one.plan[name], other.plan[name]
+        if mine != its:
+            its, mine = ("a stream" if n is None else f"{n:,}" for n in (its, mine))
+            why = f"{its} {what} against {mine}, so equal steps are other work"
+            return SameTraining(verdict="unknown", why=why)
+    ours, theirs = _losses(one), _losses(other)
+    both = sorted((key for key in ours if key in theirs), key=lambda key: key[1])
+    if not both:
+        why = "no step, epoch or evaluation is recorded in both (--log-every)"
+        return SameTraining(verdict="unknown", why=why)
+    tolerance = max(
+        _TOLERANCES.get(str(run.plan.get("precision", "fp32")), 1e-5) for run in (one, other)
+    )
+    # Rounding is of the sums that a loss is made of: where it falls to nothing, they do not.
+    scale = max(abs(ours[key]["loss"]) for key in both)
+    measured = [
+        (kind, step, abs(ours[kind, step]["loss"] - theirs[kind, step]["loss"]))
+        for kind, step in both
+    ]
+    told = _evaluated_otherwise(measured, tolerance * scale)
+    both = [key for key in both if not (told and key[0] == "evaluation")]
+    gaps = [(gap, step) for kind, step, gap in measured if (kind, step) in both]
+    pairs = [(ours[key], theirs[key]) for key in both]
+    largest, at = max(gaps, key=lambda gap: gap[0])
+    far = [step for gap, step in gaps if gap > tolerance * scale]
+    norms = [(a.get("grad_norm"), b.get("grad_norm")) for a, b in pairs]
+    apart = [abs(a - b) / max(abs(a), 1e-12) for a, b in norms if a is not None and b is not None]
+    before = [step for _, step in gaps if not far or step < far[0]]
+    kinds = [kind for kind, _ in both]
+    weighed = max(one.weights.keys() & other.weights.keys(), default=None)
+    digests = set() if weighed is None else {one.weights[weighed], other.weights[weighed]}
+    differ = largest or any(apart) or len(digests) > 1
+    return SameTraining(
+        verdict="apart" if far else "rounding" if differ else "equal",
+        weights_sha256=digests.pop() if len(digests) == 1 else "",
+        weights_step=weighed,
+        steps=kinds.count("step"),
+        epochs=kinds.count("epoch"),
+        evaluations=kinds.count("evaluation"),
+        largest=largest,
+        largest_at=at,
+        largest_norm=max(apart, default=None),
+        first_apart=far[0] if far else None,
+        last_alike=before[-1] if before else None,
+        tolerance=tolerance,
+        **told,
+    )
+
+
+def _evaluated_otherwise(measured: list[tuple[str, int, float]], most: float) -> dict[str, Any]:
+    """Return which evaluations are not of other weights, by losses of training at later steps.
+
+    Args:
+        measured: kind, step and difference of each loss that both runs have.
+        most: the largest difference that rounding explains.
+    """
+    trained = [(step, gap) for kind, step, gap in measured if kind != "evaluation"]
+    apart = min((step for step, gap in trained if gap > most), default=math.inf)
+    alike = max((step for step, _ in trained if step < apart), default=-1)
+    evaluated = [(step, gap) for kind, step, gap in measured if kind == "evaluation"]
+    far = [step for step, gap in evaluated if most < gap and step <= alike]
+    if not far:
+        return {}
+    return {"evaluated_otherwise": far[0], "evaluations_apart": max(gap for _, gap in evaluated)}
+
+
+def _losses(run: RunData) -> dict[tuple[str, int], Record]:
+    """Return the records that have a loss of this training, by their kind and step.
+
+    The test is of the best checkpoint, wherever that was.
+    """
+    return {
+        (kind, record["step"]): record
+        for kind in ("step", "epoch", "evaluation")
+        for record in run.of(kind)
+        if record.get("split", "validation") == "validation"
+        and isinstance(record.get("loss"), int | float)
+    }

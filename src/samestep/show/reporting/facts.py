@@ -1,0 +1,236 @@
+"""What a page shows of a run above its curves: header, settings, environment, commands."""
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from samestep.show.reporting.curves import Throughput, throughput
+from samestep.show.reporting.run_data import RunData
+from samestep.base.table import Table, number
+from samestep.base.words import count, duration, short, size
+from samestep.base.run.code_copy import kept_code
+from samestep.base.run.own_modules import kept_modules
+from samestep.base.run.records import metric_values
+from samestep.base.settings import Settings, flag_name
+
+Pairs = tuple[tuple[str, str], ...]
+_LONGEST = 160
+"""Characters of a value; a list of thousands of names is not a setting to read."""
+
+
+def header(run: RunData) -> Pairs:
+    """Return the facts that a reader looks for first."""
+    plan, speed, most = run.plan, throughput(run), run.result.get("peak_memory_bytes")
+    versions = [n for n in ("samestep", "python", "torch", "cuda") if n in run.facts]
+    told = {
+        "trained": _trained(run),
+        "left": _left(run),
+        "best": _best(run),
+        "test": _test(run),
+        "duration": _duration(run),
+        "ranks": _where(run),
+        "throughput": _speed(speed) if speed else "",
+        "parameters": f"{plan['parameters']:,}" if isinstance(plan.get("parameters"), int) else "",
+        "memory": f"{size(most)} at most, on rank 0" if isinstance(most, int) else "",
+        "precision": str(plan.get("precision", "")),
+        "versions": ", ".join(f"{name} {run.facts[name]}" for name in versions),
+        "code": _code(run),
+    }
+    return tuple((name, value) for name, value in told.items() if value)
+
+
+def _speed(speed: Throughput) -> str:
+    told = f"{short(speed.samples_per_s)} samples/s over {speed.basis}"
+    return f"{told}, {speed.beyond_samples}" if speed.beyond_samples else told
+
+
+def last_step(run: RunData) -> int:
+    """Return the last step that a record tells of."""
+    steps = (r["step"] for r in reversed(run.records) if isinstance(r.get("step"), int))
+    return next(steps, 0)
+
+
+def _trained(run: RunData) -> str:
+    steps, whole = last_step(run), run.plan.get("total_steps")
+    of = f" of {whole:,}" if isinstance(whole, int) and whole > steps else ""
+    epochs = len({r["epoch"] for r in run.of("epoch")})
+    return f"{count(epochs, 'epoch')}, {steps:,}{of} steps"
+
+
+def _left(run: RunData) -> str:
+    """Return how long a run will still train, by its latest steps."""
+    whole, steps = run.plan.get("total_steps"), run.of("step")[-20:]
+    if run.status != "running" or not isinstance(whole, int) or len(steps) < 2:
+        return ""
+    took, done = (steps[-1][name] - steps[0][name] for name in ("seconds", "step"))
+    if took <= 0 or done <= 0:
+        return ""
+    left = max(0, whole - last_step(run))
+    return f"{duration(round(left * took / done))} of training at the latest speed"
+
+
+def _best(run: RunData) -> str:
+    best = run.best
+    if best.get("value") is None:
+        return ""
+    epoch = f", epoch {best['epoch']}" if best.get("epoch") is not None else ""
+    return f"{best.get('metric', 'metric')} {number(best['value'])} on validation{epoch}"
+
+
+def _test(run: RunData) -> str:
+    test = run.result.get("test")
+    if not isinstance(test, dict):
+        test = (run.of("evaluation", "test") or [{}])[-1]
+    values = list(metric_values(test).items())[:4]
+    said = ", ".join(f"{name} {number(value)}" for name, value in values)
+    of = f" ({count(test['samples'], 'sample')})" if isinstance(test.get("samples"), int) else ""
+    return said + of if said else ""
+
+
+def _duration(run: RunData) -> str:
+    seconds = run.result.get("training_seconds")
+    if not isinstance(seconds, int | float):
+        seconds = next((r["seconds"] for r in reversed(run.of("step"))), None)
+    return f"{duration(seconds)} of training" if seconds is not None else ""
+
+
+def _where(run: RunData) -> str:
+    plan = run.plan
+    if not plan:
+        return ""
+    nodes = plan.get("num_nodes")
+    on = f" on {nodes} nodes" if isinstance(nodes, int) and nodes > 1 else ""
+    batch = f", {count(plan['global_batch_size'], 'sample')} per step"
+    if tokens := plan.get("batch_tokens"):
+        batch = f", {count(tokens, 'token')} per step"
+    return f"{count(plan['world_size'], 'rank')}{on}, {plan.get('device', 'device unknown')}{batch}"
+
+
+def _code(run: RunData) -> str:
+    """Return which code it was: a copy of a recipe's or a script's file is in the run directory."""
+    told = []
+    if copy := kept_code(run.path):
+        told.append(f"code/ in the run directory ({copy.get('files', '?')} files)")
+    elif kept := run.facts.get("recipe.py"):
+        told.append(f"recipe.py in the run directory, {kept}")
+        if modules := kept_modules(run.path):
+            told.append(f"{count(len(modules.files), 'module')} that it imports in code/")
+    elif (run.path / "script.py").is_file():
+        told.append("script.py in the run directory")
+    if commit := run.environment.get("git_commit"):
+        told.append(f"git commit {str(commit)[:10]}{' and changes' * copy.get('changed', False)}")
+    return ", ".join(told)
+
+
+def settings_tables(run: RunData) -> tuple[Table, ...]:
+    """Return the settings that say what is special about the run, then the others.
+
+    Special is what was given on the command line, and what is not samestep's default: the recipe's
+    own defaults are among it.
+    """
+    usual = {field.name: field.default for field in fields(Settings)}
+    own = _is_own(_command(run))
+    given = {word.partition("=")[0] for word in _command(run) if word.startswith("--")}
+    special, others = "Settings that are not samestep's defaults", "Other settings, and options"
+    rows: dict[str, list[tuple[str, ...]]] = {special: [], others: []}
+    for name, value in (run.settings or {}).items():
+        table, why = others, "" if name in usual else "option of the recipe"
+        if own:
+            table, why = special, "of the loop"
+        elif f"--{flag_name(name)}" in given:
+            table, why = special, "given on the command line"
+        elif name in usual and value != usual[name]:
+            table, why = special, "of the recipe, or derived"
+        rows[table].append((name, _shown(value), why))
+    head = ("setting", "value", "")
+    return tuple(Table(title=title, columns=head, rows=of) for title, of in rows.items() if of)
+
+
+def environment_table(run: RunData) -> Table | None:
+    """Return what environment.json tells, None if it tells nothing."""
+    rows = tuple(_flat(run.environment))
+    return Table(title="Environment", columns=("", ""), rows=rows) if rows else None
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        elif value not in (None, "", []):
+            yield f"{before}{name}", _shown(value)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        text = " ".join(map(str, value[:_LONGEST])) + (" …" if len(value) > _LONGEST else "")
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    else:
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _command(run: RunData) -> list[str]:
+    words = run.environment.get("command")
+    return [str(word) for word in words] if isinstance(words, list) else []
+
+
+def _is_own(words: list[str]) -> bool:
+    """Whether the run is of a loop of the user's own."""
+    return bool(words) and Path(words[0]).stem not in ("samestep", "__main__")
+
+
+def _anew(words: list[str], run: Path) -> list[str]:
+    """Return the words of a command without what makes it continue in the run's own directory."""
+    trains = words[:1] == ["train"]  # its target may be a run: a new one begins with its settings
+    found, rest = words[: 2 * trains], iter(words[2 * trains :])
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if trains and name.replace("_", "-") in ("--run-dir", "--allow-change"):
+            if not equals:
+                next(rest, None)
+        elif name not in ("--resume", "--recipe-of-run"):
+            found.append(f"{word.rstrip('/')}-again" if Path(word).name == run.name else word)
+    return found
+
+
+def commands(run: RunData) -> Pairs:
+    """Return the commands to repeat the run, to continue it, and to look further."""
+    words = _command(run)
+    path = shlex.quote(str(run.path))
+    told = []
+    own = _is_own(words)
+    if words:
+        program = ["python", words[0]] if own else ["samestep"]
+        told.append(("repeat it", shlex.join([*program, *_anew(words[1:], run.path)])))
+    if not own:
+        told += [
+            ("train anew with its settings", f"samestep train {path}"),
+            ("continue it", f"samestep train {path} --resume"),
+            ("evaluate it", f"samestep evaluate {path} --checkpoint best"),
+        ]
+    told.append(("compare it", f"samestep compare {path} runs/OTHER"))
+    return tuple(told)
+
+
+def baselines_table(run: RunData) -> Table | None:
+    """Return what the model had to beat, and what it did on the test set."""
+    rows, test = run.result.get("baselines"), run.result.get("test")
+    if not isinstance(rows, dict):
+        found = run.of("baselines")
+        rows = found[-1].get("values") if found else None
+    if not isinstance(rows, dict) or not rows:
+        return None
+    told = {name: row for name, row in rows.items() if isinstance(row, dict)}
+    names = list(dict.fromkeys(metric for row in told.values() for metric in row))
+    model = [("the model", test)] if isinstance(test, dict) else []
+    return Table(
+        title="The model and the baselines on the test set",
+        columns=("", *names),
+        rows=[
+            (name, *(number(row.get(m)) for m in names)) for name, row in (*model, *told.items())
+        ],
+        marked=frozenset({0} if model else ()),
+    )

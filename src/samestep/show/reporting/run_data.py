@@ -1,0 +1,217 @@
+"""Read a run as far as it can be read: it may be running, killed, or damaged."""
+
+import contextlib
+import hashlib
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from samestep.base.words import duration
+from samestep.base.run.directory import how_it_ended, no_run
+from samestep.base.run.files import read_object
+from samestep.base.run.records import SYSTEM, Record, RecordFile, as_uninterrupted, metric_values
+from samestep.base.settings import settings_of_run
+
+TRAIN_LOSS = "train_loss"
+_PLANNED = (
+    *("num_samples", "parameters", "accumulate"),
+    *("world_size", "num_nodes", "device", "backend", "threads"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """What a run's directory tells."""
+
+    path: Path
+    recipe: str
+    """Its name; empty if nothing tells."""
+    status: str
+    """How it ended, or that it has not."""
+    records: tuple[Record, ...] = ()
+    """As one uninterrupted run would have written them."""
+    plan: Record = field(default_factory=dict)
+    """The latest `start` record; empty if there is none."""
+    settings: Mapping[str, object] | None = None
+    """Settings and the recipe's options; None if the file cannot be read."""
+    own_loop: bool = False
+    """Whether a loop of the user's own trained it, which has only settings of its own."""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """Of where it ran: ranks, device, versions, and what its own recipe file was."""
+    weights: Mapping[int, str] = field(default_factory=dict)
+    """Step → SHA-256 of the weights after it, where that is recorded."""
+    result: Mapping[str, Any] = field(default_factory=dict)
+    """What is in result.json."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    """What is in environment.json."""
+    problems: tuple[str, ...] = ()
+    """What is not there, or cannot be read; a sentence each."""
+
+    def of(self, event: str, split: str | None = None) -> list[Record]:
+        """Return the records of one kind, of evaluations those of one split."""
+        found = self._by_event.get(event, ())
+        return [r for r in found if split is None or r.get("split") == split]
+
+    @cached_property
+    def _by_event(self) -> dict[str, list[Record]]:
+        found: dict[str, list[Record]] = {}
+        for record in self.records:
+            found.setdefault(record["event"], []).append(record)
+        return found
+
+    @cached_property
+    def system(self) -> list[Record]:
+        """The samples that a tracker's process took of the machine."""
+        with contextlib.suppress(OSError):
+            found = RecordFile(self.path / SYSTEM).read_all()
+            return [record for record in found if isinstance(record.get("step"), int)]
+        return []
+
+    def metrics(self) -> list[str]:
+        """Return what the run measured on its validation set, and its training loss."""
+        found = [
+            name
+            for record in self.of("evaluation", "validation")
+            for name, value in metric_values(record).items()
+            if isinstance(value, int | float)
+        ]
+        trained = [TRAIN_LOSS] if self.of("epoch") or self.of("step") else []
+        return [*dict.fromkeys(found), *trained]
+
+    @cached_property
+    def best(self) -> Mapping[str, Any]:
+        """The metric, the value and the epoch of the best evaluation, as far as they are known."""
+        best = self.result.get("best")
+        if self.status != "running" and isinstance(best, dict):  # or it is of an earlier attempt
+            return best
+        found = self.of("evaluation", "validation")
+        usual = "accuracy" if any("accuracy" in r for r in found) else "loss"
+        metric = str(self.plan.get("monitor") or usual)
+        pick = min if self.smaller_is_better(metric) or metric == "loss" else max
+        values = (r for r in found if isinstance(r.get(metric), int | float))
+        at = pick(values, key=lambda r: r[metric], default={})
+        return {"metric": metric, "value": at.get(metric), "epoch": at.get("epoch")}
+
+    def smaller_is_better(self, metric: str) -> bool | None:
+        """Whether a metric is to fall, by --mode or by the recipe; None if the run does not say."""
+        settings, told = self.settings or {}, self.plan.get("lower_is_better")
+        if settings.get("monitor") == metric and settings.get("mode") in ("min", "max"):
+            return settings["mode"] == "min"
+        return metric in (*told, TRAIN_LOSS) if told is not None else None
+
+
+def read_run(path: Path) -> RunData:
+    """Return what a run's directory tells; raise UserError if there is no run at all."""
+    if not (path / "events.jsonl").is_file() and not (path / "settings.toml").is_file():
+        raise no_run(path)
+    problems: list[str] = []
+    records = _records(path / "events.jsonl", problems)
+    starts = [record for record in records if record["event"] == "start"]
+    plan = starts[-1] if starts else {}
+    result, environment = (read_object(path / name) for name in ("result.json", "environment.json"))
+    table = _settings(path / "settings.toml", problems)
+    if not starts:
+        problems.append("no start record: what follows from its settings is not known")
+    sizes = dict.fromkeys(start["world_size"] for start in starts)
+    if len(sizes) > 1:
+        problems.append(f"it ran on {', then '.join(map(str, sizes))} ranks: its figures mix them")
+    settings = None
+    if table is not None:  # settings and options together, as the command line has them
+        own = table["options"] if isinstance(table.get("options"), dict) else {}
+        settings = {key: table[key] for key in table if key not in ("recipe", "options")}
+        settings |= {key: own[key] for key in own if key not in settings}
+    name = plan.get("recipe") or result.get("recipe") or (table or {}).get("recipe") or ""
+    return RunData(
+        path=path,
+        recipe=Path(str(name)).stem,
+        status=_status(path, records, result, problems),
+        records=tuple(records),
+        plan=plan,
+        settings=settings,
+        own_loop=table is not None and "recipe" not in table,
+        facts=_facts(path, plan, environment, problems),
+        weights=_weights(records, result),
+        result=result,
+        environment=environment,
+        problems=tuple(problems),
+    )
+
+
+def _records(file: Path, problems: list[str]) -> list[Record]:
+    """Return every record that can be read, those that were superseded left out."""
+    lines = RecordFile(file, checked=True)
+    try:
+        file.stat()
+        found = lines.read_all()
+    except OSError:
+        problems.append("events.jsonl is missing: nothing is known of its training")
+        return []
+    if lines.torn:
+        problems.append("the last line of events.jsonl is half-written, and left out")
+    if damaged := lines.damaged:
+        shown = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
+        plural = "s" if len(damaged) > 1 else ""
+        problems.append(f"events.jsonl is damaged in line{plural} {shown}, left out")
+    if not found:
+        problems.append("events.jsonl holds no record yet")
+    return as_uninterrupted(found, file.parent)
+
+
+def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        return settings_of_run(tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        how = "missing" if isinstance(error, OSError) else "damaged"
+        problems.append(f"settings.toml is {how}: its settings are not known")
+    return None
+
+
+def _weights(records: list[Record], result: dict[str, Any]) -> dict[int, str]:
+    """Return the digests of weights that checkpoints and the result tell."""
+    told = [r for r in records if r["event"] == "checkpoint"]
+    ends = [r["step"] for r in records if r["event"] == "stop" and isinstance(r.get("step"), int)]
+    if ends and result.get("steps") == ends[-1]:  # the result is of the latest attempt
+        told.append({"step": ends[-1], "weights_sha256": result.get("weights_sha256")})
+    return {r["step"]: digest for r in told if isinstance(digest := r.get("weights_sha256"), str)}
+
+
+def _facts(
+    path: Path, plan: Record, environment: dict[str, Any], problems: list[str]
+) -> dict[str, object]:
+    if not environment:
+        problems.append("environment.json is missing or damaged: versions and machine not known")
+    # The sizes are in settings.toml too; where that is gone, the plan still has them. An earlier
+    # run's has the micro-batch under the name of the batch.
+    sizes = {
+        "batch_size": plan.get("global_batch_size"),
+        "micro_batch_size": plan.get("micro_batch_size", plan.get("batch_size")),
+    }
+    facts = {name: plan[name] for name in _PLANNED if name in plan}
+    facts |= {name: size for name, size in sizes.items() if size is not None}
+    facts |= {name: environment[name] for name in ("host", "cores_usable") if name in environment}
+    versions = environment.get("versions")
+    facts |= versions if isinstance(versions, dict) else {}
+    kept = path / "recipe.py"
+    if kept.is_file():
+        facts["recipe.py"] = f"sha256 {hashlib.sha256(kept.read_bytes()).hexdigest()[:8]}…"
+    return facts
+
+
+def _status(path: Path, records: list[Record], result: dict[str, Any], problems: list[str]) -> str:
+    """Say how the latest attempt ended. An earlier one's result does not speak for it."""
+    last = records[-1] if records else {}
+    state, reason = how_it_ended(path, last, result)
+    if last.get("event") == "stop" and not result and state != "running":
+        problems.append("result.json is missing or damaged: the test set's figures not known")
+    if state != "killed":
+        return state if state == "running" else f"{state} ({reason or 'no reason given'})"
+    try:
+        age = time.time() - (path / "events.jsonl").stat().st_mtime
+    except OSError:
+        return "not begun"
+    since = f"last written {duration(age)} ago"
+    return f"no end recorded, {since}: killed, or running on another machine"

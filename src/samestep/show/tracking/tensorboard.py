@@ -1,0 +1,71 @@
+"""TensorBoard: `--track tensorboard`. Its files are in the run directory; values are float32."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from samestep.show.tracking import Picture, Scalar, Started, TrackedRecord, TrackedResult, TrackedRun
+
+COUNTS_AT_END = True
+"""What was written counts once its file is closed."""
+
+
+def start(run: TrackedRun) -> Started:
+    """Open one more event file of the run; TensorBoard reads all that a folder holds."""
+    writer = EventFileWriter(str(run.folder))
+    _write_table(writer, "settings", run.settings, run.started_at)
+    about = {"project": run.project, "name": run.name, **run.facts}
+    about |= {"tags": ", ".join(run.tags)} if run.tags else {}
+    _write_table(writer, "facts", about, run.started_at)
+    return Started(client=writer)
+
+
+def record(client: EventFileWriter, entries: Sequence[TrackedRecord]) -> None:
+    """Write the scalars, each over its own axis."""
+    for entry in entries:
+        if entry.picture is not None:
+            _write_picture(client, entry, entry.picture)
+            continue
+        values = [Summary.Value(tag=tag, simple_value=v) for tag, v in entry.values.items()]
+        event = Event(wall_time=entry.time, step=entry.at, summary=Summary(value=values))
+        client.add_event(event)
+    client.flush()
+
+
+def finish(client: EventFileWriter, result: TrackedResult) -> None:
+    """Write the result as text, and close the file."""
+    _write_table(client, "result", {"status": result.status, **result.values}, None)
+    client.close()
+
+
+def _write_picture(writer: EventFileWriter, entry: TrackedRecord, picture: Picture) -> None:
+    """Write a picture: its PNG file goes as it is."""
+    if content := picture.png():
+        # A PNG file begins with 16 bytes of signature and header, then its width and height.
+        width, height = struct.unpack(">II", content[16:24])
+        image = Summary.Image(height=height, width=width, encoded_image_string=content)
+        value = Summary.Value(tag=f"pictures/{picture.name}", image=image)
+        summary = Summary(value=[value])
+        writer.add_event(Event(wall_time=entry.time, step=entry.step, summary=summary))
+
+
+def _write_table(
+    writer: EventFileWriter, tag: str, table: Mapping[str, Scalar], wall_time: float | None
+) -> None:
+    """Write a table in Markdown, as TensorBoard's page of texts shows it."""
+    rows = "".join(f"| {key} | {value} |\n" for key, value in table.items())
+    text: Any = TensorProto(
+        dtype=DT_STRING,
+        string_val=[f"| | |\n|-|-|\n{rows}".encode()],
+        tensor_shape=TensorShapeProto(),
+    )
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    value = Summary.Value(tag=tag, metadata=metadata, tensor=text)
+    writer.add_event(Event(wall_time=wall_time, step=0, summary=Summary(value=[value])))
