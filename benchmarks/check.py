@@ -120,7 +120,7 @@ def checked(place: Path, case: dict[str, Any], python: str) -> dict[str, Any]:
     began = time.perf_counter()
     done = _samestep_check(place, case, python, *case.get("flags", []))
     seconds = round(time.perf_counter() - began, 1)
-    if done.returncode not in (0, 1):
+    if not done.stdout.startswith("{"):
         lines = done.stderr.strip().splitlines() or ["no message"]
         return {"codes": {}, "seen": {}, "failed": lines[-1], "seconds": seconds, "steps": 0}
     said = json.loads(done.stdout)

@@ -23,12 +23,12 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from report import heading, machine
 
-from samestep.launch.ranks.world import World
 from samestep.base.run import checkpoints
 from samestep.base.run.index import Retention
 from samestep.base.run.records import Record
 from samestep.core.session.session import Session
 from samestep.core.training.work import Position
+from samestep.launch.ranks.world import World
 
 PAGE = Path(__file__).parent / "results" / "checkpoints.md"
 TENSORS = 32

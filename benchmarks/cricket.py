@@ -23,16 +23,16 @@ from report import machine
 from torch import nn
 from torch_geometric.loader import DataLoader
 
-from samestep.shell.commands.train import parse
-from samestep.core.data.batches import open_source
 from samestep.base.trees import tree_leaves
-from samestep.launch.ranks.world import World
+from samestep.core.data.batches import open_source
 from samestep.core.recipe import Splits
 from samestep.core.recipes.cricket.cache import open_corpus
 from samestep.core.recipes.cricket.graphs import BallGraphs, GraphSource, build, collate
 from samestep.core.session import build as execution
 from samestep.core.session.request import Request
 from samestep.core.training.loop import rehearse
+from samestep.launch.ranks.world import World
+from samestep.shell.commands.train import parse
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from report import machine
 
-from samestep.shell.commands.train import parse
-from samestep.launch.ranks.world import World, find_world, join, leave
 from samestep.core.session.build import build
 from samestep.core.training.loop import rehearse
+from samestep.launch.ranks.world import World, find_world, join, leave
+from samestep.shell.commands.train import parse
 
 HERE = Path(__file__).parent
 RECIPES = {

@@ -25,9 +25,9 @@ import psutil
 from report import machine
 
 import samestep
+from samestep.cluster.slurm.script import START
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.watched import STALLED
-from samestep.cluster.slurm.script import START
 
 HERE = Path(__file__).parent
 KEPT = HERE / "results" / "stalls.json"

@@ -22,14 +22,14 @@ from peers.virtual_deep import LAYERS, WIDTH
 from report import machine
 from torch.profiler import ProfilerActivity, profile
 
-from samestep.shell.commands.train import parse
 from samestep.core.data.blocks import held_parts
-from samestep.launch.ranks.world import World, find_world, join, leave
 from samestep.core.session.build import build
 from samestep.core.session.request import Request
 from samestep.core.training.device import switched
 from samestep.core.training.loop import rehearse
 from samestep.core.training.tree import roots_over
+from samestep.launch.ranks.world import World, find_world, join, leave
+from samestep.shell.commands.train import parse
 
 HERE = Path(__file__).parent
 IMAGES, DEEP = HERE / "peers" / "virtual_images.py", HERE / "peers" / "virtual_deep.py"

@@ -22,19 +22,6 @@ if torch.version.cuda is None:
     with contextlib.suppress(ImportError):
         import torch_geometric  # noqa: F401
 
-import samestep.shell.api.training
-import samestep.scripts.checking.check_script
-import samestep.scripts.checking.rank
-import samestep.shell.commands.evaluate
-import samestep.shell.commands.profile
-import samestep.shell.commands.train
-import samestep.shell.commands.verify
-import samestep.bridges.lightning
-import samestep.core.recipes
-import samestep.core.session.prediction
-import samestep.prove.verification.on_rank
-import samestep.prove.verification.verify_loop
-import samestep.prove.verification.verify_recipe  # noqa: F401
 
 # A rank's own full collection would look at these 400,000 objects and copy their pages: a quarter
 # of a second, more than all else that a short test of two ranks takes.

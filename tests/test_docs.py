@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import samestep
-from samestep.launch.ranks import launch
 from samestep.core.recipes.cricket.synthetic import documents
+from samestep.launch.ranks import launch
 from tests import cricket_files
 from tests.cifar_files import write_binary
 from tests.command_line import start

@@ -5,8 +5,8 @@ import os
 import pytest
 
 import samestep
-from samestep.shell.commands.target import own_flags
 from samestep.base.settings import own_names
+from samestep.shell.commands.target import own_flags
 from tests.command_line import call
 
 

@@ -17,62 +17,75 @@ SOURCE = Path(__file__).parent.parent / "src" / "samestep"
 DRAWING = SOURCE.parents[1] / "docs" / "project" / "architecture.md"
 
 
-def floors_drawn() -> list[list[str]]:
-    """Return the rooms of each floor in the drawing, the lowest floor first."""
+def parts_drawn() -> dict[str, tuple[set[str], list[list[str]]]]:
+    """Return, of each part in the drawing, which parts it may know, and its floors of rooms."""
     drawing = DRAWING.read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]
-    found = {
-        int(number): names.split(" · ")
-        for number, names in re.findall(r"^ *(\d+) │ (.*?) *│", drawing, re.MULTILINE)
+    rows = [[cell.strip() for cell in line.split("│")] for line in drawing.splitlines()[2:]]
+    below = {part: {p for p, *_ in rows[place + 1 :]} for place, (part, *_) in enumerate(rows)}
+    return {
+        part: (
+            below[part] if known == "all below" else {*known.split()},
+            [floor.split() for floor in rooms.split("·")],
+        )
+        for part, known, rooms in rows
     }
-    return [found[number] for number in range(1, len(found) + 1)]
 
 
-# A room may import rooms of the floors below its own, and no other.
-FLOORS = floors_drawn()
+PARTS = parts_drawn()
 
 # Who may import a part of torch that knows of ranks, beside world.
 DISTRIBUTED = {
-    "ranks.world": {"torch.distributed"},
-    "ranks.mesh": {"torch.distributed"},  # FSDP2 and its sharded tensors
-    "ranks.start": {"torch.distributed"},  # torchrun's agent, which starts ranks and is none itself
-    "stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
-    "checking.watch.evaluation": {"torch.distributed"},  # notes what is reduced
-    "checking.watch.model": {"torch.nn.parallel"},
-    "run.shards": {"torch.distributed"},  # DCP's files
-    "training.prepare": {"torch.nn.parallel"},
-    "checking.watch.data": {"torch.distributed"},  # whether ranks may have batches left over
+    "launch.ranks.world": {"torch.distributed"},
+    "launch.ranks.mesh": {"torch.distributed"},  # FSDP2 and its sharded tensors
+    "launch.ranks.start": {
+        "torch.distributed"
+    },  # torchrun's agent, which starts ranks and is none itself
+    "launch.stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
+    "scripts.checking.watch.evaluation": {"torch.distributed"},  # notes what is reduced
+    "scripts.checking.watch.model": {"torch.nn.parallel"},
+    "base.run.shards": {"torch.distributed"},  # DCP's files
+    "core.training.prepare": {"torch.nn.parallel"},
+    "scripts.checking.watch.data": {
+        "torch.distributed"
+    },  # whether ranks may have batches left over
     # A script may start its ranks itself.
-    "checking.processes": {"torch.distributed", "torch.multiprocessing"},
+    "scripts.checking.processes": {"torch.distributed", "torch.multiprocessing"},
     # CUDA and NCCL are answered by the CPU and Gloo.
-    "checking.substitute": {"torch.distributed", "torch.nn.parallel"},
-    "checking.watch.life": {"torch.distributed"},  # notes what a script calls, and calls nothing
+    "scripts.checking.substitute": {"torch.distributed", "torch.nn.parallel"},
+    "scripts.checking.watch.life": {
+        "torch.distributed"
+    },  # notes what a script calls, and calls nothing
 }
 
 # A file is one subject: big enough to be worth opening, small enough to hold in the head.
 SHORTEST_FILE, LONGEST_FILE = 60, 500
 # name → the reason why it may be longer
-LONG_FILES = {"session.own_run": "one class, whose public methods are documented in full"}
+LONG_FILES = {"core.session.own_run": "one class, whose public methods are documented in full"}
 # name → the reason why it may be shorter; a verb always has a file of its own
 SHORT_FILES = {
     "__main__": "`python -m samestep`",
-    "version": "the build reads it",
-    "api.arguments": "what the public functions share, without torch",
-    "api.run_lists": "the public functions that need no torch",
-    "recipes.small_convnet": "a network, as recipes.resnet is",
-    "api.sweep_checks": "what the verb and the function check of a sweep alike",
-    "data.augment": "public functions for recipes",
-    "data.recipe_splits": "recipes import it, without the sources",
-    "checking.rank": "what `python -m` runs as a rank",
-    "doctor.timeouts": "six modules share it",
-    "ranks.peak_rates": "data sheets, which the doctor and training share",
-    "slurm.preflight": "the script and the verdict share it",
+    "dist": "the public module of the process group",
+    "base.autograd": "the trainer and the hooks share it",
+    "base.counting": "a bar that readers of data share",
+    "base.version": "the build reads it",
+    "shell.api.arguments": "what the public functions share, without torch",
+    "shell.api.run_lists": "the public functions that need no torch",
+    "core.recipes.small_convnet": "a network, as recipes.resnet is",
+    "shell.api.sweep_checks": "what the verb and the function check of a sweep alike",
+    "core.data.augment": "public functions for recipes",
+    "core.data.recipe_splits": "recipes import it, without the sources",
+    "scripts.checking.rank": "what `python -m` runs as a rank",
+    "cluster.doctor.timeouts": "six modules share it",
+    "launch.ranks.peak_rates": "data sheets, which the doctor and training share",
+    "cluster.slurm.preflight": "the script and the verdict share it",
 }
 MOST_REPEATED_FILE_NAMES = 7
 
 
-def room_of(module: str) -> str:
-    """Return the room of a module: its folder, or itself in the hall."""
-    return module.partition(".")[0]
+def room_of(module: str) -> tuple[str, str]:
+    """Return the part and the room of a module; of a file next to the parts, itself and nothing."""
+    part, _, rest = module.partition(".")
+    return part, rest.partition(".")[0]
 
 
 @cache
@@ -105,20 +118,33 @@ def own_imports(name: str) -> set[str]:
     return {t if t in modules() else t.rpartition(".")[0] for t in own}
 
 
-def test_every_room_is_on_one_floor():
-    rooms = {room_of(name) for name in modules()}
-    assert sorted(room for floor in FLOORS for room in floor) == sorted(rooms)
+def test_every_room_has_its_place_in_the_drawing_and_every_part_says_what_it_is_for():
+    rooms = {room_of(name) for name in modules()} - {("__main__", ""), ("dist", "")}
+    drawn = {(part, r) for part, (_, floors) in PARTS.items() for floor in floors for r in floor}
+    assert rooms == drawn
+    for part in PARTS:
+        about = (SOURCE / part / "__init__.py").read_text()
+        assert "It knows" in about, part
+        assert "Begin with" in about, part
 
 
 def test_imports_point_one_way_and_lead_back_nowhere():
-    floor_of = {room: place for place, floor in enumerate(FLOORS) for room in floor}
-    wrong = {
-        f"{name} imports {target}"
-        for name in modules()
-        for target in own_imports(name)
-        if room_of(target) != room_of(name) and floor_of[room_of(target)] >= floor_of[room_of(name)]
+    floor_of = {
+        (part, room): place
+        for part, (_, floors) in PARTS.items()
+        for place, floor in enumerate(floors)
+        for room in floor
     }
-    assert not wrong
+
+    def may(name: str, target: str) -> bool:
+        (part, room), (other, theirs) = room_of(name), room_of(target)
+        if part in ("__main__", "dist") or (part, room) == (other, theirs):
+            return other != "dist"
+        if part != other:
+            return other in PARTS[part][0]
+        return floor_of[other, theirs] < floor_of[part, room]
+
+    assert not [(name, t) for name in modules() for t in own_imports(name) if not may(name, t)]
     graphlib.TopologicalSorter({name: own_imports(name) for name in modules()}).prepare()
 
 
@@ -137,7 +163,7 @@ def test_only_the_world_talks_to_torch_distributed_and_no_recipe_asks_for_its_ra
     assert found == DISTRIBUTED
     asked = {"rank", "local_rank", "world_size", "is_main"}
     for name, tree in modules().items():
-        if name.startswith("recipes."):
+        if name.startswith("core.recipes."):
             found = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} & asked
             assert not found, name
 
@@ -145,13 +171,42 @@ def test_only_the_world_talks_to_torch_distributed_and_no_recipe_asks_for_its_ra
 def test_what_needs_no_torch_does_not_import_it():
     """One process imports them all: these verbs and readers begin in tenths of a second."""
     names = [
-        *("", ".cli", ".errors", ".machine", ".settings", ".version", ".data.catalog"),
-        *(".data.download", ".ranks.launch", ".ranks.nproc", ".ranks.process"),
-        *(".run.directory", ".run.files", ".run.index", ".run.records", ".reporting.words"),
-        *(".commands.checkpoint", ".commands.compare", ".commands.data", ".commands.new"),
-        *(".commands.report", ".commands.runs", ".commands.track", ".commands.watch"),
-        *(".stall.judge", ".stall.pulse", ".stall.stacks"),
-        *(".tracking.follower", ".tracking.processes", ".recipes.cricket.corpus"),
+        *(
+            "",
+            ".shell.cli",
+            ".base.errors",
+            ".base.machine",
+            ".base.settings",
+            ".base.version",
+            ".core.data.catalog",
+        ),
+        *(
+            ".core.data.download",
+            ".launch.ranks.launch",
+            ".launch.ranks.nproc",
+            ".launch.ranks.process",
+        ),
+        *(
+            ".base.run.directory",
+            ".base.run.files",
+            ".base.run.index",
+            ".base.run.records",
+            ".base.words",
+        ),
+        *(
+            ".shell.commands.checkpoint",
+            ".shell.commands.compare",
+            ".shell.commands.data",
+            ".shell.commands.new",
+        ),
+        *(
+            ".shell.commands.report",
+            ".shell.commands.runs",
+            ".shell.commands.track",
+            ".shell.commands.watch",
+        ),
+        *(".launch.stall.judge", ".launch.stall.pulse", ".launch.stall.stacks"),
+        *(".show.tracking.follower", ".show.tracking.processes", ".core.recipes.cricket.corpus"),
     ]
     program = (
         f"import sys, {', '.join('samestep' + n for n in names)}; sys.exit('torch' in sys.modules)"
@@ -166,7 +221,7 @@ def test_a_file_is_one_subject_and_a_name_means_one_thing():
     }
     long = {name: n for name, n in lengths.items() if n > LONGEST_FILE}
     assert long.keys() == LONG_FILES.keys(), long
-    verbs = {name for name in lengths if name.startswith("commands.")}
+    verbs = {name for name in lengths if name.startswith("shell.commands.")}
     short = {name: n for name, n in lengths.items() if n < SHORTEST_FILE and name not in verbs}
     assert short.keys() <= SHORT_FILES.keys(), short
     classes = [
@@ -177,7 +232,7 @@ def test_a_file_is_one_subject_and_a_name_means_one_thing():
     ]
     assert [name for name, times in Counter(classes).items() if times > 1] == []
     # A watcher and the rules that read its events have one name, that of their subject.
-    pairs = ("checking.rules.", "checking.watch.")
+    pairs = ("scripts.checking.rules.", "scripts.checking.watch.")
     files = Counter(name.rpartition(".")[2] for name in modules() if not name.startswith(pairs))
     assert sum(times > 1 for times in files.values()) <= MOST_REPEATED_FILE_NAMES, files
 
@@ -191,8 +246,8 @@ def test_every_public_name_is_there_and_every_setting_an_argument_that_editors_c
         samestep.nothing  # noqa: B018
     assert {*dir(samestep)} <= {*samestep.__all__}
     assert "train" in dir(samestep)
-    from samestep.shell.api.call import SettingsArguments
     from samestep.base.settings import MERGED, Settings
+    from samestep.shell.api.call import SettingsArguments
 
     assert {*SettingsArguments.__annotations__} == {f.name for f in fields(Settings)} | {*MERGED}
 

@@ -21,15 +21,15 @@ import tyro
 
 import samestep
 import samestep.scripts.checking.rules  # registers them
+from samestep.base.errors import AlreadyTold
+from samestep.base.run import records
+from samestep.base.settings import MERGED, Settings, field_docs, flag_name, free_names
+from samestep.core.recipes import RECIPES
+from samestep.core.session.own_data import OwnBatch
 from samestep.scripts.checking.findings import RULES
 from samestep.shell.cli import VERBS
 from samestep.shell.commands import help as flags_help
 from samestep.shell.commands.completion import COMMANDS
-from samestep.base.errors import AlreadyTold
-from samestep.core.recipes import RECIPES
-from samestep.base.run import records
-from samestep.core.session.own_data import OwnBatch
-from samestep.base.settings import MERGED, Settings, field_docs, flag_name, free_names
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 MARKER = "<!-- What follows is written by tools/reference.py. -->\n"

@@ -18,8 +18,8 @@ from common import measure, options, report
 
 from samestep.core.data.batches import open_source
 from samestep.core.data.recipe_splits import load_splits
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import find_recipe
+from samestep.launch.ranks.world import World
 
 BATCH_SIZE = 128
 

@@ -22,12 +22,25 @@ Names are imported when they are first used, so importing samestep is cheap.
 
 import importlib
 import importlib.util
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from samestep.base.version import __version__
 
 if TYPE_CHECKING:
     from samestep import dist
+    from samestep.base.errors import UserError
+    from samestep.base.run.records import read_records
+    from samestep.base.settings import Settings, may_change
+    from samestep.bridges.lightning import LitData, LitRecipe, TrackerLogger
+    from samestep.core.data.keyed_random import normal, uniform
+    from samestep.core.recipe import Recipe, Splits
+    from samestep.core.session.own_gather import gather
+    from samestep.core.session.own_run import OwnRun, open_run
+    from samestep.scripts.checking.check_report import CheckReport
     from samestep.shell.api.checked_script import check
     from samestep.shell.api.jobs import SubmittedJob, submit
     from samestep.shell.api.run_lists import compare, runs
@@ -36,15 +49,6 @@ if TYPE_CHECKING:
     from samestep.shell.api.trained_run import TrainedRun
     from samestep.shell.api.training import train
     from samestep.shell.api.verify_ranks import verify
-    from samestep.scripts.checking.check_report import CheckReport
-    from samestep.core.data.keyed_random import normal, uniform
-    from samestep.base.errors import UserError
-    from samestep.bridges.lightning import LitData, LitRecipe, TrackerLogger
-    from samestep.core.recipe import Recipe, Splits
-    from samestep.base.run.records import read_records
-    from samestep.core.session.own_gather import gather
-    from samestep.core.session.own_run import OwnRun, open_run
-    from samestep.base.settings import Settings, may_change
 
 __all__ = [
     "CheckReport",
@@ -82,23 +86,23 @@ __all__ = [
 _HOMES = {
     name: home
     for home, names in {
-        "api.checked_script": "check",
-        "api.jobs": "SubmittedJob submit",
-        "api.run_lists": "compare runs",
-        "api.sweeps": "sweep",
-        "api.trained_models": "evaluate export load predict",
-        "api.trained_run": "TrainedRun",
-        "api.training": "train",
-        "api.verify_ranks": "verify",
-        "checking.check_report": "CheckReport",
-        "data.keyed_random": "normal uniform",
-        "errors": "UserError",
-        "lightning": "LitData LitRecipe TrackerLogger",
-        "recipe": "Recipe Splits",
-        "run.records": "read_records",
-        "session.own_gather": "gather",
-        "session.own_run": "OwnRun open_run",
-        "settings": "Settings may_change",
+        "shell.api.checked_script": "check",
+        "shell.api.jobs": "SubmittedJob submit",
+        "shell.api.run_lists": "compare runs",
+        "shell.api.sweeps": "sweep",
+        "shell.api.trained_models": "evaluate export load predict",
+        "shell.api.trained_run": "TrainedRun",
+        "shell.api.training": "train",
+        "shell.api.verify_ranks": "verify",
+        "scripts.checking.check_report": "CheckReport",
+        "core.data.keyed_random": "normal uniform",
+        "base.errors": "UserError",
+        "bridges.lightning": "LitData LitRecipe TrackerLogger",
+        "core.recipe": "Recipe Splits",
+        "base.run.records": "read_records",
+        "core.session.own_gather": "gather",
+        "core.session.own_run": "OwnRun open_run",
+        "base.settings": "Settings may_change",
     }.items()
     for name in names.split()
 }
@@ -120,4 +124,42 @@ def __dir__() -> list[str]:
     """Return the names for `help(samestep)` and completion; Lightning's if it is installed."""
     offered = [name for name in __all__ if name not in _UNLISTED]
     there = importlib.util.find_spec("lightning") is not None
-    return [name for name in offered if there or _HOMES.get(name) != "lightning"]
+    return [name for name in offered if there or _HOMES.get(name) != "bridges.lightning"]
+
+
+_PART_OF = {
+    room: part
+    for part, rooms in {
+        "base": "errors machine run settings",
+        "launch": "ranks stall",
+        "core": "data recipe recipes session training",
+        "show": "reporting tracking",
+        "bridges": "lightning",
+    }.items()
+    for room in rooms.split()
+}
+"""Room → its part, of those that recipes, trackers and loops of users import."""
+
+
+class _ShortNames(MetaPathFinder, Loader):
+    """Find a room without its part: `samestep.data.augment` is `samestep.core.data.augment`."""
+
+    def find_spec(self, fullname: str, *_where: object) -> ModuleSpec | None:
+        package, _, rest = fullname.partition(".")
+        part = _PART_OF.get(rest.partition(".")[0]) if package == "samestep" else None
+        real = f"samestep.{part}.{rest}"
+        if part is None or importlib.util.find_spec(real) is None:
+            return None
+        return ModuleSpec(fullname, self, loader_state=real)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(spec.loader_state)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state  # the import system has put in the other
+
+
+sys.meta_path.insert(0, _ShortNames())  # ahead of the one that would load a file twice

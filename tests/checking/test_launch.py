@@ -5,8 +5,8 @@ import tempfile
 
 import pytest
 
-from samestep.scripts.checking import check_script
 from samestep.base.errors import UserError
+from samestep.scripts.checking import check_script
 from tests.checking.planted import check, codes, forked, found_in, line_of, planted
 from tests.command_line import start
 from tests.processes import free_port

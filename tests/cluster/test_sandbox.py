@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from samestep.shell.commands.slurm.sandbox import main
 from samestep.base.errors import UserError
 from samestep.cluster.slurm import sandbox_daemons as daemons
 from samestep.cluster.slurm.sandbox_cluster import down, status, up
 from samestep.cluster.slurm.sandbox_daemons import find_processes
+from samestep.shell.commands.slurm.sandbox import main
 from tests.cluster.sandbox import RunningSandbox, wait_for
 from tests.processes import TIMEOUT_S
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch.ranks.watched import STALLED
 from samestep.cluster.slurm.sandbox_cluster import status
+from samestep.launch.ranks.watched import STALLED
 from tests.cluster.jobs import Submitted, samestep, set_pace, submit, write_recipe
 from tests.cluster.nodes import kill_node, start_node
 from tests.cluster.sandbox import wait_for

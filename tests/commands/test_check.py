@@ -176,7 +176,9 @@ def test_sarif_has_what_its_schema_requires(here):
 
 def test_a_recipe_and_a_loop_of_ones_own_are_given_to_verify(here, capfd, monkeypatch, refused):
     asked = []
-    monkeypatch.setattr("samestep.shell.commands.verify.main", lambda words: asked.append(words) or 7)
+    monkeypatch.setattr(
+        "samestep.shell.commands.verify.main", lambda words: asked.append(words) or 7
+    )
     (here / "mine.py").write_text(
         "from samestep import Recipe\nrecipe = Recipe(model=dict, data=list)\n"
     )

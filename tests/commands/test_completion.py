@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from samestep.base.settings import Settings, flag_name
+from samestep.core.data import catalog
+from samestep.core.recipes import RECIPES
+from samestep.core.recipes.cricket.recipe import CricketOptions
 from samestep.shell.cli import VERBS
 from samestep.shell.commands.completion import _INNER, COMMANDS, SCRIPTS, completion_words
 from samestep.shell.commands.data import main
 from samestep.shell.commands.help import help_text
 from samestep.shell.commands.target import parse_target
-from samestep.core.data import catalog
-from samestep.core.recipes import RECIPES
-from samestep.core.recipes.cricket.recipe import CricketOptions
-from samestep.base.settings import Settings, flag_name
 from tests.command_line import call, typed
 from tests.data.loopback import Answer, Mirror
 from tests.processes import free_port, launch_environment

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from samestep import UserError, uniform
+from samestep.base.settings import OrderName
 from samestep.core.data import order as order_module
 from samestep.core.data.batches import open_source
 from samestep.core.data.loader_source import LoaderSource
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import Ordering, epoch_order, steps_per_epoch
 from samestep.launch.ranks.world import World
-from samestep.base.settings import OrderName
 from tests.command_line import typed
 from tests.processes import run_ranks
 

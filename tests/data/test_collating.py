@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from samestep.core.data.batches import open_source
-from samestep.core.data.collating import Collating, Packed
+from samestep.base.errors import UserError
 from samestep.base.trees import (
     check_rows,
     describe,
@@ -23,9 +22,10 @@ from samestep.base.trees import (
     split_rows,
     tree_leaves,
 )
-from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
+from samestep.core.data.batches import open_source
+from samestep.core.data.collating import Collating, Packed
 from samestep.core.recipe import find_recipe
+from samestep.launch.ranks.world import World
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

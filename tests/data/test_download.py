@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import samestep.core.data.download as downloading
+from samestep.base.errors import UserError
 from samestep.core.data import catalog
 from samestep.core.data.catalog import RemoteDataset, RemoteFile
 from samestep.core.data.download import download
-from samestep.base.errors import UserError
 from tests.data.loopback import Answer, Mirror
 from tests.processes import start_ranks
 

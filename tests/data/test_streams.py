@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from samestep.base.errors import UserError
 from samestep.core.data import stream_lanes
 from samestep.core.data.batches import open_source
 from samestep.core.data.collating import Collating
 from samestep.core.data.order import share
 from samestep.core.data.stream_lanes import Lane, Route, leads_back, mark_of, num_lanes, num_shards
 from samestep.core.data.stream_source import StreamBatches
-from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
 from samestep.core.session.build import _try_out
+from samestep.launch.ranks.world import World
 
 
 class Numbers(IterableDataset):

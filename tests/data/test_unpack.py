@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from samestep.shell.commands.data import main
+from samestep.base.errors import UserError
 from samestep.core.data import catalog
 from samestep.core.data.download import unpack
-from samestep.base.errors import UserError
 from samestep.core.recipe import find_recipe
 from samestep.core.recipes.cifar10 import Cifar10Options, read_cifar10
+from samestep.shell.commands.data import main
 from tests.cifar_files import write_binary
 from tests.data.loopback import Mirror
 

@@ -6,7 +6,14 @@ from typing import Any
 
 from samestep.cluster.doctor import rank_facts
 from samestep.cluster.doctor.findings import Finding
-from samestep.cluster.doctor.rank_facts import Address, Allocation, AllReduce, Folder, Gpu, RankFacts
+from samestep.cluster.doctor.rank_facts import (
+    Address,
+    Allocation,
+    AllReduce,
+    Folder,
+    Gpu,
+    RankFacts,
+)
 from samestep.launch.ranks.launch import Launch
 
 Row = dict[str, str]

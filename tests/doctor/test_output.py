@@ -11,7 +11,16 @@ from rich.console import Console
 
 from samestep.cluster.doctor import addresses, node, run_directory, slurm_job
 from samestep.cluster.doctor.diagnosis import SIDE_BY_SIDE, Diagnosis, print_report
-from samestep.cluster.doctor.findings import Finding, graded, green, merge, red, run_checks, worst, yellow
+from samestep.cluster.doctor.findings import (
+    Finding,
+    graded,
+    green,
+    merge,
+    red,
+    run_checks,
+    worst,
+    yellow,
+)
 from samestep.cluster.doctor.measurements import MEASURED_ROUNDS, bus_bandwidth, rounds_within
 from tests.doctor.situations import MEASURED, four
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from samestep import read_records
-from samestep.shell.cli import main
 from samestep.prove.verification import causes
+from samestep.shell.cli import main
 from tests import tiny
 from tests.examples.programs import ROOT
 from tests.verification.forked import check, differing, verified

@@ -8,7 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from samestep import Settings, UserError
+from samestep.base.run.index import Index, Retention
 from samestep.core.data.batches import open_source
+from samestep.core.training.plan import make_plan
+from samestep.core.training.stopping import Watch
+from samestep.core.training.work import Position
+from samestep.launch.ranks.world import ImaginedWorld
 from samestep.prove.explanation import schedule
 from samestep.prove.explanation.schedule import (
     PlannedEvent,
@@ -19,11 +24,6 @@ from samestep.prove.explanation.schedule import (
     last_step,
     planned_events,
 )
-from samestep.launch.ranks.world import ImaginedWorld
-from samestep.base.run.index import Index, Retention
-from samestep.core.training.plan import make_plan
-from samestep.core.training.stopping import Watch
-from samestep.core.training.work import Position
 
 
 def events_of(samples=30, *, position=None, evaluates=True, **told):

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from samestep import Settings
-from samestep.core.data.blocks import Batch
-from samestep.launch.ranks.world import GROUP_OF_ONE, find_world, gpu_uuid, join, leave
 from samestep.base.run.checkpoints import on_host
+from samestep.core.data.blocks import Batch
 from samestep.core.training.alike import seed_torch
 from samestep.core.training.device import kernels_of, switched
 from samestep.core.training.evaluation import Totals
 from samestep.core.training.optimizer import make_optimizer
 from samestep.core.training.optimizer_state import load_state
 from samestep.core.training.prepare import wrap
+from samestep.launch.ranks.world import GROUP_OF_ONE, find_world, gpu_uuid, join, leave
 from tests import tiny
 from tests.command_line import read_json, refusal, run
 from tests.gpu.trainings import no_synchronisation

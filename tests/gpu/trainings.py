@@ -8,10 +8,10 @@ from itertools import islice
 import pytest
 import torch
 
-from samestep.shell.commands.train import parse
-from samestep.launch.ranks.world import World
 from samestep.core.session.build import Built, build
 from samestep.core.training.loop import rehearse
+from samestep.launch.ranks.world import World
+from samestep.shell.commands.train import parse
 from tests import tiny
 from tests.training.test_trajectory import LOADED
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from samestep.base.table import text_lines
 from samestep.scripts.measuring import bottleneck
 from samestep.scripts.measuring.bottleneck import ADVICE, StepPart, _conditions, judge, milliseconds
 from samestep.scripts.measuring.measured import MeasuredRank, MeasuredSteps, Operations
 from samestep.scripts.measuring.profile_report import Profile, Sweep, SweepRow, show, sweep_table
-from samestep.base.table import text_lines
 from tests.command_line import start
 from tests.profiling.planted import SITUATIONS, read
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.shell.commands.scale import parse_ranks
 from samestep.base.errors import UserError
+from samestep.base.run.records import read_records
+from samestep.base.settings import Settings
 from samestep.prove.profiling import speed_up
 from samestep.prove.profiling.scaling_study import (
     FILE,
@@ -22,8 +23,7 @@ from samestep.prove.profiling.scaling_study import (
     run_study,
 )
 from samestep.prove.profiling.speed_up import analyse, find_warnings, interval, reasons, scaling_of
-from samestep.base.run.records import read_records
-from samestep.base.settings import Settings
+from samestep.shell.commands.scale import parse_ranks
 from tests.processes import run_ranks
 from tests.profiling.made_studies import measured, measurement
 from tests.tiny import RECIPE, write_recipe
@@ -112,10 +112,10 @@ SLOW_RANK = RECIPE.replace(
 
 
 def _measure(recipe: str, setups: list[tuple[int, int, str]], seconds: float) -> int:
-    from samestep.shell.commands.train import parse
-    from samestep.prove.profiling.scaling_study import measure
-    from samestep.launch.ranks.world import find_world, join, leave
     from samestep.core.training.stopping import ReceivedSignal
+    from samestep.launch.ranks.world import find_world, join, leave
+    from samestep.prove.profiling.scaling_study import measure
+    from samestep.shell.commands.train import parse
 
     _, request = parse([recipe, "--device", "cpu"])
     world = find_world("cpu", "auto")

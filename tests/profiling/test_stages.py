@@ -11,9 +11,9 @@ from itertools import count
 import pytest
 
 from samestep import UserError
+from samestep.prove.profiling.tried_values import apply_settings
 from samestep.scripts.measuring.measured import Extent
 from samestep.scripts.measuring.stages import Stages, TimeAccount
-from samestep.prove.profiling.tried_values import apply_settings
 from tests import tiny
 from tests.command_line import read_json, start
 

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.scripts.measuring import trace_digest
-from samestep.scripts.measuring.trace_digest import COLLATE, digest, length, lengths_in, union, without
+from samestep.scripts.measuring.trace_digest import (
+    COLLATE,
+    digest,
+    length,
+    lengths_in,
+    union,
+    without,
+)
 
 STEP_US = 1000
 

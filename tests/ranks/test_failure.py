@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from samestep.base.errors import UserError
-from samestep.launch.ranks import process
 from samestep.base import startup
-from samestep.launch.ranks.process import FAILURE, TASK, RankLog, hand_back, handed_back, report
-from samestep.launch.ranks.start import _first_failure
+from samestep.base.errors import UserError
 from samestep.base.startup import JOB_RUN
 from samestep.core.training.stopping import catch_signals
+from samestep.launch.ranks import process
+from samestep.launch.ranks.process import FAILURE, TASK, RankLog, hand_back, handed_back, report
+from samestep.launch.ranks.start import _first_failure
 from tests.command_line import start, typed
 from tests.processes import TIMEOUT_S
 from tests.tiny import until, write_recipe

@@ -8,14 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from samestep.base.errors import UserError
-from samestep.launch.ranks import nproc
 from samestep.base import startup
+from samestep.base.errors import UserError
+from samestep.base.startup import threads_wished
+from samestep.launch.ranks import nproc
 from samestep.launch.ranks import world as worlds
 from samestep.launch.ranks.launch import Launch
 from samestep.launch.ranks.nproc import check_workers, cores, ranks_to_start
-from samestep.base.startup import threads_wished
-from samestep.launch.ranks.world import check_gpus, choose_device, find_world, join, leave, one_gpu_each
+from samestep.launch.ranks.world import (
+    check_gpus,
+    choose_device,
+    find_world,
+    join,
+    leave,
+    one_gpu_each,
+)
 from tests.command_line import RECIPE, train_here
 from tests.processes import launch_environment, run_ranks
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch.ranks import watched
-from samestep.launch.ranks.launch import Launch
 from samestep.base.startup import JOB_RUN
-from samestep.launch.ranks.watched import STALLED
-from samestep.launch.ranks.watcher import HEARTBEAT, Node, tell_mismatch
 from samestep.cluster.slurm.rank_ends import first_end, read_failures
 from samestep.cluster.slurm.script import START
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.launch import Launch
+from samestep.launch.ranks.watched import STALLED
+from samestep.launch.ranks.watcher import HEARTBEAT, Node, tell_mismatch
 from samestep.launch.stall.pulse import Pulse, RankPulse
 from tests.command_line import read_json, start, typed
 from tests.processes import TIMEOUT_S, free_port, launch_environment

@@ -10,8 +10,20 @@ import torch
 from samestep.base.errors import UserError
 from samestep.launch.ranks import address as addresses
 from samestep.launch.ranks import world as worlds
-from samestep.launch.ranks.address import check_gloo_interfaces, interface_of, interface_towards, resolve
-from samestep.launch.ranks.world import choose_backend, choose_device, find_world, join, leave, open_store
+from samestep.launch.ranks.address import (
+    check_gloo_interfaces,
+    interface_of,
+    interface_towards,
+    resolve,
+)
+from samestep.launch.ranks.world import (
+    choose_backend,
+    choose_device,
+    find_world,
+    join,
+    leave,
+    open_store,
+)
 from tests.processes import launch_environment, run_ranks
 
 # (wanted, local rank, GPUs, Apple GPU) → device

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from samestep.base.run.records import SYSTEM
 from samestep.show.reporting import facts
 from samestep.show.reporting.collect import collect
 from samestep.show.reporting.page import render
 from samestep.show.reporting.run_data import read_run
-from samestep.base.run.records import SYSTEM
 from tests.reporting.made_runs import change, lines_of, write_run
 
 

@@ -14,10 +14,10 @@ from threading import Thread
 
 import pytest
 
+from samestep.base.run.pictures import LIMIT_BYTES, read_gallery
 from samestep.show.reporting.charts import MOST_CHARTS, MOST_POINTS
 from samestep.show.reporting.collect import collect
 from samestep.show.reporting.page import RunServer, render, write_report
-from samestep.base.run.pictures import LIMIT_BYTES, read_gallery
 from tests.reporting.made_runs import PHASES, append, change_start, evaluation, lines_of, write_run
 from tests.reporting.pages import ReadPage
 

@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from samestep.base.errors import UserError
-from samestep.show.reporting.run_data import read_run
 from samestep.base.run.directory import lock_run
 from samestep.base.run.summary import read_runs
+from samestep.show.reporting.run_data import read_run
 from tests.processes import start_ranks
 from tests.reporting.made_runs import append, change, lines_of, write_run
 from tests.tiny import until

@@ -9,15 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.base.errors import UserError
+from samestep.base.run.code_copy import copy_code, find_code
 from samestep.show.reporting import curves
 from samestep.show.reporting.code_changes import CodeChange, code_changes
 from samestep.show.reporting.collect import collect
 from samestep.show.reporting.comparison import compare_losses, compare_runs
 from samestep.show.reporting.comparison_text import as_table, lines
-from samestep.show.reporting.curves import Point, between, by_samples, phases, samples_at, throughput
+from samestep.show.reporting.curves import (
+    Point,
+    between,
+    by_samples,
+    phases,
+    samples_at,
+    throughput,
+)
 from samestep.show.reporting.page import render
 from samestep.show.reporting.run_data import read_run
-from samestep.base.run.code_copy import copy_code, find_code
 from tests.reporting.made_runs import SAMPLES, change, change_start, write_run
 
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.base.errors import UserError
+from samestep.base.run.summary import RunSummary
+from samestep.base.table import columns_of as cells
+from samestep.base.words import BOTH, FIRST, LABEL, SECOND, Columns, curve_lines, sparkline
 from samestep.show.reporting.charts import MOST_POINTS, grouped_means, make_curve
 from samestep.show.reporting.collect import collect
 from samestep.show.reporting.page import render
 from samestep.show.reporting.run_table import as_json, run_lines
-from samestep.base.table import columns_of as cells
-from samestep.base.words import BOTH, FIRST, LABEL, SECOND, Columns, curve_lines, sparkline
-from samestep.base.run.summary import RunSummary
 from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from samestep import read_records
 from samestep.base.errors import UserError
-from samestep.show.reporting.run_data import read_run
 from samestep.base.run import directory
 from samestep.base.run import index as indexes
 from samestep.base.run.directory import STEPPED, Heartbeat, Run, git_commit
 from samestep.base.run.files import read_object
 from samestep.base.run.index import Entry, Index, Retention, announce, remove_unannounced, verify
 from samestep.base.run.records import RUN_FORMAT, parse_lines
+from samestep.show.reporting.run_data import read_run
 from samestep.show.tracking.processes import send_run
 from tests.reporting.made_runs import change_start, write_run
 from tests.tiny import files

@@ -99,8 +99,8 @@ LARGER = (
 
 def mapped_in_training(arguments: list[str], folder: Path) -> tuple[list[str], int]:
     """Train; return the mappings of checkpoints at the first record, and how many were hashed."""
-    from samestep.shell.cli import main
     from samestep.core.session.session import Session
+    from samestep.shell.cli import main
 
     found: list[list[str]] = []
     hashed: list[Path] = []

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from samestep import UserError
-from samestep.scripts.measuring.trace_digest import COLLATE
+from samestep.base.phases import Phases
 from samestep.launch.ranks.launch import Launch
 from samestep.scripts.hooks import Hooks
+from samestep.scripts.measuring.trace_digest import COLLATE
 from samestep.scripts.running import RankZeroEnded, ScriptRanks
-from samestep.base.phases import Phases
 from tests.processes import TIMEOUT_S, free_port
 
 DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, 1))

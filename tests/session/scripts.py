@@ -75,8 +75,8 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
 
     import torch
 
-    from samestep.launch.ranks import process
     from samestep.core.session.own_run import OwnRun
+    from samestep.launch.ranks import process
 
     process.GRACE_S = 3.0  # no other Python starts late here
     os.chdir(folder)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from samestep import UserError
-from samestep.shell.commands.train import parse
 from samestep.base.run.index import read_index
+from samestep.shell.commands.train import parse
 from tests.command_line import RECIPE, read_json, train_here
 from tests.tiny import all_records, last_state
 

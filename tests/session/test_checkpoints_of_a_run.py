@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
 from samestep.base.run import checkpoints
 from samestep.base.run.checkpoints import FORMAT
 from samestep.base.run.files import check_room
@@ -21,6 +20,7 @@ from samestep.core.session.free_space import room_notes, state_bytes
 from samestep.core.session.session import Session
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
+from samestep.launch.ranks.world import World
 from tests.command_line import train_here
 from tests.processes import TIMEOUT_S
 from tests.session.test_going_on import ended

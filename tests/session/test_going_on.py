@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.base.startup import JOB_RUN
 from samestep.base.run.directory import STEPPED
+from samestep.base.startup import JOB_RUN
 from tests.session import scripts
 from tests.session.test_loops import Training
 from tests.tiny import all_records, events, read_index

@@ -9,9 +9,9 @@ from torch import nn
 
 import samestep
 from samestep import UserError, read_records
-from samestep.launch.ranks.world import World
 from samestep.core.session import gradients
 from samestep.core.session.gradients import backward, parameters_of, weight_of
+from samestep.launch.ranks.world import World
 from tests.processes import run_ranks
 from tests.session import scripts
 from tests.session.same import account, assert_close, assert_same

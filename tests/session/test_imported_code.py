@@ -9,12 +9,17 @@ import pytest
 
 import samestep
 from samestep import UserError
-from samestep.core.recipe import find_recipe
 from samestep.base.run import own_modules
 from samestep.base.run.code_copy import copy_code, find_code
 from samestep.base.run.own_modules import kept_modules
-from samestep.core.session.recipe_changes import keep_recipe, keep_script, recipe_changes, script_changes
 from samestep.cluster.slurm.options import JobOptions, keep_options
+from samestep.core.recipe import find_recipe
+from samestep.core.session.recipe_changes import (
+    keep_recipe,
+    keep_script,
+    recipe_changes,
+    script_changes,
+)
 from tests.api.recipes import made
 from tests.command_line import train_here
 from tests.tiny import all_records

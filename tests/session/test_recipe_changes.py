@@ -16,10 +16,10 @@ from torch import nn
 
 import samestep
 from samestep import UserError
-from samestep.shell.commands.train import parse
 from samestep.base.run.code_copy import copy_code, find_code
-from samestep.core.session.recipe_changes import keep_recipe, recipe_changes
 from samestep.cluster.slurm.options import JobOptions, keep_options
+from samestep.core.session.recipe_changes import keep_recipe, recipe_changes
+from samestep.shell.commands.train import parse
 from tests import tiny
 from tests.api.recipes import made
 from tests.command_line import train_here

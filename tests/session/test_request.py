@@ -11,11 +11,11 @@ from torch import nn
 
 import samestep
 from samestep import Recipe, UserError
+from samestep.base.settings import Settings
 from samestep.core.recipe import find_recipe
 from samestep.core.recipe_source import unread_options, with_options
 from samestep.core.recipes import RECIPES
 from samestep.core.session.request import Request, to_toml, typed
-from samestep.base.settings import Settings
 from samestep.core.training.plan import make_plan
 from tests.api.recipes import made
 

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import read_records
-from samestep.shell.api.call import as_in_fresh_process
-from samestep.shell.commands.train import parse
-from samestep.launch.ranks.world import World
 from samestep.base.run.directory import SWEEP
 from samestep.base.run.records import KINDS
 from samestep.core.session.halving import halving_of
 from samestep.core.session.training_run import run_session
 from samestep.core.training.stopping import ReceivedSignal
+from samestep.launch.ranks.world import World
+from samestep.shell.api.call import as_in_fresh_process
+from samestep.shell.commands.train import parse
 from tests import tiny
 from tests.command_line import read_json
 

@@ -7,7 +7,13 @@ import pytest
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
 from samestep.cluster.slurm import checks
-from samestep.cluster.slurm.checks import advice, check_after, check_partitions, check_place, check_ranks
+from samestep.cluster.slurm.checks import (
+    advice,
+    check_after,
+    check_partitions,
+    check_place,
+    check_ranks,
+)
 from samestep.cluster.slurm.options import JobOptions
 from samestep.cluster.slurm.submission import Workload, make_script
 

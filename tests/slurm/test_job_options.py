@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.shell.cli import main
 from samestep.base.errors import UserError
 from samestep.cluster.slurm import options as job_options
 from samestep.cluster.slurm import sandbox_cluster as cluster
 from samestep.cluster.slurm.options import JobOptions, apply_flags, read_defaults, read_time
 from samestep.cluster.slurm.sandbox_cluster import check_folder, default_folder, down_line, nodes_of
+from samestep.shell.cli import main
 
 
 @given(st.integers(0, 20), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))

@@ -11,14 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.shell.commands.slurm import verdict
-from samestep.launch.ranks.process import FAILURE
-from samestep.launch.ranks.watched import STALLED
 from samestep.base.run.directory import STEPPED
 from samestep.cluster.slurm import restarts
 from samestep.cluster.slurm.preflight import NOT_PASSED, TABLE, read_failed
 from samestep.cluster.slurm.rank_ends import LATE, STDERR, first_end, memory_word
-from samestep.cluster.slurm.restarts import Restarts, decide, failed_twice, read_restarts, with_failures
+from samestep.cluster.slurm.restarts import (
+    Restarts,
+    decide,
+    failed_twice,
+    read_restarts,
+    with_failures,
+)
+from samestep.launch.ranks.process import FAILURE
+from samestep.launch.ranks.watched import STALLED
+from samestep.shell.commands.slurm import verdict
 
 
 def ending(code=0, told="", step=0, **more) -> restarts.Ending:

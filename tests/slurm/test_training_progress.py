@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from samestep.base.table import text_lines
+from samestep.cluster.slurm.queue import JobAndRun, Progress, parse_job, read_progress
 from samestep.shell.cli import main
 from samestep.shell.commands.slurm import logs
 from samestep.shell.commands.slurm.status import jobs_table
-from samestep.base.table import text_lines
-from samestep.cluster.slurm.queue import JobAndRun, Progress, parse_job, read_progress
 
 START = {"event": "start", "resumed": False, "world_size": 1, "num_samples": 80}
 START |= {"total_steps": 100, "steps_per_epoch": 10, "epochs": 10, "global_batch_size": 8}

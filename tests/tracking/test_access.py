@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from samestep.base import choice
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
-from samestep.base import choice
 from samestep.base.tracker_choice import check_choice, check_installed, chosen, find_access
 from samestep.show.tracking.follower import why_offline
 from tests.processes import free_port

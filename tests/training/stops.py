@@ -31,8 +31,8 @@ def stop_all(
 def _stop_one_by_one(
     faults: list[Fault], trainings: list[list[str]], ports: list[int], agree_every_s: float | None
 ) -> None:
-    from samestep.shell.api.call import as_in_fresh_process
     from samestep.core.training import stopping
+    from samestep.shell.api.call import as_in_fresh_process
 
     if agree_every_s is not None:
         stopping._AGREE_EVERY_S = agree_every_s

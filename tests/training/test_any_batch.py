@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from samestep.shell.api.call import as_in_fresh_process
-from samestep.shell.commands.train import parse
-from samestep.launch.ranks.world import find_world, join, leave
 from samestep.core.session.build import build
 from samestep.core.session.trained_model import evaluate_run
 from samestep.core.training.loop import rehearse
+from samestep.launch.ranks.world import find_world, join, leave
+from samestep.shell.api.call import as_in_fresh_process
+from samestep.shell.commands.train import parse
 from tests import tiny
 from tests.command_line import call
 from tests.faults import POINTS

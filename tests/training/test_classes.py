@@ -8,9 +8,9 @@ import torch
 
 from samestep import Splits
 from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
 from samestep.base.words import class_table
 from samestep.core.training.metrics import Confusion
+from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.command_line import read_json
 

@@ -91,8 +91,8 @@ def _train_all(folder, cases):
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     from torch._dynamo.utils import counters
 
-    from samestep.shell.cli import main
     from samestep.core.training import compiled, step_graph
+    from samestep.shell.cli import main
 
     is_small = step_graph.is_small
     drawn, graphs = _steps_with_dropout(), {}

@@ -9,9 +9,9 @@ from torch import nn
 
 from samestep import Recipe
 from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
 from samestep.base.settings import Settings
 from samestep.core.training.sharding import find_blocks, shard
+from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.command_line import start
 from tests.processes import free_port, run_ranks

@@ -8,11 +8,11 @@ import psutil
 import pytest
 
 from samestep import UserError
-from samestep.launch.ranks.world import World
 from samestep.base.run.directory import Run
 from samestep.base.run.index import Retention, announce
 from samestep.core.session import saver
 from samestep.core.training.work import Position
+from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.command_line import refusal, typed
 

@@ -10,11 +10,11 @@ from torch import nn
 
 import samestep
 from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World, find_world, join, leave
 from samestep.core.training import loop, meter
 from samestep.core.training.flops import ModelCost, count_flops
 from samestep.core.training.meter import Clock, Meter, Window
 from samestep.core.training.work import Position, Sums
+from samestep.launch.ranks.world import World, find_world, join, leave
 from tests import tiny
 from tests.processes import run_ranks
 

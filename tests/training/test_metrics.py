@@ -9,13 +9,13 @@ from torch import Tensor
 from torchmetrics.utilities import dim_zero_cat
 
 from samestep import Recipe, UserError, read_records
-from samestep.core.data.order import share
-from samestep.launch.ranks.world import World
-from samestep.core.recipe import find_recipe
 from samestep.base.run.index import find_checkpoint, read_index
 from samestep.base.run.records import TAKEN_NAMES
+from samestep.core.data.order import share
+from samestep.core.recipe import find_recipe
 from samestep.core.training.metrics import EpochMetrics, Objects, StepOutputs
 from samestep.core.training.stopping import Watch
+from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.command_line import RECIPE, read_json, train_here
 from tests.tiny import events

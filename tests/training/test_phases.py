@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from samestep.base.run.records import PHASES
 from samestep.base.phases import DevicePhases, Phases
+from samestep.base.run.records import PHASES
 from tests import tiny
 
 # 11 steps an epoch. The planted cause sleeps in the phase that it is named after.

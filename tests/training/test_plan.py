@@ -8,11 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from samestep import Settings, UserError
+from samestep.base.settings import flag_name, merge_layers
 from samestep.core.data.blocks import group_steps, micro_steps
 from samestep.core.data.order import TokenCut, share
-from samestep.launch.ranks.world import World
-from samestep.base.settings import flag_name, merge_layers
 from samestep.core.training.plan import is_recorded, learning_rate, make_plan, plan_notes
+from samestep.launch.ranks.world import World
 
 SIZES = st.integers(1, 12)
 PLENTY = 10_000

@@ -6,12 +6,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.base.errors import UserError
+from samestep.base.settings import Settings
 from samestep.bridges.lightning.engine import _Strategy
+from samestep.core.recipes.resnet import resnet18
+from samestep.core.training.prepare import match_layouts, prepare, wrap
 from samestep.launch.ranks import world as worlds
 from samestep.launch.ranks.world import GROUP_OF_ONE, World, find_world, join, leave
-from samestep.core.recipes.resnet import resnet18
-from samestep.base.settings import Settings
-from samestep.core.training.prepare import match_layouts, prepare, wrap
 from tests.processes import run_ranks
 from tests.tiny import all_records, assert_same_training, trained, write_recipe
 

@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import StepLR
 
 from samestep import Recipe, Settings, evaluate
 from samestep.core.data.order import epoch_order
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import find_recipe
 from samestep.core.training.compiled import what_compiles
 from samestep.core.training.plan import Plan, learning_rate, make_plan
 from samestep.core.training.scheduler import Scheduler
+from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.faults import Fault
 from tests.training.stops import stop_all

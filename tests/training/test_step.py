@@ -7,11 +7,11 @@ from torch import nn
 from samestep import Settings, UserError
 from samestep.core.data.blocks import Block
 from samestep.core.data.order import share
-from samestep.launch.ranks.world import World
 from samestep.core.training.alike import seed_torch
 from samestep.core.training.learner import Learner
 from samestep.core.training.optimizer import make_optimizer
 from samestep.core.training.step import EagerStep
+from samestep.launch.ranks.world import World
 
 
 def learner_of(model, optimizer=None, loss=lambda outputs, _: outputs.mean()):

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.core.data.blocks import held_parts, part_of
-from samestep.launch.ranks.world import World
 from samestep.core.training import tree
 from samestep.core.training.tree import TreeReduce, TreeSum, add_up, roots_over
+from samestep.launch.ranks.world import World
 from tests.processes import run_ranks
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.launch.ranks.world import World
 from samestep.core.training.unkept import (
     Unkept,
     at_first_forward,
@@ -15,6 +14,7 @@ from samestep.core.training.unkept import (
     of_buffers,
     of_forward,
 )
+from samestep.launch.ranks.world import World
 from tests import tiny
 
 BEFORE = """

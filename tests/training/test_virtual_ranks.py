@@ -228,8 +228,8 @@ def in_arrival_order(arguments):
     """Run the command line with gradients added rank after rank, as they come in."""
     import sys
 
-    from samestep.shell.cli import main
     from samestep.core.training import tree
+    from samestep.shell.cli import main
 
     class Arriving(tree.TreeSum):
         def push(self, value, _number, _level=0):

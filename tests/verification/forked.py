@@ -7,14 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.shell.commands.verify import parse
-from samestep.launch.ranks.process import TASK
-from samestep.launch.ranks.start import Ended
 from samestep.core.recipe import Accepted
 from samestep.core.session.request import Request
+from samestep.launch.ranks.process import TASK
+from samestep.launch.ranks.start import Ended
 from samestep.prove.verification.evidence import Check, Evidence
 from samestep.prove.verification.verify_loop import verify_loop
-from samestep.prove.verification.verify_recipe import Verification, VerifyOptions, gather, judge_evidence
+from samestep.prove.verification.verify_recipe import (
+    Verification,
+    VerifyOptions,
+    gather,
+    judge_evidence,
+)
+from samestep.shell.commands.verify import parse
 from tests.command_line import end_with_first_failure
 from tests.processes import start_ranks
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.shell.commands.verify import parse
 from samestep.core.data.order import share
 from samestep.launch.ranks.world import World
 from samestep.prove.verification.evidence import Check, Evidence
@@ -20,6 +19,7 @@ from samestep.prove.verification.rows.model import ProcessOutputs
 from samestep.prove.verification.rows.state import ModuleCall
 from samestep.prove.verification.short_trainings import RankReport, RecipeFacts, plan_starts
 from samestep.prove.verification.trace import Trace
+from samestep.shell.commands.verify import parse
 
 
 def kept_call(name: str, given: list[float], made: list[float]) -> ModuleCall:

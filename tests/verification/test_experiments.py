@@ -9,7 +9,16 @@ import torch
 from samestep.base.errors import UserError
 from samestep.prove.verification import causes
 from samestep.prove.verification.recipe_under_test import exact_precision
-from samestep.prove.verification.rows import data, look, loss, metrics, model, rounding, state, trainings
+from samestep.prove.verification.rows import (
+    data,
+    look,
+    loss,
+    metrics,
+    model,
+    rounding,
+    state,
+    trainings,
+)
 from samestep.prove.verification.rows.state import find_hidden
 from tests.verification import planted
 from tests.verification.made_up import different, recipe_under_test, undisturbed, with_facts

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from samestep.shell.commands.verify import _verify
 from samestep.base.errors import UserError
 from samestep.core.training.tree import TreeSum
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import EQUAL
 from samestep.prove.verification.result_table import as_table
+from samestep.shell.commands.verify import _verify
 from tests.verification import planted
 from tests.verification.forked import _launch as launch_forked
 from tests.verification.forked import check, differing, verified

@@ -32,6 +32,8 @@ from samestep.base.errors import (
 from samestep.base.file_kinds import cannot_have_recipe, opens_run
 from samestep.base.nearby import nearby
 from samestep.base.plugins import Names
+from samestep.base.run.own_modules import imports_of
+from samestep.base.settings import ALSO_ACCEPTED, Settings, documented
 from samestep.core.recipe_checks import (
     check_batch_fields,
     check_functions,
@@ -45,8 +47,6 @@ from samestep.core.recipe_checks import (
     telling_options,
 )
 from samestep.core.recipe_source import all_with_options, loss_asks, schedule_asks, with_options
-from samestep.base.run.own_modules import imports_of
-from samestep.base.settings import ALSO_ACCEPTED, Settings, documented
 
 Accepted = Literal["batchnorm", "dropout"]
 """What may intentionally differ with the number of ranks."""

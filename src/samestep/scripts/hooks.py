@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, dataloader
 
 from samestep.base.autograd import leaves_of, tell_end_of_autograd
 from samestep.base.patches import patched
-from samestep.scripts.measuring.trace_digest import COLLATE
 from samestep.base.phases import Phases, make_phases
+from samestep.scripts.measuring.trace_digest import COLLATE
 
 """A range in which a script's loader collates samples in the training process."""
 _SURE = 3  # after this many updates without an optimizer, a script counts as making its own

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from samestep.base.errors import UserError
-from samestep.launch.ranks.launch import Launch
 from samestep.base.startup import resume_collections
-from samestep.launch.ranks.world import Store, StoreTimeout, open_store
 from samestep.base.words import count
+from samestep.launch.ranks.launch import Launch
+from samestep.launch.ranks.world import Store, StoreTimeout, open_store
 
 _TIMEOUT_S = 120.0
 _ENDED = "ended after "

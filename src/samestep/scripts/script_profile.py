@@ -15,13 +15,14 @@ from torch.utils.data import IterableDataset
 
 from samestep.base.errors import UserError
 from samestep.base.machine import usable_cores
+from samestep.base.phases import Phases
+from samestep.base.words import count
+from samestep.launch.ranks import watched
+from samestep.scripts.hooks import Hooks
 from samestep.scripts.measuring.bottleneck import judge
 from samestep.scripts.measuring.measured import Extent, MeasuredRank, MeasuredSteps
 from samestep.scripts.measuring.profile_report import Profile
 from samestep.scripts.measuring.stages import Stages, TimeAccount
-from samestep.launch.ranks import watched
-from samestep.base.words import count
-from samestep.scripts.hooks import Hooks
 from samestep.scripts.running import (
     Done,
     RankZeroEnded,
@@ -30,7 +31,6 @@ from samestep.scripts.running import (
     run_script,
     to_stderr,
 )
-from samestep.base.phases import Phases
 
 _Found = tuple[MeasuredRank, float, str | None, bool]
 """What a rank sends to rank 0: with the seconds that its workers took to start, its trace, and

@@ -20,7 +20,10 @@ from samestep.launch.ranks.launch import detect_launch
 from samestep.launch.ranks.watcher import tell_mismatch
 from samestep.launch.stall.pulse import Pulse
 
-_OURS = (__file__, *(f"{os.sep}samestep{os.sep}{part}" for part in ("launch/stall", "base/patches.py")))
+_OURS = (
+    __file__,
+    *(f"{os.sep}samestep{os.sep}{part}" for part in ("launch/stall", "base/patches.py")),
+)
 _for_good = ExitStack()
 
 

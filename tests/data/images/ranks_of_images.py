@@ -11,8 +11,8 @@ from samestep import UserError
 from samestep.core.data.batches import open_source
 from samestep.core.data.images.dataset import PREFIX, ImageFiles
 from samestep.core.data.images.image_files import class_names, find_files
-from samestep.launch.ranks.world import World, find_world, join, leave
 from samestep.core.recipes.images import augment, normalise
+from samestep.launch.ranks.world import World, find_world, join, leave
 
 SEED = 11
 

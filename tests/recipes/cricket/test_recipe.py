@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from samestep import UserError, read_records
-from samestep.shell.cli import main
 from samestep.core.recipe import find_recipe
 from samestep.core.recipes.cricket.recipe import CricketOptions
 from samestep.core.recipes.cricket.scores import runs_errors
 from samestep.core.recipes.cricket.synthetic import documents
 from samestep.core.session.trained_model import evaluate_run
+from samestep.shell.cli import main
 from tests.command_line import call, run, train_here
 from tests.cricket_files import ball, innings, match, write
 from tests.needs import needs

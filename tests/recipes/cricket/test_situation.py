@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.core.recipes.cricket.corpus import from_documents, merge
-from samestep.core.recipes.cricket.situation import last_over, phase, previous, runs_to_come, situation
+from samestep.core.recipes.cricket.situation import (
+    last_over,
+    phase,
+    previous,
+    runs_to_come,
+    situation,
+)
 from samestep.core.recipes.cricket.synthetic import documents
 from tests.cricket_files import ball, corpus_of, innings, match
 

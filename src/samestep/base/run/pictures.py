@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep.base.table import Table, number, percent
 from samestep.base.run.files import cannot_write, read_object
+from samestep.base.table import Table, number, percent
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _COLOUR_TYPES = {1: 0, 3: 2}  # grey, and red green blue

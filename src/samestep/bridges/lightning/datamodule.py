@@ -8,22 +8,22 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from samestep.base.errors import UserError
+from samestep.base.settings import Settings, merge_layers
+from samestep.base.trees import check_rows, narrow
 from samestep.core.data.batches import open_split
 from samestep.core.data.blocks import Batch, Block, Lap, cut_rows, untimed
 from samestep.core.data.recipe_splits import SPLITS, load_splits
 from samestep.core.data.source import Source
-from samestep.base.trees import check_rows, narrow
-from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import Recipe, find_recipe
 from samestep.core.recipes import cifar10
-from samestep.base.settings import Settings, merge_layers
 from samestep.core.training.alike import seed_alike
 from samestep.core.training.apply import Terms, as_scalar, terms_of
 from samestep.core.training.device import data_dtype
 from samestep.core.training.evaluation import evaluation_batch
 from samestep.core.training.plan import Plan, make_plan
 from samestep.core.training.work import Work
+from samestep.launch.ranks.world import World
 
 
 class MicroBatch(NamedTuple):

@@ -30,18 +30,22 @@ from torch import Tensor, nn
 
 from samestep.base.autograd import tell_end_of_autograd
 from samestep.base.errors import UserError
-from samestep.bridges.lightning.datamodule import LitData, MicroBatch
-from samestep.bridges.lightning.module import LitRecipe, check_recipe
-from samestep.launch.ranks import watched
-from samestep.launch.ranks.world import World
-from samestep.core.recipe import Recipe
 from samestep.base.run.index import read_index
 from samestep.base.run.loading import load, own_memory
-from samestep.core.session.training_run import Engine, Task
 from samestep.base.settings import Settings, flag_name
+from samestep.bridges.lightning.datamodule import LitData, MicroBatch
+from samestep.bridges.lightning.module import LitRecipe, check_recipe
+from samestep.core.recipe import Recipe
+from samestep.core.session.training_run import Engine, Task
 from samestep.core.training.alike import is_checked
 from samestep.core.training.learner import StepResult
-from samestep.core.training.loop import check_weights, checkpoint_name, evaluate_now, judge, stop_early
+from samestep.core.training.loop import (
+    check_weights,
+    checkpoint_name,
+    evaluate_now,
+    judge,
+    stop_early,
+)
 from samestep.core.training.meter import Meter, epoch_record
 from samestep.core.training.optimizer import check_trial, optimizer_of
 from samestep.core.training.optimizer_state import Trial
@@ -50,6 +54,8 @@ from samestep.core.training.prepare import OneLayout, match_layouts
 from samestep.core.training.snapshot import capture, check_resumable
 from samestep.core.training.step import check_used
 from samestep.core.training.work import StepsTaken, close_epoch, epoch_is_full
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.world import World
 
 # Lightning's loop has no place for; refused before anything is written.
 _NATIVE_ONLY = (

@@ -12,16 +12,21 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from samestep.base.errors import UserError, blame, defined_at, made_by
+from samestep.base.settings import Settings
+from samestep.base.trees import describe, map_tensors
+from samestep.bridges.lightning.datamodule import MicroBatch, choose_options, resolve, world_of
 from samestep.core.data.blocks import Batch
 from samestep.core.data.keyed_random import mix, mix_next
-from samestep.base.trees import describe, map_tensors
-from samestep.base.errors import UserError, blame, defined_at, made_by
-from samestep.bridges.lightning.datamodule import MicroBatch, choose_options, resolve, world_of
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import Recipe
 from samestep.core.session.trained_model import open_checkpoint
-from samestep.base.settings import Settings
-from samestep.core.training.alike import random_numbers, seed_alike, seed_rank, seed_torch, seed_update
+from samestep.core.training.alike import (
+    random_numbers,
+    seed_alike,
+    seed_rank,
+    seed_torch,
+    seed_update,
+)
 from samestep.core.training.apply import (
     Moment,
     call,
@@ -39,6 +44,7 @@ from samestep.core.training.optimizer import optimizer_of
 from samestep.core.training.plan import GroupRates, Plan, learning_rate
 from samestep.core.training.prepare import place_loss, prepare, share_buffers
 from samestep.core.training.step import check_trainable
+from samestep.launch.ranks.world import World
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
+from samestep.base.words import count
 from samestep.cluster.doctor.findings import Check, Finding, green, red, yellow
 from samestep.cluster.doctor.rank_facts import Allocation, RankFacts, cores_together
-from samestep.base.words import count
 
 
 def nodes(allocation: Allocation) -> Finding | None:

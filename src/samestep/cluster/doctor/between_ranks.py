@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from samestep.base.errors import LOST_PEER, UserError
 from samestep.cluster.doctor import measurements
 from samestep.cluster.doctor.addresses import MEETING_CHECKS, announced_address
 from samestep.cluster.doctor.all_ranks import ONE_ENVIRONMENT, sharing
@@ -26,7 +27,6 @@ from samestep.cluster.doctor.findings import Finding, green, red, run_checks, wo
 from samestep.cluster.doctor.rank_facts import Allocation, DoctorOptions, Measurements, RankFacts
 from samestep.cluster.doctor.run_directory import NFS_WAIT_S, find_shared_file
 from samestep.cluster.doctor.timeouts import call_within
-from samestep.base.errors import LOST_PEER, UserError
 from samestep.launch.ranks.launch import Launch
 from samestep.launch.ranks.world import Store, World, join, leave, open_store
 

@@ -8,6 +8,9 @@ from operator import attrgetter
 
 from rich.console import Console
 
+from samestep.base.errors import UserError
+from samestep.base.table import Table, escape, text_lines
+from samestep.base.words import wrapped
 from samestep.cluster.doctor import (
     addresses,
     all_ranks,
@@ -20,11 +23,8 @@ from samestep.cluster.doctor import (
 from samestep.cluster.doctor.between_ranks import CutOffError, follow, lead
 from samestep.cluster.doctor.findings import Finding, merge, red, run_checks, size_name, worst
 from samestep.cluster.doctor.rank_facts import Allocation, AllReduce, DoctorOptions, RankFacts
-from samestep.base.errors import UserError
 from samestep.launch.ranks.launch import OPEN_MPI, PMI, TORCHRUN, Launch, detect_launch
 from samestep.launch.ranks.world import World, find_world
-from samestep.base.table import Table, escape, text_lines
-from samestep.base.words import wrapped
 
 _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
 _STATUS_WIDTH = 8

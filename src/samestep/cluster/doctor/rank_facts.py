@@ -11,8 +11,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from samestep.launch.ranks.launch import Launch
 from samestep.base.settings import Backend, Device
+from samestep.launch.ranks.launch import Launch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.cluster.doctor.findings import Check, Finding, graded, green, red
-from samestep.cluster.doctor.rank_facts import Allocation, Folder
-from samestep.cluster.doctor.timeouts import call_within, value_within
 from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import write_text
 from samestep.base.run.records import read_records
+from samestep.cluster.doctor.findings import Check, Finding, graded, green, red
+from samestep.cluster.doctor.rank_facts import Allocation, Folder
+from samestep.cluster.doctor.timeouts import call_within, value_within
+from samestep.launch.ranks.world import World
 
 PREFIX = ".samestep-doctor-"  # prefix of every file that the doctor writes and removes again
 _ANSWER_S = 15.0  # a file system that takes longer has lost its server

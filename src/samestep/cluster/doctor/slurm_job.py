@@ -4,14 +4,14 @@ import os
 import re
 from collections.abc import Mapping
 
+from samestep.base.errors import UserError
+from samestep.base.words import count
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red, yellow
 from samestep.cluster.doctor.rank_facts import RankFacts, SlurmJob, SlurmTask
 from samestep.cluster.doctor.timeouts import value_within
-from samestep.base.errors import UserError
-from samestep.launch.ranks import launch as launches
-from samestep.base.words import count
 from samestep.cluster.slurm.options import read_time
 from samestep.cluster.slurm.queue import call
+from samestep.launch.ranks import launch as launches
 
 _CONTROLLER_S = 10.0
 _BATCH_STEP = "4294967291"

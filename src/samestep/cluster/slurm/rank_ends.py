@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.base.errors import LOST_PEER
-from samestep.launch.ranks.process import FAILURE
 from samestep.base.run.files import read_object
+from samestep.launch.ranks.process import FAILURE
 
 STDERR = ".stderr-rank-{rank}"
 """In a run directory: the standard error of a script's rank in its latest start."""

@@ -9,7 +9,6 @@ from typing import Literal
 
 import msgspec
 
-from samestep.launch.ranks.watched import CLAIM, STALLED
 from samestep.base.run.directory import STEPPED, is_run
 from samestep.base.run.files import read_object, write_text
 from samestep.cluster.slurm.preflight import NOT_PASSED, read_failed
@@ -24,6 +23,7 @@ from samestep.cluster.slurm.rank_ends import (
     memory_word,
     read_failures,
 )
+from samestep.launch.ranks.watched import CLAIM, STALLED
 
 FILE = "slurm.json"  # in the run directory: the restarts of its job
 BEGUN = ".begun"

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from samestep.launch.ranks.watched import STALLED
 from samestep.base.run.code_copy import HASHES, Code
 from samestep.cluster.slurm.options import JobOptions, assignment, dependency, interface_names
 from samestep.cluster.slurm.preflight import NOT_PASSED, TABLE
 from samestep.cluster.slurm.rank_ends import LATE, STDERR
 from samestep.cluster.slurm.restarts import BEGUN
+from samestep.launch.ranks.watched import STALLED
 
 MARK = "samestep:"  # a job's comment begins with it; the run directory follows
 

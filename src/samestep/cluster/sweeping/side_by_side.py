@@ -14,11 +14,11 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from samestep.base.errors import UserError
-from samestep.launch.ranks.nproc import check_ranks, cores, ranks_to_start
-from samestep.base.startup import TIED_TO, stop_signals
 from samestep.base.run.files import Held, hold, read_object
+from samestep.base.startup import TIED_TO, stop_signals
 from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
 from samestep.cluster.sweeping.sweep_plan import LOGS, SweepPlan
+from samestep.launch.ranks.nproc import check_ranks, cores, ranks_to_start
 
 _LOOK_EVERY_S = 0.1
 _TOLD_LINES = 12

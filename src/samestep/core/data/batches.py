@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from samestep.base.errors import UserError, defined_at, made_by
+from samestep.base.settings import Settings
 from samestep.core.data.blocks import Lap, untimed
 from samestep.core.data.loader_source import LoaderSource
 from samestep.core.data.memory_source import MemorySource
@@ -13,11 +15,9 @@ from samestep.core.data.order import SHUFFLED, ordering_of
 from samestep.core.data.source import ReadOptions, Source
 from samestep.core.data.stream_lanes import is_stream
 from samestep.core.data.stream_source import StreamSource
-from samestep.base.errors import UserError, defined_at, made_by
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import InMemory, Recipe
 from samestep.core.recipe_checks import shown
-from samestep.base.settings import Settings
+from samestep.launch.ranks.world import World
 
 _EVALUATED_TOGETHER = 32
 """Samples of a batch over which an evaluation makes a loss, where no setting says how many."""

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from samestep.core.data.order import Order, share, step_range, steps_per_epoch
 from samestep.base.trees import narrow, split_rows
+from samestep.core.data.order import Order, share, step_range, steps_per_epoch
 from samestep.launch.ranks.world import World
 
 Read = Iterator[tuple["Block", Any, Any]]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from samestep.base.trees import describe, num_rows, tree_leaves
 from samestep.base.errors import UserError, blame, defined_at
+from samestep.base.trees import describe, num_rows, tree_leaves
 from samestep.core.recipe import Collate
 
 

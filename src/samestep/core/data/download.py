@@ -28,8 +28,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from samestep.core.data.catalog import RemoteDataset, RemoteFile, find_dataset
 from samestep.base.errors import UserError
+from samestep.core.data.catalog import RemoteDataset, RemoteFile, find_dataset
 
 # A mirror is asked again as long as bytes come; two tries in a row without any are enough.
 _NUM_BARREN_TRIES = 2

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from samestep.base.errors import UserError, blame, listed
+from samestep.base.startup import forking_servants, stop_signals
 from samestep.core.data.blocks import Block, Read
 from samestep.core.data.collating import Collating, as_pair, name_of, unpacked
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.prefetch import on_device
 from samestep.core.data.source import OrderedSource, ReadOptions
-from samestep.base.errors import UserError, blame, listed
-from samestep.base.startup import forking_servants, stop_signals
 
 Key = tuple[int, int]
 """An epoch, and the place of a sample."""

@@ -7,12 +7,12 @@ from math import gcd, lcm
 import torch
 from torch import Tensor
 
+from samestep.base.errors import UserError
 from samestep.core.data.blocks import Block, Read, untimed
 from samestep.core.data.prefetch import Pair, on_device
 from samestep.core.data.source import OrderedSource, ReadOptions
-from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import InMemory
+from samestep.launch.ranks.world import World
 
 # One gather serves several steps: it spares a small model's steps most of their overhead. On a
 # CPU it stays in the processor's cache. A GPU has no such limit, and gathering and augmenting start

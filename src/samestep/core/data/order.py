@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.core.data.keyed_random import mix, sample_keys
 from samestep.base.errors import UserError, blame, defined_at
-from samestep.core.recipe import InMemory, PerSample, Recipe
 from samestep.base.settings import OrderName, Settings
+from samestep.core.data.keyed_random import mix, sample_keys
+from samestep.core.recipe import InMemory, PerSample, Recipe
 
 LAZY_FROM = 1 << 24
 """Training samples from which on a shuffled order is computed where it is asked for: a table

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.core.data.blocks import Lap
 from samestep.base.trees import map_leaves, tree_leaves
+from samestep.core.data.blocks import Lap
 
 Pair = tuple[Any, Any]
 """Inputs and targets of a batch: trees of tensors."""

@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import Recipe, Splits
+from samestep.launch.ranks.world import World
 
 SPLITS = ("train", "validation", "test")
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.base.errors import UserError, blame, defined_at
+from samestep.base.trees import describe, map_tensors, tree_leaves
 from samestep.core.data.blocks import (
     Batch,
     Block,
@@ -24,12 +26,18 @@ from samestep.core.data.blocks import (
     untimed,
 )
 from samestep.core.data.keyed_random import sample_keys
-from samestep.core.data.order import LAZY_FROM, SHUFFLED, Order, Ordering, TokenCut, epoch_order, share
+from samestep.core.data.order import (
+    LAZY_FROM,
+    SHUFFLED,
+    Order,
+    Ordering,
+    TokenCut,
+    epoch_order,
+    share,
+)
 from samestep.core.data.prefetch import send
-from samestep.base.trees import describe, map_tensors, tree_leaves
-from samestep.base.errors import UserError, blame, defined_at
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import Augment, Collate, Transform
+from samestep.launch.ranks.world import World
 
 
 @dataclass(frozen=True, kw_only=True)

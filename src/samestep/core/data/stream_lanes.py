@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.base.errors import UserError, blame
+from samestep.base.trees import tree_leaves
 from samestep.core.data.collating import name_of
 from samestep.core.data.keyed_random import mix, mix_next
 from samestep.core.data.loader_source import seed_reading
-from samestep.base.trees import tree_leaves
-from samestep.base.errors import UserError, blame
 from samestep.launch.ranks.world import World
 
 Mark = tuple[int, Any, bool]

@@ -10,6 +10,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from samestep.base.errors import UserError, no_exit
 from samestep.core.data.blocks import Batch, Block, Cut, Read
 from samestep.core.data.collating import Collating, name_of
 from samestep.core.data.keyed_random import mix
@@ -32,7 +33,6 @@ from samestep.core.data.stream_lanes import (
     num_lanes,
     num_shards,
 )
-from samestep.base.errors import UserError, no_exit
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.base.errors import UserError, listed
+from samestep.base.machine import usable_cores
+from samestep.base.settings import check_flags, may_change
 from samestep.core.data.augment import crop, flip
 from samestep.core.data.augment import normalise as normalise_channels
 from samestep.core.data.download import download
@@ -16,12 +19,9 @@ from samestep.core.data.images.decode import decode, pillow
 from samestep.core.data.images.image_files import decode_in_threads, find_files
 from samestep.core.data.keyed_random import uniform
 from samestep.core.data.order import hold_out
-from samestep.base.errors import UserError, listed
-from samestep.base.machine import usable_cores
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.recipes.resnet import resnet18
 from samestep.core.recipes.small_convnet import small_convnet
-from samestep.base.settings import check_flags, may_change
 
 CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.base.errors import UserError
+from samestep.base.settings import check_flags, may_change
 from samestep.core.data.augment import crop, flip
 from samestep.core.data.augment import normalise as normalise_channels
 from samestep.core.data.images.dataset import Cache, ImageFiles
@@ -23,10 +25,8 @@ from samestep.core.data.images.image_files import FileList, class_names, find_fi
 from samestep.core.data.keyed_random import uniform
 from samestep.core.data.order import split_indices
 from samestep.core.data.recipe_splits import SPLITS
-from samestep.base.errors import UserError
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.recipes.resnet import Stem, resnet18
-from samestep.base.settings import check_flags, may_change
 
 # Mean and standard deviation of ImageNet's training pixels, per channel, as everyone takes them.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from samestep.base.errors import UserError
+from samestep.base.settings import check_flags, may_change
 from samestep.core.data.download import download
 from samestep.core.data.images.decode import decode_grey
 from samestep.core.data.order import hold_out
-from samestep.base.errors import UserError
 from samestep.core.recipe import Recipe, Splits
-from samestep.base.settings import check_flags, may_change
 
 # The places below the data folder, in order; the last two are where torchvision puts its files.
 _PLACES = (".", "raw", "MNIST/raw", "FashionMNIST/raw")

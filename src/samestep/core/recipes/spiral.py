@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from samestep.core.data.order import split_indices
 from samestep.base.errors import UserError
+from samestep.core.data.order import split_indices
 from samestep.core.recipe import Recipe, Splits
 
 _TURNS = 1.5

@@ -10,6 +10,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from samestep.base.errors import UserError, defined_at, made_by
+from samestep.base.machine import usable_cores
+from samestep.base.phases import make_phases
+from samestep.base.settings import Settings
 from samestep.core.data.batches import open_split
 from samestep.core.data.blocks import held_parts
 from samestep.core.data.memory_source import MemorySource
@@ -17,14 +21,8 @@ from samestep.core.data.recipe_splits import load_splits
 from samestep.core.data.source import Source
 from samestep.core.data.stream_lanes import is_stream
 from samestep.core.data.stream_source import StreamSource
-from samestep.base.errors import UserError, defined_at, made_by
-from samestep.base.machine import usable_cores
-from samestep.launch.ranks.mesh import any_sharded
-from samestep.launch.ranks.nproc import check_workers
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.session.request import Request
-from samestep.base.settings import Settings
 from samestep.core.training.alike import (
     arithmetic,
     check_same_model,
@@ -48,9 +46,14 @@ from samestep.core.training.flops import model_cost
 from samestep.core.training.learner import Learner
 from samestep.core.training.metrics import EpochMetrics
 from samestep.core.training.model_state import ModelTrial
-from samestep.core.training.optimizer import Average, OwnAverage, check_groups, has_modes, optimizer_of
+from samestep.core.training.optimizer import (
+    Average,
+    OwnAverage,
+    check_groups,
+    has_modes,
+    optimizer_of,
+)
 from samestep.core.training.optimizer_state import groups_of
-from samestep.base.phases import make_phases
 from samestep.core.training.plan import Plan, learning_rate, make_plan
 from samestep.core.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
 from samestep.core.training.scheduler import Scheduler
@@ -58,6 +61,9 @@ from samestep.core.training.sharding import build_once, compile_blocks, is_fsdp,
 from samestep.core.training.stopping import Watch
 from samestep.core.training.unkept import Unkept
 from samestep.core.training.work import State, Work
+from samestep.launch.ranks.mesh import any_sharded
+from samestep.launch.ranks.nproc import check_workers
+from samestep.launch.ranks.world import World
 
 
 @dataclass(frozen=True)

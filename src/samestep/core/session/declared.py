@@ -16,8 +16,8 @@ import msgspec
 import tomli_w
 
 from samestep.base.errors import UserError, defined_at, did_you_mean, in_words
-from samestep.core.recipe import Recipe
 from samestep.base.settings import Settings, own_names
+from samestep.core.recipe import Recipe
 
 
 def typed(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from samestep.base.errors import UserError, defined_at, no_exit, raised_at
-from samestep.core.recipe import Recipe, Splits
 from samestep.base.run.pictures import Album, Entry, png
+from samestep.core.recipe import Recipe, Splits
 
 _LEAST_SIDE, _MOST_SIDE = 8, 4096
 _TILE = 128

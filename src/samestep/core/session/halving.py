@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
 from samestep.base.run.directory import SWEEP
 from samestep.base.run.files import cannot_write, write_text
+from samestep.launch.ranks.world import World
 
 _RUNGS = ".rungs"
 """In the sweep's folder: the monitored metric of each training at each rung."""

@@ -12,15 +12,11 @@ from typing import Any
 
 import torch
 
-from samestep.core.data.batches import open_split
 from samestep.base.errors import UserError, defined_at
-from samestep.launch.ranks import watched
-from samestep.launch.ranks.mesh import any_sharded, mesh_of
-from samestep.launch.ranks.process import is_lost_peer, why_failed
-from samestep.base.startup import PARENT
-from samestep.launch.ranks.world import World
-from samestep.core.recipe import Recipe
 from samestep.base.run.index import read_index
+from samestep.base.startup import PARENT
+from samestep.core.data.batches import open_split
+from samestep.core.recipe import Recipe
 from samestep.core.session.build import Built
 from samestep.core.session.picture_making import PictureSource, picture_records
 from samestep.core.session.request import Request
@@ -32,6 +28,10 @@ from samestep.core.training.loop import evaluate_work
 from samestep.core.training.snapshot import load_evaluated, weights_sha256
 from samestep.core.training.stopping import Agreement
 from samestep.core.training.work import State, Work
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.mesh import any_sharded, mesh_of
+from samestep.launch.ranks.process import is_lost_peer, why_failed
+from samestep.launch.ranks.world import World
 
 _MEET_EVERY_S = 0.5
 

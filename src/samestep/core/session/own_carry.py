@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.core.data.keyed_random import mix
-from samestep.base.trees import describe, map_tensors, tree_leaves
 from samestep.base.errors import UserError, blame, defined_at
-from samestep.launch.ranks.world import World
+from samestep.base.trees import describe, map_tensors, tree_leaves
+from samestep.core.data.keyed_random import mix
 from samestep.core.session.own_data import OwnBatch
 from samestep.core.session.saver import say
 from samestep.core.training.alike import random_numbers
 from samestep.core.training.carried import Carried, Carry
+from samestep.launch.ranks.world import World
 
 
 class SlotState:

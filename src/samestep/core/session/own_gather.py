@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.base.trees import describe
 from samestep.base.errors import UserError
+from samestep.base.trees import describe
+from samestep.core.training.gathered import gather_rows
 from samestep.launch.ranks import process_group
 from samestep.launch.ranks.world import World
-from samestep.core.training.gathered import gather_rows
 
 _open: list[Callable[[], tuple[World, bool]]] = []
 """Of the open run: → its ranks, and whether this rank has a share; it raises outside of a batch."""

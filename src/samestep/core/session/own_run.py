@@ -12,14 +12,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from samestep.base.errors import AlreadyTold, UserError, did_you_mean, raised_at
+from samestep.base.run.files import read_object
+from samestep.base.settings import Backend, Device, OrderName
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.order import steps_per_epoch
-from samestep.base.errors import AlreadyTold, UserError, did_you_mean, raised_at
-from samestep.launch.ranks import process_group, watched
-from samestep.launch.ranks.process import RankLog, rank_of, report
-from samestep.launch.ranks.world import World, abandon
 from samestep.core.recipe import Collate, PerSample
-from samestep.base.run.files import read_object
 from samestep.core.session.declared import checked_settings
 from samestep.core.session.gradients import (
     Kept,
@@ -37,7 +35,6 @@ from samestep.core.session.own_session import Options, OwnSession
 from samestep.core.session.own_state import Means, Stateful, check_held, check_names
 from samestep.core.session.saver import say
 from samestep.core.session.session import Stopped
-from samestep.base.settings import Backend, Device, OrderName
 from samestep.core.training.alike import (
     check_same,
     is_checked,
@@ -52,6 +49,9 @@ from samestep.core.training.meter import Clock
 from samestep.core.training.plan import is_recorded, steps_between_records
 from samestep.core.training.prepare import share_buffers
 from samestep.core.training.stopping import Watch
+from samestep.launch.ranks import process_group, watched
+from samestep.launch.ranks.process import RankLog, rank_of, report
+from samestep.launch.ranks.world import World, abandon
 
 Thing = TypeVar("Thing", bound=torch.nn.Module | Tensor)
 

@@ -17,17 +17,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from samestep.base.errors import UserError, listed
-from samestep.launch.ranks import process_group, watched
-from samestep.launch.ranks.launch import detect_launch
-from samestep.launch.ranks.process import RankLog, why_failed
-from samestep.base.startup import JOB_RUN
-from samestep.launch.ranks.world import World
 from samestep.base.run import checkpoints
 from samestep.base.run.directory import is_run, new_run_path
 from samestep.base.run.files import write_text
 from samestep.base.run.index import Retention, find_checkpoint
 from samestep.base.run.own_modules import modules_note
 from samestep.base.run.records import Record
+from samestep.base.settings import Backend, Device, Settings, free_names
+from samestep.base.startup import JOB_RUN
 from samestep.core.session import own_state
 from samestep.core.session.declared import checked_settings
 from samestep.core.session.free_space import room_notes, state_bytes
@@ -46,7 +43,6 @@ from samestep.core.session.session import (
     run_result,
     start_record,
 )
-from samestep.base.settings import Backend, Device, Settings, free_names
 from samestep.core.training.alike import (
     OF_A_RANK,
     check_same,
@@ -61,6 +57,10 @@ from samestep.core.training.prepare import share_buffers
 from samestep.core.training.stopping import Agreement, Watch, catch_signals
 from samestep.core.training.unkept import Unkept, at_first_forward, count_of_calls
 from samestep.core.training.work import Position
+from samestep.launch.ranks import process_group, watched
+from samestep.launch.ranks.launch import detect_launch
+from samestep.launch.ranks.process import RankLog, why_failed
+from samestep.launch.ranks.world import World
 
 _OF_MAIN = frozenset(
     {"path", "settings", "may_change", "checkpoint_sync", "keep_newest", "keep_hours"}

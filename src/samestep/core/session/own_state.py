@@ -14,15 +14,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from samestep.base.trees import map_tensors
 from samestep.base.errors import UserError, blame, listed
-from samestep.launch.ranks.world import World
 from samestep.base.run import checkpoints
 from samestep.base.run.directory import names_secret
 from samestep.base.run.records import TAKEN_NAMES
+from samestep.base.trees import map_tensors
 from samestep.core.session.declared import plain_value
 from samestep.core.training.model_state import load_model
 from samestep.core.training.prepare import check_dense
+from samestep.launch.ranks.world import World
 
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What holds no weights."""

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from samestep.base.errors import UserError, no_exit
+from samestep.base.run.pictures import FOLDER, Album, replace_pictures
+from samestep.base.run.records import Record
 from samestep.core.data.batches import open_split
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.loader_source import seed_reading
 from samestep.core.data.stream_lanes import is_stream
-from samestep.base.errors import UserError, no_exit
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import Recipe, Splits, is_cross_entropy
 from samestep.core.session.drawing import (
     SampleSubset,
@@ -34,14 +35,13 @@ from samestep.core.session.drawing import (
     keep_rows,
     title_of,
 )
-from samestep.base.run.pictures import FOLDER, Album, replace_pictures
-from samestep.base.run.records import Record
 from samestep.core.session.prediction import shown_by
 from samestep.core.training.apply import applied
 from samestep.core.training.device import data_dtype
 from samestep.core.training.evaluation import as_evaluated, evaluation_batch, outputs_of
 from samestep.core.training.stopping import Agreement
 from samestep.core.training.work import Work
+from samestep.launch.ranks.world import World
 
 _MOST_PER_BATCH = 64
 """A slow model is asked about few samples at once."""

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from samestep.core.data.batches import open_split
-from samestep.base.trees import describe, map_leaves, tree_leaves
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.machine import usable_cores
-from samestep.launch.ranks.world import World
+from samestep.base.settings import Device
+from samestep.base.trees import describe, map_leaves, tree_leaves
+from samestep.core.data.batches import open_split
 from samestep.core.recipe import Recipe, is_cross_entropy
 from samestep.core.session.trained_model import TrainedModel, open_checkpoint
-from samestep.base.settings import Device
 from samestep.core.training.apply import applied
 from samestep.core.training.device import choose_threads, switched
 from samestep.core.training.evaluation import as_evaluated, outputs_of
+from samestep.launch.ranks.world import World
 
 _ROWS_PER_BATCH = 32
 _FIELDS = ("file", "row", "classes", "problem")

@@ -15,10 +15,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from samestep.base.errors import UserError, listed
-from samestep.core.recipe import Recipe, find_recipe
 from samestep.base.run.code_pieces import Pieces, differences, nothing_own, reached_pieces
 from samestep.base.run.files import read_object, write_text
 from samestep.base.run.own_modules import keep_modules, kept_modules, modules_of
+from samestep.core.recipe import Recipe, find_recipe
 from samestep.core.session.recipe_pieces import pieces_of
 
 RECIPE_COPY = "recipe.py"

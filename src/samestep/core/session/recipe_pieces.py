@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.core.recipe import Recipe
-from samestep.core.recipe_source import without_options
 from samestep.base.run.code_pieces import Pieces, named_pieces
 from samestep.base.run.code_source import NOT_OF_THE_TRAINING, Parts
 from samestep.base.run.own_modules import finder
+from samestep.core.recipe import Recipe
+from samestep.core.recipe_source import without_options
 from samestep.core.training.side_effects import closure_of
 
 _DEPTH = 8

@@ -13,17 +13,11 @@ from typing import Any
 import tomli_w
 
 from samestep.base.errors import UserError, did_you_mean
-from samestep.core.recipe import Recipe, find_recipe
-from samestep.core.recipe_source import unread_options
-from samestep.core.recipes import RECIPES
 from samestep.base.run.code_pieces import Pieces
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.files import toml_of
 from samestep.base.run.index import best_file
 from samestep.base.run.records import first_start
-from samestep.core.session.declared import options_table, typed, typed_settings
-from samestep.core.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
-from samestep.core.session.recipe_pieces import pieces_of
 from samestep.base.settings import (
     ALSO_ACCEPTED,
     Settings,
@@ -34,6 +28,12 @@ from samestep.base.settings import (
     settings_of_run,
 )
 from samestep.base.tracker_choice import check_choice
+from samestep.core.recipe import Recipe, find_recipe
+from samestep.core.recipe_source import unread_options
+from samestep.core.recipes import RECIPES
+from samestep.core.session.declared import options_table, typed, typed_settings
+from samestep.core.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
+from samestep.core.session.recipe_pieces import pieces_of
 from samestep.core.training.plan import Plan
 
 _COLUMNS = 100

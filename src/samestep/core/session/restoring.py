@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.base.errors import UserError
-from samestep.launch.ranks.mesh import mesh_of
-from samestep.launch.ranks.world import World
 from samestep.base.run import loading
 from samestep.base.run.index import Entry, read_index, remove_unannounced, verify
 from samestep.base.run.records import read_records
 from samestep.core.session.request import Request, changes_since, to_toml
 from samestep.core.training.snapshot import kept_parts, restore
 from samestep.core.training.work import State, Work
+from samestep.launch.ranks.mesh import mesh_of
+from samestep.launch.ranks.world import World
 
 
 class Loaded(NamedTuple):

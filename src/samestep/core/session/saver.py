@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
 from samestep.base.run import checkpoints
 from samestep.base.run.files import THEN_RESUME, check_room
 from samestep.base.run.host_copy import HostCopies, bytes_of
@@ -23,6 +22,7 @@ from samestep.base.run.records import Record
 from samestep.core.training.loop import checkpoint_name
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
+from samestep.launch.ranks.world import World
 
 
 @contextmanager

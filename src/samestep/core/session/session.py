@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import AlreadyTold, UserError
-from samestep.launch.ranks import watched
-from samestep.base.startup import JOB_RUN
-from samestep.launch.ranks.world import World
 from samestep.base.run.directory import Heartbeat, Run, is_run, versions
 from samestep.base.run.records import RUN_FORMAT, Record
+from samestep.base.startup import JOB_RUN
 from samestep.core.session.saver import Saver
 from samestep.core.training.side_effects import differs_by_ranks
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.world import World
 
 Show = Callable[[Record], str | None]
 """Shows a record, and returns why nothing can be shown any more, once that is so."""

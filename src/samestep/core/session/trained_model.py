@@ -8,18 +8,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from samestep.core.data.batches import open_split
-from samestep.core.data.recipe_splits import load_splits
 from samestep.base.errors import UserError
 from samestep.base.machine import usable_cores
-from samestep.launch.ranks.world import World, choose_device
-from samestep.core.recipe import Recipe
 from samestep.base.run import loading
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.index import Entry, find_checkpoint
+from samestep.base.settings import Device, Settings
+from samestep.core.data.batches import open_split
+from samestep.core.data.recipe_splits import load_splits
+from samestep.core.recipe import Recipe
 from samestep.core.session.recipe_changes import check_recipe_unchanged
 from samestep.core.session.request import draft, read_toml
-from samestep.base.settings import Device, Settings
 from samestep.core.training.alike import seed_alike
 from samestep.core.training.apply import Moment, applied, measure_of, summed, terms_of, timed
 from samestep.core.training.device import check_precision, choose_threads, data_dtype, switched
@@ -27,6 +26,7 @@ from samestep.core.training.dry_run import fitting_metrics
 from samestep.core.training.evaluation import evaluate, evaluation_batch
 from samestep.core.training.prepare import hold_parameters, place_loss, to_channels_last
 from samestep.core.training.snapshot import check_classes, check_recipe, load_evaluated
+from samestep.launch.ranks.world import World, choose_device
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,16 @@ from typing import Any
 
 from torch import nn
 
-from samestep.core.data.memory_source import MemorySource
-from samestep.core.data.stream_source import StreamSource
 from samestep.base.errors import listed, no_exit
-from samestep.launch.ranks.mesh import any_sharded
-from samestep.launch.ranks.world import World, gpu_uuid
 from samestep.base.run.code_copy import kept_code
 from samestep.base.run.directory import Run, check_free, git_commit, is_run, new_run_path
 from samestep.base.run.files import write_text
 from samestep.base.run.index import Retention
 from samestep.base.run.own_modules import modules_note
 from samestep.base.run.records import Record, read_records
+from samestep.base.settings import Settings, free_names, order_name
+from samestep.core.data.memory_source import MemorySource
+from samestep.core.data.stream_source import StreamSource
 from samestep.core.session.build import Built, build
 from samestep.core.session.declared import kept_options
 from samestep.core.session.free_space import room_notes, state_bytes
@@ -40,7 +39,6 @@ from samestep.core.session.session import (
     resume_record,
     start_record,
 )
-from samestep.base.settings import Settings, free_names, order_name
 from samestep.core.training.alike import OF_A_RANK, arithmetic, check_same
 from samestep.core.training.device import kernels_of, switched
 from samestep.core.training.loop import RunControl, train
@@ -50,6 +48,8 @@ from samestep.core.training.side_effects import batch_norms
 from samestep.core.training.snapshot import capture
 from samestep.core.training.stopping import Agreement, ReceivedSignal, SaveTimer
 from samestep.core.training.work import State, Work, is_done
+from samestep.launch.ranks.mesh import any_sharded
+from samestep.launch.ranks.world import World, gpu_uuid
 
 Write = Callable[[dict[str, Any], float | None, float], None]
 

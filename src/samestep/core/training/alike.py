@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.base.errors import UserError, listed
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.loader_source import seed_reading
-from samestep.base.errors import UserError, listed
 from samestep.launch.ranks.world import World
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.base.trees import describe, num_rows, tree_leaves
 from samestep.base.errors import UserError, blame, defined_at, did_you_mean
+from samestep.base.trees import describe, num_rows, tree_leaves
 from samestep.core.recipe import Recipe
 from samestep.core.recipe_source import loss_asks
 from samestep.core.training.carried import made

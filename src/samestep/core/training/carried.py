@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.base.errors import UserError, blame, defined_at
+from samestep.base.trees import describe, map_leaves, map_tensors, narrow, tree_leaves
 from samestep.core.data.blocks import held_parts, part_of
 from samestep.core.data.keyed_random import mix
-from samestep.base.trees import describe, map_leaves, map_tensors, narrow, tree_leaves
-from samestep.base.errors import UserError, blame, defined_at
-from samestep.launch.ranks.world import World
 from samestep.core.training.alike import check_same_tensors, random_numbers
 from samestep.core.training.gathered import gather_rows
+from samestep.launch.ranks.world import World
 
 Carry = Callable[..., Any]
 """rows → a tree of tensors with as many rows; `carried` is what the epoch before has left."""

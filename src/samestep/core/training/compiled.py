@@ -14,24 +14,24 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from samestep.core.data.blocks import Block
-from samestep.base.trees import map_leaves, narrow, tree_leaves
 from samestep.base.errors import UserError
-from samestep.launch.ranks import watched
-from samestep.launch.ranks.mesh import any_sharded
-from samestep.launch.ranks.world import World
+from samestep.base.phases import Phases
 from samestep.base.run.records import Record
 from samestep.base.settings import Settings
+from samestep.base.trees import map_leaves, narrow, tree_leaves
+from samestep.core.data.blocks import Block
 from samestep.core.training.apply import call
 from samestep.core.training.device import is_small
 from samestep.core.training.evaluation import evaluation_batch
 from samestep.core.training.learner import Learner, StepResult
-from samestep.base.phases import Phases
 from samestep.core.training.plan import Plan
 from samestep.core.training.step import EagerStep
 from samestep.core.training.step_graph import StepGraph, why_only_eager
 from samestep.core.training.virtual_step import VirtualStep
 from samestep.core.training.work import Step, Work
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.mesh import any_sharded
+from samestep.launch.ranks.world import World
 
 # Measured on small models: 4 steps a graph give most of the gain, 16 no more than 8, and the
 # time to compile grows with their number.

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from samestep.base.errors import UserError
-from samestep.base.startup import threads_wished
 from samestep.base.settings import MatmulPrecision, Precision, Settings
+from samestep.base.startup import threads_wished
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KINDS = ("cpu", "cuda", "mps")

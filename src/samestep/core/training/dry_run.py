@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.core.data.memory_source import MemorySource
-from samestep.core.data.order import step_range
-from samestep.core.data.source import Source
 from samestep.base.errors import UserError, defined_at, made_by
-from samestep.launch.ranks.mesh import any_sharded, free_gathered
-from samestep.launch.ranks.world import World
-from samestep.core.recipe import Recipe, Splits, accuracy
-from samestep.core.recipe_checks import check_lower, check_names
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.run.records import TAKEN_IN_STEPS, TAKEN_NAMES
 from samestep.base.settings import Precision, Settings
+from samestep.core.data.memory_source import MemorySource
+from samestep.core.data.order import step_range
+from samestep.core.data.source import Source
+from samestep.core.recipe import Recipe, Splits, accuracy
+from samestep.core.recipe_checks import check_lower, check_names
 from samestep.core.training.alike import random_numbers
 from samestep.core.training.apply import (
     Moment,
@@ -41,6 +39,8 @@ from samestep.core.training.flops import count_flops
 from samestep.core.training.plan import Plan
 from samestep.core.training.side_effects import batch_norms
 from samestep.core.training.unkept import Unkept, of_buffers, of_forward, of_loss
+from samestep.launch.ranks.mesh import any_sharded, free_gathered
+from samestep.launch.ranks.world import World
 
 _SAMPLES = 8
 _FEW = 2

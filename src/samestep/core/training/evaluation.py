@@ -8,16 +8,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from samestep.base.errors import UserError, blame
+from samestep.base.settings import Precision, Settings
+from samestep.base.trees import describe, narrow
 from samestep.core.data.blocks import Batch, held_parts
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.loader_source import seed_reading
-from samestep.base.trees import describe, narrow
-from samestep.base.errors import UserError, blame
-from samestep.launch.ranks import watched
-from samestep.launch.ranks.mesh import any_sharded, free_gathered
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import Reduction
-from samestep.base.settings import Precision, Settings
 from samestep.core.training.alike import random_numbers, seed_torch
 from samestep.core.training.apply import (
     Applied,
@@ -35,6 +32,9 @@ from samestep.core.training.step import check_loss
 from samestep.core.training.stopping import Agreement
 from samestep.core.training.tree import sum_over_parts
 from samestep.core.training.whole_batch import put_together
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.mesh import any_sharded, free_gathered
+from samestep.launch.ranks.world import World
 
 
 def evaluation_batch(settings: Settings, micro_batch_size: int | None = None) -> int:

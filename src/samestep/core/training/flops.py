@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.base.settings import Settings
 from samestep.launch.ranks.peak_rates import peak_flops_per_s
 from samestep.launch.ranks.world import World
-from samestep.base.settings import Settings
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.core.recipe import Reduction
 from samestep.base.run.records import Record
+from samestep.core.recipe import Reduction
 from samestep.core.training.apply import Moment, Terms
 from samestep.core.training.carried import Carried
 from samestep.core.training.metrics import StepOutputs

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
+from samestep.base.errors import UserError, made_by
+from samestep.base.run.records import Record
 from samestep.core.data.blocks import Block
 from samestep.core.data.source import Source
-from samestep.base.errors import UserError, made_by
-from samestep.launch.ranks import watched
-from samestep.launch.ranks.mesh import is_sharded, parts_of_rank
-from samestep.base.run.records import Record
 from samestep.core.training.alike import is_checked
 from samestep.core.training.evaluation import (
     Evaluable,
@@ -29,7 +27,12 @@ from samestep.core.training.evaluation import (
     evaluation_batch,
 )
 from samestep.core.training.meter import KEPT, REMEDIES, Meter, epoch_record
-from samestep.core.training.plan import due_after_epoch, due_within_epoch, is_recorded, learning_rate
+from samestep.core.training.plan import (
+    due_after_epoch,
+    due_within_epoch,
+    is_recorded,
+    learning_rate,
+)
 from samestep.core.training.prepare import share_buffers
 from samestep.core.training.snapshot import check_resumable
 from samestep.core.training.stopping import Agreement, SaveTimer
@@ -43,6 +46,8 @@ from samestep.core.training.work import (
     is_done,
     newest_lr,
 )
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.mesh import is_sharded, parts_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)

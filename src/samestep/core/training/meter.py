@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
+from samestep.base.phases import compute_of
 from samestep.base.run.records import Record
 from samestep.core.training.apply import over_nothing
 from samestep.core.training.device import peak_memory_bytes
-from samestep.base.phases import compute_of
 from samestep.core.training.work import Position, State, StepsTaken, Sums, Work, newest_lr
+from samestep.launch.ranks.world import World
 
 _PROGRESS_EVERY_S = 0.2
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.base.trees import describe, tree_leaves
 from samestep.base.errors import UserError, blame, defined_at
-from samestep.launch.ranks.world import World
+from samestep.base.trees import describe, tree_leaves
 from samestep.core.recipe import is_cross_entropy
 from samestep.core.training import logits
 from samestep.core.training.tree import sum_over_parts
+from samestep.launch.ranks.world import World
 
 States = dict[str, dict[str, Any]]
 """Name of a metric object → name of a state → a tensor, or a list of tensors."""

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.base.trees import map_tensors
 from samestep.base.errors import UserError, listed, said
-from samestep.launch.ranks.mesh import is_sharded, sharded_as
 from samestep.base.run.loading import own_memory
+from samestep.base.trees import map_tensors
 from samestep.core.training.hollow import Hollowing, difference, hollow
+from samestep.launch.ranks.mesh import is_sharded, sharded_as
 
 EXTRA_STATE = "_extra_state"
 

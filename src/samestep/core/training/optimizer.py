@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from samestep.base.trees import map_tensors
 from samestep.base.errors import UserError, blame, defined_at, listed
-from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, sharded_as
-from samestep.core.recipe import Recipe
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
+from samestep.base.trees import map_tensors
+from samestep.core.recipe import Recipe
 from samestep.core.training.optimizer_state import RATIO, Trial
 from samestep.core.training.plan import GroupRates
+from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, sharded_as
 
 _FUSED = ("cpu", "cuda", "mps")
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.base.trees import map_tensors
 from samestep.base.errors import UserError, blame, said
 from samestep.base.patches import patched
-from samestep.launch.ranks.mesh import sharded_as
 from samestep.base.run.loading import own_memory
+from samestep.base.trees import map_tensors
 from samestep.core.training.hollow import Hollowing, difference, hollow
+from samestep.launch.ranks.mesh import sharded_as
 
 RATIO = "lr_ratio"
 """In each group of a recipe's own optimizer: its learning rate / --lr."""

@@ -8,11 +8,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
+from samestep.base.errors import UserError, blame, defined_at
+from samestep.base.settings import Settings, flag_name
 from samestep.core.data.blocks import Cut, cut_rows
 from samestep.core.data.order import TokenCut, share, steps_per_epoch
-from samestep.base.errors import UserError, blame, defined_at
 from samestep.core.recipe_source import schedule_asks
-from samestep.base.settings import Settings, flag_name
 
 
 class Due(NamedTuple):

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from samestep.base.errors import UserError
-from samestep.launch.ranks.mesh import any_sharded
-from samestep.launch.ranks.world import World
 from samestep.base.settings import Settings
 from samestep.core.training.sharding import is_fsdp
+from samestep.launch.ranks.mesh import any_sharded
+from samestep.launch.ranks.world import World
 
 
 def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dtype) -> nn.Module:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from samestep.base.trees import tree_leaves
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.run.checkpoints import why_not_kept
+from samestep.base.trees import tree_leaves
 from samestep.core.training.optimizer_state import RATIO
 from samestep.core.training.plan import Plan
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, did_you_mean, listed
+from samestep.base.settings import Settings
+from samestep.core.recipe import Recipe
+from samestep.core.training.alike import rng_state, set_rng_state
 from samestep.launch.ranks.mesh import is_shard_root, is_sharded, make_mesh, shard_module
 from samestep.launch.ranks.world import World
-from samestep.core.recipe import Recipe
-from samestep.base.settings import Settings
-from samestep.core.training.alike import rng_state, set_rng_state
 
 _GATHERED = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _LEAST_SHARE = 16

@@ -29,8 +29,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.base.trees import tree_leaves
 from samestep.base.errors import is_not_deterministic, is_users, users_frame
+from samestep.base.trees import tree_leaves
 from samestep.core.training.optimizer_state import with_inner
 
 Prints = dict[str, str]

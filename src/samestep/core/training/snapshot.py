@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
+from samestep.base.errors import UserError, defined_at
+from samestep.base.run.checkpoints import FORMAT
 from samestep.core.data.blocks import held_parts
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.stream_source import StreamSource
-from samestep.base.errors import UserError, defined_at
-from samestep.launch.ranks.mesh import any_sharded, is_sharded, whole
-from samestep.base.run.checkpoints import FORMAT
-from samestep.core.training.alike import check_weights, may_draw, rng_state, seed_rank, set_rng_state
+from samestep.core.training.alike import (
+    check_weights,
+    may_draw,
+    rng_state,
+    seed_rank,
+    set_rng_state,
+)
 from samestep.core.training.learner import Learner
 from samestep.core.training.model_state import load_model
 from samestep.core.training.optimizer import set_lr
@@ -23,6 +28,7 @@ from samestep.core.training.plan import learning_rate
 from samestep.core.training.prepare import match_layouts
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position, State, Sums, Work
+from samestep.launch.ranks.mesh import any_sharded, is_sharded, whole
 
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.autograd import tell_end_of_autograd
+from samestep.base.errors import UserError, blame, defined_at, listed, made_by
+from samestep.base.phases import Phases
+from samestep.base.settings import Settings
+from samestep.base.trees import check_rows, describe, map_tensors, narrow
 from samestep.core.data.blocks import Block, cut_rows
 from samestep.core.data.keyed_random import mix, mix_next
-from samestep.base.trees import check_rows, describe, map_tensors, narrow
-from samestep.base.errors import UserError, blame, defined_at, listed, made_by
-from samestep.launch.ranks.mesh import any_sharded, parts_of_rank, total_norm
-from samestep.launch.ranks.world import World
-from samestep.base.settings import Settings
 from samestep.core.training.alike import (
     may_draw,
     rng_state,
@@ -32,9 +31,10 @@ from samestep.core.training.device import autocast, autocast_dtype
 from samestep.core.training.learner import Learner, StepResult
 from samestep.core.training.metrics import StepOutputs, remedy_of
 from samestep.core.training.optimizer import Update
-from samestep.base.phases import Phases
 from samestep.core.training.prepare import share_buffers, without_sync
 from samestep.core.training.whole_batch import OutputGradient, WholeBatch
+from samestep.launch.ranks.mesh import any_sharded, parts_of_rank, total_norm
+from samestep.launch.ranks.world import World
 
 Weight = float | Tensor | OutputGradient
 Weights = Sequence[tuple[Weight, Tensor | None]]

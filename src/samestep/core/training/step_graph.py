@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
-from samestep.base.trees import map_leaves, map_tensors, tree_leaves
 from samestep.base.settings import Precision, Settings
+from samestep.base.trees import map_leaves, map_tensors, tree_leaves
 from samestep.core.training.apply import call, takes_keywords
 from samestep.core.training.device import autocast, is_small
 from samestep.core.training.learner import Learner, StepResult

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.base.trees import map_tensors, num_rows, tree_leaves
 from samestep.base.errors import UserError, defined_at, listed
-from samestep.launch.ranks.mesh import any_sharded
-from samestep.launch.ranks.world import World
+from samestep.base.trees import map_tensors, num_rows, tree_leaves
 from samestep.core.training.alike import random_numbers
 from samestep.core.training.buffers import keep_buffers
 from samestep.core.training.side_effects import (
@@ -24,6 +22,8 @@ from samestep.core.training.side_effects import (
     forward_prints,
     kept_by,
 )
+from samestep.launch.ranks.mesh import any_sharded
+from samestep.launch.ranks.world import World
 
 _CALLS = 3
 """The first may fill what later ones only read."""

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.base.errors import UserError, defined_at, is_not_deterministic, listed
+from samestep.base.settings import Settings
 from samestep.core.data.blocks import Block
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.loader_source import seed_reading
-from samestep.base.errors import UserError, defined_at, is_not_deterministic, listed
-from samestep.launch.ranks.world import as_if_alone
-from samestep.base.settings import Settings
 from samestep.core.training.alike import bits_of, seed_torch
 from samestep.core.training.apply import as_scalar
 from samestep.core.training.buffers import StepBuffers, WriteCheck
@@ -37,6 +36,7 @@ from samestep.core.training.side_effects import (
 )
 from samestep.core.training.step import EagerStep, Weights, check_used
 from samestep.core.training.tree import Tensors, TreeReduce, TreeSum, add_tensors
+from samestep.launch.ranks.world import as_if_alone
 
 _OUTSIDE = (
     "keeps something outside the model (a list, a global variable), reads the clock, or draws from "

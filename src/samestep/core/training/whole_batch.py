@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.core.data.blocks import Block
-from samestep.base.trees import describe, map_leaves, tree_leaves
 from samestep.base.errors import UserError, listed
-from samestep.launch.ranks.world import World
+from samestep.base.trees import describe, map_leaves, tree_leaves
+from samestep.core.data.blocks import Block
 from samestep.core.training.apply import parts_of, with_parts
 from samestep.core.training.gathered import gather_rows
+from samestep.launch.ranks.world import World
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from samestep.base.phases import Phases
+from samestep.base.settings import Settings
 from samestep.core.data.blocks import Block
 from samestep.core.data.source import Source
-from samestep.launch.ranks.world import World
-from samestep.base.settings import Settings
 from samestep.core.training.apply import Measure
 from samestep.core.training.flops import ModelCost
 from samestep.core.training.learner import Learner, StepResult
 from samestep.core.training.metrics import EpochMetrics
 from samestep.core.training.model_state import ModelTrial
-from samestep.base.phases import Phases
 from samestep.core.training.plan import ENDLESS, Plan, learning_rate
 from samestep.core.training.stopping import Watch
+from samestep.launch.ranks.world import World
 
 
 @dataclass(kw_only=True)

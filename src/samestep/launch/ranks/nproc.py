@@ -6,8 +6,8 @@ from typing import Literal
 
 from samestep.base.errors import UserError
 from samestep.base.machine import free_memory_bytes, quota_cores, usable_cores
-from samestep.launch.ranks.launch import detect_launch
 from samestep.base.startup import PARENT
+from samestep.launch.ranks.launch import detect_launch
 
 MOST_PER_CORE = 4
 

@@ -31,9 +31,9 @@ from samestep.base.errors import (
     printable,
     said,
 )
+from samestep.base.startup import JOB_RUN, PARENT, unheeded_signal
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.launch import detect_launch
-from samestep.base.startup import JOB_RUN, PARENT, unheeded_signal
 
 
 class RankLog:

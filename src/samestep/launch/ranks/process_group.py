@@ -5,8 +5,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from samestep.launch.ranks.world import World, find_world, join, leave
 from samestep.base.settings import Backend, Device
+from samestep.launch.ranks.world import World, find_world, join, leave
 
 ALONE = World()
 """Before setup, or without it."""

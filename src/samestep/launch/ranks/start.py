@@ -22,7 +22,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import samestep
 from samestep.base.errors import UserError
-from samestep.launch.ranks.process import STARTED_AT, TASK, print_error
+from samestep.base.run.directory import Run
+from samestep.base.run.files import read_object, shown_path
+from samestep.base.run.records import read_records
 from samestep.base.startup import (
     PARENT,
     THREADS_WISHED,
@@ -30,11 +32,9 @@ from samestep.base.startup import (
     stop_signals,
     unheeded_signal,
 )
+from samestep.launch.ranks.process import STARTED_AT, TASK, print_error
 from samestep.launch.ranks.watched import FOLDER, RUN, STALLED
 from samestep.launch.ranks.watcher import VERDICT
-from samestep.base.run.directory import Run
-from samestep.base.run.files import read_object, shown_path
-from samestep.base.run.records import read_records
 
 _AGAIN_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 1.0}
 """A second signal of the same kind kills the ranks if it comes this long after the first."""

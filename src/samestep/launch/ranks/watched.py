@@ -19,8 +19,8 @@ from pathlib import Path
 
 import samestep
 from samestep.base.errors import UserError
-from samestep.launch.ranks.launch import STEP_ID, Launch, detect_launch
 from samestep.base.startup import JOB_RUN, PARENT
+from samestep.launch.ranks.launch import STEP_ID, Launch, detect_launch
 from samestep.launch.stall.pulse import PEER, TIMED_OUT, Pulse, users_place
 from samestep.launch.stall.stacks import state_of
 

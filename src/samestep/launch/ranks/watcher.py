@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.launch.ranks.process import FAILURE, print_error
-from samestep.base.startup import JOB_RUN, PARENT, stop_signals
-from samestep.launch.ranks.watched import CLAIM, HEARTBEAT, PULSES, RUN, STALLED
 from samestep.base.run.files import read_object
+from samestep.base.startup import JOB_RUN, PARENT, stop_signals
+from samestep.launch.ranks.process import FAILURE, print_error
+from samestep.launch.ranks.watched import CLAIM, HEARTBEAT, PULSES, RUN, STALLED
 from samestep.launch.stall.pulse import PULSE, TIMED_OUT, RankPulse, read_pulses
 from samestep.launch.stall.stacks import host_name, state_of
 

@@ -24,10 +24,15 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
 from samestep.base.errors import UserError
-from samestep.launch.ranks.address import check_gloo_interfaces, interface_towards, resolve, resolve_master
-from samestep.launch.ranks.launch import Launch, binds_gpus, detect_launch
-from samestep.base.startup import PARENT, resume_collections
 from samestep.base.settings import Backend, Device
+from samestep.base.startup import PARENT, resume_collections
+from samestep.launch.ranks.address import (
+    check_gloo_interfaces,
+    interface_towards,
+    resolve,
+    resolve_master,
+)
+from samestep.launch.ranks.launch import Launch, binds_gpus, detect_launch
 
 FEWER_RANKS = (
     "Start as many ranks as GPUs (--nproc, --ntasks-per-node), use --device cpu, or let ranks "

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.base.errors import is_users, listed
-from samestep.launch.stall.pulse import NO_GROUP, PEER, RAISED, TIMED_OUT, UNKNOWN, WORLD, RankPulse, Visit
+from samestep.launch.stall.pulse import (
+    NO_GROUP,
+    PEER,
+    RAISED,
+    TIMED_OUT,
+    UNKNOWN,
+    WORLD,
+    RankPulse,
+    Visit,
+)
 from samestep.launch.stall.stacks import RankStand, Stand
 
 Cause = Literal["absent", "left", "ended", "stopped", "data", "different", "shapes", "unknown"]

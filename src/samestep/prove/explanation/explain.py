@@ -7,27 +7,27 @@ from typing import Any
 
 import torch
 
-from samestep.core.data.recipe_splits import load_splits
 from samestep.base.errors import UserError
-from samestep.prove.explanation import rank_memory, schedule
-from samestep.prove.explanation.rank_memory import Drawn, RankMemory, StrategyMemory
-from samestep.prove.explanation.schedule import KeptFiles, OtherSize, PlannedEvent, Rate, StepShares
 from samestep.base.machine import free_memory_bytes
-from samestep.launch.ranks.world import ImaginedWorld, World
 from samestep.base.run.directory import is_run
 from samestep.base.run.index import read_index
 from samestep.base.run.records import read_records
+from samestep.base.settings import Settings, as_table
+from samestep.core.data.recipe_splits import load_splits
 from samestep.core.session.build import Built, build, planned
 from samestep.core.session.request import Request
 from samestep.core.session.restoring import Loaded, go_on
 from samestep.core.session.training_run import choose_path, completed, notes_of, retention_of
-from samestep.base.settings import Settings, as_table
 from samestep.core.training.alike import seed_alike
 from samestep.core.training.device import data_dtype, switched
 from samestep.core.training.evaluation import evaluation_batch
 from samestep.core.training.plan import ENDLESS, Plan
 from samestep.core.training.prepare import prepare
 from samestep.core.training.side_effects import batch_norms
+from samestep.launch.ranks.world import ImaginedWorld, World
+from samestep.prove.explanation import rank_memory, schedule
+from samestep.prove.explanation.rank_memory import Drawn, RankMemory, StrategyMemory
+from samestep.prove.explanation.schedule import KeptFiles, OtherSize, PlannedEvent, Rate, StepShares
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
+from samestep.base.run.index import Retention
+from samestep.base.settings import order_name
+from samestep.base.words import count, size, wrapped
+from samestep.core.session.training_run import retention_of
+from samestep.core.training.plan import ENDLESS
+from samestep.launch.ranks.nproc import RANK_BYTES
 from samestep.prove.explanation.explain import Explanation
 from samestep.prove.explanation.rank_memory import MemoryPart, RankMemory
 from samestep.prove.explanation.schedule import Share, StepShares, saves_the_best
-from samestep.launch.ranks.nproc import RANK_BYTES
-from samestep.base.words import count, size, wrapped
-from samestep.base.run.index import Retention
-from samestep.core.session.training_run import retention_of
-from samestep.base.settings import order_name
-from samestep.core.training.plan import ENDLESS
 
 _INDENT = 15
 _SHOWN = 4

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from samestep.base.machine import free_memory_bytes
+from samestep.base.trees import map_tensors, tree_leaves
 from samestep.core.data.batches import open_split
 from samestep.core.data.blocks import Block, held_parts
-from samestep.base.trees import map_tensors, tree_leaves
-from samestep.base.machine import free_memory_bytes
-from samestep.launch.ranks.nproc import RANK_BYTES
-from samestep.launch.ranks.world import World
 from samestep.core.session.build import Built
 from samestep.core.session.free_space import state_bytes
 from samestep.core.session.request import Request, to_toml
@@ -30,6 +28,8 @@ from samestep.core.training.side_effects import RandomDraws, batch_norms, watche
 from samestep.core.training.snapshot import capture
 from samestep.core.training.step import EagerStep, check_used
 from samestep.core.training.tree import TreeSum
+from samestep.launch.ranks.nproc import RANK_BYTES
+from samestep.launch.ranks.world import World
 
 _TIMES_THE_WEIGHTS = 4
 """What a step takes at least: weights, gradients, and two numbers per weight in the optimizer."""

@@ -7,18 +7,24 @@ from itertools import groupby, product
 from operator import attrgetter
 from typing import Any
 
+from samestep.base.errors import UserError
+from samestep.base.run.index import Entry, Index, Retention
+from samestep.base.settings import Settings
 from samestep.core.data.blocks import group_steps, micro_steps, part_of
 from samestep.core.data.order import LazyOrder
-from samestep.base.errors import UserError
-from samestep.launch.ranks.world import World
-from samestep.base.run.index import Entry, Index, Retention
 from samestep.core.session.build import Built, planned
 from samestep.core.session.request import Request
-from samestep.base.settings import Settings
 from samestep.core.training.loop import checkpoint_name
-from samestep.core.training.plan import ENDLESS, Plan, due_after_epoch, due_within_epoch, learning_rate
+from samestep.core.training.plan import (
+    ENDLESS,
+    Plan,
+    due_after_epoch,
+    due_within_epoch,
+    learning_rate,
+)
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
+from samestep.launch.ranks.world import World
 
 _MOST_EVENTS = 100_000
 

@@ -11,24 +11,16 @@ from typing import Any
 
 import torch
 
+from samestep.base.errors import UserError
+from samestep.base.machine import usable_cores
+from samestep.base.run import checkpoints
+from samestep.base.run.directory import Run, new_run_path
+from samestep.base.run.host_copy import HostCopies
+from samestep.base.words import count
 from samestep.core.data.batches import open_split
 from samestep.core.data.blocks import Batch
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.source import Source
-from samestep.base.errors import UserError
-from samestep.base.machine import usable_cores
-from samestep.scripts.measuring.bottleneck import judge
-from samestep.scripts.measuring.measured import Extent, MeasuredRank, MeasuredSteps
-from samestep.scripts.measuring.profile_report import Profile, Sweep
-from samestep.scripts.measuring.stages import MeasuredSpan, Stages, TimeAccount
-from samestep.scripts.measuring.tracing import unwritable
-from samestep.prove.profiling.tried_values import sweep, variant
-from samestep.launch.ranks import watched
-from samestep.launch.ranks.world import World
-from samestep.base.words import count
-from samestep.base.run import checkpoints
-from samestep.base.run.directory import Run, new_run_path
-from samestep.base.run.host_copy import HostCopies
 from samestep.core.session.build import Built, build
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import choose_path, completed, describe
@@ -39,6 +31,14 @@ from samestep.core.training.plan import ENDLESS
 from samestep.core.training.snapshot import capture
 from samestep.core.training.stopping import ReceivedSignal, Watch, catch_signals
 from samestep.core.training.work import State, Work, epoch_is_full
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.world import World
+from samestep.prove.profiling.tried_values import sweep, variant
+from samestep.scripts.measuring.bottleneck import judge
+from samestep.scripts.measuring.measured import Extent, MeasuredRank, MeasuredSteps
+from samestep.scripts.measuring.profile_report import Profile, Sweep
+from samestep.scripts.measuring.stages import MeasuredSpan, Stages, TimeAccount
+from samestep.scripts.measuring.tracing import unwritable
 
 _LONGEST_EVALUATION_S = 2.0
 _CHECKPOINT = "profile.pt"

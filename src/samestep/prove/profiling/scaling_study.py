@@ -12,19 +12,19 @@ import torch
 
 from samestep.base.errors import UserError
 from samestep.base.machine import usable_cores
-from samestep.launch.ranks.world import World
+from samestep.base.run.files import write_text
+from samestep.base.settings import Settings
+from samestep.base.words import count
 from samestep.core.recipe import Splits
 from samestep.core.recipe_source import with_options
-from samestep.base.words import count
-from samestep.base.run.files import write_text
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import NATIVE, Engine, Task, run_session
-from samestep.base.settings import Settings
 from samestep.core.training.loop import rehearse
 from samestep.core.training.meter import Meter, epoch_record
 from samestep.core.training.plan import ENDLESS, make_plan
 from samestep.core.training.stopping import Agreement, ReceivedSignal
 from samestep.core.training.work import State, Work, epoch_is_full
+from samestep.launch.ranks.world import World
 
 Mode = Literal["weak", "strong"]
 FILE = "measurement.json"

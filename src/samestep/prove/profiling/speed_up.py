@@ -5,6 +5,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from samestep.base.table import Table, text_lines
+from samestep.base.words import count, wrapped
+from samestep.base.words import ranks as ranks_in_words
 from samestep.prove.profiling.scaling_study import (
     MeasuredSetup,
     Measurement,
@@ -14,9 +17,6 @@ from samestep.prove.profiling.scaling_study import (
     Study,
     samples_per_s,
 )
-from samestep.base.table import Table, text_lines
-from samestep.base.words import count, wrapped
-from samestep.base.words import ranks as ranks_in_words
 
 DRAWS = 1000
 _WIDTH = 80

@@ -9,17 +9,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from samestep.core.data.source import Source
 from samestep.base.errors import UserError
-from samestep.scripts.measuring.profile_report import Sweep, SweepRow
-from samestep.scripts.measuring.tracing import write_whole
-from samestep.launch.ranks.world import World
+from samestep.base.phases import make_phases
 from samestep.base.settings import Settings, own_names
+from samestep.core.data.source import Source
 from samestep.core.training.compiled import make_step, what_compiles
 from samestep.core.training.loop import rehearse
-from samestep.base.phases import make_phases
 from samestep.core.training.plan import make_plan
 from samestep.core.training.work import State, StepsTaken, Work
+from samestep.launch.ranks.world import World
+from samestep.scripts.measuring.profile_report import Sweep, SweepRow
+from samestep.scripts.measuring.tracing import write_whole
 
 ROUNDS, MOST_ROUNDS = 3, 7
 _WIDE = 0.15

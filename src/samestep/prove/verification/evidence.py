@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
-from samestep.launch.ranks.world import World
-from samestep.core.recipe import Accepted
-from samestep.base.words import ranks
 from samestep.base.settings import Precision
+from samestep.base.words import ranks
+from samestep.core.recipe import Accepted
 from samestep.core.training.side_effects import Kind
+from samestep.launch.ranks.world import World
 from samestep.prove.verification.causes import NO_CAUSE, Cause
 from samestep.prove.verification.recipe_under_test import RecipeUnderTest
 from samestep.prove.verification.short_trainings import (

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
+from samestep.base.errors import UserError
+from samestep.base.words import count, ranks
 from samestep.core.data.order import per_sample
 from samestep.core.data.recipe_splits import SPLITS, PreparedOnRanks
 from samestep.core.data.stream_lanes import Lane, Route, is_stream
-from samestep.base.errors import UserError
 from samestep.core.recipe import Recipe, Splits
-from samestep.base.words import count, ranks
 
 _SMALLEST_BATCH = 8
 _SMALLEST_REST = 5

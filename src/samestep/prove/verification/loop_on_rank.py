@@ -25,21 +25,21 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from samestep.core.data.order import per_sample
-from samestep.base.trees import map_tensors, tree_leaves
 from samestep.base.errors import AlreadyTold, UserError
-from samestep.launch.ranks import process_group
-from samestep.launch.ranks.process import hand_back, leave_for_parent
+from samestep.base.settings import Device, Precision
 from samestep.base.startup import JOB_RUN
-from samestep.launch.ranks.world import abandon
+from samestep.base.trees import map_tensors, tree_leaves
+from samestep.core.data.order import per_sample
 from samestep.core.session.gradients import Trained, parameters_of
 from samestep.core.session.own_data import OwnBatch
 from samestep.core.session.own_run import OwnRun
 from samestep.core.session.own_session import Options, precision_of
 from samestep.core.session.session import Stopped
-from samestep.base.settings import Device, Precision
 from samestep.core.training.alike import seed_rank
 from samestep.core.training.side_effects import ALL_KINDS, Draws, RandomDraws, batch_norms
+from samestep.launch.ranks import process_group
+from samestep.launch.ranks.process import hand_back, leave_for_parent
+from samestep.launch.ranks.world import abandon
 from samestep.prove.verification.few_samples import TrainingSize, num_samples, spread, subset
 from samestep.prove.verification.on_rank import failure_of
 from samestep.prove.verification.read_again import Changes, dataset_again

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep.base.errors import LOST_PEER, UserError, caused, is_users
+from samestep.base.settings import Precision, Settings, in_precision
 from samestep.core.data.recipe_splits import load_splits
 from samestep.core.data.stream_lanes import is_stream
-from samestep.base.errors import LOST_PEER, UserError, caused, is_users
-from samestep.launch.ranks.process import hand_back
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.recipe_source import with_options
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import run_session
-from samestep.base.settings import Precision, Settings, in_precision
 from samestep.core.training.alike import seed_alike
 from samestep.core.training.device import switched
 from samestep.core.training.learner import Learner
 from samestep.core.training.plan import check_virtual
 from samestep.core.training.side_effects import ALL_KINDS, RandomDraws, watched
 from samestep.core.training.stopping import ReceivedSignal
+from samestep.launch.ranks.process import hand_back
+from samestep.launch.ranks.world import World
 from samestep.prove.verification.few_samples import (
     choose_training_size,
     cut_down,

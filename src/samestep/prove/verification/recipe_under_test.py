@@ -18,14 +18,12 @@ from torch.amp import grad_scaler
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from samestep.base.settings import Precision, Settings, in_precision
+from samestep.base.trees import check_rows, map_leaves, narrow, tree_leaves
 from samestep.core.data.batches import open_split
 from samestep.core.data.blocks import Block
 from samestep.core.data.source import Source
-from samestep.base.trees import check_rows, map_leaves, narrow, tree_leaves
-from samestep.launch.ranks.mesh import free_gathered
-from samestep.launch.ranks.world import World
 from samestep.core.recipe import Recipe, Splits
-from samestep.base.settings import Precision, Settings, in_precision
 from samestep.core.training.alike import seed_alike
 from samestep.core.training.apply import Moment, applied, call, summed, timed
 from samestep.core.training.device import autocast, data_dtype
@@ -40,6 +38,8 @@ from samestep.core.training.side_effects import (
     outside,
     watched,
 )
+from samestep.launch.ranks.mesh import free_gathered
+from samestep.launch.ranks.world import World
 from samestep.prove.verification.few_samples import TrainingSize
 from samestep.prove.verification.trace import ROUNDING, hash_of, sample_hashes
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from samestep.base.errors import UserError
+from samestep.base.settings import Precision, Settings
+from samestep.base.words import count
+from samestep.core.training.side_effects import ALL_KINDS, KINDS, Kind
 from samestep.launch.ranks.nproc import check_ranks
 from samestep.launch.ranks.process import handed_back
-from samestep.base.words import count
-from samestep.base.settings import Precision, Settings
-from samestep.core.training.side_effects import ALL_KINDS, KINDS, Kind
 from samestep.prove.verification.evidence import Evidence
 from samestep.prove.verification.loop_on_rank import STATISTICS, LoopTask
 from samestep.prove.verification.rows.own_loop import LOOP_ROWS

@@ -13,14 +13,14 @@ from typing import Any, cast, get_args
 import torch
 
 from samestep.base.errors import UserError, did_you_mean
+from samestep.base.settings import Settings
+from samestep.base.words import count
+from samestep.core.recipe import Accepted
+from samestep.core.session.request import Request
+from samestep.core.training.meter import KEPT
 from samestep.launch.ranks.nproc import check_ranks
 from samestep.launch.ranks.process import handed_back
 from samestep.launch.ranks.start import Ended
-from samestep.core.recipe import Accepted
-from samestep.base.words import count
-from samestep.core.session.request import Request
-from samestep.base.settings import Settings
-from samestep.core.training.meter import KEPT
 from samestep.prove.verification import NO_EFFECT
 from samestep.prove.verification.evidence import Check, Evidence, TableRow
 from samestep.prove.verification.rows import judge

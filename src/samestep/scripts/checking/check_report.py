@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.scripts.checking.events import source_line
-from samestep.scripts.checking.findings import RULES, Mistake, Origin
 from samestep.base.errors import UserError, did_you_mean
 from samestep.base.table import Styled, Table, coloured, text_lines
 from samestep.base.words import count, duration, wrapped
+from samestep.scripts.checking.events import source_line
+from samestep.scripts.checking.findings import RULES, Mistake, Origin
 
 _STYLES = {"error": "red", "warning": "yellow", "advice": "bold"}
 _LABEL = 9

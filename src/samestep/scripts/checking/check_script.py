@@ -10,6 +10,8 @@ from pathlib import Path
 from msgspec import structs
 
 import samestep.scripts.checking.rules  # noqa: F401 - registers them
+from samestep.base.errors import LOST_PEER, UserError
+from samestep.launch.stall.judge import StallVerdict
 from samestep.scripts.checking.check_report import CheckReport
 from samestep.scripts.checking.events import Job, RankSeen, Seen, Stall, write_job
 from samestep.scripts.checking.findings import judge, without_silenced
@@ -25,8 +27,6 @@ from samestep.scripts.checking.ranks_of_script import (
     wait,
 )
 from samestep.scripts.checking.scratch import Scratch
-from samestep.base.errors import LOST_PEER, UserError
-from samestep.launch.stall.judge import StallVerdict
 
 _OF_ONE_PROCESS = (
     "The script never asks for its rank, so each rank was judged as a training of its own, which "

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from samestep.scripts.checking.scratch import Scratch
 from samestep.base.patches import Patch, patched
+from samestep.scripts.checking.scratch import Scratch
 
 _READS = (
     "stat",

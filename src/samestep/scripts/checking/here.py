@@ -11,15 +11,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from samestep.base.run.files import write_text
+from samestep.launch.ranks.launch import Launch, detect_launch
+from samestep.launch.stall.judge import StallVerdict
 from samestep.scripts.checking.check_report import CheckReport
 from samestep.scripts.checking.check_script import job_of, prepare, report_on, what_was_seen
 from samestep.scripts.checking.events import read_job, write_job
 from samestep.scripts.checking.ranks_of_script import end, script_variables, start_rank, wait
 from samestep.scripts.checking.scratch import Scratch
-from samestep.launch.ranks.launch import Launch, detect_launch
-from samestep.base.run.files import write_text
 from samestep.scripts.running import ScriptRanks
-from samestep.launch.stall.judge import StallVerdict
 
 _OTHERS_WITHIN_S, _LOOK_EVERY_S = 60.0, 0.05
 _OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")

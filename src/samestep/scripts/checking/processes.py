@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data._utils.worker import _worker_loop
 
+from samestep.base.patches import Patch, patched
+from samestep.base.phases import Phases
 from samestep.scripts.checking.events import Job, read_job
 from samestep.scripts.checking.guard import guarding
 from samestep.scripts.checking.ranks_of_script import SPAWNS
@@ -30,10 +32,8 @@ from samestep.scripts.checking.recorder import Recorder
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.checking.substitute import frameworks_adapted, substituting
 from samestep.scripts.checking.watch import data, evaluation, files, life, model, parity, step
-from samestep.base.patches import Patch, patched
 from samestep.scripts.hooks import Hooks
 from samestep.scripts.running import Done
-from samestep.base.phases import Phases
 
 _WATCHERS = (data, model, step, evaluation, files, life, parity)
 _watching = contextlib.ExitStack()

@@ -4,9 +4,9 @@ import os
 import sys
 from pathlib import Path
 
+from samestep.launch.ranks.launch import detect_launch
 from samestep.scripts.checking.events import read_job
 from samestep.scripts.checking.processes import note_end, watch
-from samestep.launch.ranks.launch import detect_launch
 from samestep.scripts.running import ScriptFailed, run_script
 
 _RAN_OUT = (

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from samestep.scripts.checking.events import RankSeen, read_events
-from samestep.scripts.checking.scratch import Scratch
 from samestep.launch.stall.judge import StallVerdict, find_stall, judge, patience
 from samestep.launch.stall.pulse import RAISED, RankPulse, read_pulses
 from samestep.launch.stall.stacks import look
+from samestep.scripts.checking.events import RankSeen, read_events
+from samestep.scripts.checking.scratch import Scratch
 
 _LOOK_EVERY_S = 0.05
 _POLITE_S = 3.0

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import samestep
+from samestep.base.errors import is_users, raised_at, users_frame
+from samestep.launch.stall.pulse import Pulse
 from samestep.scripts.checking.events import Event, Job, encode, events_path
 from samestep.scripts.checking.scratch import Scratch
-from samestep.base.errors import is_users, raised_at, users_frame
 from samestep.scripts.hooks import Hooks
-from samestep.launch.stall.pulse import Pulse
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
 _VALUES_OF_A_ROW = 1024

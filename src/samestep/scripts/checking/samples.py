@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from samestep.scripts.checking.recorder import row_hashes
 from samestep.base.trees import tree_leaves
+from samestep.scripts.checking.recorder import row_hashes
 
 _MOST_BYTES = 1 << 22  # of an array
 _MOST_ITEMS = 256  # of a list or a mapping

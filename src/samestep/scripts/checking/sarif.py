@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from samestep.scripts.checking.check_report import CheckReport, page_of, shown_file
-from samestep.scripts.checking.findings import RULES, Mistake, Origin
 from samestep.base.run.files import write_text
 from samestep.base.version import __version__
+from samestep.scripts.checking.check_report import CheckReport, page_of, shown_file
+from samestep.scripts.checking.findings import RULES, Mistake, Origin
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {"error": "error", "warning": "warning", "advice": "note"}

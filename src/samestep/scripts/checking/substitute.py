@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from samestep.base.patches import Patch, patched, patched_when_imported
 from samestep.scripts.checking.events import Job
 from samestep.scripts.checking.recorder import Recorder
-from samestep.base.patches import Patch, patched, patched_when_imported
 
 _Device = torch.device
 _CPU = _Device("cpu")

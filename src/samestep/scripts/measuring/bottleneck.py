@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from samestep.scripts.measuring.measured import MeasuredSteps, Operations
-from samestep.base.words import count
 from samestep.base.run.records import COMPUTE
+from samestep.base.words import count
+from samestep.scripts.measuring.measured import MeasuredSteps, Operations
 
 # A rank counts as a straggler if it is slower than the others by this fraction of a step: ranks
 # take turns at being last.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from samestep.base.table import Cell, Styled, Table, escape, text_lines
+from samestep.base.words import count
 from samestep.scripts.measuring.bottleneck import Bottleneck, milliseconds
 from samestep.scripts.measuring.measured import MeasuredRank, MeasuredSteps
 from samestep.scripts.measuring.tracing import write_whole
-from samestep.base.table import Cell, Styled, Table, escape, text_lines
-from samestep.base.words import count
 
 _ALL = 0.999
 _MOST_COLUMNS = 4

@@ -21,10 +21,10 @@ from typing import Literal
 
 from torch import autograd
 
+from samestep.base.phases import Phases
+from samestep.launch.ranks import watched
 from samestep.scripts.measuring.measured import Extent, MeasuredRank
 from samestep.scripts.measuring.tracing import Tracer
-from samestep.launch.ranks import watched
-from samestep.base.phases import Phases
 
 _FIRST_DECISION, _GROWTH = 4, 1.25
 _WARM_UP_S, _TRACE_S = 0.5, 0.5

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from samestep.scripts.measuring.measured import Operations
 from samestep.base.run.records import COMPUTE
+from samestep.scripts.measuring.measured import Operations
 
 Event = Mapping[str, Any]
 Interval = tuple[float, float]

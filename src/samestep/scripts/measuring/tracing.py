@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from samestep.base.errors import UserError
+from samestep.base.phases import Phases
+from samestep.base.run.files import write_atomically
 from samestep.scripts.measuring.measured import Operations
 from samestep.scripts.measuring.trace_digest import (
     FLOOR,
@@ -25,8 +27,6 @@ from samestep.scripts.measuring.trace_digest import (
     peak_memory,
     phases_of,
 )
-from samestep.base.run.files import write_atomically
-from samestep.base.phases import Phases
 
 _MANY_STEPS = 200  # reading a trace of this many steps takes seconds, which the user should know
 

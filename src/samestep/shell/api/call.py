@@ -12,15 +12,8 @@ from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 
-from samestep.shell.api.arguments import AnyPath
 from samestep.base.errors import UserError
-from samestep.launch.ranks.process import TASK
-from samestep.base.startup import PARENT
-from samestep.launch.ranks.world import in_process_group
-from samestep.core.recipe import Recipe, being_read, find_recipe
 from samestep.base.run.directory import is_run
-from samestep.core.session.declared import plain_value, typed
-from samestep.core.session.request import Request, draft, finish, own_recipe
 from samestep.base.settings import (
     Backend,
     Device,
@@ -33,8 +26,15 @@ from samestep.base.settings import (
     Strategy,
     merge_layers,
 )
+from samestep.base.startup import PARENT
+from samestep.core.recipe import Recipe, being_read, find_recipe
+from samestep.core.session.declared import plain_value, typed
+from samestep.core.session.request import Request, draft, finish, own_recipe
 from samestep.core.training.alike import random_numbers
 from samestep.core.training.device import outside_autocast
+from samestep.launch.ranks.process import TASK
+from samestep.launch.ranks.world import in_process_group
+from samestep.shell.api.arguments import AnyPath
 
 P = ParamSpec("P")
 T = TypeVar("T")

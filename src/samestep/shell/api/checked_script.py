@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from samestep.shell.api.arguments import AnyPath, one_line_errors, path_of
-from samestep.shell.api.call import check_may_start
-from samestep.scripts.checking.check_report import CheckReport
-from samestep.scripts.checking.check_script import check_script
 from samestep.base.errors import UserError
 from samestep.base.file_kinds import is_recipe_file, loop_of
 from samestep.launch.ranks.nproc import check_ranks, refuse_inside_launcher
+from samestep.scripts.checking.check_report import CheckReport
+from samestep.scripts.checking.check_script import check_script
+from samestep.shell.api.arguments import AnyPath, one_line_errors, path_of
+from samestep.shell.api.call import check_may_start
 
 
 @one_line_errors

@@ -12,22 +12,27 @@ from typing import Any
 
 import msgspec
 
-from samestep.shell.api.arguments import AnyPath, one_line_errors
-from samestep.shell.api.call import call_of, check_may_start, request_of
-from samestep.shell.api.sending import send
-from samestep.shell.api.trained_run import TrainedRun
 from samestep.base.errors import UserError, in_words
-from samestep.launch.ranks.process import TASK
-from samestep.core.recipe import Recipe
-from samestep.core.recipes import RECIPES
 from samestep.base.run.directory import is_run, new_run_path
 from samestep.base.run.files import shown_path
 from samestep.cluster.slurm.checks import check_ranks
 from samestep.cluster.slurm.options import UncheckedOptions, apply_flags, options_before
 from samestep.cluster.slurm.queue import QueuedJob, ask_to_stop, call, find_job, read_progress
 from samestep.cluster.slurm.rank_ends import latest_start
-from samestep.cluster.slurm.submission import Workload, find_workload, make_script, with_home_expanded
+from samestep.cluster.slurm.submission import (
+    Workload,
+    find_workload,
+    make_script,
+    with_home_expanded,
+)
 from samestep.cluster.slurm.submission import submit as hand_in
+from samestep.core.recipe import Recipe
+from samestep.core.recipes import RECIPES
+from samestep.launch.ranks.process import TASK
+from samestep.shell.api.arguments import AnyPath, one_line_errors
+from samestep.shell.api.call import call_of, check_may_start, request_of
+from samestep.shell.api.sending import send
+from samestep.shell.api.trained_run import TrainedRun
 
 _CALL = ".call"
 """In the run directory of a job from Python: the call, which each start of the job reads."""

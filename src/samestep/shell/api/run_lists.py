@@ -2,12 +2,12 @@
 
 from typing import Any, get_args
 
-from samestep.shell.api.arguments import AnyPath, one_line_errors, path_of
 from samestep.base.errors import UserError
+from samestep.base.run.summary import Sort, read_runs, sorted_runs
+from samestep.shell.api.arguments import AnyPath, one_line_errors, path_of
 from samestep.show.reporting.comparison import compare_runs
 from samestep.show.reporting.comparison_text import as_table
 from samestep.show.reporting.run_table import as_json
-from samestep.base.run.summary import Sort, read_runs, sorted_runs
 
 
 @one_line_errors

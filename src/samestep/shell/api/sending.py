@@ -15,10 +15,10 @@ from typing import IO, Any
 
 import cloudpickle
 
-from samestep.shell.api.call import Call
 from samestep.base.errors import UserError, defined_at
-from samestep.show.reporting.progress import Nothing
 from samestep.base.run.records import Record
+from samestep.shell.api.call import Call
+from samestep.show.reporting.progress import Nothing
 
 CALL_FILE = "--call-file"
 """Precedes the file of a call in the arguments of a rank."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from samestep.base.errors import UserError
-from samestep.core.session.request import Request
 from samestep.cluster.sweeping.sweep_plan import Point
+from samestep.core.session.request import Request
 from samestep.core.training.plan import batch_sizes
 
 

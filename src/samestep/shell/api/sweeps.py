@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from samestep.base.errors import UserError
+from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
+from samestep.cluster.sweeping.side_by_side import EndedTraining, num_at_once, run_here
+from samestep.cluster.sweeping.sweep_plan import MOST, SweepPlan, default_folder, num_points
+from samestep.core.recipe import Recipe
+from samestep.launch.ranks.process import TASK
 from samestep.shell.api.arguments import AnyPath, one_line_errors, path_of
 from samestep.shell.api.call import Call, call_of, check_may_start, request_of
 from samestep.shell.api.sending import send
 from samestep.shell.api.sweep_checks import check_trainings
 from samestep.shell.api.trained_run import TrainedRun
-from samestep.base.errors import UserError
-from samestep.launch.ranks.process import TASK
-from samestep.core.recipe import Recipe
-from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
-from samestep.cluster.sweeping.side_by_side import EndedTraining, num_at_once, run_here
-from samestep.cluster.sweeping.sweep_plan import MOST, SweepPlan, default_folder, num_points
 
 
 @one_line_errors

@@ -6,13 +6,13 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from samestep.shell.api.arguments import AnyPath, one_line_errors, path_of
-from samestep.shell.api.call import AnyRecipe, as_in_fresh_process, given_recipe
 from samestep.base.errors import UserError
+from samestep.base.settings import Device
 from samestep.core.session.prediction import as_table, check_files, open_predictor, predict_files
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
 from samestep.core.session.weights_file import write_weights
-from samestep.base.settings import Device
+from samestep.shell.api.arguments import AnyPath, one_line_errors, path_of
+from samestep.shell.api.call import AnyRecipe, as_in_fresh_process, given_recipe
 
 
 @one_line_errors

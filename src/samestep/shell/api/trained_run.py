@@ -12,16 +12,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from samestep.shell.api.arguments import AnyPath, path_of
 from samestep.base.errors import UserError
-from samestep.core.recipe import Recipe
-from samestep.base.run.pictures import FOLDER, read_pictures, read_png
-from samestep.base.words import count, duration
 from samestep.base.run.directory import is_run, is_written, no_run
 from samestep.base.run.files import read_object, shown_path
 from samestep.base.run.index import Index, read_index
+from samestep.base.run.pictures import FOLDER, read_pictures, read_png
 from samestep.base.run.records import Record, metric_values, read_records
 from samestep.base.settings import settings_of_run
+from samestep.base.words import count, duration
+from samestep.core.recipe import Recipe
+from samestep.shell.api.arguments import AnyPath, path_of
 
 _NOT_DRAWN = {
     *("epoch", "step", "samples", "seconds", "train_seconds", "samples_per_s", "terms_per_s"),

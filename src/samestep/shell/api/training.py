@@ -12,6 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+from samestep.base.errors import UserError
+from samestep.base.run.records import Record, RecordFile
+from samestep.base.startup import forget_signals
+from samestep.base.tracker_choice import check_installed, chosen
+from samestep.core.recipe import Recipe
+from samestep.core.session.outcome import Outcome
+from samestep.core.session.own_run import end_failed
+from samestep.core.session.picture_making import end_while_drawing
+from samestep.core.session.request import Request
+from samestep.core.session.training_run import engine_named, run_session
+from samestep.core.training.stopping import Again, catch_signals, end_process
+from samestep.launch.ranks import watched
+from samestep.launch.ranks.launch import detect_launch
+from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
+from samestep.launch.ranks.process import STARTED_AT, RankLog, rank_of
+from samestep.launch.ranks.start import run_ranks
+from samestep.launch.ranks.world import find_world, in_process_group, join, leave
 from samestep.shell.api.arguments import AnyPath, one_line_errors
 from samestep.shell.api.call import (
     AnyRecipe,
@@ -25,25 +42,8 @@ from samestep.shell.api.call import (
 )
 from samestep.shell.api.sending import RECORDS, ScreenFile, receive, send
 from samestep.shell.api.trained_run import TrainedRun
-from samestep.base.errors import UserError
-from samestep.launch.ranks import watched
-from samestep.launch.ranks.launch import detect_launch
-from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
-from samestep.launch.ranks.process import STARTED_AT, RankLog, rank_of
-from samestep.launch.ranks.start import run_ranks
-from samestep.base.startup import forget_signals
-from samestep.launch.ranks.world import find_world, in_process_group, join, leave
-from samestep.core.recipe import Recipe
 from samestep.show.reporting.progress import Nothing, Screen
-from samestep.base.run.records import Record, RecordFile
-from samestep.core.session.outcome import Outcome
-from samestep.core.session.own_run import end_failed
-from samestep.core.session.picture_making import end_while_drawing
-from samestep.core.session.request import Request
-from samestep.core.session.training_run import engine_named, run_session
-from samestep.base.tracker_choice import check_installed, chosen
 from samestep.show.tracking.processes import TrackerProcesses
-from samestep.core.training.stopping import Again, catch_signals, end_process
 
 _busy = threading.Lock()
 _LOOK_EVERY_S = 0.1

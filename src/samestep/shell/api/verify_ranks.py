@@ -6,6 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from samestep.base.errors import UserError
+from samestep.base.file_kinds import loop_of
+from samestep.core.recipe import Recipe
+from samestep.launch.ranks.nproc import refuse_inside_launcher
+from samestep.launch.ranks.start import Ended, run_ranks
+from samestep.prove.verification.result_table import as_table
+from samestep.prove.verification.verify_loop import verify_loop
+from samestep.prove.verification.verify_recipe import MOST_RANKS, VerifyOptions, verify_recipe
 from samestep.shell.api.arguments import AnyPath, one_line_errors
 from samestep.shell.api.call import (
     AnyRecipe,
@@ -16,14 +24,6 @@ from samestep.shell.api.call import (
     with_settings,
 )
 from samestep.shell.api.sending import CALL_FILE, send
-from samestep.base.errors import UserError
-from samestep.base.file_kinds import loop_of
-from samestep.launch.ranks.nproc import refuse_inside_launcher
-from samestep.launch.ranks.start import Ended, run_ranks
-from samestep.core.recipe import Recipe
-from samestep.prove.verification.result_table import as_table
-from samestep.prove.verification.verify_loop import verify_loop
-from samestep.prove.verification.verify_recipe import MOST_RANKS, VerifyOptions, verify_recipe
 
 
 @with_settings

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from samestep.shell.commands.help import Switch, check_positive, parse_flags
-from samestep.shell.commands.script_target import ScriptTarget, script_target, target_first
 from samestep.base.errors import AlreadyTold, UserError
 from samestep.base.file_kinds import is_recipe_file, loop_of
+from samestep.base.words import count
+from samestep.core.recipes import RECIPES
 from samestep.launch.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.launch.ranks.process import run_as_rank
-from samestep.core.recipes import RECIPES
-from samestep.base.words import count
+from samestep.shell.commands.help import Switch, check_positive, parse_flags
+from samestep.shell.commands.script_target import ScriptTarget, script_target, target_first
 
 if TYPE_CHECKING:
     from samestep.scripts.checking.check_report import CheckReport

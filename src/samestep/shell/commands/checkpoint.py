@@ -9,14 +9,14 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+from samestep.base.run.directory import plain
+from samestep.base.words import count, size
 from samestep.shell.commands.help import CheckpointName, RunPath, Switch, inner_verb, parse_flags
 from samestep.show.reporting.checkpoint_list import (
     checked_checkpoints,
     checkpoint_lines,
     listed_checkpoints,
 )
-from samestep.base.words import count, size
-from samestep.base.run.directory import plain
 
 _EXAMPLES = (
     "checkpoint list runs/ID",

@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import tyro
 
+from samestep.base.errors import UserError
+from samestep.base.settings import MERGED, Settings, flag_name
+from samestep.base.tracker_choice import TRACKERS
+from samestep.core.recipes import RECIPES
 from samestep.shell.cli import VERBS, about
 from samestep.shell.commands import slurm
 from samestep.shell.commands.help import HELP_ALL, example_text, show_general_help, typed_fields
 from samestep.shell.commands.new import KINDS
-from samestep.base.errors import UserError
-from samestep.core.recipes import RECIPES
-from samestep.base.settings import MERGED, Settings, flag_name
-from samestep.base.tracker_choice import TRACKERS
 
 Target = Literal["recipe", "run", "runs", "files", "file", "folder", "none"]
 """What the positional words are: a recipe, file or run; a run; runs; a run, then files; …"""

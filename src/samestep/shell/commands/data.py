@@ -7,10 +7,10 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
 
-from samestep.shell.commands.help import inner_verb, parse_flags
+from samestep.base.words import count, size, wrapped
 from samestep.core.data.catalog import CATALOG
 from samestep.core.data.download import download
-from samestep.base.words import count, size, wrapped
+from samestep.shell.commands.help import inner_verb, parse_flags
 
 _EXAMPLES = ("data list", "data get mnist --data-dir data/mnist")
 _VERBS = {

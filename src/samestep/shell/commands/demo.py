@@ -16,14 +16,14 @@ import psutil
 from rich.console import Console
 
 import samestep
-from samestep.shell.commands.help import parse_flags
 from samestep.base.errors import UserError
-from samestep.launch.ranks.nproc import refuse_inside_launcher
-from samestep.show.reporting.comparison import SameTraining, compare_runs
-from samestep.base.words import BOTH, FIRST, LABEL, SECOND, curve_lines, duration, wrapped
 from samestep.base.run.directory import new_run_path
 from samestep.base.run.records import Record, RecordFile
 from samestep.base.settings import flag_name
+from samestep.base.words import BOTH, FIRST, LABEL, SECOND, curve_lines, duration, wrapped
+from samestep.launch.ranks.nproc import refuse_inside_launcher
+from samestep.shell.commands.help import parse_flags
+from samestep.show.reporting.comparison import SameTraining, compare_runs
 
 if TYPE_CHECKING:
     from samestep.shell.api.trained_run import TrainedRun

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from samestep.shell.commands.help import Switch, check_positive, parse_flags
+from samestep.base.errors import UserError
 from samestep.cluster.doctor.findings import worst
 from samestep.cluster.doctor.rank_facts import DoctorOptions
 from samestep.cluster.doctor.timeouts import still_waiting
-from samestep.base.errors import UserError
 from samestep.launch.ranks.process import RankLog, print_error, run_as_rank
+from samestep.shell.commands.help import Switch, check_positive, parse_flags
 
 _EXAMPLES = ("doctor", "srun --nodes=2 --ntasks-per-node=4 samestep doctor --run-dir /shared/runs")
 

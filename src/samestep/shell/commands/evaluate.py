@@ -10,11 +10,11 @@ import tyro
 from rich.console import Console
 
 import samestep
-from samestep.shell.commands.help import CheckpointName, RunPath, Switch, parse_flags
-from samestep.base.table import escape
-from samestep.base.words import class_table
 from samestep.base.run.directory import plain
 from samestep.base.settings import Device
+from samestep.base.table import escape
+from samestep.base.words import class_table
+from samestep.shell.commands.help import CheckpointName, RunPath, Switch, parse_flags
 
 _EXAMPLES = (
     "evaluate runs/ID --checkpoint best",

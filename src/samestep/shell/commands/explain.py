@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from samestep.shell.commands.help import Nproc, Switch, check_positive
-from samestep.shell.commands.target import parse_target
-from samestep.shell.commands.train import check_resume
 from samestep.base.errors import UserError
-from samestep.launch.ranks.nproc import ranks_to_start, refuse_inside_launcher
-from samestep.launch.ranks.process import run_as_rank
-from samestep.core.recipes import RECIPES
 from samestep.base.run.directory import is_run
 from samestep.base.settings import Settings
 from samestep.base.tracker_choice import check_installed, chosen
+from samestep.core.recipes import RECIPES
+from samestep.launch.ranks.nproc import ranks_to_start, refuse_inside_launcher
+from samestep.launch.ranks.process import run_as_rank
+from samestep.shell.commands.help import Nproc, Switch, check_positive
+from samestep.shell.commands.target import parse_target
+from samestep.shell.commands.train import check_resume
 
 if TYPE_CHECKING:
-    from samestep.launch.ranks.world import ImaginedWorld
     from samestep.core.session.request import Request
+    from samestep.launch.ranks.world import ImaginedWorld
 
 _EXAMPLES = ("explain spiral --nproc 8 --epochs 5", "explain runs/ID --nproc 2 --nodes 2 --json")
 _MOST_RANKS = 4096
@@ -60,9 +60,9 @@ def _explain(arguments: list[str]) -> int:
     refuse_inside_launcher("samestep explain", "Start it as one process.")
     command, request = _parse(arguments)
     settings = request.settings
-    from samestep.shell.api.training import check_engine  # noqa: PLC0415 - the help needs no torch
     from samestep.prove.explanation.explain import explain  # noqa: PLC0415
     from samestep.prove.explanation.explanation_text import text_of  # noqa: PLC0415
+    from samestep.shell.api.training import check_engine  # noqa: PLC0415 - the help needs no torch
 
     check_engine(request)
     check_installed(chosen(settings.track))

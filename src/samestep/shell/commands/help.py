@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import tyro
 
 from samestep.base.errors import AlreadyTold, UserError
-from samestep.base.words import wrapped
 from samestep.base.settings import MERGED, Settings, field_docs, flag_name
+from samestep.base.words import wrapped
 
 T = TypeVar("T")
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]

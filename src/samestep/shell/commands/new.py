@@ -8,8 +8,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from samestep.shell.commands.help import example_text, show_general_help
 from samestep.base.errors import AlreadyTold, UserError, did_you_mean
+from samestep.shell.commands.help import example_text, show_general_help
 
 KINDS = {
     "regression": "a table: predict a number",

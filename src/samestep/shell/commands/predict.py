@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from samestep.shell.commands.help import CheckpointName, RunPath, Switch, check_positive, parse_flags
 from samestep.base.errors import UserError
-from samestep.show.reporting.plot import check_picture, picture
+from samestep.base.settings import Device
 from samestep.base.table import escape
 from samestep.base.words import Columns, word
-from samestep.base.settings import Device
+from samestep.shell.commands.help import (
+    CheckpointName,
+    RunPath,
+    Switch,
+    check_positive,
+    parse_flags,
+)
+from samestep.show.reporting.plot import check_picture, picture
 
 if TYPE_CHECKING:
     from samestep.core.session.prediction import Prediction

@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from samestep.shell.commands.help import (
-    MaybeNumbers,
-    Nproc,
-    Switch,
-    check_positive,
-    example_text,
-    numbers,
-    parse_flags,
-    show_general_help,
-)
-from samestep.shell.commands.script_target import ScriptTarget, script_target, target_first
 from samestep.base.errors import UserError
 from samestep.base.file_kinds import is_recipe_file
-from samestep.scripts.measuring.measured import Extent
+from samestep.base.run.directory import is_run, new_run_path
+from samestep.base.settings import Settings
+from samestep.base.startup import PARENT
+from samestep.core.recipes import RECIPES
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.launch import detect_launch
 from samestep.launch.ranks.nproc import check_workers, cores, start_nproc
@@ -34,10 +26,18 @@ from samestep.launch.ranks.process import (
     print_error,
     run_as_rank,
 )
-from samestep.base.startup import PARENT
-from samestep.core.recipes import RECIPES
-from samestep.base.run.directory import is_run, new_run_path
-from samestep.base.settings import Settings
+from samestep.scripts.measuring.measured import Extent
+from samestep.shell.commands.help import (
+    MaybeNumbers,
+    Nproc,
+    Switch,
+    check_positive,
+    example_text,
+    numbers,
+    parse_flags,
+    show_general_help,
+)
+from samestep.shell.commands.script_target import ScriptTarget, script_target, target_first
 
 if TYPE_CHECKING:
     from samestep.scripts.measuring.profile_report import Profile
@@ -179,8 +179,8 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     )
     if code is not None:
         return code
-    from samestep.prove.profiling.recipe_profile import profile_recipe  # noqa: PLC0415
     from samestep.launch.ranks.world import find_world, join, leave  # noqa: PLC0415
+    from samestep.prove.profiling.recipe_profile import profile_recipe  # noqa: PLC0415
 
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     watched.start_watcher(world, settings.stall_s)
@@ -228,9 +228,9 @@ def _script(target: ScriptTarget, arguments: list[str], log: RankLog) -> int:
             f"{launch.launcher} has started {launch.world_size} ranks: name one directory for all "
             "of them with --out DIR, or let `samestep profile --nproc` start them."
         )
-    from samestep.scripts.script_profile import profile_script  # noqa: PLC0415
     from samestep.scripts.measuring.tracing import unwritable  # noqa: PLC0415
     from samestep.scripts.running import ScriptFailed, ScriptRanks  # noqa: PLC0415
+    from samestep.scripts.script_profile import profile_script  # noqa: PLC0415
 
     try:
         out.mkdir(parents=True, exist_ok=True)

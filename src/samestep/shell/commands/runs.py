@@ -9,10 +9,10 @@ from typing import Annotated
 
 import tyro
 
-from samestep.shell.commands.help import Switch, parse_flags
 from samestep.base.nearby import find_nearby
-from samestep.show.reporting.run_table import as_json, run_lines
 from samestep.base.run.summary import Sort, read_runs, sorted_runs
+from samestep.shell.commands.help import Switch, parse_flags
+from samestep.show.reporting.run_table import as_json, run_lines
 
 _BEGIN = "Begin one: samestep train spiral"
 _EXAMPLES = ("runs", "runs runs --recipe spiral --sort metric")

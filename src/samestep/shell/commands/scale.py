@@ -13,16 +13,16 @@ import msgspec
 import psutil
 import tyro
 
-from samestep.shell.commands.help import Numbers, Switch, check_positive, numbers
-from samestep.shell.commands.target import parse_target
 from samestep.base.errors import AlreadyTold, UserError
+from samestep.base.settings import Settings
 from samestep.launch.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.launch.ranks.process import STARTED_AT, TASK, run_as_rank
-from samestep.base.settings import Settings
+from samestep.shell.commands.help import Numbers, Switch, check_positive, numbers
+from samestep.shell.commands.target import parse_target
 
 if TYPE_CHECKING:
-    from samestep.prove.profiling.scaling_study import Mode
     from samestep.core.session.request import Request
+    from samestep.prove.profiling.scaling_study import Mode
 
 _EXAMPLES = ("scale spiral --nproc 1,2,4", "scale my_recipe.py --nproc 1,2 --mode strong --json")
 _MOST_RANKS = 64
@@ -66,9 +66,9 @@ def main(arguments: list[str]) -> int:
 
 def _scale(arguments: list[str]) -> int:
     command, request = _parse(arguments)
+    from samestep.launch.ranks.start import start_ranks  # noqa: PLC0415
     from samestep.prove.profiling.scaling_study import MeasurementTask, plan_study, run_study  # noqa: PLC0415 - the help needs no torch
     from samestep.prove.profiling.speed_up import analyse, report_lines  # noqa: PLC0415
-    from samestep.launch.ranks.start import start_ranks  # noqa: PLC0415
 
     sizes = parse_ranks(command.nproc)
     if request.settings.engine != "native":
@@ -111,9 +111,9 @@ def _scale(arguments: list[str]) -> int:
 
 def _rank(arguments: list[str]) -> int:
     """Measure, as one rank of the world that the environment describes."""
-    from samestep.prove.profiling.scaling_study import MeasurementTask, measure  # noqa: PLC0415
-    from samestep.launch.ranks.world import find_world, join, leave  # noqa: PLC0415
     from samestep.core.training.stopping import catch_signals  # noqa: PLC0415
+    from samestep.launch.ranks.world import find_world, join, leave  # noqa: PLC0415
+    from samestep.prove.profiling.scaling_study import MeasurementTask, measure  # noqa: PLC0415
 
     os.dup2(2, 1)  # standard output is the report's
     _, request = _parse(arguments)

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from samestep.shell.commands.help import HELP, Switch, check_positive, examples, show_notes
-from samestep.shell.commands.target import own_flags, parse_target
 from samestep.base.errors import UserError
-from samestep.core.recipes import RECIPES
-from samestep.base.words import count
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path
 from samestep.base.settings import Settings
+from samestep.base.words import count
 from samestep.cluster.slurm.checks import advice, check_ranks
 from samestep.cluster.slurm.job_array import submit_array
 from samestep.cluster.slurm.options import UncheckedOptions, apply_flags, options_before
@@ -31,6 +28,9 @@ from samestep.cluster.sweeping.sweep_plan import (
     num_points,
     read_axes,
 )
+from samestep.core.recipes import RECIPES
+from samestep.shell.commands.help import HELP, Switch, check_positive, examples, show_notes
+from samestep.shell.commands.target import own_flags, parse_target
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request

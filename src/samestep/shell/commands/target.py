@@ -16,12 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 import tyro
 from tyro.conf import Suppress
 
-from samestep.shell.commands.help import HELP, HELP_ALL, example_text, examples, help_text
 from samestep.base.errors import AlreadyTold, UserError, known_elsewhere
-from samestep.launch.ranks.process import TASK
-from samestep.core.recipes import RECIPES
 from samestep.base.run.directory import is_run
-from samestep.base.settings import ALSO_ACCEPTED, MERGED, OTHER_NAMES, Settings, flag_name, own_names
+from samestep.base.settings import (
+    ALSO_ACCEPTED,
+    MERGED,
+    OTHER_NAMES,
+    Settings,
+    flag_name,
+    own_names,
+)
+from samestep.core.recipes import RECIPES
+from samestep.launch.ranks.process import TASK
+from samestep.shell.commands.help import HELP, HELP_ALL, example_text, examples, help_text
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request

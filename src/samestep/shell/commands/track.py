@@ -7,9 +7,9 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import arg
 
-from samestep.shell.commands.help import RunPath, Switch, parse_flags
-from samestep.launch.ranks.process import print_error
 from samestep.base.table import escape
+from samestep.launch.ranks.process import print_error
+from samestep.shell.commands.help import RunPath, Switch, parse_flags
 from samestep.show.tracking.processes import send_run
 
 _EXAMPLES = (

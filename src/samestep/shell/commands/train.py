@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from samestep.shell.commands.help import Nproc, Switch
-from samestep.shell.commands.target import parse_target
 from samestep.base.errors import UserError
+from samestep.base.run.files import shown_path
+from samestep.base.startup import JOB_RUN
+from samestep.cluster.slurm.restarts import BEGUN
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.nproc import start_nproc
 from samestep.launch.ranks.process import TASK, RankLog, run_as_rank
-from samestep.base.startup import JOB_RUN
+from samestep.shell.commands.help import Nproc, Switch
+from samestep.shell.commands.target import parse_target
 from samestep.show.reporting.progress import Screen
-from samestep.base.run.files import shown_path
-from samestep.cluster.slurm.restarts import BEGUN
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request

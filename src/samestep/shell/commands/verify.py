@@ -16,19 +16,19 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from samestep.shell.commands.help import Numbers, Switch, check_positive, numbers, parse_flags
-from samestep.shell.commands.target import names_given, own_flags, parse_target
 from samestep.base.errors import UserError
 from samestep.base.file_kinds import loop_of
+from samestep.base.settings import flag_name
+from samestep.base.words import duration
 from samestep.launch.ranks.nproc import refuse_inside_launcher
 from samestep.launch.ranks.process import TASK, rank_of, run_as_rank
-from samestep.base.words import duration
-from samestep.base.settings import flag_name
 from samestep.prove.verification import NO_EFFECT
+from samestep.shell.commands.help import Numbers, Switch, check_positive, numbers, parse_flags
+from samestep.shell.commands.target import names_given, own_flags, parse_target
 
 if TYPE_CHECKING:
-    from samestep.launch.ranks.start import Ended
     from samestep.core.session.request import Request
+    from samestep.launch.ranks.start import Ended
 
 _EXAMPLES = (
     "verify spiral",
@@ -156,13 +156,13 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 def _rank(path: Path, arguments: list[str]) -> int:
     """Run as one rank of a start; its output goes to a log."""
-    from samestep.shell.api.call import request_of  # noqa: PLC0415 - the help needs no torch
-    from samestep.shell.api.sending import CALL_FILE, receive  # noqa: PLC0415
     from samestep.launch.ranks.world import find_world, join, leave  # noqa: PLC0415
     from samestep.prove.verification.loop_on_rank import LoopTask, run_script  # noqa: PLC0415
     from samestep.prove.verification.on_rank import run_start  # noqa: PLC0415
     from samestep.prove.verification.rows.one_writer import watch_output  # noqa: PLC0415
     from samestep.prove.verification.short_trainings import StartInstructions  # noqa: PLC0415
+    from samestep.shell.api.call import request_of  # noqa: PLC0415 - the help needs no torch
+    from samestep.shell.api.sending import CALL_FILE, receive  # noqa: PLC0415
 
     instructions: StartInstructions | LoopTask = pickle.loads(path.read_bytes())  # noqa: S301 - our own
     folder = instructions.folder

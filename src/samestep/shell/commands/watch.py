@@ -10,13 +10,13 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from samestep.shell.commands.help import Switch, parse_flags
 from samestep.base.errors import UserError
 from samestep.base.nearby import nearby
-from samestep.show.reporting.page import RunServer
 from samestep.base.run.directory import is_run
 from samestep.cluster.slurm.queue import find_job_or_run
 from samestep.cluster.slurm.submission import is_script
+from samestep.shell.commands.help import Switch, parse_flags
+from samestep.show.reporting.page import RunServer
 
 _PATIENCE_S, _LOOK_EVERY_S = 60.0, 0.2
 _EXAMPLES = ("watch runs/ID", "watch runs/ID --port 0 --open")

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.show.reporting.run_data import RunData
-from samestep.base.table import Table, number
 from samestep.base.run.records import IN_ORDER, Record, metric_values
+from samestep.base.table import Table, number
+from samestep.show.reporting.run_data import RunData
 
 MOST_POINTS = 2000
 """Points of a curve: more than a chart has pixels."""

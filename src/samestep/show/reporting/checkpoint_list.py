@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from samestep.base.errors import UserError
-from samestep.base.table import Table, text_lines
-from samestep.base.words import size
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.index import Entry, Index, read_index, verify
+from samestep.base.table import Table, text_lines
+from samestep.base.words import size
 
 _COLUMNS = ("checkpoint", "step", "epoch", "metric", "size", "written", "")
 _DROPPED = ("epoch", "written", "size", "metric")

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.base.errors import UserError
+from samestep.base.run.pictures import read_gallery
+from samestep.base.table import number, texts
 from samestep.show.reporting import comparison_text, facts, run_sections
 from samestep.show.reporting.charts import Chart, Lines, charts_of, phases_chart
 from samestep.show.reporting.comparison import (
@@ -14,11 +16,9 @@ from samestep.show.reporting.comparison import (
     num_recipes,
     with_sweeps_opened,
 )
-from samestep.base.run.pictures import read_gallery
 from samestep.show.reporting.run_data import RunData, read_run
 from samestep.show.reporting.scaling import ScalingStudy, read_study
 from samestep.show.reporting.sweep_charts import sweep_charts
-from samestep.base.table import number, texts
 
 
 class RunPart:

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from samestep.base.errors import UserError
+from samestep.base.run.directory import SWEEP, is_run
+from samestep.base.run.files import read_object
+from samestep.base.run.records import Record
+from samestep.base.settings import Settings, free_names
 from samestep.show.reporting.code_changes import code_changes
 from samestep.show.reporting.curves import (
     Goal,
@@ -21,10 +25,6 @@ from samestep.show.reporting.curves import (
     throughput,
 )
 from samestep.show.reporting.run_data import TRAIN_LOSS, RunData, read_run
-from samestep.base.run.directory import SWEEP, is_run
-from samestep.base.run.files import read_object
-from samestep.base.run.records import Record
-from samestep.base.settings import Settings, free_names
 
 MOST = 26
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from samestep.base.errors import listed
+from samestep.base.table import Table, number, text_lines
+from samestep.base.words import count, duration, short, size, wrapped
 from samestep.show.reporting.comparison import UNKNOWN, UNSET, Comparison, SameTraining
 from samestep.show.reporting.curves import Aligned, Point, has_epochs
 from samestep.show.reporting.plot import picture
 from samestep.show.reporting.run_data import TRAIN_LOSS
-from samestep.base.table import Table, number, text_lines
-from samestep.base.words import count, duration, short, size, wrapped
 
 _WIDTH = 80
 _LABEL, _LEAST_VALUE = 24, 12

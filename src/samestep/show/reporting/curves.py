@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from samestep.show.reporting.run_data import TRAIN_LOSS, RunData
-from samestep.base.words import short
 from samestep.base.run.records import IN_ORDER, Record
+from samestep.base.words import short
+from samestep.show.reporting.run_data import TRAIN_LOSS, RunData
 
 ROWS = 6
 

@@ -6,14 +6,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from samestep.show.reporting.curves import Throughput, throughput
-from samestep.show.reporting.run_data import RunData
-from samestep.base.table import Table, number
-from samestep.base.words import count, duration, short, size
 from samestep.base.run.code_copy import kept_code
 from samestep.base.run.own_modules import kept_modules
 from samestep.base.run.records import metric_values
 from samestep.base.settings import Settings, flag_name
+from samestep.base.table import Table, number
+from samestep.base.words import count, duration, short, size
+from samestep.show.reporting.curves import Throughput, throughput
+from samestep.show.reporting.run_data import RunData
 
 Pairs = tuple[tuple[str, str], ...]
 _LONGEST = 160

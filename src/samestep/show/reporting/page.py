@@ -19,11 +19,11 @@ import jinja2
 from markupsafe import Markup
 
 from samestep.base.errors import UserError
-from samestep.show.reporting import scaling
-from samestep.show.reporting.collect import Report, collect
 from samestep.base.run.files import write_text
 from samestep.base.run.records import SYSTEM
 from samestep.base.version import __version__
+from samestep.show.reporting import scaling
+from samestep.show.reporting.collect import Report, collect
 
 _HERE = Path(__file__).parent
 _JSON_ESCAPES = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})

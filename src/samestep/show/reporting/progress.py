@@ -16,10 +16,10 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from samestep.base.run.records import Record, metric_values, samples_per_step
 from samestep.base.startup import drop_output
 from samestep.base.table import escape
 from samestep.base.words import class_table, count, duration, short, size, wrapped
-from samestep.base.run.records import Record, metric_values, samples_per_step
 
 _LEAST_BAR = 12
 _SMOOTHING = 0.2

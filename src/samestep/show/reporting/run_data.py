@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from samestep.base.words import duration
 from samestep.base.run.directory import how_it_ended, no_run
 from samestep.base.run.files import read_object
 from samestep.base.run.records import SYSTEM, Record, RecordFile, as_uninterrupted, metric_values
 from samestep.base.settings import settings_of_run
+from samestep.base.words import duration
 
 TRAIN_LOSS = "train_loss"
 _PLANNED = (

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from samestep.base.run.records import COMPUTE, WAITS, Record
+from samestep.base.table import Table, number, percent, texts
+from samestep.base.words import count
 from samestep.show.reporting.curves import measured_epochs, pauses, phases
 from samestep.show.reporting.facts import last_step
 from samestep.show.reporting.run_data import RunData
-from samestep.base.table import Table, number, percent, texts
-from samestep.base.words import count
-from samestep.base.run.records import COMPUTE, WAITS, Record
 
 _GROUPS = {
     "compute": (COMPUTE, "computing", "computing"),

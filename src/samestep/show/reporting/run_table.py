@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from samestep.base.errors import printable
+from samestep.base.run.summary import RunSummary
 from samestep.base.table import Table, text_lines
 from samestep.base.words import count, duration, sparkline, wrapped
-from samestep.base.run.summary import RunSummary
 
 _ORDER = ("run", "recipe", "state", "best", "time", "began", "train loss", "last")
 _DROPPED = ("recipe", "began", "last", "time", "train loss", "best")

@@ -7,11 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.show.reporting.comparison import Comparison
-from samestep.show.reporting.scaling import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
-from samestep.base.table import number
 from samestep.base.run.directory import SWEEP
 from samestep.base.run.files import read_object
+from samestep.base.table import number
+from samestep.show.reporting.comparison import Comparison
+from samestep.show.reporting.scaling import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 
 _LOG_FROM = 8.0
 """The largest value over the least from which an axis is logarithmic."""

@@ -24,11 +24,11 @@ import msgspec
 import samestep
 from samestep.base.errors import UserError
 from samestep.base.nearby import nearby
-from samestep.base.startup import PARENT
 from samestep.base.run.directory import lock_run
 from samestep.base.run.files import write_text
 from samestep.base.run.records import Record
 from samestep.base.settings import Settings
+from samestep.base.startup import PARENT
 from samestep.base.tracker_choice import (
     PROJECT_VARIABLES,
     Access,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.base.run.pictures import read_png
-from samestep.show.reporting.plot import confusion_png, has_confusion
 from samestep.base.run.records import SYSTEM, Record, RecordFile, check_format
+from samestep.show.reporting.plot import confusion_png, has_confusion
 from samestep.show.tracking import Picture, Scalar, TrackedRecord
 
 _EVENTS = ("step", "epoch", "validation", "test", "train", "checkpoint", "metrics", "picture")

@@ -11,7 +11,14 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from samestep.show.tracking import Picture, Scalar, Started, TrackedRecord, TrackedResult, TrackedRun
+from samestep.show.tracking import (
+    Picture,
+    Scalar,
+    Started,
+    TrackedRecord,
+    TrackedResult,
+    TrackedRun,
+)
 
 COUNTS_AT_END = True
 """What was written counts once its file is closed."""

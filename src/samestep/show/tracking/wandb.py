@@ -11,7 +11,14 @@ from typing import Any
 import wandb
 
 from samestep.base.errors import UserError
-from samestep.show.tracking import Picture, Server, Started, TrackedRecord, TrackedResult, TrackedRun
+from samestep.show.tracking import (
+    Picture,
+    Server,
+    Started,
+    TrackedRecord,
+    TrackedResult,
+    TrackedRun,
+)
 
 COUNTS_AT_END = True
 """Offline, what was written counts once its file is closed."""

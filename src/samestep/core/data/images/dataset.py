@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from samestep.core.data.images.decode import UnreadableImageError, decode
-from samestep.core.data.images.image_files import FileList, decode_into, find_broken
 from samestep.base.errors import UserError, listed
 from samestep.base.machine import free_memory_bytes
-from samestep.launch.ranks.world import World
+from samestep.core.data.images.decode import UnreadableImageError, decode
+from samestep.core.data.images.image_files import FileList, decode_into, find_broken
 from samestep.core.recipe import InMemory
+from samestep.launch.ranks.world import World
 
 PREFIX = "samestep-images-"
 _SPARE = 1.02

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.core.data.keyed_random import uniform
 from samestep.base.errors import UserError
+from samestep.core.data.keyed_random import uniform
 
 if TYPE_CHECKING:
     from PIL import Image as PillowImage

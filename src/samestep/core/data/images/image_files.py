@@ -14,11 +14,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from samestep.base.counting import counting
-from samestep.core.data.images.decode import UnreadableImageError, decode
 from samestep.base.errors import UserError, listed
 from samestep.base.machine import usable_cores
-from samestep.launch.ranks.world import World
 from samestep.base.run.files import read_object, write_text
+from samestep.core.data.images.decode import UnreadableImageError, decode
+from samestep.launch.ranks.world import World
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 _FOLDERS = {"train": ("train",), "validation": ("val", "validation"), "test": ("test",)}

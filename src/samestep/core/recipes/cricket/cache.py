@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import samestep
+from samestep.base import words
 from samestep.base.counting import counting
 from samestep.base.errors import UserError, listed
 from samestep.base.machine import usable_cores
+from samestep.base.run.files import Held, hold
 from samestep.core.recipes.cricket.corpus import VERSION, Corpus, from_documents, load, merge
 from samestep.core.recipes.cricket.match_files import Document, MatchFiles, open_match_files
-from samestep.base import words
-from samestep.base.run.files import Held, hold
 
 _FILES_PER_PART = 64
 _ASK_EVERY_S = 0.05

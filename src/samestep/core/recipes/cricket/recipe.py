@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, did_you_mean
+from samestep.base.settings import check_flags, may_change
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.recipes.cricket.cache import Matches, open_corpus
 from samestep.core.recipes.cricket.corpus import (
@@ -40,7 +41,6 @@ from samestep.core.recipes.cricket.graphs import (
 from samestep.core.recipes.cricket.scores import baselines, runs_errors
 from samestep.core.recipes.cricket.synthetic import documents
 from samestep.core.recipes.cricket.tables import Vocabularies, make_tables, vocabularies
-from samestep.base.settings import check_flags, may_change
 
 
 def read_match(path: Path) -> Corpus:

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from samestep.core.recipes.cricket.corpus import Array, Corpus
-from samestep.core.recipes.cricket.situation import OVERS, Situation, last_over, runs_to_come, situation
+from samestep.core.recipes.cricket.situation import (
+    OVERS,
+    Situation,
+    last_over,
+    runs_to_come,
+    situation,
+)
 
 Kind = Literal["mae", "rmse", "r2", "median_error"]
 

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from samestep.launch.ranks.world import World
 from samestep.base.settings import Precision
+from samestep.launch.ranks.world import World
 from samestep.prove.verification.causes import NO_CAUSE, UNKNOWN
 from samestep.prove.verification.evidence import LEFT_OUT, Check, Evidence, TableRow
 from samestep.prove.verification.recipe_under_test import RecipeUnderTest

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from samestep.core.recipe import Recipe
 from samestep.base.words import count
+from samestep.core.recipe import Recipe
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause
 from samestep.prove.verification.evidence import Check, Evidence, TableRow, cause_check

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.core.data.order import share
 from samestep.base.trees import map_leaves, narrow
-from samestep.launch.ranks.world import World
+from samestep.core.data.order import share
 from samestep.core.session.restoring import load_newest
 from samestep.core.training.apply import Moment, measure_of, terms_of, timed
 from samestep.core.training.evaluation import evaluate
 from samestep.core.training.metrics import Objects, is_object
 from samestep.core.training.side_effects import ALL_KINDS, RandomDraws
 from samestep.core.training.snapshot import load_evaluated
+from samestep.launch.ranks.world import World
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause
 from samestep.prove.verification.evidence import Check, Evidence, TableRow, cause_check, measured

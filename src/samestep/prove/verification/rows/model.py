@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.base.trees import tree_leaves
 from samestep.base.errors import listed
-from samestep.launch.ranks.world import World
+from samestep.base.trees import tree_leaves
 from samestep.base.words import count
 from samestep.core.training.side_effects import batch_norms
+from samestep.launch.ranks.world import World
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause
 from samestep.prove.verification.evidence import Check, Evidence, TableRow, cause_check

@@ -15,7 +15,11 @@ from samestep.core.training.optimizer import optimizer_of
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import OPTIMIZER_TIMES, Check, Evidence, TableRow
 from samestep.prove.verification.recipe_under_test import RecipeUnderTest
-from samestep.prove.verification.short_trainings import NUDGED_GRADIENT, OPTIMIZER_ROW, ShortTraining
+from samestep.prove.verification.short_trainings import (
+    NUDGED_GRADIENT,
+    OPTIMIZER_ROW,
+    ShortTraining,
+)
 
 _OF_RANKS = 8
 """Roundings of float64 by which the gradients of ranks differ from those of one process."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.autograd import leaves_of
-from samestep.core.data.blocks import Block
-from samestep.base.trees import map_leaves, tree_leaves
 from samestep.base.errors import is_users, listed
+from samestep.base.trees import map_leaves, tree_leaves
+from samestep.core.data.blocks import Block
 from samestep.core.training.optimizer import optimizer_of
 from samestep.core.training.side_effects import (
     RandomDraws,
@@ -31,7 +31,13 @@ from samestep.core.training.side_effects import (
 )
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause
-from samestep.prove.verification.evidence import Check, Evidence, TableRow, cause_check, left_free_check
+from samestep.prove.verification.evidence import (
+    Check,
+    Evidence,
+    TableRow,
+    cause_check,
+    left_free_check,
+)
 from samestep.prove.verification.recipe_under_test import RecipeUnderTest
 from samestep.prove.verification.short_trainings import left_free
 from samestep.prove.verification.trace import largest_apart, relative

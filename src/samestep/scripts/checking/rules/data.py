@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
+from samestep.base.errors import listed
 from samestep.scripts.checking.events import Event, RankSeen, Seen
 from samestep.scripts.checking.findings import Found, NotSeen, rule
 from samestep.scripts.checking.readings import (
@@ -20,7 +21,6 @@ from samestep.scripts.checking.readings import (
     some,
     together,
 )
-from samestep.base.errors import listed
 
 _MUCH = 0.1  # of samples that differ in content
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from samestep.base.errors import listed
 from samestep.scripts.checking.events import Event, RankSeen, Seen
 from samestep.scripts.checking.findings import Found, NotSeen, rule
-from samestep.base.errors import listed
 
 _LEAST_STEPS = 2
 _FEW = 3  # steps

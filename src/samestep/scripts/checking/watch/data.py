@@ -24,6 +24,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, DistributedSampler, dataloader, get_worker_info
 from torch.utils.data._utils import fetch
 
+from samestep.base.patches import patched
 from samestep.scripts.checking.recorder import Recorder
 from samestep.scripts.checking.samples import (
     base_of,
@@ -33,7 +34,6 @@ from samestep.scripts.checking.samples import (
     random_states,
     rows_of,
 )
-from samestep.base.patches import patched
 
 _WHOLE_TURNS = 2  # of each loader; what is read later is like that
 _MOST_INDICES = 20_000

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from samestep.scripts.checking.recorder import Recorder
 from samestep.base.patches import patched
+from samestep.scripts.checking.recorder import Recorder
 
 _SMALL = 8  # elements of a tensor that holds metrics rather than weights
 _MOST_PER_LINE = 5  # events of one line between two optimizer steps

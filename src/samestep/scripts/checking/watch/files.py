@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from samestep.scripts.checking.recorder import Recorder
 from samestep.base.patches import Patch, patched, patched_when_imported
+from samestep.scripts.checking.recorder import Recorder
 
 _DEPTH, _NAMES = 3, 5
 _PLAIN = (str, int, bool, os.PathLike)

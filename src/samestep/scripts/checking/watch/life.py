@@ -23,10 +23,10 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data import dataloader, get_worker_info
 
-from samestep.scripts.checking.recorder import Recorder
 from samestep.base.patches import Patch, patched
 from samestep.launch.ranks.launch import OPEN_MPI, PMI, TORCHRUN
 from samestep.launch.stall.collectives import watch_collectives
+from samestep.scripts.checking.recorder import Recorder
 
 _VARIABLES = frozenset(
     {*TORCHRUN, *OPEN_MPI, *PMI, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID"}

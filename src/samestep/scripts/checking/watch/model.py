@@ -31,10 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from samestep.base.autograd import leaves_of
+from samestep.base.patches import Patch, patched
+from samestep.base.trees import tree_leaves
 from samestep.scripts.checking.recorder import Recorder, checksum, row_hashes
 from samestep.scripts.checking.watch.weights import Weights
-from samestep.base.trees import tree_leaves
-from samestep.base.patches import Patch, patched
 
 _INSIDE = {
     "DistributedDataParallel": "module",

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from samestep.scripts.checking.recorder import Recorder
 from samestep.base.patches import patched
+from samestep.scripts.checking.recorder import Recorder
 from samestep.scripts.hooks import tensors_of
 
 _LOSSES = (

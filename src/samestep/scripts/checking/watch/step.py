@@ -31,9 +31,9 @@ from torch.optim.optimizer import (
 )
 
 from samestep.base.autograd import leaves_of
+from samestep.base.patches import Patch, patched
 from samestep.scripts.checking.recorder import Recorder, checksum
 from samestep.scripts.checking.watch.weights import print_of
-from samestep.base.patches import Patch, patched
 from samestep.scripts.hooks import step_closure, tensors_of
 
 _SAMPLE = 4  # tensors of an optimizer whose gradients are looked at, the smallest first

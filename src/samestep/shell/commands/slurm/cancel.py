@@ -7,11 +7,11 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from samestep.shell.commands.help import Switch, parse_flags
 from samestep.base.errors import UserError
 from samestep.cluster.slurm.options import UncheckedOptions, kept_options
 from samestep.cluster.slurm.queue import ProgramError, ask_to_stop, call, find_job_or_run
 from samestep.cluster.slurm.restarts import go_on_command
+from samestep.shell.commands.help import Switch, parse_flags
 
 _EXAMPLES = ("slurm cancel 1234", "slurm cancel runs/ID --now")
 

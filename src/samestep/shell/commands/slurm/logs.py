@@ -11,10 +11,10 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from samestep.shell.commands.help import Switch, parse_flags
 from samestep.base.errors import UserError
 from samestep.cluster.slurm.queue import JobAndRun, QueuedJob, find_job, find_job_or_run
 from samestep.cluster.slurm.rank_ends import lines_of
+from samestep.shell.commands.help import Switch, parse_flags
 
 _EXAMPLES = ("slurm logs 1234 --follow", "slurm logs runs/ID --rank 3")
 _LOOK_EVERY_S = 0.5

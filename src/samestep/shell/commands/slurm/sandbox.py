@@ -8,9 +8,9 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from samestep.shell.commands.help import Switch, inner_verb, parse_flags
 from samestep.cluster.slurm import sandbox_cluster as cluster
 from samestep.cluster.slurm.sandbox_cluster import default_folder, down_line, export_line
+from samestep.shell.commands.help import Switch, inner_verb, parse_flags
 
 _EXAMPLES = (
     "slurm sandbox up --nodes 2",

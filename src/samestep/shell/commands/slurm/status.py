@@ -12,7 +12,6 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from samestep.shell.commands.help import Switch, parse_flags
 from samestep.base.errors import UserError, printable
 from samestep.base.table import Table, escape, text_lines
 from samestep.base.words import duration
@@ -30,6 +29,7 @@ from samestep.cluster.slurm.queue import (
 )
 from samestep.cluster.slurm.restarts import BEGUN, go_on_command, job_of, read_restarts
 from samestep.cluster.slurm.submission import is_script
+from samestep.shell.commands.help import Switch, parse_flags
 
 _EXAMPLES = ("slurm status", "slurm status 1234 --json")
 _REDRAW_S = 5.0

@@ -8,9 +8,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from samestep.shell.commands.help import Switch, example_text, parse_flags, show_general_help, show_notes
 from samestep.base.errors import UserError, did_you_mean
-from samestep.core.recipes import RECIPES
 from samestep.base.run.code_copy import CODE, kept_code
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path, write_text
@@ -31,6 +29,14 @@ from samestep.cluster.slurm.submission import (
     make_script,
     submit,
     with_home_expanded,
+)
+from samestep.core.recipes import RECIPES
+from samestep.shell.commands.help import (
+    Switch,
+    example_text,
+    parse_flags,
+    show_general_help,
+    show_notes,
 )
 
 _EXAMPLES = (
@@ -126,8 +132,8 @@ def _check_training(
     A dry run of a run, which may be a stranger's, runs no code of it.
     """
     if found.kind == "recipe":
-        from samestep.shell.commands.train import parse  # noqa: PLC0415 - it imports torch
         from samestep.core.session.request import known_of_run  # noqa: PLC0415
+        from samestep.shell.commands.train import parse  # noqa: PLC0415 - it imports torch
 
         is_theirs = dry_run and target not in RECIPES and is_run(Path(target))
         if is_theirs and (known := known_of_run(Path(target))):

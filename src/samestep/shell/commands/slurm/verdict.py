@@ -7,9 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from samestep.shell.commands.help import RunPath
 from samestep.base.errors import UserError
-from samestep.launch.ranks.watched import STALLED
 from samestep.cluster.slurm.preflight import NOT_PASSED
 from samestep.cluster.slurm.queue import exclusion, find_job
 from samestep.cluster.slurm.restarts import (
@@ -22,6 +20,8 @@ from samestep.cluster.slurm.restarts import (
     settle,
     with_failures,
 )
+from samestep.launch.ranks.watched import STALLED
+from samestep.shell.commands.help import RunPath
 
 
 @dataclass(frozen=True, kw_only=True)
