@@ -1,5 +1,25 @@
 """What can be wrong, by subject; importing this registers every rule."""
 
-from samestep.scripts.checking.rules import data, evaluation, files, life, model, one_process, step
+from samestep.scripts.checking.rules import (
+    data,
+    evaluation,
+    files,
+    life,
+    mode,
+    model,
+    one_process,
+    schedule,
+    step,
+)
 
-__all__ = ["data", "evaluation", "files", "life", "model", "one_process", "step"]
+__all__ = [
+    "data",
+    "evaluation",
+    "files",
+    "life",
+    "mode",
+    "model",
+    "one_process",
+    "schedule",
+    "step",
+]

@@ -10,7 +10,6 @@ from samestep.scripts.checking.findings import Found, NotSeen, rule
 
 _JOINING = ("all_reduce", "reduce", "all_gather", "gather", "all_to_all", "reduce_scatter")
 _IN_A_ROW = 2
-_LEFT_ON = 3  # training steps
 _EXACT = 1e-5
 
 
@@ -50,7 +49,7 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
     if (alone := _alone_on_a_shard(seen)) is not None:
         yield alone
         return
-    if not any(_evaluations(seen, rank) for rank in seen.ranks):
+    if not any(evaluations(seen, rank) for rank in seen.ranks):
         yield NotSeen("no evaluation was seen")
     for parts in _pairs(seen):
         joined = any(part.until_joined() is not part.events for part in parts)
@@ -167,7 +166,7 @@ def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for evaluation through a wrapper that communicates, on some of the ranks."""
     inside: list[list[Event]] = []
     for rank in seen.ranks:
-        parts = [event for part in _evaluations(seen, rank) for event in part.forwards]
+        parts = [event for part in evaluations(seen, rank) for event in part.forwards]
         inside.append([event for event in parts if event["wrapped"]])
     alone = next((n for n, events in enumerate(inside) if events), None)
     if alone is None:
@@ -230,7 +229,7 @@ def evaluates_other_weights(seen: Seen) -> Iterator[Found | NotSeen]:
     for rank in seen.ranks:
         times: Counter[Hashable] = Counter()
         each.append({})
-        for event, foreign in _with_loader(seen, rank, "inference"):
+        for event, foreign in with_loader(seen, rank, "inference"):
             key = (event.step, event["model"], event["shapes"])
             times[key] += 1
             each[-1] |= {(*key, times[key]): event} if foreign else {}
@@ -247,126 +246,11 @@ def evaluates_other_weights(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS706",
-    "error",
-    "evaluation mode is left on in training",
-    "Dropout is off and batch statistics are frozen from the first evaluation on.",
-    least_ranks=1,
-)
-def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for training steps in evaluation mode of a model whose layers depend on it."""
-    for rank in seen.ranks:
-        for forwards in _training_forwards(rank).values():
-            off: list[Event] = []
-            for event in reversed(forwards):
-                if event["training"]:
-                    break
-                off.insert(0, event)
-            steps = {event.step for event in off}
-            on, layers = off[0]["modal"] if off else (0, 0)
-            if len(steps) < _LEFT_ON or on or not layers:
-                continue
-            never = len(off) == len(forwards)
-            yield Found(
-                off[0].where,
-                f"{len(steps)} training steps of {off[0]['model']} from step {off[0].step + 1} on "
-                f"ran in evaluation mode, with {layers} layers of dropout or batch norm"
-                + ("" if never else "; the steps before did not"),
-                "Call `model.train()` at the start of each epoch, after every evaluation.",
-                # Some fine-tune so on purpose.
-                "advice" if never else None,
-            )
-            return
-
-
-@rule(
-    "SS707",
-    "error",
-    "training mode in evaluation",
-    "Dropout is on, and batch norm uses and learns the statistics of the evaluated batches.",
-    least_ranks=1,
-)
-def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for forward passes without gradients on other data, with layers in training mode."""
-    for event in seen.ranks[0].of("dropped"):
-        name = event["function"]
-        remedy = f"`F.{name}(…, training=self.training)` drops nothing in evaluation mode."
-        if name == "scaled_dot_product_attention":
-            remedy = "Give it `dropout_p=self.p if self.training else 0.0`."
-        yield Found(
-            event.where,
-            f"after step {event.step} `{name}` dropped values (p={event['p']:g}) of a model in "
-            "evaluation mode, without gradients",
-            remedy,
-        )
-    yield from _teachers(seen.ranks[0])
-    for rank in seen.ranks:
-        row: list[Event] = []
-        for event, foreign in _with_loader(seen, rank):
-            wrong = foreign and not event["grad"] and event["training"] and event["modal"][0]
-            row = [*row, event] if wrong else []
-            if len(row) >= _IN_A_ROW:
-                on, layers = row[0]["modal"]
-                yield Found(
-                    row[0].where,
-                    f"after step {row[0].step} {row[0]['model']} ran without gradients on another "
-                    f"loader's batches, with {on} of {layers} layers of dropout or batch norm in "
-                    f"training mode",
-                    "Call `model.eval()` before the evaluation and `model.train()` after it.",
-                )
-                return
-
-
-def _teachers(rank: RankSeen) -> Iterator[Found]:
-    """Yield models that never change, and are called in training mode between the steps."""
-    trained = {event["model_id"] for event in rank.of("model")}
-    by_model: dict[int, list[Event]] = {}
-    for event in rank.of("inference"):
-        by_model.setdefault(event["model_id"], []).append(event)
-    for number, events in by_model.items():
-        unsteady = [e for e in events if e["training"] and (e["dropped"] or e["learnt"])]
-        if number in trained or len(unsteady) < _LEFT_ON or len({e["weights"] for e in events}) > 1:
-            continue
-        does = "drops values" if unsteady[0]["dropped"] else "learns the statistics of its batches"
-        yield Found(
-            unsteady[0].where,
-            f"{unsteady[0]['model']}, whose weights never change, {does}: it is in training mode "
-            f"in {len(unsteady)} of {len(events)} steps looked at",
-            "Call its `eval()` once it is built or loaded, and where `train()` of a model with it "
-            "inside undoes that.",
-            "warning",
-        )
-
-
-@rule(
-    "SS709",
-    "advice",
-    "evaluation computes gradients",
-    "It keeps the activations of every batch, and takes memory and time for nothing.",
-    least_ranks=1,
-)
-def evaluates_with_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for forward passes in evaluation mode whose graph no backward pass uses."""
-    for rank in seen.ranks:
-        foreign = {id(event) for event, other in _with_loader(seen, rank) if other}
-        for part in _evaluations(seen, rank):
-            kept = [e for e in part.forwards if e["grad"] and id(e) in foreign]
-            if len(kept) >= _IN_A_ROW:
-                yield Found(
-                    kept[0].where,
-                    f"{len(kept)} forward passes of {kept[0]['model']} after step {part.step} "
-                    f"recorded a graph, and no backward pass followed",
-                    "Evaluate under `with torch.no_grad():`.",
-                )
-                return
-
-
-def _evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:
+def evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:
     """Return a rank's evaluations."""
     found: list[_Evaluation] = []
     now: _Evaluation | None = None
-    others = {id(event) for event, foreign in _with_loader(seen, rank) if foreign}
+    others = {id(event) for event, foreign in with_loader(seen, rank) if foreign}
     for event in rank.events:
         if event.kind == "forward":
             aside = not event["grad"] and id(event) in others
@@ -389,12 +273,12 @@ def _evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:
 
 def _pairs(seen: Seen) -> Iterator[tuple[_Evaluation, ...]]:
     """Yield the evaluations in which all ranks took part."""
-    each = [_evaluations(seen, rank) for rank in seen.ranks]
+    each = [evaluations(seen, rank) for rank in seen.ranks]
     if len({len(parts) for parts in each}) == 1 or not seen.complete:
         yield from zip(*each, strict=False)
 
 
-def _with_loader(seen: Seen, rank: RankSeen, kind: str = "forward") -> Iterator[tuple[Event, bool]]:
+def with_loader(seen: Seen, rank: RankSeen, kind: str = "forward") -> Iterator[tuple[Event, bool]]:
     """Yield each forward pass, and whether its batch is of samples that no rank trains on."""
     trained: dict[int, set[int]] = {}  # indices, by data set
     own: set[int] = set()
@@ -456,7 +340,7 @@ def _reads_all(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
 
 def _alone_on_a_shard(seen: Seen) -> Found | None:
     """Return what is wrong if only one rank evaluates, with a sampler that leaves samples out."""
-    each = [(rank, parts) for rank in seen.ranks if (parts := _evaluations(seen, rank))]
+    each = [(rank, parts) for rank in seen.ranks if (parts := evaluations(seen, rank))]
     if len(each) != 1 or not seen.complete:
         return None
     ((rank, parts),) = each
@@ -528,20 +412,3 @@ def _waits_for(rank: RankSeen, event: Event) -> str:
     buffers = len(weights[-1]["buffers"]) if weights else 0
     sends = buffers and wraps[-1].get("broadcast_buffers")
     return f"broadcasts its {buffers} buffers to all ranks" if sends else ""
-
-
-def _training_forwards(rank: RankSeen) -> dict[int, list[Event]]:
-    """Return, by model, the forward passes that a backward pass followed."""
-    found: dict[int, list[Event]] = {}
-    pending: list[Event] = []
-    for event in rank.of("forward", "backward"):
-        if event.kind == "forward":
-            pending = [*pending, event] if event["grad"] else []
-            continue
-        trains = any(one["training"] for one in pending)
-        for one in pending:
-            # Next to a model in training mode, one in evaluation mode is a teacher or a critic.
-            if one["training"] or not trains:
-                found.setdefault(one["model_id"], []).append(one)
-        pending = []
-    return found
