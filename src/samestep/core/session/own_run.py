@@ -51,7 +51,7 @@ from samestep.core.training.prepare import share_buffers
 from samestep.core.training.stopping import Watch
 from samestep.launch.ranks import process_group, watched
 from samestep.launch.ranks.process import RankLog, rank_of, report
-from samestep.launch.ranks.world import World, abandon
+from samestep.launch.ranks.world import World
 
 Thing = TypeVar("Thing", bound=torch.nn.Module | Tensor)
 
@@ -63,25 +63,6 @@ BEFORE_BATCHES = "before the batches of an epoch"
 IN_BATCHES = "between the batches of an epoch"
 AFTER_BATCHES = "after the batches of an epoch"
 AFTER_EPOCHS = "after the epochs"
-
-
-def end_failed(error: BaseException, log: RankLog, *, connected: bool) -> None:
-    """End this process after a failure.
-
-    Return where Python should show its own traceback: one process, and no mistake of the user.
-    """
-    if not connected:
-        process_group.cleanup()  # a notebook runs on
-    if isinstance(error, UserError) or (connected and isinstance(error, Exception)):
-        _end_reported(report(error, log))
-    if connected:
-        code = error.code if isinstance(error, AlreadyTold) else 1
-        abandon(code if isinstance(code, int) else 1)
-
-
-def _end_reported(code: int) -> NoReturn:
-    abandon(code)  # connected still: this rank or another has failed
-    raise AlreadyTold(code)
 
 
 class OwnRun:
@@ -132,7 +113,9 @@ class OwnRun:
         try:
             own = self._own = OwnSession(self._options, self._log)
         except Exception as error:
-            end_failed(error, self._log, connected=process_group.current_world().connected)
+            process_group.end_failed(
+                error, self._log, connected=process_group.current_world().connected
+            )
             raise
         self._log_into, self._passes, self._is_open = own.means, Passes(own.world), True
         open_gather(self._where)
@@ -183,7 +166,7 @@ class OwnRun:
             else:
                 watched.end()
                 return
-        end_failed(error, self._log, connected=own.world.connected)
+        process_group.end_failed(error, self._log, connected=own.world.connected)
         if error is not given:
             raise error
 
@@ -199,7 +182,7 @@ class OwnRun:
             "The run was used outside of `with samestep.open_run(…) as run:`.",
             remedy="Do all of the training within it.",
         )
-        _end_reported(report(error))
+        process_group.end_reported(report(error))
 
     @property
     def path(self) -> Path:

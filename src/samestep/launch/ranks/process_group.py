@@ -1,12 +1,14 @@
 """The process group that a training loop of the user's joins: `samestep.dist`."""
 
 import warnings
-from typing import Literal
+from typing import Literal, NoReturn
 
 from torch import Tensor
 
+from samestep.base.errors import AlreadyTold, UserError
 from samestep.base.settings import Backend, Device
-from samestep.launch.ranks.world import World, find_world, join, leave
+from samestep.launch.ranks.process import RankLog, report
+from samestep.launch.ranks.world import World, abandon, find_world, join, leave
 
 ALONE = World()
 """Before setup, or without it."""
@@ -76,3 +78,23 @@ def cleanup() -> None:
     global _current  # noqa: PLW0603
     leave(_current)
     _current = ALONE
+
+
+def end_failed(error: BaseException, log: RankLog, *, connected: bool) -> None:
+    """End this process after a failure.
+
+    Return where Python should show its own traceback: one process, and no mistake of the user.
+    """
+    if not connected:
+        cleanup()  # a notebook runs on
+    if isinstance(error, UserError) or (connected and isinstance(error, Exception)):
+        end_reported(report(error, log))
+    if connected:
+        code = error.code if isinstance(error, AlreadyTold) else 1
+        abandon(code if isinstance(code, int) else 1)
+
+
+def end_reported(code: int) -> NoReturn:
+    """End this process with an exit code after a failure that was reported."""
+    abandon(code)  # connected still: this rank or another has failed
+    raise AlreadyTold(code)

@@ -18,12 +18,11 @@ from samestep.base.startup import forget_signals
 from samestep.base.tracker_choice import check_installed, chosen
 from samestep.core.recipe import Recipe
 from samestep.core.session.outcome import Outcome
-from samestep.core.session.own_run import end_failed
 from samestep.core.session.picture_making import end_while_drawing
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import engine_named, run_session
 from samestep.core.training.stopping import Again, catch_signals, end_process
-from samestep.launch.ranks import watched
+from samestep.launch.ranks import process_group, watched
 from samestep.launch.ranks.launch import detect_launch
 from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
 from samestep.launch.ranks.process import STARTED_AT, RankLog, rank_of
@@ -127,7 +126,7 @@ def train(
         return _train(call, nproc, Nothing() if quiet else Screen(go_on=again), log)
     except Exception as error:
         if detect_launch(os.environ).world_size > 1:  # one rank reports the failure, and all end
-            end_failed(error, log, connected=in_process_group())
+            process_group.end_failed(error, log, connected=in_process_group())
         raise
     finally:
         log.give_back()
