@@ -1,7 +1,7 @@
 """Write the reference of the handbook from the source: python tools/reference.py.
 
-Flags, settings, fields, signatures, records and the codes of `samestep check` have their only
-source in src/. What a page says above its marker is written by hand.
+Flags, settings, fields, signatures and records have their only source in src/, and the list of
+codes of `samestep check` in their pages. What a page says above its marker is written by hand.
 """
 
 import ast
@@ -240,16 +240,12 @@ def record_fields() -> Iterator[str]:
 
 def outdated() -> Iterator[tuple[Path, str]]:
     """Yield each file that does not say what the source says, and what it has to be."""
-    codes = sorted(RULES.items())
-    for name, rule in codes:
-        page = REFERENCE / "check" / f"{name}.md"
-        _, fence, example = page.read_text().partition(_FENCE)
-        why = paragraph(f"**{rule.severity}** · {rule.why}")
-        if page.read_text() != (text := f"# {name}: {rule.title}\n\n{why}{fence}{example}"):
-            yield page, text
     written = {"commands": commands(), "settings": settings(), "recipe": recipe_fields()}
     written |= {"python": python_names(), "records": record_fields()}
-    rows = ((f"[{name}](check/{name}.md)", rule.severity, rule.title) for name, rule in codes)
+    rows = (
+        (f"[{name}](check/{name}.md)", rule.severity, rule.title)
+        for name, rule in sorted(RULES.items())
+    )
     written["check-codes"] = iter([table("code | severity | what is wrong", rows)])
     for name, parts in written.items():
         page = REFERENCE / f"{name}.md"

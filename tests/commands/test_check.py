@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import samestep.scripts.checking.rules  # noqa: F401 - registers them
-from samestep.scripts.checking import check_report
 from samestep.scripts.checking.check_report import CheckReport, as_table, report_lines
 from samestep.scripts.checking.findings import RULES, Mistake, Origin, without_silenced
 from samestep.scripts.checking.sarif import as_sarif
@@ -218,7 +217,7 @@ def test_a_mistake_in_the_command_is_one_message_before_anything_runs(here, refu
 def test_the_list_has_every_code_and_a_page_for_each(output_of):
     shown = output_of("check", "--list")
     assert re.findall(r"^SS\d{3}", shown, re.MULTILINE) == sorted(RULES)
-    assert {path.stem for path in check_report._PAGES.glob("*.md")} == {*RULES}
+    assert {path.stem for path in PAGES.glob("*.md")} == {*RULES}
     for page in PAGES.glob("*.md"):
         text = page.read_text()
         assert len(text.splitlines()) <= 25, page

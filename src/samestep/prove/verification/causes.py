@@ -242,7 +242,7 @@ DRAWS = Cause(
 )
 OPTIMIZER_ROUNDS = Cause(
     "the optimizer's own rounding",
-    "The optimizer computes in {kind}: of a gradient that is off by {unit:.0e} it makes weights "
+    "The optimizer computes in {kind}: of a gradient that is off by {unit:.0e} it makes {what} "
     "that are off by {moved:.0e}, on one process too. So all that follows the first update is "
     "compared up to {allowed:.0e}; the loss and the gradient of step 1 are compared exactly.",
     "For a sharper comparison, let the optimizer compute in the type of the weights.",

@@ -15,6 +15,7 @@ from samestep.prove.verification.short_trainings import (
     MAIN,
     NUDGED,
     NUDGED_GRADIENT,
+    NUDGED_IN_OWN,
     OWN_PRECISION,
     RankFailure,
     RankReport,
@@ -123,16 +124,14 @@ class Evidence:
             return None
         return difference(self.reference, nudged, 0.0, losses_only=True).largest
 
-    def by_optimizer(self) -> float:
-        """Return what the recipe's own optimizer may make of rounding; 0 if that was not tried."""
-        nudged = self.trace(0, NUDGED_GRADIENT)
-        if nudged is None:
+    def by_optimizer(self, training: str = MAIN) -> float:
+        """Return what the user's own optimizer may make of rounding; 0 if that was not tried."""
+        name = NUDGED_IN_OWN if training == OWN_PRECISION else NUDGED_GRADIENT
+        one, nudged = self.trace(0, training), self.trace(0, name)
+        if one is None or nudged is None:
             return 0.0
-        losses_only = self.losses_only()
-        return (
-            OPTIMIZER_TIMES
-            * difference(self.reference, nudged, 0.0, losses_only=losses_only).largest
-        )
+        losses_only = self.losses_only(training)
+        return OPTIMIZER_TIMES * difference(one, nudged, 0.0, losses_only=losses_only).largest
 
     def trace(self, place: int, training: str) -> Trace | None:
         """Return rank 0's trace of a short training, if there is one."""
@@ -155,9 +154,11 @@ class Evidence:
         """Return the tolerance of a short training's comparison."""
         if self.tolerance is not None:
             return self.tolerance
-        return max(self._before_updates(training), self.by_optimizer())
+        measured = (self.by_optimizer(of) for of in {MAIN, training} & {MAIN, OWN_PRECISION})
+        return max(self.before_updates(training), *measured)
 
-    def _before_updates(self, training: str) -> float:
+    def before_updates(self, training: str) -> float:
+        """Return the tolerance of what no update has touched: the loss and gradients of step 1."""
         return ROUNDING[self.chosen] if training == OWN_PRECISION else self.exact
 
     def losses_only(self, training: str = MAIN) -> bool:
@@ -169,7 +170,7 @@ class Evidence:
         self, trace: Trace, training: str = MAIN, *, reference: Trace | None = None
     ) -> TrainingDifference:
         """Compare a training with one process, by everything that was kept or only by losses."""
-        first = self._before_updates(training) if self.tolerance is None else None
+        first = self.before_updates(training) if self.tolerance is None else None
         return difference(
             reference or self.reference,
             trace,

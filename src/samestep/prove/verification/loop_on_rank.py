@@ -23,7 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from samestep.base.errors import AlreadyTold, UserError
 from samestep.base.settings import Device, Precision
@@ -45,7 +48,13 @@ from samestep.prove.verification.on_rank import failure_of
 from samestep.prove.verification.read_again import Changes, dataset_again
 from samestep.prove.verification.recipe_under_test import Doubles, freeze, nudge
 from samestep.prove.verification.rows.one_writer import ONE_WRITER, RecipeOutput
-from samestep.prove.verification.short_trainings import RankReport, ShortTraining, Start
+from samestep.prove.verification.rows.rounding import Arithmetic, Kinds
+from samestep.prove.verification.short_trainings import (
+    OPTIMIZER_ROW,
+    RankReport,
+    ShortTraining,
+    Start,
+)
 from samestep.prove.verification.trace import Trace, sample_hashes, values_by_name, values_of
 
 PASSES = "passes"
@@ -78,6 +87,8 @@ class LoopTask:
     """What it computes in otherwise, once that is known."""
     statistics: Mapping[str, list[Tensor]] = field(default_factory=dict)
     """Batch normalisation → the statistics at which it is held."""
+    arithmetic: Arithmetic | None = None
+    """What the optimizers compute in, once that is known: their gradients are off by as much."""
 
 
 class Pass(NamedTuple):
@@ -158,6 +169,7 @@ class WatchedRun(OwnRun):
         self._size: TrainingSize | None = None
         self._passed: dict[int, float] = {}
         self._kinds: set[torch.dtype] = set()
+        self._in_steps = Kinds()
         self._read: Callable[[], Changes | None] = lambda: None
 
     # --- what the script does with its run
@@ -181,6 +193,11 @@ class WatchedRun(OwnRun):
         vars(own.session).update(changed)
         vars(own)["check_weights"] = lambda: None  # that is compared here, and gets a cause
         register_optimizer_step_pre_hook(lambda optimizer, *_: self._keep_gradients(optimizer))
+        if self._task.arithmetic and self._task.training.nudges_gradient:
+            register_optimizer_step_pre_hook(self._task.arithmetic.nudging())
+        if not self._task.start.place:  # one process is enough to see what steps compute in
+            register_optimizer_step_pre_hook(lambda *_: self._watch_step(begins=True))
+            register_optimizer_step_post_hook(lambda *_: self._watch_step(begins=False))
         register_module_forward_pre_hook(lambda *_: self._note_precision())
         return self
 
@@ -331,6 +348,12 @@ class WatchedRun(OwnRun):
         for name, values in values_by_name(fresh).items():
             kept.setdefault(name, values)
 
+    def _watch_step(self, *, begins: bool) -> None:
+        if begins:
+            self._in_steps.__enter__()
+        else:
+            self._in_steps.__exit__(None, None, None)
+
     def _note_draws(self) -> None:
         """Note whether Python's or NumPy's generator was used; what follows draws alike anyway."""
         before, self._drawn_before = self._drawn_before, None
@@ -369,6 +392,7 @@ class WatchedRun(OwnRun):
             "dropout": self._seen.draws,
             "state": self._seen.generators,
             "evaluation": self._in_validation.draws,
+            OPTIMIZER_ROW: self._in_steps.arithmetic(wide=self._task.doubles),
         }
         if not self._task.start.place:
             with contextlib.suppress(Exception):  # of a data set that reads in another way

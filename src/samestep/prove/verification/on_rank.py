@@ -228,7 +228,7 @@ class _Start:
         if arithmetic := self._facts.found.get(OPTIMIZER.name):
             arithmetic.hold(tested, learner.optimizer)
             if training.nudges_gradient:
-                arithmetic.nudge(learner.optimizer)
+                learner.optimizer.register_step_pre_hook(arithmetic.nudging())
 
 
 def failure_of(trace: Trace, error: Exception) -> RankFailure:

@@ -17,9 +17,13 @@ from samestep.launch.ranks.process import handed_back
 from samestep.prove.verification.evidence import Evidence
 from samestep.prove.verification.loop_on_rank import STATISTICS, LoopTask
 from samestep.prove.verification.rows.own_loop import LOOP_ROWS
+from samestep.prove.verification.rows.rounding import Arithmetic
 from samestep.prove.verification.short_trainings import (
     MAIN,
     NUDGED,
+    NUDGED_GRADIENT,
+    NUDGED_IN_OWN,
+    OPTIMIZER_ROW,
     OWN_PRECISION,
     RankReport,
     RecipeFacts,
@@ -28,7 +32,7 @@ from samestep.prove.verification.short_trainings import (
     left_free,
     plan_starts,
 )
-from samestep.prove.verification.trace import Trace
+from samestep.prove.verification.trace import Trace, TrainingDifference
 from samestep.prove.verification.verify_recipe import (
     Launch,
     Tell,
@@ -135,10 +139,11 @@ class _Starts:
                 self._take(start, training)
         chosen = exact
         for training in own:
-            chosen = self._take(one, training)[0].found["precision"]
+            ours = self._take(one, training)[0].found
+            chosen, found[NUDGED_IN_OWN] = ours["precision"], ours[OPTIMIZER_ROW]
             for start in several[-1:] if chosen != exact else ():
                 self._take(start, training)
-        return Evidence(
+        evidence = Evidence(
             facts=RecipeFacts(
                 num_samples=self._reports[0][0].num_samples,
                 size=found["size"],
@@ -155,6 +160,23 @@ class _Starts:
             chosen=chosen,
             quick=quick,
         )
+        self._measure(evidence, _MAIN, NUDGED_GRADIENT, found[OPTIMIZER_ROW])
+        for training in own:
+            self._measure(evidence, training, NUDGED_IN_OWN, found[NUDGED_IN_OWN])
+        return replace(evidence, traces=self._traces)
+
+    def _measure(
+        self, evidence: Evidence, of: ShortTraining, name: str, arithmetic: Arithmetic | None
+    ) -> None:
+        """Train once more from gradients off by a rounding, if an optimizer may be what differs.
+
+        What differs before an update has another cause.
+        """
+        one = evidence.trace(0, of.name)
+        found = evidence.compare_starts(of.name, reference=one).values()
+        if arithmetic and any(_after_update(each) for each in found):
+            self._task, self._total = replace(self._task, arithmetic=arithmetic), self._total + 1
+            self._take(self._all[0], replace(of, name=name, nudges_gradient=True))
 
     def _take(self, start: Start, training: ShortTraining) -> list[RankReport]:
         """Start the script once, and keep what its ranks hand back.
@@ -202,3 +224,8 @@ class _Starts:
             message = f"{task.script} failed {where}: {message}"
             raise _FailedError(message) if size == 1 else UserError(message)
         raise UserError(message)
+
+
+def _after_update(found: TrainingDifference) -> bool:
+    step = found.first_step or 0
+    return step > 1 or (step == 1 and found.what == "weight")

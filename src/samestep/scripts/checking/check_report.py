@@ -14,7 +14,6 @@ from samestep.scripts.checking.findings import RULES, Mistake, Origin
 
 _STYLES = {"error": "red", "warning": "yellow", "advice": "bold"}
 _LABEL = 9
-_PAGES = Path(__file__).parent / "pages"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,4 +174,4 @@ def page_of(code: str) -> str:
             f"There is no code {code}. {did_you_mean(code, RULES)}".rstrip(),
             remedy="samestep check --list shows all.",
         )
-    return (_PAGES / f"{code}.md").read_text()
+    return RULES[code].page

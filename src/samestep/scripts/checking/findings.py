@@ -1,7 +1,8 @@
 """A rule, what it finds, and what it could not see.
 
 A rule is a function of `Seen` that yields `Found` and `NotSeen`. It judges by what the ranks did
-in this run, never by the text of the source.
+in this run, never by the text of the source. The head of its page in the handbook says what is
+wrong, how grave it is and why.
 """
 
 import re
@@ -49,30 +50,29 @@ class Rule:
     title: str
     why: str
     """Why it matters, in one sentence."""
+    page: str
     judge: Judge
-    least_ranks: int = 2
+    least_ranks: int
     """On fewer ranks it cannot show, nor in a script that knows nothing of ranks."""
-    residual: bool = False
+    residual: bool
     """Whether it speaks only where no other rule explains the step: codes SS1xx to SS3xx."""
 
 
 RULES: dict[str, Rule] = {}
 """By code; the modules of `rules/` fill it as they are imported."""
+_PAGES = Path(__file__).parent / "pages"
 
 
-def rule(
-    code: str,
-    severity: Severity,
-    title: str,
-    why: str,
-    *,
-    least_ranks: int = 2,
-    residual: bool = False,
-) -> Callable[[Judge], Judge]:
-    """Register a rule."""
+def rule(code: str, *, least_ranks: int = 2, residual: bool = False) -> Callable[[Judge], Judge]:
+    """Register a rule that has a page."""
+    page = (_PAGES / f"{code}.md").read_text(encoding="utf-8")
+    head = re.match(rf"# {code}: (.+)\n\n\*\*(error|warning|advice)\*\* · ((?:.+\n)+)", page)
+    assert head is not None, f"{code}.md begins with title, severity and why"
+    severity: Any = head[2]
+    why = " ".join(head[3].split())
 
     def register(judge: Judge) -> Judge:
-        RULES[code] = Rule(code, severity, title, why, judge, least_ranks, residual)
+        RULES[code] = Rule(code, severity, head[1], why, page, judge, least_ranks, residual)
         return judge
 
     return register

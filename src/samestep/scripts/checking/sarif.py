@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.base.run.files import write_text
 from samestep.base.version import __version__
-from samestep.scripts.checking.check_report import CheckReport, page_of, shown_file
+from samestep.scripts.checking.check_report import CheckReport, shown_file
 from samestep.scripts.checking.findings import RULES, Mistake, Origin
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -35,12 +35,12 @@ def as_sarif(report: CheckReport) -> dict[str, Any]:
 
 
 def _rule(code: str) -> dict[str, Any]:
-    rule, page = RULES[code], page_of(code)
+    rule = RULES[code]
     return {
         "id": code,
         "shortDescription": {"text": rule.title},
         "fullDescription": {"text": rule.why},
-        "help": {"text": page, "markdown": page},
+        "help": {"text": rule.page, "markdown": rule.page},
         "defaultConfiguration": {"level": _LEVELS[rule.severity]},
     }
 

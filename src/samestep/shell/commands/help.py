@@ -5,14 +5,15 @@ written here: in groups, and of the settings only the common ones unless `--help
 """
 
 import inspect
+import io
 import math
 import re
 import shutil
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -65,6 +66,49 @@ def examples(*lines: str) -> Iterator[None]:
         raise AlreadyTold(stop.code) from None
 
 
+def parse_words(kind: type[T], words: Sequence[str], **how: Any) -> T:
+    """Return what words are as a dataclass, by `tyro.cli`, whose arguments are in `how`.
+
+    Raises:
+        UserError: they cannot be parsed. tyro would print a box.
+    """
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            found: T = tyro.cli(kind, args=words, **how)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UserError(_message_of(box.getvalue())) from None
+    return found
+
+
+def _message_of(box: str) -> str:
+    """Return what a box of tyro's says: the mistake, flags like the one typed, where help is."""
+    sections: list[list[str]] = [[]]
+    for row in (line[2:].rstrip(" │") for line in box.splitlines() if line.startswith("│")):
+        if row.strip("─"):
+            sections[-1].append(row)
+        else:
+            sections.append([])
+    first, *others = filter(None, sections)
+    told = " ".join(map(str.strip, first)).rstrip(".")
+    sentences = [f"{told[0].upper()}{told[1:]}."]
+    for heading, *rows in others:
+        flags = [words[0] for row in rows if (words := re.findall(r"--[\w-]+", row[:24]))]
+        if heading.startswith("Perhaps"):
+            sentences.append(f"Did you mean {' or '.join(flags)}?")
+        elif heading.startswith("For full helptext"):
+            command = re.sub(r"\s+", " ", " ".join([heading, *rows])).partition("samestep ")[2]
+            sentences.append(f"`samestep {command}` shows all flags.")
+        elif heading.startswith("Argument"):
+            flag, *text = map(str.strip, rows)
+            sentences.append(f"{flag}: {' '.join(text)}")
+        else:
+            sentences.append(f"{heading} {' '.join(map(str.strip, rows))}.")
+    return " ".join(sentences)
+
+
 def example_text(*lines: str) -> str:
     """Return the examples of a help text; lines without `samestep` get it as a prefix."""
     whole = (line if "samestep " in line else f"samestep {line}" for line in lines)
@@ -88,9 +132,8 @@ def parse_flags(
         _show(f"{_flags_text(verb, kind, default, groups)}\n{example_text(*lines)}")
         raise AlreadyTold(0)
     with examples(*lines):
-        if default is None:
-            return tyro.cli(kind, prog=f"samestep {verb}", args=arguments)
-        return tyro.cli(kind, prog=f"samestep {verb}", args=arguments, default=default)
+        given = {} if default is None else {"default": default}
+        return parse_words(kind, arguments, prog=f"samestep {verb}", **given)
 
 
 def inner_verb(

@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
-
 from samestep.base.errors import UserError
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path
@@ -29,7 +27,14 @@ from samestep.cluster.sweeping.sweep_plan import (
     read_axes,
 )
 from samestep.core.recipes import RECIPES
-from samestep.shell.commands.help import HELP, Switch, check_positive, examples, show_notes
+from samestep.shell.commands.help import (
+    HELP,
+    Switch,
+    check_positive,
+    examples,
+    parse_words,
+    show_notes,
+)
 from samestep.shell.commands.target import own_flags, parse_target
 
 if TYPE_CHECKING:
@@ -87,7 +92,7 @@ def main(arguments: list[str]) -> int:
     mine, rest = _split(words[:cut])
     shared, axes = read_axes(rest)
     with examples(*_EXAMPLES):
-        command = tyro.cli(SweepFlags, prog=f"samestep sweep {target}", args=mine)
+        command = parse_words(SweepFlags, mine, prog=f"samestep sweep {target}")
     if words[cut:] and not command.slurm:
         raise UserError("What follows after `--` are flags of a job: they need --slurm.")
     if command.slurm and command.nproc > 1:
@@ -222,8 +227,8 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
     """Submit a job array of the trainings that have neither completed nor a job already."""
     defaults, files = options_before(None)
     with examples(*_EXAMPLES):
-        given = tyro.cli(
-            UncheckedOptions, prog="samestep slurm submit …", args=words, default=defaults
+        given = parse_words(
+            UncheckedOptions, words, prog="samestep slurm submit …", default=defaults
         )
     options = with_home_expanded(apply_flags(defaults, given, files))
     check_ranks(options, settings)

@@ -28,7 +28,14 @@ from samestep.base.settings import (
 )
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks.process import TASK
-from samestep.shell.commands.help import HELP, HELP_ALL, example_text, examples, help_text
+from samestep.shell.commands.help import (
+    HELP,
+    HELP_ALL,
+    example_text,
+    examples,
+    help_text,
+    parse_words,
+)
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
@@ -103,11 +110,11 @@ def parse_target(
         _check_names(verb, target, given, known, no_effect)
         types = [(key, type(part)) for key, part in parts.items()]
         form = dataclasses.make_dataclass("Form", types, frozen=True)
-        parsed = tyro.cli(
+        parsed: Any = parse_words(
             form,
+            flags,
             prog=f"samestep {verb} {target}",
             description=about,
-            args=flags,
             default=form(**parts),
             config=(tyro.conf.OmitArgPrefixes,),
         )

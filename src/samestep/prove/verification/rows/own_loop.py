@@ -20,7 +20,7 @@ from samestep.prove.verification.evidence import (
 )
 from samestep.prove.verification.loop_on_rank import GLOBAL_BATCH, GROUPS, PASSES, READ_AGAIN, Pass
 from samestep.prove.verification.read_again import Changes
-from samestep.prove.verification.rows import trainings
+from samestep.prove.verification.rows import rounding, trainings
 from samestep.prove.verification.rows.one_writer import ONE_WRITER
 from samestep.prove.verification.short_trainings import MAIN, Start
 from samestep.prove.verification.trace import (
@@ -317,7 +317,7 @@ def _one_writer(evidence: Evidence) -> Check | list[Check]:
 
 LOOP_ROWS: Sequence[TableRow] = (
     *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
-    *(_in_loop(trainings.BATCHNORM), _in_loop(trainings.DROPOUT), _in_loop(STATE)),
+    *(rounding.OPTIMIZER, _in_loop(trainings.BATCHNORM), _in_loop(trainings.DROPOUT), _in_loop(STATE)),
     *(ORDER, PROCESSES, GRADIENTS, LOSS, EVALUATION),
     replace(ONE_WRITER, answer=_one_writer),
 )

@@ -1,8 +1,9 @@
-"""The row about a recipe's own optimizer: what it computes in, and what it makes of a rounding."""
+"""The row about an optimizer of one's own: what it computes in, and what it makes of a rounding."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -16,8 +17,11 @@ from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import OPTIMIZER_TIMES, Check, Evidence, TableRow
 from samestep.prove.verification.recipe_under_test import RecipeUnderTest
 from samestep.prove.verification.short_trainings import (
+    MAIN,
     NUDGED_GRADIENT,
+    NUDGED_IN_OWN,
     OPTIMIZER_ROW,
+    OWN_PRECISION,
     ShortTraining,
 )
 
@@ -47,21 +51,21 @@ class Arithmetic(NamedTuple):
             # A method of it, as PyTorch's schedulers need.
             vars(optimizer).update({"step": MethodType(exact, optimizer)})
 
-    def nudge(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let each step take gradients that are off by a rounding."""
+    def nudging(self) -> Callable[..., None]:
+        """Return a hook by which each step takes gradients that are off by a rounding."""
         generator = torch.Generator().manual_seed(0)
         size = _off(self)
 
-        def move(*_: Any) -> None:
+        def move(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             for gradient in (p.grad for group in optimizer.param_groups for p in group["params"]):
                 if gradient is not None and gradient.layout == torch.strided:
                     signs = torch.randint(0, 2, gradient.shape, generator=generator) * 2 - 1
                     gradient.mul_(1 + size * signs.to(gradient))
 
-        optimizer.register_step_pre_hook(move)
+        return move
 
 
-class _Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note the types of the numbers that operations take and return."""
 
     def __init__(self) -> None:
@@ -76,6 +80,12 @@ class _Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, Tensor) and leaf.numel() > 1:  # a single one counts steps
                 self.found.add(leaf.dtype)
         return result
+
+    def arithmetic(self, *, wide: bool) -> Arithmetic | None:
+        """Return what was computed in; None if nothing was."""
+        kind = max(self.found, key=_unit, default=None)
+        name = str(kind).removeprefix("torch.")
+        return None if kind is None else Arithmetic(wide, name, _unit(kind))
 
 
 def _off(arithmetic: Arithmetic) -> float:
@@ -96,33 +106,36 @@ def _look(tested: RecipeUnderTest) -> Arithmetic | None:
         return None
     for wide in (True, False):
         with contextlib.suppress(Exception):  # the short trainings say how it fails
-            kind = max(_kinds_of(tested, wide=wide), key=_unit)
-            return Arithmetic(wide, str(kind).removeprefix("torch."), _unit(kind))
+            return _kinds_of(tested, wide=wide).arithmetic(wide=wide)
     return None
 
 
-def _kinds_of(tested: RecipeUnderTest, *, wide: bool) -> set[torch.dtype]:
+def _kinds_of(tested: RecipeUnderTest, *, wide: bool) -> Kinds:
     model, block, settings = tested.build(), tested.batch(), tested.settings
     optimizer = optimizer_of(tested.recipe, model, settings, settings.lr, tested.world.device)
     step: Callable[..., Any] = tested.exactly(optimizer.step) if wide else optimizer.step
-    kinds = _Kinds()
+    kinds = Kinds()
     for _ in range(2):
         model.zero_grad()
         tested.free_loss(model, block, tested.placed_loss).backward()  # type: ignore[no-untyped-call]
         with kinds:
             step()
-    return kinds.found
+    return kinds
 
 
 def _answer(evidence: Evidence) -> Iterator[Check]:
-    arithmetic, allowed = evidence.found(OPTIMIZER_ROW, Arithmetic), evidence.by_optimizer()
-    if arithmetic is None or allowed <= evidence.exact:
-        return
-    moved = allowed / OPTIMIZER_TIMES
-    cause = causes.OPTIMIZER_ROUNDS.of(
-        kind=arithmetic.kind, unit=_off(arithmetic), moved=moved, allowed=allowed
-    )
-    yield Check("note", "gradients off by one rounding: the measure", moved, allowed, cause)
+    for training, found in ((MAIN, OPTIMIZER_ROW), (OWN_PRECISION, NUDGED_IN_OWN)):
+        arithmetic, allowed = evidence.found(found, Arithmetic), evidence.by_optimizer(training)
+        if arithmetic is None or allowed <= evidence.before_updates(training):
+            continue
+        what = "losses" if evidence.losses_only(training) else "weights"
+        moved, unit = allowed / OPTIMIZER_TIMES, _off(arithmetic)
+        cause = causes.OPTIMIZER_ROUNDS.of(
+            kind=arithmetic.kind, unit=unit, what=what, moved=moved, allowed=allowed
+        )
+        if unit == _off(arithmetic._replace(unit=0.0)):  # there is no wider type
+            cause = replace(cause, advice="")
+        yield Check("note", "gradients off by one rounding: the measure", moved, allowed, cause)
 
 
 OPTIMIZER = TableRow(

@@ -25,12 +25,7 @@ from samestep.scripts.checking.readings import (
 _MUCH = 0.1  # of samples that differ in content
 
 
-@rule(
-    "SS101",
-    "error",
-    "all ranks train the same samples",
-    "Every sample counts once per rank: more ranks repeat the same work instead of sharing it.",
-)
+@rule("SS101")
 def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     """Judge by the first pass over each loader; without one, by what the model was given."""
     for readings in together(seen):
@@ -74,12 +69,7 @@ def _with_sampler(line: str) -> str:
     return "Give the loader `sampler=DistributedSampler(dataset)` instead of `shuffle=True`."
 
 
-@rule(
-    "SS102",
-    "error",
-    "the ranks' shares overlap",
-    "Samples that several ranks read count more than the others in every epoch.",
-)
+@rule("SS102")
 def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
     """Judge by the indices where the data are the same, else by the samples' content."""
     for readings in together(seen):
@@ -104,12 +94,7 @@ def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(first.made, told, remedy)
 
 
-@rule(
-    "SS103",
-    "warning",
-    "set_epoch is never called: every epoch has the same order",
-    "A DistributedSampler shuffles by the number of its epoch, which stays 0 until it is set.",
-)
+@rule("SS103")
 def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the first two passes of a sampler that knows epochs."""
     each = [first for first, *_ in together(seen)]
@@ -140,13 +125,7 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS104",
-    "warning",
-    "nothing is shuffled",
-    "Neighbours in the data set, often of one class, always share a batch.",
-    least_ranks=1,
-)
+@rule("SS104", least_ranks=1)
 def nothing_is_shuffled(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find ascending indices in a loader that trains: a warning if shuffling was asked for."""
     for readings in together(seen):
@@ -168,12 +147,7 @@ def nothing_is_shuffled(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(where, told, remedy, None if asked else "advice")
 
 
-@rule(
-    "SS105",
-    "error",
-    "a stream is not split over the ranks",
-    "An IterableDataset has no sampler: each rank reads all of it unless it skips by itself.",
-)
+@rule("SS105")
 def stream_is_not_split_over_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the content of the first samples."""
     for readings in together(seen):
@@ -187,13 +161,7 @@ def stream_is_not_split_over_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(where, told, f"Let each rank take its own part: {split}.")
 
 
-@rule(
-    "SS106",
-    "error",
-    "a stream is not split over loader workers",
-    "Each worker has a copy of the IterableDataset and reads all of it: every sample comes again.",
-    least_ranks=1,
-)
+@rule("SS106", least_ranks=1)
 def stream_is_not_split_over_workers(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find as many equal batches in a row as there are workers, again and again."""
     for reading in (reading for rank in seen.ranks for reading in readings_of(rank)):
@@ -210,12 +178,7 @@ def stream_is_not_split_over_workers(seen: Seen) -> Iterator[Found | NotSeen]:
             return
 
 
-@rule(
-    "SS107",
-    "warning",
-    "padding duplicates are counted in evaluation",
-    "The sampler repeats samples so that all ranks have equally many, and the metric counts them.",
-)
+@rule("SS107")
 def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find repeated indices in an evaluation whose sums are then reduced over the ranks."""
     for readings in together(seen, trains=False):
@@ -253,13 +216,7 @@ def _met_after(rank: RankSeen, reading: Reading) -> set[str]:
     return kinds
 
 
-@rule(
-    "SS108",
-    "warning",
-    "loader workers draw the same random numbers",
-    "Samples that are read side by side are augmented in the same way: there is less variety.",
-    least_ranks=1,
-)
+@rule("SS108", least_ranks=1)
 def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the random states with which the workers of a loader drew for their first samples."""
     for first, *_ in together(seen):
@@ -269,12 +226,7 @@ def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(first.made, f"{told} {', '.join(names)} and drew from it", remedy)
 
 
-@rule(
-    "SS109",
-    "advice",
-    "all ranks draw the same random numbers",
-    "The ranks' samples are augmented in the same way: there is less variety.",
-)
+@rule("SS109")
 def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the random states with which the ranks drew for their first samples."""
     for readings in together(seen):
@@ -295,13 +247,7 @@ def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(first.made, f"{told} and drew from it in the data set", remedy)
 
 
-@rule(
-    "SS111",
-    "warning",
-    "the collate function leaves samples out",
-    "They are read and thrown away: nothing is trained on them, and an evaluation counts fewer.",
-    least_ranks=1,
-)
+@rule("SS111", least_ranks=1)
 def collating_leaves_out(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the rows of each batch with the samples of which it was made."""
     evaluations = [one for own in evaluated(seen) for one in own if one.lost]
@@ -317,13 +263,7 @@ def collating_leaves_out(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS112",
-    "advice",
-    "an evaluation leaves out the last samples",
-    "`drop_last` is for training: here the samples of the last batch never count.",
-    least_ranks=1,
-)
+@rule("SS112", least_ranks=1)
 def evaluates_without_the_last(seen: Seen) -> Iterator[Found | NotSeen]:
     """Count what the batches of an evaluation leave out, and no other evaluation reads."""
     each = list(evaluated(seen))
@@ -341,14 +281,7 @@ def evaluates_without_the_last(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS113",
-    "advice",
-    "evaluated samples change from one evaluation to the next",
-    "The number tells of random draws too, as of an augmentation that is meant for training: it "
-    "cannot be compared from epoch to epoch.",
-    least_ranks=1,
-)
+@rule("SS113", least_ranks=1)
 def evaluates_augmented(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the content of the same samples in the first two passes, where numbers were drawn."""
     for first, *_ in evaluated(seen):
@@ -380,12 +313,7 @@ def _seed_by_rank(name: str, in_worker: bool) -> str:
     return f"`{calls[name]}(seed + rank)`"
 
 
-@rule(
-    "SS110",
-    "error",
-    "ranks shuffle differently under a DistributedSampler",
-    "Each rank takes its share of another order: some samples come twice, others never.",
-)
+@rule("SS110")
 def ranks_shuffle_differently(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the seeds and epochs of the ranks' samplers."""
     for readings in together(seen):
@@ -405,12 +333,7 @@ def ranks_shuffle_differently(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(where or readings[0].made, told, f"Give the samplers of all ranks one {what}.")
 
 
-@rule(
-    "SS602",
-    "error",
-    "the ranks have uneven numbers of batches",
-    "A rank that is through leaves the others waiting for it in a collective, for ever.",
-)
+@rule("SS602")
 def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare how many batches the first pass has on each rank."""
     for readings in together(seen):
@@ -438,13 +361,7 @@ def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(readings[0].loader.where, told, remedy, comes_from=made)
 
 
-@rule(
-    "SS711",
-    "error",
-    "the same batch at every step",
-    "The model is trained on one batch of the data set and never sees the rest.",
-    least_ranks=1,
-)
+@rule("SS711", least_ranks=1)
 def same_batch_at_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the batches of a loader that has more than one, and what the model was given."""
     for first, *_ in together(seen):

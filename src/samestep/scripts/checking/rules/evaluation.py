@@ -38,12 +38,7 @@ class _Evaluation:
         return self.events
 
 
-@rule(
-    "SS401",
-    "error",
-    "a metric of one rank's shard is shown as the whole",
-    "The number depends on which samples lie on the rank that reports it.",
-)
+@rule("SS401")
 def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a number that is shown after an evaluation of shards that nothing joined."""
     if (alone := _alone_on_a_shard(seen)) is not None:
@@ -77,12 +72,7 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
         return
 
 
-@rule(
-    "SS402",
-    "warning",
-    "a mean of the ranks' means over unequal counts",
-    "Samples of the smaller shard count for more, so the number changes with the number of ranks.",
-)
+@rule("SS402")
 def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a reduced number that becomes the plain mean over ranks with unequal counts."""
     yield from _divides_counts(seen)
@@ -155,13 +145,7 @@ def _with_samples(part: _Evaluation) -> Iterator[tuple[Event, int]]:
             yield event, samples
 
 
-@rule(
-    "SS403",
-    "error",
-    "only one rank evaluates through the wrapped model",
-    "The wrapper's forward pass is a collective: it waits for ranks that never come, or meets "
-    "another call of theirs.",
-)
+@rule("SS403")
 def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for evaluation through a wrapper that communicates, on some of the ranks."""
     inside: list[list[Event]] = []
@@ -188,12 +172,7 @@ def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS404",
-    "error",
-    "the best checkpoint is chosen by one rank's number",
-    "Which weights are kept depends on the samples of one rank.",
-)
+@rule("SS404")
 def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a save as the best, by its name, that nothing was joined before."""
     for parts in _pairs(seen):
@@ -214,12 +193,7 @@ def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
             return
 
 
-@rule(
-    "SS405",
-    "error",
-    "the ranks evaluate different weights",
-    "The number is of several models, and what is saved of one of them is not what was evaluated.",
-)
+@rule("SS405")
 def evaluates_other_weights(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare what the ranks evaluate, where the weights that they train are equal."""
     trained = list(seen.together("weights"))

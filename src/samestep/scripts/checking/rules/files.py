@@ -44,13 +44,7 @@ def take_turns(seen: Seen, events: dict[int, Event]) -> bool:
     return len(set(turns)) == len(turns)
 
 
-@rule(
-    "SS501",
-    "error",
-    "several ranks write one file",
-    "Ranks that write at the same time tear or overwrite each other's file, and it holds whatever "
-    "the last of them wrote.",
-)
+@rule("SS501")
 def one_file(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find files that were emptied by several ranks, or that each rank appends to."""
     told: set[str] = set()
@@ -81,13 +75,7 @@ def one_file(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS502",
-    "warning",
-    "a checkpoint is saved from a rank other than 0",
-    "Only rank 0 is sure to exist at every world size, and the next start looks for its file on "
-    "the node of rank 0.",
-)
+@rule("SS502")
 def other_rank_saves(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find lines that save tensors on some ranks, and never on rank 0."""
     lines = by_line(seen, "save")
@@ -109,14 +97,7 @@ def other_rank_saves(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS503",
-    "advice",
-    "the wrapped state dict is saved",
-    "Every name begins with the wrapper's own `module.` or `_orig_mod.`, so the file loads into "
-    "no model that is not wrapped in the same way.",
-    least_ranks=1,
-)
+@rule("SS503", least_ranks=1)
 def wrapped_names(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find saved state dicts in which all names begin with a wrapper's."""
     is_wrapped = seen.any("wrap")
@@ -134,13 +115,7 @@ def wrapped_names(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(where, f"the names are {', '.join(names[:2])}, …", remedy)
 
 
-@rule(
-    "SS504",
-    "warning",
-    "a checkpoint is loaded without map_location",
-    "Tensors go back to the device from which they were saved: every rank of a node loads onto "
-    "the GPU of rank 0.",
-)
+@rule("SS504")
 def no_map_location(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find state dicts that ranks other than 0 load, without where to."""
     loads = by_line(seen, "load", own=True)
@@ -166,14 +141,7 @@ def no_map_location(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS505",
-    "warning",
-    "torch.load unpickles arbitrary objects",
-    "A pickle runs code as it is loaded: anyone who can change or send the file runs "
-    "theirs in your job.",
-    least_ranks=1,
-)
+@rule("SS505", least_ranks=1)
 def arbitrary_pickle(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find files loaded with weights_only=False, of those that this run has not itself saved."""
     saved = {event["path"] for event in seen.any("save", "write")}
@@ -188,13 +156,7 @@ def arbitrary_pickle(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(where, f"{min(paths)} is loaded with weights_only=False", remedy)
 
 
-@rule(
-    "SS506",
-    "warning",
-    "every rank downloads",
-    "N ranks fetch the same data at once and unpack it over each other, and servers answer many "
-    "requests from one address by refusing them.",
-)
+@rule("SS506")
 def all_download(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find addresses that several ranks ask for, none after the others."""
     asking: dict[str, dict[int, Event]] = defaultdict(dict)
@@ -220,12 +182,7 @@ def all_download(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS507",
-    "warning",
-    "a tracker is started on every rank",
-    "One training appears as N runs, or N processes write into one.",
-)
+@rule("SS507")
 def all_track(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find trackers that several ranks start alike."""
     for where, ranks in by_line(seen, "tracker").items():
@@ -239,12 +196,7 @@ def all_track(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(where, f"{named(ranks)} start {name}", on_rank_0(seen, where))
 
 
-@rule(
-    "SS508",
-    "advice",
-    "a progress bar on every rank",
-    "N bars overwrite each other on one terminal.",
-)
+@rule("SS508")
 def all_show(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find bars that several ranks show at the same place."""
     for where, ranks in by_line(seen, "progress", disabled=False).items():

@@ -22,13 +22,7 @@ _ARRIVE = (
 _CALL = ("kind", "op", "root", "shapes", "dtype")
 
 
-@rule(
-    "SS601",
-    "error",
-    "collectives in different order or shape on the ranks",
-    "The n-th collective of a rank meets the n-th of the others, whatever each meant by it: they "
-    "mix up numbers, fail or wait forever.",
-)
+@rule("SS601")
 def other_collectives(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find the first collective of each group that is not the same call on its ranks."""
     if seen.stall is not None and any(rank.exit_code for rank in seen.ranks):
@@ -68,13 +62,7 @@ def _text(event: Event) -> str:
     return f"{event['kind']}({', '.join(said)})"
 
 
-@rule(
-    "SS603",
-    "advice",
-    "no destroy_process_group",
-    "A rank that exits while others still talk to it makes them fail, and PyTorch warns of "
-    "resources that leak.",
-)
+@rule("SS603")
 def no_destroy(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find a group that the script itself makes and that no rank destroys."""
     begun = [event for event in seen.any("init") if event["own"]]
@@ -91,13 +79,7 @@ def no_destroy(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS604",
-    "error",
-    "ranks read from the wrong variables",
-    "Each process takes itself for another rank than its launcher started it as: several train as "
-    "rank 0, or wait for ranks that do not exist.",
-)
+@rule("SS604")
 def wrong_variables(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find groups whose ranks are not 0 to N-1, and scripts that read another launcher's."""
     begun = {rank.rank: event for rank in seen.ranks if (event := rank.first("init"))}
@@ -142,14 +124,7 @@ def _read_text(seen: Seen) -> str:
     return f"; the script asked for {', '.join(names)}, not set here" if names else ""
 
 
-@rule(
-    "SS605",
-    "error",
-    "exit code 0 after a failed rank",
-    "The launcher takes the rank for finished: the others wait for it, the job counts as done, "
-    "and nothing starts it again.",
-    least_ranks=1,
-)
+@rule("SS605", least_ranks=1)
 def swallowed(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find exceptions out of the training that a rank caught, before it ended with 0."""
     if failures := _failures(seen):
@@ -164,14 +139,7 @@ def swallowed(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS606",
-    "error",
-    "the script hangs",
-    "Ranks wait for one that does not come: on a cluster the job burns its allocation until a "
-    "time-out, which names no line.",
-    least_ranks=1,
-)
+@rule("SS606", least_ranks=1)
 def hangs(seen: Seen) -> Iterator[Found | NotSeen]:
     """Tell who is missing where, as the stacks and the last collectives of all ranks show it."""
     if seen.stall is not None and not any(rank.exit_code for rank in seen.ranks):

@@ -10,13 +10,7 @@ _IN_A_ROW = 2
 _LEFT_ON = 3  # training steps
 
 
-@rule(
-    "SS706",
-    "error",
-    "evaluation mode is left on in training",
-    "Dropout is off and batch statistics are frozen from the first evaluation on.",
-    least_ranks=1,
-)
+@rule("SS706", least_ranks=1)
 def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for training steps in evaluation mode of a model whose layers depend on it."""
     for rank in seen.ranks:
@@ -43,13 +37,7 @@ def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
             return
 
 
-@rule(
-    "SS707",
-    "error",
-    "training mode in evaluation",
-    "Dropout is on, and batch norm uses and learns the statistics of the evaluated batches.",
-    least_ranks=1,
-)
+@rule("SS707", least_ranks=1)
 def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for forward passes without gradients on other data, with layers in training mode."""
     for event in seen.ranks[0].of("dropped"):
@@ -102,13 +90,7 @@ def _teachers(rank: RankSeen) -> Iterator[Found]:
         )
 
 
-@rule(
-    "SS709",
-    "advice",
-    "evaluation computes gradients",
-    "It keeps the activations of every batch, and takes memory and time for nothing.",
-    least_ranks=1,
-)
+@rule("SS709", least_ranks=1)
 def evaluates_with_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for forward passes in evaluation mode whose graph no backward pass uses."""
     for rank in seen.ranks:

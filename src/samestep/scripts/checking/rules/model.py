@@ -102,13 +102,7 @@ def _differing(events: tuple[Event, ...], fact: str) -> list[str]:
     return [n for n in first if any(event[fact].get(n) != first[n] for event in events)]
 
 
-@rule(
-    "SS201",
-    "error",
-    "the model is not wrapped: each rank trains a model of its own",
-    "Without an exchange of gradients every rank learns only from its share of the data, and only "
-    "the model of the rank that saves is kept.",
-)
+@rule("SS201")
 def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
     """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
     for one in _trained(seen):
@@ -138,12 +132,7 @@ def _when(step: int) -> str:
     return f"after step {step}" if step else "before the first step"
 
 
-@rule(
-    "SS202",
-    "error",
-    "the ranks begin with different weights",
-    "Equal gradients keep unequal models unequal: the gradient is of no single model.",
-)
+@rule("SS202")
 def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
     """The gradients are the same, but the weights before the first step are not."""
     for one in _trained(seen):
@@ -163,12 +152,7 @@ def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS203",
-    "error",
-    "the weights of the ranks drift apart",
-    "From that step on the ranks train different models, and each gradient is a mean over them.",
-)
+@rule("SS203")
 def drift(seen: Seen) -> Iterator[Found | NotSeen]:
     """The ranks begin with the same weights and end with different ones."""
     if seen.any("join"):
@@ -254,12 +238,7 @@ def _clipped_apart(seen: Seen) -> Found | None:
     return None
 
 
-@rule(
-    "SS204",
-    "error",
-    "the wrapped model is called past its wrapper",
-    "DDP prepares the all-reduce in its own forward; past it, gradients never meet.",
-)
+@rule("SS204")
 def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
     """Steps whose forward passes went to `.module`, or to a part of the model."""
     for one in _trained(seen):
@@ -279,13 +258,7 @@ def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS205",
-    "advice",
-    "batch normalisation over few samples per rank",
-    "Each rank normalises with the statistics of its own share, so that the model depends on the "
-    "number of ranks.",
-)
+@rule("SS205")
 def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     """BatchNorm in training under DDP, with few samples of a rank."""
     for one in _trained(seen):
@@ -300,12 +273,7 @@ def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS206",
-    "warning",
-    "buffers differ between the ranks",
-    "Each rank trains, evaluates and saves with its own state, which no gradient makes equal.",
-)
+@rule("SS206")
 def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
     """Buffers that DDP does not broadcast, and that the ranks do not change alike."""
     for one in _trained(seen):
@@ -331,13 +299,7 @@ def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS207",
-    "error",
-    "parameters get no gradient, which DDP does not expect",
-    "DDP waits for the gradient of every parameter: those that share a bucket with an unused one "
-    "are not all-reduced, and the next forward pass fails.",
-)
+@rule("SS207")
 def unused_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
     """A loss does not reach some parameters, and find_unused_parameters is off."""
     ends = [event["text"] for event in seen.any("end")]
@@ -372,12 +334,7 @@ def unused_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS208",
-    "advice",
-    "find_unused_parameters is on, although every parameter is used",
-    "DDP walks the graph of every forward pass and keeps a copy of which parameters it met.",
-)
+@rule("SS208")
 def all_used(seen: Seen) -> Iterator[Found | NotSeen]:
     """Every backward pass on every rank reaches every parameter."""
     for one in _trained(seen):
@@ -403,12 +360,7 @@ def all_used(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS209",
-    "error",
-    "a GPU is chosen by the global rank",
-    "On every node but the first the global rank is the number of a GPU that is not there.",
-)
+@rule("SS209")
 def gpu_of_global_rank(seen: Seen) -> Iterator[Found | NotSeen]:
     """Where the ranks seem to have a node each, look at the device that a rank asks for."""
     asked = seen.any("device")

@@ -62,13 +62,7 @@ def _unheld(
             return
 
 
-@rule(
-    "SS701",
-    "error",
-    "no optimizer holds parameters that get gradients",
-    "They keep the values with which they were made, however long the training is.",
-    least_ranks=1,
-)
+@rule("SS701", least_ranks=1)
 def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
     """Gradients other than zero, in no optimizer that was ever made, and never changed."""
     for rank, step, model, shapes in _unheld(seen, instead=False):
@@ -86,13 +80,7 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS306",
-    "error",
-    "the optimizer was made before the model was moved or wrapped",
-    "It updates the tensors that the model had then; those that it has now stay as they are.",
-    least_ranks=1,
-)
+@rule("SS306", least_ranks=1)
 def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
     """The same parts of the same model have other tensors than when the optimizer was made."""
     for rank, step, model, shapes in _unheld(seen, instead=True):
@@ -106,13 +94,7 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS702",
-    "error",
-    "the optimizer holds the tensors of another model",
-    "It updates tensors that no forward pass uses, and the model stays as it is.",
-    least_ranks=1,
-)
+@rule("SS702", least_ranks=1)
 def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
     """Tensors of the same shapes as the model's, which never get a gradient."""
     for rank, step, model, shapes in _unheld(seen, instead=True):
@@ -127,13 +109,7 @@ def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS703",
-    "warning",
-    "parameters never change, although they have gradients and an optimizer",
-    "Something undoes the updates, or they are too small for the number format.",
-    least_ranks=1,
-)
+@rule("SS703", least_ranks=1)
 def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
     """Weights with the same bits after several steps with gradients."""
     for rank in seen.ranks:
@@ -194,14 +170,7 @@ def _with_gradients(
     ]
 
 
-@rule(
-    "SS713",
-    "error",
-    "frozen parameters still change",
-    "Weight decay and momentum move them away from what was loaded, and batch norm learns the "
-    "statistics of the new data.",
-    least_ranks=1,
-)
+@rule("SS713", least_ranks=1)
 def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for weights without a gradient that a step changes, and for frozen norms that learn."""
     rank = seen.ranks[0]
@@ -246,13 +215,7 @@ def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS712",
-    "error",
-    "the saved weights are not those that were trained",
-    "The file has the weights of the beginning: the training is lost.",
-    least_ranks=1,
-)
+@rule("SS712", least_ranks=1)
 def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
     """A module that still has the weights of the beginning is saved, the trained one never."""
     saved = [(rank.rank, event) for rank in seen.ranks for event in rank.of("saved")]
@@ -273,14 +236,7 @@ def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
         yield NotSeen("no weights were saved")
 
 
-@rule(
-    "SS714",
-    "error",
-    "weights that were never copied are loaded back",
-    "A state_dict holds the model's own tensors: what was kept of the best epoch is what the last "
-    "one left.",
-    least_ranks=1,
-)
+@rule("SS714", least_ranks=1)
 def loads_itself(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a model that loads the state_dict that it gave before it was trained on."""
     event = seen.ranks[0].first("loaded_itself")
@@ -296,13 +252,7 @@ def loads_itself(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS704",
-    "error",
-    "gradients add up from step to step",
-    "Every step is taken with the sum of all gradients so far: the weights run away.",
-    least_ranks=1,
-)
+@rule("SS704", least_ranks=1)
 def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for gradients of the last step that the next backward pass adds to."""
     for optimizer, (rank, steps) in _by_optimizer(seen).items():
@@ -318,13 +268,7 @@ def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS705",
-    "error",
-    "gradients are zeroed between backward and step",
-    "The optimizer steps without any gradient: nothing is learnt.",
-    least_ranks=1,
-)
+@rule("SS705", least_ranks=1)
 def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for `zero_grad` as the last thing before a step."""
     for optimizer, (_, steps) in _by_optimizer(seen).items():
@@ -339,13 +283,7 @@ def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS708",
-    "error",
-    "the loss is detached from the model",
-    "The backward pass ends before it reaches the model's parameters: nothing is learnt.",
-    least_ranks=1,
-)
+@rule("SS708", least_ranks=1)
 def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for losses whose graph has no parameters, and steps without gradients."""
     for optimizer, (rank, steps) in _by_optimizer(seen).items():
@@ -365,13 +303,7 @@ def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS710",
-    "error",
-    "the gradient scaler skips every step",
-    "With infinite or NaN gradients the optimizer is never called: nothing is learnt.",
-    least_ranks=1,
-)
+@rule("SS710", least_ranks=1)
 def scaler_skips_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a scaler that skipped more steps in a row than finding its scale takes."""
     for rank in seen.ranks:

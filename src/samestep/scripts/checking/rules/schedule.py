@@ -9,12 +9,7 @@ from samestep.scripts.checking.findings import Found, NotSeen, rule
 _FEW_STEPS = 3
 
 
-@rule(
-    "SS304",
-    "warning",
-    "the scheduler's steps are off by the world size",
-    "The learning rate runs through its schedule at another speed than in one process.",
-)
+@rule("SS304")
 def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare how often a schedule is stepped with how long it was made for."""
     rank, ranks = seen.ranks[0], seen.world_size
@@ -56,13 +51,7 @@ def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
             )
 
 
-@rule(
-    "SS305",
-    "warning",
-    "a scheduler is never stepped",
-    "The learning rate stays what it was at the start.",
-    least_ranks=1,
-)
+@rule("SS305", least_ranks=1)
 def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a scheduler that was made and left alone."""
     rank = seen.ranks[0]
@@ -86,14 +75,7 @@ def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS311",
-    "warning",
-    "the learning rate falls and rises within an epoch",
-    "A cosine that has come to its end goes back up: made for as many epochs, and stepped in every "
-    "batch, it does so every few batches.",
-    least_ranks=1,
-)
+@rule("SS311", least_ranks=1)
 def cosine_of_epochs_in_batches(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a cosine that is shorter than what it is stepped in the first epoch."""
     rank = seen.ranks[0]

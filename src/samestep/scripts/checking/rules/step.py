@@ -16,12 +16,7 @@ _EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
 _SCALE = 1024.0  # a scaler multiplies by more
 
 
-@rule(
-    "SS301",
-    "warning",
-    "gradients are accumulated without no_sync",
-    "Every backward pass waits for an all-reduce of all gradients, where one per step is enough.",
-)
+@rule("SS301")
 def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
     """Count the backward passes of one line that meet the other ranks in one step."""
     rank = seen.ranks[0]
@@ -53,14 +48,7 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS302",
-    "error",
-    "gradients are clipped before they are unscaled",
-    "The limit applies to gradients that the scaler has multiplied, so that nearly every step is "
-    "cut to a tiny fraction of what was meant.",
-    least_ranks=1,
-)
+@rule("SS302", least_ranks=1)
 def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for clipping between `scale` and `unscale_`."""
     for where, events in _by_line(e for e in seen.ranks[0].of("clip") if e["scaled"] > 1).items():
@@ -77,13 +65,7 @@ def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS303",
-    "error",
-    "gradients are clipped on each rank before they are averaged",
-    "Each rank scales its own part by another factor, so the average is no longer the gradient of "
-    "the joined batch, clipped or not.",
-)
+@rule("SS303")
 def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for clipping that the reduction of the same gradients follows within the step."""
     found: dict[str, Found] = {}
@@ -120,13 +102,7 @@ def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
     yield from found.values()
 
 
-@rule(
-    "SS307",
-    "warning",
-    "the loss is averaged over unequal shares",
-    "DDP gives every rank's mean the same weight, so samples of the smaller share count for more, "
-    "and the step is not that of the joined batch.",
-)
+@rule("SS307")
 def averages_unequal_shares(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the weight of a sample on each rank in steps whose batches differ in size."""
     if any(isinstance(said, Found) for said in uneven_batches(seen)):
@@ -134,13 +110,7 @@ def averages_unequal_shares(seen: Seen) -> Iterator[Found | NotSeen]:
     yield from _unlike_weights(seen, shares=True)
 
 
-@rule(
-    "SS308",
-    "warning",
-    "the loss is divided by each rank's own count",
-    "A token's weight in the step depends on the rank that it lies on: the mean over the ranks is "
-    "not the mean over all tokens.",
-)
+@rule("SS308")
 def divides_by_own_count(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the weight of a token on each rank in steps whose batches have the same size."""
     yield from _unlike_weights(seen, shares=False)
@@ -197,14 +167,7 @@ def _losses(rank: RankSeen) -> Iterator[tuple[Event | None, int, bool]]:
             samples, average = 0, None
 
 
-@rule(
-    "SS309",
-    "error",
-    "the step is not that of the joined batch",
-    "One process that trains on all the ranks' samples would take another step, so the training "
-    "changes with the number of ranks.",
-    residual=True,
-)
+@rule("SS309", residual=True)
 def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare what the optimizer was given with the gradient of all parts in one process."""
     event = seen.ranks[0].first("parity")
@@ -235,14 +198,7 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     )
 
 
-@rule(
-    "SS310",
-    "error",
-    "the step is taken with scaled gradients",
-    "The scaler has multiplied them: the step is as many times too long, and what is infinite is "
-    "not skipped.",
-    least_ranks=1,
-)
+@rule("SS310", least_ranks=1)
 def steps_with_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for an optimizer's own step where the scaler's was meant."""
     for event in seen.ranks[0].of("scaled_step"):
@@ -256,14 +212,7 @@ def steps_with_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS312",
-    "error",
-    "autocast keeps the first step's weights",
-    "Within one autocast a weight is cast once and kept: all later steps compute with the weights "
-    "that the first one had.",
-    least_ranks=1,
-)
+@rule("SS312", least_ranks=1)
 def casts_of_earlier_weights(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for two steps between which the outermost autocast was not left."""
     event = seen.ranks[0].first("stale_autocast")
@@ -276,12 +225,7 @@ def casts_of_earlier_weights(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS313",
-    "error",
-    "gradients that DDP has averaged are added up again",
-    "The step is as many times too long as there are ranks.",
-)
+@rule("SS313")
 def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for an all-reduce between DDP's own and the step that multiplies by the world size."""
     rank = seen.ranks[0]
@@ -307,13 +251,7 @@ def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
-@rule(
-    "SS314",
-    "warning",
-    "the loss is not divided by the micro-batches of a step",
-    "Their gradients add up: the step is as many times too long as there are micro-batches.",
-    least_ranks=1,
-)
+@rule("SS314", least_ranks=1)
 def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for steps of several means, each of its own batch of one loader."""
     rank = seen.ranks[0]
