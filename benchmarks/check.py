@@ -38,7 +38,7 @@ that no code is about counts as missed. **False**: right scripts with an error o
 in public ones, unless reading the script shows that the finding is right. Advice is not counted.
 **Seconds**: the whole check, start of Python and PyTorch included, two checks at a time on two
 cores. **Cost**: the wall time of a script under watch over that of the script alone, on the same
-two ranks, with all of its steps.
+ranks, with all of its steps.
 """
 
 TRAINCHECK = """\
@@ -180,7 +180,7 @@ def page(found: dict[str, Any]) -> str:
     numbers = [f"{len(hits)} / {len(planted)}", f"{alarms[0]} / {len(right)}"]
     numbers += [f"{alarms[1]} / {len(public)}"]
     numbers += [f"{statistics.median(one['seconds'] for one in every):.0f}"]
-    numbers += [f"{statistics.median(costs):.2f}" if costs else ""]
+    numbers += [f"{statistics.median(costs):.2f} (of {len(costs)})" if costs else ""]
     lines = [
         "# What `samestep check` finds, and what it says wrongly",
         "",
@@ -193,7 +193,7 @@ def page(found: dict[str, Any]) -> str:
         f"| {' | '.join(numbers)} |",
         "",
         NOTES,
-        f"{unchecked} more public scripts could not be checked, though they run by themselves.",
+        f"{unchecked} more public scripts could not be checked: `check` itself stops them.",
         f"{real} of the public ones have a mistake that `check` found.",
         "",
         "## Planted mistakes",
