@@ -99,7 +99,7 @@ def test_verify_names_what_is_damaged_and_it_is_not_exported(copy, tmp_path, cap
 )
 def test_the_exported_weights_are_those_evaluated(trained, tmp_path, capfd, name, checkpoint):
     file = tmp_path / name
-    words = ("export", trained, "-o", file, "--checkpoint", checkpoint, "--json")
+    words = ("export", trained, file, "--checkpoint", checkpoint, "--json")
     told = json.loads(printed(capfd, *words))
     assert told["bytes"] == file.stat().st_size
     if name.endswith(".pt"):
@@ -121,6 +121,8 @@ def test_what_is_there_is_kept_unless_forced(trained, tmp_path, capfd, refuse, m
     file = tmp_path / "w.pt"
     file.write_text("mine")
     assert "--force" in refuse("export", trained, "-o", file)
+    for words in ((), (file, "-o", file)):
+        assert "Name one file" in refuse("export", trained, *words)
     assert file.read_text() == "mine"
     printed(capfd, "export", trained, "-o", file, "--force")
     announced = next((trained / "checkpoints").glob("*.pt"))

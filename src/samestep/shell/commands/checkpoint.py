@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
+from samestep.base.errors import UserError
 from samestep.base.run.directory import plain
 from samestep.base.words import count, size
 from samestep.shell.commands.help import CheckpointName, RunPath, Switch, inner_verb, parse_flags
@@ -21,7 +22,7 @@ from samestep.show.reporting.checkpoint_list import (
 _EXAMPLES = (
     "checkpoint list runs/ID",
     "checkpoint verify runs/ID",
-    "checkpoint export runs/ID -o model.safetensors",
+    "checkpoint export runs/ID model.safetensors",
 )
 _VERBS = {
     "list": "show the step, metric and size of each, and which is best and last",
@@ -62,8 +63,10 @@ class _ExportWeights:
 
     run: RunPath
     """Directory of the run."""
-    output: Annotated[Path, arg(aliases=["-o"], metavar="FILE")]
+    file: Annotated[Positional[Path | None], arg(metavar="FILE")] = None
     """File to write. Its name ends in .safetensors (needs samestep[safetensors]), .pt or .pth."""
+    output: Annotated[Path | None, arg(aliases=["-o"], metavar="FILE")] = None
+    """The same file, named by a flag."""
     checkpoint: CheckpointName = "best"
     """`best`, `last`, or the name of a file in checkpoints/."""
     force: Switch = False
@@ -116,7 +119,13 @@ def _verify(command: _VerifyCheckpoints) -> int:
 def _export(command: _ExportWeights) -> int:
     import samestep  # noqa: PLC0415 - the others need no torch
 
-    found = samestep.export(command.run, command.output, command.checkpoint, force=command.force)
+    files = [file for file in (command.file, command.output) if file is not None]
+    if len(files) != 1:
+        raise UserError(
+            f"Name one file to write, not {len(files)}: samestep checkpoint export {command.run} "
+            "model.safetensors"
+        )
+    found = samestep.export(command.run, files[0], command.checkpoint, force=command.force)
     if command.json:
         sys.stdout.write(json.dumps(found) + "\n")
         return 0
