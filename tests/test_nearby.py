@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep import nearby
+from samestep.base import nearby
 from samestep.base.errors import UserError
 from samestep.base.file_kinds import names_recipe
 from samestep.base.nearby import find_nearby

@@ -34,7 +34,7 @@ def finish(client, result):
     client.close()
 """
 ENTRY_POINTS = """\
-[samestep.core.recipes]
+[samestep.recipes]
 tiny = tiny_package.all:recipe
 spiral = tiny_package.all:recipe
 broken = tiny_package.broken

@@ -70,7 +70,7 @@ def test_the_table_fits_eighty_columns_and_ends_with_the_answer(here, verify):
     assert lines[-1].startswith("The same training, as far as --quick")
     assert "on 1 and 2 ranks" in printed, "--quick leaves out a third size"
     assert re.search(r"^skipped +stop and resume .* --quick *$", printed, re.MULTILINE)
-    assert re.fullmatch(r"1 of 2 starts done: 1 rank, \d+ s\n", told)
+    assert re.fullmatch(r"1 of 2 starts done: 1 rank, [\d.]+ s\n", told)
 
 
 def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here, verify, refused):

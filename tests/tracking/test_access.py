@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.base import choice
+from samestep.base import tracker_choice as choice
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
 from samestep.base.tracker_choice import check_choice, check_installed, chosen, find_access

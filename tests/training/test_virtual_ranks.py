@@ -232,7 +232,7 @@ def in_arrival_order(arguments):
     from samestep.shell.cli import main
 
     class Arriving(tree.TreeSum):
-        def push(self, value, _number, _level=0):
+        def push(self, value, _number, level=0):
             if self.roots:
                 value = self._add(self.roots.pop().value, value)
             super().push(value, 0)

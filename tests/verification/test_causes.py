@@ -19,7 +19,7 @@ THOROUGH = {
         causes.FORWARD_BY_RANK.name,
     ),
     "COUNTER": dict.fromkeys(
-        ("accumulation", "stop and resume", "fsdp", "state", "one device"),
+        ("accumulation", "stop and resume", "state", "one device"),
         causes.OUTSIDE_MODULE.name,
     ),
 }
@@ -28,7 +28,8 @@ QUICK = {
     "OTHER_WEIGHTS": dict.fromkeys(
         ("2 ranks", "processes", "metrics"), causes.INITIAL_WEIGHTS.name
     ),
-    "ORDER": dict.fromkeys(("2 ranks", "order"), causes.OTHER_ORDER.name),
+    # The training itself refuses such data, with that reason.
+    "ORDER": {"2 ranks": None, "order": causes.OTHER_ORDER.name},
     # Each rank may write files of its own.
     "METRIC_OVER_RANKS PYTHONS_RANDOM WRITES_OF_ITS_OWN": {
         "metrics": causes.OVER_RANKS.name,

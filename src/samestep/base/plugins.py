@@ -1,6 +1,6 @@
 """What installed packages bring: recipes, trackers and verbs, by their entry points.
 
-    [project.entry-points."samestep.core.recipes"]
+    [project.entry-points."samestep.recipes"]
     resnet50 = "my_package.resnet50"        # a module with `recipe`
 
 A package cannot replace what comes with samestep. Entry points are read where a name is none of

@@ -185,7 +185,8 @@ def _values(tensor: Tensor) -> bytes:
     unreadable = tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized
     if unreadable or not tensor.numel():
         return kind
-    flat = tensor.detach().resolve_conj().cpu().contiguous().view(-1)
+    # Of a copy: numpy() forbids PyTorch to resize a storage, which FSDP does to free weights.
+    flat = tensor.detach().resolve_conj().to("cpu", copy=True).contiguous().view(-1)
     return kind + flat.view(torch.uint8).numpy().tobytes()
 
 
