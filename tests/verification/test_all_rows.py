@@ -26,6 +26,7 @@ from samestep.prove.verification.short_trainings import (
     MAIN,
     NUDGED,
     NUDGED_GRADIENT,
+    NUDGED_IN_OWN,
     OWN_PRECISION,
     RankFailure,
 )
@@ -222,8 +223,11 @@ def test_what_differs_by_itself_is_measured_alone_and_may_be_accepted(kind, row,
 
 
 def test_what_an_optimizer_makes_of_a_rounding_is_allowed_and_a_count_explains_micro_steps():
-    evidence = undisturbed(optimizer=Arithmetic(wide=False, kind="bfloat16", unit=2.0**-8))
+    narrow = Arithmetic(wide=False, kind="bfloat16", unit=2.0**-8)
+    evidence = undisturbed(optimizer=narrow, **{NUDGED_IN_OWN: narrow})
     nudged = copied(evidence)
+    nudged[0, NUDGED_IN_OWN] = copy.deepcopy(nudged[0, OWN_PRECISION])
+    nudged[0, NUDGED_IN_OWN][0].losses[2] *= 1 - 0.02
     nudged[0, NUDGED_GRADIENT][0].weights[1]["first.weight"][1] += 0.004
     for step, same in ((1, False), (2, True)):
         traces = copy.deepcopy(nudged)
@@ -231,6 +235,7 @@ def test_what_an_optimizer_makes_of_a_rounding_is_allowed_and_a_count_explains_m
         found = checks(replace(evidence, traces=traces))
         assert found["2 ranks"].passed is same
         assert found["2 ranks"].tolerance == pytest.approx(0.004 if same else 1e-10)
+    assert found["fp32"].tolerance == pytest.approx(0.08)
     assert found["optimizer"].status == "note"
     assert "bfloat16" in found["optimizer"].cause.why
     assert "optimizer" not in checks(evidence)

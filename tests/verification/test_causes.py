@@ -19,8 +19,7 @@ THOROUGH = {
         causes.FORWARD_BY_RANK.name,
     ),
     "COUNTER": dict.fromkeys(
-        ("accumulation", "stop and resume", "state", "one device"),
-        causes.OUTSIDE_MODULE.name,
+        ("accumulation", "stop and resume", "state", "one device"), causes.OUTSIDE_MODULE.name
     ),
 }
 QUICK = {

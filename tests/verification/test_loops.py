@@ -152,6 +152,59 @@ def test_what_differs_by_itself_is_held_still_and_told_in_its_own_row(kind, tmp_
     assert check(found, "2 ranks").difference < 1e-10
 
 
+# It has no one answer where the gradient of 16 × 16 weights is of 11 samples.
+ORTHOGONAL = """
+class Orthogonal(torch.optim.SGD):
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.dim() > 1:
+                u, _, v = torch.linalg.svd(p.grad, full_matrices=False)
+                p.grad = (u @ v).type("torch.BFloat16Tensor").to(p)
+        super().step()
+
+def loss_of"""
+ORTHOGONALISES = (
+    ("\ndef loss_of", ORTHOGONAL),
+    ("Linear(6, 8)", "Linear(6, 16), nn.Linear(16, 16)"),
+    ("Linear(8, 1)", "Linear(16, 1)"),
+    ("torch.optim.Adam(", "Orthogonal("),
+)
+
+
+def test_what_an_optimizer_makes_of_a_rounding_is_measured_and_hides_no_wrong_loss(tmp_path):
+    script = write(tmp_path, *ORTHOGONALISES)
+    found = verified_loop(script, "--epochs", "1", folder=tmp_path / "ranks")
+    assert differing(found) == {}
+    assert check(found, "2 ranks").difference > 1e-4
+    assert check(found, "optimizer").cause.name == causes.OPTIMIZER_ROUNDS.name
+    assert "bfloat16" in check(found, "optimizer").cause.why
+    script = write(tmp_path, *ORTHOGONALISES, (MSE, MASKED))
+    found = verified_loop(script, "--epochs", "1", folder=tmp_path / "wrong")
+    assert {*differing(found).values()} == {causes.NOT_A_MEAN.name}
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_only_rounds_much_in_float32_is_measured_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(ROUNDING, "fp32", 1e-6)  # less than it makes of what is rounded
+    svd = "u, _, v = torch.linalg.svd(p.grad, full_matrices=False)"
+    steps = (
+        "for _ in range(11): u = 3.4445 * u - 4.775 * u @ u.T @ u + 2.0315 * u @ u.T @ u @ u.T @ u"
+    )
+    muon = f"u, v = p.grad / p.grad.norm(), torch.eye(p.shape[1])\n{' ' * 16}{steps}"
+    script = write(
+        tmp_path,
+        *ORTHOGONALISES,
+        (svd, muon),
+        ("lr=0.01", "lr=0.3"),
+        ('.type("torch.BFloat16Tensor")', ""),
+    )
+    found = verified_loop(script, "--epochs", "1", folder=tmp_path / "ranks", quick=False)
+    assert differing(found) == {}
+    assert check(found, "2 ranks").tolerance == ROUNDING["fp64"]
+    assert check(found, "fp32").tolerance == check(found, "optimizer").tolerance > 1e-6
+    assert "float32" in check(found, "optimizer").cause.why
+
+
 def test_a_validation_that_draws_is_told(tmp_path):
     script = write(tmp_path, ("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.3)"), ("model.eval()", ""))
     found = verified_loop(script, "--epochs", "1", folder=tmp_path / "ranks", accept=("dropout",))

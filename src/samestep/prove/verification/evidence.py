@@ -126,10 +126,11 @@ class Evidence:
 
     def by_optimizer(self, training: str = MAIN) -> float:
         """Return what the user's own optimizer may make of rounding; 0 if that was not tried."""
-        name = NUDGED_IN_OWN if training == OWN_PRECISION else NUDGED_GRADIENT
-        one, nudged = self.trace(0, training), self.trace(0, name)
-        if one is None or nudged is None:
+        own = training == OWN_PRECISION and self.trace(0, NUDGED_IN_OWN)
+        nudged = own or self.trace(0, NUDGED_GRADIENT)
+        if nudged is None:
             return 0.0
+        one = self.traces[0, OWN_PRECISION][0] if own else self.reference
         losses_only = self.losses_only(training)
         return OPTIMIZER_TIMES * difference(one, nudged, 0.0, losses_only=losses_only).largest
 
@@ -154,8 +155,7 @@ class Evidence:
         """Return the tolerance of a short training's comparison."""
         if self.tolerance is not None:
             return self.tolerance
-        measured = (self.by_optimizer(of) for of in {MAIN, training} & {MAIN, OWN_PRECISION})
-        return max(self.before_updates(training), *measured)
+        return max(self.before_updates(training), self.by_optimizer(training))
 
     def before_updates(self, training: str) -> float:
         """Return the tolerance of what no update has touched: the loss and gradients of step 1."""

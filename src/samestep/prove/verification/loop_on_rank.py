@@ -88,7 +88,7 @@ class LoopTask:
     statistics: Mapping[str, list[Tensor]] = field(default_factory=dict)
     """Batch normalisation → the statistics at which it is held."""
     arithmetic: Arithmetic | None = None
-    """What the optimizers compute in, once that is known: their gradients are off by as much."""
+    """What the optimizers compute in; for a training that nudges gradients."""
 
 
 class Pass(NamedTuple):
@@ -350,9 +350,9 @@ class WatchedRun(OwnRun):
 
     def _watch_step(self, *, begins: bool) -> None:
         if begins:
-            self._in_steps.__enter__()
+            self._in_steps.__enter__()  # type: ignore[no-untyped-call]
         else:
-            self._in_steps.__exit__(None, None, None)
+            self._in_steps.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _note_draws(self) -> None:
         """Note whether Python's or NumPy's generator was used; what follows draws alike anyway."""
@@ -384,6 +384,7 @@ class WatchedRun(OwnRun):
         size = self._size if taken == self._size.steps else replace(self._size, full=full)
         means = ((n, m.running_mean, m.running_var) for n, m in self._norms.items())
         kinds = {p.dtype for p in self._opened.trained.values()}
+        wide = self._task.doubles
         self._report.found |= {
             "size": size,
             "precision": precision_of(self._kinds | kinds),
@@ -392,7 +393,9 @@ class WatchedRun(OwnRun):
             "dropout": self._seen.draws,
             "state": self._seen.generators,
             "evaluation": self._in_validation.draws,
-            OPTIMIZER_ROW: self._in_steps.arithmetic(wide=self._task.doubles),
+            OPTIMIZER_ROW: self._in_steps.arithmetic(
+                torch.float64 if wide else torch.float32, wide=wide
+            ),
         }
         if not self._task.start.place:
             with contextlib.suppress(Exception):  # of a data set that reads in another way

@@ -18,7 +18,7 @@ NUDGED_GRADIENT = "nudged gradient"
 OPTIMIZER_ROW = "optimizer"
 OWN_PRECISION = "precision"
 """The same in the precision of the user's settings."""
-NUDGED_IN_OWN = "nudged gradient in its own precision"
+NUDGED_IN_OWN = "nudged in own precision"
 """… and there with such gradients: of a loop of one's own."""
 _SLOWER = 0.01
 _ALWAYS: dict[str, Any] = {

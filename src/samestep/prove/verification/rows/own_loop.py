@@ -317,7 +317,8 @@ def _one_writer(evidence: Evidence) -> Check | list[Check]:
 
 LOOP_ROWS: Sequence[TableRow] = (
     *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
-    *(rounding.OPTIMIZER, _in_loop(trainings.BATCHNORM), _in_loop(trainings.DROPOUT), _in_loop(STATE)),
+    rounding.OPTIMIZER,
+    *(_in_loop(trainings.BATCHNORM), _in_loop(trainings.DROPOUT), _in_loop(STATE)),
     *(ORDER, PROCESSES, GRADIENTS, LOSS, EVALUATION),
     replace(ONE_WRITER, answer=_one_writer),
 )

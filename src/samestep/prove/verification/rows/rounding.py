@@ -26,7 +26,7 @@ from samestep.prove.verification.short_trainings import (
 )
 
 _OF_RANKS = 8
-"""Roundings of float64 by which the gradients of ranks differ from those of one process."""
+"""Roundings by which the gradients of ranks differ from those of one process."""
 
 
 class Arithmetic(NamedTuple):
@@ -38,6 +38,8 @@ class Arithmetic(NamedTuple):
     """The narrowest type that it computes in."""
     unit: float
     """One rounding in that type, relative."""
+    of_weights: float = 2.0**-53
+    """… and in the type of the weights."""
 
     def hold(self, tested: RecipeUnderTest, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer compute in float64 throughout, if it can and that is compared."""
@@ -81,16 +83,16 @@ class Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.found.add(leaf.dtype)
         return result
 
-    def arithmetic(self, *, wide: bool) -> Arithmetic | None:
-        """Return what was computed in; None if nothing was."""
+    def arithmetic(self, weights: torch.dtype, *, wide: bool) -> Arithmetic | None:
+        """Return what was computed in, given the type of the weights; None if nothing was."""
         kind = max(self.found, key=_unit, default=None)
         name = str(kind).removeprefix("torch.")
-        return None if kind is None else Arithmetic(wide, name, _unit(kind))
+        return None if kind is None else Arithmetic(wide, name, _unit(kind), _unit(weights))
 
 
 def _off(arithmetic: Arithmetic) -> float:
     """Return by how much gradients may be off: by what ranks round, and what the optimizer does."""
-    return max(arithmetic.unit, _OF_RANKS * _unit(torch.float64))
+    return max(arithmetic.unit, _OF_RANKS * arithmetic.of_weights)
 
 
 def _unit(kind: torch.dtype) -> float:
@@ -106,7 +108,7 @@ def _look(tested: RecipeUnderTest) -> Arithmetic | None:
         return None
     for wide in (True, False):
         with contextlib.suppress(Exception):  # the short trainings say how it fails
-            return _kinds_of(tested, wide=wide).arithmetic(wide=wide)
+            return _kinds_of(tested, wide=wide).arithmetic(tested.dtype, wide=wide)
     return None
 
 
@@ -124,8 +126,10 @@ def _kinds_of(tested: RecipeUnderTest, *, wide: bool) -> Kinds:
 
 
 def _answer(evidence: Evidence) -> Iterator[Check]:
-    for training, found in ((MAIN, OPTIMIZER_ROW), (OWN_PRECISION, NUDGED_IN_OWN)):
-        arithmetic, allowed = evidence.found(found, Arithmetic), evidence.by_optimizer(training)
+    own = (OWN_PRECISION, NUDGED_IN_OWN, NUDGED_IN_OWN)
+    for training, found, nudged in ((MAIN, OPTIMIZER_ROW, NUDGED_GRADIENT), own):
+        arithmetic = evidence.found(found, Arithmetic) if evidence.trace(0, nudged) else None
+        allowed = evidence.by_optimizer(training)
         if arithmetic is None or allowed <= evidence.before_updates(training):
             continue
         what = "losses" if evidence.losses_only(training) else "weights"
@@ -133,7 +137,7 @@ def _answer(evidence: Evidence) -> Iterator[Check]:
         cause = causes.OPTIMIZER_ROUNDS.of(
             kind=arithmetic.kind, unit=unit, what=what, moved=moved, allowed=allowed
         )
-        if unit == _off(arithmetic._replace(unit=0.0)):  # there is no wider type
+        if arithmetic.unit <= arithmetic.of_weights:
             cause = replace(cause, advice="")
         yield Check("note", "gradients off by one rounding: the measure", moved, allowed, cause)
 
