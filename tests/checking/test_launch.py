@@ -47,6 +47,38 @@ def test_a_script_for_cuda_is_checked_on_the_cpu_and_its_devices_are_right(tmp_p
     assert len(report.notes) == 1
 
 
+ON_DEVICES = """\
+import os
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)).cuda()
+{}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8, device="cuda") * step).square().sum().backward()
+    optimizer.step()
+"""
+TENSOR_PARALLEL = """\
+mesh = init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),))
+parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+"""
+
+
+@pytest.mark.parametrize(
+    "split",
+    ["model = nn.DataParallel(model)", TENSOR_PARALLEL],
+    ids=["data parallel", "tensor parallel"],
+)
+def test_a_model_may_be_split_over_devices_that_are_not_there(split, tmp_path):
+    report = check(tmp_path, ON_DEVICES.format(split), asked=False)
+    assert (report.findings, report.steps) == ([], 3)
+
+
 SYNCHRONISED = """\
     torch.cuda.manual_seed(0)
     torch.cuda.manual_seed_all(0)
@@ -143,6 +175,14 @@ def test_ranks_that_a_script_starts_itself_are_watched(how, tmp_path):
     assert codes(report) == {"SS103"}
     assert report.ranks == 2
     assert report.steps > 0
+
+
+def test_ranks_of_its_own_may_ask_for_nccl_and_may_fail_before_they_join_a_group(tmp_path):
+    text = planted(FORKED, base=OWN_RANKS).replace("# RANK is not read here,", "#")
+    report = check(tmp_path, text.replace('"gloo"', '"nccl"'), str(free_port()))
+    assert (codes(report), report.ranks) == ({"SS103"}, 2)
+    with pytest.raises(UserError, match="IndexError"):
+        check(tmp_path, text)  # without a port, before a rank has joined
 
 
 def test_a_script_that_starts_other_processes_than_ranks_runs_on_those_of_check(tmp_path):

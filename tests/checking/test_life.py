@@ -114,11 +114,24 @@ COUNTS = """\
 """
 
 
-def test_a_script_that_counts_on_batches_that_are_cut_off_is_judged_until_there(tmp_path):
-    text = planted(("        for inputs, labels in train_loader:\n", COUNTS))
-    report = check(tmp_path, text)
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("        for inputs, labels in train_loader:\n", COUNTS, "StopIteration"),
+        (
+            "        accuracy = ",
+            "        assert counts[1] == 32\n        accuracy = ",
+            "AssertionError",
+        ),
+    ],
+    ids=["reads on", "evaluates all"],
+)
+def test_a_script_that_counts_on_batches_that_are_cut_off_is_judged_until_there(
+    old, new, error, tmp_path
+):
+    report = check(tmp_path, planted((old, new)))
     assert (report.findings, report.steps) == ([], 2 * 4 + 1)
-    assert any("counts on more batches" in note for note in report.notes)
+    assert any(error in note for note in report.notes)
 
 
 def test_a_failure_that_is_printed_and_forgotten_is_found_by_its_exit_code(tmp_path):

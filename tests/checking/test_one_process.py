@@ -211,6 +211,14 @@ def test_gradients_may_be_zeroed_in_any_way(tmp_path, zero):
     assert check(tmp_path, planted((ZERO, zero), base=ALONE), nproc=1).findings == []
 
 
+def test_a_traced_model_is_watched_only_when_it_trains(tmp_path):
+    text = planted(
+        ("    best = 0.0\n", "    best, _ = 0.0, torch.jit.trace(model, x)\n"), base=ALONE
+    )
+    report = check(tmp_path, text, nproc=1)
+    assert (report.findings, report.steps) == ([], 8 + 8 + 1)
+
+
 def test_a_scaler_that_finds_its_scale_is_right(tmp_path):
     changes = [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * (1e36 if epoch == 0 else 1)")]
     report = check(tmp_path, planted(*changes, base=ALONE), nproc=1)

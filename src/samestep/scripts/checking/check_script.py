@@ -122,9 +122,9 @@ def _run(
     stall_s: float | None,
     asked: bool,
     start: Starter,
-    again: bool = False,
+    before: tuple[Job, Seen, list[str]] | None = None,
 ) -> tuple[Job, Seen, list[str]]:
-    """Run the script in a scratch copy.
+    """Run the script in a scratch copy; `before` is what came of the other way to start it.
 
     Returns the job with whether the script starts its ranks itself, what was seen, and what each
     rank printed.
@@ -139,14 +139,18 @@ def _run(
             most_s = 0.0 if job.one_per_node else seconds  # until the first step
             codes, stall = wait(processes, folder, most_s, stall_s)
             joined, spawns = any(folder.glob("events-[0-9]*")), (folder / SPAWNS).exists()
-            otherwise = not again and (not joined if job.alone else spawns)
+            otherwise = before is None and (not joined if job.alone else spawns)
         finally:
             end(processes, politely=not (otherwise or job.one_per_node))
-        if not otherwise:
-            return asked_for, *what_was_seen(scratch, folder, codes, stall, asked=asked)
+        found = asked_for, *what_was_seen(scratch, folder, codes, stall, asked=asked)
+    idle = spawns or not any(rank.steps or rank.exit_code for rank in found[1].ranks)
+    if before is not None and idle and not asked_for.alone:
+        return before  # it does start its ranks itself, and they failed before they joined a group
+    if not otherwise:
+        return found
     other = structs.replace(asked_for, alone=not asked_for.alone)
     return _run(
-        script, other, seconds=seconds, stall_s=stall_s, asked=asked, start=start, again=True
+        script, other, seconds=seconds, stall_s=stall_s, asked=asked, start=start, before=found
     )
 
 
@@ -185,7 +189,7 @@ def what_was_seen(
     ranks = ranks_seen(folder, codes)
     for event in (event for rank in ranks for event in rank.of("end")):
         event.facts["text"] = scratch.shown(event["text"])
-    notes = [event["text"] for rank in ranks for event in rank.of("note")]
+    notes = [scratch.shown(event["text"]) for rank in ranks for event in rank.of("note")]
     seen = Seen(
         ranks=ranks,
         folder=Path(scratch.home),
@@ -220,12 +224,15 @@ def _told(rank: RankSeen, output: Sequence[str]) -> str:
 
 
 def _refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:
-    """Raise UserError for a script that fails by itself."""
+    """Raise UserError for a script that fails by itself, or before its first step."""
     failed = [(rank, _told(rank, output)) for rank in seen.ranks if rank.exit_code]
     if failed:  # the first that has not merely lost another
         rank, told = min(failed, key=lambda one: bool(LOST_PEER.search(one[1][-_LAST_LINES:])))
+        if rank.of("ran_out") and rank.steps:
+            return
+        how = "with its epochs cut short by `check`" if rank.of("ran_out") else "by itself"
         raise UserError(
-            f"{script} fails by itself: exit code {rank.exit_code} on rank {rank.rank} after "
+            f"{script} fails {how}: exit code {rank.exit_code} on rank {rank.rank} after "
             f"{rank.steps} steps, so it could not be checked:\n{told.rstrip()}"
         )
     if not any(rank.steps for rank in seen.ranks):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data._utils.worker import _worker_loop
 
+from samestep.base.errors import LOST_PEER, said
 from samestep.base.patches import Patch, patched
 from samestep.base.phases import Phases
 from samestep.scripts.checking.events import Job, read_job
@@ -36,6 +37,10 @@ from samestep.scripts.hooks import Hooks
 from samestep.scripts.running import Done
 
 _WATCHERS = (data, model, step, evaluation, files, life, parity)
+_RAN_OUT = (
+    "The script ended at {where} with {told}. `check` had cut its epochs short, which may be why. "
+    "What came before was judged."
+)
 _watching = contextlib.ExitStack()
 """Never left: what the script does as Python exits is watched too."""
 
@@ -77,9 +82,15 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def note_end(recorder: Recorder, code: int, text: str) -> None:
-    """Note how a rank has ended."""
-    for at_end in [] if code else recorder.at_end:
+def note_end(recorder: Recorder, code: int, text: str, error: BaseException | None = None) -> None:
+    """Note how a rank has ended; an error after an epoch was cut short may be of the cut."""
+    judged = not code
+    if recorder.is_cut and isinstance(error, Exception) and not LOST_PEER.search(said(error)):
+        judged = True
+        where, told = recorder.raised_at(error), said(error).partition("\n")[0]
+        recorder.note("ran_out", where=where)
+        recorder.note("note", where="", text=_RAN_OUT.format(where=where, told=told))
+    for at_end in recorder.at_end if judged else []:
         at_end(recorder.world_size)
     recorder.note("end", where="", code=code, text=text)
     recorder.pulse.ended(code)
@@ -145,7 +156,7 @@ class _OwnRanks:
             raise
         finally:
             if not isinstance(sys.exc_info()[1], Done):
-                note_end(self.recorder, code, text)
+                note_end(self.recorder, code, text, sys.exc_info()[1])
 
     def _end_with_ranks(self) -> None:
         (Path(self._job.folder) / SPAWNS).touch()

@@ -114,6 +114,11 @@ class Recorder:
         return self._scratch.real(_real_path(path)).removeprefix(self._scratch.home + os.sep)
 
 
+def is_tracing() -> bool:
+    """Whether `torch.jit` is tracing, which would keep what a watcher calls."""
+    return torch._C._is_tracing()  # noqa: SLF001 - its public name has no types
+
+
 def checksum(tensor: Tensor) -> int | None:
     """Return a number that tells a tensor's bits from others'; of a sharded one, of its own part.
 

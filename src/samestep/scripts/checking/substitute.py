@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -233,6 +234,8 @@ def _patches(devices: _Devices, count: int) -> list[Patch]:
         (torch, "load", _load_on_cpu(devices)),
         (DataLoader, "__init__", _without(pin_memory=False, pin_memory_device="")),
         (DistributedDataParallel, "__init__", _ddp_on_cpu(devices)),
+        (nn.DataParallel, "forward", lambda _original, outer, *a, **kw: outer.module(*a, **kw)),
+        (DeviceMesh, "__init__", _mesh_on_cpu(devices)),
         (DistributedDataParallel, "_passing_sync_batchnorm_handle", _answer(None)),
         (SyncBatchNorm, "forward", _sync_batch_norm),
         *((place, "init_process_group", _by_gloo) for place in (dist, distributed_c10d)),
@@ -307,6 +310,15 @@ def _ddp_on_cpu(devices: _Devices) -> Callable[..., Any]:
             devices.on_cpu(index)
         kept = _except(kw, "device_ids", "output_device")
         original(ddp, module, None, None, *args[2:], **kept)
+
+    return around
+
+
+def _mesh_on_cpu(devices: _Devices) -> Callable[..., Any]:
+    def around(
+        original: Callable[..., Any], mesh: Any, device_type: str, *a: Any, **kw: Any
+    ) -> None:
+        original(mesh, str(devices.on_cpu(device_type)), *a, **kw)
 
     return around
 

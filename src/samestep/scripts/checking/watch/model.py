@@ -33,7 +33,7 @@ from torch.nn.parameter import is_lazy
 from samestep.base.autograd import leaves_of
 from samestep.base.patches import Patch, patched
 from samestep.base.trees import tree_leaves
-from samestep.scripts.checking.recorder import Recorder, checksum, row_hashes
+from samestep.scripts.checking.recorder import Recorder, checksum, is_tracing, row_hashes
 from samestep.scripts.checking.watch.weights import Weights
 
 _INSIDE = {
@@ -170,8 +170,9 @@ class _Models:
         return value
 
     def _passive(self) -> bool:
-        """Whether this is a worker, a recomputation within backward or a call of a watcher."""
-        return self._in_backward or self._recorder.quiet > 0 or os.getpid() != self._pid
+        """Whether this is a worker, a trace, a recomputation in backward or a watcher's call."""
+        watcher = self._recorder.quiet > 0
+        return self._in_backward or watcher or is_tracing() or os.getpid() != self._pid
 
     def _note_forward(self, called: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
         """Note a call; return the model inside all wrappers, and whether it records a graph."""

@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from samestep.base.patches import patched
-from samestep.scripts.checking.recorder import Recorder
+from samestep.scripts.checking.recorder import Recorder, is_tracing
 from samestep.scripts.hooks import tensors_of
 
 _LOSSES = (
@@ -113,7 +113,7 @@ class _FirstStep:
             return
         self._depth += 1
         wanted = module.training and torch.is_grad_enabled() and not self._recorder.quiet
-        if self._depth > 1 or not wanted:
+        if self._depth > 1 or not wanted or is_tracing():
             return
         part = self._part
         part.calls += 1
