@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import samestep
 from samestep.base.errors import UserError
 from samestep.cluster.slurm import sandbox_daemons as daemons
 from samestep.cluster.slurm.sandbox_cluster import down, status, up
@@ -161,7 +162,7 @@ def test_the_sandbox_of_an_ordinary_user_needs_no_root(tmp_path_factory):
     home = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
     os.chown(home, nobody.pw_uid, nobody.pw_gid)
     site = Path(pytest.__file__).parent.parent
-    source = Path(daemons.__file__).parents[2]
+    source = Path(samestep.__file__).parents[1]
     script = f"""
         set -e
         cd {home}
