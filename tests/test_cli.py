@@ -165,3 +165,24 @@ def test_a_terminal_is_told_at_once_what_starts_and_a_log_is_not(monkeypatch, ca
             context.setattr(sys.stderr, "isatty", lambda: True)
             call("train", *words, "--epochs", "x")
         assert capsys.readouterr().err.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("sweep spiral --lrr 1,2", "Unrecognized options: --lrr, 1. Did you mean --lr?"),
+        ("train spiral --lr x", "Error parsing --lr: could not convert string to float: 'x'."),
+        ("runs --sort", "Missing value for argument '--sort'"),
+    ],
+)
+def test_a_flag_that_cannot_be_parsed_is_one_message_with_the_help_s_command(refused, words, told):
+    message = refused(*words.split())
+    assert told in message
+    assert "│" not in message
+    assert "--help` shows all flags." in message
+
+
+def test_a_mistake_that_tyro_tells_without_a_box_is_told_as_it_is():
+    from samestep.shell.commands.help import _message_of
+
+    assert _message_of("error: no such flag\n") == "error: no such flag"

@@ -259,3 +259,14 @@ def test_every_file_that_the_page_on_architecture_names_is_there():
         name for name in named if not ((SOURCE / name).is_file() or (root / name).is_file())
     ] == []
     assert named
+
+
+def test_a_room_that_users_import_is_one_module_under_its_short_name():
+    program = (
+        "import samestep.data.augment, samestep.core.data.augment as whole, samestep.tracking\n"
+        "assert samestep.data.augment is whole\n"
+        "assert whole.__spec__.name == 'samestep.core.data.augment'\n"
+        "try: import samestep.data.no_such\n"
+        "except ModuleNotFoundError as error: assert error.name == 'samestep.data.no_such'\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -91,6 +91,8 @@ def _message_of(box: str) -> str:
             sections[-1].append(row)
         else:
             sections.append([])
+    if not sections[0]:  # another version of tyro may draw no box
+        return " ".join(box.split()) or "The words cannot be parsed."
     first, *others = filter(None, sections)
     told = " ".join(map(str.strip, first)).rstrip(".")
     sentences = [f"{told[0].upper()}{told[1:]}."]

@@ -53,7 +53,7 @@ def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
 
 @rule("SS305", least_ranks=1)
 def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for a scheduler that was made and left alone."""
+    """Look for a scheduler whose `step()` is never called."""
     rank = seen.ranks[0]
     made = [event for event in rank.of("scheduler") if event["scheduler"] != "SWALR"]
     inner = {number for event in made for number in event["inner"]}
