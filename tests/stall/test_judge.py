@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
+from samestep.launch.ranks import world
 from samestep.launch.stall.collectives import watch_collectives
 from samestep.launch.stall.judge import find_stall, judge, mismatch, patience
 from samestep.launch.stall.pulse import (
@@ -210,6 +211,16 @@ def test_a_rank_has_left_the_loop_of_the_steps_and_not_that_of_a_step_s_tensors(
     ])  # fmt: skip
     assert (verdict.cause, verdict.culprits) == (cause, (1,))
     assert ("after 2 steps" in verdict.sentence) == (cause == "left")
+
+
+@pytest.mark.parametrize("module", [world, dist.distributed_c10d], ids=["samestep", "torch"])
+def test_a_wait_whose_call_was_not_noted_is_told_by_the_files_that_it_stands_in(at, module):
+    ranks = [seen(rank, at("all_reduce"), steps=4) for rank in (0, 1)]
+    frame = StackFrame(module.__file__, 9, "reduce")
+    waits = dataclasses.replace(ranks[0], frames=(frame, *ranks[0].frames))
+    verdict = judge([waits, seen(1, at("slow"), steps=4, doing="computes")])
+    assert verdict.culprits == (1,)
+    assert verdict.does[0].startswith("waits in reduce")
 
 
 def told(stand, host="node1", still_s=15.0):
