@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 
 from samestep.launch.ranks import world
+from samestep.launch.stall import pulse as pulses
 from samestep.launch.stall.collectives import watch_collectives
 from samestep.launch.stall.judge import find_stall, judge, mismatch, patience
 from samestep.launch.stall.pulse import (
@@ -23,6 +24,7 @@ from samestep.launch.stall.pulse import (
     Visit,
     read_pulse,
     read_pulses,
+    users_place,
 )
 from samestep.launch.stall.stacks import RankStand, StackFrame, Stand, _stack_of, look
 from samestep.launch.stall.told import TEXT, Told, read_told, tell, verdict_on
@@ -221,6 +223,12 @@ def test_a_wait_whose_call_was_not_noted_is_told_by_the_files_that_it_stands_in(
     verdict = judge([waits, seen(1, at("slow"), steps=4, doing="computes")])
     assert verdict.culprits == (1,)
     assert verdict.does[0].startswith("waits in reduce")
+
+
+def test_without_a_line_of_the_user_s_the_place_is_samestep_s_but_not_of_the_watch():
+    frames = [(module.__file__, 7, "f") for module in (dist.distributed_c10d, pulses, world)]
+    assert users_place(frames) == f"{world.__file__}:7"
+    assert users_place([("/home/me/train.py", 3, "main"), *frames]) == "/home/me/train.py:3"
 
 
 def told(stand, host="node1", still_s=15.0):

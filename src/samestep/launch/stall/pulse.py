@@ -302,4 +302,4 @@ def users_place(frames: Iterable[tuple[str, int, Any]]) -> str:
     return other
 
 
-_OWN = f"{os.sep}samestep{os.sep}stall{os.sep}"
+_OWN = f"{Path(__file__).parent}{os.sep}"
