@@ -1,7 +1,11 @@
 """A script that hangs is told who is missing, and where."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from samestep.scripts.checking.events import Stall
+from samestep.scripts.checking.findings import RULES, Found, NotSeen
 from tests.checking.planted import check, found_in, line_of, planted
 
 STEP = "            optimizer.step()\n"
@@ -46,3 +50,12 @@ def test_a_rank_that_aborts_in_a_call_is_told_with_the_line_that_each_rank_waits
     assert found.code == "SS601"
     for call in ("dist.recv", "loss.backward()"):
         assert f"train.py:{line_of(text, call)}" in found.evidence
+
+
+@pytest.mark.parametrize(("steps", "told"), [(0, NotSeen), (7, Found)])
+def test_a_rank_that_a_script_ended_itself_before_the_first_step_is_no_hang(steps, told):
+    """As `mp.spawn` ends the others where one fails, which has a message of its own."""
+    stall = Stall(where="train.py:3", sentence="Rank 1 was ended or killed.", gone=True)
+    ranks = [SimpleNamespace(exit_code=None, steps=steps)] * 2
+    (found,) = RULES["SS606"].judge(SimpleNamespace(stall=stall, ranks=ranks, world_size=2))
+    assert isinstance(found, told)

@@ -27,7 +27,10 @@ from samestep.launch.stall.pulse import (
 )
 from samestep.launch.stall.stacks import RankStand, Stand
 
-Cause = Literal["absent", "left", "ended", "stopped", "data", "different", "shapes", "unknown"]
+Cause = Literal[
+    "absent", "left", "ended", "gone", "stopped", "data", "different", "shapes", "unknown"
+]
+"""`gone`: it ended, and nothing says how."""
 
 _STEPS = 20
 
@@ -213,7 +216,7 @@ def _has_ended(stand: RankStand) -> bool:
 
 def _cause(stand: RankStand) -> Cause:
     if _has_ended(stand):
-        return "ended"
+        return "ended" if stand.pulse.code is not None else "gone"
     return "stopped" if stand.doing == "stopped" else "data" if stand.waits_for_data else "absent"
 
 

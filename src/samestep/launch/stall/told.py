@@ -160,7 +160,7 @@ def _message(
     if len(verdict.culprits) != 1 or verdict.cause in ("different", "shapes", "left", "unknown"):
         return f"no rank moved {still}: {sentence}"
     does = verdict.does[rank]
-    it = f"it {does}" if verdict.cause != "ended" else does
+    it = f"it {does}" if verdict.cause not in ("ended", "gone") else does
     pulse = told.stand.pulse
     if "#" in verdict.waiting_in:
         return f"{who} has not entered {verdict.waiting_in} that the others wait in; {it}"

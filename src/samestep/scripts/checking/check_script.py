@@ -207,7 +207,8 @@ def _shown(stall: StallVerdict, scratch: Scratch) -> Stall:
         return scratch.shown(text).replace(f"{scratch.home}/", "")
 
     culprit = stall.culprits[0] if stall.culprits else min(stall.places)
-    return Stall(where=name(stall.places[culprit]), sentence=name(stall.sentence))
+    where, sentence = name(stall.places[culprit]), name(stall.sentence)
+    return Stall(where=where, sentence=sentence, gone=stall.cause == "gone")
 
 
 def _in_scratch(argument: str, cwd: Path, scratch: Scratch) -> str:

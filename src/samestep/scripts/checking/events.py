@@ -111,6 +111,8 @@ class Stall:
 
     where: str
     sentence: str
+    gone: bool = False
+    """Whether the rank to blame has ended, and nothing says how."""
 
 
 _STEPPED = re.compile(r"\bstep\(([\w.]+)\)|([\w.]+)\.step\(\)")

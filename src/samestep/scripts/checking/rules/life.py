@@ -144,7 +144,7 @@ def hangs(seen: Seen) -> Iterator[Found | NotSeen]:
     """Tell who is missing where, as the stacks and the last collectives of all ranks show it."""
     if seen.stall is None or any(rank.exit_code for rank in seen.ranks):
         return
-    if "was ended or killed" in seen.stall.sentence and not any(rank.steps for rank in seen.ranks):
+    if seen.stall.gone and not any(rank.steps for rank in seen.ranks):
         # A script that starts its ranks ends them itself where one of them fails.
         yield NotSeen("why a rank ended before the first step")
     else:
