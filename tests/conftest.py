@@ -68,9 +68,14 @@ def _is_memory_for_files() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _modules_of_one_test(tmp_path_factory) -> Iterator[None]:
-    """Forget the recipes that a test has read: the next one has files of the same names."""
+def _state_of_one_test(tmp_path_factory) -> Iterator[None]:
+    """Forget the recipes that a test has read: the next one has files of the same names.
+
+    A training that failed within this process is watched no longer: its watcher would kill it.
+    """
     yield
+    if watched := sys.modules.get("samestep.launch.ranks.watched"):
+        watched.end()
     folder = f"{tmp_path_factory.getbasetemp().parent}{os.sep}"
     for name, module in sys.modules.copy().items():
         # Not by getattr: a lazy module would import what it stands for. Not by Path: there are

@@ -117,6 +117,7 @@ def test_the_length_decides_where_the_schedule_follows_it(tmp_path, more, decide
 
 
 def test_long_values_are_cut_and_runs_that_do_not_fit_come_below(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     paths = [f"/a/very/long/way/to/the/data/of/the/group/{end}" for end in ("first", "second")]
     runs = [write_run(tmp_path / path[-5:], data_dir=path) for path in paths]
     shown = [line for line in lines(compare_runs(runs)) if not line.startswith(("A  ", "B  "))]
@@ -124,7 +125,6 @@ def test_long_values_are_cut_and_runs_that_do_not_fit_come_below(tmp_path, monke
     (row,) = [line for line in shown if "data_dir" in line]
     assert "group/first" in row
     assert "group/second" in row
-    monkeypatch.setenv("COLUMNS", "80")
     runs = [write_run(tmp_path / f"r{n}", step_s=1e-6 * 9**n, lr=0.1 + n) for n in range(9)]
     shown = [line for line in lines(compare_runs(runs)) if str(tmp_path) not in line]
     assert max(map(len, shown)) <= 80
