@@ -22,7 +22,7 @@ from gpu_report import NOT_ENDED, REPORT, counts, read_notes, table
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
 LIMIT_S = 210
-"""Of the tests: with what is installed and unpacked before, below 4 minutes."""
+"""Of the tests on a GPU: with what is installed and unpacked before, below 4 minutes."""
 PART_LIMIT_S = 150
 """Of a part of the benchmarks, which starts nothing that would last longer than 140 s."""
 TEST_LIMIT_S = 90
@@ -108,7 +108,10 @@ def _check(
     command += [f"--numprocesses={0 if dry else WORKERS}", "--dist=loadgroup"]
     began = time.monotonic()
     paths = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "tools")])  # the plugin's
-    code = run_limited(command, {**environment, "PYTHONPATH": paths, REPORT: str(notes)})
+    limit_s = None if dry else LIMIT_S  # a CPU may be as slow as it is; each test has its limit
+    code = run_limited(command, {**environment, "PYTHONPATH": paths, REPORT: str(notes)}, limit_s)
+    if code is None:
+        sys.stderr.write(f"gpu.sh: check was cut off at {limit_s} s.\n")
     rows = read_notes(notes)
     record: dict[str, Any] = {
         "command": " ".join(["bash", "tools/gpu.sh", *sys.argv[1:]]),
@@ -116,7 +119,7 @@ def _check(
         "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "machine": {key: value for key, value in machine.items() if key != "packages"},
         "seconds": round(time.monotonic() - began, 1),
-        "limit_s": LIMIT_S,
+        "limit_s": limit_s,
         "cut_off": code is None,
         "exit_code": code,
         "counts": counts(rows),
@@ -139,7 +142,7 @@ def _bench(part: str | None, out: Path, environment: dict[str, str], *, dry: boo
 
 
 def run_limited(
-    command: list[str], environment: dict[str, str], limit_s: float | None = LIMIT_S
+    command: list[str], environment: dict[str, str], limit_s: float | None
 ) -> int | None:
     """Run a command at the root; return its exit code, or None if it was ended at its limit."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
