@@ -84,13 +84,18 @@ class Ranks:
             process.kill()
 
 
+def ensure_server() -> None:
+    """Start the fork server if there is none yet: from here, where it finds tests.preloaded."""
+    with contextlib.chdir(_ROOT):
+        forkserver.ensure_running()
+
+
 def start_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> Ranks:
     """Start `function(*args)` on N ranks, alone with no launcher's variables if N is 1."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     processes: list[BaseProcess] = []
-    with contextlib.chdir(_ROOT):  # if the server starts now, it finds tests.preloaded here
-        forkserver.ensure_running()
+    ensure_server()
     for rank in range(world_size):
         variables = launch_environment(rank, world_size, port) if world_size > 1 else {}
         process = _context.Process(

@@ -8,7 +8,7 @@ from samestep.scripts.checking.check_report import CheckReport
 from samestep.scripts.checking.check_script import check_script
 from samestep.scripts.checking.findings import Mistake
 from samestep.scripts.checking.ranks_of_script import RankProcess
-from tests.processes import _context, _main
+from tests.processes import _context, _main, ensure_server
 
 BASE = """\
 import gc
@@ -104,6 +104,7 @@ def _rank(job: str, cwd: str, variables: dict[str, str]) -> None:
 def forked(job: Path, variables: Sequence[dict[str, str]], cwd: Path) -> list[RankProcess]:
     """Start the ranks of a check from the fork server."""
     processes = []
+    ensure_server()
     for rank, own in enumerate(variables):
         arguments = (_rank, (str(job), str(cwd), own), own, job.parent, rank)
         process = _context.Process(target=_main, args=arguments, daemon=False)

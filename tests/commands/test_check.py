@@ -90,6 +90,18 @@ def test_a_module_is_checked_and_a_silencing_comment_respected(here, output_of):
     assert "1 finding silenced" in text
 
 
+@pytest.mark.slow
+def test_the_example_of_a_resume_has_the_mistakes_that_the_handbook_shows(output_of):
+    words = ["--resume", "--resume-from out/last.pt", "--nproc", "1", "--json"]
+    found = json.loads(output_of("check", *words, str(EXAMPLES / "resume_me.py"), code=1))
+    page = (EXAMPLES.parent / "docs" / "how-to" / "resume-check.md").read_text()
+    assert [one["code"] for one in found["findings"]] == ["SS803", "SS813"]
+    for one in found["findings"]:
+        assert f"{one['code']}  {one['title']}" in page
+        assert f"examples/resume_me.py:{one['line']}\n" in page
+        assert f"seen     {one['evidence']}\n" in page
+
+
 @pytest.mark.parametrize(
     ("severities", "code"), [((), 0), (("advice",), 0), (("warning", "advice"), 1), (("error",), 1)]
 )
@@ -202,6 +214,11 @@ def test_a_recipe_and_a_loop_of_ones_own_are_given_to_verify(here, capfd, monkey
         ("train.py --steps 0", "--steps"),
         ("train.py --seconds -1", "--seconds"),
         ("train.py --here --nproc 2", "--nproc"),
+        ("--resume auto --here train.py", "--here"),
+        ("--resume --again train.py --steps 3", "--steps"),
+        ("train.py --resume auto --resume-nproc 1,none", "--resume-nproc"),
+        ("train.py --resume-nproc 2", "--resume"),
+        ('train.py --resume --again="out', "No closing quotation"),
         ("-m", "-m"),
         ("-m no.such.module", "no.such.module"),
         ("--json", "--json"),

@@ -70,6 +70,11 @@ class Hooks:
         """Whether the script evaluates, as far as its calls show."""
         return self._evaluating or self._eval_mode or not torch.is_grad_enabled()
 
+    @property
+    def counted(self) -> Optimizer | None:
+        """The optimizer whose steps count; None before its first."""
+        return self._optimizer() if self._optimizer is not None else None
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Note the time in PyTorch's functions while inside."""
@@ -135,7 +140,7 @@ class Hooks:
         self._between, self._has_gradients = True, False
         if self._optimizer is None:
             self._begin(tensors_of(optimizer))
-        counted = self._optimizer() if self._optimizer is not None else None
+        counted = self.counted
         self._others = 0 if counted is optimizer else self._others + 1
         if counted is None or self._others == _NEXT_TRAINING:
             self._optimizer, self._others = weakref.ref(optimizer), 0

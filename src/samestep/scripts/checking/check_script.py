@@ -36,7 +36,7 @@ _OF_ONE_PROCESS = (
 _STARTS, _IS_STARTED = re.compile(r"\b(spawn|start_processes|Process)\("), re.compile(r"RANK\b")
 _LAST_LINES = 400
 """Characters at the end of a traceback that say what was raised."""
-_NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
+NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
 def check_script(
@@ -69,7 +69,7 @@ def check_script(
     job, seen, output = run(structs.replace(job, alone=starts_ranks))
     uses_gpu = bool(seen.any("cuda", "device"))
     came_to_nothing = not any(rank.steps for rank in seen.ranks)
-    if came_to_nothing and (uses_gpu or _NEEDS_GPU.search("".join(output))):
+    if came_to_nothing and (uses_gpu or NEEDS_GPU.search("".join(output))):
         job, uses_gpu = structs.replace(job, substitute=True), True
         job, seen, output = run(job)
     if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
@@ -93,12 +93,9 @@ def report_on(seen: Seen, output: list[str], script: Path, began: float) -> Chec
 
     Raises UserError if it could not be checked.
     """
-    if not seen.ranks:
-        told = "\n".join(output).rstrip()
-        raise UserError(f"{script} started no rank, so it could not be checked:\n{told}")
-    found, not_seen = judge(seen)
+    found, not_seen = judge(seen) if seen.ranks else ([], [])
     if not any(finding.severity == "error" for finding in found):
-        _refuse_failures(seen, output, script)
+        refuse_failures(seen, output, script)
     findings = without_silenced(found, seen.folder)
     return CheckReport(
         findings=findings,
@@ -224,8 +221,11 @@ def _told(rank: RankSeen, output: Sequence[str]) -> str:
     return (end["text"] if end is not None else "") or output[min(rank.rank, len(output) - 1)]
 
 
-def _refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:
-    """Raise UserError for a script that fails by itself, or before its first step."""
+def refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:
+    """Raise UserError for a script that starts no rank, fails by itself, or takes no step."""
+    if not seen.ranks:
+        told = "\n".join(output).rstrip()
+        raise UserError(f"{script} started no rank, so it could not be checked:\n{told}")
     failed = [(rank, _told(rank, output)) for rank in seen.ranks if rank.exit_code]
     if failed:  # the first that has not merely lost another
         rank, told = min(failed, key=lambda one: bool(LOST_PEER.search(one[1][-_LAST_LINES:])))

@@ -39,6 +39,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each rank seems to have a node, and a GPU, of its own."""
     alone: bool = False
     """Whether the script starts its ranks itself."""
+    resumes: bool = False
+    """Whether the training is compared with itself after a kill: its epochs have their length."""
+    kill_from: int | None = None
+    """Then each rank stops before the first step after a checkpoint of this step or a later one."""
+    stop_at: int | None = None
+    """Then each rank stops after this many steps at the latest."""
 
 
 def write_job(job: Job) -> Path:
@@ -129,6 +135,8 @@ class Seen:
     """Whether the user asked for this number of ranks, rather than took the default."""
     notes: list[str] = field(default_factory=list)
     stall: Stall | None = None
+    resumed: Any = None
+    """What `check --resume` ran instead, a `Resumed` of `starts.py`."""
 
     @property
     def world_size(self) -> int:

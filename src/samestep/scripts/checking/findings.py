@@ -58,6 +58,8 @@ class Rule:
     """Whether it speaks only where no other rule explains the step: codes SS1xx to SS3xx."""
 
 
+RESUME = "SS8"
+"""The family of codes that only `check --resume` judges."""
 RULES: dict[str, Rule] = {}
 """By code; the modules of `rules/` fill it as they are imported."""
 _PAGES = Path(__file__).parent / "pages"
@@ -108,6 +110,8 @@ def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
     findings: dict[tuple[str, str], Mistake] = {}
     not_seen: dict[str, None] = {}
     for code, one in sorted(RULES.items()):
+        if code.startswith(RESUME) != (seen.resumed is not None):
+            continue
         if (1 if seen.is_of_one_process else seen.world_size) < one.least_ranks:
             continue
         for said in one.judge(seen):

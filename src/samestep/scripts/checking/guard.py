@@ -52,8 +52,9 @@ _inside = threading.local()
 class Guard:
     """Which path a script's own one stands for."""
 
-    def __init__(self, scratch: Scratch, began: float) -> None:
+    def __init__(self, scratch: Scratch, began: float, *, temporary: bool) -> None:
         self._scratch = scratch
+        self._frees_temporary = temporary
         self._began = began
         """Files that are newer were made by this run, and are the script's own."""
         self._folders: dict[str, str] = {}
@@ -109,7 +110,9 @@ class Guard:
             return None
         scratch = self._scratch
         folder = os.path.dirname(real)
-        temporary = any(real.startswith(place + os.sep) for place in _TEMPORARY)
+        temporary = self._frees_temporary and any(
+            real.startswith(place + os.sep) for place in _TEMPORARY
+        )
         if temporary and not (real + os.sep).startswith(scratch.home + os.sep):
             twin = scratch.is_made(folder) and os.path.lexists(scratch.twin(real))
             if not twin and (not os.path.lexists(real) or self._is_new(real)):
@@ -211,13 +214,13 @@ class Guard:
 
 
 @contextmanager
-def guarding(scratch: Scratch, began: float) -> Iterator[None]:
-    """Guard the user's files while inside."""
+def guarding(scratch: Scratch, began: float, *, temporary: bool = True) -> Iterator[None]:
+    """Guard the user's files while inside; with `temporary`, new temporary files are free."""
     # Removing a tree by open folders would compare a folder with its twin.
     by_folders = shutil._use_fd_functions  # type: ignore[attr-defined]  # noqa: SLF001
     shutil._use_fd_functions = False  # type: ignore[attr-defined]  # noqa: SLF001
     try:
-        with patched(*Guard(scratch, began).patches()):
+        with patched(*Guard(scratch, began, temporary=temporary).patches()):
             yield
     finally:
         shutil._use_fd_functions = by_folders  # type: ignore[attr-defined]  # noqa: SLF001

@@ -32,7 +32,16 @@ from samestep.scripts.checking.ranks_of_script import SPAWNS
 from samestep.scripts.checking.recorder import Recorder
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.checking.substitute import frameworks_adapted, substituting
-from samestep.scripts.checking.watch import data, evaluation, files, life, model, parity, step
+from samestep.scripts.checking.watch import (
+    data,
+    evaluation,
+    files,
+    life,
+    model,
+    parity,
+    resume,
+    step,
+)
 from samestep.scripts.hooks import Hooks
 from samestep.scripts.running import Done
 
@@ -52,12 +61,13 @@ def watch(job: Job, rank: int) -> Recorder:
     scratch = Scratch(Path(job.place), Path(job.scratch.removeprefix(f"{job.place}/root")))
     recorder = Recorder(job, rank, hooks, scratch)
     signal.signal(signal.SIGTERM, _end)
-    _watching.enter_context(guarding(scratch, job.began))
+    # Another start of a training may look for its checkpoints in a folder of temporary files.
+    _watching.enter_context(guarding(scratch, job.began, temporary=not job.resumes))
     _watching.enter_context(substituting(recorder))
     _watching.enter_context(frameworks_adapted(job))
     _watching.enter_context(hooks.installed())
     hooks.on_step = recorder.pulse.step
-    for watcher in _WATCHERS:
+    for watcher in (resume,) if job.resumes else _WATCHERS:
         _watching.enter_context(watcher.watching(recorder))
     own = _OwnRanks(recorder)
     started = sys.modules["torch.multiprocessing.spawn"]  # its own name is that of a function

@@ -24,6 +24,7 @@ _LOOK_EVERY_S = 0.05
 _POLITE_S = 3.0
 FIRST_STEP_WITHIN_S = 120.0
 _LOOK_FOR_STALLS_EVERY_S, _DOUBTFUL_S = 0.5, 3.0
+_STOPPED_S = 0.2  # then the others have noted the same step
 _STEP = re.compile(rb'"step":[1-9]')
 _LAUNCHERS = re.compile(
     "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
@@ -32,6 +33,8 @@ _LAUNCHERS = re.compile(
 """What a launcher around `check` itself left; the ranks have their own."""
 SPAWNS = "spawns"
 """A file that a rank makes when its script turns out to start ranks itself."""
+STOPPED = "stopped"
+"""A file that a rank makes where its job lets it stop, waiting to be killed."""
 
 
 class RankProcess(Protocol):
@@ -153,6 +156,8 @@ def wait(
             stall = _stalled(folder, pulses, stall_s)
             if pulses and now - max(pulse.moved for pulse in pulses) > _DOUBTFUL_S:
                 until = max(until, look_at)  # is it a stall? That takes longer to tell.
+        if (folder / STOPPED).exists():
+            until = min(until, now + _STOPPED_S)
         if now > until or stall is not None or (folder / SPAWNS).exists():
             break
     codes = [process.poll() for process in processes]

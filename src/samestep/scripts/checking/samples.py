@@ -4,6 +4,7 @@ import pickle
 import random
 import sys
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from samestep.base.trees import tree_leaves
-from samestep.scripts.checking.recorder import row_hashes
+from samestep.scripts.checking.recorder import checksum, row_hashes
 
 _MOST_BYTES = 1 << 22  # of an array
+_MOST_VALUES = 1 << 16  # of a tensor, spread over it: a step changes all of them
 _MOST_ITEMS = 256  # of a list or a mapping
 _MOST_PARTS, _DEPTH = 10_000, 4  # of a data set
 _MOST_ROWS, _MOST_ELEMENTS = 512, 1 << 18  # of a batch that is compared with its samples
@@ -147,3 +149,19 @@ def random_states(dataset: Any) -> dict[str, tuple[int, int]]:
             state = value.get_state().numpy() if isinstance(value, torch.Generator) else value
             found[f"self.{name}"] = (zlib.crc32(pickle.dumps(state)),) * 2
     return found
+
+
+def digests(values: Iterable[Any]) -> list[int | None]:
+    """Return a number for each value that tells its bits from others."""
+    return [
+        checksum(some_of(one)) if isinstance(one, Tensor) else zlib.crc32(repr(one).encode())
+        for one in values
+    ]
+
+
+def some_of(tensor: Tensor) -> Tensor:
+    """Return values that are spread over a tensor; of a sharded one, over its own part."""
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if own.layout != torch.strided or own.numel() <= _MOST_VALUES:
+        return own
+    return own.detach().reshape(-1)[:: 1 + own.numel() // _MOST_VALUES]

@@ -6,6 +6,7 @@ from samestep.base.errors import UserError
 from samestep.base.file_kinds import is_recipe_file, loop_of
 from samestep.launch.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.scripts.checking.check_report import CheckReport
+from samestep.scripts.checking.check_resume import check_resume
 from samestep.scripts.checking.check_script import check_script
 from samestep.shell.api.arguments import AnyPath, one_line_errors, path_of
 from samestep.shell.api.call import check_may_start
@@ -21,6 +22,8 @@ def check(
     steps: int = 10,
     seconds: float = 40.0,
     stall_s: float | None = None,
+    resume: str | None = None,
+    resume_nproc: Sequence[int] = (),
 ) -> CheckReport:
     """Run a script on a few new ranks of the CPU, and return what is wrong with it.
 
@@ -37,6 +40,9 @@ def check(
         steps: batches of each of the first two epochs; then comes the last of the epoch.
         seconds: end the script this long after its first step.
         stall_s: report a hang if no rank moves for this long; 20 median steps by default.
+        resume: check the resume instead: the words that are added to `args` to resume the script,
+            or "auto" if it finds its checkpoint by itself.
+        resume_nproc: with `resume`, other numbers of ranks to resume on.
 
     Raises:
         UserError: the script fails by itself, takes no step, or cannot be run here.
@@ -53,6 +59,19 @@ def check(
     if not module and loop_of(path):
         raise UserError(
             f"{path} is a loop with samestep.open_run: samestep.verify({str(path)!r}) checks those."
+        )
+    if resume is not None:
+        for one in resume_nproc:
+            check_ranks(one, flag="resume_nproc")
+        return check_resume(
+            path,
+            [str(one) for one in args],
+            resume=resume,
+            resume_nproc=resume_nproc,
+            nproc=2 if nproc is None else nproc,
+            module=module,
+            seconds=seconds,
+            stall_s=stall_s,
         )
     return check_script(
         path,

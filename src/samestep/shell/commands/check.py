@@ -6,8 +6,9 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import tyro
 from rich.console import Console
 
 from samestep.base.errors import AlreadyTold, UserError
@@ -16,7 +17,7 @@ from samestep.base.words import count
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.launch.ranks.process import run_as_rank
-from samestep.shell.commands.help import Switch, check_positive, parse_flags
+from samestep.shell.commands.help import MaybeNumbers, Switch, check_positive, numbers, parse_flags
 from samestep.shell.commands.script_target import ScriptTarget, script_target, target_first
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 _EXAMPLES = (
     "check train.py -- --epochs 1",
     "check -m mypackage.train --nproc 3 --json",
+    'check --resume "--resume-from out/last.pt" train.py -- --epochs 3',
     "check --list SS104",
 )
 _MOST_COLUMNS = 100
-_DEFAULT_RANKS = 2
+_DEFAULT_RANKS, _DEFAULT_STEPS = 2, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +46,14 @@ class CheckFlags:
 
     nproc: int | None = None
     """Ranks to start; by default 2."""
-    steps: int = 10
+    steps: int = _DEFAULT_STEPS
     """Batches to run in each of the first two epochs, before the last batch of the epoch."""
+    resume: Annotated[str | None, tyro.conf.arg(metavar="WORDS|auto")] = None
+    """Check the resume instead: train once whole, once killed and resumed twice, and compare. The
+    words are added to the script's arguments to resume it; {checkpoint} stands for the newest
+    checkpoint; auto if the script finds it by itself."""
+    resume_nproc: MaybeNumbers = None
+    """With --resume: also resume on these numbers of ranks."""
     seconds: float = 40.0
     """End the script this many seconds after its first step; what comes later is not checked."""
     stall_s: float | None = None
@@ -77,7 +85,8 @@ def _check(arguments: list[str]) -> int:
     switches = {field.name for field in fields(CheckFlags) if field.type is Switch}
     arguments = target_first(arguments, switches)
     target = script_target("check", arguments, "a script, or -m and a module")
-    command = parse_flags(CheckFlags, f"check {target.name}", target.flags, *_EXAMPLES)
+    flags = _with_words(target.flags, "--resume")
+    command = parse_flags(CheckFlags, f"check {target.name}", flags, *_EXAMPLES)
     if command.list:
         return _list([])
     if not target.module:
@@ -92,8 +101,24 @@ def _check(arguments: list[str]) -> int:
     return 0 if report is None else _tell(report, command)  # rank 0 tells it
 
 
+def _with_words(flags: list[str], name: str) -> list[str]:
+    """Join a flag to its value, which may itself begin with dashes."""
+    if name not in flags[:-1]:
+        return flags
+    at = flags.index(name)
+    return [*flags[:at], f"{name}={flags[at + 1]}", *flags[at + 2 :]]
+
+
 def _check_flags(command: CheckFlags) -> None:
     check_positive(steps=command.steps, seconds=command.seconds, stall_s=command.stall_s)
+    if command.resume is None and command.resume_nproc is not None:
+        raise UserError("--resume-nproc says where to resume: give --resume, too.")
+    if command.resume is not None and (command.here or command.steps != _DEFAULT_STEPS):
+        what = "--here" if command.here else "--steps"
+        why = "starts ranks of its own" if command.here else "needs epochs of their own length"
+        raise UserError(f"--resume {why}. Leave {what} out.")
+    for number in numbers("resume-nproc", command.resume_nproc):
+        check_ranks(number, flag="--resume-nproc")
     if command.here:
         if command.nproc is not None:
             raise UserError("--here takes the ranks of the job. Leave --nproc out.")
@@ -125,9 +150,22 @@ def _tell(report: "CheckReport", command: CheckFlags) -> int:
 
 
 def _report(target: ScriptTarget, command: CheckFlags) -> "CheckReport":
-    from samestep.scripts.checking.check_script import check_script  # noqa: PLC0415 - not for the help
+    from samestep.scripts.checking.check_resume import check_resume  # noqa: PLC0415 - not for the help
+    from samestep.scripts.checking.check_script import check_script  # noqa: PLC0415
 
     nproc = _ranks(command)
+    if command.resume is not None:
+        return check_resume(
+            Path(target.name),
+            target.words,
+            resume=command.resume,
+            resume_nproc=numbers("resume-nproc", command.resume_nproc),
+            nproc=nproc,
+            module=target.module,
+            seconds=command.seconds,
+            stall_s=command.stall_s,
+            tell=lambda text: sys.stderr.write(f"{text}\n"),
+        )
     console = Console(stderr=True, highlight=False)
     on = f"{target.name} runs on {count(nproc, 'rank')} …"
     with console.status(on) if console.is_terminal else nullcontext():

@@ -8,6 +8,7 @@ from samestep.scripts.checking.rules import (
     mode,
     model,
     one_process,
+    resume,
     schedule,
     step,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "mode",
     "model",
     "one_process",
+    "resume",
     "schedule",
     "step",
 ]

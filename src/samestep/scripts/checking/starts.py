@@ -1,0 +1,169 @@
+"""A training that was run whole, and killed and resumed: what its starts did, step by step.
+
+Steps are counted from 0 over all starts: `offset` is how many a start's first step comes after.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from samestep.scripts.checking.events import Event, RankSeen
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint that was written, or a part of one."""
+
+    step: int
+    """Steps of the training before it."""
+    event: Event
+    path: str
+    """Empty if it has no name."""
+    renamed: bool = False
+    """Whether it got its name once it was whole."""
+
+    @property
+    def digests(self) -> set[int]:
+        """Its tensors."""
+        return {value[0] for value in self.event["leaves"].values() if isinstance(value, list)}
+
+    def is_twin(self, other: "Save") -> bool:
+        """Whether another run wrote the same parts after the same step."""
+        same = self.step == other.step and self.event.where == other.event.where
+        return same and {*self.event["leaves"]} == {*other.event["leaves"]}
+
+    def alike(self, names: Sequence[str], path: str) -> bool:
+        """Whether a file that was loaded has the same parts, or lies where this one does."""
+        same = {*names} == {*self.event["leaves"]}
+        return same or bool(self.path and path.startswith(self.path))
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """One start of the script: how far it came, and in which states."""
+
+    ranks: list[RankSeen]
+    output: list[str]
+    offset: int = 0
+    ended: bool = True
+    """Whether it came to its own end."""
+
+    @cached_property
+    def steps(self) -> list[tuple[Event, ...]]:
+        """Each step that all ranks took, an event of each; the last may not have been taken."""
+        return [*zip(*(rank.of("trained") for rank in self.ranks), strict=False)]
+
+    @property
+    def taken(self) -> int:
+        """Steps that it took, where it was stopped or ended."""
+        stops = [event.step for rank in self.ranks for event in rank.of("stopped", "final")]
+        return min(stops, default=len(self.steps)) if stops else max(0, len(self.steps) - 1)
+
+    @cached_property
+    def saves(self) -> list[Save]:
+        """What it saved, by the step of the training."""
+        found: list[Save] = []
+        for rank in self.ranks:
+            for event in rank.of("saved", "renamed"):
+                if event.kind == "saved":
+                    found.append(Save(self.offset + event.step, event, event["path"]))
+                    continue
+                for at, one in enumerate(found):
+                    if one.path and (one.path + os.sep).startswith(event["old"] + os.sep):
+                        path = event["path"] + one.path.removeprefix(event["old"])
+                        found[at] = replace(one, path=path, renamed=True)
+        return sorted(found, key=lambda one: one.step)
+
+    def loaded(self, what: str = "file") -> list[Event]:
+        """Return what it loaded before its first step."""
+        return [e for rank in self.ranks for e in rank.of("loaded") if e["what"] == what]
+
+    def state(self, step: int, rank: int = 0) -> Event | None:
+        """Return the state in which a step of the training begins, or which the last one made."""
+        events = self.ranks[rank].of("trained", "final") if rank < len(self.ranks) else []
+        at = step - self.offset
+        return events[at] if 0 <= at < len(events) else None
+
+    def samples(self, first: int, end: int) -> Counter[int]:
+        """Return the samples that all ranks trained in steps of the training, each how often."""
+        found: Counter[int] = Counter()
+        for step in range(first, end):
+            found += self.of_step(step)
+        return found
+
+    def of_step(self, step: int) -> Counter[int]:
+        """Return the samples of one step, by their index in the data set, or by their content."""
+        at = step - self.offset
+        events = self.steps[at] if 0 <= at < len(self.steps) else ()
+        each = [event["indices"] if self.numbered else event["rows"] for event in events]
+        return Counter(one for some in each for one in some)
+
+    @cached_property
+    def numbered(self) -> bool:
+        """Whether the indices of all samples are known."""
+        each = [event for events in self.steps for event in events]
+        return bool(each) and all(event["indices"] for event in each)
+
+    def epoch(self, step: int) -> int:
+        """Return the number of the epoch of a step, as this start counts them."""
+        return self.steps[step - self.offset][0].epoch
+
+    def epochs(self) -> Iterator[tuple[int, int]]:
+        """Yield the first step of each epoch, and the one after its last."""
+        begin = 0
+        for at in range(1, len(self.steps) + 1):
+            if at == len(self.steps) or self.steps[at][0].epoch != self.steps[begin][0].epoch:
+                yield self.offset + begin, self.offset + at
+                begin = at
+
+
+@dataclass(kw_only=True)
+class Resumed:
+    """All starts of `check --resume`."""
+
+    whole: Attempt
+    chain: list[Attempt]
+    """The one that was killed first, and those that resume, each from the one before."""
+    again: Attempt | None = None
+    """A second whole run, if anything was different: what the script itself does not repeat."""
+    others: list[tuple[int, Attempt]] = field(default_factory=list)
+    """Resumed on other numbers of ranks, from the first kill."""
+    torn: Attempt | None = None
+    """Resumed from the first half of its checkpoint."""
+
+    @property
+    def total(self) -> int:
+        """How many steps are compared."""
+        return self.whole.taken if self.whole.ended else len(self.whole.steps) - 1
+
+    def align(self, start: Attempt, before: Attempt) -> None:
+        """Find out which step a start continues from: by its weights, else where it was killed."""
+        begins = start.steps[0][0]["weights"] if start.steps else None
+        known = [before, *self.chain[::-1], self.whole]
+        steps = [
+            step
+            for one in known
+            for step in range(one.offset + len(one.steps) - 1, one.offset - 1, -1)
+            if (state := one.state(step)) is not None and state["weights"] == begins
+        ]
+        killed_at = before.offset + before.taken
+        within = [step for step in steps if step <= killed_at]
+        start.offset = within[0] if within else killed_at
+
+    def before(self, start: Attempt, rank: int = 0) -> Event | None:
+        """Return the state that a start continues from, as the training had it before the kill."""
+        place = self.chain.index(start) if start in self.chain else 1
+        states = (one.state(start.offset, rank) for one in self.chain[:place][::-1])
+        return next((state for state in states if state is not None), None)
+
+    def differs(self, start: Attempt, kind: str, rank: int = 0) -> bool:
+        """Whether a start begins with another state of a kind than the training had."""
+        own, before = start.state(start.offset, rank), self.before(start, rank)
+        return own is not None and before is not None and own[kind] != before[kind]
+
+    def unsteady(self, what: str) -> bool:
+        """Whether two starts from scratch differ in something of a step."""
+        both = self.whole.steps[: self.total], (self.again or self.chain[0]).steps
+        return any(a[0][what] != b[0][what] for a, b in zip(*both, strict=False))
