@@ -40,7 +40,7 @@ from samestep.scripts.checking.ranks_of_script import (
 )
 from samestep.scripts.checking.rules.resume import mistakes
 from samestep.scripts.checking.scratch import Scratch
-from samestep.scripts.checking.starts import Resumed, Attempt
+from samestep.scripts.checking.starts import Attempt, Resumed
 
 AUTO = "auto"
 """The script finds its checkpoint by itself."""

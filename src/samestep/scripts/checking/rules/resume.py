@@ -14,7 +14,7 @@ from typing import Any
 from samestep.base.words import count
 from samestep.scripts.checking.events import Event, Seen
 from samestep.scripts.checking.findings import Found, NotSeen, rule
-from samestep.scripts.checking.starts import Resumed, Save, Attempt
+from samestep.scripts.checking.starts import Attempt, Resumed, Save
 
 _STATE = {
     "weights": "weights",
