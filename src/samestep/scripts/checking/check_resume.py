@@ -149,7 +149,7 @@ def _resumed(
             f"{lab.script} wrote a checkpoint after {count(first, 'step')} in one run and none in "
             "the next, so its resume could not be checked."
         )
-    result = Resumed(whole=whole, chain=[killed])
+    result = Resumed(whole=whole, chain=[killed], words=words)
     lasts = total + (_BEYOND if whole.ended else 0)
     kept = _Kept(lab, scratch)
     kept.keep()
@@ -241,9 +241,7 @@ def _go_on(
     may_fail: bool = False,
 ) -> Attempt:
     """Resume a training that was killed."""
-    newest = next((s for s in reversed(before.saves) if s.path), None)
-    if newest is not None:
-        words = [word.replace(CHECKPOINT, newest.path) for word in words]
+    words = [word.replace(CHECKPOINT, before.newest or CHECKPOINT) for word in words]
     # As a user would type them: paths that lie in the project are those of the scratch copy.
     job = structs.replace(
         base, arguments=[*base.arguments, *words], kill_from=kill_from, stop_at=stop_at

@@ -76,6 +76,20 @@ class Attempt:
                         found[at] = replace(one, path=path, renamed=True)
         return sorted(found, key=lambda one: one.step)
 
+    @property
+    def newest(self) -> str:
+        """Return the path of its newest checkpoint: a file, or the folder of one that has several.
+
+        Of several files of a step it is the one that holds most.
+        """
+        named = [save for save in self.saves if save.path]
+        last = [save for save in named if save.step == named[-1].step]
+        folders = {save.path.rpartition(os.sep)[0] for save in last}
+        others = {save.path.rpartition(os.sep)[0] for save in named if save.step != last[0].step}
+        if len(last) > 1 and len(folders) == 1 and not folders & others:
+            return folders.pop()
+        return max(last, key=lambda save: len(save.event["leaves"])).path if last else ""
+
     def loaded(self, what: str = "file") -> list[Event]:
         """Return what it loaded before its first step."""
         return [e for rank in self.ranks for e in rank.of("loaded") if e["what"] == what]
@@ -128,6 +142,8 @@ class Resumed:
     """The one that was killed first, and those that resume, each from the one before."""
     again: Attempt | None = None
     """A second whole run, if anything was different: what the script itself does not repeat."""
+    words: list[str] = field(default_factory=list)
+    """What resumes it."""
     others: list[tuple[int, Attempt]] = field(default_factory=list)
     """Resumed on other numbers of ranks, from the first kill."""
     torn: Attempt | None = None

@@ -102,9 +102,17 @@ def _start(resumed: Resumed, before: Attempt, start: Attempt, *, follows: bool) 
         text = f"resumed after step {at}, it began with the weights of step 0 again, {read}"
         yield "SS831", where or start.steps[0][0].where, text
         return
-    yield from _older(before, start, at)
+    names = [word.partition("=")[2] or word for word in resumed.words]
+    if not any(file["path"].startswith(name) for file in files for name in names):  # by the user
+        yield from _older(before, start, at)
     for event in [event for rank in start.ranks for event in rank.of("gone")][:1]:
-        saved = next((s.event.where for s in start.saves if s.step == start.offset), "")
+        again = [save for save in start.saves if save.step == start.offset]
+        if any(
+            save.path == event["path"] and files[-1]["names"] == [*save.event["leaves"]]
+            for save in again
+        ):
+            continue  # it has written the same checkpoint anew
+        saved = again[0].event.where if again else ""
         text = (
             f"{event['path']}, the checkpoint of step {start.offset}, was removed or written over "
         )
