@@ -44,9 +44,9 @@ def rows() -> TensorDataset:
     return TensorDataset(x, (x.sum(1) > 0).long())
 
 
-def net() -> nn.Module:
+def net(dropout: float = 0.1) -> nn.Module:
     """Return a model with dropout, which draws random numbers."""
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 2))
 
 
 def lightning(args: argparse.Namespace) -> None:
@@ -237,7 +237,7 @@ def fsdp2(args: argparse.Namespace) -> None:
         "gloo",
         **({} if WORLD > 1 else {"init_method": "tcp://127.0.0.1:0", "rank": 0, "world_size": 1}),
     )
-    model = net()
+    model = net(dropout=0.0)  # random numbers are in no checkpoint here
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (WORLD,))
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -68,6 +68,7 @@ def command(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_package_brings_a_recipe_a_tracker_and_a_verb_or_is_named_if_broken(command, tmp_path):
     trained = command("train", "tiny", "--track", "notes", "--run-dir", "run")
     assert trained.returncode == 0, trained.stderr

@@ -51,11 +51,18 @@ class Slow:
         self.file, self.name = open(path, "wb"), path
 
     def write(self, content):
-        time.sleep(0.01)
+        time.sleep(0.002)
         return self.file.write(content)
 
     def __getattr__(self, name):
         return getattr(self.file, name)
+
+
+def write(state, path):
+    file = Slow(path + ".tmp")
+    torch.save(state, file)
+    file.close()
+    os.replace(path + ".tmp", path)
 
 
 def save(path, epoch):
@@ -178,6 +185,43 @@ while epoch < 2:
     stream.place = 0
 """
 
+SHARDED = """\
+import argparse
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--resume")
+args = parser.parse_args()
+torch.manual_seed(0)
+model, step = nn.Linear(6, 1), 0
+optimizer = torch.optim.Adam(model.parameters())
+
+
+def state():
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "step": step}
+
+
+if args.resume:
+    kept = state()  # it gives the optimizer a state, by a step without gradients
+    dcp.load(kept, checkpoint_id=args.resume)
+    set_state_dict(
+        model, optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"]
+    )
+    step = kept["step"]
+while step < 18:
+    optimizer.zero_grad()
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    step += 1
+    if step % 6 == 0:
+        dcp.save(state(), checkpoint_id=f"out/{step}")
+"""
 STREAM = WITHIN.replace("STREAMS = False", "STREAMS = True").replace("48", "96")
 STREAM = STREAM.replace("epoch < 2", "epoch < 1")
 LOADS = {
@@ -192,11 +236,10 @@ COUNTERS = 'first, best, done = kept["epoch"], kept["best"], kept["done"]\n'
 WRITES = '    torch.save(state, path + ".tmp")\n    os.replace(path + ".tmp", path)\n'
 IN_A_THREAD = """
     threads and threads.pop().join()
-    threads.append(threading.Thread(target=torch.save, args=(STATE, Slow(path))))
+    threads.append(threading.Thread(target=write, args=(STATE, path)))
     threads[0].start()
 """
 THREADS = ("first, best, done = 0", "threads = []\nfirst, best, done = 0")
-JOIN = ("\n    save(", "\n    threads and threads[0].join()\n    save(")
 BY_EPOCH = [
     ('save("out/last.pt", epoch + 1)', 'save(f"out/{epoch + 1}.pt", epoch + 1)'),
     ("kept = torch.load(args.resume)", 'kept = torch.load(sorted(glob("out/*.pt"))[PLACE])'),
@@ -296,6 +339,28 @@ RIGHT = {
     "a stream with its buffer": (STREAM, [], {"resume": "auto"}),
     "a file that may be torn is an error": (PLAIN, TORN, {}),
     "the newest of several": (PLAIN, at("-1"), {"resume": "auto"}),
+    "a folder of shards": (SHARDED, [], {"resume": "--resume {checkpoint}"}),
+    "a folder of two files": (
+        PLAIN,
+        [
+            ('save("out/last.pt", epoch + 1)', 'save(f"out/{epoch}/all.pt", epoch + 1)'),
+            ("    state = {", "    os.makedirs(os.path.dirname(path))\n    state = {"),
+            (WRITES, WRITES + '    torch.save(torch.ones(1), path.replace("all", "some"))\n'),
+            ("torch.load(args.resume)", 'torch.load(args.resume + "/all.pt")'),
+        ],
+        {"resume": "--resume {checkpoint}"},
+    ),
+    "its checkpoint is written anew": (
+        PLAIN,
+        [
+            (
+                'os.makedirs("out", exist_ok=True)\n',
+                'os.makedirs("out", exist_ok=True)\nsave("out/last.pt", first)\n',
+            )
+        ],
+        {},
+    ),
+    "an older one, by the user's word": (PLAIN, at("-1")[:1], {"resume": "--resume out/1.pt"}),
     "copies in a thread": (PLAIN, threaded("copy.deepcopy(state)"), {}),
 }
 

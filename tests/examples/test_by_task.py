@@ -120,6 +120,7 @@ def loop(request, tmp_path_factory) -> tuple[str, Path]:
     return request.param, folder / "run"
 
 
+@pytest.mark.slow
 def test_a_loop_stopped_on_two_ranks_goes_on_alone_to_the_same_losses(loop, tmp_path):
     name, alone = loop
     stop = {"strike": scripts.Strike(3, signal.SIGTERM), "code": 128 + signal.SIGTERM}

@@ -63,16 +63,18 @@ SGD = ("--optimizer", "sgd", "--momentum", "0.9", "--weight-decay", "0.01")
 ON_TWO = {
     "as it is": (TINY, ()),
     "accumulated": (TINY, ("--micro-batch-size", "2", "--batch-size", "13")),
+    "sums by name": (RECIPE, OF_LOSSES),
+    "means over terms": BY_TERMS,
+    "dropout": ("spiral", ("--num-samples", "701", "--epochs", "2", "--batch-size", "32")),
+}
+MORE_ON_TWO = {
     "ended within an epoch": (TINY, ("--max-steps", "17")),
     "own optimizer and factors": (TINY + GROUPED, ("--epochs", "2")),
     "branches": (TINY + BRANCHES, ("--find-unused", "--epochs", "2")),
     "metric objects": (TINY + OBJECTS, ("--epochs", "2")),
-    "sums by name": (RECIPE, OF_LOSSES),
-    "means over terms": BY_TERMS,
     # 128 and 13 graphs of 109 a step and rank: the last step needs fewer micro-steps.
     "graphs in micro-steps": (EXAMPLES / "graphs.py", GRAPHS),
     "augmented and read by a worker": (CONVNET + LOADED, READ),
-    "dropout": ("spiral", ("--num-samples", "701", "--epochs", "2", "--batch-size", "32")),
     "batch norm and augmentation": ("cifar10", IMAGES),
 }
 OF_ROUNDING = {"dropout": 1e-6, "batch norm and augmentation": 1e-5}  # they train in fp32
@@ -99,10 +101,19 @@ def as_target(target: str | Path, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory) -> Path:
-    """Train all of ON_TWO in both engines on the same two ranks; return the folder of the runs."""
-    folder, trainings = tmp_path_factory.mktemp("on_two"), []
+    return train_on_two(ON_TWO, tmp_path_factory.mktemp("on_two"))
+
+
+@pytest.fixture(scope="module")
+def more_on_two(tmp_path_factory) -> Path:
+    return train_on_two(MORE_ON_TWO, tmp_path_factory.mktemp("more_on_two"))
+
+
+def train_on_two(recipes: dict[str, tuple], folder: Path) -> Path:
+    """Train all in both engines on the same two ranks; return the folder of the runs."""
+    trainings = []
     data = ("--data-dir", str(write_binary(folder / "data")))
-    for name, (target, flags) in ON_TWO.items():
+    for name, (target, flags) in recipes.items():
         (folder / name).mkdir()
         words = [as_target(target, folder / name), *flags, *(data if target == "cifar10" else ())]
         for run, engine in (("ours", LIGHTNING), ("theirs", ())):
@@ -131,6 +142,12 @@ def assert_same(folder: Path, tolerance: float = TOLERANCE) -> None:
 @pytest.mark.parametrize("name", ON_TWO)
 def test_two_ranks_train_as_in_the_native_loop(on_two, name):
     assert_same(on_two / name, OF_ROUNDING.get(name, TOLERANCE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_ON_TWO)
+def test_two_ranks_train_other_recipes_as_in_the_native_loop(more_on_two, name):
+    assert_same(more_on_two / name, OF_ROUNDING.get(name, TOLERANCE))
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -109,6 +109,7 @@ while not Path("said").exists():
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_samestep_starts_tell_of_a_failure_once_and_leave_logs_that_say_something(here):
     path = script(here, SAYS_AND_WAITS + ERROR)
     done = typed("-m", "samestep", "profile", path, "--nproc", "3", folder=here)

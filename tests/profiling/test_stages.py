@@ -270,6 +270,7 @@ recipe = replace(recipe, loss=loss)
 """
 
 
+@pytest.mark.slow
 def test_after_a_stop_signal_no_further_value_is_tried_and_what_there_is_is_shown(tmp_path):
     found = swept(tmp_path, tiny.RECIPE + STOPS_AT_4, "2,4,8", code=143)
     (sweep,) = found["sweeps"]

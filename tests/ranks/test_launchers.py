@@ -59,6 +59,7 @@ recipe = Recipe(loss=loss, """,
 )
 
 
+@pytest.mark.slow
 def test_when_one_rank_fails_the_others_stop_soon_and_its_failure_is_shown_once(tmp_path):
     (tmp_path / "fails.py").write_text(FAILS_ON_RANK_1)
     line = 1 + FAILS_ON_RANK_1.splitlines().index('        raise KeyError("lost on the way")')

@@ -148,6 +148,7 @@ ALIKE = {"dropout": {"dropout": 0.3}, "batchnorm": {"batchnorm": True}, "frozen"
 ALIKE |= {"drifts": {"drifts": True}}
 
 
+@pytest.mark.slow
 def test_what_each_rank_computes_of_its_own_is_the_same_as_with_ddp(tmp_path):
     trainings = []
     for name, how in ALIKE.items():
@@ -165,6 +166,7 @@ def test_what_each_rank_computes_of_its_own_is_the_same_as_with_ddp(tmp_path):
         assert (name == "drifts") == any("persistent=True" in note for note in start["notes"])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_strategy_on_another_number_of_ranks(tmp_path):
     recipe, run = write_blocks(tmp_path), tmp_path / "run"
     flags = ("--optimizer", "adamw", "--ema", "0.9")
@@ -349,6 +351,7 @@ recipe = replace(recipe, data=read)
 }
 
 
+@pytest.mark.slow
 def test_recipes_with_parts_of_their_own_are_trained_as_on_one_process(tmp_path):
     trainings, pairs = [], []
     for name, text in OWN.items():

@@ -152,6 +152,7 @@ def test_what_is_no_match_with_balls_is_not_predicted(trained, tmp_path, capsys,
     assert json.loads(capsys.readouterr().out)["problem"]
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_same_steps(matches, trained, tmp_path):
     flags = ("--data-dir", str(matches), "--cache-dir", str(tmp_path / "kept"))
     more = ("--log-every", "1", "--dropout", "0", "--batch-size", "64")

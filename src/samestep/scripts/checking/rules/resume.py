@@ -361,7 +361,8 @@ def _on_others(resumed: Resumed, start: Attempt, number: int) -> Iterator[_Coded
         text += f" {right} with the same learning rate, {_plain(rates[0])}"
         yield "SS833", _first_of(start, "loader_made"), text
     elif own == right and not resumed.unsteady("rows"):
-        yield from ((code, where, f"{on}: {text}") for code, where, text in _data(resumed, start))
+        for code, where, text in _data(resumed, start):  # no state makes up for another sampler
+            yield code.replace("SS817", "SS803"), where, f"{on}: {text}"
 
 
 def _torn(resumed: Resumed) -> Iterator[_Coded]:

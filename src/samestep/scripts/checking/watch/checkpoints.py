@@ -47,6 +47,9 @@ def watching(
             (m, "async_save", files.around_async),
         ],
     }
+    wanted["torch.distributed.checkpoint.state_dict"] = lambda m: [
+        (m, "_init_optim_state", files.around_made_up_step)
+    ]
     with (
         patched_when_imported(wanted),
         patched(
@@ -87,6 +90,16 @@ class _Saves:
             (Path(self._job.folder) / STOPPED).touch()
             while True:
                 signal.pause()
+
+    def around_made_up_step(self, original: _Around, *args: Any, **kwargs: Any) -> Any:
+        """Leave out a step without gradients, which gives an optimizer a state to load into."""
+        recorder, steps = self._recorder, self._recorder.hooks.steps
+        recorder.quiet += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.quiet -= 1
+            recorder.hooks.steps = steps
 
     def thread_started(self, original: _Around, thread: Any) -> None:
         """Remember where a thread was started: what it saves may have no other line."""

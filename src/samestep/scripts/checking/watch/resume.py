@@ -148,7 +148,7 @@ class _Training:
 
     def step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Note the step of an optimizer, if its steps count; one with a closure takes it inside."""
-        if self._hooks.counted not in (None, optimizer):
+        if self._recorder.quiet or self._hooks.counted not in (None, optimizer):
             return None
         if (given := step_closure(args, kwargs)) is None:
             self._note_step()
