@@ -42,12 +42,11 @@ PUBLIC: dict[str, tuple[str, str, int]] = {
         1,
     ),
     "cifar_akamaster": (
-        "--arch resnet20 --epochs 3 -b 16 -j 0 --save-dir out --save-every 1",
-        "--resume {checkpoint}",
+        "--arch resnet20 --epochs 6 -b 16 -j 0 --save-dir out --save-every 1",
+        "--resume out/checkpoint.th",
         1,
     ),
     "cifar_kuangliu": ("", "--resume", 1),
-    "mixup_fair": ("--model LeNet --batch-size 16 --epoch 3 --no-augment", "--resume", 1),
     "makemore": (
         "--max-steps 1500 --batch-size 8 --n-layer 1 --n-embd 16 --n-embd2 16",
         "--resume",
@@ -55,11 +54,16 @@ PUBLIC: dict[str, tuple[str, str, int]] = {
     ),
     "nanogpt": ("", "--init_from=resume", 1),
     "pt_ddp_torchrun": ("", "auto", 2),
-    "pt_mingpt_ddp": ("", "auto", 2),
     "pt_imagenet": (
         "-a resnet18 --epochs 3 -b 4 -j 0 --no-accel data",
         "--resume checkpoint.pth.tar",
         1,
+    ),
+    "pt_imagenet_spawn": (
+        "-a squeezenet1_1 --epochs 3 -b 8 -j 0 --dist-backend gloo --dist-url "
+        "tcp://127.0.0.1:29611 --multiprocessing-distributed --world-size 1 --rank 0 data",
+        "--resume checkpoint.pth.tar",
+        2,
     ),
     "simsiam": ("", "--resume {checkpoint}", 1),
     "vit_kentaroy": (
@@ -67,12 +71,6 @@ PUBLIC: dict[str, tuple[str, str, int]] = {
         "--resume",
         1,
     ),
-    "wrn_xternalz": (
-        "--layers 10 --widen-factor 1 --epochs 3 -b 16 --no-augment",
-        "--resume {checkpoint}",
-        1,
-    ),
-    "dist_richardkxu": ("-a resnet18 --epochs 3 -b 4 -j 0 data", "--resume checkpoint.pth.tar", 2),
 }
 """Of each public script its arguments, if other than the case's, how it is resumed, its ranks."""
 
