@@ -30,6 +30,7 @@ from tests.checking.test_resume import PLAIN, PLANTS, RIGHT  # noqa: E402
 KEPT = Path(__file__).parent / "results" / "resume-check.json"
 WORKERS = ("lightning", "trainer", "stateful_loader")
 EVERY = {"at an epoch's end": 12, "within an epoch": 5}
+_SPAWNED = "tcp://127.0.0.1:29611 --multiprocessing-distributed --world-size 1 --rank 0 data"
 PUBLIC: dict[str, tuple[str, str, int]] = {
     "acc_checkpointing": (
         "--cpu --checkpointing_steps epoch --output_dir out",
@@ -60,8 +61,7 @@ PUBLIC: dict[str, tuple[str, str, int]] = {
         1,
     ),
     "pt_imagenet_spawn": (
-        "-a squeezenet1_1 --epochs 3 -b 8 -j 0 --dist-backend gloo --dist-url "
-        "tcp://127.0.0.1:29611 --multiprocessing-distributed --world-size 1 --rank 0 data",
+        "-a squeezenet1_1 --epochs 3 -b 8 -j 0 --dist-backend gloo --dist-url " + _SPAWNED,
         "--resume checkpoint.pth.tar",
         2,
     ),
