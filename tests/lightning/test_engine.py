@@ -40,7 +40,7 @@ TINY = tiny.RECIPE.replace('    "checkpoint_every_steps": 4,\n', "")
 GROUPED = OWN.replace("(step, total)", "(step, total, *, epoch)").replace(
     "return 1 - step / total", "return [1 - step / total, 1 / (1 + epoch)]"
 )
-OF_LOSSES = ("--micro-batch-size", "4", "--patience", "1", "--momentum", "0.9", "--epochs", "4")
+OF_LOSSES = ("--micro-batch-size", "4", "--patience", "1", "--momentum", "0.9", "--epochs", "2")
 GRAPHS = (*FP64, *RECIPES["graphs.py"], "--batch-size", "32", "--micro-batch-size", "4")
 NO_CLOSURE = TINY + GATHERS.removeprefix(tiny.RECIPE).replace("Free(m", "Slowing(m")
 # A mean over samples of one class, of which some shares and micro-steps have none.
@@ -52,7 +52,7 @@ def of_ones(outputs, targets):
 
 recipe = replace(recipe, loss=of_ones, loss_terms=lambda batch: batch[1].sum())
 """
-BY_TERMS = (TINY + TERMS, ("--micro-batch-size", "2", "--batch-size", "14", "--epochs", "2"))
+BY_TERMS = (TINY + TERMS, ("--micro-batch-size", "2", "--batch-size", "14", "--epochs", "1"))
 READ = ("--num-workers", "1", "--log-every", "1", "--precision", "fp64")
 IMAGES = ("--width", "4", "--epochs", "1", "--batch-size", "16", "--log-every", "1")
 CLIPPED = ("--clip-norm", "0.05", "--warmup-steps", "7", "--schedule", "cosine")
@@ -60,12 +60,13 @@ SGD = ("--optimizer", "sgd", "--momentum", "0.9", "--weight-decay", "0.01")
 
 # What is trained → a recipe's text, file or name, and flags. TINY has 131 samples in global batches
 # of 12: odd shares, and an incomplete last batch that needs fewer micro-steps than the others.
+THREE = ("--epochs", "3")
 ON_TWO = {
-    "as it is": (TINY, ()),
-    "accumulated": (TINY, ("--micro-batch-size", "2", "--batch-size", "13")),
+    "as it is": (TINY, THREE),
+    "accumulated": (TINY, ("--micro-batch-size", "2", "--batch-size", "13", "--epochs", "1")),
     "sums by name": (RECIPE, OF_LOSSES),
     "means over terms": BY_TERMS,
-    "dropout": ("spiral", ("--num-samples", "701", "--epochs", "2", "--batch-size", "32")),
+    "dropout": ("spiral", ("--num-samples", "301", "--epochs", "2", "--batch-size", "32")),
 }
 MORE_ON_TWO = {
     "ended within an epoch": (TINY, ("--max-steps", "17")),
@@ -80,8 +81,8 @@ MORE_ON_TWO = {
 OF_ROUNDING = {"dropout": 1e-6, "batch norm and augmentation": 1e-5}  # they train in fp32
 ALONE = {
     "as it is": (TINY, ()),
-    "clipped, with warm-up, cosine and momentum": (TINY, (*CLIPPED, *SGD)),
-    "without the incomplete batch": (TINY, ("--drop-last",)),
+    "clipped, with warm-up, cosine and momentum": (TINY, (*CLIPPED, *SGD, *THREE)),
+    "without the incomplete batch": (TINY, ("--drop-last", *THREE)),
     "stopped early": (TINY, ("--patience", "1", "--lr", "0.3")),
     "stopped early in the last epoch": (TINY, ("--patience", "1", "--lr", "0.3", "--epochs", "2")),
     "not validated by accuracy": (TINY, ("--monitor", "loss", "--keep-top-k", "2")),
@@ -161,8 +162,9 @@ def test_a_recipe_trains_as_in_the_native_loop(tmp_path, name):
 
 def test_a_run_stopped_by_a_signal_goes_on_with_the_exact_next_step(on_two, tmp_path):
     recipe, stopped = tiny.write_recipe(tmp_path, TINY), tmp_path / "stopped"
-    tiny.set_pace(recipe, 0.05)
-    ranks = tiny.start(recipe, *LIGHTNING, "--run-dir", str(stopped), world_size=2, folder=tmp_path)
+    tiny.set_pace(recipe, 0.1)
+    words = (*THREE, *LIGHTNING, "--run-dir", str(stopped))
+    ranks = tiny.start(recipe, *words, world_size=2, folder=tmp_path)
     tiny.until(lambda: tiny.num_records(stopped) > 18, ranks)  # in the second epoch
     for process in ranks.processes:
         process.terminate()
@@ -242,7 +244,7 @@ def _fit() -> dict[str, float]:
     from samestep.bridges.lightning import SpiralDataModule
 
     os.environ["TORCHELASTIC_RUN_ID"] = "test"  # as torchrun says it to Lightning
-    data = SpiralDataModule(num_samples=701, batch_size=32)
+    data = SpiralDataModule(num_samples=301, batch_size=32)
     module = samestep.LitRecipe(data.recipe, data.settings, data.options)
     trainer = plain_trainer(max_epochs=2, devices=2, num_sanity_val_steps=2)
     trainer.fit(module, data)

@@ -102,11 +102,11 @@ CLIPPED = (
     *("--optimizer", "adamw", "--weight-decay", "0.1", "--clip-norm", "0.3", "--ema", "0.9"),
     *("--micro-batch-size", "2"),
 )
-# The flags of a training, and those that it has only with FSDP.
+# The flags of a training, and those that it has only with FSDP. Sharded as usual, with adam and
+# without micro-steps, are those of two ranks below.
 HOW = {
-    "clipped, averaged, accumulated": (CLIPPED, ()),
-    "adam, kept gathered, recomputed": (
-        ("--checkpoint-activations",),
+    "clipped, averaged, accumulated, recomputed, kept gathered": (
+        (*CLIPPED, "--checkpoint-activations"),
         ("--no-reshard-after-forward",),
     ),
     "sharded within each node": (CLIPPED, ("--shard-within", "node")),

@@ -31,6 +31,7 @@ from samestep.scripts.checking.check_script import (
 from samestep.scripts.checking.events import Job, Seen, write_job
 from samestep.scripts.checking.ranks_of_script import (
     SPAWNS,
+    STOPPED,
     Starter,
     end,
     rank_variables,
@@ -123,7 +124,7 @@ class _Lab:
         try:
             codes, stall = wait(processes, folder, self.seconds, self.stall_s)
         finally:
-            end(processes, politely=not (folder / "stopped").exists())
+            end(processes, politely=not (folder / STOPPED).exists())
         seen, output = what_was_seen(scratch, folder, codes, stall, asked=True)
         ended = all(rank.exit_code == 0 for rank in seen.ranks) and stall is None
         spawns = (folder / SPAWNS).exists()
@@ -201,10 +202,11 @@ def _last(start: Attempt) -> str:
 
 def _whole(lab: _Lab, job: Job) -> tuple[Attempt, Seen, Job]:
     """Run the training whole, in the way in which it can be started here."""
+    text = "" if job.module else lab.script.read_text(errors="replace")
     for name in ("whole", "whole-alone", "whole-cpu"):
         scratch, made = lab.place(name, job)
         start, seen, spawns = lab.run(scratch, made, job.nproc, "whole")
-        needs_gpu = not start.steps and NEEDS_GPU.search("".join(start.output))
+        needs_gpu = not start.steps and NEEDS_GPU.search("".join([text, *start.output]))
         if spawns and not job.alone:
             job = structs.replace(job, alone=True)
         elif needs_gpu and not job.substitute:
@@ -248,17 +250,18 @@ def _go_on(
     )
     start, seen, _ = lab.run(scratch, job, nproc, name)
     failed = [rank for rank in seen.ranks if rank.exit_code]
-    if failed and not start.steps and not may_fail:
-        told = failed[0].first("end")
-        text = (told["text"] if told else "") or start.output[0]
+    if not start.steps and not may_fail and not start.ended:
+        told = failed[0].first("end") if failed else None
+        text = (told["text"] if told else "") or "".join(start.output)
         files = sorted({save.path for save in before.saves if save.path})
         missing = [
             word for word in words if ("/" in word or "." in word) and not _exists(scratch, word)
         ]
         hint = f" There is no {missing[0]}: it had saved {', '.join(files)}." if missing else ""
+        how = "fails by itself" if failed else "takes no step and does not end"
         raise UserError(
-            f"{lab.script} resumed with {shlex.join(words) or 'no more arguments'} fails by itself:"
-            f"{hint}\n{text.rstrip()}"
+            f"{lab.script} resumed with {shlex.join(words) or 'no more arguments'} {how}:{hint}\n"
+            f"{text.rstrip()}"
         )
     return start
 

@@ -105,19 +105,7 @@ def _start(resumed: Resumed, before: Attempt, start: Attempt, *, follows: bool) 
     names = [word.partition("=")[2] or word for word in resumed.words]
     if not any(file["path"].startswith(name) for file in files for name in names):  # by the user
         yield from _older(before, start, at)
-    for event in [event for rank in start.ranks for event in rank.of("gone")][:1]:
-        again = [save for save in start.saves if save.step == start.offset]
-        if any(
-            save.path == event["path"] and files[-1]["names"] == [*save.event["leaves"]]
-            for save in again
-        ):
-            continue  # it has written the same checkpoint anew
-        saved = again[0].event.where if again else ""
-        text = (
-            f"{event['path']}, the checkpoint of step {start.offset}, was removed or written over "
-        )
-        text += "before the first step after the resume: a kill now loses the training"
-        yield "SS834", saved or where, text
+    yield from _gone(start)
     found = [*_state(resumed, before, start)]
     if follows:
         found += _schedule(resumed, start)
@@ -125,6 +113,18 @@ def _start(resumed: Resumed, before: Attempt, start: Attempt, *, follows: bool) 
     yield from found or _random(resumed, start)
     if follows:
         yield from _counters(resumed, start, explained=bool(found))
+
+
+def _gone(start: Attempt) -> Iterator[_Coded]:
+    """Look for a checkpoint that is changed before the first step, if not by the same one anew."""
+    gone = next((event for rank in start.ranks for event in rank.of("gone")), None)
+    again = [save for save in start.saves if save.step == start.offset]
+    names = start.loaded()[-1]["names"] if gone is not None else []
+    if gone is None or any(s.alike(names, "") and s.path == gone["path"] for s in again):
+        return
+    text = f"{gone['path']}, the checkpoint of step {start.offset}, was removed or written over "
+    text += "before the first step after the resume: a kill now loses the training"
+    yield "SS834", again[0].event.where if again else _where_loaded(start), text
 
 
 def _older(before: Attempt, start: Attempt, at: int) -> Iterator[_Coded]:
