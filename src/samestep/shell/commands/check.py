@@ -217,8 +217,10 @@ def _verify(target: ScriptTarget, command: CheckFlags, kind: str) -> int:
     from samestep.shell.commands import verify  # noqa: PLC0415 - only for these
 
     takes_words = loop_of(target.name) is not None
-    if command.sarif is not None or (target.words and not takes_words):
-        what = "--sarif" if command.sarif is not None else "-- and what follows it"
+    given = {"--sarif": command.sarif, "--resume": command.resume}
+    unused = [flag for flag, value in given.items() if value is not None]
+    if unused or (target.words and not takes_words):
+        what = unused[0] if unused else "-- and what follows it"
         raise UserError(
             f"{target.name} is {kind}, which `samestep verify` checks. Leave {what} out."
         )
