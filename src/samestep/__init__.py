@@ -6,7 +6,7 @@
     samestep.evaluate(run, split="validation")
     samestep.export(run, "model.safetensors")            # the same weights for other programs
     samestep.predict(run, ["a.csv", "b.csv"])
-    samestep.verify("spiral", world_sizes=(1, 2))["same"]
+    samestep.verify("spiral", nproc=(1, 2))["same"]
     samestep.check("train.py", nproc=2).findings         # any distributed script
     samestep.compare(run, "runs/ID")["same_training"]
     samestep.runs("runs", sort="metric")

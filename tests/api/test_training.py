@@ -155,7 +155,7 @@ REFUSED = {
     "a name that is no name": lambda: samestep.train(made(name="../up")),
     "two recipes": lambda: samestep.train(made(), recipe=made()),
     "a model that fails": lambda: samestep.train(made(lambda: 1 / 0)),
-    "sizes that are none": lambda: samestep.verify(made(), world_sizes=(0, 1)),
+    "sizes that are none": lambda: samestep.verify(made(), nproc=(0, 1)),
     "what cannot be accepted": lambda: samestep.verify(made(), accept="loss"),
     "one run to compare": lambda: samestep.compare("a"),
     "no run to load": lambda: samestep.load("nowhere"),

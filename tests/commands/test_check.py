@@ -198,7 +198,7 @@ def test_a_recipe_and_a_loop_of_ones_own_are_given_to_verify(here, capfd, monkey
     assert call("check", "own.py", "--json", "--", "runs/x", "--epochs", "1") == 7
     assert call("check", "spiral") == 7
     assert asked == [
-        ["mine.py", "--json", "--world-sizes", "1,3"],
+        ["mine.py", "--json", "--nproc", "1,3"],
         ["own.py", "--json", "--", "runs/x", "--epochs", "1"],
         ["spiral"],
     ]

@@ -70,7 +70,7 @@ def test_the_table_fits_eighty_columns_and_ends_with_the_answer(here, verify):
     assert lines[-1].startswith("The same training, as far as --quick")
     assert "on 1 and 2 ranks" in printed, "--quick leaves out a third size"
     assert re.search(r"^skipped +stop and resume .* --quick *$", printed, re.MULTILINE)
-    assert re.fullmatch(r"1 of 2 starts done: 1 rank, [\d.]+ s\n", told)
+    assert re.fullmatch(r"1 of 2 starts done: 1 rank, [\d.:]+( s)?\n", told)
 
 
 def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here, verify, refused):
@@ -86,12 +86,12 @@ def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here, verify, re
 REFUSED = {
     "no target": ("--json", "--json"),
     "unknown recipe": ("spirla", "'spiral'"),
-    "sizes that are no numbers": ("good.py --world-sizes 1,two", "1,two"),
-    "too many ranks": ("good.py --world-sizes 1000", "1 to 64"),
+    "sizes that are no numbers": ("good.py --nproc 1,two", "1,two"),
+    "too many ranks": ("good.py --nproc 1000", "1 to 64"),
     "nothing to accept": ("good.py --accept batchnrom", "'batchnorm'"),
     "negative tolerance": ("good.py --tolerance -1", "-1"),
     "a flag without effect": ("good.py --epochs 3", "--epochs"),
-    "a misspelt flag": ("good.py --world-size 2", "--world-sizes"),
+    "a misspelt flag": ("good.py --nprok 2", "--nproc"),
     "a flag of the script before the dashes": (f"{EXAMPLES}/gan.py --points 777", "-- "),
 }
 

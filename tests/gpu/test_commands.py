@@ -114,7 +114,7 @@ def test_a_profile_says_what_the_device_did(cuda, tmp_path):
 
 def test_a_verification_of_one_rank_runs_on_the_device(cuda, tmp_path):
     recipe = tiny.write_recipe(tmp_path, TINY)
-    flags = ("--world-sizes", "1", "--quick", "--device", "cuda", "--json")
+    flags = ("--nproc", "1", "--quick", "--device", "cuda", "--json")
     found = printed_json("verify", recipe, *flags, folder=tmp_path)
     assert found["same"]
 

@@ -144,7 +144,7 @@ def recipe(here):
         ("train", "small.py", "--nproc", str(MOST + 1)),
         ("profile", "small.py", "--nproc", str(MOST + 1)),
         ("scale", "small.py", "--nproc", f"1,{MOST + 1}"),
-        ("verify", "small.py", "--world-sizes", f"1,{MOST + 1}"),
+        ("verify", "small.py", "--nproc", f"1,{MOST + 1}"),
     ],
 )
 def test_more_ranks_than_four_per_core_are_refused_with_the_most(recipe, refused, command):

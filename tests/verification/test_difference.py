@@ -113,12 +113,12 @@ def test_few_samples_are_enough_or_refused_with_the_number_that_is_needed(sizes,
 @pytest.mark.parametrize(
     ("samples", "sizes", "batch", "flags"),
     [
-        (8, (1, 2, 3), None, ["--world-sizes 1,2."]),
-        (4, (1, 2), None, ["--world-sizes 1."]),
+        (8, (1, 2, 3), None, ["--nproc 1,2."]),
+        (4, (1, 2), None, ["--nproc 1."]),
         (2, (1,), None, []),
         (60, (1, 2), 100, ["--batch-size"]),
         (1, (1, 2), None, []),
-        (5, (1, 2, 3), None, ["--world-sizes 1."]),
+        (5, (1, 2, 3), None, ["--nproc 1."]),
     ],
 )
 def test_the_message_has_the_samples_and_a_flag_that_leads_out(samples, sizes, batch, flags):

@@ -115,7 +115,7 @@ def test_bits_that_no_kept_value_shows_and_the_metrics_of_an_epoch_are_compared_
 
 # What is wrong → the arguments, and what of them the one message names.
 REFUSED = {
-    "fewer than the ranks": (["--virtual-ranks", "2", "--world-sizes", "1,3"], "--virtual-ranks 3"),
+    "fewer than the ranks": (["--virtual-ranks", "2", "--nproc", "1,3"], "--virtual-ranks 3"),
     "something accepted": (["--virtual-ranks", "2", "--accept", "dropout"], "--accept dropout"),
     "a tolerance": (["--virtual-ranks", "2", "--tolerance", "0.1"], "--tolerance 0.1"),
     "Lightning": (["--virtual-ranks", "2", "--engine", "lightning"], "--engine"),

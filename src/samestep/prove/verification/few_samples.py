@@ -118,7 +118,7 @@ def _remedy(num_samples: int, sizes: Sequence[int], batch: int | None, virtual: 
         return ", or leave --batch-size out" if fit(sizes) else ""
     fewer = [tuple(range(1, top + 1)) for top in range(min(3, max(sizes) - 1), 0, -1)]
     found = next((some for some in fewer if fit(some)), None)
-    return f", or fewer ranks: --world-sizes {','.join(map(str, found))}" if found else ""
+    return f", or fewer ranks: --nproc {','.join(map(str, found))}" if found else ""
 
 
 def _candidates(

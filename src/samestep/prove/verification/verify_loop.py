@@ -68,7 +68,7 @@ def verify_loop(
     `launch` starts ranks that call `run_script`; `tell` shows the progress.
     """
     started_at, sizes = time.time(), sizes_of(options, None)
-    check_ranks(max(sizes), flag="--world-sizes")
+    check_ranks(max(sizes), flag="--nproc")
     accepts = accepted_of(options, None)
     device, notes = device_of(Settings(), max(sizes))
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))

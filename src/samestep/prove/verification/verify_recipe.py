@@ -89,7 +89,7 @@ def verify_recipe(
     """
     settings, started_at = request.settings, time.time()
     sizes = sizes_of(options, settings.virtual_ranks)
-    check_ranks(max(sizes), oversubscribe=settings.oversubscribe, flag="--world-sizes")
+    check_ranks(max(sizes), oversubscribe=settings.oversubscribe, flag="--nproc")
     accepted = accepted_of(options, settings.virtual_ranks)
     device, notes = device_of(settings, max(sizes))
     if idle := sorted({*given} & {*NO_EFFECT}):  # as train() takes them
@@ -117,7 +117,7 @@ def sizes_of(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
     if virtual is not None and max(options.sizes) > virtual:
         raise UserError(
             f"--virtual-ranks {virtual} is less than the {max(options.sizes)} ranks of "
-            f"--world-sizes {','.join(map(str, options.sizes))}: each rank computes one or more "
+            f"--nproc {','.join(map(str, options.sizes))}: each rank computes one or more "
             f"virtual ranks. Give at least --virtual-ranks {max(options.sizes)}, or fewer ranks.",
             flags=("virtual_ranks",),
         )
@@ -147,8 +147,7 @@ def device_of(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
     too_few = f"{top} ranks need a GPU each, and {gpus} are here."
     if settings.device == "cuda" and 0 < gpus < top:
         raise UserError(
-            f"--device cuda: {too_few} Use --device cpu, "
-            f"or --world-sizes 1{',2' if gpus > 1 else ''}."
+            f"--device cuda: {too_few} Use --device cpu, or --nproc 1{',2' if gpus > 1 else ''}."
         )
     if settings.device != "auto":
         return settings.device, ()

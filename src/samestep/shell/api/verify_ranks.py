@@ -31,7 +31,7 @@ from samestep.shell.api.sending import CALL_FILE, send
 def verify(
     what: AnyPath | Recipe,
     *,
-    world_sizes: Sequence[int] | int | None = None,
+    nproc: Sequence[int] | int | None = None,
     quick: bool = False,
     accept: Sequence[str] = (),
     tolerance: float | None = None,
@@ -48,7 +48,7 @@ def verify(
     Args:
         what: a recipe: its name, its file, or a `samestep.Recipe`; the directory of a run; or a
             script with a loop of its own, which opens a run.
-        world_sizes: numbers of ranks to compare, by default 1, 2 and 3; 1 is always among them.
+        nproc: numbers of ranks to compare, by default 1, 2 and 3; 1 is always among them.
         quick: whether to leave out the checks that take longest.
         accept: what differs by intent: "batchnorm", "dropout".
         tolerance: compare only the losses, up to this relative difference.
@@ -63,8 +63,7 @@ def verify(
     """
     check_may_start("verify")
     refuse_inside_launcher("samestep.verify()", "Call it from a single process.")
-    if "nproc" in settings:
-        raise UserError("verify() takes no nproc: name numbers of ranks, world_sizes=(1, 2).")
+    nproc = settings.pop("world_sizes", nproc)  # its old name, for one more release
     call = call_of(what, recipe, keywords=settings, config=config)
     script = None if call.target is None else loop_of(call.target)
     if given := [*settings, *["config"] * (config is not None)] if script is not None else []:
@@ -73,13 +72,13 @@ def verify(
         )
     if script is None and arguments:
         raise UserError("arguments= are those of a script that opens a run; this is a recipe.")
-    sizes = (world_sizes,) if isinstance(world_sizes, int) else world_sizes
+    sizes = (nproc,) if isinstance(nproc, int) else nproc
     sizes = sizes if sizes is None else tuple(sizes)  # which may be read only once
     if sizes is not None and not (
         sizes and all(isinstance(n, int) and 1 <= n <= MOST_RANKS for n in sizes)
     ):
         raise UserError(
-            f"world_sizes={world_sizes!r}: give whole numbers from 1 to {MOST_RANKS}, as (1, 2, 4)."
+            f"nproc={nproc!r}: give whole numbers from 1 to {MOST_RANKS}, as (1, 2, 4)."
         )
     options = VerifyOptions(
         sizes=None if sizes is None else tuple(sorted({*sizes})),

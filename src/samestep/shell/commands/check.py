@@ -226,7 +226,7 @@ def _verify(target: ScriptTarget, command: CheckFlags, kind: str) -> int:
         )
     words = [target.name, *(["--json"] * command.json)]
     if command.nproc is not None:
-        words += ["--world-sizes", f"1,{command.nproc}"]
+        words += ["--nproc", f"1,{command.nproc}"]
     if target.words:
         words += ["--", *target.words]
     sys.stderr.write(f"{target.name} is {kind}: samestep verify {' '.join(words)}\n")

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = (
     "verify spiral",
-    "verify my_recipe.py --world-sizes 1,2,4 --accept batchnorm --json",
+    "verify my_recipe.py --nproc 1,2,4 --accept batchnorm --json",
     "verify my_loop.py -- --epochs 3",
 )
 _ABOUT = (
@@ -43,6 +44,8 @@ _ABOUT = (
     "in the command or the recipe.\n\n"
     "A script with its own loop (samestep.open_run) takes its arguments after `--`."
 )
+_OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")
+"""Of --nproc: it is taken for one more release."""
 # Ranks that wait for each other are a finding: verify reports them after this time.
 _TIMEOUT_S = 120.0
 
@@ -53,10 +56,10 @@ class VerifyFlags:
 
     config: Path | None = None
     """TOML file of settings and options; flags win over it."""
-    world_sizes: Numbers = "1,2,3"
+    nproc: Numbers = "1,2,3"
     """Numbers of ranks to compare; 1 is always one of them."""
     quick: Switch = False
-    """Skip the slowest checks: a third number of ranks (unless --world-sizes names it), the
+    """Skip the slowest checks: a third number of ranks (unless --nproc names it), the
     recipe's own precision, accumulation, resuming, Lightning, a checkpoint on one device."""
     accept: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
     """What may differ by design: batchnorm, dropout, or batchnorm,dropout. A recipe can also accept
@@ -70,6 +73,10 @@ class VerifyFlags:
 
 def main(arguments: list[str]) -> int:
     """Run the verb: 0 the same, 1 different, 2 a mistake in the command or the recipe."""
+    flags, words = _cut(arguments)
+    if len(flags) < len(arguments):
+        words = ["--", *words]
+    arguments = [_OLD_NAME.sub("--nproc", flag) for flag in flags] + words
     instructions = os.environ.get(TASK)
     run = _verify if instructions is None else partial(_rank, Path(instructions))
     return run_as_rank(lambda _log: run(arguments))
@@ -93,7 +100,7 @@ def _verify(arguments: list[str]) -> int:
     script, (flags, words) = loop_of([*arguments, ""][0]), _cut(arguments)
     request = None
     if script is not None:
-        known = {"world_sizes", "quick", "accept", "tolerance", "json", "help", "help_all"}
+        known = {"nproc", "quick", "accept", "tolerance", "json", "help", "help_all"}
         if others := sorted(names_given(flags) - known):
             raise UserError(
                 f"--{flag_name(others[0])} is not a flag of samestep verify for {script}, which "
@@ -109,9 +116,9 @@ def _verify(arguments: list[str]) -> int:
 
     given = names_given(own_flags(flags))
     check_positive(tolerance=command.tolerance)
-    named = "world_sizes" in given
+    named = "nproc" in given
     options = VerifyOptions(
-        sizes=numbers("world-sizes", command.world_sizes, most=MOST_RANKS) if named else None,
+        sizes=numbers("nproc", command.nproc, most=MOST_RANKS) if named else None,
         quick=command.quick,
         accept=tuple(word.strip() for word in command.accept.split(",") if word.strip()),
         tolerance=command.tolerance,
