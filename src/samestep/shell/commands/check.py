@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _EXAMPLES = (
     "check train.py -- --epochs 1",
-    "check -m mypackage.train --nproc 3 --json",
     'check --resume "--resume-from out/last.pt" train.py -- --epochs 3',
     "check --list SS104",
 )
