@@ -1,8 +1,8 @@
 """Runs that earlier versions wrote go on, are evaluated and compared as if they were new."""
 
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import samestep
 from samestep import read_records
 from samestep.shell.commands.train import parse
 from tests.command_line import run
+from tests.processes import start_ranks
 from tests.tiny import all_records, read_index, sha256
 
 KEPT = Path(__file__).parent / "kept"
@@ -57,13 +58,19 @@ def test_a_kept_run_goes_on_on_another_number_of_ranks(copy, step, world_size, l
 
 
 @pytest.mark.parametrize("copy", ["0.1-own-loop"], indirect=True)
-def test_a_kept_run_of_an_own_loop_goes_on_from_its_epoch_on_one_rank(copy):
+def test_a_kept_run_of_an_own_loop_goes_on_from_its_epoch_on_one_rank(copy, tmp_path):
     script = (copy / "script.py").rename(copy.parent / "own_loop.py")  # as it was called
-    assert subprocess.run([sys.executable, script, copy, "5"], check=False).returncode == 0
+    ranks = start_ranks(_run_script, 1, tmp_path / "output", str(script), str(copy), "5")
+    assert ranks.wait() == [0], ranks.output()
     epochs = [r for r in read_records(copy) if r["event"] == "epoch"]
     assert [r["step"] for r in epochs] == [8, 16, 24, 32, 40]
     losses = [r["loss"] for r in epochs[3:]]  # on three ranks, by the version that wrote it:
     assert losses == pytest.approx([1.944101503988107, 1.8807668705781302], rel=1e-4)
+
+
+def _run_script(*words: str) -> None:
+    sys.argv[:] = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("copy", NAMES[:1], indirect=True)

@@ -89,10 +89,7 @@ def test_long_sentences_and_lines_are_found_and_good_text_passes(tmp_path):
     assert lint(tmp_path / "module.py", 'alone = "alone"\n"""Return the sum."""\n') == (0, [])
 
 
-def test_the_pages_and_sources_pass_and_name_no_registry():
-    ran = subprocess.run([sys.executable, PROSE], capture_output=True, text=True, check=False)
-    assert ran.stdout == ""
-    assert ran.returncode == 0
+def test_the_pages_and_sources_name_no_registry():
     hosts = r"pypi\.org|pythonhosted\.org|anaconda\.org|nvcr\.io|ghcr\.io|docker\.io"
     command = ["git", "grep", "--line-number", "-I", "-E", hosts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

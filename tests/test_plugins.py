@@ -1,11 +1,10 @@
 """An installed package brings recipes, trackers and verbs by its entry points."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.command_line import start
 
 TINY = """\
 import torch
@@ -48,8 +47,8 @@ greet = tiny_package.all
 
 
 @pytest.fixture
-def command(tmp_path):
-    """Return a function that types a command where the package is installed."""
+def command(tmp_path, monkeypatch):
+    """Return a function that runs a command in a process that finds the package installed."""
     package, about = tmp_path / "lib/tiny_package", tmp_path / "lib/tiny_package-1.0.dist-info"
     for folder in (package, about):
         folder.mkdir(parents=True)
@@ -58,29 +57,27 @@ def command(tmp_path):
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-package\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(ENTRY_POINTS)
 
-    def run(*words):
-        env = os.environ | {"PYTHONPATH": str(tmp_path / "lib")}
-        words = [sys.executable, "-m", "samestep", *words]
-        return subprocess.run(
-            words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-        )
+    monkeypatch.syspath_prepend(tmp_path / "lib")  # a rank gets this process's path and folder
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, code=0):
+        where = {"PYTHONPATH": str(tmp_path / "lib")}  # for the tracker's own process
+        ranks = start(*words, folder=tmp_path / "outputs", environment=where)
+        assert ranks.wait() == [code], ranks.output()
+        return ranks.output()
 
     return run
 
 
-@pytest.mark.slow
 def test_a_package_brings_a_recipe_a_tracker_and_a_verb_or_is_named_if_broken(command, tmp_path):
-    trained = command("train", "tiny", "--track", "notes", "--run-dir", "run")
-    assert trained.returncode == 0, trained.stderr
+    command("train", "tiny", "--track", "notes", "--run-dir", "run")
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "completed"
     (seen,) = (tmp_path / "run").glob("**/seen")
     assert seen.read_text().endswith("completed")
-    greeted = command("greet", "you")
-    assert (greeted.returncode, greeted.stdout) == (3, "hello you\n")
-    assert "greet        of the package tiny_package" in command("--help").stdout
-    broken = command("train", "broken")
-    assert broken.returncode == 2
-    assert "tiny_package.broken, which cannot be imported" in broken.stderr
-    assert "Traceback" not in broken.stderr
-    unknown = command("train", "tin")
-    assert "cifar10, cricket, images, mnist, spiral, broken, tiny" in unknown.stderr
+    assert command("greet", "you", code=3) == "hello you\n"
+    assert "greet        of the package tiny_package" in command("--help")
+    broken = command("train", "broken", code=2)
+    assert "tiny_package.broken, which cannot be imported" in broken
+    assert "Traceback" not in broken
+    unknown = command("train", "tin", code=2)
+    assert "cifar10, cricket, images, mnist, spiral, broken, tiny" in unknown

@@ -160,7 +160,6 @@ REFUSED = {
     "one run to compare": lambda: samestep.compare("a"),
     "no run to load": lambda: samestep.load("nowhere"),
     "a choice that there is not": lambda: samestep.train(made(), compile=True),
-    "numbers of ranks as nproc": lambda: samestep.verify(made(), nproc=2),
     "a setting of a script": lambda: samestep.verify(EXAMPLES / "gan.py", epochs=2),
     "a script's arguments of a recipe": lambda: samestep.verify(made(), arguments=["2"]),
     "a tolerance that is text": lambda: samestep.verify(made(), tolerance="x"),

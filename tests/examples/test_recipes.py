@@ -28,9 +28,8 @@ SMALL = {
 IN_LIGHTNING = ("csv_regression", "graphs", "huggingface")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "graphs" else pytest.param(n, marks=pytest.mark.slow) for n in SMALL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
 def test_verify_finds_the_same_training_and_nothing_to_accept(name, tmp_path):
     lightning = name in IN_LIGHTNING
     recipe, ranks = EXAMPLES / f"{name}.py", tmp_path / "ranks"

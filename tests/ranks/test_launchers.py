@@ -30,6 +30,7 @@ def run(command: list[str], folder: Path, threads: int = 1) -> subprocess.Comple
 
 def test_torchrun_trains_on_two_ranks_and_rank_0_alone_prints(tmp_path):
     train = ["train", "spiral", "--epochs", "1", "--num-samples", "500", "--run-dir", "run"]
+    train.append("--no-pictures")
     done = run([*TORCHRUN, "-m", "samestep", *train], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

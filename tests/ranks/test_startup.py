@@ -133,10 +133,16 @@ def test_a_recipe_is_collected_as_usual_and_others_keep_their_collector(tmp_path
     assert done.returncode == 0, done.stderr
     told = {line for line in done.stdout.splitlines() if line.startswith("state ")}
     assert told == {f"state {USUAL} True"}
-    code = (
-        "import gc; gc.set_threshold(70, 7, 7)\n"
-        "import samestep; samestep.dist.setup_distributed(); samestep.dist.cleanup()\n"
-        "assert (gc.get_threshold(), gc.get_freeze_count()) == ((70, 7, 7), 0)"
-    )
-    done = typed("-c", code, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    found = run_ranks(_collector_of_a_script, 1, tmp_path / "output")
+    assert found == [(USUAL, (70, 7, 7), 0)]
+
+
+def _collector_of_a_script() -> tuple[object, object, int]:
+    import samestep
+
+    usual = gc.get_threshold()
+    gc.unfreeze()  # what the fork server froze
+    gc.set_threshold(70, 7, 7)
+    samestep.dist.setup_distributed()
+    samestep.dist.cleanup()
+    return usual, gc.get_threshold(), gc.get_freeze_count()

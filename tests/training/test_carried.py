@@ -98,15 +98,11 @@ def test_it_is_truncated_bptt_as_one_writes_it_by_hand(alone):
 
 def test_ranks_micro_steps_and_resumes_carry_what_one_process_does(alone, tmp_path):
     recipe = alone / "words.py"
-    words = [
-        [recipe, "--run-dir", tmp_path / size, *FLAGS, "--micro-batch-size", size]
-        for size in ("2", "4")
-    ]
-    tiny.train_all(words, on=3, folder=tmp_path)
-    for size in ("2", "4"):
-        tiny.assert_same_training(tmp_path / size, alone / "run", 1e-11)
+    micro = (*FLAGS[:4], "--micro-batch-size", "2")
+    tiny.trained(recipe, tmp_path / "micro", *micro, on=3)
+    tiny.assert_same_training(tmp_path / "micro", alone / "run", 1e-11)
     fault = Fault("after a step", 3, signal.SIGKILL, rank=None)
-    tiny.struck(alone / "words.py", tmp_path / "run", fault, *FLAGS, on=2)
+    tiny.struck(recipe, tmp_path / "run", fault, *FLAGS, on=2)
     tiny.resumed(tmp_path / "run", "--max-steps", "7")
     tiny.resumed(tmp_path / "run", "--max-steps", "14", on=3)
     tiny.assert_same_training(tmp_path / "run", alone / "run", 1e-11)

@@ -104,11 +104,12 @@ def test_two_ranks_that_a_signal_stops_together_go_on_with_the_same_bits(recipe,
     faults = {
         "one": Fault("after a step", 9, signum=TERM, rank=1),
         "index": Fault("within the index", signum=TERM),
-        "test": replace(EVALUATION, nth=7),
+        "test": replace(EVALUATION, nth=5),
     }
     tiny.set_pace(recipe, 0.02)
     runs = {name: tmp_path / name for name in faults}
-    stops = [(fault, (recipe, "--run-dir", runs[name])) for name, fault in faults.items()]
+    four = ("--epochs", "4")
+    stops = [(fault, (recipe, *four, "--run-dir", runs[name])) for name, fault in faults.items()]
     printed = stop_all(stops, on=2, folder=tmp_path)
     for name, fault in faults.items():
         step = assert_stopped(runs[name], fault.signum, printed)
@@ -119,7 +120,7 @@ def test_two_ranks_that_a_signal_stops_together_go_on_with_the_same_bits(recipe,
     tiny.set_pace(recipe, 0)
     whole = tmp_path / "whole"
     again = [[run, "--resume"] for run in runs.values()]
-    tiny.train_all([[recipe, "--run-dir", whole], *again], on=2, folder=tmp_path)
+    tiny.train_all([[recipe, *four, "--run-dir", whole], *again], on=2, folder=tmp_path)
     for run in runs.values():
         tiny.assert_same_training(run, whole, tolerance=0)
 

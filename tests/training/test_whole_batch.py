@@ -55,7 +55,7 @@ def loss(outputs, targets):
 KIND = "clip"
 recipe = Recipe(
     model=model, data=data, loss=loss, metrics={}, loss_over="batch",
-    settings={"epochs": 2, "batch_size": 10, "optimizer": "sgd", "lr": 0.3},
+    settings={"epochs": 1, "batch_size": 10, "optimizer": "sgd", "lr": 0.3},
 )
 """
 KINDS = ("clip", "dice", "drawing")
