@@ -108,6 +108,8 @@ for epoch in range(first, 3):
         with torch.no_grad():
             for mean, weight in zip(average.parameters(), net.parameters()):
                 mean.lerp_(weight, 0.1)
+            for ours, own in zip(average.buffers(), net.buffers()):
+                ours.copy_(own)
         done += 1
     scheduler.step()
     best = min(best, float(loss.detach()))

@@ -211,7 +211,11 @@ class _Training:
                 for p in parameters
                 for _, value in sorted(one.state.get(p, {}).items(), key=lambda item: str(item[0]))
             ]
-            copies = [[*one.parameters(), *one.buffers()] for one in self._copies.alive()]
+            # Buffers of other ranks are of their own samples until DDP sends them rank 0's.
+            copies = [
+                [*one.parameters(), *([] if self._recorder.rank else one.buffers())]
+                for one in self._copies.alive()
+            ]
             state = {
                 "weights": digests(parameters),
                 "buffers": digests(buffer for model in models for buffer in model.buffers()),
