@@ -257,6 +257,9 @@ if args.resume and kept:
 """
 PLACE = "stream.place, stream.buffer = kept["
 
+LAYERS = "nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))"
+UNLOADED = "[torch.stack([Rows()[n] for n in order[at : at + 4]]) for at in range(0, 48, 4)]"
+
 
 def at(place):
     return [(old, new.replace("PLACE", place)) for old, new in BY_EPOCH]
@@ -333,6 +336,28 @@ PLANTS = {
         {"nproc": 2, "resume_nproc": [1]},
     ),
     "SS834": (PLAIN, [('os.makedirs("out"', 'shutil.rmtree("out", True)\nos.makedirs("out"')], {}),
+    "SS801 without a loader": (
+        WITHIN,
+        [
+            ("1000 * epoch + index", "index"),
+            ("DataLoader(Rows(), batch_size=4, sampler=order[4 * skip :])", UNLOADED),
+            ("epoch < 2", "epoch < 3"),
+        ],
+        {},
+    ),
+    "SS816 of a model made anew": (
+        PLAIN,
+        [
+            (LOADS["average"], ""),
+            ("average = copy.deepcopy(net)", "average = nn.Sequential(" + LAYERS),
+        ],
+        {},
+    ),
+    "SS817 on rank 1 only": (
+        PLAIN,
+        [('kept["random"][rank % len(kept["random"])]', 'kept["random"][0]')],
+        {"nproc": 2},
+    ),
 }
 """Of each code a base, the change that plants the mistake, and how the script is checked."""
 RIGHT = {
@@ -378,12 +403,12 @@ def check(tmp_path, base, changes, **how):
 
 
 FAST = ("SS801", "SS803", "SS812", "SS831")
-SLOW = [pytest.param(code, marks=pytest.mark.slow) for code in PLANTS if code not in FAST]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in PLANTS if name not in FAST]
 
 
-@pytest.mark.parametrize("code", [*FAST, *SLOW])
-def test_each_mistake_of_a_resume_is_found_by_its_code_at_a_line_of_the_script(tmp_path, code):
-    base, changes, how = PLANTS[code]
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
+def test_each_mistake_of_a_resume_is_found_by_its_code_at_a_line_of_the_script(tmp_path, name):
+    code, (base, changes, how) = name[:5], PLANTS[name]
     report = check(tmp_path, base, changes, **how)
     found = {one.code: one for one in report.findings}
     assert code in found, str(report)

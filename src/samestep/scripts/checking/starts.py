@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from samestep.scripts.checking.events import Event, RankSeen
 
@@ -100,6 +101,13 @@ class Attempt:
         at = step - self.offset
         return events[at] if 0 <= at < len(events) else None
 
+    def changing_copies(self, rank: int) -> set[int]:
+        """Return which copies of the model change in most steps: the averages of the weights."""
+        each = [event["copies"] for event in self.ranks[rank].of("trained", "final")]
+        pairs = [(a, b) for a, b in pairwise(each) if len(a) == len(b)]
+        changes = Counter(n for a, b in pairs for n in range(len(a)) if a[n] != b[n])
+        return {n for n, times in changes.items() if 2 * times > len(pairs)}
+
     def samples(self, first: int, end: int) -> Counter[int]:
         """Return the samples that all ranks trained in steps of the training, each how often."""
         found: Counter[int] = Counter()
@@ -120,12 +128,8 @@ class Attempt:
         each = [event for events in self.steps for event in events]
         return bool(each) and all(event["indices"] for event in each)
 
-    def epoch(self, step: int) -> int:
-        """Return the number of the epoch of a step, as this start counts them."""
-        return self.steps[step - self.offset][0].epoch
-
     def epochs(self) -> Iterator[tuple[int, int]]:
-        """Yield the first step of each epoch, and the one after its last."""
+        """Yield the first step of each epoch of its loader, and the one after its last."""
         begin = 0
         for at in range(1, len(self.steps) + 1):
             if at == len(self.steps) or self.steps[at][0].epoch != self.steps[begin][0].epoch:
@@ -154,6 +158,29 @@ class Resumed:
         """How many steps are compared."""
         return self.whole.taken if self.whole.ended else len(self.whole.steps) - 1
 
+    @cached_property
+    def _one_pass(self) -> Counter[int]:
+        """The samples of one epoch of a loop that has no loader to tell: they come each time."""
+        steps = [self.whole.of_step(n).items() for n in range(self.total)]
+        sums = [0, *accumulate(sum(hash((row,)) * n for row, n in step) for step in steps)]
+        for length in range(1, self.total // 2 + 1):
+            if len({after - before for before, after in pairwise(sums[::length])}) == 1:
+                return self.whole.samples(0, length)
+        return Counter()
+
+    def epochs(self, start: Attempt) -> list[tuple[int, int]]:
+        """Return the first step of each epoch of a start, and the one after its last."""
+        if len([*self.whole.epochs()]) > 1 or not self._one_pass:
+            return [*start.epochs()]
+        firsts, seen = [start.offset], Counter[int]()
+        for step in range(start.offset, start.offset + len(start.steps)):
+            own = start.of_step(step)
+            seen += own
+            if any(seen[row] > self._one_pass[row] for row in own):
+                firsts.append(step)
+                seen = own
+        return [*pairwise([*firsts, start.offset + len(start.steps)])]
+
     def align(self, start: Attempt, before: Attempt) -> None:
         """Find out which step a start continues from: by its weights, else where it was killed."""
         begins = start.steps[0][0]["weights"] if start.steps else None
@@ -170,14 +197,23 @@ class Resumed:
 
     def before(self, start: Attempt, rank: int = 0) -> Event | None:
         """Return the state that a start continues from, as the training had it before the kill."""
-        place = self.chain.index(start) if start in self.chain else 1
-        states = (one.state(start.offset, rank) for one in self.chain[:place][::-1])
+        states = (one.state(start.offset, rank) for one in self._earlier(start))
         return next((state for state in states if state is not None), None)
+
+    def _earlier(self, start: Attempt) -> list[Attempt]:
+        place = self.chain.index(start) if start in self.chain else 1
+        return self.chain[:place][::-1]
 
     def differs(self, start: Attempt, kind: str, rank: int = 0) -> bool:
         """Whether a start begins with another state of a kind than the training had."""
         own, before = start.state(start.offset, rank), self.before(start, rank)
-        return own is not None and before is not None and own[kind] != before[kind]
+        if own is None or before is None:
+            return False
+        if kind != "copies":
+            return bool(own[kind] != before[kind])
+        known = next(one for one in self._earlier(start) if one.state(start.offset, rank) is before)
+        changing = known.changing_copies(rank)
+        return not {value for n, value in enumerate(before[kind]) if n in changing} <= {*own[kind]}
 
     def unsteady(self, what: str) -> bool:
         """Whether two starts from scratch differ in something of a step."""

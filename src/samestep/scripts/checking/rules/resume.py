@@ -56,8 +56,10 @@ _Coded = tuple[str, str, str]
 
 def mistakes(resumed: Resumed) -> Iterator[_Coded]:
     """Yield what is wrong with a resume: its code, the line to blame, what was seen."""
-    wrong_files = [*_checkpoints(resumed)]
-    yield from wrong_files
+    files = [*_checkpoints(resumed)]
+    yield from files
+    # What follows from a wrong file, or from what was told of an earlier start, is not told again.
+    told = {code for code in _CODES if files and code < "SS823"}
     right_so_far = True
     for before, start in pairwise(resumed.chain):
         found = [*_start(resumed, before, start, follows=right_so_far)]
@@ -67,8 +69,8 @@ def mistakes(resumed: Resumed) -> Iterator[_Coded]:
             text = f"the first resume reads what the whole run does, the second not: {text}"
             found = [("SS804", where, text), *(one for one in found if one not in data)]
         right_so_far &= all(code == "SS818" for code, *_ in found)
-        explained = ("SS811", "SS821") if wrong_files else ()
-        yield from (one for one in found if one[0] not in explained)
+        yield from (one for one in found if one[0] not in told)
+        told |= {code for code, *_ in found}
     for number, start in resumed.others:
         yield from _on_others(resumed, start, number)
     yield from _torn(resumed)
@@ -107,10 +109,11 @@ def _start(resumed: Resumed, before: Attempt, start: Attempt, *, follows: bool) 
         yield from _older(before, start, at)
     yield from _gone(start)
     found = [*_state(resumed, before, start)]
-    if follows:
+    if follows and not any(code == "SS821" for code, *_ in found):
         found += _schedule(resumed, start)
         found += [] if resumed.unsteady("rows") else _data(resumed, start)
-    yield from found or _random(resumed, start)
+    found = found or [*_random(resumed, start)]
+    yield from found
     if follows:
         yield from _counters(resumed, start, explained=bool(found))
 
@@ -141,8 +144,6 @@ def _older(before: Attempt, start: Attempt, at: int) -> Iterator[_Coded]:
 def _state(resumed: Resumed, before: Attempt, start: Attempt) -> Iterator[_Coded]:
     """Compare the state that a start begins with, with that before the kill."""
     for kind, what in _STATE.items():
-        if kind == "copies" and not _are_averages(resumed):
-            continue
         # DDP sends rank 0's buffers to all in the next forward.
         ranks = range(1 if kind == "buffers" else len(start.ranks))
         wrong = [rank for rank in ranks if resumed.differs(start, kind, rank)]
@@ -150,7 +151,10 @@ def _state(resumed: Resumed, before: Attempt, start: Attempt) -> Iterator[_Coded
             text = f"rank 0 has the {what} of before the kill, and rank {wrong[0]} has not"
             yield "SS832", _where(start, kind), f"resumed at step {start.offset}, {text}"
         elif wrong:
-            yield _of_kind(resumed, before, start, kind)
+            found = _of_kind(resumed, before, start, kind)
+            yield found
+            if found[0] == "SS821":  # what the file holds says nothing about the rest
+                return
 
 
 def _of_kind(resumed: Resumed, before: Attempt, start: Attempt, kind: str) -> _Coded:
@@ -161,7 +165,8 @@ def _of_kind(resumed: Resumed, before: Attempt, start: Attempt, kind: str) -> _C
     if kind == "scale":
         return "SS815", where, f"the loss scale is {_plain(mine)}, and was {_plain(right)}"
     if kind == "copies":
-        return "SS816", where, f"a copy of the model that steps change is not that of step {at}"
+        text = "an average of the weights, or another model that the steps change, is not that of"
+        return "SS816", where, f"{text} step {at}"
     differ = [n for n, (a, b) in enumerate(zip(mine, right, strict=False)) if a != b]
     text = f"{len(differ)} of {count(len(right), 'tensor')} of the {_STATE[kind]} "
     if len(mine) != len(right):
@@ -212,25 +217,26 @@ def _data(resumed: Resumed, start: Attempt) -> Iterator[_Coded]:
     if wrong is None:
         return
     event = start.steps[wrong - first][0]
-    where = _first_of(start, "loader_made") or event.where
+    where = _first_of(start, "loader_made") or _where_loaded(start) or event.where
+    stream = bool(event.get("iterable"))
     redrawn = event["random"] != whole.steps[wrong][0]["random"]
     numbered = whole.numbered and start.numbered
     if numbered and whole.of_step(wrong) == start.of_step(wrong):
         text = f"step {wrong} trains the samples of the whole run with other values"
         yield "SS807", where, text
         return
-    begin, stop = next(span for span in whole.epochs() if span[0] <= wrong < span[1])
-    own_end = next(span for span in start.epochs() if span[0] <= wrong < span[1])[1]
+    begin, stop = next(span for span in resumed.epochs(whole) if span[0] <= wrong < span[1])
+    own_end = next(span for span in resumed.epochs(start) if span[0] <= wrong < span[1])[1]
     since = max(begin, first)
     before, expected = whole.samples(begin, since), whole.samples(since, stop)
     got = start.samples(since, own_end)
     other = _epoch_like(resumed, start, wrong, begin)
-    again = (before & (got - expected)).total() if other != stop else 0
+    new = start.samples(first, wrong + 1) if stream else got  # what a stream lost may come later
+    again = (before & (new - expected)).total() if other != stop else 0
     complete = start.ended or other == stop or own_end < first + len(start.steps) or own_end >= stop
     left = (expected if other == stop else expected - got).total() if complete else 0
     of = f"of the {count((before + expected).total(), 'sample')} of its epoch"
     after = f"after the resume at step {first}"
-    stream = bool(event.get("iterable"))
     if stream and start.of_step(first) == whole.of_step(0):
         yield "SS805", where, f"{after} the stream gives the samples of step 0 again"
     elif again:
@@ -255,7 +261,7 @@ def _rows(start: Attempt, step: int) -> Counter[int]:
 
 def _epoch_like(resumed: Resumed, start: Attempt, wrong: int, begin: int) -> int | None:
     """Return the first step of another epoch that a resumed one repeats, if it does."""
-    for first, stop in resumed.whole.epochs():
+    for first, stop in resumed.epochs(resumed.whole):
         steps = range(min(stop - first, start.offset + len(start.steps) - wrong))
         same = [start.of_step(wrong + n) == resumed.whole.of_step(first + n) for n in steps]
         if first != begin and same and all(same):
@@ -265,16 +271,18 @@ def _epoch_like(resumed: Resumed, start: Attempt, wrong: int, begin: int) -> int
 
 def _random(resumed: Resumed, start: Attempt) -> Iterator[_Coded]:
     """Look at a first step that differs though its state and samples do not."""
-    own, before = start.state(start.offset), resumed.before(start)
-    if own is None or before is None or own["rows"] != before.get("rows"):
-        return
-    begins = [one.steps[0][0]["random"].items() for one in (resumed.whole, resumed.chain[0])]
-    seeded = sorted(name for name, _ in begins[0] & begins[1])
-    names = [name for name in seeded if own["random"].get(name) != before["random"][name]]
-    if names and (own["loss"], own["norm"]) != (before["loss"], before["norm"]):
-        text = f"step {start.offset} begins with other random numbers ({', '.join(names)}): its "
-        text += f"loss is {own['loss']:.6g}, and was {before['loss']:.6g} before the kill"
-        yield "SS817", _where_loaded(start) or own.where, text
+    for rank in range(len(start.ranks)):
+        own, before = start.state(start.offset, rank), resumed.before(start, rank)
+        if own is None or before is None or own["rows"] != before.get("rows"):
+            return
+        begins = [one.steps[0][rank]["random"].items() for one in (resumed.whole, resumed.chain[0])]
+        seeded = sorted(name for name, _ in begins[0] & begins[1])
+        names = [name for name in seeded if own["random"].get(name) != before["random"][name]]
+        if names and (own["loss"], own["norm"]) != (before["loss"], before["norm"]):
+            text = f"step {start.offset} begins with other random numbers ({', '.join(names)}): its"
+            text += f" loss is {own['loss']:.6g}, and was {before['loss']:.6g} before the kill"
+            yield "SS817", _where_loaded(start) or own.where, text + f" (rank {rank})" * bool(rank)
+            return
 
 
 def _counters(resumed: Resumed, start: Attempt, *, explained: bool) -> Iterator[_Coded]:
@@ -284,7 +292,9 @@ def _counters(resumed: Resumed, start: Attempt, *, explained: bool) -> Iterator[
         if save.event["apart"]:  # after which step a thread has written one is chance
             continue
         twin = next((one for one in resumed.whole.saves if one.is_twin(save)), save)
-        for name, right in twin.event["leaves"].items() if save.step > start.offset else ():
+        # A counter sets an average's decay, and the average what is best.
+        leaves = sorted(twin.event["leaves"].items(), key=lambda leaf: not isinstance(leaf[1], int))
+        for name, right in leaves if save.step > start.offset else ():
             value = save.event["leaves"][name]
             average = isinstance(value, list) and _OF_AN_AVERAGE.search(name)
             plain = not isinstance(value, list | str) and not _OF_THE_SCHEDULE.search(name)
@@ -338,13 +348,6 @@ def _step_of(whole: Attempt, save: Save) -> int | None:
         if moving and sum(one in digests for one in moving) >= _ALMOST * len(moving):
             return step
     return None
-
-
-def _are_averages(resumed: Resumed) -> bool:
-    """Whether the copies of the model change in most steps."""
-    each = [events[0]["copies"] for events in resumed.whole.steps]
-    changes = [a != b for a, b in pairwise(each) if len(a) == len(b)]
-    return bool(2 * sum(changes) > len(changes))
 
 
 def _on_others(resumed: Resumed, start: Attempt, number: int) -> Iterator[_Coded]:

@@ -9,18 +9,20 @@ length here.
 
 import contextlib
 import copy
+import gc
 import itertools
 import random
 import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, dataloader
@@ -50,6 +52,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
             (LRScheduler, "__init__", training.making("schedule_made")),
             (DataLoader, "__init__", training.making("loader_made")),
             (copy, "deepcopy", training.copied),
+            (swa_utils, "deepcopy", training.copied),
             (nn.Module, "__call__", training.call),
             (torch.autograd, "backward", training.backward),
             (iterator, "_next_index", training.next_index),
@@ -204,6 +207,9 @@ class _Training:
     def _state(self) -> dict[str, Any]:
         with torch.no_grad():
             parameters, models = self.parameters(), self._models.alive()
+            if not self._named:  # a copy need not be one of `deepcopy`
+                for one in _others({*map(id, parameters)}, models):
+                    self._copies.add(one)
             named = {id(p): name for model in models for name, p in model.named_parameters()}
             states = [
                 value
@@ -247,6 +253,19 @@ class _Alive:
 
 def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _others(trained: set[int], models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the models in memory that no optimizer trains, averages of weights among them."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    inner = {id(child) for module in [*modules, *models] for child in module.children()}
+    roots = [one for one in modules if id(one) not in inner and _has_weights(one)]
+    return [
+        one
+        for one in roots
+        if all(one is not model for model in models)
+        and not any(id(p) in trained for p in one.parameters())
+    ]
 
 
 def _rows(leaves: Iterable[Any]) -> list[int]:
