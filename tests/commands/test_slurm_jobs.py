@@ -34,7 +34,7 @@ def run(tmp_path):
     folder.mkdir(parents=True)
     (folder / "settings.toml").touch()
     (folder / "events.jsonl").write_text(f"{json.dumps(START)}\n{json.dumps(STEP)}\n")
-    (folder / BEGUN).touch()
+    (folder / BEGUN).write_text("5 0\n")
     for job, at in ((3, 1_000), (5, 2_000)):
         log = folder / f"slurm-{job}.out"
         log.write_text(f"log of {job}\n")
@@ -253,10 +253,9 @@ def test_a_job_whose_comment_was_replaced_is_found_by_its_folder(slurm, run, tol
 
 
 def test_a_forgotten_job_is_listed_and_a_failed_one_says_how_to_go_on(slurm, run, told):
-    (run / ".begun").write_text("4 0\n")
-    assert re.search(r"^4 +one ", told("status"), re.MULTILINE)
-    keep_options(run, JobOptions(job_name="mine"))
-    assert re.search(r"^4 +mine ", told("status"), re.MULTILINE)
+    (run / ".begun").write_text("4 0 my job\n")
+    keep_options(run, JobOptions(job_name="next"))  # of a later job, cancelled before it began
+    assert re.search(r"^4 +my job  ended ", told("status"), re.MULTILINE)
     slurm.add(4, run, state="TIMEOUT")
     assert f"samestep slurm submit {run}" in told("status", "4")
 
@@ -274,6 +273,20 @@ def test_of_two_jobs_of_one_run_the_later_has_its_steps(slurm, run, told):
     assert "slurm submit" not in shown
     slurm.add(8, run, state="CANCELLED")  # before it began
     assert "has not begun" in told("status", "8")
+    assert told("status", str(run)).split()[1] == "7,"
+
+
+def test_a_job_whose_script_has_not_begun_shows_nothing_of_an_earlier_start(slurm, run, told):
+    pulse(run, {0: 40.0})
+    slurm.add(5, run)
+    assert "step 29" in told("status", "5")
+    (run / BEGUN).write_text("4 0\n")  # resubmitted: the job is called running before that
+    shown = told("status", "5")
+    assert "step 10" in shown
+    assert "ranks" not in shown
+    (run / BEGUN).unlink()  # trained here, then submitted and cancelled in the queue
+    slurm.add(5, run, state="CANCELLED", elapsed="00:00:00")
+    assert "has not begun" in told("status", "5")
 
 
 def test_watching_ends_with_the_jobs_and_asks_once_for_each_picture(slurm, run, told, monkeypatch):

@@ -222,4 +222,6 @@ def test_the_header_has_the_best_the_time_left_and_the_duration(tmp_path, monkey
     assert facts["best"].startswith("accuracy 0.6667")
     best = chart(collect([path]), "accuracy").curves[-1]
     assert (best.label, best.role, best.x, best.y) == ("best, epoch 2", "best", (12,), (0.666667,))
+    saved = collect([path]).runs[0].time_line.checkpoints
+    assert [row[0].partition(", ")[2] for row in saved.rows] == ["", "best"]
     assert "left" not in dict(collect([write_run(tmp_path / "ended")]).runs[0].facts)

@@ -46,7 +46,7 @@ from samestep.core.recipe_checks import (
     shown,
     telling_options,
 )
-from samestep.core.recipe_source import all_with_options, loss_asks, schedule_asks, with_options
+from samestep.core.recipe_source import all_with_options, moment_asks, schedule_asks, with_options
 
 Accepted = Literal["batchnorm", "dropout"]
 """What may intentionally differ with the number of ranks."""
@@ -155,7 +155,8 @@ class Recipe:
     """How long each training sample is, in tokens or the like, or a function of the training data
     that returns it, for `--group-by-length` and `--batch-tokens`."""
     forward: Forward | None = None
-    """(model, batch) → outputs, for batches that are more than one argument of the model."""
+    """(model, batch) → outputs, for batches that are more than one argument of the model. It may
+    also ask for `step` and `epoch` by name, counted from 0."""
     carry: Callable[..., Any] | None = None
     """rows → tensors with a row for each slot of the global batch (hidden state, a memory bank), in
     a tree. `forward` is then (model, batch, carried) → (outputs, carried). Each epoch begins anew;
@@ -246,7 +247,8 @@ class Recipe:
         """Return which of batches, forward, terms, optimizer and the like are the recipe's own."""
         names = ("collate", "forward", "loss_terms", "carry", "optimizer")
         own = [name for name in names if getattr(self, name) is not None]
-        own += ["loss that names the step"] * bool(loss_asks(self.loss))
+        own += ["loss that names the step"] * bool(moment_asks(self.loss))
+        own += ["forward that names the step"] * bool(self.forward and moment_asks(self.forward))
         own += ["loss over the batch"] * (self.loss_over == "batch")
         return (*own, *["scheduler"] * ("optimizer" in self.schedule_asks()))
 

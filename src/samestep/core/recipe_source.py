@@ -36,8 +36,8 @@ OTHERS: Mapping[str, int] = {
 """Each function of a recipe → how many arguments it gets, not counting the options."""
 SCHEDULE_NAMES = ("epoch", "steps_per_epoch", "metrics")
 """What a schedule of factors is given in addition to (step, total), if it names them."""
-LOSS_NAMES = ("step", "epoch")
-"""What a loss is given in addition to (outputs, targets), if it names them."""
+MOMENT_NAMES = ("step", "epoch")
+"""What a loss or forward is given in addition to its two arguments, if it names them."""
 SCHEDULER_NAMES = ("optimizer", "plan")
 """What a schedule that makes a scheduler of PyTorch is called with; by `optimizer` it is known."""
 _OPTIONS_FIRST = frozenset({"model", "data", "complete", "baselines", "read", "plot"})
@@ -142,15 +142,15 @@ def schedule_asks(schedule: Any) -> tuple[str, ...]:
     return tuple(name for name in known if name in (*required, *by_name))
 
 
-def loss_asks(loss: Any) -> tuple[str, ...]:
-    """Return what a recipe's loss asks for by name, after (outputs, targets)."""
+def moment_asks(function: Any) -> tuple[str, ...]:
+    """Return what a recipe's loss or forward asks for by name, after its two arguments."""
     try:
-        found = inspect.signature(getattr(loss, "forward", loss)).parameters
+        found = inspect.signature(getattr(function, "forward", function)).parameters
     except (TypeError, ValueError):  # compiled functions do not say
         return ()
-    given = loss.keywords if isinstance(loss, partial) else {}
+    given = function.keywords if isinstance(function, partial) else {}
     first = [n for n, p in found.items() if p.kind is not p.KEYWORD_ONLY][:2]
-    return tuple(n for n in LOSS_NAMES if n in found and n not in (*first, *given))
+    return tuple(n for n in MOMENT_NAMES if n in found and n not in (*first, *given))
 
 
 def _asked(name: str, function: Any) -> str | None:

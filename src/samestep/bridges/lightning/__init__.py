@@ -10,6 +10,7 @@ ranks: each loss counts with its share of the global batch, metrics are sums ove
 from samestep.base.errors import UserError
 
 try:
+    from samestep.bridges.lightning.brought import recipe
     from samestep.bridges.lightning.datamodule import CIFAR10DataModule, LitData, SpiralDataModule
     from samestep.bridges.lightning.logger import TrackerLogger
     from samestep.bridges.lightning.module import LitRecipe
@@ -20,4 +21,11 @@ except ModuleNotFoundError as missing:
         "PyTorch Lightning is not installed. Install it with: pip install 'samestep[lightning]'"
     ) from missing
 
-__all__ = ["CIFAR10DataModule", "LitData", "LitRecipe", "SpiralDataModule", "TrackerLogger"]
+__all__ = [
+    "CIFAR10DataModule",
+    "LitData",
+    "LitRecipe",
+    "SpiralDataModule",
+    "TrackerLogger",
+    "recipe",
+]

@@ -133,7 +133,9 @@ class LitRecipe(pl.LightningModule):
     def forward(self, inputs: Any) -> Any:
         """Return the model's outputs."""
         forward = self.recipe.forward
-        return call(self.model, inputs) if forward is None else forward(self.model, inputs)
+        if forward is None:
+            return call(self.model, inputs)
+        return timed(forward, self.moment)(self.model, inputs)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer of the settings, and the learning rate of each step."""

@@ -17,7 +17,7 @@ from samestep.base.run.directory import STEPPED, is_run
 from samestep.base.run.files import read_object
 from samestep.base.run.records import RecordFile, as_uninterrupted, samples_per_step
 from samestep.cluster.slurm.options import OPTIONS, read_time
-from samestep.cluster.slurm.restarts import BEGUN
+from samestep.cluster.slurm.restarts import BEGUN, last_start
 from samestep.cluster.slurm.script import MARK
 
 _TIMEOUT_S = 60.0
@@ -257,7 +257,11 @@ def ended_runs(folder: Path, known: Collection[Path | None], most: int = 20) -> 
 
 
 def find_job_or_run(text: str) -> JobAndRun:
-    """Return the job and the run of a number or run directory: its running or newest job."""
+    """Return the job and the run of a number or run directory.
+
+    Of a run's jobs, one that runs comes before one that waits, and that before the one that began
+    last; then the newest.
+    """
     run = Path(text)
     if re.fullmatch("[0-9]+(_[0-9]+)?", text):
         return _find_number(text)
@@ -270,7 +274,8 @@ def find_job_or_run(text: str) -> JobAndRun:
         jobs = my_jobs(run)
     except UserError as error:
         return JobAndRun(run=run, queue_error=error)
-    jobs.sort(key=lambda job: (not job.ended, job.state == "RUNNING", job.job))
+    began = (last_start(run) or (0,))[0]
+    jobs.sort(key=lambda j: (not j.ended, j.state == "RUNNING", j.job == began, j.job))
     return JobAndRun(job=jobs[-1] if jobs else None, run=run)
 
 
@@ -292,18 +297,20 @@ def _find_number(number: str) -> JobAndRun:
     )
 
 
+def has_begun(job: QueuedJob, run: Path) -> bool:
+    """Whether the script of a job's present start has begun; Slurm calls it running before."""
+    start = last_start(run)
+    return start is not None and (start.job, start.restarts) == (job.job, job.restarts)
+
+
 def ask_to_stop(job: QueuedJob, run: Path) -> bool:
     """Let a running job's ranks save and end; return whether its script had begun to listen.
 
-    Slurm calls a job running before its script has begun; a signal then is lost or ends it.
+    Before that, a signal is lost or ends the job.
     """
-    # Scripts of earlier versions write nothing.
-    begun, deadline, listens = run / BEGUN, time.monotonic() + _BEGINS_WITHIN_S, False
-    while not listens and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            listens = begun.read_text().strip() in (f"{job.job} {job.restarts}", "")
-        if not listens:
-            time.sleep(_LOOK_EVERY_S)
+    deadline = time.monotonic() + _BEGINS_WITHIN_S
+    while not (listens := has_begun(job, run)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
     # To the script only: it signals the ranks, waits for them, and does not start again.
     call("scancel", "--batch", "--signal=USR2", job.target)
     return listens

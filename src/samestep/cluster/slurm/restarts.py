@@ -5,7 +5,7 @@ import shlex
 import signal
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -204,7 +204,7 @@ def read_ending(
     cause = None if first is None or first.is_effect else first
     killed = cause is not None and (cause.signal == "SIGKILL" or cause.code == 128 + signal.SIGKILL)
     if cause is not None and killed and not cause.said:
-        memory = cause.memory or memory_word(lines, job_of(run) or 0)
+        memory = cause.memory or memory_word(lines, (last_start(run) or (0,))[0])
         cause = replace(cause, memory=memory)
     result = read_object(run / _RESULT) if _is_of_this_start(run, _RESULT) else {}
     why = str(result.get("reason", "")) if result.get("status") == "failed" else ""
@@ -251,11 +251,20 @@ def go_on_command(run: Path) -> str:
     return f"samestep slurm submit {shown}" if is_run(run) else f"sbatch {shown}/job.sbatch"
 
 
-def job_of(run: Path) -> int | None:
-    """Return the number of the job that started last in a run directory; None if none did."""
+class Start(NamedTuple):
+    """A start of a job, as its script notes it."""
+
+    job: int
+    restarts: int
+    name: str
+
+
+def last_start(run: Path) -> Start | None:
+    """Return the start that a run directory has seen last; None if there was none."""
     try:
-        return int((run / BEGUN).read_text().split()[0])
-    except (OSError, ValueError, IndexError):
+        job, restarts, *name = (run / BEGUN).read_text().split(maxsplit=2)
+        return Start(int(job), int(restarts), "".join(name).strip())
+    except (OSError, ValueError):
         return None
 
 

@@ -115,7 +115,7 @@ def build(
     model = world.on_every(lambda: placed(make(), settings, world, dtype))
     check_same_model(model, world)
     restores = ModelTrial(model)  # before it is shared out or compiled
-    takes = applied(model, recipe)
+    takes = applied(model, recipe, moment := Moment(), compiles=settings.compile == "on")
     if is_fsdp(settings, world):
         shard(model, takes, recipe, settings, world)
     seed_rank(settings.seed, world.rank)
@@ -131,7 +131,7 @@ def build(
     metrics, parts = tried.metrics, tried.parts
     own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
     compiles = what_compiles(settings, world, model, own=own)
-    loss = timed(loss, moment := Moment())
+    loss = timed(loss, moment)
     loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
     learner = _make_learner(

@@ -131,6 +131,8 @@ def _test(
     plain = replace(request.recipe, augment=None)
     source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
     part = Interruptible(source, agreement)
+    if work.measure is not None:  # it may find other things to measure than in a validation
+        work = replace(work, measure=replace(work.measure, names=()))
     values = evaluate_work(work, part, classes=request.recipe.counted_classes(splits))
     if signum := part.agreed():
         _stop(state, signum)

@@ -119,7 +119,7 @@ def evaluate_run(
     moment.after(opened.content["position"])
     loss = timed(place_loss(recipe.loss, opened.device, opened.dtype), moment)
     values = switched(settings, opened.device)(evaluate)(
-        applied(model, recipe),
+        applied(model, recipe, moment),
         source,
         summed(loss, recipe.loss_weights),
         fitting_metrics(recipe.metrics, source.peek(1).targets),

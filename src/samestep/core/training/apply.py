@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, blame, defined_at, did_you_mean
 from samestep.base.trees import describe, num_rows, tree_leaves
 from samestep.core.recipe import Recipe
-from samestep.core.recipe_source import loss_asks
+from samestep.core.recipe_source import moment_asks
 from samestep.core.training.carried import made
 
 Terms = Callable[[Any, Any], Any]
@@ -71,9 +71,20 @@ class Applied(nn.Module):
         return found
 
 
-def applied(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """Return what takes the recipe's inputs: the model, or the model by the recipe's `forward`."""
-    return model if recipe.forward is None else Applied(model, recipe.forward, recipe.carry)
+def applied(
+    model: nn.Module, recipe: Recipe, moment: "Moment | None" = None, *, compiles: bool = False
+) -> nn.Module:
+    """Return what takes the recipe's inputs: the model, or the model by the recipe's `forward`.
+
+    `compiles`: whether it will be compiled.
+    """
+    if recipe.forward is None:
+        return model
+    forward = timed(recipe.forward, moment or Moment())
+    if compiles and forward is not recipe.forward:  # it would be compiled anew for each step
+        disable: Any = torch.compiler.disable
+        forward = disable(forward, recursive=False)
+    return Applied(model, forward, recipe.carry)
 
 
 def call(module: nn.Module, inputs: Any, model: nn.Module | None = None) -> Any:
@@ -104,7 +115,7 @@ def takes_keywords(model: nn.Module, inputs: dict[Any, Any]) -> bool:
 
 @dataclass
 class Moment:
-    """The training step that is being taken, or the newest one, for a loss that names it."""
+    """The training step that is being taken, or the newest one, for what names it."""
 
     step: int = 0
     """Counted from 0."""
@@ -117,15 +128,15 @@ class Moment:
         self.epoch = max(0, position["epoch"] - (not position["step_in_epoch"]))
 
 
-def timed(loss: Callable[..., Any], moment: Moment) -> Callable[..., Any]:
-    """Return a loss that is given what it asks for of a moment, unless the caller gives it."""
-    asks = loss_asks(loss)
+def timed(function: Callable[..., Any], moment: Moment) -> Callable[..., Any]:
+    """Return a loss or forward that gets what it asks for of a moment, if not from its caller."""
+    asks = moment_asks(function)
     if not asks:
-        return loss
+        return function
 
-    @functools.wraps(loss)
-    def at_moment(outputs: Any, targets: Any, **told: int) -> Any:
-        return loss(outputs, targets, **{name: getattr(moment, name) for name in asks} | told)
+    @functools.wraps(function)
+    def at_moment(*args: Any, **told: int) -> Any:
+        return function(*args, **{name: getattr(moment, name) for name in asks} | told)
 
     return at_moment
 

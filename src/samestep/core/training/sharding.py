@@ -56,7 +56,7 @@ def shard(
             f"{world.device.type}. Leave it out.",
             on_all_ranks=True,
         )
-    if recipe.evaluate_batch is not None:
+    if getattr(recipe.evaluate_batch, "calls_model", recipe.evaluate_batch is not None):
         raise UserError(
             "Recipe(evaluate_batch=…) does not go with --strategy fsdp: it calls the model as "
             "often as it likes, and every forward takes all ranks. Use --strategy ddp, or measure "

@@ -209,11 +209,8 @@ class Lines:
                 found = [{**r, "step": saved.get(r.get("checkpoint"), r["step"])} for r in found]
             for name in dict.fromkeys(n for r in found for n in metric_values(r)):
                 self._add(name, split, split, found)
-        best, value, epoch = (run.best.get(key) for key in ("metric", "value", "epoch"))
-        if isinstance(best, str) and value is not None:
-            found = [r for r in run.of("evaluation", "validation") if r.get("epoch") == epoch]
-            at = [r for r in found if r.get(best) == value]
-            self._add(best, "best", f"best, epoch {epoch}", at[:1])
+        if best := run.best_evaluation:
+            self._add(run.best["metric"], "best", f"best, epoch {best['epoch']}", [best])
         for name, label in _MEMORY.items():
             self._add(name, "part", label, run.system, chart="_memory")
 

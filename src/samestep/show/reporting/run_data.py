@@ -96,6 +96,14 @@ class RunData:
         at = pick(values, key=lambda r: r[metric], default={})
         return {"metric": metric, "value": at.get(metric), "epoch": at.get("epoch")}
 
+    @cached_property
+    def best_evaluation(self) -> Record:
+        """The evaluation with the best value; empty if none is known."""
+        metric, value, epoch = (self.best.get(key) for key in ("metric", "value", "epoch"))
+        found = self.of("evaluation", "validation") if value is not None else []
+        same = (r for r in found if r.get("epoch") == epoch and r.get(metric) == value)
+        return next(same, {})
+
     def smaller_is_better(self, metric: str) -> bool | None:
         """Whether a metric is to fall, by --mode or by the recipe; None if the run does not say."""
         settings, told = self.settings or {}, self.plan.get("lower_is_better")

@@ -259,9 +259,10 @@ def time_line(run: RunData) -> TimeLine | None:
         summary += all_alike if len(ranks) == 1 else f"{restarts}: on {told}{more}."
     head = ("attempt", "began", "ranks", "device", "launcher", "from", "steps kept", "end")
     rows = [(str(place), *one.row()) for place, one in enumerate(attempts, start=1)]
+    best = run.best_evaluation.get("step")
     files = [
         (
-            r["path"].removeprefix("checkpoints/"),
+            r["path"].removeprefix("checkpoints/") + (", best" if r["step"] == best else ""),
             f"{r['step']:,}",
             number(r.get("seconds")),
             str(r.get("sha256") or "–")[:12],

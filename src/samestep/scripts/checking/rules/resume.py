@@ -58,7 +58,7 @@ def mistakes(resumed: Resumed) -> Iterator[_Coded]:
     """Yield what is wrong with a resume: its code, the line to blame, what was seen."""
     files = [*_checkpoints(resumed)]
     yield from files
-    # What follows from a wrong file, or from what was told of an earlier start, is not told again.
+    # What follows from a wrong file, or from a finding of an earlier start, is left out.
     told = {code for code in _CODES if files and code < "SS823"}
     right_so_far = True
     for before, start in pairwise(resumed.chain):
@@ -112,10 +112,12 @@ def _start(resumed: Resumed, before: Attempt, start: Attempt, *, follows: bool) 
     if follows and not any(code == "SS821" for code, *_ in found):
         found += _schedule(resumed, start)
         found += [] if resumed.unsteady("rows") else _data(resumed, start)
+    known = bool(found)
     found = found or [*_random(resumed, start)]
     yield from found
     if follows:
-        yield from _counters(resumed, start, explained=bool(found))
+        yield from () if found else _counters(resumed, start)
+        yield from _end(resumed, start, explained=known)
 
 
 def _gone(start: Attempt) -> Iterator[_Coded]:
@@ -285,10 +287,10 @@ def _random(resumed: Resumed, start: Attempt) -> Iterator[_Coded]:
             return
 
 
-def _counters(resumed: Resumed, start: Attempt, *, explained: bool) -> Iterator[_Coded]:
-    """Compare the numbers in later checkpoints, and where the training ends."""
+def _counters(resumed: Resumed, start: Attempt) -> Iterator[_Coded]:
+    """Compare the numbers in later checkpoints."""
     where = _where_loaded(start) or start.steps[0][0].where
-    for save in start.saves if not explained else ():
+    for save in start.saves:
         if save.event["apart"]:  # after which step a thread has written one is chance
             continue
         twin = next((one for one in resumed.whole.saves if one.is_twin(save)), save)
@@ -304,6 +306,11 @@ def _counters(resumed: Resumed, start: Attempt, *, explained: bool) -> Iterator[
             text = f"in the checkpoint of step {save.step} {name} {what} as in the whole run"
             yield "SS816" if average else "SS818", where, text
             return
+
+
+def _end(resumed: Resumed, start: Attempt, *, explained: bool) -> Iterator[_Coded]:
+    """Compare where the training ends."""
+    where = _where_loaded(start) or start.steps[0][0].where
     ends, total = start.offset + start.taken, resumed.total
     beyond, short = ends > total, start.ended and ends < total and not explained
     if resumed.whole.ended and (beyond or short):

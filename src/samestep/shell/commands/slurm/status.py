@@ -15,7 +15,6 @@ from tyro.conf import Positional, arg
 from samestep.base.errors import UserError, printable
 from samestep.base.table import Table, escape, text_lines
 from samestep.base.words import duration
-from samestep.cluster.slurm.options import kept_options
 from samestep.cluster.slurm.pulses import LastSign, read_pulses
 from samestep.cluster.slurm.queue import (
     JobAndRun,
@@ -23,11 +22,12 @@ from samestep.cluster.slurm.queue import (
     QueuedJob,
     ended_runs,
     find_job_or_run,
+    has_begun,
     my_jobs,
     read_progress,
     seconds_since_sign,
 )
-from samestep.cluster.slurm.restarts import BEGUN, go_on_command, job_of, read_restarts
+from samestep.cluster.slurm.restarts import BEGUN, go_on_command, last_start, read_restarts
 from samestep.cluster.slurm.submission import is_script
 from samestep.shell.commands.help import Switch, parse_flags
 
@@ -131,24 +131,24 @@ def _continued_by(found: JobAndRun) -> int | None:
     """Return the job that has continued the run since this one ended; None if none has."""
     if found.run is None or found.job is None or not found.job.ended:
         return None
-    newest = job_of(found.run) or 0
-    return newest if newest > found.job.job else None
+    newest = last_start(found.run)
+    return newest.job if newest and newest.job > found.job.job else None
 
 
 def _never_began(found: JobAndRun) -> bool:
     """Whether a job ended before it began, so that the run's training is an earlier one's."""
     if found.run is None or found.job is None or not found.job.ended:
         return False
-    newest = job_of(found.run)
-    return newest is not None and newest < found.job.job
+    newest = last_start(found.run)
+    return newest.job < found.job.job if newest else not found.job.elapsed_s
 
 
 def _signs(found: JobAndRun) -> list[LastSign]:
     """Return the pulses of a job that runs, of this start."""
     if found.run is None or found.job is None or found.job.state != "RUNNING":
         return []
-    begun = found.run / BEGUN
-    return read_pulses(found.run, begun.stat().st_mtime if begun.exists() else 0.0)
+    begun = has_begun(found.job, found.run)
+    return read_pulses(found.run, (found.run / BEGUN).stat().st_mtime) if begun else []
 
 
 def _is_quiet(progress: Progress) -> bool:
@@ -239,10 +239,9 @@ def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
         job, p = found.job, progress or Progress()
         if job is None:  # Slurm forgot it; the run directory did not
             run = found.run or Path()
-            number, state = str(job_of(run) or ""), p.status or "ended"
-            alone = None if (run.parent / "array.sbatch").is_file() else kept_options(run)
-            name = printable((alone and alone.job_name) or run.name)
-            lines.append((number, name, state, "", f"{p.step:,}", "", "", ""))
+            number, _, name = last_start(run) or ("", 0, "")
+            step, state = f"{p.step:,}", p.status or "ended"
+            lines.append((str(number), printable(name or run.name), state, "", step, "", "", ""))
             continue
         eta = "" if p.eta_s is None else duration(p.eta_s)
         step = f"{p.step:,}" + (f" {p.step / p.total_steps:.0%}" if p.total_steps else "")

@@ -1,0 +1,445 @@
+"""A LightningModule and its data as a recipe: their steps, in samestep's training.
+
+The module is called as Lightning calls it: `training_step` in training, `validation_step` and
+`test_step` in evaluations. What stands in for the Trainer knows what such a step may ask. Order,
+shares, seeds, precision and checkpoints are samestep's; what would need more is refused by name.
+"""
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
+
+from samestep.base.errors import UserError, defined_at, listed
+from samestep.base.settings import Settings
+from samestep.bridges.lightning.stand_in import StandIn
+from samestep.core.recipe import Recipe, Splits
+
+_LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
+_OF_DATA = {"setup", "prepare_data", "on_after_batch_transfer", *_LOADERS.values()}
+_OF_STEPS = {"training_step", "validation_step", "test_step", "configure_optimizers", "forward"}
+_CALLED = _OF_DATA | _OF_STEPS | {"configure_model", "on_train_epoch_start"}
+_LEFT_ALONE = {"teardown", "on_train_start", "on_fit_start", "predict_dataloader", "predict_step"}
+"""Hooks that change no training: on_train_start is for seeds, which are samestep's."""
+_REMEDIES = {
+    "on_validation_epoch_end": "Log in validation_step: the mean over all samples is made here.",
+    "on_test_epoch_end": "Log in test_step: the mean over all samples is made here.",
+    "configure_callbacks": "--patience stops early, --keep-top-k keeps the best checkpoints.",
+    "configure_gradient_clipping": "--clip-norm clips.",
+}
+_STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
+_APART = 1e-4  # relative; a mean over batches that is none over samples differs by more
+
+_logged: ContextVar[dict[str, Any]] = ContextVar("logged")
+
+
+def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
+    """Return a LightningModule and its data as a recipe.
+
+        recipe = samestep.lightning.recipe(LitModel, LitData(), epochs=10, batch_size=256)
+
+    Args:
+        module: a LightningModule, or better a function (its class) that makes one: samestep seeds
+            before the call.
+        datamodule: a LightningDataModule or a function that makes one, or a dict of DataLoaders by
+            "train", "validation" and "test"; the module's own loaders if not given.
+        settings: as of `Recipe(settings=…)`; `batch_size` counts the samples of all ranks.
+
+    Logged values are means over all samples, called as the module logs them without `val_`, `test_`
+    or `train_`. The validation loss is what `validation_step` returns, or logs as a loss.
+
+    Raises:
+        UserError: `batch_size` is not given, or the module asks for what samestep does not do:
+            steps of its own (`automatic_optimization=False`), several optimizers, other hooks.
+    """
+    if not {"batch_size", "batch_size_per_rank", "batch_tokens"} & settings.keys():
+        raise UserError(
+            "samestep.lightning.recipe(…) needs batch_size=…: the samples of an optimizer step on "
+            "all ranks together. A DataLoader's counts those of one rank."
+        )
+    brought = _Brought(module, datamodule, settings)
+    return Recipe(
+        model=brought.model,
+        data=brought.data,
+        collate=_collate,
+        forward=brought.forward,
+        loss=_loss,
+        evaluate_batch=brought.measured,
+        optimizer=brought.optimizer,
+        schedule=brought.schedule,
+        metrics={},
+        options=_Options,
+        settings=settings,
+    )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What a module brought from Lightning has as flags."""
+
+    download: bool = True
+    """Call `prepare_data`, once per node."""
+
+
+class _Sample(NamedTuple):
+    value: Any
+    of: "_Data"
+
+
+class _Batch(NamedTuple):
+    """A batch as the user's collate made it, and what it is of."""
+
+    value: Any
+    stage: str
+    samples: int
+
+
+@dataclass(frozen=True)
+class _Data(Dataset[_Sample]):
+    """A data set of the user's whose samples know what they are for."""
+
+    dataset: Any
+    stage: str
+    collate: Callable[[list[Any]], Any]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> _Sample:
+        return _Sample(self.dataset[index], self)
+
+
+def _collate(samples: list[_Sample]) -> _Batch:
+    of = samples[0].of
+    return _Batch(of.collate([one.value for one in samples]), of.stage, len(samples))
+
+
+def _loss(outputs: dict[str, Any], _batch: _Batch) -> Any:
+    return outputs["loss"]
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """A LightningModule and its data, as the functions of a recipe."""
+
+    module: Any
+    datamodule: Any
+    settings: Mapping[str, Any]
+    trainer: StandIn = field(default_factory=StandIn)
+    epochs: "WeakKeyDictionary[nn.Module, int]" = field(default_factory=WeakKeyDictionary)
+    """The newest epoch of each module."""
+    evaluated: "WeakKeyDictionary[nn.Module, _Evaluated]" = field(default_factory=WeakKeyDictionary)
+    """What the evaluation that runs has seen."""
+    schedulers: "WeakKeyDictionary[Any, dict[str, Any]]" = field(default_factory=WeakKeyDictionary)
+
+    def model(self) -> nn.Module:
+        """Make the module."""
+        made = _made(self.module)
+        base = _base(made, "LightningModule")
+        if not made.automatic_optimization:
+            raise UserError(
+                f"The LightningModule{defined_at(type(made))} steps its optimizers by itself "
+                "(automatic_optimization=False). Such a loop stays yours: samestep.open_run, on "
+                "page “Port your loop”."
+            )
+        _check_hooks(made, base)
+        for metric in _metrics_of(made):
+            metric.sync_on_compute = False  # values are added up over ranks here
+            if not torch.backends.mps.is_available():  # which has no float64
+                metric.set_dtype(torch.float64)
+        vars(made).update(_trainer=self.trainer, log=_log)
+        self.trainer.max_epochs = self.settings.get("epochs")
+        made.setup("fit")
+        made.configure_model()
+        return made  # type: ignore[no-any-return]
+
+    def data(self, options: _Options) -> Splits:
+        """Prepare the data and open its loaders."""
+        source: Any = self.datamodule
+        base: type = object
+        if not isinstance(source, Mapping):
+            source = _made(self.module if source is None else source)
+            own = self.datamodule is None
+            base = _base(source, "LightningModule" if own else "LightningDataModule")
+            _check_hooks(source, base)
+            vars(source)["_trainer" if own else "trainer"] = self.trainer
+            if options.download and self.trainer.local_rank == 0:  # first on each node
+                source.prepare_data()
+            self.trainer.datamodule = None if own else source
+        train, validation, test = (self._opened(source, base, stage) for stage in _LOADERS)
+        if train is None:
+            raise UserError(f"There is no train_dataloader{defined_at(type(source))}.")
+        self.trainer.samples = len(train)
+        return Splits(train=train, validation=validation, test=test)
+
+    def _opened(self, source: Any, base: type, stage: str) -> _Data | None:
+        if isinstance(source, Mapping):
+            loader = source.get(stage)
+        elif _has_own(source, base, _LOADERS[stage]):
+            source.setup("test" if stage == "test" else "fit")
+            loader = getattr(source, _LOADERS[stage])()
+        else:
+            return None
+        where = f"The {stage} loader{defined_at(type(source))}"
+        if isinstance(loader, list | tuple) and len(loader) == 1:
+            loader = loader[0]
+        if loader is None or (isinstance(loader, list | tuple) and not loader):
+            return None
+        if not isinstance(loader, DataLoader):
+            raise UserError(f"{where} is {type(loader).__name__}; it must be one DataLoader.")
+        if isinstance(loader.dataset, IterableDataset):
+            raise UserError(
+                f"{where} reads a stream. Write a Recipe whose data returns it: page “Your data”."
+            )
+        dataset, sampler = loader.dataset, loader.sampler
+        if isinstance(sampler, SubsetRandomSampler):
+            dataset = Subset(dataset, sampler.indices)
+        elif not _reads_all(loader) and "order" not in self.settings:
+            raise UserError(
+                f"{where} has a sampler of its own, {type(sampler).__name__}. samestep draws the "
+                "order of all samples, the same on any number of ranks: give order=… to "
+                'samestep.lightning.recipe ("shuffled", "sequential", "weighted" …), or a Subset.'
+            )
+        return _Data(dataset, stage, loader.collate_fn)
+
+    @partial(torch.compiler.disable, recursive=False)
+    def forward(self, module: Any, batch: _Batch, *, step: int, epoch: int) -> dict[str, Any]:
+        """Take a step of the module; return its loss, and what it logs by name in evaluations."""
+        trainer = self.trainer
+        trainer.global_step, trainer.current_epoch = step, epoch
+        trainer.training = module.training
+        trainer.testing = not module.training and batch.stage == "test"
+        trainer.validating = not (trainer.training or trainer.testing)
+        value = batch.value
+        for one in (trainer.datamodule, module):
+            if one is not None and hasattr(one, "on_after_batch_transfer"):
+                value = one.on_after_batch_transfer(value, 0)
+        if module.training:
+            self.evaluated.pop(module, None)
+            if self.epochs.get(module) != epoch:
+                self.epochs[module] = epoch
+                module.on_train_epoch_start()
+            loss, _ = _called(module, "training_step", value, trainer.nth(step))
+            return {"loss": loss}
+        seen = self.evaluated.setdefault(module, _Evaluated())
+        if seen.stage != batch.stage:
+            seen = self.evaluated[module] = _Evaluated(batch.stage)
+        base = _base(module, "LightningModule")
+        wanted = ("test_step",) * trainer.testing + ("validation_step", "training_step")
+        name = next(n for n in wanted if _has_own(module, base, n))
+        loss, logged = _called(module, name, value, seen.batches)
+        values = {_plain_name(n): v for n, v in logged.items()}
+        values = seen.add(batch, values, defined_at(getattr(type(module), name)))
+        for metric in _metrics_of(module):
+            metric.reset()
+        own = values.pop("loss", None)
+        if loss is None and own is None:
+            own, _ = _called(module, "training_step", value, seen.batches)
+        return {"loss": torch.as_tensor(own if loss is None else loss)}
+
+    def measured(self, module: Any, batch: _Batch) -> dict[str, Tensor]:
+        """Return what the step of this batch has logged, a value for each sample."""
+        values, rows = self.evaluated[module].values, batch.samples
+        return {
+            name: torch.full((rows,), _mean(v, rows), dtype=torch.float64)
+            for name, v in values.items()
+        }
+
+    measured.calls_model = False  # type: ignore[attr-defined] # FSDP's ranks need not meet in it
+
+    def optimizer(self, module: Any, settings: Settings) -> torch.optim.Optimizer:
+        """Make the module's optimizer, and keep its scheduler for `schedule`."""
+        self.trainer.train_as(settings)
+        where = defined_at(type(module).configure_optimizers)
+        optimizer, scheduler = _configured(module.configure_optimizers(), where)
+        if settings.lr_scaling != "none" and scheduler:
+            raise UserError(
+                f"The module's scheduler{where} has its own rates, which --lr-scaling does not "
+                "reach: scale them in configure_optimizers."
+            )
+        self.schedulers[optimizer] = scheduler
+        return optimizer
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return the module's scheduler, or one that changes nothing."""
+        return self.schedulers.get(optimizer) or LambdaLR(optimizer, lambda _: 1.0)
+
+
+@dataclass
+class _Evaluated:
+    """An evaluation: what its newest batch has logged."""
+
+    stage: str = ""
+    batches: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    _first: dict[str, tuple[Any, float, int]] = field(default_factory=dict)
+    """Of the first batch, metrics of torchmetrics by name, their values, and the samples."""
+
+    def add(self, batch: _Batch, values: dict[str, Any], where: str) -> dict[str, Any]:
+        """Take what a batch has logged; return it as numbers.
+
+        Metrics that are not a mean over the samples are refused by the second batch.
+        """
+        metrics = {n: v for n, v in values.items() if _is_metric(v)}
+        found = {n: _mean(m.compute(), batch.samples) for n, m in metrics.items()}
+        for name, metric in metrics.items():
+            if self.batches == 0:
+                self._first[name] = copy.deepcopy(metric), found[name], batch.samples
+            elif self.batches == 1 and name in self._first:
+                both, first, rows = self._first[name]
+                both.merge_state(metric)
+                both._computed = None  # noqa: SLF001 - it would return what it computed before
+                mean = (first * rows + found[name] * batch.samples) / (rows + batch.samples)
+                if abs(float(both.compute()) - mean) > _APART * max(1.0, abs(mean)):
+                    raise UserError(
+                        f"{type(metric).__name__}, logged as {name!r}{where}, is not a mean over "
+                        "samples. Leave it out of the step, and give it to samestep: "
+                        "dataclasses.replace(recipe, metrics={…})."
+                    )
+        self.values, self.batches = values | found, self.batches + 1
+        return self.values
+
+
+def _made(given: Any) -> Any:
+    """Return a module of its own: what a function makes, or a copy."""
+    is_module = isinstance(given, nn.Module) or hasattr(given, "prepare_data")
+    if is_module and not inspect.isclass(given):
+        return copy.deepcopy(given)
+    return given()
+
+
+def _reads_all(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads each sample once, in an order of PyTorch's."""
+    sampler, known = loader.sampler, (RandomSampler, SequentialSampler, DistributedSampler)
+    again = isinstance(sampler, RandomSampler) and sampler.replacement
+    return type(loader.batch_sampler) is BatchSampler and isinstance(sampler, known) and not again
+
+
+def _base(made: Any, name: str) -> type:
+    """Return Lightning's class, of `lightning` or of `pytorch_lightning`."""
+    for base in type(made).__mro__:
+        if base.__name__ == name and "lightning" in base.__module__:
+            return base
+    raise UserError(
+        f"samestep.lightning.recipe(…) takes a {name}, or a function that makes one, not "
+        f"{type(made).__name__}{defined_at(type(made))}."
+    )
+
+
+def _has_own(made: Any, base: type, name: str) -> bool:
+    return getattr(type(made), name, None) is not getattr(base, name, None)
+
+
+def _check_hooks(made: Any, base: type) -> None:
+    """Refuse hooks that would not be called."""
+    hooks = [n for n in dir(base) if n.startswith(("on_", "configure_", "optimizer_"))]
+    hooks += ["lr_scheduler_step", "backward", "transfer_batch_to_device"]
+    own = [n for n in hooks if n not in _CALLED | _LEFT_ALONE and _has_own(made, base, n)]
+    if own:
+        remedy = _REMEDIES.get(own[0], "Where the training needs it: samestep.open_run.")
+        raise UserError(
+            f"{type(made).__name__}{defined_at(type(made))} has {listed(own)}, which samestep does "
+            f"not call. {remedy}"
+        )
+
+
+def _configured(found: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    """Return the one optimizer of `configure_optimizers`, and its scheduler for `Recipe`."""
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
+        optimizers, schedulers = found
+        found = {"optimizer": optimizers, "lr_scheduler": schedulers}
+    if not isinstance(found, dict):
+        found = {"optimizer": found}
+    optimizer, scheduler = (_only(found.get(n), where) for n in ("optimizer", "lr_scheduler"))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"configure_optimizers{where} returned no optimizer.")
+    how = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
+    scheduler = how.get("scheduler")
+    if how.get("frequency", 1) != 1:
+        raise UserError(f"The scheduler{where} has a frequency other than 1.")
+    if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
+        return optimizer, {} if scheduler is None else {"scheduler": scheduler}
+    return optimizer, {"scheduler": scheduler, "interval": how.get("interval", "epoch")}
+
+
+def _only(found: Any, where: str) -> Any:
+    if not isinstance(found, list | tuple):
+        return found
+    if len(found) > 1:
+        raise UserError(
+            f"configure_optimizers{where} returns several; samestep trains with one optimizer and "
+            "scheduler. A loop with several stays yours: samestep.open_run."
+        )
+    return found[0] if found else None
+
+
+def _called(module: Any, name: str, batch: Any, index: int) -> tuple[Any, dict[str, Any]]:
+    """Call a step; return its loss, None if it returns none, and what it logs."""
+    logged: dict[str, Any] = {}
+    token = _logged.set(logged)
+    function = getattr(module, name)
+    kinds = inspect.signature(function).parameters.values()
+    takes = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in kinds)
+    try:
+        found = function(*(batch, index)[:takes])
+    finally:
+        _logged.reset(token)
+    loss = found.get("loss") if isinstance(found, Mapping) else found
+    if name == "training_step":
+        if loss is None:
+            raise UserError(
+                f"training_step{defined_at(function)} returned no loss; to leave out a step is "
+                "another training on other numbers of ranks. Return a loss of 0."
+            )
+        for metric in _metrics_of(module):
+            metric.reset()
+    return loss, logged
+
+
+def _log(name: str, value: Any, *_: Any, **__: Any) -> None:
+    """Stand in for `LightningModule.log`."""
+    _logged.get({})[name] = value.detach() if isinstance(value, Tensor) else value
+
+
+def _mean(value: Any, samples: int) -> float:
+    """Return a mean over samples in float64: of counts, as of right answers, without rounding."""
+    if isinstance(value, Tensor) and value.dtype == torch.float64:
+        return float(value)
+    total = float(value) * samples
+    return round(total) / samples if abs(total - round(total)) < samples * 2**-22 else float(value)
+
+
+def _plain_name(name: str) -> str:
+    """Return a logged name without the stage: val_accuracy, val/accuracy → accuracy."""
+    low = name.replace("/", "_", 1).lower()
+    stage = next((stage for stage in _STAGES if low.startswith(stage)), "")
+    return name[len(stage) :]
+
+
+def _is_metric(value: Any) -> bool:
+    known = sys.modules.get("torchmetrics")
+    return known is not None and isinstance(value, known.Metric)
+
+
+def _metrics_of(module: nn.Module) -> Iterator[Any]:
+    return (one for one in module.modules() if _is_metric(one))

@@ -1,0 +1,67 @@
+"""What stands in for Lightning's Trainer where samestep calls a LightningModule's steps."""
+
+import os
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from samestep.base.settings import Settings
+
+
+class StandIn:
+    """What stands in for Lightning's Trainer: what a step, or `configure_optimizers`, may ask."""
+
+    def __init__(self) -> None:
+        self.current_epoch = self.global_step = 0
+        self.training = self.validating = self.testing = False
+        self.sanity_checking = self.predicting = False
+        self.datamodule: Any = None
+        self.logger, self.loggers, self.progress_bar_callback = None, list[Any](), None
+        self.callback_metrics: dict[str, Tensor] = {}
+        self.max_epochs: int | None = None
+        self.max_steps = -1
+        self.samples = 0
+
+    def train_as(self, settings: Settings) -> None:
+        """Know how long the training is, where its data is known."""
+        self.max_epochs, self.max_steps = settings.epochs, settings.max_steps or -1
+        if self.samples and (batch := settings.batch_size):
+            steps = self.samples // batch if settings.drop_last else -(-self.samples // batch)
+            each = [steps * settings.epochs] if settings.epochs else []
+            each += [settings.max_steps] if settings.max_steps else []
+            self.num_training_batches = steps
+            self.estimated_stepping_batches = min(each)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_rank(self) -> int:
+        """This rank on its node."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    def nth(self, step: int) -> int:
+        """Return the number of a step within its epoch."""
+        return step % int(vars(self).get("num_training_batches", sys.maxsize))
+
+    def __deepcopy__(self, _memo: Any) -> "StandIn":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"The LightningModule asks its Trainer for {name!r}, which samestep does not have at "
+            "this place."
+        )

@@ -1,0 +1,173 @@
+"""A LightningModule as a recipe: the training of `Trainer.fit`, on any number of ranks."""
+
+import runpy
+import warnings
+
+import pytest
+import torch
+
+import samestep
+from tests.command_line import run, train_here
+
+pl = pytest.importorskip("lightning.pytorch")
+# The trainings are made once, for all tests of this file.
+pytestmark = pytest.mark.xdist_group("lightning as brought")
+
+MODULE = """
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
+
+import samestep.lightning
+
+NORM = False
+
+
+class Data(L.LightningDataModule):
+    def setup(self, stage):
+        x = torch.randn(123, 6, generator=torch.Generator().manual_seed(3))
+        self.data = TensorDataset(x, (x.sum(1) > 0).float())
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=8)
+
+    def val_dataloader(self):
+        return DataLoader(self.data, batch_size=8)
+
+    def test_dataloader(self):
+        return [DataLoader(self.data, batch_size=8)]
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d(6) if NORM else nn.Identity()
+        self.net = nn.Sequential(norm, nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.accuracy, self.mean, self.auroc = BinaryAccuracy(), MeanMetric(), BinaryAUROC()
+        self.loss = nn.BCEWithLogitsLoss()
+        self.save_hyperparameters()
+
+    def forward(self, x):
+        return self.net(x).squeeze(1)
+
+    def on_train_epoch_start(self):
+        self.factor = 1 + 0.1 * self.current_epoch
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(self(batch[0]), batch[1])
+        self.log("train_loss", loss, prog_bar=True)
+        return {"loss": loss * self.factor * (1 + 0.01 * batch_idx + 0.001 * self.global_step)}
+
+    def validation_step(self, batch):
+        x, y = batch
+        out = self(x)
+        self.mean.update(self.loss(out, y).detach(), weight=len(y))
+        self.log("val_loss", self.mean)
+        self.accuracy(out, y)
+        self.log_dict({"val/accuracy": self.accuracy, "val_out": out.mean()})
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_out", self(batch[0]).mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        total = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=total)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+torch.manual_seed(1)
+net = Net()
+recipe = samestep.lightning.recipe(net, Data, batch_size=8, epochs=3, order="sequential")
+"""
+ALONE = ("--threads", "1", "--device", "cpu")
+
+
+def written(tmp_path, *changes):
+    text = MODULE
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    (tmp_path / "brought.py").write_text(text)
+    return str(tmp_path / "brought.py")
+
+
+def evaluated(folder, split):
+    records = [one for one in samestep.read_records(folder) if one["event"] == "evaluation"]
+    return [one for one in records if one["split"] == split][-1]
+
+
+def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp_path):
+    """With a schedule, batch normalisation, and a step that knows its epoch and number."""
+    file = written(tmp_path, ("NORM = False", "NORM = True"))
+    train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
+    theirs = runpy.run_path(file)
+    parts = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings(action="ignore"):  # on workers, and on srun
+        trainer = pl.Trainer(max_epochs=3, accelerator="cpu", **parts)
+        trainer.fit(theirs["net"], theirs["Data"]())
+    torch.set_num_threads(threads)
+    mine = samestep.load(tmp_path / "run", checkpoint="last")
+    assert mine.state_dict().keys() == theirs["net"].state_dict().keys()
+    for name, value in theirs["net"].state_dict().items():
+        assert torch.equal(mine.state_dict()[name], value), name
+    validation = evaluated(tmp_path / "run", "validation")
+    for name, own in {"loss": "val_loss", "accuracy": "val/accuracy", "out": "val_out"}.items():
+        value = float(trainer.callback_metrics[own])
+        assert validation[name] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, strategy):
+    file = written(tmp_path, ("int(self.trainer.estimated_stepping_batches)", "48"))
+    fp64 = ("--precision", "fp64", "--device", "cpu")
+    one, three = (str(tmp_path / name) for name in ("one", "three"))
+    train_here(file, *fp64, "--threads", "1", "--run-dir", one)
+    more = ("--max-steps", "20", "--strategy", strategy)
+    run("train", file, *fp64, *more, "--run-dir", three, world_size=3, folder=tmp_path / "a")
+    more = ("--max-steps", "48", "--strategy", strategy)
+    run("train", three, "--resume", *more, world_size=3, folder=tmp_path / "b")
+    for split in ("validation", "test"):
+        own, other = (evaluated(folder, split) for folder in (one, three))
+        assert own["out"] == pytest.approx(other["out"], rel=1e-9)
+        assert own.get("accuracy") == other.get("accuracy")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ([("(net, Data, batch_size=8, ", "(net, Data, ")], "needs batch_size"),
+        (
+            [("self.save_hyper", "self.automatic_optimization = False\n        self.save_hyper")],
+            "o",
+        ),
+        ([("return [optimizer], ", "return [optimizer, optimizer], ")], "returns several"),
+        ([("def on_train_epoch_start", "def on_validation_epoch_end")], "on_validation_epoch_end"),
+        ([("self.data, batch_size=8)", "self.data, 8, sampler=[1, 2])")], "a sampler of its own"),
+        (
+            [
+                (
+                    "self.accuracy(out, y)",
+                    "self.accuracy = self.auroc\n        self.accuracy(out, y)",
+                )
+            ],
+            "is not a mean",
+        ),
+        ([("return {", "return None and {")], "returned no loss"),
+        (
+            [("int(self.trainer.esti", "int(self.trainer.fit_loop.esti")],
+            "asks its Trainer for 'fit",
+        ),
+    ],
+)
+def test_what_it_asks_in_vain_is_refused_by_name(tmp_path, refused, changes, told):
+    changes = [(old, new) for old, new in changes]
+    if "sampler" in told:
+        changes.append((', order="sequential"', ""))
+    file = written(tmp_path, *changes)
+    assert told in refused("train", file, *ALONE, "--run-dir", str(tmp_path / "run"))
