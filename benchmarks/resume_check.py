@@ -42,6 +42,7 @@ PUBLIC: dict[str, tuple[str, str, int]] = {
         "--resume_from_checkpoint {checkpoint}",
         1,
     ),
+    "cifar100_weiai": ("", "-resume", 1),
     "cifar_akamaster": (
         "--arch resnet20 --epochs 6 -b 16 -j 0 --save-dir out --save-every 1",
         "--resume out/checkpoint.th",
@@ -65,10 +66,25 @@ PUBLIC: dict[str, tuple[str, str, int]] = {
         "--resume checkpoint.pth.tar",
         2,
     ),
+    "pt_mingpt_ddp": (
+        (
+            "data_config.path=data/input.txt data_config.truncate=0.005 data_config.block_size=32 "
+            "trainer_config.save_every=1 trainer_config.max_epochs=3 trainer_config.batch_size=16 "
+            "trainer_config.data_loader_workers=0 gpt_config.n_layer=2 gpt_config.n_head=2 "
+            "gpt_config.n_embd=32"
+        ),
+        "auto",
+        2,
+    ),
     "simsiam": ("", "--resume {checkpoint}", 1),
     "vit_kentaroy": (
         "--net vit_small --nowandb --n_epochs 3 --bs 16 --noaug --noamp --patch 8",
         "--resume",
+        1,
+    ),
+    "wrn_xternalz": (
+        "--layers 10 --widen-factor 1 --epochs 4 -b 16 --no-augment",
+        "--resume runs/WideResNet-28-10/checkpoint.pth.tar",
         1,
     ),
 }
@@ -155,7 +171,7 @@ def page(found: dict[str, Any]) -> str:
     """Return the page as Markdown."""
     facts = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
     kinds = {kind: found.get(kind, {}) for kind in ("planted", "right", "frameworks", "public")}
-    hits = sum(name in one["codes"] for name, one in kinds["planted"].items())
+    hits = sum(name[:5] in one["codes"] for name, one in kinds["planted"].items())
     false = sum(bool(one["codes"]) for one in kinds["right"].values())
     hits_of, false_of = len(kinds["planted"]), len(kinds["right"])
     found_text = (
