@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import samestep
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.engine import _Strategy
@@ -12,6 +13,7 @@ from samestep.core.recipes.resnet import resnet18
 from samestep.core.training.prepare import match_layouts, prepare, wrap
 from samestep.launch.ranks import world as worlds
 from samestep.launch.ranks.world import GROUP_OF_ONE, World, find_world, join, leave
+from tests.command_line import RECIPE, run
 from tests.processes import run_ranks
 from tests.tiny import all_records, assert_same_training, trained, write_recipe
 
@@ -270,3 +272,32 @@ def test_a_training_with_the_group_has_the_same_bits(tmp_path, monkeypatch):
     assert not world.connected
     model = nn.Linear(2, 2)
     assert wrap(model, world, Settings()) is model
+
+
+COMPLEX = """
+class Rotating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.full((4, 2), 0.5 + 2j))
+        self.register_buffer("phase", torch.tensor([1 + 2j, 3 - 4j]))
+
+    def forward(self, x):
+        return (x.to(self.turn.dtype) @ self.turn + self.phase).abs()
+
+
+recipe = Recipe(model=Rotating, data=data, settings={"epochs": 1, "batch_size": 10})
+"""
+
+
+def test_complex_weights_and_buffers_stay_complex_and_train_the_same_on_two_ranks(tmp_path):
+    (tmp_path / "rotating.py").write_text(RECIPE + COMPLEX)
+    loaded = []
+    for ranks in (1, 2):
+        flags = ("--precision", "fp64", "--run-dir", str(tmp_path / f"{ranks}"))
+        run("train", str(tmp_path / "rotating.py"), *flags, world_size=ranks, folder=tmp_path / "r")
+        loaded.append(samestep.load(tmp_path / f"{ranks}", checkpoint="last").state_dict())
+    one, two = loaded
+    assert one["turn"].dtype == one["phase"].dtype == torch.complex128
+    assert one["phase"].tolist() == [1 + 2j, 3 - 4j]
+    assert (one["turn"].imag - 2).abs().min() > 0
+    torch.testing.assert_close(one["turn"], two["turn"], rtol=0, atol=1e-12)

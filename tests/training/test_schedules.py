@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from samestep import Recipe, Settings, evaluate
+from samestep import Recipe, Settings, Splits, evaluate
 from samestep.core.data.order import epoch_order
 from samestep.core.recipe import find_recipe
 from samestep.core.training.compiled import what_compiles
+from samestep.core.training.optimizer import optimizer_of
 from samestep.core.training.plan import Plan, learning_rate, make_plan
 from samestep.core.training.scheduler import Scheduler
 from samestep.launch.ranks.world import World
@@ -362,3 +364,18 @@ def test_early_stopping_always_has_the_best_weights_also_between_checkpoints(tmp
     assert tested == kept["path"]
     assert kept["step"] < tiny.last_state(run)["position"]["step"]
     assert evaluate(run, split="validation")["loss"] == pytest.approx(kept["metric"], rel=1e-12)
+
+
+def test_a_tensor_that_is_the_rate_of_all_groups_is_cut_once_by_a_plateau():
+    model = nn.Linear(2, 1)
+
+    def two_groups(model, _settings):
+        return torch.optim.SGD([{"params": [p]} for p in model.parameters()], torch.tensor(0.8))
+
+    recipe = Recipe(model=lambda: model, data=Splits, optimizer=two_groups)
+    settings = Settings(epochs=1, batch_size=1, lr=0.8)
+    optimizer = optimizer_of(recipe, model, settings, 0.8, torch.device("cpu"))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for loss in (1.0, 2.0):
+        plateau.step(loss)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.4, 0.4])

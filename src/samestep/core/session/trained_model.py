@@ -24,7 +24,7 @@ from samestep.core.training.apply import Moment, applied, measure_of, summed, te
 from samestep.core.training.device import check_precision, choose_threads, data_dtype, switched
 from samestep.core.training.dry_run import fitting_metrics
 from samestep.core.training.evaluation import evaluate, evaluation_batch
-from samestep.core.training.prepare import hold_parameters, place_loss, to_channels_last
+from samestep.core.training.prepare import hold_parameters, place, place_loss, to_channels_last
 from samestep.core.training.snapshot import check_classes, check_recipe, load_evaluated
 from samestep.launch.ranks.world import World, choose_device
 
@@ -66,7 +66,8 @@ def open_checkpoint(
     check_precision(settings.precision, target)
     dtype = data_dtype(settings.precision)
     seed_alike(settings.seed)
-    model = recipe.build_model(options).to(device=target, dtype=dtype).eval()
+    model = recipe.build_model(options).eval()
+    place(model, target, dtype)
     hold_parameters(model, settings)
     load_evaluated(model, content)
     if settings.channels_last:

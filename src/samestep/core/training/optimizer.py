@@ -44,7 +44,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of these settings; fused if wanted and possible."""
     parameters = [p for p in parameters if p.requires_grad]
-    fused = fuse and device.type in _FUSED
+    fused = fuse and device.type in _FUSED and not any(p.is_complex() for p in parameters)
     decay = settings.weight_decay
     if settings.optimizer == "sgd":
         # On the CPU the fused kernel leaves most of such weights as they are: pytorch/191763.
@@ -106,6 +106,8 @@ def optimizer_of(
         )
     _check_covers(optimizer, model, place)
     for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # one for all groups, a scheduler would set it for each
+            group["lr"] = group["lr"].clone()
         group[RATIO] = float(group["lr"]) / settings.lr
     if lr != settings.lr:  # else they are exact as they are
         set_lr(optimizer, lr)

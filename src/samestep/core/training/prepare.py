@@ -26,7 +26,7 @@ def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dty
     """Put a newly built model on its device, and apply the settings of how it computes."""
     check_dense(model, "The recipe's model has")
     # One that the ranks share out goes there block by block.
-    model.to(device=None if is_fsdp(settings, world) else world.device, dtype=dtype)
+    place(model, None if is_fsdp(settings, world) else world.device, dtype)
     hold_parameters(model, settings)
     if settings.sync_batchnorm:
         model = _synchronise(model, world)
@@ -42,6 +42,19 @@ def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dty
     if settings.checkpoint_activations:
         _checkpoint_activations(model, settings)
     return model
+
+
+def place(model: nn.Module, device: torch.device | None, dtype: torch.dtype) -> None:
+    """Move a model, and convert its floats; `Module.to` would leave the real part of a complex."""
+    if not any(t.is_complex() for t in (*model.parameters(), *model.buffers())):
+        model.to(device=device, dtype=dtype)
+        return
+    model.to(device=device)
+    wanted = {True: torch.complex128 if dtype == torch.float64 else torch.complex64, False: dtype}
+    convert: Any = model._apply  # noqa: SLF001 - as `Module.to` does
+    convert(
+        lambda t: t.to(wanted[t.is_complex()]) if t.is_complex() or t.is_floating_point() else t
+    )
 
 
 def check_dense(model: nn.Module, owner: str) -> None:
