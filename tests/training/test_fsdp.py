@@ -10,7 +10,7 @@ from torch import nn
 from samestep import Recipe
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
-from samestep.core.training.sharding import find_blocks, shard
+from samestep.core.training.sharding import find_blocks, hold_order, shard
 from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.command_line import start
@@ -215,6 +215,31 @@ def test_what_fsdp_cannot_train_is_refused_by_name(tmp_path, what):
     assert all(name in shown for name in named), shown
     assert "Traceback" not in shown
     assert not (tmp_path / "run").exists()
+
+
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.skipped = nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), None
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            x = x if number == self.skipped else block(x)
+        return x
+
+
+@pytest.mark.parametrize(("skipped", "named"), [(0, "blocks.1"), (2, "blocks.2")])
+def test_a_forward_in_training_that_leaves_out_a_block_is_refused(skipped, named):
+    """On one rank alone it would gather this block where the others gather another."""
+    model = Skips()
+    hold_order(model, {model.get_submodule(f"blocks.{n}"): f"blocks.{n}" for n in range(3)})
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        model(x)
+    model.skipped = skipped
+    model.eval()(x)
+    with pytest.raises(UserError, match=named):
+        model.train()(x)
 
 
 @pytest.mark.parametrize(

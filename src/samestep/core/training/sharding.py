@@ -76,10 +76,54 @@ def shard(
             cpu_offload=settings.cpu_offload,
             gather_dtype=_GATHERED[settings.gather_dtype],
         )
+    if settings.compile == "off":
+        hold_order(takes, {block: n for n, block in model.named_modules() if block in blocks})
     if blocks:  # their hooks do what PyTorch warns that the root's may miss
         root = re.escape(type(takes).__name__)
         about = rf"FSDP2-wrapped module \({root}\) returned a view"
         warnings.filterwarnings("ignore", message=about)
+
+
+def hold_order(takes: nn.Module, names: dict[nn.Module, str]) -> None:
+    """Refuse a forward in training that calls other blocks than the first one did.
+
+    A call gathers the block's weights from all ranks. Where ranks call different blocks, FSDP
+    gathers parts of both, and computes with the mixture.
+    """
+    first: list[nn.Module] = []
+    now: list[nn.Module] | None = None
+
+    def begin(*_: object) -> None:
+        nonlocal now
+        now = [] if takes.training else None
+
+    def called(block: nn.Module, _: object) -> None:
+        if now is None:  # recomputed in a backward, or an evaluation
+            return
+        now.append(block)
+        if first and first[: len(now)] != now:
+            _refuse_order(names[block])
+
+    def end(*_: object) -> None:
+        nonlocal now
+        if now is not None and first and now != first:
+            _refuse_order(names[first[len(now)]])
+        first.extend(() if first else now or ())
+        now = None
+
+    takes.register_forward_pre_hook(begin, prepend=True)
+    takes.register_forward_hook(end)
+    for block in names:
+        block.register_forward_pre_hook(called, prepend=True)
+
+
+def _refuse_order(name: str) -> None:
+    raise UserError(
+        f"--strategy fsdp: a forward called or left out {name}, unlike the first one. Each block "
+        "is gathered from all ranks, which have to call the same blocks in the same order: a model "
+        "that leaves out blocks at random would compute with mixed weights.",
+        remedy="Use --strategy ddp --find-unused, or multiply what a block adds by 0 instead.",
+    )
 
 
 def build_once(build: Callable[..., nn.Module], world: World) -> nn.Module:
