@@ -141,6 +141,12 @@ def test_a_failure_that_is_printed_and_forgotten_is_found_by_its_exit_code(tmp_p
     assert found.evidence.startswith("rank 1 ended with exit code 0 after ValueError")
 
 
+def test_a_collective_over_a_column_is_found_and_one_over_a_transposed_matrix_is_not(tmp_path):
+    dense = "        both = torch.stack([counts, counts], 1)\n        dist.all_reduce(both.t())\n"
+    text = planted((REDUCE, dense + "        dist.all_reduce(both[:, 0])\n" + REDUCE))
+    assert found_in(tmp_path, text, "SS607", "dist.all_reduce(both[:, 0])", "strides [2]")
+
+
 OF_A_VARIABLE = """\
     variable = "SLURM_PROCID" if "SLURM_PROCID" in os.environ else "RANK"
     rank = int(os.environ[variable])

@@ -19,6 +19,7 @@ _ARRIVE = (
     "Every rank has to reach the call that the others wait in: give all ranks equally many "
     "batches, and put no collective under a condition on the rank."
 )
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")
 _CALL = ("kind", "op", "root", "shapes", "dtype")
 
 
@@ -150,6 +151,19 @@ def hangs(seen: Seen) -> Iterator[Found | NotSeen]:
     else:
         remedy = _ARRIVE if seen.world_size > 1 else ""
         yield Found(seen.stall.where, seen.stall.sentence, remedy)
+
+
+@rule("SS607")
+def collective_with_gaps(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find a collective that writes into a view whose elements do not lie side by side."""
+    for event in seen.ranks[0].of("collective"):
+        if event.where and event["strides"] and event["kind"] in _IN_PLACE:
+            yield Found(
+                event.where,
+                f"{_text(event)} writes into a view with gaps (strides {event['strides']})",
+                "Give it `view.contiguous()`, and copy what it returns back into the view.",
+            )
+            return
 
 
 def _failures(seen: Seen) -> list[tuple[RankSeen, Event]]:

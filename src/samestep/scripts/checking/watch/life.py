@@ -127,6 +127,7 @@ class _Life:
             shapes=[] if may_differ else [list(tensor.shape) for tensor in tensors],
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else None,
             group=group,
+            strides=next((list(tensor.stride()) for tensor in tensors if _has_gaps(tensor)), None),
         )
 
     def around_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -171,3 +172,11 @@ def _is_of_training(error: BaseException) -> bool:
     """Whether an exception came through PyTorch's part of a training step."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_filename.startswith(_TRAINING) for frame, _ in frames)
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    """Whether there is memory between a tensor's elements that is not of it."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return False
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 != tensor.numel()
