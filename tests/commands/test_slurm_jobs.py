@@ -239,8 +239,8 @@ def test_the_status_of_a_hang_names_the_rank_its_node_its_step_and_since_when(sl
     shown = told("status", "5")
     assert "step 29" in shown, "the records may be older"
     [ranks] = [line for line in shown.splitlines() if line.startswith("ranks ")]
-    assert re.findall(r"rank 3 on node2|49 s|all_reduce #812|41 s", ranks) == [
-        *("rank 3 on node2", "49 s", "all_reduce #812", "41 s")
+    assert re.findall(r"rank 3 on node2|0:49|all_reduce #812|0:41", ranks) == [
+        *("rank 3 on node2", "0:49", "all_reduce #812", "0:41")
     ]
 
 

@@ -268,7 +268,7 @@ JOB_FAULTS = {
     ],
     checks.requeue: [({"job": replace(JOB, requeue=False)}, "yellow: --requeue")],
     checks.controller: [({"job": None}, "yellow: scontrol")],
-    checks.time_limit: [(SHORT, "yellow: 3,600 s | --checkpoint-every-minutes")],
+    checks.time_limit: [(SHORT, "yellow: 1:00:00 | --checkpoint-every-minutes")],
 }
 
 

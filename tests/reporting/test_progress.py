@@ -60,7 +60,7 @@ def test_the_bar_tells_what_there_is_room_for_and_breaks_no_word():
     assert 700 < state.rate < 900
     state = BarState(plan=PLAN).after(progress(656, loss=0.25)).after(progress(657))
     assert "loss 0.2500" in state.numbers(140)
-    assert "loss nan" in state.after(progress(658, loss=None)).numbers(140)
+    assert "loss not finite" in state.after(progress(658, loss=None)).numbers(140)
     lines = [line for line in shown(60, terminal=True) if "━" not in line]
     assert all(len(line) <= 60 or PLAN["run_dir"] in line for line in lines)
     assert sum(PLAN["run_dir"] in line for line in lines) == 2

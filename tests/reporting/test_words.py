@@ -14,9 +14,12 @@ from samestep.base.errors import UserError
 from samestep.base.run.summary import RunSummary
 from samestep.base.table import columns_of as cells
 from samestep.base.words import BOTH, FIRST, LABEL, SECOND, Columns, curve_lines, sparkline
+from samestep.cluster.sweeping.side_by_side import best_text
 from samestep.show.reporting.charts import MOST_POINTS, grouped_means, make_curve
+from samestep.show.reporting.checkpoint_list import checkpoint_lines
 from samestep.show.reporting.collect import collect
 from samestep.show.reporting.page import render
+from samestep.show.reporting.progress import metrics_of
 from samestep.show.reporting.run_table import as_json, run_lines
 from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage
@@ -40,7 +43,7 @@ def test_numbers_of_a_column_stand_below_each_other_and_differing_curves_alone()
     assert third == "123456.00"
     rows = [{"x": 1e-9}, {"x": float("nan")}, {"x": 1e30}]
     shown = [line.strip() for line in Columns().lines(rows, heading=False)]
-    assert shown == ["1e-09", "nan", "1e+30"]
+    assert shown == ["1e-09", "not finite", "1e+30"]
     lines = curve_lines([0.0, 1.0, 1.0], [0.0, 1.0, 0.0], 40, 2)
     assert [line[LABEL:] for line in lines] == [f" {BOTH}{FIRST}", f"{BOTH} {SECOND}"]
     assert [line[:LABEL].strip() for line in lines] == ["1", "0"]
@@ -87,6 +90,18 @@ def summary(name, **more):
     table = {"recipe": "spiral", "state": "completed", "metric": "accuracy", "mode": "max"}
     table |= {"value": 0.99671, "seconds": 3725.0, "started": 1.8e9, "losses": (3.0, 1.2, 1.0)}
     return RunSummary(name=name, run_dir=Path("runs") / name, **{**table, **more})
+
+
+def test_a_small_value_has_the_same_digits_on_every_screen():
+    shown = [*run_lines([summary("run", value=2e-6, losses=(2e-6,))], None)]
+    shown += [
+        best_text({"best": {"metric": "loss", "value": 2e-6}}),
+        str(metrics_of({"loss": 2e-6})),
+    ]
+    entry = {"path": "a", "step": 1, "epoch": 1, "metric_name": "loss", "metric": 2e-6, "bytes": 1}
+    shown += checkpoint_lines([{**entry, "time": 1.8e9, "best": True, "last": True}])
+    assert sum(line.count("2.00e-06") for line in shown) == 5
+    assert not any("0.0000" in line for line in shown)
 
 
 NAMED = "spiral-20261123-075915-16c7"
@@ -137,7 +152,7 @@ def test_a_loss_that_is_not_finite_and_a_time_that_is_none_are_null_in_json():
     run = summary("run", losses=(1.0, math.nan), value=None)
     _, line = run_lines([run], 100)
     assert "▁×" in line
-    assert "NaN" in line
+    assert "not finite" in line
     assert as_json(run)["losses"] == [1.0, None]
     assert datetime.fromisoformat(as_json(summary("run"))["started"]).timestamp() == 1.8e9
     for started in (None, 1e300, math.inf):

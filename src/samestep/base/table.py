@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from samestep.base.errors import printable
-from samestep.base.words import wrapped
+from samestep.base.words import NOT_FINITE, wrapped
 
 _LEAST_NAME = 16
 _LEAST_FOLDED = 20
@@ -177,7 +177,7 @@ def number(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "–" if value is None else str(value)
     if abs(value) > sys.float_info.max or math.isnan(value):
-        return "not finite"
+        return NOT_FINITE
     if isinstance(value, int) or (value.is_integer() and 10 <= abs(value) < 1e15):
         return f"{int(value):,}"
     if value and not 1e-4 <= abs(value) < 1e6:

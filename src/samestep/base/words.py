@@ -21,10 +21,24 @@ def short(number: float) -> str:
     return f"{number:.3g}T"
 
 
-def size(num_bytes: int) -> str:
+NOT_FINITE = "not finite"
+
+
+def measured(value: float | None) -> str:
+    """Return a loss, a metric or a probability as text: 0.1234, 1.23e-06, 12,345."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return NOT_FINITE
+    if 1e4 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.2e}"
+
+
+def size(num_bytes: float) -> str:
     """Return bytes in decimal units: 942 bytes, 9.42 kB, 94.2 MB, 9.42 GB."""
     if num_bytes < 1000:
-        return count(num_bytes, "byte")
+        return count(round(num_bytes), "byte")
     number = float(num_bytes)
     for unit in ("kB", "MB", "GB"):
         number /= 1000
@@ -83,7 +97,7 @@ class Columns:
             yield "  ".join(words)
 
     def _word(self, name: str, value: Any) -> str:
-        if isinstance(value, float) and "e" not in f"{value:.6g}":
+        if isinstance(value, float) and math.isfinite(value) and "e" not in f"{value:.6g}":
             return f"{value:.{self._decimals[name]}f}"
         return word(value)
 
@@ -91,7 +105,7 @@ class Columns:
 def word(value: Any) -> str:
     """Return a number, a word, or a list or dict of them, as it is shown."""
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return f"{value:.6g}" if math.isfinite(value) else NOT_FINITE
     if isinstance(value, list):
         return " ".join(map(word, value))
     if isinstance(value, dict):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from samestep.base.errors import UserError
+from samestep.base.words import size
 
 _T = TypeVar("_T")
 
@@ -67,8 +68,8 @@ def sha256_of(path: Path) -> str:
             if done % _AHEAD_BYTES == 0 and hasattr(os, "posix_fadvise"):
                 with contextlib.suppress(OSError):  # only advice
                     place = done + _AHEAD_BYTES if done else 0
-                    size = _AHEAD_BYTES if done else 2 * _AHEAD_BYTES
-                    os.posix_fadvise(file.fileno(), place, size, os.POSIX_FADV_WILLNEED)
+                    ahead = _AHEAD_BYTES if done else 2 * _AHEAD_BYTES
+                    os.posix_fadvise(file.fileno(), place, ahead, os.POSIX_FADV_WILLNEED)
             digest.update(chunk[:count])
             done += count
     return digest.hexdigest()
@@ -151,8 +152,8 @@ def check_room(folder: Path, bytes_needed: int) -> None:
         return  # the write will tell
     if free < bytes_needed + _SPARE_BYTES:
         raise UserError(
-            f"The disk is full: a checkpoint takes {bytes_needed / 2**20:.1f} MiB, and "
-            f"{free / 2**20:.1f} MiB are free in {folder}. Nothing was written.",
+            f"The disk is full: a checkpoint takes {size(bytes_needed)}, and "
+            f"{size(free)} are free in {folder}. Nothing was written.",
             remedy=_what_helps(errno.ENOSPC, folder),
         )
 
@@ -163,8 +164,8 @@ def cannot_write(
     """Return the message for a file that could not be written; `instead` is for a directory."""
     what = f"{path} could not be written"
     if error.errno == errno.ENOSPC:
-        free = shutil.disk_usage(path.parent).free / 2**20
-        what = f"The disk is full: {what} ({free:.0f} MiB free in {path.parent})."
+        free = shutil.disk_usage(path.parent).free
+        what = f"The disk is full: {what} ({size(free)} free in {path.parent})."
     elif error.errno == errno.EDQUOT:
         what = f"Your quota of this disk is used up: {what}."
     else:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from samestep.base.run.files import cannot_write, read_object
 from samestep.base.table import Table, number, percent
+from samestep.base.words import size
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _COLOUR_TYPES = {1: 0, 3: 2}  # grey, and red green blue
@@ -67,16 +68,16 @@ class Album:
         `image` names the file that trackers take.
         """
         files = files or {}
-        size = sum(map(len, files.values())) + len(json.dumps(entry))
-        if size > self._left:
+        length = sum(map(len, files.values())) + len(json.dumps(entry))
+        if length > self._left:
             self.note(
                 entry["name"],
                 entry["title"],
-                f"It takes {size / 1e6:.1f} MB, and {self._left / 1e6:.1f} MB of the "
-                f"{LIMIT_BYTES / 1e6:.0f} MB for all pictures of a run are left: make it smaller.",
+                f"It takes {size(length)}, and {size(self._left)} of the {size(LIMIT_BYTES)} for "
+                "all pictures of a run are left: make it smaller.",
             )
             return
-        self._left -= size
+        self._left -= length
         self.files |= files
         if image is not None:
             self.images[entry["name"]] = image

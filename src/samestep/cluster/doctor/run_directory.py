@@ -14,6 +14,7 @@ from samestep.base.errors import UserError
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import write_text
 from samestep.base.run.records import read_records
+from samestep.base.words import size
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red
 from samestep.cluster.doctor.rank_facts import Allocation, Folder
 from samestep.cluster.doctor.timeouts import call_within, value_within
@@ -110,18 +111,14 @@ def free_space(folder: Folder) -> Finding | None:
     one = folder.checkpoint_bytes or ESTIMATED_CHECKPOINT_BYTES
     count = folder.num_checkpoints or FEW_CHECKPOINTS
     measured = "measured" if folder.checkpoint_bytes else "estimated: no run was named"
-    take = f"{count} checkpoints of {_gb(one)} ({measured}) take {_gb(count * one)}"
+    take = f"{count} checkpoints of {size(one)} ({measured}) take {size(count * one)}"
     return graded(
-        f"{_gb(folder.free_bytes)} free; {take}",
+        f"{size(folder.free_bytes)} free; {take}",
         "Free some space, keep fewer (--keep-top-k 2), or choose another --run-dir.",
         # A checkpoint is written before the one that it replaces is deleted.
         red_if=folder.free_bytes < max(FULL_BYTES, 2 * (folder.checkpoint_bytes or 0)),
         yellow_if=folder.free_bytes < count * one,
     )
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
 CHECKS: list[Check[Folder]] = [run_directory, free_space]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from samestep.base.errors import UserError
-from samestep.base.words import count
+from samestep.base.words import count, duration
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red, yellow
 from samestep.cluster.doctor.rank_facts import RankFacts, SlurmJob, SlurmTask
 from samestep.cluster.doctor.timeouts import value_within
@@ -241,7 +241,7 @@ def time_limit(rank: RankFacts) -> Finding | None:
         return green("none")
     if folder is None or folder.epoch_s is None:
         return green(f"{job.time_limit} (--run-dir RUN compares it with a run's epochs)")
-    found = f"{job.time_limit}; an epoch takes {folder.epoch_s:,.0f} s"
+    found = f"{job.time_limit}; an epoch takes {duration(folder.epoch_s)}"
     if folder.epoch_s > limit:
         advice = "samestep resumes inside an epoch if it saves: --checkpoint-every-minutes 10."
         return yellow(f"{found}: longer", advice)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from samestep.base.words import duration
 from samestep.launch.ranks.watched import HEARTBEAT
 
 
@@ -30,7 +31,7 @@ class LastSign:
         """Who it is, since when it is silent, and where it stands."""
         step = "" if not self.step else f"; last step {self.step:,}"
         where = " in " + (self.call or self.phase) if self.call or self.phase else ""
-        return f"rank {self.rank} on {self.host}: nothing for {self.age_s:.0f} s{where}{step}"
+        return f"rank {self.rank} on {self.host}: nothing for {duration(self.age_s)}{where}{step}"
 
 
 class _Rank(msgspec.Struct):

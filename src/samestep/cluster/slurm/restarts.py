@@ -251,7 +251,7 @@ def go_on_command(run: Path) -> str:
     return f"samestep slurm submit {shown}" if is_run(run) else f"sbatch {shown}/job.sbatch"
 
 
-class Start(NamedTuple):
+class JobStart(NamedTuple):
     """A start of a job, as its script notes it."""
 
     job: int
@@ -259,11 +259,11 @@ class Start(NamedTuple):
     name: str
 
 
-def last_start(run: Path) -> Start | None:
+def last_start(run: Path) -> JobStart | None:
     """Return the start that a run directory has seen last; None if there was none."""
     try:
         job, restarts, *name = (run / BEGUN).read_text().split(maxsplit=2)
-        return Start(int(job), int(restarts), "".join(name).strip())
+        return JobStart(int(job), int(restarts), "".join(name).strip())
     except (OSError, ValueError):
         return None
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from samestep.base.errors import UserError
 from samestep.base.run.files import Held, hold, read_object
 from samestep.base.startup import TIED_TO, stop_signals
+from samestep.base.words import measured
 from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
 from samestep.cluster.sweeping.sweep_plan import LOGS, SweepPlan
 from samestep.launch.ranks.nproc import check_ranks, cores, ranks_to_start
@@ -198,4 +199,4 @@ def best_text(result: Mapping[str, Any]) -> str:
     """Return the best value of a run's result as text; empty if there is none."""
     best = result.get("best") or {}
     value = best.get("value")
-    return f"{best.get('metric')} {value:.4f}" if isinstance(value, int | float) else ""
+    return f"{best.get('metric')} {measured(value)}" if isinstance(value, int | float) else ""

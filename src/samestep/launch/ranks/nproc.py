@@ -4,6 +4,7 @@ import math
 import os
 from typing import Literal
 
+from samestep.base import words
 from samestep.base.errors import UserError
 from samestep.base.machine import free_memory_bytes, quota_cores, usable_cores
 from samestep.base.startup import PARENT
@@ -58,7 +59,7 @@ def _check(what: str, number: int, kind: str, size: int, most: int) -> None:
     if number > most:
         why = f"more than {MOST_PER_CORE} {kind} per core, with {most // MOST_PER_CORE} usable here"
     elif number > fit:
-        need, free = (f"{many * size / 2**30:.1f} GiB" for many in (number, fit))
+        need, free = (words.size(many * size) for many in (number, fit))
         why, most = f"{number} {kind} need at least {need} of memory, and {free} are free", fit
     if why:
         raise UserError(f"{what}: {why}. Take at most {most}, or insist with --oversubscribe.")

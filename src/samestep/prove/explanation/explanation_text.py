@@ -229,7 +229,7 @@ def _memory(found: Explanation) -> Rows:
         missing.append("what compiling changes")
     if settings.num_workers:
         missing.append(f"the loader processes ({settings.num_workers} per rank)")
-    base = f" (about {RANK_BYTES >> 20} MiB)" if found.device == "cpu" else ""
+    base = f" (about {size(RANK_BYTES)})" if found.device == "cpu" else ""
     yield "not counted", f"Python and PyTorch themselves{base}, {', '.join(missing)}"
     if found.device != "cpu":
         yield "on the GPU", "kernels may keep more: these numbers were counted on the CPU"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from samestep.base.run.records import COMPUTE
-from samestep.base.words import count
+from samestep.base.words import count, size
 from samestep.scripts.measuring.measured import MeasuredSteps, Operations
 
 # A rank counts as a straggler if it is slower than the others by this fraction of a step: ranks
@@ -323,7 +323,7 @@ def _facts(bottleneck: StepPart, m: MeasuredSteps) -> dict[str, object]:
         "tried": ",".join(str(n) for n in (0, 1, 2, 4, 8) if n <= max(4, free)),
         "more_workers": "More workers" if m.workers else "Read in worker processes",
         "enough": max(2, free),
-        "gradients": _size(m.gradient_bytes),
+        "gradients": size(m.gradient_bytes),
         "gb_per_s": f"{gigabytes / max(seconds, 1e-9):.2g}",
         "slowest": m.slowest,
         "longer": f"{milliseconds(longer)} longer {to_do}",
@@ -340,12 +340,6 @@ def _facts(bottleneck: StepPart, m: MeasuredSteps) -> dict[str, object]:
         "every": every if m.script else f"{every} ({flags})",
         "affordable": f"{_AFFORDABLE:.0%}",
     }
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= _LATENCY_BYTES:
-        return f"{num_bytes / 2**20:,.0f} MiB"
-    return f"{num_bytes / 1024:,.0f} KiB" if num_bytes >= 1024 else f"{num_bytes} bytes"
 
 
 def _top(top: tuple[tuple[str, float], ...]) -> str:

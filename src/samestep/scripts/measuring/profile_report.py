@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from samestep.base.table import Cell, Styled, Table, escape, text_lines
-from samestep.base.words import count
+from samestep.base.words import count, size
 from samestep.scripts.measuring.bottleneck import Bottleneck, milliseconds
 from samestep.scripts.measuring.measured import MeasuredRank, MeasuredSteps
 from samestep.scripts.measuring.tracing import write_whole
@@ -191,8 +191,9 @@ def _more(profile: Profile) -> list[tuple[str, str]]:
         lines.append(("gpu", f"idle {measured.gpu_idle:.0%} of a step: {times}"))
     if measured.typical.memory is not None:
         most, phase = measured.typical.memory
-        size = f"{most:,.1f} MiB" if most >= 1 else f"{most * 1024:,.1f} KiB"
-        lines.append(("memory", f"at most {size} more than between the steps, in {phase}"))
+        lines.append(
+            ("memory", f"at most {size(most * 2**20)} more than between the steps, in {phase}")
+        )
     return [*lines, *(("note", note) for note in verdict.notes)]
 
 

@@ -19,7 +19,7 @@ from samestep.base.run.index import Index, read_index
 from samestep.base.run.pictures import FOLDER, read_pictures, read_png
 from samestep.base.run.records import Record, metric_values, read_records
 from samestep.base.settings import settings_of_run
-from samestep.base.words import count, duration
+from samestep.base.words import count, duration, measured
 from samestep.core.recipe import Recipe
 from samestep.shell.api.arguments import AnyPath, path_of
 
@@ -197,9 +197,9 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
     facts: dict[str, str] = {}
     best, test = result.get("best") or {}, metric_values(result.get("test") or {})
     if isinstance(best.get("value"), int | float):
-        facts["best"] = f"{best.get('metric')} {best['value']:.4f}, epoch {best.get('epoch')}"
+        facts["best"] = f"{best.get('metric')} {measured(best['value'])}, epoch {best.get('epoch')}"
     numbers = {name: value for name, value in test.items() if isinstance(value, int | float)}
-    if shown := [f"{name} {value:.4f}" for name, value in numbers.items()]:
+    if shown := [f"{name} {measured(value)}" for name, value in numbers.items()]:
         facts["test"] = ", ".join(shown)
     if isinstance(seconds := result.get("training_seconds"), int | float):
         facts["trained"] = f"{count(result.get('steps', 0), 'step')}, {duration(seconds)}"

@@ -13,7 +13,7 @@ import samestep
 from samestep.base.run.directory import plain
 from samestep.base.settings import Device
 from samestep.base.table import escape
-from samestep.base.words import class_table
+from samestep.base.words import class_table, measured
 from samestep.shell.commands.help import CheckpointName, RunPath, Switch, parse_flags
 
 _EXAMPLES = (
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     table = class_table(result.pop("per_class", {}), result.pop("confusion", []))
     width = max(12, *(len(name) + 2 for name in result))
     for name, value in result.items():
-        shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+        shown = measured(value) if isinstance(value, float) else str(value)
         console.print(f"[bold]{name:<{width}}[/]{escape(shown)}", soft_wrap=True)
     for line in table:
         console.print(f"{'':<{width}}{escape(line)}", soft_wrap=True)

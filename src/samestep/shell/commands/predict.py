@@ -16,7 +16,7 @@ from rich.console import Console
 from samestep.base.errors import UserError
 from samestep.base.settings import Device
 from samestep.base.table import escape
-from samestep.base.words import Columns, word
+from samestep.base.words import Columns, measured, word
 from samestep.shell.commands.help import (
     CheckpointName,
     RunPath,
@@ -148,7 +148,7 @@ class _Shown:
             self._print(f"  [yellow]{row}cannot be read[/]: {escape(one.problem)}")
             return
         values = [f"{name} {word(value)}" for name, value in one.values.items()]
-        told = [*(f"{p:.4f}  {name}" for name, p in one.classes), *values]
+        told = [*(f"{measured(p)}  {name}" for name, p in one.classes), *values]
         if one.row is not None:
             told = [f"{one.row:>4}  {'   '.join(told)}"]
         for line in told:

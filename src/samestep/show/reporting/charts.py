@@ -210,7 +210,7 @@ class Lines:
             for name in dict.fromkeys(n for r in found for n in metric_values(r)):
                 self._add(name, split, split, found)
         if best := run.best_evaluation:
-            self._add(run.best["metric"], "best", f"best, epoch {best['epoch']}", [best])
+            self._add(run.best["metric"], "best", f"best, epoch {best.get('epoch')}", [best])
         for name, label in _MEMORY.items():
             self._add(name, "part", label, run.system, chart="_memory")
 

@@ -10,7 +10,7 @@ from samestep.base.errors import UserError
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.index import Entry, Index, read_index, verify
 from samestep.base.table import Table, text_lines
-from samestep.base.words import size
+from samestep.base.words import measured, size
 
 _COLUMNS = ("checkpoint", "step", "epoch", "metric", "size", "written", "")
 _DROPPED = ("epoch", "written", "size", "metric")
@@ -62,7 +62,7 @@ def checkpoint_lines(rows: Sequence[dict[str, Any]], width: int | None = None) -
             row["path"],
             str(row["step"]),
             str(row["epoch"]),
-            "" if row["metric"] is None else f"{row['metric_name']} {row['metric']:.4f}",
+            "" if row["metric"] is None else f"{row['metric_name']} {measured(row['metric'])}",
             "missing" if row["bytes"] is None else size(row["bytes"]),
             _when(row["time"]),
             ", ".join(name for name in ("best", "last") if row[name]),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from samestep.base.errors import listed
 from samestep.base.table import Table, number, text_lines
-from samestep.base.words import count, duration, short, size, wrapped
+from samestep.base.words import count, duration, measured, short, size, wrapped
 from samestep.show.reporting.comparison import UNKNOWN, UNSET, Comparison, SameTraining
 from samestep.show.reporting.curves import Aligned, Point, has_epochs
 from samestep.show.reporting.plot import picture
@@ -86,7 +86,7 @@ def overview(found: Comparison) -> Table:
             run.recipe or "unknown",
             run.status,
             number(run.plan.get("world_size")),
-            number(_best(found, curve)),
+            measured(_best(found, curve)),
         )
         for name, run, curve in zip(found.names, found.runs, found.curves, strict=True)
     ]
@@ -328,7 +328,7 @@ def curves(found: Comparison) -> Iterator[Table]:
             continue
         how = "as recorded" if curve.as_recorded else "on the line between two records"
         rows = [
-            _row(format(place, form), values, "{:.4f}".format)
+            _row(format(place, form), values, measured)
             for place, values in zip(curve.places, curve.values, strict=True)
         ]
         title = f"{metric_name(found)}, by {by}, {how}"
@@ -361,7 +361,7 @@ def time_to_target(found: Comparison) -> Table | None:
         _row("samples", goals, lambda goal: f"{goal.samples:,.0f}"),
         _row("seconds of training", goals, lambda goal: f"{goal.seconds:.3g}"),
         _row("with pauses", with_pauses, "{:.3g}".format),
-        _row("best of the run", best, "{:.4f}".format),
+        _row("best of the run", best, measured),
     ]
     title = f"{metric_name(found)} {sign} {found.target:g}, first seen at a record"
     return _beside(found, title, rows)

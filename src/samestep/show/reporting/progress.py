@@ -19,7 +19,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 from samestep.base.run.records import Record, metric_values, samples_per_step
 from samestep.base.startup import drop_output
 from samestep.base.table import escape
-from samestep.base.words import class_table, count, duration, short, size, wrapped
+from samestep.base.words import (
+    NOT_FINITE,
+    class_table,
+    count,
+    duration,
+    measured,
+    short,
+    size,
+    wrapped,
+)
 
 _LEAST_BAR = 12
 _SMOOTHING = 0.2
@@ -75,7 +84,7 @@ class BarState:
         if self.rate is not None and total is not None:
             left = max(0, total - self.step) * samples_per_step(self.plan)
             eta = f"ETA {duration(round(left / self.rate))}"
-        loss = "" if self.loss is None else f"loss {self.loss:.4f}"
+        loss = "" if self.loss is None else f"loss {measured(self.loss)}"
         rate = "" if self.rate is None else f"{short(self.rate):>5} samples/s"
         parts = {"steps": f"{self.step:,} steps"}
         if total is not None:
@@ -83,8 +92,8 @@ class BarState:
             parts = {"done": f"{self.step / total:4.0%}", "steps": steps}
         # In the order in which they stand, with their widths; below, the least important first.
         parts |= {
-            "loss": f"{loss:<12}",
-            "metric": f"{self.metric:<{len(f'val. {monitor}') + 7}}",
+            "loss": f"{loss:<13}",
+            "metric": f"{self.metric:<{len(f'val. {monitor}') + 9}}",
             "rate": f"{rate:<15}",
             "eta": f"{'evaluating' if self.evaluating else eta:<11}",
         }
@@ -173,13 +182,10 @@ class _Output(Console):
         raise BrokenPipeError("it is closed, or its reader has gone")
 
 
-NOT_FINITE = "not finite"
-
-
 def metrics_of(record: Record) -> dict[str, str]:
     """Return the metrics of an `evaluation` record as they are shown; null was NaN or infinite."""
     return {
-        name: NOT_FINITE if value is None or not math.isfinite(value) else f"{value:.4f}"
+        name: NOT_FINITE if value is None else measured(value)
         for name, value in metric_values(record).items()
     }
 
@@ -403,7 +409,7 @@ class Screen:
             ("trained", f"{length}, {speed} samples/s"),
         ]
         if best["value"] is not None:
-            value = f"{best['metric']} {best['value']:.4f}"
+            value = f"{best['metric']} {measured(best['value'])}"
             rows.append(("best", f"{value} on validation, epoch {best['epoch']}"))
         if test:
             shown = "  ".join(f"{name} {value}" for name, value in metrics_of(test).items())

@@ -101,7 +101,7 @@ class RunData:
         """The evaluation with the best value; empty if none is known."""
         metric, value, epoch = (self.best.get(key) for key in ("metric", "value", "epoch"))
         found = self.of("evaluation", "validation") if value is not None else []
-        same = (r for r in found if r.get("epoch") == epoch and r.get(metric) == value)
+        same = (r for r in found if r.get("epoch") == epoch and r.get(str(metric)) == value)
         return next(same, {})
 
     def smaller_is_better(self, metric: str) -> bool | None:

@@ -9,7 +9,7 @@ from typing import Any
 from samestep.base.errors import printable
 from samestep.base.run.summary import RunSummary
 from samestep.base.table import Table, text_lines
-from samestep.base.words import count, duration, sparkline, wrapped
+from samestep.base.words import count, duration, measured, sparkline, wrapped
 
 _ORDER = ("run", "recipe", "state", "best", "time", "began", "train loss", "last")
 _DROPPED = ("recipe", "began", "last", "time", "train loss", "best")
@@ -44,7 +44,7 @@ def run_lines(runs: Sequence[RunSummary], width: int | None = None) -> Iterator[
 
 
 def _cells(run: RunSummary) -> tuple[str, ...]:
-    best = "" if run.metric is None else f"{run.metric} {_number(run.value)}"
+    best = "" if run.metric is None else f"{run.metric} {measured(run.value)}"
     return (
         printable(run.name),
         printable(run.recipe) or "–",
@@ -53,16 +53,8 @@ def _cells(run: RunSummary) -> tuple[str, ...]:
         "–" if run.seconds is None else duration(run.seconds),
         (began(run) or "–")[:16].replace("T", " "),
         sparkline(run.losses) or "–",
-        _number(run.losses[-1]) if run.losses else "–",
+        measured(run.losses[-1]) if run.losses else "–",
     )
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else f"{value}"
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.2e}"
 
 
 def began(run: RunSummary) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from samestep.base import words
 from samestep.base.errors import UserError, listed
 from samestep.base.machine import free_memory_bytes
 from samestep.core.data.images.decode import UnreadableImageError, decode
@@ -84,7 +85,7 @@ def _create(num_bytes: int) -> Path:
                 descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
                 os.close(descriptor)
                 return Path(path)
-    raise OSError(0, f"no room for {num_bytes / 2**30:.2f} GiB in {folders[0]} or {folders[1]}")
+    raise OSError(0, f"no room for {words.size(num_bytes)} in {folders[0]} or {folders[1]}")
 
 
 def _open(path: Path, num_bytes: int) -> tuple[int, mmap.mmap]:
@@ -192,11 +193,11 @@ def _room(num_files: int, side: int, world: World, cache: Cache) -> tuple[Tensor
     if cache == "off":
         return None, ""
     num_bytes = num_files * 3 * side * side
-    size = f"{num_files:,} images of 3 × {side} × {side} bytes, {_size(num_bytes)}"
+    size = f"{num_files:,} images of 3 × {side} × {side} bytes, {words.size(num_bytes)}"
     free = [room for room in world.gather(free_memory_bytes()) if room is not None]
     limit = min(free, default=num_bytes * 4) * (_FREE_FRACTION if cache == "auto" else 1.0)
     if num_bytes > limit:
-        problem = f"a node has {_size(min(free))} free"
+        problem = f"a node has {words.size(min(free))} free"
         problem += ", of which half is used at most" if cache == "auto" else ""
     else:
         try:
@@ -214,10 +215,6 @@ def _room(num_files: int, side: int, world: World, cache: Cache) -> tuple[Tensor
             on_all_ranks=True,
         )
     return None, f"Decoded in every epoch, not kept in memory: {size}; {problem}."
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _check_broken(files: FileList, left_out: tuple[str, ...], max_corrupt: float) -> None:

@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 
 from samestep.base.errors import UserError, printable
 from samestep.base.table import Table, escape, text_lines
-from samestep.base.words import duration
+from samestep.base.words import duration, measured
 from samestep.cluster.slurm.pulses import LastSign, read_pulses
 from samestep.cluster.slurm.queue import (
     JobAndRun,
@@ -193,7 +193,7 @@ def _run_rows(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
     if (signs := _signs(found)) and signs[0].age_s >= _SILENT_S:
         rows["ranks"] = signs[0].sentence
         if len(signs) > 1:
-            rows["ranks"] += f"; the others: at most {signs[1].age_s:.0f} s"
+            rows["ranks"] += f"; the others: at most {duration(signs[1].age_s)}"
     if found.job and (excluded := read_restarts(found.run, found.job.job).excluded):
         rows["excluded"] = f"{', '.join(excluded)}, which failed this job"
     rows["run"] = str(found.run)
@@ -209,7 +209,7 @@ def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
     if progress.damage:
         rows["training"] = progress.damage
     if progress.epoch:
-        loss = f", loss {progress.loss:.4f}" if progress.loss is not None else ""
+        loss = f", loss {measured(progress.loss)}" if progress.loss is not None else ""
         of = (f"/{n:,}" if n else "" for n in (progress.epochs, progress.total_steps))
         rows["training"] = (
             f"epoch {progress.epoch}{next(of)}, step {progress.step:,}{next(of)}{loss}"
@@ -254,7 +254,7 @@ def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
                 job.state,
                 duration(job.elapsed_s),
                 "" if progress is None else step,
-                "" if p.loss is None else f"{p.loss:.4f}",
+                "" if p.loss is None else measured(p.loss),
                 "" if job.ended else eta,
                 "" if progress is None else str(p.starts),
             )
