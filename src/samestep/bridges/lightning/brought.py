@@ -313,19 +313,17 @@ class _Evaluated:
                 if abs(float(both.compute()) - mean) > _APART * max(1.0, abs(mean)):
                     raise UserError(
                         f"{type(metric).__name__}, logged as {name!r}{where}, is not a mean over "
-                        "samples. Leave it out of the step, and give it to samestep: "
-                        "dataclasses.replace(recipe, metrics={…})."
+                        "samples, which is what is made here of a logged value. Leave it out."
                     )
         self.values, self.batches = values | found, self.batches + 1
         return self.values
 
 
 def _made(given: Any) -> Any:
-    """Return a module of its own: what a function makes, or a copy."""
-    is_module = isinstance(given, nn.Module) or hasattr(given, "prepare_data")
-    if is_module and not inspect.isclass(given):
+    """Return what a function makes, a copy of a module, or data as it is."""
+    if isinstance(given, nn.Module):
         return copy.deepcopy(given)
-    return given()
+    return given if hasattr(given, "prepare_data") and not inspect.isclass(given) else given()
 
 
 def _reads_all(loader: DataLoader[Any]) -> bool:
