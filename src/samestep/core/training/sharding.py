@@ -77,7 +77,8 @@ def shard(
             gather_dtype=_GATHERED[settings.gather_dtype],
         )
     if settings.compile == "off":
-        hold_order(takes, {block: n for n, block in model.named_modules() if block in blocks})
+        names = {id(module): name for name, module in model.named_modules()}
+        hold_order(takes, {block: names[id(block)] for block in blocks})
     if blocks:  # their hooks do what PyTorch warns that the root's may miss
         root = re.escape(type(takes).__name__)
         about = rf"FSDP2-wrapped module \({root}\) returned a view"
