@@ -47,6 +47,11 @@ KEPT = (
 )
 
 
+def say(line: str) -> None:
+    """Print a line in one piece, newline included: else lines of unbuffered ranks would mix."""
+    print(line + "\n", end="", flush=True)
+
+
 def make_strategy(ranks: int, device: str) -> DDPStrategy | Literal["auto"]:
     """Return how the ranks keep equal weights; one process has nobody to agree with."""
     if ranks == 1:
@@ -169,11 +174,10 @@ class Report(L.Callback):
         """Print the epoch's results."""
         found = trainer.callback_metrics
         if trainer.is_global_zero:
-            print(
+            say(
                 f"epoch {trainer.current_epoch + 1}: train loss {found['train_loss']:.4f}, "
                 f"validation loss {found['val_loss']:.4f}, accuracy {found['val_accuracy']:.4f}, "
-                f"{found['images_per_s']:.0f} images/s",
-                flush=True,
+                f"{found['images_per_s']:.0f} images/s"
             )
 
 
@@ -205,7 +209,7 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
     report = Report()
     trainer.callbacks.append(report)
     if trainer.is_global_zero:
-        print(describe(trainer), flush=True)
+        say(describe(trainer))
     if trainer.is_global_zero and not settings.resume:
         settings.output.mkdir(parents=True, exist_ok=True)
         kept = {name: getattr(settings, name) for name in KEPT}
@@ -217,11 +221,10 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
     equal = same_everywhere(trainer, model)
     peaks = peak_memory_mib(trainer.strategy.root_device)
     told = ", ".join(f"{peak:.0f} MiB {kind}" for kind, peak in peaks.items())
-    # In one piece, newline included: torchrun's ranks are unbuffered, and their lines would mix.
-    print(f"rank {trainer.global_rank}: peak memory {told}\n", end="", flush=True)
+    say(f"rank {trainer.global_rank}: peak memory {told}")
     (performance,) = (c for c in trainer.callbacks if isinstance(c, Performance))
     if trainer.is_global_zero and not performance.step_ms:
-        print(f"Nothing left to train: --epochs {settings.epochs} are done.", flush=True)
+        say(f"Nothing left to train: --epochs {settings.epochs} are done.")
     elif trainer.is_global_zero:
         best = Path(trainer.checkpoint_callback.best_model_path)
         result = {
@@ -235,10 +238,9 @@ def train(settings: argparse.Namespace, ranks: int) -> None:
             "best_accuracy": trainer.checkpoint_callback.best_model_score.item(),
         }
         (settings.output / "result.json").write_text(json.dumps(result))
-        print(
+        say(
             f"{result['steps']} steps in {seconds:.1f} s, validation included; "
-            f"weights equal on all ranks: {'yes' if equal else 'NO'}; best: {best.name}",
-            flush=True,
+            f"weights equal on all ranks: {'yes' if equal else 'NO'}; best: {best.name}"
         )
 
 
@@ -291,9 +293,7 @@ def main() -> None:
     settings = read_settings(ranks, rank)
     be_quiet()
     threads = torch.get_num_threads()
-    print(
-        f"rank {rank} of {ranks}: process {os.getpid()}, {threads} thread(s)\n", end="", flush=True
-    )
+    say(f"rank {rank} of {ranks}: process {os.getpid()}, {threads} thread(s)")
     train(settings, ranks)
     gc.collect()  # free the DDP model, which is part of a reference cycle, before the group
     if dist.is_initialized():
