@@ -51,7 +51,7 @@ class Slow:
         self.file, self.name = open(path, "wb"), path
 
     def write(self, content):
-        time.sleep(0.002)
+        time.sleep(0.002)  # a slow disk: the training continues meanwhile
         return self.file.write(content)
 
     def __getattr__(self, name):

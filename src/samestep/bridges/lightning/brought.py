@@ -48,7 +48,7 @@ _REMEDIES = {
     "configure_gradient_clipping": "--clip-norm clips.",
 }
 _STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
-_APART = 1e-4  # relative; a mean over batches that is none over samples differs by more
+_APART = 1e-4  # relative: rounding in float32 is less
 
 _logged: ContextVar[dict[str, Any]] = ContextVar("logged")
 
@@ -177,9 +177,9 @@ class _Brought:
         """Prepare the data and open its loaders."""
         source: Any = self.datamodule
         base: type = object
+        own = source is None
         if not isinstance(source, Mapping):
-            source = _made(self.module if source is None else source)
-            own = self.datamodule is None
+            source = _made(self.module if own else source)
             base = _base(source, "LightningModule" if own else "LightningDataModule")
             _check_hooks(source, base)
             vars(source)["_trainer" if own else "trainer"] = self.trainer
@@ -218,7 +218,7 @@ class _Brought:
             raise UserError(
                 f"{where} has a sampler of its own, {type(sampler).__name__}. samestep draws the "
                 "order of all samples, the same on any number of ranks: give order=… to "
-                'samestep.lightning.recipe ("shuffled", "sequential", "weighted" …), or a Subset.'
+                'samestep.lightning.recipe ("shuffled" or "sequential"), or a Subset as data.'
             )
         return _Data(dataset, stage, loader.collate_fn)
 
@@ -252,7 +252,7 @@ class _Brought:
         values = seen.add(batch, values, defined_at(getattr(type(module), name)))
         for metric in _metrics_of(module):
             metric.reset()
-        own = values.pop("loss", None)
+        own = values.pop("loss", None)  # the record has it as the loss
         if loss is None and own is None:
             own, _ = _called(module, "training_step", value, seen.batches)
         return {"loss": torch.as_tensor(own if loss is None else loss)}

@@ -109,7 +109,8 @@ def hold_order(takes: nn.Module, names: dict[nn.Module, str]) -> None:
         nonlocal now
         if now is not None and first and now != first:
             _refuse_order(names[first[len(now)]])
-        first.extend(() if first else now or ())
+        if now and not first:
+            first.extend(now)
         now = None
 
     takes.register_forward_pre_hook(begin, prepend=True)
