@@ -40,6 +40,8 @@ DISTRIBUTED = {
     "launch.ranks.start": {
         "torch.distributed"
     },  # torchrun's agent, which starts ranks and is none itself
+    "launch.ranks.keeper": {"torch.distributed"},  # the store, which outlives the ranks
+    "launch.ranks.regroup": {"torch.distributed"},  # leaves a broken group and joins the next
     "launch.stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
     "scripts.checking.watch.evaluation": {"torch.distributed"},  # notes what is reduced
     "scripts.checking.watch.model": {"torch.nn.parallel"},
@@ -72,6 +74,7 @@ SHORT_FILES = {
     "shell.api.run_lists": "the public functions that need no torch",
     "core.recipes.small_convnet": "a network, as recipes.resnet is",
     "shell.api.sweep_checks": "what the verb and the function check of a sweep alike",
+    "core.training.loss_checks": "eager and compiled steps, evaluations and Lightning share it",
     "core.data.augment": "public functions for recipes",
     "core.data.recipe_splits": "recipes import it, without the sources",
     "scripts.checking.rank": "what `python -m` runs as a rank",

@@ -43,8 +43,6 @@ _Seconds = Annotated[float, Meta(ge=0)]
 
 # Fields without a default are those that readers need: a record without one counts as damaged. Runs
 # of earlier versions, of your own loop and of Lightning's logger lack some of the others.
-
-
 class StartRecord(Struct, kw_only=True, tag_field="event", tag="start"):
     """The beginning of a run, and of each resume."""
 
@@ -287,6 +285,21 @@ class ResumeRecord(Struct, kw_only=True, tag_field="event", tag="resume"):
     """What `--allow-change` allowed."""
 
 
+class RegroupRecord(Struct, kw_only=True, tag_field="event", tag="regroup"):
+    """With `--elastic`: the ranks went on without one that died, or with one that joined."""
+
+    step: _Count
+    """Steps so far; none is taken again."""
+    ranks_before: int
+    """The number of ranks before."""
+    world_size: int
+    """The number of ranks from now on."""
+    gone: list[str] = []
+    """Which ranks are gone, and why."""
+    seconds: _Seconds | None = None
+    """From when the loss was seen until all were ready for the next step."""
+
+
 class ScreenRecord(Struct, kw_only=True, tag_field="event", tag="screen"):
     """The output, such as a job's log, takes nothing more; the training continues without it."""
 
@@ -309,8 +322,8 @@ KINDS: dict[str, type[Struct]] = {
     str(kind.__struct_config__.tag): kind
     for kind in (
         *(StartRecord, StepRecord, EpochRecord, EvaluationRecord, MetricsRecord, BaselinesRecord),
-        *(PictureRecord, CheckpointRecord, CompileRecord, ResumeRecord, ScreenRecord),
-        StopRecord,
+        *(PictureRecord, CheckpointRecord, CompileRecord, ResumeRecord, RegroupRecord),
+        *(ScreenRecord, StopRecord),
     )
 }
 """The class of each event. A record of any other event may hold anything."""

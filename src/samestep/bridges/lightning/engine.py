@@ -36,6 +36,7 @@ from samestep.base.settings import Settings, flag_name
 from samestep.bridges.lightning.datamodule import LitData, MicroBatch
 from samestep.bridges.lightning.module import LitRecipe, check_recipe
 from samestep.core.recipe import Recipe
+from samestep.core.session.build import average_of
 from samestep.core.session.training_run import Engine, Task
 from samestep.core.training.alike import is_checked
 from samestep.core.training.learner import StepResult
@@ -46,13 +47,13 @@ from samestep.core.training.loop import (
     judge,
     stop_early,
 )
+from samestep.core.training.loss_checks import check_used
 from samestep.core.training.meter import Meter, epoch_record
 from samestep.core.training.optimizer import check_trial, optimizer_of
 from samestep.core.training.optimizer_state import Trial
 from samestep.core.training.plan import Plan, is_recorded, learning_rate
 from samestep.core.training.prepare import OneLayout, match_layouts
 from samestep.core.training.snapshot import capture, check_resumable
-from samestep.core.training.step import check_used
 from samestep.core.training.work import StepsTaken, close_epoch, epoch_is_full
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.world import World
@@ -272,8 +273,8 @@ def _drive(task: Task) -> None:
     if settings.precision in ("bf16", "fp16"):  # Lightning cannot clip with a fused optimizer
         lr, device = work.plan.lr, work.world.device
         optimizer = optimizer_of(recipe, model, settings, lr, device, fuse=False)
-        work = replace(work, learner=replace(work.learner, optimizer=optimizer))
-    work = replace(work, learner=replace(work.learner, average=None))  # Lightning evaluates
+        average = average_of(model, settings, optimizer)
+        work = replace(work, learner=replace(work.learner, optimizer=optimizer, average=average))
     task = replace(task, work=work)
     records = _Records(task)
     callbacks: list[Any] = [records, LearningRateMonitor("step")]

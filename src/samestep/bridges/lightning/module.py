@@ -39,11 +39,11 @@ from samestep.core.training.apply import (
     with_parts,
 )
 from samestep.core.training.evaluation import Totals
+from samestep.core.training.loss_checks import check_trainable
 from samestep.core.training.metrics import StepOutputs
-from samestep.core.training.optimizer import optimizer_of
+from samestep.core.training.optimizer import OwnAverage, has_modes, optimizer_of
 from samestep.core.training.plan import GroupRates, Plan, learning_rate
 from samestep.core.training.prepare import place_loss, prepare, share_buffers
-from samestep.core.training.step import check_trainable
 from samestep.launch.ranks.world import World
 
 
@@ -241,11 +241,14 @@ class LitRecipe(pl.LightningModule):
             self.log_dict(dict(zip(names, values, strict=True)), prog_bar=True)
 
     def on_validation_start(self) -> None:
-        """Begin to count, and draw what samestep's own evaluations draw."""
+        """Begin to count, with the weights and the draws of samestep's own evaluations."""
         world = world_of(self.trainer)
         drawn = random_numbers(mix(self.settings.seed, self.trainer.global_rank))
         self._drawn.enter_context(drawn)
         share_buffers(self.model, world)
+        for optimizer in self.trainer.optimizers if self.trainer.state.fn == "fit" else ():
+            if has_modes(optimizer):
+                self._drawn.enter_context(OwnAverage(self.model, optimizer).in_place())
         self._totals = Totals(
             self._placed_loss(),
             self.recipe.metrics,

@@ -135,7 +135,7 @@ def build(
     loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
     learner = _make_learner(
-        recipe, takes, model, settings, world, plan, compiles, wrap_model, train
+        recipe, takes, model, settings, world, plan, compiles, wrap_model, train, len(parts)
     )
     learner = replace(learner, own=own, parts=parts, moment=moment)
     most = train.steps_per_block(plan.global_batch_size)
@@ -203,10 +203,12 @@ def _make_learner(
     compiles: Compiles,
     wrap_model: Wrap,
     train: Source,
+    num_parts: int,
 ) -> Learner:
     """Put a built model on all ranks, and give it what changes it."""
     terms = terms_of(recipe)
-    counter = make_counter(model, world, settings) if terms is not None else None
+    numbers = int(terms is not None) + (1 + num_parts if world.elastic else 0)
+    counter = make_counter(model, world, settings, numbers)
     # Code that runs between two steps of an epoch may change what model and loss read. Functions of
     # this package do not.
     between = [recipe.schedule, recipe.transform, recipe.augment, *recipe.metrics.values()]
@@ -231,7 +233,7 @@ def _make_learner(
         over_batch=recipe.loss_over == "batch",
         measured=bool(recipe.metrics),
         alone=ours and isinstance(train, MemorySource),
-        average=_average_of(model, settings, optimizer),
+        average=average_of(model, settings, optimizer),
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
         reduction=recipe.reduction,
@@ -241,7 +243,7 @@ def _make_learner(
     )
 
 
-def _average_of(
+def average_of(
     model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer
 ) -> Average | OwnAverage | None:
     """Return what makes the weights to evaluate, if they are others than those trained."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samestep.base.errors import AlreadyTold, UserError
 from samestep.base.run.directory import Heartbeat, Run, is_run, versions
-from samestep.base.run.records import RUN_FORMAT, Record
+from samestep.base.run.records import RUN_FORMAT, Record, parse_lines
 from samestep.base.startup import JOB_RUN
 from samestep.core.session.saver import Saver
 from samestep.core.training.side_effects import differs_by_ranks
@@ -22,6 +22,9 @@ from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.world import World
+
+_NEWEST_BYTES = 1 << 20
+"""More than what records of one step take."""
 
 Show = Callable[[Record], str | None]
 """Shows a record, and returns why nothing can be shown any more, once that is so."""
@@ -44,6 +47,12 @@ class Session:
         """Whether this process has written its `start` record."""
         self.first_record_s: float | None = None
         """The time of the first record after `start` and `resume`, in seconds since the epoch."""
+        self.trained = False
+        """Whether the training has come to its end: what follows are tests and pictures."""
+        self.recent: dict[str, Record] = {}
+        """The newest record of each kind, on every rank, where ranks outlive each other."""
+        self._written: set[tuple[Any, ...]] = set()
+        """What was written of the newest step before the ranks found together anew."""
         self._early: list[Record] = []
         self.saver = Saver(path / "checkpoints", world, self.emit)
         world.on_main(self._open)
@@ -69,7 +78,9 @@ class Session:
 
     def emit(self, record: Record) -> None:
         """Write a record and show it, on rank 0; records before `begin` wait for it."""
-        if self.run is None:
+        if self.world.elastic and record["event"] != "progress":
+            self.recent[record["event"]] = record
+        if self.run is None or _key(record) in self._written:
             return
         if not self.begun:
             self._early.append(record)
@@ -86,6 +97,20 @@ class Session:
             told = {"event": "screen", "step": record.get("step", 0)}
             self.run.append({**told, "text": f"{why} The training continues."})
 
+    def go_on(self, record: Record, step: int, watch: Watch, newest: Iterable[Record]) -> None:
+        """Go on in another group of ranks: write the `regroup` record.
+
+        `newest` are the records of the newest step. Those that the rank before has written are not
+        written again.
+        """
+        self.saver.begin(step, watch)
+        self.begun = True
+        if self.run is not None:
+            self._written = {_key(known) for known in _newest_records(self.run.path)} - {()}
+        for known in newest:
+            self.emit(known)
+        self.emit(record)
+
     def beat(self) -> None:
         """Show a job of Slurm that steps are taken."""
         if self._heartbeat is not None:
@@ -96,6 +121,30 @@ class Session:
         self.saver.settle()
         if self.run is not None:
             self.run.close()
+
+
+def _newest_records(path: Path) -> list[Record]:
+    """Return the last records of a run, without those of an earlier attempt."""
+    with (path / "events.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _NEWEST_BYTES))
+        lines = parse_lines(file.read())
+    records: list[Record] = []
+    for record in filter(None, lines):
+        if record["event"] in ("start", "resume"):
+            records.clear()
+        records.append(record)
+    return records
+
+
+_ONCE = ("step", "epoch", "evaluation", "baselines", "picture", "stop")
+
+
+def _key(record: Record) -> tuple[Any, ...]:
+    """Return what tells a record from others of its step; () for a kind that may come twice."""
+    event = record["event"]
+    if event not in _ONCE:
+        return ()
+    return event, record.get("step"), record.get("split"), record.get("name")
 
 
 def _tell(on_open: Callable[[Path], None], path: Path) -> None:

@@ -11,24 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from samestep.base.errors import listed, no_exit
+from samestep.base.errors import no_exit
 from samestep.base.run.code_copy import kept_code
 from samestep.base.run.directory import Run, check_free, git_commit, is_run, new_run_path
 from samestep.base.run.files import write_text
 from samestep.base.run.index import Retention
-from samestep.base.run.own_modules import modules_note
-from samestep.base.run.records import Record, read_records
+from samestep.base.run.records import Record
 from samestep.base.settings import Settings, free_names, order_name
-from samestep.core.data.memory_source import MemorySource
-from samestep.core.data.stream_source import StreamSource
+from samestep.core.recipe import Splits
 from samestep.core.session.build import Built, build
 from samestep.core.session.declared import kept_options
-from samestep.core.session.free_space import room_notes, state_bytes
 from samestep.core.session.halving import check_halving, halving_of
+from samestep.core.session.notes import notes_of
 from samestep.core.session.outcome import Outcome, finish_run, record_failure
-from samestep.core.session.recipe_changes import FROM_PYTHON, keep_recipe, recipe_changes
+from samestep.core.session.recipe_changes import FROM_PYTHON, keep_recipe
+from samestep.core.session.regrouping import Holding, has_parted, held, regroup_record, take_over
 from samestep.core.session.request import Request, to_toml
 from samestep.core.session.restoring import Loaded, go_on, remove_unfinished
 from samestep.core.session.session import (
@@ -42,13 +39,12 @@ from samestep.core.session.session import (
 from samestep.core.training.alike import OF_A_RANK, arithmetic, check_same
 from samestep.core.training.device import kernels_of, switched
 from samestep.core.training.loop import RunControl, train
-from samestep.core.training.plan import plan_notes
 from samestep.core.training.prepare import Wrap, wrap
-from samestep.core.training.side_effects import batch_norms
 from samestep.core.training.snapshot import capture
 from samestep.core.training.stopping import Agreement, ReceivedSignal, SaveTimer
-from samestep.core.training.work import State, Work, is_done
+from samestep.core.training.work import State, Work
 from samestep.launch.ranks.mesh import any_sharded
+from samestep.launch.ranks.regroup import Membership, is_newcomer
 from samestep.launch.ranks.world import World, gpu_uuid
 
 Write = Callable[[dict[str, Any], float | None, float], None]
@@ -114,32 +110,133 @@ def run_session(
     `show` gets each record on rank 0; `begin` gets the run directory on every rank once it is
     there. The user's command began at `started_at`, in seconds since the epoch.
     """
+    shown = Shown(show, begin, started_at)
+    outcome = _run(request, world, received, shown, engine)
+    assert isinstance(outcome, Outcome)
+    return outcome
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is told of a run to whoever has started it."""
+
+    show: Show
+    begin: Callable[[Path], None]
+    started_at: float
+
+
+def run_elastic(
+    request: Request,
+    world: World,
+    membership: Membership,
+    *,
+    received: ReceivedSignal,
+    shown: Callable[[World, Path | None], Shown],
+) -> tuple[Outcome, World]:
+    """Do as `run_session`, among ranks that outlive each other; return the last world, too.
+
+    `shown` is asked in each group of ranks, with the run directory once there is one.
+    """
+    holding = Holding()
+    if is_newcomer(membership):  # what takes time is done before the others wait for it
+        holding = Holding(splits=_warmed_up(request, world))
+        membership.wait_to_join()
+    found = world
+    while True:
+        world = membership.join(found)
+        begun = membership.run()
+        told = shown(world, Path(begun) if begun else None)
+        outcome = _run(request, world, received, told, NATIVE, membership, holding)
+        if isinstance(outcome, Outcome):
+            return outcome, world
+        holding = outcome
+
+
+def _warmed_up(request: Request, world: World) -> Splits:
+    """Build the training once, alone: what is loaded, imported and compiled is so the next time."""
+    alone = World(device=world.device)
     with switched(request.settings, world.device):
-        named = world.on_main(lambda: choose_path(request))
-        path = named.absolute()  # the recipe's functions may change the working directory
-        request = completed(request, world)
-        built = build(request, world, engine.wrap, holds_norms=engine.holds_norms)
-        session = Session(path, world, begin, show)
+        built = build(completed(request, alone), alone)
+        built.work.close()
+        return built.splits
+
+
+def _going_on(request: Request, membership: Membership | None) -> Request:
+    """Return the request of a run that another group of ranks has begun, if one has."""
+    known = "" if membership is None else membership.run()
+    if not known:
+        return request
+    return replace(request, settings=replace(request.settings, run_dir=known), resume=True)
+
+
+def _run(
+    request: Request,
+    world: World,
+    received: ReceivedSignal,
+    shown: Shown,
+    engine: Engine = NATIVE,
+    membership: Membership | None = None,
+    holding: Holding | None = None,
+) -> Outcome | Holding:
+    """Train to the end, or until the ranks part; then return what this one brings to the next."""
+    built = session = None
+    holding = holding or Holding()
+    with switched(request.settings, world.device):
         try:
-            return _train(request, built, session, named, received, started_at, engine)
+            request = _going_on(request, membership)
+            named = world.on_main(lambda: choose_path(request))
+            path = named.absolute()  # the recipe's functions may change the working directory
+            request = completed(request, world)
+            norms = engine.holds_norms
+            built = build(request, world, engine.wrap, holding.splits, holds_norms=norms)
+            holding = replace(holding, splits=built.splits)
+            session = Session(path, world, shown.begin, shown.show)
+            if membership is not None:
+                membership.tell_run(path)
+            run = _Run(request, built, session, named, membership, holding)
+            return _train(run, received, shown.started_at, engine)
         except Exception as error:
-            record_failure(session, request, built.work, built.state, error)
+            begun = built if session is not None else None
+            if membership is not None and has_parted(error, membership, world):
+                return held(begun, request.recipe.name, holding, session)
+            if begun is not None and session is not None:
+                record_failure(session, request, begun.work, begun.state, error)
             raise
         finally:
-            built.work.close()
-            session.close()
+            if built is not None:
+                built.work.close()
+            if session is not None:
+                session.close()
 
 
-def _train(
-    request: Request,
-    built: Built,
-    session: Session,
-    named: Path,
-    received: ReceivedSignal,
-    started_at: float,
-    engine: Engine,
-) -> Outcome:
+@dataclass(frozen=True)
+class _Run:
+    """A run that is open, and the training in it that is built."""
+
+    request: Request
+    built: Built
+    session: Session
+    named: Path
+    """The run directory, as it is shown."""
+    membership: Membership | None
+    holding: Holding
+
+
+def _begin(run: _Run) -> Loaded | None:
+    """Bring the training to where it continues, and write its first records.
+
+    Returns the checkpoint that it was restored from, if any.
+    """
+    request, built, session = run.request, run.built, run.session
     work, state, world = built.work, built.state, built.work.world
+    regroup = None
+    if run.membership is not None and run.membership.is_later():
+        newest = take_over(run.holding, work, state, request.recipe.name)
+        regroup = partial(regroup_record, run.membership)
+        if newest is not None:
+            step = state.position.step
+            session.go_on(regroup(step), step, state.watch, newest)
+            return None
     resumed = None
     if request.resume and world.on_main(lambda: is_run(session.path)):
         resumed = go_on(request, work, state, session.path, world)
@@ -150,7 +247,7 @@ def _train(
     gpus = world.gather(gpu_uuid(world.device))
     if session.run is not None:
         describe(session.run, request, built, gpus)
-    start = _start_record(request, built, session.path, named, resumed)
+    start = _start_record(request, built, session.path, run.named, resumed)
     resume_line = None
     if resumed is not None:
         step, checkpoint = state.position.step, resumed.entry.path
@@ -158,9 +255,19 @@ def _train(
         if resumed.changes:
             resume_line["changes"] = resumed.changes
     session.begin(start, resume_line, state.position.step, state.watch)
+    if regroup is not None:
+        session.emit(regroup(state.position.step))
+    return resumed
+
+
+def _train(run: _Run, received: ReceivedSignal, started_at: float, engine: Engine) -> Outcome:
+    request, built, session = run.request, run.built, run.session
+    work, state, world = built.work, built.state, built.work.world
+    resumed = _begin(run)
     every = request.settings.checkpoint_every_minutes
     minutes = SaveTimer(every)
-    agreement = Agreement(world, received, minutes.passed if every else None)
+    waits = None if run.membership is None else run.membership.someone_waits
+    agreement = Agreement(world, received, minutes.passed if every else None, waits)
     made_with, sharded = to_toml(request, work.plan), any_sharded(work.learner.model)
     is_hopeless = halving_of(session.path, request.settings.halving, state.watch.mode, world)
 
@@ -195,6 +302,7 @@ def _train(
     )
     with no_exit():
         engine.drive(task)
+        session.trained = True
         first = session.first_record_s
         first_step_s = None if first is None else first - started_at
         return finish_run(request, built, session, agreement, first_step_s)
@@ -309,122 +417,3 @@ def _start_record(
         **{name: value for name, value in only_if_set.items() if value},
         notes=[*splits.notes, *notes],
     )
-
-
-def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> list[str]:
-    """Return the notes of a run that is about to start."""
-    notes = []
-    work, settings, plan = built.work, built.work.settings, built.work.plan
-    if request.settings_of is not None:
-        notes.append(
-            f"This is a new run with the settings of {request.settings_of}. To continue that "
-            f"run: samestep train {request.settings_of} --resume."
-        )
-    by_virtual = "--virtual-ranks N makes it the same on any number of ranks."
-    sharded = any_sharded(work.learner.model)
-    by_virtual = f"With --strategy ddp, {by_virtual}" if sharded else by_virtual
-    notes += [*built.unkept.notes(by_virtual), *_without_effect(work)]
-    notes += _other_bits(work, path) if resumed else []
-    notes += plan_notes(plan, settings)
-    if settings.keep_top_k and work.validation is None:
-        notes.append("--keep-top-k keeps only the last checkpoint: there is no validation data.")
-    watched = built.state.watch.metric
-    rises = getattr(request.recipe.metrics.get(watched), "higher_is_better", watched == "accuracy")
-    directed = rises or watched in (*request.recipe.falling(), *work.learner.parts)
-    if settings.monitor and settings.mode == "auto" and not directed:
-        notes.append(
-            f"--monitor {watched}: the highest {watched} counts as the best. If less is better, "
-            f'write lower_is_better=("{watched}",) into the recipe, or add --mode min.'
-        )
-    if request.recipe_changes:
-        changes = listed(request.recipe_changes, 5)
-        notes.append(
-            f"The run continues with the recipe as it is now; what has changed: {changes}."
-        )
-    elif resumed and (found := recipe_changes(path, request.source)):
-        changes = listed(found, 5)
-        notes.append(
-            f"{request.source} has changed ({changes}); the run continues with its own copy."
-        )
-    average = work.learner.average
-    extra = () if average is None else average.state().values()
-    held = state_bytes([work.learner.model], [work.learner.optimizer], extra)
-    notes += [*room_notes(path, held), *modules_note(path)]
-    if resumed and is_done(work, built.state):
-        notes.append(
-            "The run is finished. To train further, give a larger --epochs or --max-steps."
-        )
-    return notes
-
-
-def _without_effect(work: Work) -> list[str]:
-    """Return which settings have no effect here, and what takes a slower way."""
-    settings, world = work.settings, work.world
-    train, is_stream = work.train, isinstance(work.train, StreamSource)
-    never_saved = settings.checkpoint_every_steps is settings.checkpoint_every_minutes is None
-    alone = world.world_size == 1
-    found = batch_norms(work.learner.model.train())  # one may be kept in eval mode
-    norms = [
-        repr(n) for n, m in found.items() if m.training and not isinstance(m, nn.SyncBatchNorm)
-    ]
-    over_all_ranks = (
-        "--sync-batchnorm normalises over those of all ranks."
-        if world.device.type == "cuda"
-        else "--virtual-ranks N makes it the same on any number of ranks."
-    )
-    notes = {
-        "--num-workers has no effect: the data is held in memory.": (
-            settings.num_workers and isinstance(train, MemorySource)
-        ),
-        "The training data stays in CPU memory, since it would take more than a quarter of the "
-        "GPU's. Its batches are copied while the GPU computes.": (
-            isinstance(train, MemorySource) and not train.is_resident
-        ),
-        "--shuffle-buffer has no effect: the data is not a stream, and is shuffled as a whole.": (
-            settings.shuffle_buffer and not is_stream
-        ),
-        "The stream's state_dict does not lead back to the same element, or cannot be saved: a run "
-        "that continues will read the earlier elements again, and skip them.": (
-            isinstance(train, StreamSource) and train.loses_its_place
-        ),
-        "With --max-steps and no epochs, a stream that does not end is saved and evaluated only "
-        "after the last step. --checkpoint-every-steps and --eval-every-steps do it before.": (
-            work.plan.is_stream and not work.plan.epochs and never_saved
-        ),
-        "No pictures are drawn of a model that the ranks share out (--strategy fsdp).": (
-            settings.pictures and settings.strategy == "fsdp" and world.connected
-        ),
-        f"The model has BatchNorm ({listed(norms, 1)}), which normalises over the samples of each "
-        f"rank by itself: this is another training than on one rank. {over_all_ranks}": (
-            norms and not (alone or settings.sync_batchnorm or settings.virtual_ranks)
-        ),
-        "--sync-batchnorm has no effect on one rank: it sees the whole batch.": (
-            settings.sync_batchnorm and alone
-        ),
-        "--strategy fsdp has no effect on one rank: it holds the whole model.": (
-            settings.strategy == "fsdp" and alone and not world.connected
-        ),
-        "--bucket-cap-mb has no effect on one rank: nothing is reduced.": (
-            settings.bucket_cap_mb is not None and alone and not world.connected
-        ),
-        "--warmup-from has no effect without --warmup-steps.": (
-            settings.warmup_from is not None and not settings.warmup_steps
-        ),
-        "--cudnn-benchmark has no effect: only NVIDIA GPUs use cuDNN.": (
-            settings.cudnn_benchmark and world.device.type != "cuda"
-        ),
-    }
-    return [note for note, applies in notes.items() if applies]
-
-
-def _other_bits(work: Work, path: Path) -> list[str]:
-    """Return a note if a run with virtual ranks continues where arithmetic rounds differently."""
-    if not (work.world.virtual_ranks and work.world.is_main):
-        return []
-    starts = [r["arithmetic"] for r in read_records(path) if "arithmetic" in r]
-    now = arithmetic(work.world.device)
-    if not starts or starts[-1] == now:
-        return []
-    before, after = (" on ".join(one.values()) for one in (starts[-1], now))
-    was = f"The run was trained with PyTorch {before}; here it is {after}."
-    return [f"{was} From here on it is the same training to rounding, not to the last bit."]

@@ -27,8 +27,8 @@ from samestep.core.training.apply import (
 )
 from samestep.core.training.buffers import keep_buffers
 from samestep.core.training.device import autocast
+from samestep.core.training.loss_checks import check_loss
 from samestep.core.training.metrics import Confusion, Objects, functions_of, told, values_of
-from samestep.core.training.step import check_loss
 from samestep.core.training.stopping import Agreement
 from samestep.core.training.tree import sum_over_parts
 from samestep.core.training.whole_batch import put_together

@@ -5,10 +5,11 @@ takes the same steps and does nothing else: break out once you have enough steps
 """
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from signal import Signals
 from typing import Any
 
@@ -65,6 +66,37 @@ class RunControl:
     all ranks call it."""
 
 
+class RoomNeeded(Exception):  # noqa: N818 - nothing is wrong
+    """All ranks have agreed to part here, and to meet again with one that waits to join them."""
+
+
+@contextlib.contextmanager
+def _done_whole(work: Work, state: State) -> Iterator[None]:
+    """Where ranks outlive each other, put the state back if one dies within this: it is due again.
+
+    The weights do not change within it.
+    """
+    if not work.world.elastic:
+        yield
+        return
+    scheduler = work.learner.scheduler
+    kept = replace(state, position=replace(state.position))
+    schedule = None if scheduler is None else copy.deepcopy(scheduler.state())
+    try:
+        yield
+    except RoomNeeded:
+        raise
+    except Exception:
+        vars(state).update(vars(kept))
+        # A training may end within an epoch: what its end is due is done as a stopped run does it.
+        at_end = is_done(work, state) and not epoch_is_full(work, state)
+        state.position.evaluation_due |= at_end
+        state.due_again = not state.position.evaluation_due
+        if scheduler is not None:
+            scheduler.load(schedule)
+        raise
+
+
 def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> Iterable[Record]:
     """Do what is due within an epoch: agreed stops, evaluations and checkpoints by step."""
     step = state.position.step
@@ -73,20 +105,23 @@ def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> I
     saves = saves or agreed.wished
     if (evaluates or saves) and (epoch_is_full(work, state) or is_done(work, state)):
         evaluates = saves = False  # the end of the epoch does it anyway
-    if not (evaluates or saves or agreed.signum):
+    if not (evaluates or saves or agreed.signum or agreed.makes_room):
         return ()  # most steps: no generator is made for them
 
     def pause() -> Iterator[Record]:
         yield from meter.settle()
-        metric = None
-        if evaluates and work.validation is not None:
-            metric = yield from _evaluate(work, state, control, work.validation)
-            if state.signum:
-                return
-        if saves or agreed.signum or state.stop_reason or _is_kept(work, state, metric):
-            save_now(work, state, control, metric)
+        with _done_whole(work, state):
+            metric = None
+            if evaluates and work.validation is not None:
+                metric = yield from _evaluate(work, state, control, work.validation)
+                if state.signum:
+                    return
+            if saves or agreed.signum or state.stop_reason or _is_kept(work, state, metric):
+                save_now(work, state, control, metric)
         if agreed.signum:
             _stop(state, agreed.signum)
+        elif agreed.makes_room:
+            raise RoomNeeded
         meter.resume()
 
     return pause()
@@ -261,10 +296,15 @@ def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
     only moves a progress bar. `state.stop_reason` then says why it ended.
     """
     work.learner.model.train()
-    meter = Meter(work, state, lags=work.world.device.type == "cuda")
+    # Elastic ranks must know of each step what it yields before one of them may die.
+    meter = Meter(work, state, lags=work.world.device.type == "cuda" and not work.world.elastic)
     control.agreement.start(state.position.step)
     stop_early(work, state)  # a resumed run may have stopped for that reason
-    yield from catch_up(work, state, control)
+    with _done_whole(work, state):
+        yield from catch_up(work, state, control)
+    if state.due_again and not epoch_is_full(work, state):
+        yield from after_step(work, state, control, meter)
+    state.due_again = False
     while not state.stop_reason and _goes_on(work, state):
         meter.resume()
         try:
@@ -277,10 +317,11 @@ def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
                 if state.stop_reason:
                     return
         except Exception as error:  # the steps before have been taken
-            yield from meter.behind(error)
+            yield from meter.settle() if work.world.elastic else meter.behind(error)
             raise
         yield from meter.settle()
-        yield from end_of_epoch(work, state, control)
+        with _done_whole(work, state):
+            yield from end_of_epoch(work, state, control)
     state.stop_reason = state.stop_reason or "finished"
 
 

@@ -156,14 +156,12 @@ class Window:
         pairs = enumerate(zip(rows, sizes, strict=True))
         bad = next((first + i for i, (r, n) in pairs if not (math.isfinite(r[0]) and n > 0)), 0)
         mine = [value for step in wanted for value in rows[step - first]]
-        *flat, num_bad = self._world.reduce(
-            torch.tensor([*mine, float(bad > 0)], dtype=torch.float64)
-        ).tolist()
+        *flat, num_bad = self._added_up([*mine, float(bad > 0)])
         losses = [flat[at : at + len(rows[0])] for at in range(0, len(flat), len(rows[0]))]
         if num_bad:
             # The largest of the negatives is the first bad step of any rank.
             latest = torch.tensor(-bad if bad else -(2**62))
-            step = -int(self._world.reduce(latest, "max"))
+            step = -int(latest if self._world.elastic else self._world.reduce(latest, "max"))
             what = f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g})."
             told, number = f"{what} {KEPT} {REMEDIES}", sizes[step - first]
             if not number > 0:
@@ -171,6 +169,13 @@ class Window:
                 told = f"{told} {KEPT}"
             raise UserError(told, on_all_ranks=True)
         return losses, sums
+
+    def _added_up(self, mine: list[float]) -> list[float]:
+        """Return the sums over the ranks, which elastic ones have already."""
+        if self._world.elastic:
+            return mine
+        found: list[float] = self._world.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return found
 
 
 class Meter:
@@ -279,8 +284,10 @@ def epoch_record(work: Work, state: State) -> Record:
         samples = position.samples - position.samples_before
     # Each rank fills its own row, so that the sum over the ranks is all of them.
     peak = peak_memory_bytes(work.world.device)
-    mine = [state.sums.loss, float(peak or 0)]
-    mine += [*_spread(work.phases.seconds()).values(), *state.sums.parts]
+    # The sums of elastic ranks are those of all.
+    counts = work.world.is_main or not work.world.elastic
+    mine = [state.sums.loss * counts, float(peak or 0), *_spread(work.phases.seconds()).values()]
+    mine += [part * counts for part in state.sums.parts]
     rows = torch.zeros(plan.world_size, len(mine), dtype=torch.float64)
     rows[work.world.rank] = torch.tensor(mine, dtype=torch.float64)
     losses, peaks, *columns = work.world.reduce(rows).T.tolist()

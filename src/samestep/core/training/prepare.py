@@ -197,15 +197,25 @@ Wrap = Callable[[nn.Module, World, Settings, nn.Parameter | None], nn.Module]
 """As `wrap`: (model, world, settings, counter) → the model on all ranks."""
 
 
-def make_counter(model: nn.Module, world: World, settings: Settings) -> nn.Parameter | None:
-    """Return a weight, always 0, whose gradient ranks add up with the model's; None on one rank."""
-    if world.world_size == 1 or settings.allows_unused or settings.virtual_ranks is not None:
+def make_counter(
+    model: nn.Module, world: World, settings: Settings, size: int
+) -> nn.Parameter | None:
+    """Return a weight (size,), always 0, whose gradient ranks add up with the model's.
+
+    None if it is not needed: nothing is to be added up, or there is one rank.
+    """
+    if (
+        not size
+        or world.world_size == 1
+        or settings.allows_unused
+        or settings.virtual_ranks is not None
+    ):
         return None  # DDP then follows the forward, in which it does not appear
     if settings.strategy == "fsdp":
         return None  # gradients are not added up in one place
     like = next(p for p in model.parameters() if p.requires_grad)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return nn.Parameter(torch.zeros(1, dtype=dtype, device=like.device))
+    return nn.Parameter(torch.zeros(size, dtype=dtype, device=like.device))
 
 
 def wrap(

@@ -42,10 +42,14 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date
     else:
         next_lr, scheduled = scheduler.next_lr, {"scheduler": scheduler.state()}
+    # The sums of elastic ranks are those of all.
+    counts = work.world.is_main or not work.world.elastic
     mine: dict[str, Any] = {
         "rng": rng_state(),
-        "loss_sum": state.sums.loss,
-        "part_sums": dict(zip(learner.parts, state.sums.parts, strict=False)),
+        "loss_sum": state.sums.loss * counts,
+        "part_sums": {
+            name: part * counts for name, part in zip(learner.parts, state.sums.parts, strict=False)
+        },
         "measured": state.measured.state(),
         "stream": {},
     }
@@ -160,6 +164,8 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
         seed_rank(mix(work.settings.seed, state.position.step), world.rank)
         # Only the sum over the ranks counts, so one of them takes it all.
         ranks = [*range(len(saved["rng"]))] if world.is_main else []
+    if world.elastic:
+        ranks = [*range(len(saved["rng"]))]
     loss_sum = sum((saved["loss_sums"][rank] for rank in ranks), start=0.0)
     measured = saved.get("measured", [])
     if len(measured) == world.num_parts:

@@ -1,7 +1,7 @@
 """One optimizer step: micro-steps, backward, clipping, update."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.autograd import tell_end_of_autograd
-from samestep.base.errors import UserError, blame, defined_at, listed, made_by
+from samestep.base.errors import blame, made_by
 from samestep.base.phases import Phases
 from samestep.base.settings import Settings
 from samestep.base.trees import check_rows, describe, map_tensors, narrow
@@ -29,6 +29,7 @@ from samestep.core.training.apply import as_scalar, call, of_counted, with_parts
 from samestep.core.training.buffers import keep_buffers
 from samestep.core.training.device import autocast, autocast_dtype
 from samestep.core.training.learner import Learner, StepResult
+from samestep.core.training.loss_checks import check_trainable, check_used
 from samestep.core.training.metrics import StepOutputs, remedy_of
 from samestep.core.training.optimizer import Update
 from samestep.core.training.prepare import share_buffers, without_sync
@@ -40,47 +41,6 @@ Weight = float | Tensor | OutputGradient
 Weights = Sequence[tuple[Weight, Tensor | None]]
 """Of each micro-step: what its loss is multiplied by, and its terms where ranks count them. Of a
 loss over the whole batch: the gradient of the micro-step's outputs."""
-
-
-def check_used(model: nn.Module) -> None:
-    """Check, after the first backward, that each parameter has a gradient: DDP waits for it."""
-    named = model.named_parameters()
-    or_else = "" if any_sharded(model) else ", or, if other steps use them, add --find-unused"
-    unused = [name for name, p in named if p.requires_grad and p.grad is None]
-    if unused:
-        raise UserError(
-            f"The loss does not depend on {listed(unused)}, so ranks would wait for a gradient "
-            "that never comes. Use these parameters in forward, or freeze them with "
-            f"requires_grad_(False){or_else}."
-        )
-
-
-def check_loss(value: Any, loss: object) -> None:
-    """Check that a recipe's loss returned a floating-point scalar."""
-    if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
-        return
-    what, remedy = describe(value), ""
-    if isinstance(value, Mapping):
-        what = f"a dict of {', '.join(map(str, value))}"
-        remedy = (
-            " A dict of losses is tried before the first step, on copies of model and loss: let "
-            "copy.deepcopy copy them, or return the sum."
-        )
-    raise UserError(
-        f"The recipe's loss{defined_at(loss)} returned {what}; it must be a scalar tensor, the "
-        f"mean over the samples of the batch.{remedy}"
-    )
-
-
-def check_trainable(value: Any, loss: object) -> None:
-    """Check that a recipe's loss of training samples is a scalar with a gradient."""
-    check_loss(value, loss)
-    if not value.requires_grad:
-        raise UserError(
-            f"The recipe's loss{defined_at(loss)} has no gradient: it does not depend on any "
-            "weight. Leave out .detach(), .item(), .argmax() and NumPy between the weights and the "
-            "loss."
-        )
 
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -130,6 +90,7 @@ class EagerStep:
         self._seen: list[StepOutputs] = []
         self._together = settings.forwards_together and world.world_size > 1
         self._sharded = any_sharded(learner.model)
+        self._undoes = world.elastic and any(True for _ in learner.model.buffers())
         self._cut = partial(
             cut_rows, batch_size=batch_size, world_size=world.world_size, together=self._together
         )
@@ -149,7 +110,7 @@ class EagerStep:
         carried = learner.carried
         if carried is not None:
             carried.begin(block.first_step, block.global_size, step)
-        loss, terms = self._backward(block)
+        loss, terms = self._undone(block) if self._undoes else self._backward(block)
         if carried is not None:
             carried.settle()
         if self._unchecked:
@@ -170,9 +131,20 @@ class EagerStep:
         seen, self._seen = self._seen, []
         return StepResult([loss], norms, terms=None if terms is None else [terms], seen=seen)
 
+    def _undone(self, block: Block) -> tuple[Tensor, Tensor | None]:
+        """Do as `_backward`; if it fails half-way, the model's buffers are as they were."""
+        put_back = keep_buffers(self._learner.model)
+        try:
+            return self._backward(block)
+        except Exception:
+            put_back()
+            raise
+
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
-        """Add up this rank's micro-steps; return its part of the mean loss, all ranks' terms."""
-        world_size = self._world.world_size
+        """Add up this rank's micro-steps; return its part of the mean loss, all ranks' terms.
+
+        Where ranks outlive each other, the loss is that of all ranks.
+        """
         if self._sharded:
             share_buffers(self._learner.model, self._world)  # DDP does it by itself
         total: Tensor | None = None
@@ -193,8 +165,7 @@ class EagerStep:
                 self._tell(error, part.inputs, part.targets)
             total = loss if total is None else total + loss
         assert total is not None
-        if world_size > 1 and not self._learner.over_batch:  # which is on rank 0 as a whole
-            total = total / world_size
+        total = self._of_all_ranks(total)
         if self._learner.reduction == "sum":
             total = total / block.global_size
         if self._learner.terms is None:
@@ -252,9 +223,11 @@ class EagerStep:
             last = "all_reduce"
         scaler = None if learner.over_batch else learner.scaler  # that is scaled already
         scaled = loss if scaler is None else scaler.scale(loss)
-        if learner.counter is not None and terms is not None:
-            # Its gradient is the number of terms: it travels with those of the weights.
-            scaled = scaled + learner.counter.dot(terms.view(1))
+        if learner.counter is not None:
+            # These numbers are its gradient, and travel with those of the weights.
+            numbers = loss.detach() if told is None else told
+            numbers = self._travelling(numbers, terms, learner.counter.dtype)
+            scaled = scaled + learner.counter.dot(numbers)
         scaled.backward()  # type: ignore[no-untyped-call]
         phases.lap(last)
         return loss.detach() if told is None else told
@@ -393,6 +366,28 @@ class EagerStep:
             return self._weights_of(parts)
         return self._world.on_every(lambda: self._weights_of(parts))
 
+    def _travelling(self, loss: Tensor, terms: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return what all ranks need of a micro-step: losses, if they are elastic, and terms."""
+        found = [loss.to(dtype).view(-1)] if self._world.elastic else []
+        if terms is not None:
+            found.append(terms.view(1))
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    def _of_all_ranks(self, mine: Tensor) -> Tensor:
+        """Return this rank's part of the loss; of elastic ranks, the loss of all.
+
+        That came with the gradients' all-reduce, if it could.
+        """
+        if self._world.world_size > 1 and not self._learner.over_batch:  # on rank 0 as a whole
+            mine = mine / self._world.world_size
+        if not self._world.elastic:
+            return mine
+        counter = self._learner.counter
+        if counter is None or self._learner.over_batch:
+            return self._world.reduce(mine)
+        assert counter.grad is not None
+        return counter.grad[: mine.numel()].clone().view(mine.shape)
+
     def _over_terms(self, total: Tensor, global_size: int) -> tuple[Tensor, Tensor]:
         """Divide by the terms of all ranks, which came with the gradients' all-reduce."""
         counter = self._learner.counter
@@ -400,7 +395,7 @@ class EagerStep:
             return total, self._terms
         if counter is not None:
             assert counter.grad is not None
-            terms = counter.grad.detach().reshape(()) * self._world.world_size
+            terms = counter.grad.detach()[-1] * self._world.world_size
         else:
             terms = self._world.reduce(self._terms)
         mend = global_size / terms

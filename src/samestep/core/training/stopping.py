@@ -79,6 +79,8 @@ class Agreed:
     signum: int = 0
     wished: bool = False
     """Whether rank 0 has its wish."""
+    makes_room: bool = False
+    """Whether the ranks part, and meet again with one that waits to join them."""
 
 
 class SaveTimer:
@@ -105,9 +107,15 @@ class Agreement:
     """
 
     def __init__(
-        self, world: World, received: ReceivedSignal, wish: Callable[[], bool] | None = None
+        self,
+        world: World,
+        received: ReceivedSignal,
+        wish: Callable[[], bool] | None = None,
+        someone_waits: Callable[[], bool] | None = None,
     ) -> None:
+        """`wish` and `someone_waits` are asked on rank 0; None where the answer is always no."""
         self._world, self._received, self._wish = world, received, wish
+        self._someone_waits = someone_waits
         self._met_at = time.perf_counter()
         self._met_step = self._next_step = 0
 
@@ -117,7 +125,7 @@ class Agreement:
 
     def after(self, step: int) -> Agreed:
         """Return what to do after a step; all ranks call it with the same steps."""
-        if not self._world.connected:
+        if not (self._world.connected or self._someone_waits):
             signum = self._received.signum
             if signum == 0 and self._wish is None:
                 return NOTHING
@@ -127,12 +135,12 @@ class Agreement:
         now = time.perf_counter()
         per_step = (now - self._met_at) / max(1, step - self._met_step)
         steps = max(1, min(10_000, int(_AGREE_EVERY_S / max(per_step, 1e-9))))
-        mine = [self._received.signum, int(self._wishes()), steps]
-        if not self._world.is_main:
-            mine[1:] = [0, 0]  # rank 0's wish and clock count
-        signum, wished, steps = self._world.reduce(torch.tensor(mine), "max").tolist()
+        mine = [self._received.signum, 0, 0, 0]
+        if self._world.is_main:  # whose wish and clock count
+            mine[1:] = [int(self._wishes()), int(self._waits()), steps]
+        signum, wished, waits, steps = self._world.reduce(torch.tensor(mine), "max").tolist()
         self._met_at, self._met_step, self._next_step = now, step, step + steps
-        return Agreed(signum, bool(wished))
+        return Agreed(signum, bool(wished), bool(waits))
 
     @property
     def signum(self) -> int:
@@ -142,6 +150,9 @@ class Agreement:
     def on(self, signum: int) -> int:
         """Return the signal that any rank acts on, or 0; all ranks call it."""
         return int(self._world.reduce(torch.tensor(signum), "max"))
+
+    def _waits(self) -> bool:
+        return self._someone_waits is not None and self._someone_waits()
 
     def _wishes(self) -> bool:
         return self._wish is not None and self._wish()

@@ -26,6 +26,7 @@ from samestep.core.training.alike import bits_of, seed_torch
 from samestep.core.training.apply import as_scalar
 from samestep.core.training.buffers import StepBuffers, WriteCheck
 from samestep.core.training.learner import Learner, StepResult
+from samestep.core.training.loss_checks import check_used
 from samestep.core.training.side_effects import (
     Prints,
     closure_prints,
@@ -34,7 +35,7 @@ from samestep.core.training.side_effects import (
     optimizer_prints,
     refused_operation,
 )
-from samestep.core.training.step import EagerStep, Weights, check_used
+from samestep.core.training.step import EagerStep, Weights
 from samestep.core.training.tree import Tensors, TreeReduce, TreeSum, add_tensors
 from samestep.launch.ranks.world import as_if_alone
 
@@ -183,7 +184,8 @@ class VirtualStep(EagerStep):
         loss, terms = self._settle(gradients, numbers, block.global_size, present)
         self._phases.lap("all_reduce" if self._world.connected else "backward")
         # The ranks' parts of a loss are added up where it is read.
-        return loss if self._world.is_main else torch.zeros_like(loss), terms
+        whole = self._world.is_main or self._world.elastic
+        return loss if whole else torch.zeros_like(loss), terms
 
     def _add_share(self, left: Tensors, part: int, micro_steps: Sequence[Block]) -> Tensors:
         """Return the sum of the virtual rank to the left and this one, added up by autograd.

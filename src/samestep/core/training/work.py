@@ -123,6 +123,8 @@ class State:
     """Why the training ended; empty until then."""
     signum: int = 0
     """The signal that stopped it, or 0."""
+    due_again: bool = False
+    """Whether what fell due after the newest step was not done to its end."""
 
 
 class StepsTaken(NamedTuple):

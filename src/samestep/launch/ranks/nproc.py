@@ -2,7 +2,8 @@
 
 import math
 import os
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from samestep.base import words
 from samestep.base.errors import UserError
@@ -77,9 +78,20 @@ def start_nproc(
     *,
     device: str = "auto",
     oversubscribe: bool = False,
+    elastic: Callable[[int], Any] | None = None,
 ) -> int | None:
-    """Start the ranks of `--nproc`; return their exit code, or None where this process works."""
-    if nproc == 1 or os.environ.get(PARENT):
+    """Start the ranks of `--nproc`; return their exit code, or None where this process works.
+
+    `elastic` says for a number of ranks how they outlive each other: see `keeper.Elastic`.
+    """
+    if os.environ.get(PARENT):
+        return None
+    if elastic is not None:
+        instead = "Leave --elastic out: a launcher of its own ends all ranks with the first."
+        refuse_inside_launcher("--elastic", instead)
+    if nproc == 1:
+        if elastic is not None:
+            raise UserError("--elastic needs several ranks: add --nproc N.", flags=["elastic"])
         return None
     if nproc != "auto":
         refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
@@ -90,7 +102,7 @@ def start_nproc(
         return None
     from samestep.launch.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
 
-    return start_ranks(number, arguments, task)
+    return start_ranks(number, arguments, task, None if elastic is None else elastic(number))
 
 
 def refuse_inside_launcher(what: str, instead: str) -> None:

@@ -72,9 +72,10 @@ class RankLog:
         self._early = None
 
     def give_back(self) -> None:
-        """Print to the usual place again; this rank prints nothing after."""
+        """Print to the usual place again: this rank prints nothing after, or is rank 0 now."""
         if self._usual:
             self._redirect(*self._usual)
+            self._early = None
             for usual in self._usual:
                 os.close(usual)
             self._usual, self.terminal = [], 2

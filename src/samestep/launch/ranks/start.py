@@ -32,9 +32,12 @@ from samestep.base.startup import (
     stop_signals,
     unheeded_signal,
 )
+from samestep.launch.ranks.keeper import Elastic, Ending, keep_ranks
 from samestep.launch.ranks.process import STARTED_AT, TASK, print_error
 from samestep.launch.ranks.watched import FOLDER, RUN, STALLED
 from samestep.launch.ranks.watcher import VERDICT
+
+_CONTINUE = "Saved checkpoints are complete. Continue with: samestep train RUN --resume."
 
 _AGAIN_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 1.0}
 """A second signal of the same kind kills the ranks if it comes this long after the first."""
@@ -58,20 +61,25 @@ class Ended:
     message: str = ""
 
 
-def start_ranks(num_ranks: int, arguments: list[str], task: str = "") -> int:
+def start_ranks(
+    num_ranks: int, arguments: list[str], task: str = "", elastic: Elastic | None = None
+) -> int:
     """Do as `run_ranks`, print the first failure, and return the exit code."""
-    ended = run_ranks(num_ranks, arguments, task)
+    ended = run_ranks(num_ranks, arguments, task, elastic)
     if ended.message:
         print_error(ended.message)
     return ended.code
 
 
-def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
+def run_ranks(
+    num_ranks: int, arguments: list[str], task: str = "", elastic: Elastic | None = None
+) -> Ended:
     """Run `samestep` with these arguments on new ranks, which find `task` in `TASK`.
 
     A stop signal is passed on to the ranks and waited for; a second Ctrl-C or SIGTERM kills them.
-    If a rank fails, the agent ends the others. Unless all ends well, nothing that the ranks started
-    survives. Signals and variables are then as before.
+    If a rank fails, the agent ends the others, unless it died and `elastic` lets them go on. Unless
+    all ends well, nothing that the ranks started survives. Signals and variables are then as
+    before.
     """
     if unheeded_signal():
         return Ended(128 + unheeded_signal())  # no rank has begun, so none has to know
@@ -94,7 +102,7 @@ def run_ranks(num_ranks: int, arguments: list[str], task: str = "") -> Ended:
         os.environ.setdefault(name, value)
     try:
         with _guarded():
-            ended = _run_agent(num_ranks, arguments)
+            ended = _run_agent(num_ranks, arguments, elastic)
         if ended.code:
             end_leftovers(os.getpid())
         return ended
@@ -143,30 +151,40 @@ def _guarded() -> Iterator[None]:
         guard.communicate()
 
 
-def _run_agent(num_ranks: int, arguments: list[str]) -> Ended:
+def _run_agent(num_ranks: int, arguments: list[str], elastic: Elastic | None) -> Ended:
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            local_addr="127.0.0.1",
-            signals_to_handle="",  # they are handled already
-        )
         os.environ[FOLDER] = folder
         try:
-            elastic_launch(config, sys.executable)("-m", "samestep", *arguments)
+            if elastic is not None:
+                signum = keep_ranks(num_ranks, arguments, elastic, Path(folder))
+                return Ended(128 + signum if signum else 0)
+            elastic_launch(_agent(num_ranks, folder), sys.executable)("-m", "samestep", *arguments)
         except ChildFailedError as error:
             hung = _hung(Path(folder, VERDICT))
             return hung or _recorded(_first_failure(error), Path(folder, RUN))
+        except Ending as ending:
+            told = Ended(1, f"{ending} {_CONTINUE}")
+            return _hung(Path(folder, VERDICT)) or _recorded(told, Path(folder, RUN))
         except SignalException as error:
             return Ended(128 + int(error.sigval))
     return Ended(0)
+
+
+def _agent(num_ranks: int, folder: str) -> LaunchConfig:
+    """Return how torchrun's agent is to start ranks that all end with the first that fails."""
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        local_addr="127.0.0.1",
+        signals_to_handle="",  # they are handled already
+    )
 
 
 def _hung(file: Path) -> Ended | None:
@@ -215,8 +233,7 @@ def _first_failure(error: ChildFailedError) -> Ended:
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         how = f"was killed by {name}{' (out of memory?)' * (name == 'SIGKILL')}; {stopped}"
-        way = "Saved checkpoints are complete. Continue with: samestep train RUN --resume."
-        return Ended(1, f"Rank {rank} {how} {way}")
+        return Ended(1, f"Rank {rank} {how} {_CONTINUE}")
     how = f"ended with exit code {failure.exitcode} and raised no error, as os._exit() or a library"
     log = f"rank-{rank}.log of the run directory{', or above' * (rank == 0)}"
     message = f"Rank {rank} {how} that aborts does; {stopped} What it printed last is in {log}."

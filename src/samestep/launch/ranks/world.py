@@ -102,6 +102,8 @@ class World(Launch):
     """What the user should know of how this world was found, a sentence each."""
     virtual_ranks: int = 0
     """Fixed shares of each global batch that these ranks compute; 0: each rank has one share."""
+    elastic: bool = False
+    """Whether the others go on if one of these dies: each rank knows all that a step yields."""
 
     @property
     def num_parts(self) -> int:
@@ -134,11 +136,11 @@ class World(Launch):
             dist.all_reduce(values, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         return values
 
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank; it is pickled between our own processes."""
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """Return one rank's value on every rank; it is pickled between our own processes."""
         box: list[Any] = [value]
         if self.connected:
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+            dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
         return box[0]  # type: ignore[no-any-return]
 
     def take_from_main(self, tensor: Tensor) -> None:

@@ -21,12 +21,13 @@ from samestep.core.session.build import Built
 from samestep.core.session.free_space import state_bytes
 from samestep.core.session.request import Request, to_toml
 from samestep.core.training.device import data_dtype
+from samestep.core.training.loss_checks import check_used
 from samestep.core.training.optimizer import Average
 from samestep.core.training.plan import Plan, learning_rate
 from samestep.core.training.sharding import find_blocks
 from samestep.core.training.side_effects import RandomDraws, batch_norms, watched
 from samestep.core.training.snapshot import capture
-from samestep.core.training.step import EagerStep, check_used
+from samestep.core.training.step import EagerStep
 from samestep.core.training.tree import TreeSum
 from samestep.launch.ranks.nproc import RANK_BYTES
 from samestep.launch.ranks.world import World

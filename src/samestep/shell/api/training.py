@@ -1,5 +1,6 @@
 """`samestep.train`: in this process, or on ranks that it starts; and what one rank does."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,26 +9,30 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, overload
 
 from samestep.base.errors import UserError
-from samestep.base.run.records import Record, RecordFile
+from samestep.base.run.records import Record, RecordFile, first_start
+from samestep.base.settings import Settings
 from samestep.base.startup import forget_signals
 from samestep.base.tracker_choice import check_installed, chosen
 from samestep.core.recipe import Recipe
 from samestep.core.session.outcome import Outcome
 from samestep.core.session.picture_making import end_while_drawing
 from samestep.core.session.request import Request
-from samestep.core.session.training_run import engine_named, run_session
-from samestep.core.training.stopping import Again, catch_signals, end_process
+from samestep.core.session.training_run import Shown, engine_named, run_elastic, run_session
+from samestep.core.training.stopping import Again, ReceivedSignal, catch_signals, end_process
 from samestep.launch.ranks import process_group, watched
+from samestep.launch.ranks.keeper import Elastic, elastic_of
 from samestep.launch.ranks.launch import detect_launch
 from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
 from samestep.launch.ranks.process import STARTED_AT, RankLog, rank_of
+from samestep.launch.ranks.regroup import membership
 from samestep.launch.ranks.start import run_ranks
-from samestep.launch.ranks.world import find_world, in_process_group, join, leave
+from samestep.launch.ranks.world import World, find_world, in_process_group, join, leave
 from samestep.shell.api.arguments import AnyPath, one_line_errors
 from samestep.shell.api.call import (
     AnyRecipe,
@@ -60,6 +65,9 @@ def train(
     allow_change: str | tuple[str, ...] | list[str] = (),
     recipe_of_run: bool = False,
     quiet: bool = False,
+    elastic: bool | str = False,
+    elastic_replace: bool = True,
+    elastic_limit: int = 10,
     **settings: Unpack[SettingsArguments],
 ) -> TrainedRun: ...
 @overload
@@ -78,6 +86,9 @@ def train(
     allow_change: str | tuple[str, ...] | list[str] = (),
     recipe_of_run: bool = False,
     quiet: bool = False,
+    elastic: bool | str = False,
+    elastic_replace: bool = True,
+    elastic_limit: int = 10,
     **settings: Any,
 ) -> TrainedRun:
     """Train a recipe, or continue a run; return the run.
@@ -102,6 +113,10 @@ def train(
             "recipe" for an edited recipe.
         recipe_of_run: with `resume`, whether to take the recipe from the run's own copy.
         quiet: whether to show nothing.
+        elastic: with `nproc`, whether the other ranks go on if one dies, from the same step; "2:4":
+            while there are 2 to 4.
+        elastic_replace: whether a new rank is started for one that died.
+        elastic_limit: deaths within an hour after which the run ends.
         settings: any setting of `samestep train`, and any option of the recipe.
             `help(samestep.Settings)` explains them; the recipe's defaults win over those there.
 
@@ -123,7 +138,9 @@ def train(
         )
         given = "" if call.recipe is None else "recipe=…, "
         again = f'samestep.train("{{}}", {given}resume=True)'
-        return _train(call, nproc, Nothing() if quiet else Screen(go_on=again), log)
+        how = partial(elastic_of, elastic, replaces=elastic_replace, limit=elastic_limit)
+        screen = Nothing() if quiet else Screen(go_on=again)
+        return _train(call, nproc, screen, log, how if elastic else None)
     except Exception as error:
         if detect_launch(os.environ).world_size > 1:  # one rank reports the failure, and all end
             process_group.end_failed(error, log, connected=in_process_group())
@@ -132,7 +149,13 @@ def train(
         log.give_back()
 
 
-def _train(call: Call, nproc: NumRanks, screen: AnyScreen, log: RankLog) -> TrainedRun:
+def _train(
+    call: Call,
+    nproc: NumRanks,
+    screen: AnyScreen,
+    log: RankLog,
+    elastic: Callable[[int, Settings], Elastic] | None,
+) -> TrainedRun:
     if not _busy.acquire(blocking=False):
         raise UserError(
             "samestep.train() was called while this process trains. Wait until that training has "
@@ -148,7 +171,13 @@ def _train(call: Call, nproc: NumRanks, screen: AnyScreen, log: RankLog) -> Trai
                     "True); or give run_dir, to begin there and continue there when called again."
                 )
             number = _number(nproc, request)
-            run = _on_ranks(number, call, screen) if number > 1 else _here(request, screen, log)
+            if number > 1:
+                keeping = elastic and elastic(number, request.settings)
+                run = _on_ranks(number, call, screen, keeping)
+            else:
+                if elastic is not None:
+                    raise UserError("elastic needs several ranks, which are started here: nproc=N.")
+                run = _here(request, screen, log)
             return replace(run, recipe=call.recipe)
     finally:
         _busy.release()
@@ -183,7 +212,7 @@ def _here(request: Request, screen: AnyScreen, log: RankLog) -> TrainedRun:
     return _stopped(outcome.path, outcome.signum)
 
 
-def _on_ranks(number: int, call: Call, screen: AnyScreen) -> TrainedRun:
+def _on_ranks(number: int, call: Call, screen: AnyScreen, elastic: Elastic | None) -> TrainedRun:
     """Train on new ranks; a thread shows the records of rank 0 meanwhile."""
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder, screen:
         file, path, over = Path(folder, "call"), None, threading.Event()
@@ -203,7 +232,7 @@ def _on_ranks(number: int, call: Call, screen: AnyScreen) -> TrainedRun:
         follower = threading.Thread(target=follow, name="samestep-screen", daemon=True)
         follower.start()
         try:
-            ended = run_ranks(number, ["train"], str(file))
+            ended = run_ranks(number, ["train"], str(file), elastic)
         finally:
             over.set()
             follower.join()
@@ -237,50 +266,79 @@ def _interrupted_twice(path: Path | None) -> str:
     )
 
 
+@dataclass
+class _Reporter:
+    """Shows a run on its rank 0; among elastic ranks another may become that."""
+
+    request: Request
+    screen: AnyScreen
+    begin: Callable[[Path], None]
+    speak: Callable[[], None]
+    received: ReceivedSignal
+    open_trackers: contextlib.ExitStack
+    trackers: TrackerProcesses | None = None
+
+    def shown(self, world: World, going_on: Path | None = None) -> Shown:
+        """Return what shows the run in this world; it is `going_on` if it was begun before."""
+        if world.is_main and self.trackers is None:
+            self._start(going_on)
+        started_at = float(os.environ.get(STARTED_AT, time.time()))
+        return Shown(self._show, self.begin, started_at)
+
+    def _start(self, going_on: Path | None) -> None:
+        self.trackers = TrackerProcesses(
+            self.request.settings,
+            self.request.recipe.name,
+            self.screen.show,
+            is_main=True,
+            stopped=lambda: bool(self.received.signum),
+        )
+        self.open_trackers.enter_context(self.trackers)
+        if going_on is not None:
+            self.speak()
+            going = {"event": "going_on", "run_dir": str(going_on), "plan": first_start(going_on)}
+            self.trackers.show(going)
+
+    def _show(self, record: Record) -> str:
+        assert self.trackers is not None
+        self.trackers.show(record)
+        return self.screen.why_lost()
+
+
 def train_as_rank(
     request: Request,
     screen: AnyScreen,
     begin: Callable[[Path], None],
     *,
     again: Again = end_process,
+    speak: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Train as one rank of the world that the environment describes.
 
     Rank 0 shows the records on the screen. Every rank calls `begin` with the run directory as soon
-    as it exists. `again` is what a second Ctrl-C does.
+    as it exists, and `speak` if it becomes rank 0 later. `again` is what a second Ctrl-C does.
     """
     settings = request.settings
     check_engine(request)
     engine = engine_named(settings.engine)
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     watched.start_watcher(world, settings.stall_s)
-    join(world, settings.timeout_s)
-    world.on_main(lambda: check_installed(chosen(settings.track)))
-    with (
-        catch_signals(again) as received,
-        TrackerProcesses(
-            settings,
-            request.recipe.name,
-            screen.show,
-            is_main=world.is_main,
-            stopped=lambda: bool(received.signum),
-        ) as trackers,
-    ):
-
-        def show(record: Record) -> str:
-            trackers.show(record)
-            return screen.why_lost()
-
+    member = membership(settings.timeout_s)
+    if member is None:
+        join(world, settings.timeout_s)
+        world.on_main(lambda: check_installed(chosen(settings.track)))
+    with catch_signals(again) as received, contextlib.ExitStack() as open_trackers:
+        reporter = _Reporter(request, screen, begin, speak, received, open_trackers)
         with screen:
-            outcome = run_session(
-                request,
-                world,
-                received=received,
-                show=show,
-                begin=begin,
-                started_at=float(os.environ.get(STARTED_AT, time.time())),
-                engine=engine,
-            )
+            if member is None:
+                shown = reporter.shown(world)
+                outcome = run_session(
+                    request, world, received=received, engine=engine, **vars(shown)
+                )
+            else:
+                outcome, world = run_elastic(
+                    request, world, member, received=received, shown=reporter.shown
+                )
         # Before the ranks part: a launcher may end them all after the first that ends by a signal.
         if world.is_main:
             screen.result(outcome.path, json.loads((outcome.path / "result.json").read_text()))
@@ -308,7 +366,7 @@ def check_engine(request: Request) -> None:
 def train_received(file: Path, log: RankLog) -> int:
     """Train as a rank that `samestep.train` has started; return the exit code."""
     screen = ScreenFile(file.with_name(RECORDS))
-    outcome = train_as_rank(request_of(receive(file)), screen, log.move_to)
+    outcome = train_as_rank(request_of(receive(file)), screen, log.move_to, speak=log.give_back)
     code = 128 + outcome.signum if outcome.signum else 0
     end_while_drawing(code)
     return code

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
@@ -39,6 +40,16 @@ from samestep.shell.commands.help import (
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
+
+
+def with_value(arguments: list[str], flag: str, form: str, default: str) -> list[str]:
+    """Return the arguments with a value for a flag that may stand without one."""
+    found = list[str]()
+    for word, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        found.append(word)
+        if word == flag and not re.fullmatch(form, after):
+            found.append(default)
+    return found
 
 
 def parse_target(

@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,17 +11,19 @@ import tyro
 
 from samestep.base.errors import UserError
 from samestep.base.run.files import shown_path
+from samestep.base.settings import Settings
 from samestep.base.startup import JOB_RUN
 from samestep.cluster.slurm.restarts import BEGUN
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.nproc import start_nproc
 from samestep.launch.ranks.process import TASK, RankLog, run_as_rank
 from samestep.shell.commands.help import Nproc, Switch
-from samestep.shell.commands.target import parse_target
+from samestep.shell.commands.target import parse_target, with_value
 from samestep.show.reporting.progress import Screen
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
+    from samestep.launch.ranks.keeper import Elastic
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,13 @@ class TrainFlags:
     """TOML file of settings and options; flags win over it."""
     nproc: Nproc = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
+    elastic: Annotated[str | None, tyro.conf.arg(metavar="[MIN:MAX]")] = None
+    """With --nproc: a rank that dies is left out, and the others take the same next step; as few
+    as MIN and as many as MAX ranks train."""
+    elastic_replace: bool = True
+    """With --elastic: start a new rank for one that died. It joins at a step's end."""
+    elastic_limit: int = 10
+    """With --elastic: deaths within an hour after which the run ends."""
     resume: Switch = False
     """Continue the run from its newest intact checkpoint; without --resume a new run begins."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
@@ -54,6 +64,7 @@ def parse(arguments: list[str], verb: str = "train") -> "tuple[TrainFlags, Reque
     """
     lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
     about = "Train {}. Every step is the same on one process and on many."
+    arguments = with_value(arguments, "--elastic", "[0-9].*", "auto")
     command, request = parse_target(verb, about, TrainFlags, arguments, *lines)
     check_resume(request)
     return command, request
@@ -79,6 +90,14 @@ def _check_run_is_seen() -> None:
         )
 
 
+def _elastic(command: TrainFlags, settings: Settings, num_ranks: int) -> "Elastic":
+    """Return how the ranks outlive each other."""
+    from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415 - it imports torch
+
+    replaces, limit = command.elastic_replace, command.elastic_limit
+    return elastic_of(command.elastic or "", num_ranks, settings, replaces=replaces, limit=limit)
+
+
 def _train(arguments: list[str], log: RankLog) -> int:
     _check_run_is_seen()
     if task := os.environ.get(TASK):
@@ -95,10 +114,11 @@ def _train(arguments: list[str], log: RankLog) -> int:
         ["train", *arguments],
         device=settings.device,
         oversubscribe=settings.oversubscribe,
+        elastic=None if command.elastic is None else partial(_elastic, command, settings),
     )
     if code is not None:
         return code
-    outcome = train_as_rank(request, Screen(), log.move_to)
+    outcome = train_as_rank(request, Screen(), log.move_to, speak=log.give_back)
     if command.report and log.rank == 0:
         from samestep.show.reporting.page import write_report  # noqa: PLC0415 - rarely needed
 

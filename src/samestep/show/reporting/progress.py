@@ -310,6 +310,19 @@ class Screen:
         for change in record.get("changes", []):
             self._print(f"[yellow]changed[/] {escape(change)}")
 
+    def _show_going_on(self, record: Record) -> None:
+        """Take over the screen of a run that another rank has shown so far."""
+        self._plan = record["plan"]
+        self._draw(BarState(plan=self._plan), refresh=True)
+
+    def _show_regroup(self, record: Record) -> None:
+        what, ranks = [*record["gone"]], record["world_size"]
+        if joined := ranks - record["ranks_before"] + len(what):
+            what.append(f"{count(joined, 'rank')} joined")
+        going = f"{count(ranks, 'rank')} from step {record['step'] + 1:,} on"
+        text = f"{', '.join(what) or 'the ranks met again'}: {going}, {record['seconds']:.2f} s"
+        self._print(f"[yellow]regroup[/] {escape(text)}")
+
     def _show_tracker(self, record: Record) -> None:
         marks = {"note": "[yellow]note[/]    ", "warning": "[yellow]warning[/] "}
         name = f"[bold]{escape(record['tracker']):<7}[/] "

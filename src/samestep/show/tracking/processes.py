@@ -306,10 +306,11 @@ class TrackerProcesses:
     def show(self, record: Record) -> None:
         """Show a record, and the trackers' new messages."""
         self._show(record)
-        if record["event"] == "start":
+        begins = record["event"] in ("start", "going_on")
+        if begins:
             self._run = record["run_dir"]
         for tracker in self._trackers:
-            if record["event"] == "start":
+            if begins:
                 tracker.tell(str((self._here / record["run_dir"]).resolve()))
             self._pass_on(tracker)
 

@@ -1,0 +1,139 @@
+"""What a user should know of a run that is about to start, a sentence each."""
+
+from pathlib import Path
+
+from torch import nn
+
+from samestep.base.errors import listed
+from samestep.base.run.own_modules import modules_note
+from samestep.base.run.records import read_records
+from samestep.core.data.memory_source import MemorySource
+from samestep.core.data.stream_source import StreamSource
+from samestep.core.session.build import Built
+from samestep.core.session.free_space import room_notes, state_bytes
+from samestep.core.session.recipe_changes import recipe_changes
+from samestep.core.session.request import Request
+from samestep.core.training.alike import arithmetic
+from samestep.core.training.plan import plan_notes
+from samestep.core.training.side_effects import batch_norms
+from samestep.core.training.work import Work, is_done
+from samestep.launch.ranks.mesh import any_sharded
+
+
+def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> list[str]:
+    """Return the notes of a run that is about to start."""
+    notes = []
+    work, settings, plan = built.work, built.work.settings, built.work.plan
+    if request.settings_of is not None:
+        notes.append(
+            f"This is a new run with the settings of {request.settings_of}. To continue that "
+            f"run: samestep train {request.settings_of} --resume."
+        )
+    by_virtual = "--virtual-ranks N makes it the same on any number of ranks."
+    sharded = any_sharded(work.learner.model)
+    by_virtual = f"With --strategy ddp, {by_virtual}" if sharded else by_virtual
+    notes += [*built.unkept.notes(by_virtual), *_without_effect(work)]
+    notes += _other_bits(work, path) if resumed else []
+    notes += plan_notes(plan, settings)
+    if settings.keep_top_k and work.validation is None:
+        notes.append("--keep-top-k keeps only the last checkpoint: there is no validation data.")
+    watched = built.state.watch.metric
+    rises = getattr(request.recipe.metrics.get(watched), "higher_is_better", watched == "accuracy")
+    directed = rises or watched in (*request.recipe.falling(), *work.learner.parts)
+    if settings.monitor and settings.mode == "auto" and not directed:
+        notes.append(
+            f"--monitor {watched}: the highest {watched} counts as the best. If less is better, "
+            f'write lower_is_better=("{watched}",) into the recipe, or add --mode min.'
+        )
+    if request.recipe_changes:
+        changes = listed(request.recipe_changes, 5)
+        notes.append(
+            f"The run continues with the recipe as it is now; what has changed: {changes}."
+        )
+    elif resumed and (found := recipe_changes(path, request.source)):
+        changes = listed(found, 5)
+        notes.append(
+            f"{request.source} has changed ({changes}); the run continues with its own copy."
+        )
+    average = work.learner.average
+    extra = () if average is None else average.state().values()
+    held = state_bytes([work.learner.model], [work.learner.optimizer], extra)
+    notes += [*room_notes(path, held), *modules_note(path)]
+    if resumed and is_done(work, built.state):
+        notes.append(
+            "The run is finished. To train further, give a larger --epochs or --max-steps."
+        )
+    return notes
+
+
+def _without_effect(work: Work) -> list[str]:
+    """Return which settings have no effect here, and what takes a slower way."""
+    settings, world = work.settings, work.world
+    train, is_stream = work.train, isinstance(work.train, StreamSource)
+    never_saved = settings.checkpoint_every_steps is settings.checkpoint_every_minutes is None
+    alone = world.world_size == 1
+    found = batch_norms(work.learner.model.train())  # one may be kept in eval mode
+    norms = [
+        repr(n) for n, m in found.items() if m.training and not isinstance(m, nn.SyncBatchNorm)
+    ]
+    over_all_ranks = (
+        "--sync-batchnorm normalises over those of all ranks."
+        if world.device.type == "cuda"
+        else "--virtual-ranks N makes it the same on any number of ranks."
+    )
+    notes = {
+        "--num-workers has no effect: the data is held in memory.": (
+            settings.num_workers and isinstance(train, MemorySource)
+        ),
+        "The training data stays in CPU memory, since it would take more than a quarter of the "
+        "GPU's. Its batches are copied while the GPU computes.": (
+            isinstance(train, MemorySource) and not train.is_resident
+        ),
+        "--shuffle-buffer has no effect: the data is not a stream, and is shuffled as a whole.": (
+            settings.shuffle_buffer and not is_stream
+        ),
+        "The stream's state_dict does not lead back to the same element, or cannot be saved: a run "
+        "that continues will read the earlier elements again, and skip them.": (
+            isinstance(train, StreamSource) and train.loses_its_place
+        ),
+        "With --max-steps and no epochs, a stream that does not end is saved and evaluated only "
+        "after the last step. --checkpoint-every-steps and --eval-every-steps do it before.": (
+            work.plan.is_stream and not work.plan.epochs and never_saved
+        ),
+        "No pictures are drawn of a model that the ranks share out (--strategy fsdp).": (
+            settings.pictures and settings.strategy == "fsdp" and world.connected
+        ),
+        f"The model has BatchNorm ({listed(norms, 1)}), which normalises over the samples of each "
+        f"rank by itself: this is another training than on one rank. {over_all_ranks}": (
+            norms and not (alone or settings.sync_batchnorm or settings.virtual_ranks)
+        ),
+        "--sync-batchnorm has no effect on one rank: it sees the whole batch.": (
+            settings.sync_batchnorm and alone
+        ),
+        "--strategy fsdp has no effect on one rank: it holds the whole model.": (
+            settings.strategy == "fsdp" and alone and not world.connected
+        ),
+        "--bucket-cap-mb has no effect on one rank: nothing is reduced.": (
+            settings.bucket_cap_mb is not None and alone and not world.connected
+        ),
+        "--warmup-from has no effect without --warmup-steps.": (
+            settings.warmup_from is not None and not settings.warmup_steps
+        ),
+        "--cudnn-benchmark has no effect: only NVIDIA GPUs use cuDNN.": (
+            settings.cudnn_benchmark and world.device.type != "cuda"
+        ),
+    }
+    return [note for note, applies in notes.items() if applies]
+
+
+def _other_bits(work: Work, path: Path) -> list[str]:
+    """Return a note if a run with virtual ranks continues where arithmetic rounds differently."""
+    if not (work.world.virtual_ranks and work.world.is_main):
+        return []
+    starts = [r["arithmetic"] for r in read_records(path) if "arithmetic" in r]
+    now = arithmetic(work.world.device)
+    if not starts or starts[-1] == now:
+        return []
+    before, after = (" on ".join(one.values()) for one in (starts[-1], now))
+    was = f"The run was trained with PyTorch {before}; here it is {after}."
+    return [f"{was} From here on it is the same training to rounding, not to the last bit."]

@@ -1,0 +1,343 @@
+"""Start ranks on this machine and keep a training of theirs going when some of them die.
+
+It sees who dies, names the next group (`ranks.regroup`), and starts a replacement.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from samestep.base.errors import UserError
+from samestep.base.run.files import read_object
+from samestep.base.settings import Settings
+from samestep.launch.ranks.launch import LOOPBACK
+from samestep.launch.ranks.regroup import FAILED, MEMBER, PREFIX, Group, Keys, ready_key
+from samestep.launch.ranks.watcher import VERDICT
+from samestep.launch.stall.pulse import PULSE
+
+_LOOK_EVERY_S = 0.01
+_ASK_EVERY_S = 0.1
+_LOST_S = 3.0
+"""A rank that has lost contact though nobody died, as far as can be seen this much later."""
+_END_S = 20.0
+"""How long ranks may take to end once one of them has failed."""
+_HOUR_S = 3600.0
+
+BOUNDS = re.compile(r"(\d+):(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """How few and how many ranks may train, and how often some may die."""
+
+    least: int = 1
+    most: int
+    replaces: bool = True
+    """Whether a new rank is started for one that died."""
+    limit: int = 10
+    """Deaths within an hour after which the run ends."""
+
+
+def elastic_of(
+    wanted: str | bool,
+    num_ranks: int,
+    settings: Settings,
+    *,
+    replaces: bool = True,
+    limit: int = 10,
+) -> Elastic:
+    """Return what `--elastic` says: MIN:MAX, or nothing more than that ranks may die.
+
+    Raises:
+        UserError: it is not a pair of numbers, excludes the number of ranks at the start, or does
+            not go with the settings.
+    """
+    if settings.engine != "native":
+        raise UserError(
+            "--elastic needs --engine native: Lightning ends all ranks with the first.",
+            flags=["elastic", "engine"],
+        )
+    if settings.batch_size_per_rank is not None:
+        raise UserError(
+            "--elastic keeps the batch as it is on any number of ranks: give --batch-size, the "
+            "samples per step over all ranks, in place of --batch-size-per-rank.",
+            flags=["elastic", "batch_size_per_rank"],
+        )
+    if limit < 1:
+        raise UserError(f"--elastic-limit is {limit}; it must be 1 or more.", flags=["elastic"])
+    if wanted in (True, "", "auto"):
+        return Elastic(most=num_ranks, replaces=replaces, limit=limit)
+    match = BOUNDS.fullmatch(str(wanted))
+    least, most = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise UserError(
+            f"--elastic {wanted}: it should be MIN:MAX, the fewest and the most ranks that may "
+            "train, such as 2:4; the fewest is 1 or more."
+        )
+    if not least <= num_ranks <= most:
+        raise UserError(
+            f"--elastic {wanted}: the run starts with {num_ranks} ranks (--nproc), which is not "
+            f"from {least} to {most}."
+        )
+    return Elastic(least=least, most=most, replaces=replaces, limit=limit)
+
+
+class Ending(Exception):  # noqa: N818 - a rank's error may be the reason
+    """The run is to end; the failures say why, or the text does."""
+
+    def __init__(self, text: str, failures: dict[int, ProcessFailure]) -> None:
+        super().__init__(text)
+        self.failures = failures
+
+
+@dataclass
+class _Rank:
+    member: int
+    slot: int
+    """Its place on this machine, which picks its device."""
+    process: subprocess.Popen[bytes]
+
+
+@dataclass
+class Keeper:
+    """The ranks of one run and the store by which they find each other."""
+
+    arguments: list[str]
+    folder: Path
+    elastic: Elastic
+    living: dict[int, _Rank] = field(default_factory=dict)
+    group: Group = field(default_factory=lambda: Group(number=0, members=()))
+    started: int = 0
+    stopping: int = 0
+    """The signal that all were asked to stop by, or 0."""
+    finished: bool = False
+    """Whether a rank has ended well: the others do so, too."""
+    deaths: deque[float] = field(default_factory=deque)
+    _awaited: tuple[float, list[str]] | None = None
+    """When ranks died, and how, while there are too few for the next group."""
+
+    def keep(self, num_ranks: int) -> int:
+        """Start the ranks and wait for their end; return the signal that stopped them, or 0.
+
+        Raises:
+            Ending: a rank has failed, or too many have died.
+        """
+        server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self.port, self.store = server.port, PrefixStore(PREFIX, server)
+        for slot in range(num_ranks):
+            self._start(slot)
+        self._name_next(time.time())
+        asked = 0.0
+        while self.living and not self._is_over():
+            try:
+                time.sleep(_LOOK_EVERY_S)
+                self._bury()
+                if time.monotonic() - asked > _ASK_EVERY_S:
+                    asked = time.monotonic()
+                    self._answer()
+            except SignalException as stop:
+                self.stopping = int(stop.sigval)
+                for rank in self.living.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(rank.process.pid, self.stopping)
+            except Ending:
+                self._end_all()
+                raise
+        self._kill_all()  # newcomers that no group waits for any more
+        return self.stopping
+
+    def _start(self, slot: int) -> None:
+        member, self.started = self.started, self.started + 1
+        most = max(member, slot, 1) + 1
+        variables = {
+            **os.environ,
+            MEMBER: str(member),
+            "RANK": str(member),
+            "WORLD_SIZE": str(most),
+            "LOCAL_RANK": str(slot),
+            "LOCAL_WORLD_SIZE": str(most),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_ERROR_FILE": str(self._error_file(member)),
+        }
+        if self.group.number:
+            self.store.set(f"newcomer/{member}", "1")
+        command = [sys.executable, "-m", "samestep", *self.arguments]
+        process = subprocess.Popen(command, env=variables, start_new_session=True)
+        self.living[member] = _Rank(member, slot, process)
+
+    def _error_file(self, member: int) -> Path:
+        return self.folder / f"error-{member}.json"
+
+    def _is_over(self) -> bool:
+        """Whether those that trained last have ended well."""
+        return self.finished and not any(m in self.living for m in self.group.members)
+
+    def _ended(self) -> list[tuple[_Rank, int]]:
+        """Return the ranks that have just died, each with minus the number of the signal."""
+        dead = list[tuple[_Rank, int]]()
+        for member, rank in [*self.living.items()]:
+            code = rank.process.poll()
+            if code is None:
+                continue
+            del self.living[member]
+            if 0 < code < 128:
+                raise Ending("", {member: self._failure(rank, code)})
+            if code >= 0:
+                self.finished |= member in self.group.members
+                continue
+            _end_session(rank.process.pid)
+            (self.folder / PULSE.format(rank=member)).unlink(missing_ok=True)
+            dead.append((rank, code))
+        return dead
+
+    def _bury(self) -> None:
+        """Take note of ranks that have died, and name the next group."""
+        now, dead = time.time(), self._ended()
+        if not dead or (self.finished and not self.living):
+            return
+        if read_object(self.folder / VERDICT):
+            raise Ending("", {})  # they were ended because they hung
+        of_group = [(rank, code) for rank, code in dead if rank.member in self.group.members]
+        if of_group:
+            self._check_few_deaths(of_group, now)
+        if self.elastic.replaces and not (self.stopping or self.finished):
+            for rank, _code in dead:
+                self._start(rank.slot)
+        if of_group:
+            self._awaited = now, [self._how(rank, code) for rank, code in of_group]
+            self._name_awaited()
+
+    def _check_few_deaths(self, dead: list[tuple[_Rank, int]], now: float) -> None:
+        """End the run where too many have died, or too few are left."""
+        self.deaths.extend(now for _ in dead)
+        while self.deaths and self.deaths[0] < now - _HOUR_S:
+            self.deaths.popleft()
+        left = sum(member in self.living for member in self.group.members)
+        failures = {rank.member: self._failure(rank, code) for rank, code in dead}
+        last = " and ".join(self._how(rank, code) for rank, code in dead)
+        last = last[0].upper() + last[1:]
+        if len(self.deaths) > self.elastic.limit:
+            raise Ending(
+                f"{last}: {len(self.deaths)} ranks have died within an hour, and --elastic-limit "
+                f"is {self.elastic.limit}.",
+                failures,
+            )
+        if left < self.elastic.least and not self.elastic.replaces:
+            raise Ending(
+                f"{last}: {left} of {len(self.group.members)} ranks are left, and the fewest "
+                f"that may train are {self.elastic.least} (--elastic).",
+                failures,
+            )
+
+    def _failure(self, rank: _Rank, code: int) -> ProcessFailure:
+        place = self.group.members.index(rank.member) if rank.member in self.group.members else 0
+        return ProcessFailure(place, rank.process.pid, code, str(self._error_file(rank.member)))
+
+    def _how(self, rank: _Rank, code: int) -> str:
+        place = self.group.members.index(rank.member)
+        name = signal.Signals(-code).name
+        return f"rank {place} was killed by {name}{' (out of memory?)' * (name == 'SIGKILL')}"
+
+    def _answer(self) -> None:
+        """Name the next group where one is asked for: newcomers wait, or contact was lost."""
+        ready = [m for m in self.living if m not in self.group.members and self._is_ready(m)]
+        if ready and not self.store.check(["waiting"]):
+            self.store.set("waiting", "1")
+        keys = Keys(self.group.number)
+        self._name_awaited()
+        if self.store.check([keys.wish]):
+            self._name_next(time.time())
+        elif self.store.check([keys.lost]):
+            first = float(self.store.compare_set(f"{keys.lost}/since", "", str(time.time())))
+            if time.time() - first > _LOST_S and not self.finished:
+                self._name_next(first, ["contact was lost"])
+        if self.store.check(["late"]):
+            for member in json.loads(self.store.get("late")):
+                if member in self.living:
+                    self.living[member].process.kill()
+
+    def _is_ready(self, member: int) -> bool:
+        return bool(self.store.check([ready_key(member)]))
+
+    def _name_awaited(self) -> None:
+        """Name the group after a death, once there are enough ranks for it."""
+        if self._awaited is not None:
+            stay, come = self._next_members()
+            if len(stay) + len(come) >= self.elastic.least:
+                self._name_next(*self._awaited)
+
+    def _next_members(self) -> tuple[list[int], list[int]]:
+        """Return those of this group that live, and those that are ready to join."""
+        if not self.group.number:
+            return [*self.living], []
+        stay = [member for member in self.group.members if member in self.living]
+        come = [m for m in self.living if m not in stay and self._is_ready(m)]
+        return stay, come[: max(0, self.elastic.most - len(stay))]
+
+    def _name_next(self, began: float, gone: list[str] | None = None) -> None:
+        """Name the next group."""
+        (stay, come), self._awaited = self._next_members(), None
+        self.group = Group(
+            number=self.group.number + 1,
+            members=(*stay, *come),
+            before=len(self.group.members),
+            gone=tuple(gone or ()),
+            began=began,
+        )
+        self.store.delete_key("waiting")
+        self.store.set(Keys(self.group.number).told, json.dumps(asdict(self.group)))
+        self.store.set("newest", str(self.group.number))
+
+    def _end_all(self) -> None:
+        """Let the ranks end by themselves, which write down why, then kill those that do not."""
+        self.store.set(FAILED, "1")
+        until = time.monotonic() + _END_S
+        with contextlib.suppress(SignalException):
+            while time.monotonic() < until:
+                if all(rank.process.poll() is not None for rank in self.living.values()):
+                    break
+                time.sleep(_LOOK_EVERY_S)
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for rank in self.living.values():
+            rank.process.kill()
+            rank.process.wait()
+            _end_session(rank.process.pid)
+
+
+def _end_session(pid: int) -> None:
+    """End what a rank that is gone has started, such as loader workers: they hold its files."""
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def keep_ranks(num_ranks: int, arguments: list[str], elastic: Elastic, folder: Path) -> int:
+    """Start ranks of `samestep` with these arguments, and keep them; return as `Keeper.keep` does.
+
+    Raises:
+        ChildFailedError: a rank has failed.
+        Ending: too many have died; its text says so.
+    """
+    try:
+        return Keeper(arguments, folder, elastic).keep(num_ranks)
+    except Ending as ending:
+        if ending.args[0] or not ending.failures:
+            raise
+        raise ChildFailedError("samestep", ending.failures) from None

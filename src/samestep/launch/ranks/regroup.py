@@ -1,0 +1,255 @@
+"""Ranks that outlive each other: which group a rank is in, and how it finds the next one.
+
+The process that starts the ranks, the keeper (`ranks.keeper`), sees which of them die and holds the
+store. It numbers the groups and names the members of each, in the order of their ranks. A rank that
+loses another gives up its connections, waits for the next group, and joins that.
+"""
+
+import contextlib
+import datetime as dt
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from samestep.base.errors import AlreadyTold
+from samestep.base.startup import resume_collections
+from samestep.launch.ranks.world import Store, World, in_process_group
+
+MEMBER = "SAMESTEP_MEMBER"
+"""Set, in a rank that a keeper has started, to its number among all that it has started."""
+
+PREFIX = "samestep/groups"
+"""Of the keys in the store: see `Keys`."""
+_LOOK_EVERY_S = 0.004
+_MEET_S = 10.0
+"""How long ranks that are all there may take to connect; one of them may die just then."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one group in the store."""
+
+    number: int
+
+    @property
+    def told(self) -> str:
+        """What the keeper tells of it: a `Group` in JSON."""
+        return f"{self.number}/group"
+
+    @property
+    def lost(self) -> str:
+        """Set by a rank that has lost contact with another of the group."""
+        return f"{self.number}/lost"
+
+    @property
+    def wish(self) -> str:
+        """Set by rank 0: the group parts, for newcomers to join."""
+        return f"{self.number}/wish"
+
+    def here(self, member: int) -> str:
+        """Set by a member that is about to connect."""
+        return f"{self.number}/here/{member}"
+
+
+FAILED = "failed"
+"""The key that says that the run has failed: no group follows."""
+
+
+def ready_key(member: int) -> str:
+    """Return the key by which a newcomer says that it can join."""
+    return f"ready/{member}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Those that train together, until one of them dies or another joins."""
+
+    number: int
+    members: tuple[int, ...]
+    """In the order of their ranks."""
+    before: int = 0
+    """How many members the group before had."""
+    gone: tuple[str, ...] = ()
+    """Why members of the group before are not in it, a phrase each."""
+    began: float = 0.0
+    """When the keeper saw that the group before was no more, in seconds since the epoch."""
+
+
+class Failed(AlreadyTold):
+    """The run has failed on another rank, which says why: there is no next group."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+
+@dataclass
+class Membership:
+    """This rank's part in the groups of a run."""
+
+    member: int
+    store: Store
+    timeout_s: float
+    group: Group | None = None
+
+    def join(self, world: World) -> World:
+        """Join the next group that this rank is a member of; return its world.
+
+        Raises:
+            Failed: the run has failed on another rank.
+        """
+        while True:
+            group = self.next_group()
+            joined = replace(
+                world,
+                rank=group.members.index(self.member),
+                world_size=len(group.members),
+                local_world_size=len(group.members),
+                backend=world.backend if len(group.members) > 1 else "none",
+                elastic=True,
+            )
+            if self._all_here(group) and self._connected(joined, group):
+                return joined
+
+    def next_group(self) -> Group:
+        """Wait for a group after this rank's and return it; a rank that was left out ends here."""
+        before = 0 if self.group is None else self.group.number
+        while True:
+            while (number := self._newest()) <= before:
+                time.sleep(_LOOK_EVERY_S)
+            told = json.loads(self.store.get(Keys(number).told))
+            group = Group(**{name: _tuple(value) for name, value in told.items()})
+            if self.member in group.members:
+                self.group = group
+                return group
+            if self.group is not None:
+                os._exit(0)  # it was thought dead, and others have taken its share
+            before = number  # a newcomer waits until there is room
+
+    def part(self) -> None:
+        """Give up the connections to a group: its other ranks then see at once that it is no more.
+
+        Objects that hold the group, such as a DDP model, may live on.
+        """
+        if self.group is not None:
+            self.store.set(Keys(self.group.number).lost, "1")
+        if in_process_group():
+            for group in [*dist.distributed_c10d._world.pg_map]:  # noqa: SLF001 - threads have their own
+                with contextlib.suppress(RuntimeError):
+                    group.abort()
+            dist.destroy_process_group()
+
+    def is_later(self) -> bool:
+        """Whether there was a group before this rank's."""
+        return self.group is not None and self.group.number > 1
+
+    def run(self) -> str:
+        """Return the run directory, if a group has opened it."""
+        return str(self.store.get("run").decode()) if self.store.check(["run"]) else ""
+
+    def tell_run(self, path: Path) -> None:
+        """Tell the groups that follow where the run is."""
+        self.store.set("run", str(path))
+
+    def wait_to_join(self) -> None:
+        """Say that this newcomer can join."""
+        self.store.set(ready_key(self.member), "1")
+
+    def has_failed(self, patience_s: float = 1.0) -> bool:
+        """Wait for what the keeper makes of a lost rank; return whether the run has failed."""
+        assert self.group is not None
+        until = time.monotonic() + patience_s
+        while time.monotonic() < until:
+            try:
+                if self._newest() > self.group.number:
+                    return False
+            except Failed:
+                return True
+            time.sleep(_LOOK_EVERY_S)
+        return False
+
+    def someone_waits(self) -> bool:
+        """Whether a newcomer is ready to join; rank 0 asks, twice a second."""
+        return bool(self.store.check(["waiting"]))
+
+    def make_room(self) -> None:
+        """Ask the keeper for a next group, with those that wait; rank 0 calls it."""
+        assert self.group is not None
+        self.store.set(Keys(self.group.number).wish, "1")
+
+    def _newest(self) -> int:
+        if self.store.check([FAILED]):
+            raise Failed
+        return int(self.store.get("newest")) if self.store.check(["newest"]) else 0
+
+    def _all_here(self, group: Group) -> bool:
+        """Wait until all members are about to connect; False once there is a newer group."""
+        keys = Keys(group.number)
+        self.store.set(keys.here(self.member), "1")
+        everyone = [keys.here(member) for member in group.members]
+        until = time.monotonic() + self.timeout_s
+        while not self.store.check(everyone):
+            if self._newest() > group.number:
+                return False
+            if time.monotonic() > until:
+                late = [m for m in group.members if not self.store.check([keys.here(m)])]
+                self.store.set("late", json.dumps(late))
+            time.sleep(_LOOK_EVERY_S)
+        return True
+
+    def _connected(self, world: World, group: Group) -> bool:
+        """Connect; False if that failed, as a member has died meanwhile."""
+        if world.world_size == 1:
+            return True
+        nccl = world.backend == "nccl"
+        connect = partial(
+            dist.init_process_group,
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            store=PrefixStore(f"{group.number}/connect", self.store),
+            rank=world.rank,
+            world_size=world.world_size,
+            device_id=world.device if nccl else None,
+        )
+        try:
+            connect(timeout=dt.timedelta(seconds=_MEET_S))
+            dist.distributed_c10d._set_pg_timeout(dt.timedelta(seconds=self.timeout_s), None)  # noqa: SLF001
+        except (dist.DistError, RuntimeError):
+            self.part()
+            return False
+        return True
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def membership(timeout_s: float, environment: Mapping[str, str] = os.environ) -> Membership | None:
+    """Return this rank's membership if a keeper has started it.
+
+    `timeout_s` is how long a collective waits for the slowest rank.
+    """
+    if MEMBER not in environment:
+        return None
+    resume_collections()
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    server = TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return Membership(int(environment[MEMBER]), PrefixStore(PREFIX, server), timeout_s)
+
+
+def is_newcomer(own: Membership) -> bool:
+    """Whether this rank was started in the place of another, while a group trains."""
+    return bool(own.store.check([f"newcomer/{own.member}"]))
+
+
+def use_device(world: World) -> None:
+    """Make this rank's GPU the current one, before it connects."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)

@@ -1,0 +1,165 @@
+"""Ranks that outlive each other: real processes, real kills, and the bits of an undisturbed run."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import samestep
+from samestep.base.errors import UserError
+from samestep.base.run.records import read_records
+from samestep.base.settings import Settings
+from samestep.launch.ranks.keeper import elastic_of
+from tests.command_line import typed
+
+# A rank of it kills itself where DEATHS says so: member → place and step.
+RECIPE = """
+import json, os, signal, time
+import torch
+from torch import nn
+from samestep import Recipe, Splits
+
+PLACE, STEP = json.loads(os.environ["DEATHS"]).get(os.environ.get("SAMESTEP_MEMBER"), ("", 0))
+at = 0
+
+def die(place):
+    if place == PLACE and at == STEP:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Model(nn.Linear):
+    def get_extra_state(self):
+        die("checkpoint")
+        return torch.zeros(1)
+    def set_extra_state(self, state):
+        pass
+
+def data():
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(100, 4, generator=generator)
+    y = (x[:, 0] > 0).long()
+    return Splits(train=(x[:60], y[:60]), validation=(x[60:75], y[60:75]), test=(x[75:], y[75:]))
+
+def loss(outputs, targets, step):
+    global at
+    at = step
+    time.sleep(PAUSE)
+    die("step")
+    return nn.functional.cross_entropy(outputs, targets)
+
+def accuracy(outputs, targets):
+    die("evaluation")
+    return (outputs.argmax(dim=1) == targets).float()
+
+recipe = Recipe(model=lambda: Model(4, 2), data=data, loss=loss, metrics={"accuracy": accuracy},
+                settings={"epochs": 4, "batch_size": 12, "log_every": 1, "device": "cpu"})
+"""
+
+
+def train(folder: Path, *flags: str, deaths: dict[int, tuple[str, int]], pause: float = 0.0):
+    """Train on three ranks that die as told; return the exit code, what was said, and the run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "recipe.py"
+    file.write_text(RECIPE.replace("PAUSE", str(pause)))
+    command = ("-m", "samestep", "train", file, "--nproc", "3", "--oversubscribe", *flags)
+    told = {"DEATHS": json.dumps(deaths)}
+    ended = typed(*command, "--run-dir", folder / "run", folder=folder, **told)
+    return ended, folder / "run"
+
+
+def undisturbed(folder: Path, monkeypatch, **settings) -> Path:
+    monkeypatch.setenv("DEATHS", "{}")
+    folder.mkdir(parents=True)
+    (folder / "recipe.py").write_text(RECIPE.replace("PAUSE", "0"))
+    run = samestep.train(folder / "recipe.py", run_dir=folder / "run", quiet=True, **settings)
+    return run.path
+
+
+def result(run: Path) -> dict:
+    return json.loads((run / "result.json").read_text())
+
+
+def records(run: Path, *kinds: str) -> list[dict]:
+    return [record for record in read_records(run) if record["event"] in kinds]
+
+
+def test_the_others_take_the_same_next_step_and_end_with_the_same_bits(tmp_path, monkeypatch):
+    ended, run = train(
+        tmp_path / "killed",
+        *("--elastic", "--no-elastic-replace", "--virtual-ranks", "3"),
+        deaths={0: ("step", 7), 1: ("evaluation", 14)},
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    whole = undisturbed(tmp_path / "whole", monkeypatch, virtual_ranks=3)
+    assert result(run)["weights_sha256"] == result(whole)["weights_sha256"]
+    told = records(run, "regroup")
+    assert [(one["step"], one["ranks_before"], one["world_size"]) for one in told] == [
+        (7, 3, 2),
+        (15, 2, 1),
+    ]
+    assert "rank 0 was killed by SIGKILL" in told[0]["gone"][0]
+    for kind, number in {"step": 20, "epoch": 4, "evaluation": 5}.items():
+        found = records(run, kind)
+        assert len(found) == number, (kind, found)
+        pairs = zip(found, records(whole, kind), strict=True)
+        assert all(mine["loss"] == its["loss"] for mine, its in pairs), kind
+    assert "rank 0 was killed by SIGKILL (out of memory?): 2 ranks from step 8 on" in ended.stdout
+
+
+@pytest.mark.slow
+def test_a_new_rank_joins_and_what_nobody_holds_any_more_comes_from_the_newest_checkpoint(
+    tmp_path, monkeypatch
+):
+    ended, run = train(
+        tmp_path / "killed",
+        *("--elastic", "--virtual-ranks", "3", "--epochs", "60", "--checkpoint-every-epochs", "1"),
+        deaths={0: ("checkpoint", 9), 2: ("step", 3), 3: ("step", 250)},
+        pause=0.05,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    whole = undisturbed(tmp_path / "whole", monkeypatch, virtual_ranks=3, epochs=60)
+    assert result(run)["weights_sha256"] == result(whole)["weights_sha256"]
+    sizes = [one["world_size"] for one in records(run, "regroup")]
+    assert sizes[:2] == [2, 1]
+    assert max(sizes[2:]) > 1
+    times = Counter((one["event"], one["step"]) for one in records(run, "step", "epoch"))
+    assert set(times.values()) == {1}
+    assert len(times) == 300 + 60
+
+
+@pytest.mark.slow
+def test_without_virtual_ranks_the_weights_differ_by_rounding_alone(tmp_path, monkeypatch):
+    flags = ("--elastic", "--no-elastic-replace", "--precision", "fp64")
+    ended, run = train(tmp_path / "killed", *flags, deaths={1: ("step", 7)})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    whole = undisturbed(tmp_path / "whole", monkeypatch, precision="fp64")
+    mine, its = (samestep.load(path).model.state_dict() for path in (run, whole))
+    assert all((mine[name] - its[name]).abs().max() < 1e-10 for name in ("weight", "bias"))
+    losses = [[one["loss"] for one in records(path, "epoch")] for path in (run, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_one_message_where_too_few_are_left_or_too_many_die(tmp_path):
+    deaths = {0: ("step", 3), 2: ("step", 5)}
+    flags = ("--elastic", "2:3", "--no-elastic-replace")
+    ended, run = train(tmp_path, *flags, deaths=deaths)
+    assert ended.returncode == 1
+    assert "1 of 2 ranks are left, and the fewest that may train are 2" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert records(run, "regroup")[0]["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "settings", "says"),
+    [
+        ("0:2", {}, "MIN:MAX"),
+        ("3:4", {}, "starts with 2 ranks"),
+        ("yes", {}, "MIN:MAX"),
+        ("auto", {"engine": "lightning"}, "--engine native"),
+        ("auto", {"batch_size_per_rank": 4}, "give --batch-size"),
+    ],
+)
+def test_bounds_and_settings_that_do_not_go_with_it_are_refused_by_name(wanted, settings, says):
+    with pytest.raises(UserError, match=says):
+        elastic_of(wanted, 2, Settings(**settings))
