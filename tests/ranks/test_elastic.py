@@ -25,6 +25,7 @@ at = 0
 
 def die(place):
     if place == PLACE and at == STEP:
+        time.sleep(HANG)
         os.kill(os.getpid(), signal.SIGKILL)
 
 class Model(nn.Linear):
@@ -56,11 +57,15 @@ recipe = Recipe(model=lambda: Model(4, 2), data=data, loss=loss, metrics={"accur
 """
 
 
-def train(folder: Path, *flags: str, deaths: dict[int, tuple[str, int]], pause: float = 0.0):
+def recipe(pause: float = 0.0, hang: float = 0.0) -> str:
+    return RECIPE.replace("PAUSE", str(pause)).replace("HANG", str(hang))
+
+
+def train(folder: Path, *flags: str, deaths: dict[int, tuple[str, int]], **times: float):
     """Train on three ranks that die as told; return the exit code, what was said, and the run."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "recipe.py"
-    file.write_text(RECIPE.replace("PAUSE", str(pause)))
+    file.write_text(recipe(**times))
     command = ("-m", "samestep", "train", file, "--nproc", "3", "--oversubscribe", *flags)
     told = {"DEATHS": json.dumps(deaths)}
     ended = typed(*command, "--run-dir", folder / "run", folder=folder, **told)
@@ -70,7 +75,7 @@ def train(folder: Path, *flags: str, deaths: dict[int, tuple[str, int]], pause: 
 def undisturbed(folder: Path, monkeypatch, **settings) -> Path:
     monkeypatch.setenv("DEATHS", "{}")
     folder.mkdir(parents=True)
-    (folder / "recipe.py").write_text(RECIPE.replace("PAUSE", "0"))
+    (folder / "recipe.py").write_text(recipe())
     run = samestep.train(folder / "recipe.py", run_dir=folder / "run", quiet=True, **settings)
     return run.path
 
@@ -133,10 +138,21 @@ def test_without_virtual_ranks_the_weights_differ_by_rounding_alone(tmp_path, mo
     ended, run = train(tmp_path / "killed", *flags, deaths={1: ("step", 7)})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     whole = undisturbed(tmp_path / "whole", monkeypatch, precision="fp64")
-    mine, its = (samestep.load(path).model.state_dict() for path in (run, whole))
+    mine, its = (samestep.load(path).state_dict() for path in (run, whole))
     assert all((mine[name] - its[name]).abs().max() < 1e-10 for name in ("weight", "bias"))
     losses = [[one["loss"] for one in records(path, "epoch")] for path in (run, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_ended_and_the_others_continue(tmp_path):
+    flags = ("--elastic", "--no-elastic-replace", "--stall-s", "3")
+    ended, run = train(tmp_path, *flags, deaths={1: ("step", 7)}, hang=600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (told,) = records(run, "regroup")
+    assert (told["step"], told["world_size"]) == (7, 2)
+    assert told["gone"][0].startswith("rank 1 hung: ")
+    assert "recipe.py:" in told["gone"][0]
 
 
 @pytest.mark.slow

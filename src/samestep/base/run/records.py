@@ -286,7 +286,7 @@ class ResumeRecord(Struct, kw_only=True, tag_field="event", tag="resume"):
 
 
 class RegroupRecord(Struct, kw_only=True, tag_field="event", tag="regroup"):
-    """With `--elastic`: the ranks went on without one that died, or with one that joined."""
+    """With `--elastic`: the ranks continued without one that died, or with one that joined."""
 
     step: _Count
     """Steps so far; none is taken again."""

@@ -1,4 +1,4 @@
-"""A training that goes on when one of its ranks dies, or another joins: in the same processes.
+"""A training that continues when one of its ranks dies, or another joins: in the same processes.
 
 The ranks that are left find the next group, build the training anew for it, and continue from what
 the most advanced of them holds. Nothing is read from the disk, and no step is taken twice.

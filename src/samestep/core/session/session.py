@@ -98,7 +98,7 @@ class Session:
             self.run.append({**told, "text": f"{why} The training continues."})
 
     def go_on(self, record: Record, step: int, watch: Watch, newest: Iterable[Record]) -> None:
-        """Go on in another group of ranks: write the `regroup` record.
+        """Continue in another group of ranks: write the `regroup` record.
 
         `newest` are the records of the newest step. Those that the rank before has written are not
         written again.

@@ -118,7 +118,7 @@ def run_session(
 
 @dataclass(frozen=True)
 class Shown:
-    """What is told of a run to whoever has started it."""
+    """What shows a run, where it was started."""
 
     show: Show
     begin: Callable[[Path], None]
@@ -153,7 +153,7 @@ def run_elastic(
 
 
 def _warmed_up(request: Request, world: World) -> Splits:
-    """Build the training once, alone: what is loaded, imported and compiled is so the next time."""
+    """Build the training once, by itself: what it loads and imports is there the next time."""
     alone = World(device=world.device)
     with switched(request.settings, world.device):
         built = build(completed(request, alone), alone)

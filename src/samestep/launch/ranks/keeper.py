@@ -23,14 +23,15 @@ from samestep.base.errors import UserError
 from samestep.base.run.files import read_object
 from samestep.base.settings import Settings
 from samestep.launch.ranks.launch import LOOPBACK
-from samestep.launch.ranks.regroup import FAILED, MEMBER, PREFIX, Group, Keys, ready_key
+from samestep.launch.ranks.process import HUNG, MEMBER
+from samestep.launch.ranks.regroup import FAILED, PREFIX, Group, Keys, ready_key
 from samestep.launch.ranks.watcher import VERDICT
 from samestep.launch.stall.pulse import PULSE
 
 _LOOK_EVERY_S = 0.01
 _ASK_EVERY_S = 0.1
 _LOST_S = 3.0
-"""A rank that has lost contact though nobody died, as far as can be seen this much later."""
+"""A rank has lost contact, and this much later no rank is seen to have died."""
 _END_S = 20.0
 """How long ranks may take to end once one of them has failed."""
 _HOUR_S = 3600.0
@@ -251,6 +252,8 @@ class Keeper:
 
     def _how(self, rank: _Rank, code: int) -> str:
         place = self.group.members.index(rank.member)
+        with contextlib.suppress(OSError):
+            return f"rank {place} hung: {(self.folder / HUNG.format(rank=rank.member)).read_text()}"
         name = signal.Signals(-code).name
         return f"rank {place} was killed by {name}{' (out of memory?)' * (name == 'SIGKILL')}"
 

@@ -98,6 +98,12 @@ TASK = "SAMESTEP_TASK"
 FAILURE = ".failure-rank-{rank}.json"
 """In a job's run directory: what a rank says of its failure, as launchers hide its exit code."""
 
+MEMBER = "SAMESTEP_MEMBER"
+"""Set, in a rank of those that outlive each other, to its number among all that were started."""
+
+HUNG = "hung-rank-{rank}"
+"""In the folder of the pulses: why one of these was ended."""
+
 STARTED_AT = "SAMESTEP_STARTED_AT"
 """When the user's command began, in seconds since the epoch."""
 

@@ -22,10 +22,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from samestep.base.errors import AlreadyTold
 from samestep.base.startup import resume_collections
+from samestep.launch.ranks.process import MEMBER
 from samestep.launch.ranks.world import Store, World, in_process_group
-
-MEMBER = "SAMESTEP_MEMBER"
-"""Set, in a rank that a keeper has started, to its number among all that it has started."""
 
 PREFIX = "samestep/groups"
 """Of the keys in the store: see `Keys`."""
@@ -81,7 +79,7 @@ class Group:
     gone: tuple[str, ...] = ()
     """Why members of the group before are not in it, a phrase each."""
     began: float = 0.0
-    """When the keeper saw that the group before was no more, in seconds since the epoch."""
+    """When the keeper saw the end of the group before, in seconds since the epoch."""
 
 
 class Failed(AlreadyTold):

@@ -77,7 +77,7 @@ def run_ranks(
     """Run `samestep` with these arguments on new ranks, which find `task` in `TASK`.
 
     A stop signal is passed on to the ranks and waited for; a second Ctrl-C or SIGTERM kills them.
-    If a rank fails, the agent ends the others, unless it died and `elastic` lets them go on. Unless
+    If a rank fails, the agent ends the others, unless it died and the ranks are `elastic`. Unless
     all ends well, nothing that the ranks started survives. Signals and variables are then as
     before.
     """

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.base.run.files import read_object
 from samestep.base.startup import JOB_RUN, PARENT, stop_signals
-from samestep.launch.ranks.process import FAILURE, print_error
+from samestep.launch.ranks.process import FAILURE, HUNG, MEMBER, print_error
 from samestep.launch.ranks.watched import CLAIM, HEARTBEAT, PULSES, RUN, STALLED
 from samestep.launch.stall.pulse import PULSE, TIMED_OUT, RankPulse, read_pulses
 from samestep.launch.stall.stacks import host_name, state_of
@@ -214,12 +214,23 @@ class _Watcher:
         while len(told := read_told(place, self._began)) < expected and time.monotonic() < until:
             time.sleep(_LOOK_EVERY_S)
         verdict = verdict_on(told, expected, may_be_slow=may_be_slow)
+        if verdict is not None and verdict.sure and MEMBER in os.environ:
+            self._leave_out(verdict)
+            return False
         if verdict is not None:
             self._announce(verdict, max(one.stand.pulse.steps for one in told))
             for rank in range(node.world_size):
                 (place / STAND.format(rank=rank)).unlink(missing_ok=True)
             _write(self._claim, verdict.stall)
         return verdict is not None
+
+    def _leave_out(self, verdict: "Stalled") -> None:
+        """End the rank that hangs, of those that outlive each other: the others continue."""
+        for pulse in self._living():
+            if pulse.rank == verdict.rank:
+                why = verdict.message.splitlines()[0]
+                (self._node.folder / HUNG.format(rank=pulse.rank)).write_text(why)
+                os.kill(pulse.pid, signal.SIGKILL)
 
     def _announce(self, verdict: "Stalled", steps: int) -> None:
         """Leave the verdict wherever someone looks for it."""

@@ -103,7 +103,7 @@ class World(Launch):
     virtual_ranks: int = 0
     """Fixed shares of each global batch that these ranks compute; 0: each rank has one share."""
     elastic: bool = False
-    """Whether the others go on if one of these dies: each rank knows all that a step yields."""
+    """Whether the others continue if one of these dies: each rank knows all that a step yields."""
 
     @property
     def num_parts(self) -> int:

@@ -112,6 +112,8 @@ class Stalled:
     message: str
     rank: int
     """The rank that keeps the others waiting; the first one if there are several."""
+    sure: bool
+    """Whether that is known."""
     stall: dict[str, Any]
 
 
@@ -135,6 +137,7 @@ def verdict_on(all_told: Sequence[Told], world_size: int, *, may_be_slow: bool) 
     return Stalled(
         message=_message(verdict, all_told, missing, rank),
         rank=rank,
+        sure=bool(verdict.culprits),
         stall={
             "rank": rank,
             "host": host,

@@ -113,8 +113,8 @@ def train(
             "recipe" for an edited recipe.
         recipe_of_run: with `resume`, whether to take the recipe from the run's own copy.
         quiet: whether to show nothing.
-        elastic: with `nproc`, whether the other ranks go on if one dies, from the same step; "2:4":
-            while there are 2 to 4.
+        elastic: with `nproc`, whether the other ranks continue if one dies, with the same next
+            step; "2:4": while there are 2 to 4.
         elastic_replace: whether a new rank is started for one that died.
         elastic_limit: deaths within an hour after which the run ends.
         settings: any setting of `samestep train`, and any option of the recipe.
