@@ -24,16 +24,13 @@ RECIPE = """
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 def data():
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(90, 4, generator=generator)
     y = (x[:, 0] > 0).long()
     return Splits(train=(x[:60], y[:60]), validation=(x[60:75], y[60:75]), test=(x[75:], y[75:]))
-
 def model():
     return nn.Linear(4, 2)
-
 recipe = Recipe(model=model, data=data, settings={"epochs": 2, "batch_size": 10})
 """
 

@@ -1,7 +1,4 @@
-"""What each test costs: the CPU seconds of its process, of those it started, and of its ranks.
-
-The heaviest are printed at the end of each run: ten, or as many as `--heaviest N` says.
-"""
+"""What each test costs: the CPU seconds of its process, of those it started, and of its ranks."""
 
 import os
 from collections import defaultdict
@@ -23,10 +20,7 @@ def pytest_configure(config):
 
 
 def cpu_seconds() -> float:
-    """Return what this process, its ended children, and the fork server's ended ranks took.
-
-    What a test leaves running is counted where it ends; daemons, such as Slurm's, never are.
-    """
+    """Return what this process, its ended children, and the fork server's ended ranks took."""
     seconds = sum(os.times()[:4])
     server = forkserver._forkserver._forkserver_pid
     if server is not None:

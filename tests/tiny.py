@@ -27,19 +27,15 @@ RECIPE = """
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 pace = Path(__file__).with_suffix(".pace")  # seconds a step: gives a test time to strike
 seconds = float(pace.read_text()) if pace.exists() else 0.0
-
 @dataclass(frozen=True)
 class Options:
     hidden: int = 16
     samples: int = 131
-
 def data(options):
     generator = torch.Generator().manual_seed(7)
     n = options.samples
@@ -47,17 +43,13 @@ def data(options):
     y = (x[:, 0] * x[:, 1] > 0).long()
     return Splits(train=(x[:n], y[:n]), validation=(x[n:n + 37], y[n:n + 37]),
                   test=(x[n + 37:], y[n + 37:]))
-
 def model(options):
     return nn.Sequential(nn.Linear(8, options.hidden), nn.Tanh(), nn.Linear(options.hidden, 2))
-
 def loss(outputs, targets):
     time.sleep(seconds)  # a model as slow as the test wants it
     return nn.functional.cross_entropy(outputs, targets)
-
 def accuracy(outputs, targets):
     return outputs.argmax(dim=1) == targets
-
 recipe = Recipe(model=model, data=data, loss=loss, options=Options, settings={
     "epochs": 6, "batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1,
     "checkpoint_every_steps": 4,

@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kernel")]
 SETUP = """
 import samestep
 from tests.api.recipes import made
-
 long = {"epochs": 100_000, "checkpoint_every_epochs": 500, "log_every": 1_000}
 """
 
@@ -95,14 +94,12 @@ def test_pressed_twice_the_training_ends_in_one_line_and_the_kernel_lives(kernel
     hangs = """
 import os, signal, time, torch
 from torch import nn
-
 class Hangs(nn.Linear):
     def forward(self, x):
         while self.training and len(x) == 5 and torch.distributed.get_rank() == 0:
             os.kill(os.getppid(), signal.SIGINT)
             time.sleep(0.5)  # the step hangs; each press is a signal of its own
         return super().forward(x)
-
 samestep.train(made(lambda: Hangs(4, 2)), nproc=2, run_dir='twice', quiet=True)
 """
     (error,) = [part for part in kernel.run(hangs) if part["kind"] == "error"]

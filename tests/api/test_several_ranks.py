@@ -33,31 +33,24 @@ import torch
 from dataclasses import dataclass, replace
 from torch import nn
 from samestep import Recipe, Splits
-
 x = torch.randn(60, 4, generator=torch.Generator().manual_seed(7))
 y = (x[:, 0] > 0).long()
-
 @dataclass(frozen=True)
 class Options:
     hidden: int | None = None
-
 @dataclass
 class Pair:
     x: torch.Tensor
     y: torch.Tensor
-
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return len(x)
     def __getitem__(self, index):
         return x[index], y[index]
-
 def pairs(rows):
     return Pair(*map(torch.stack, zip(*rows)))
-
 def fails():
     raise ValueError("of mine")
-
 settings = {"epochs": 2, "batch_size": 12}
 recipe = Recipe(
     model=lambda options: nn.Sequential(nn.Linear(4, options.hidden), nn.Linear(options.hidden, 2)),

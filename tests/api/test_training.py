@@ -288,17 +288,13 @@ ALL_KINDS = """
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 SCALE = torch.ones(4)  # made where the file is read: in the modes of the caller, if nobody minds
-
 def data():
     x = torch.randn(90, 4, generator=torch.Generator().manual_seed(7)) * SCALE
     y = (x[:, 0] * x[:, 1] > 0).long()
     return Splits(train=(x[:60], y[:60]), validation=(x[60:75], y[60:75]), test=(x[75:], y[75:]))
-
 def model():
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
-
 recipe = Recipe(
     model=model, data=data, read=lambda _, file: [torch.arange(4.0), -torch.arange(4.0)],
     settings={"epochs": 5, "batch_size": 12, "lr": 0.05, "oversubscribe": True},

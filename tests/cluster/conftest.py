@@ -9,10 +9,7 @@ from tests.cluster.sandbox import RunningSandbox, reason_to_skip
 
 
 def pytest_itemcollected(item):
-    """Mark this folder's tests, which need a real Slurm, and keep those of a sandbox together.
-
-    The longest file has a sandbox of its own, beside the others; two hosts need none.
-    """
+    """Mark this folder's tests, which need a real Slurm, and keep those of a sandbox together."""
     item.add_marker(pytest.mark.cluster)
     groups = {"test_survival": "long jobs", "test_two_hosts": "hosts", "test_elastic": "hosts"}
     item.add_marker(pytest.mark.xdist_group(groups.get(item.path.stem, "cluster")))

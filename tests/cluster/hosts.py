@@ -1,7 +1,4 @@
-"""Two network namespaces joined by a cable: two hosts with names and addresses of their own.
-
-Each has its own /etc/hosts and looks up names there alone.
-"""
+"""Two network namespaces joined by a cable: two hosts with names and addresses of their own."""
 
 import contextlib
 import os

@@ -22,23 +22,18 @@ from pathlib import Path
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 PACE = Path("pace").absolute()  # the job's code is a copy, and its working directory is not
-
 def data():
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(140, 4, generator=generator)
     y = (x[:, 0] > 0).long()
     return Splits(train=(x[:120], y[:120]), validation=(x[120:], y[120:]))
-
 def model():
     return nn.Linear(4, 2)
-
 def loss(outputs, targets):
     if PACE.exists() and outputs.requires_grad:
         time.sleep(float(PACE.read_text()))  # a model as slow to train as the test wants it
     return nn.functional.cross_entropy(outputs, targets)
-
 recipe = Recipe(model=model, data=data, loss=loss,
                 settings={"epochs": 2, "batch_size": 4, "log_every": 1, "seed": 3})
 """
@@ -109,10 +104,7 @@ def set_pace(folder: Path, seconds: float | None) -> None:
 def samestep(
     sandbox: RunningSandbox, folder: Path, *words: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run samestep's command line in a folder, with the sandbox as its cluster.
-
-    What it does in a job is the job's own Python; this one is forked, without seconds of imports.
-    """
+    """Run samestep's command line in a folder, with the sandbox as its cluster."""
     outputs = folder.with_name(f"{folder.name}-outputs-{next(_calls)}")
     ranks = start_ranks(_command_line, 1, outputs, words, folder, outputs, sandbox.environment)
     (code,) = ranks.wait()

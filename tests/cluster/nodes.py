@@ -14,10 +14,7 @@ _BACK_WITHIN_S = 120.0
 
 
 def kill_node(folder: Path, node: str) -> None:
-    """Lose a node as if its power had failed: SIGKILL to its slurmd and to all that runs on it.
-
-    The controller notices in 15 to 20 s.
-    """
+    """Lose a node as if its power had failed: SIGKILL to its slurmd and to all that runs on it."""
     folder = folder.absolute().resolve()
 
     def on_node() -> list[Process]:

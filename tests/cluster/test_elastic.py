@@ -1,7 +1,4 @@
-"""A job of 1 to 2 nodes takes what is there at each start, and trains what one process trains.
-
-It trains the code of its submit, whatever is edited meanwhile.
-"""
+"""A job of 1 to 2 nodes takes what is there at each start, and trains what one process trains."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -121,14 +121,11 @@ def test_a_job_that_everything_happens_to_loses_nothing(sandbox, recipe, tmp_pat
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-
 saved = Path(os.environ["SAMESTEP_RUN_DIR"], "steps")
 begin = int(saved.read_text()) if saved.exists() else 0
-
 def save(*_):
     saved.write_text(str(step))
     sys.exit(1)
-
 signal.signal(signal.SIGUSR1, save)
 pace = Path("pace")
 print("begins at step", begin, flush=True)
@@ -263,14 +260,12 @@ def test_a_mistake_that_comes_again_in_every_start_ends_the_job_at_once(sandbox,
 BOOM = """
 import torch
 import torch.distributed as dist
-
 def main():
     dist.init_process_group("gloo")
     for step in range(1000):
         if step == 3 and dist.get_rank() == 1:
             raise RuntimeError("boom from rank 1")
         dist.all_reduce(torch.ones(2))
-
 main()
 """
 

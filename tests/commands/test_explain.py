@@ -168,7 +168,6 @@ def test_activations_are_those_of_a_forward_and_gradients_of_virtual_ranks(tmp_p
 
 RANDOM = """
 from torch import nn
-
 def noisy(options):
     return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
 """

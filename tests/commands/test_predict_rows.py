@@ -73,20 +73,16 @@ from dataclasses import dataclass
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from samestep import Recipe, Splits
-
 x = torch.arange(36.0).view(12, 3) / 36
 y = x.sum(dim=1, keepdim=True)
-
 @dataclass(frozen=True)
 class Options:
     form: str = ""
-
 class Gaps(TensorDataset):
     def __getitem__(self, index):
         if index == 1:
             raise ValueError("It is broken.")
         return super().__getitem__(index)[0]
-
 def read(options, path):
     numbers = [float(word) for word in path.read_text().split()]
     rows = torch.tensor(numbers).view(-1, 3)
@@ -102,13 +98,11 @@ def read(options, path):
     if options.form == "raises":
         return {}["column"]
     return rows[0]
-
 class Model(nn.Module):
     def __init__(self, options):
         super().__init__()
         self.layer = nn.Linear(3, 1)
         self.form = options.form
-
     def forward(self, x):
         y = self.layer(x)
         if self.training:
@@ -116,7 +110,6 @@ class Model(nn.Module):
         if self.form == "tree":
             return {"y": y, "twice": torch.cat([y, 2 * y], dim=1)}
         return y.view(-1, 1, 1).expand(-1, 4, 5) if self.form == "maps" else y
-
 recipe = Recipe(model=Model, data=lambda options: Splits(train=(x, y)), options=Options, read=read,
                 loss=nn.functional.mse_loss, settings={"epochs": 1, "batch_size": 4, "lr": 0.1})
 """
@@ -189,13 +182,11 @@ def test_outputs_that_cannot_be_shown_are_one_message(numbers, refused, form, sh
 
 PICTURE = """
 from dataclasses import replace
-
 def picture(options, path, rows, figure):
     assert options.form == "pairs"
     if len(rows) > 2:
         raise KeyError("row")
     figure.subplots().plot([row["output"] for row in rows])
-
 recipe = replace(recipe, plot=picture)
 """
 

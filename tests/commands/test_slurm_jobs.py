@@ -273,7 +273,10 @@ def test_of_two_jobs_of_one_run_the_later_has_its_steps(slurm, run, told):
     assert "slurm submit" not in shown
     slurm.add(8, run, state="CANCELLED")  # before it began
     assert "has not begun" in told("status", "8")
-    assert told("status", str(run)).split()[1] == "7,"
+    # Of a run's jobs: one that runs, one that waits, the one that began last, the newest.
+    for job, state, shown in ((7, "TIMEOUT", 7), (9, "PENDING", 9), (3, "RUNNING", 3)):
+        slurm.add(job, run, state)
+        assert told("status", str(run)).split()[1] == f"{shown},"
 
 
 def test_a_job_whose_script_has_not_begun_shows_nothing_of_an_earlier_start(slurm, run, told):

@@ -197,14 +197,12 @@ NAN = RECIPE.replace(
     """
 import os
 steps = 0
-
 def loss(outputs, targets):
     global steps
     steps += torch.is_grad_enabled()
     value = nn.functional.cross_entropy(outputs, targets)
     last = os.environ.get("RANK", "1") == "1"
     return value * (float("nan") if steps >= 10 and last else 1.0)
-
 recipe = Recipe(loss=loss, """,
 )
 
@@ -245,9 +243,7 @@ class Model(nn.Linear):
     def forward(self, x):
         seen.append(1)
         return super().forward(x)
-
 seen = []
-
 recipe = """
 
 

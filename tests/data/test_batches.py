@@ -304,7 +304,6 @@ HELD_BY_A_MODULE = """
 import torch
 from samestep.core.data.batches import open_source
 from samestep.launch.ranks.world import World
-
 data = [(torch.zeros(2), 0)] * 8
 source = open_source(data, World(), seed=1, dtype=torch.float32, num_workers=1)
 for _ in source.blocks(0, 0, global_batch=4, drop_last=False):

@@ -1,7 +1,4 @@
-"""The order of samples: each once an epoch, on any number of ranks, from any step on.
-
-That ranks together read this order, whole or resumed, is proved on batches: test_batches.py.
-"""
+"""The order of samples: each once an epoch, on any number of ranks, from any step on."""
 
 from collections import Counter
 from itertools import accumulate, pairwise

@@ -1,7 +1,4 @@
-"""The examples that are recipes: `samestep verify` passes them, and each does what it says.
-
-That they train the same on 1, 2 and 3 ranks and when resumed: tests/training/test_any_batch.py.
-"""
+"""The examples that are recipes: `samestep verify` passes them, and each does what it says."""
 
 import json
 import re

@@ -180,11 +180,9 @@ def test_a_stopped_run_resumes_to_the_weights_and_losses_of_one_that_was_not(exe
 KILLED_IN_EPOCH_2 = """
 import os, runpy, signal, sys
 import lightning as L
-
 def die(self, trainer, module):
     if trainer.current_epoch == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-
 L.Callback.on_train_epoch_start = die
 del sys.argv[0]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))

@@ -1,7 +1,4 @@
-"""Run a program with dropout left out: `without_dropout.py FILE_OR_MODULE ARGUMENTS…`.
-
-Two trainers draw different dropout masks, so only without them can their losses be equal.
-"""
+"""Run a program with dropout left out: `without_dropout.py FILE_OR_MODULE ARGUMENTS…`."""
 
 import runpy
 import sys

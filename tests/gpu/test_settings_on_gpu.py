@@ -27,13 +27,11 @@ IMAGES = """
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 def data():
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(300, 3, 16, 16, generator=generator)
     y = (x[:, 0].mean((1, 2)) > 0).long()
     return Splits(train=(x[:200], y[:200]), validation=(x[200:], y[200:]))
-
 class Network(nn.Module):
     def __init__(self):
         super().__init__()
@@ -42,11 +40,9 @@ class Network(nn.Module):
             nn.LazyLinear(2),
         )
         self.layers(torch.zeros(2, 3, 16, 16))
-
     def forward(self, x):
         EXTRA
         return self.layers(x)
-
 recipe = Recipe(model=Network, data=data, settings={
     "epochs": 4, "batch_size": 20, "lr": 0.01, "log_every": 1})
 """

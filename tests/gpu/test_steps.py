@@ -22,7 +22,6 @@ LARGE = """
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 class Large(nn.Module):
     def __init__(self):
         super().__init__()
@@ -30,11 +29,9 @@ class Large(nn.Module):
     def forward(self, x):
         x.new_empty(len(x), 2**31)
         return x * self.weight
-
 def data():
     x = torch.randn(400, 2)
     return Splits(train=(x, (x[:, 0] > 0).long()))
-
 recipe = Recipe(model=Large, data=data, settings={"batch_size": 200, "epochs": 1})
 """
 

@@ -22,25 +22,20 @@ IMAGES = """
 import torch
 from torch import nn
 from samestep import Recipe, Splits, uniform
-
 def data():
     generator = torch.Generator().manual_seed(7)
     x = torch.randint(256, (260, 3, 16, 16), generator=generator, dtype=torch.uint8)
     y = (x[:, 0].float().mean((1, 2)) > x[:, 1].float().mean((1, 2))).long()
     return Splits(train=(x[:200], y[:200]), validation=(x[200:], y[200:]))
-
 def model():
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(392, 2),
     )
-
 def flip(images, keys):
     return torch.where(uniform(keys, 1)[:, :, None, None] < 0.5, images.flip(3), images)
-
 def normalise(images):
     return images.double() / 255 - 0.5
-
 recipe = Recipe(model=model, data=data, AUGMENTtransform=normalise,
                 settings={"epochs": 2, "batch_size": 20, "lr": 0.01, "precision": "fp64"})
 """

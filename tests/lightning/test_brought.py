@@ -20,27 +20,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
-
 import samestep.lightning
-
 NORM = False
-
-
 class Data(L.LightningDataModule):
     def setup(self, stage):
         x = torch.randn(123, 6, generator=torch.Generator().manual_seed(3))
         self.data = TensorDataset(x, (x.sum(1) > 0).float())
-
     def train_dataloader(self):
         return DataLoader(self.data, batch_size=8)
-
     def val_dataloader(self):
         return DataLoader(self.data, batch_size=8)
-
     def test_dataloader(self):
         return [DataLoader(self.data, batch_size=8)]
-
-
 class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -49,18 +40,14 @@ class Net(L.LightningModule):
         self.accuracy, self.mean, self.auroc = BinaryAccuracy(), MeanMetric(), BinaryAUROC()
         self.loss = nn.BCEWithLogitsLoss()
         self.save_hyperparameters()
-
     def forward(self, x):
         return self.net(x).squeeze(1)
-
     def on_train_epoch_start(self):
         self.factor = 1 + 0.1 * self.current_epoch
-
     def training_step(self, batch, batch_idx):
         loss = self.loss(self(batch[0]), batch[1])
         self.log("train_loss", loss, prog_bar=True)
         return {"loss": loss * self.factor * (1 + 0.01 * batch_idx + 0.001 * self.global_step)}
-
     def validation_step(self, batch):
         x, y = batch
         out = self(x)
@@ -68,17 +55,13 @@ class Net(L.LightningModule):
         self.log("val_loss", self.mean)
         self.accuracy(out, y)
         self.log_dict({"val/accuracy": self.accuracy, "val_out": out.mean()})
-
     def test_step(self, batch, batch_idx):
         self.log("test_out", self(batch[0]).mean())
-
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         total = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=total)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
 torch.manual_seed(1)
 net = Net()
 recipe = samestep.lightning.recipe(net, Data, batch_size=8, epochs=3, order="sequential")

@@ -1,7 +1,4 @@
-"""In Lightning's Trainer a recipe takes the same steps as in samestep's own loop.
-
-`samestep verify` compares both for other recipes: tests/examples/test_recipes.py.
-"""
+"""In Lightning's Trainer a recipe takes the same steps as in samestep's own loop."""
 
 import logging
 import os
@@ -47,10 +44,8 @@ NO_CLOSURE = TINY + GATHERS.removeprefix(tiny.RECIPE).replace("Free(m", "Slowing
 # A mean over samples of one class, of which some shares and micro-steps have none.
 TERMS = """
 from dataclasses import replace
-
 def of_ones(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, ignore_index=0)
-
 recipe = replace(recipe, loss=of_ones, loss_terms=lambda batch: batch[1].sum())
 """
 BY_TERMS = (TINY + TERMS, ("--micro-batch-size", "2", "--batch-size", "14", "--epochs", "1"))

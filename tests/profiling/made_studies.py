@@ -6,10 +6,7 @@ from samestep.prove.profiling.scaling_study import MeasuredSetup, Measurement, S
 def measured(
     mode="weak", *, ranks=1, batch=32, ms=(1.0,), rounds=3, segments=4, steps=100, **phases
 ):
-    """Return a setup whose step took `ms[round]` milliseconds, shared out among the phases.
-
-    The phases are in milliseconds of a step; what they leave is `forward`.
-    """
+    """Return a setup whose step took `ms[round]` milliseconds, shared out among the phases."""
     setup = Setup(mode=mode, ranks=ranks, global_batch_size=batch, micro_batch_size=batch // ranks)
     found = []
     for number in range(rounds):

@@ -1,7 +1,4 @@
-"""Trainings with one planted bottleneck each, and what a profile of them has to say.
-
-What is planted is a cause, often a sleep: that stands for a slow disk, a slow node, a long write.
-"""
+"""Trainings with one planted bottleneck each, and what a profile of them has to say."""
 
 import json
 import os
@@ -15,47 +12,37 @@ import time
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 RANK = int(os.environ.get("RANK", "0"))
 WIDTH, SAMPLES, BATCH, HIDDEN = {sizes}
-
 class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x.clone()
-
     @staticmethod
     def backward(ctx, gradient):
         time.sleep({backward})  # planted: a slow rank
         return gradient
-
 class Samples(torch.utils.data.Dataset):
     def __len__(self):
         return SAMPLES
-
     def __getitem__(self, index):
         time.sleep({sample})  # planted: a slow disk
         return torch.full((WIDTH,), float(index % 7)), index % 2
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = {layers}
-
     def forward(self, x):
         if not self.training:
             time.sleep({evaluation})  # planted: a long evaluation
         return Slow.apply(self.layers(x))
-
     def state_dict(self, *args, **kwargs):
         time.sleep({checkpoint})  # planted: a long write
         return super().state_dict(*args, **kwargs)
-
 def data():
     x, y = torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES) % 2
     validation = {validation}
     return Splits(train={train}, validation=validation)
-
 recipe = Recipe(model=Net, data=data, settings={{
     "epochs": 2, "batch_size_per_rank": BATCH, "optimizer": "sgd", "lr": 1e-6, {settings}
 }})
@@ -72,22 +59,17 @@ import os
 import time
 import torch
 from torch import nn
-
 class Samples(torch.utils.data.Dataset):
     def __init__(self, size):
         self.rows = [(row, n % 2) for n, row in enumerate(torch.randn(size, {width}).unbind())]
-
     def __len__(self):
         return len(self.rows)
-
     def __getitem__(self, index):
         return self.rows[index]
-
 class SlowToSave:
     def __reduce__(self):
         time.sleep({save})  # planted: a long write
         return int, ()
-
 def main():
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
@@ -104,7 +86,6 @@ def main():
             {after_backward}
             optimizer.step()
             {after_step}
-
 if __name__ == "__main__":
     main()
 """

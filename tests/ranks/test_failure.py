@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from samestep.base import startup
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, known_remedy
 from samestep.base.startup import JOB_RUN
 from samestep.core.training.stopping import catch_signals
 from samestep.launch.ranks import process
@@ -68,6 +68,7 @@ def test_an_error_is_told_with_the_users_lines_or_the_setting_to_change(capfd):
     )
     assert report(error) == 1
     assert "--timeout-s" in capfd.readouterr().err
+    assert "--strategy ddp" in known_remedy(RuntimeError("setStorage: sizes [3], strides [1]"))
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,12 @@ FAILS_ON_RANK_1 = RECIPE.replace(
     """
 import os
 steps = 0
-
 def loss(outputs, targets):
     global steps
     steps += 1
     if steps == 12 and os.environ.get("RANK") == "1":
         raise KeyError("lost on the way")
     return nn.functional.cross_entropy(outputs, targets)
-
 recipe = Recipe(loss=loss, """,
 )
 
@@ -99,14 +97,11 @@ PACED = RECIPE.replace(
     """
 import time
 from pathlib import Path
-
 PACE = Path(__file__).with_name("pace")
-
 def loss(outputs, targets):
     if PACE.exists() and outputs.requires_grad:
         time.sleep(2)  # 60 steps outlast the start of another node on a busy machine
     return nn.functional.cross_entropy(outputs, targets)
-
 recipe = Recipe(loss=loss, """,
 )
 FLAGS = (

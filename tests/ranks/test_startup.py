@@ -20,12 +20,10 @@ SIGNALLED = """
 import os, signal, sys
 module, *words = sys.argv[1:]
 sent = []
-
 def strike(event, details):
     if event == "import" and details[0] == module and not sent:
         sent.append(module)
         os.kill(os.getpid(), signal.SIGUSR1)
-
 sys.addaudithook(strike)
 from samestep.shell.cli import main
 code = main(words)

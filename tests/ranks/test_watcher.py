@@ -29,14 +29,11 @@ import os, time
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 RANK = os.environ.get("RANK")
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.steps = nn.Linear(4, 2), 0
-
     def forward(self, x):
         self.steps += self.training
         if not self.training and self.steps:
@@ -46,12 +43,10 @@ class Model(nn.Module):
         if self.training:
             time.sleep(PACE_S)
         return self.linear(x)
-
 def data():
     x = torch.randn(60, 4)
     y = (x[:, 0] > 0).long()
     return Splits(train=(x, y), validation=(x[:10], y[:10]))
-
 recipe = Recipe(model=Model, data=data, settings={"epochs": 4, "batch_size": 10})
 """
 # The other rank may see that this one is gone before it is killed itself.

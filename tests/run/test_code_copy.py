@@ -55,6 +55,7 @@ def tree(folder: Path) -> set[str]:
 
 
 def test_tracked_and_new_files_are_copied_and_ignored_data_and_secrets_linked(repository, run):
+    (repository / "train.py").chmod(0o700)
     code = find_code(repository / "src" / "mine.py")
     copy_code(code, run)
     copied = {"train.py", "src/mine.py", "src/new.py", ".gitignore"}
@@ -66,6 +67,7 @@ def test_tracked_and_new_files_are_copied_and_ignored_data_and_secrets_linked(re
     commit = git(repository, "rev-parse", "HEAD").strip()
     assert (facts["file"], facts["commit"], facts["changed"]) == ("src/mine.py", commit, True)
     assert "-old\n" in (run / DIFF).read_text()
+    assert (run / CODE / "train.py").stat().st_mode & 0o777 == 0o700
     (repository / "train.py").write_text("newer")
     assert (run / CODE / "train.py").read_text() == "new"
 

@@ -169,13 +169,10 @@ import sys
 import torch
 from torch import nn
 import samestep
-
 text = torch.randint(0, 9, (4 * 47 + 1,), generator=torch.Generator().manual_seed(0))
 data = text[:-1].view(-1, 4), text[1:].view(-1, 4)
-
 def new_hidden(rows):
     return torch.zeros(rows, 6)
-
 with samestep.open_run("run", resume=True, log_every=1, checkpoint_every_steps=1) as run:
     embed, cell, out = nn.Embedding(9, 5), nn.GRU(5, 6, batch_first=True), nn.Linear(6, 9)
     model = run.place(nn.ModuleList([embed, cell, out]))

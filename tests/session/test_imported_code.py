@@ -28,26 +28,20 @@ DATA = """
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 def data():
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(7))
     y = (x[:, 0] > 0).long()
     return Splits(train=(x[:30], y[:30]), validation=(x[30:], y[30:]), test=(x[30:], y[30:]))
-
 SETTINGS = {"epochs": 1, "batch_size": 10}
 """
 NET = '''
 from torch import nn
-
 class Net(nn.Linear):
     """A small net."""
-
     def __init__(self):
         super().__init__(4, 2)
-
     def forward(self, x):
         return super().forward(x) * x.mean(1, keepdim=True)
-
 def unused(train=None):
     return 1
 '''
@@ -59,14 +53,11 @@ TRAIN = """
 import argparse
 import mylib.parts as parts
 from mylib.parts import scale
-
 WIDTH, SEED = 2, 1
 TABLE = {}
 TABLE["width"] = 2
-
 def main(scale=None):
     print("training", SEED)
-
 if __name__ == "__main__":
     main()
 """
@@ -280,6 +271,13 @@ def test_of_too_many_files_the_nearest_are_kept_and_compared(tmp_path, monkeypat
     assert changes_by(run, file, "train.py", ".mean(", ".amax(") != []
     assert "more than 3 files" in train_here(str(file), "--run-dir", str(tmp_path / "new"))
     assert "more than 3 files" in all_records(tmp_path / "new")[0]["notes"][-1]
+
+
+def test_code_that_is_run_by_its_path_is_told(tmp_path):
+    runs = "import runpy\nNet = runpy.run_path(__file__.replace('small', 'm'))['Net']\n"
+    file = write(tmp_path, runs + GIVES, {"m.py": NET})
+    train_here(str(file), "--run-dir", str(tmp_path / "run"))
+    assert "run_path(), and not" in all_records(tmp_path / "run")[0]["notes"][-1]
 
 
 def test_a_job_keeps_what_its_copy_of_the_code_does_not_hold(here, monkeypatch, output_of):

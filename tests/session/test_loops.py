@@ -259,16 +259,13 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 import samestep
-
 class Words(torch.utils.data.Dataset):
     def __len__(self):
         return 23
     def __getitem__(self, index):
         return torch.linspace(0, 1, 2 + index % 5) + 0.01 * torch.randn(1)
-
 def collate(words):
     return {"x": pad_sequence(words, batch_first=True), "n": torch.tensor([*map(len, words)])}
-
 DROPOUT = float(sys.argv[1])
 with samestep.open_run("run", seed=3, resume=True, log_every=1, checkpoint_every_steps=1,
                        settings={"dropout": DROPOUT}, keep_newest=3) as run:

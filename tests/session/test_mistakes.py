@@ -13,7 +13,6 @@ import os, sys
 import torch
 from torch import nn
 import samestep
-
 rank = int(os.environ.get("RANK", "0"))
 data = torch.arange(40.0, dtype=torch.float64).view(20, 2) / 40
 opened = {"path": "run", "seed": 0, "resume": True}
@@ -53,7 +52,7 @@ MISTAKES = [
     (LOG, "run.log(loss=batch.data)", "loss"),
     (LOG, "run.log(loss=loss, step=1)", "step"),  # a name of the records
     (LOG, "run.log(loss=loss * float('nan'))", "NaN"),
-    (LOG, "sys.exit(0)", "mine.py:20"),
+    (LOG, "sys.exit(0)", "mine.py:19"),
     (DATA, "torch.utils.data.DataLoader(data), size)", "DataLoader"),
     (DATA, "data, size, order='sorted')", "sequential"),
     (DATA, "data, size, order='weighted', weights=[1, 2])", "has 2 numbers"),
@@ -217,6 +216,8 @@ def test_an_error_alone_is_python_s_own(tmp_path, capfd):
 ADAM, SGD = (f"optim.{name}(model.parameters(), lr=0.1)" for name in ("Adam", "SGD"))
 SCHEDULED = f"{SGD}\n    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)"
 IN_STATE = '"optimizer": optimizer}'
+AROUND = f"{ADAM}\n    inner, optimizer = optimizer, torch.{SGD}"
+AROUND += "\n    optimizer.inner, optimizer.step = inner, inner.step"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,7 @@ IN_STATE = '"optimizer": optimizer}'
         (ADAM, "}", "the optimizer (Adam)"),
         (ADAM, IN_STATE, ""),
         (SGD, "}", ""),  # it has nothing to keep
+        (AROUND, IN_STATE, ""),
         (SCHEDULED, IN_STATE, "the scheduler of the optimizer (SGD)"),
         (SCHEDULED, '"optimizer": optimizer, "scheduler": scheduler}', ""),
     ],
@@ -242,11 +244,9 @@ DRIFTS = """class Net(nn.Linear):
     def __init__(self):
         super().__init__(2, 1)
         self.register_buffer("drift", torch.zeros(1), persistent=False)
-
     def forward(self, x):
         self.drift += self.training
         return super().forward(x) + self.drift
-
 """
 
 
@@ -261,18 +261,15 @@ def test_a_buffer_that_no_checkpoint_holds_is_told_at_the_first_forward(tmp_path
 DATA_SET = """class Exits(torch.utils.data.TensorDataset):
     def __getitem__(self, index):
         exit(4)
-
 def data():
     return Splits(train=Exits(torch.ones(60, 4)))
 """
 LOSS = """seen = []
-
 def loss(outputs, targets):
     seen.append(1)
     if len(seen) == 9:
         raise SystemExit(3)
     return nn.functional.cross_entropy(outputs, targets)
-
 recipe = Recipe(loss=loss, """
 
 

@@ -363,12 +363,10 @@ def test_on_two_ranks_rank_0_alone_draws(tmp_path):
 BROKEN = f"""{RECIPE}
 import os
 from dataclasses import replace
-
 def busy(model, data):
     x = torch.randn(300, 300)
     while True:
         x = (x @ x).tanh()
-
 def leaves(model, data):
     os._exit(7)
 """

@@ -29,27 +29,20 @@ RECIPE = '''
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 SEED = 7
-
 def data():
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(SEED))
     y = (x[:, 0] > 0).long()
     return Splits(train=(x[:30], y[:30]), validation=(x[30:], y[30:]), test=(x[30:], y[30:]))
-
 class Net(nn.Module):
     """A small net."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
-
     def forward(self, x):
         return self.second(nn.functional.gelu(self.first(x)))
-
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
-
 recipe = Recipe(model=Net, data=data, loss=loss, read=lambda _, path: torch.ones(4),
                 settings={"epochs": 1, "batch_size": 10})
 '''
@@ -114,7 +107,7 @@ def test_an_edited_recipe_is_refused_with_what_differs_wherever_it_would_be_used
 
 
 def test_comments_docstrings_default_settings_and_the_main_block_are_no_change(edited):
-    edited('    """A small net."""\n\n    def', "    # no more words\n    def")
+    edited('    """A small net."""\n    def', "    # no more words\n    def")
     parse(["run", *GO_ON])
     edited('"epochs": 1', '"epochs": 3')
     parse(["run", *GO_ON])

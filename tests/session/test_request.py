@@ -104,6 +104,7 @@ def test_options_go_to_each_function_that_asks_and_one_that_nothing_reads_is_ref
     [
         ({"unread": 5.0}, "a whole number"),
         ({"smooth": nn.Linear(1, 1)}, "a Linear, which settings.toml cannot hold"),
+        ({"smooth": "\udcff"}, "a str, which settings.toml cannot hold"),
         (None, "returned None"),
     ],
 )

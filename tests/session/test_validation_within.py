@@ -153,12 +153,10 @@ MORE = """
 import os, signal, threading
 from dataclasses import replace
 from pathlib import Path
-
 def baselines(options):
     with Path("calls.txt").open("a") as file:
         file.write("called\\n")
     {body}
-
 recipe = replace(recipe, baselines=baselines)
 """
 ROWS = """return {"constant": {"accuracy": 0.5, "other": float("nan")}, "trees": "left out"}"""

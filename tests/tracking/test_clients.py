@@ -1,8 +1,4 @@
-"""The trackers' own clients, offline, at two ranks: what they wrote is read back.
-
-One run serves all tests of this file: it ends after its first epoch and goes on, with all four
-trackers, whose keys are there but whose servers are not.
-"""
+"""The trackers' own clients, offline, at two ranks: what they wrote is read back."""
 
 import importlib.util
 import json
@@ -34,7 +30,6 @@ def weights(model, data):
     figure = Figure(figsize=(3, 2))
     figure.subplots().hist(model[0].weight.flatten().tolist())
     return figure
-
 recipe = Recipe("""
 CHANGES = {
     '    "checkpoint_every_steps": 4,\n': "",

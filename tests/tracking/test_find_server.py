@@ -1,7 +1,4 @@
-"""What the clients themselves say of keys and servers, asked in a process of their own.
-
-A client reads its configuration once, so each question is put in a fork of one that imported it.
-"""
+"""What the clients themselves say of keys and servers, asked in a process of their own."""
 
 import base64
 import importlib

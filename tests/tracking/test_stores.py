@@ -1,7 +1,4 @@
-"""What the trackers' real clients make of settings, projects and machines that are not usual.
-
-Each is started in a process of its own: W&B takes over `sys.exit` where it runs.
-"""
+"""What the trackers' real clients make of settings, projects and machines that are not usual."""
 
 import os
 from pathlib import Path

@@ -17,10 +17,7 @@ def stop_all(
     folder: Path,
     agree_every_s: float | None = None,
 ) -> str:
-    """Train one after the other on the same ranks, each until its signal ends it.
-
-    It returns what rank 0 printed. Ranks that agree every 0 seconds stop after the very step.
-    """
+    """Train one after the other on the same ranks, each until its signal ends it."""
     faults, words = [fault for fault, _ in stops], [[*map(str, words)] for _, words in stops]
     output = folder / f"stopped-on-{on}"
     ports = [free_port() for _ in stops]

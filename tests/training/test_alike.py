@@ -19,9 +19,7 @@ NOISY = """
 import os, random
 import numpy as np
 from dataclasses import replace
-
 own = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
-
 class Noisy(torch.optim.SGD):
     def step(self, closure=None):
         found = super().step(closure)
@@ -30,7 +28,6 @@ class Noisy(torch.optim.SGD):
                 noise = random.random() + np.random.rand()
                 weight.add_(torch.randn_like(weight) * noise, alpha=0.01)
         return found
-
 recipe = replace(recipe, model=lambda o: nn.Sequential(*model(o)[:2], nn.Dropout(0.0),
                                                        nn.Linear(o.hidden, 2)),
                  optimizer=lambda model, s: Noisy(model.parameters(), lr=s.lr))
@@ -76,7 +73,6 @@ import random
 import torch
 from torch import nn
 import samestep
-
 data = torch.arange(80.0, dtype=torch.float64).view(40, 2) / 40
 with samestep.open_run("run") as run:
     model = run.place(nn.Linear(2, 3))
@@ -203,7 +199,6 @@ class Own(torch.optim.SGD):
     def __init__(self, *given, **more):
         super().__init__(*given, **more)
         self.speeds = {}
-
     @torch.no_grad()
     def step(self, closure=None):
         for weight in self.param_groups[0]["params"]:

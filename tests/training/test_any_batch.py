@@ -1,7 +1,4 @@
-"""Batches of any form train the same on any number of ranks, in micro-steps, and when resumed.
-
-The examples of the handbook are the recipes.
-"""
+"""Batches of any form train the same on any number of ranks, in micro-steps, and when resumed."""
 
 import os
 import signal

@@ -103,15 +103,12 @@ def test_a_training_with_them_is_the_same_on_a_cpu_and_says_what_has_no_effect(t
 PROGRAM = """
 import resource, statistics, torch
 from samestep.core.training.device import choose_allocation
-
 def step():
     tensors = [torch.ones(4 << 20) for _ in range(4)]  # 16 MiB each
-
 def pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
 left = statistics.median([pages() for _ in range(11)])
 choose_allocation(torch.device("cpu"), sharded=False)
 print(left, statistics.median([pages() for _ in range(11)]))

@@ -14,17 +14,13 @@ RECIPE = """
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 PIECE, WORDS, HIDDEN, DROPOUT = 4, 20, 6, 0.0
-
 def pieces():
     text = torch.randint(0, WORDS, (PIECE * 60 + 1,), generator=torch.Generator().manual_seed(0))
     return text[:-1].view(-1, PIECE), text[1:].view(-1, PIECE)
-
 def data():
     x, y = pieces()
     return Splits(train=(x[:47], y[:47]), validation=(x[47:], y[47:]))
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -34,17 +30,13 @@ class Net(nn.Module):
     def forward(self, x, hidden):
         found, hidden = self.rnn(self.embed(x.T), hidden)
         return self.out(found).transpose(0, 1), hidden
-
 def carry(rows):
     return torch.zeros(rows, 2, HIDDEN), torch.ones(rows, 2, HIDDEN)
-
 def forward(model, batch, carried):
     outputs, carried = model(batch[0], tuple(s.transpose(0, 1).contiguous() for s in carried))
     return outputs, tuple(state.transpose(0, 1) for state in carried)
-
 def loss(outputs, batch):
     return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
-
 recipe = Recipe(
     model=Net, data=data, loss=loss, forward=forward, carry=carry, metrics={},
     settings={"order": "columns", "epochs": 2, "batch_size": 7, "lr": 1.0, "optimizer": "sgd"},

@@ -167,6 +167,7 @@ def test_code_in_a_checkpoints_place_is_never_run(uninterrupted, run, tmp_path, 
     printed = tiny.resumed(run, "--max-steps", str(tiny.STEPS))
     (problem,) = attempt(run)["problems"]
     assert str(planted) in problem
+    assert "weights_only" not in problem, "PyTorch's advice would run it"
     assert str(planted) in printed
     tiny.assert_same_training(run, uninterrupted)
     assert not trap.exists()

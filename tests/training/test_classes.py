@@ -19,16 +19,13 @@ RECIPE = """
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 def numbers(count, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 4, generator=generator)
     return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
-
 def data():
     return Splits(train=numbers(60, 1), validation=numbers(20, 2), test=numbers(53, 3),
                   classes=("low", "middle", "high", "absent"))
-
 recipe = Recipe(model=lambda: nn.Linear(4, 4), data=data,
                 settings={"epochs": 2, "batch_size": 12, "lr": 0.05})
 """

@@ -1,8 +1,4 @@
-"""Compiled steps take the eager trajectory, for every optimizer, and say what was compiled.
-
-All compiled runs share one process: compiling is slow, and importing the compiler is half of it.
-What they compile is tried uncompiled in test_whole_step.py, which is not slow.
-"""
+"""Compiled steps take the eager trajectory, for every optimizer, and say what was compiled."""
 
 import os
 from dataclasses import dataclass
@@ -28,7 +24,6 @@ def frozen(options):
     net = model(options)
     net[0].requires_grad_(False)
     return net
-
 def loss("""
 NORMALISED = (
     SMALL.replace("nn.Tanh()", "nn.BatchNorm1d(options.hidden), nn.Tanh()")
@@ -46,7 +41,6 @@ class Odd(nn.Module):
     def forward(self, x):
         {forward}
         return self.inner(x)
-
 recipe = Recipe(model=Odd, """
 UNUSED = SMALL.replace(
     "\nrecipe = Recipe(model=model, ",
@@ -165,11 +159,7 @@ def assert_same_optimizer(one, other, tolerance):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_steps_take_the_eager_trajectory(trained, name):
-    """Records, weights, buffers and the optimizer's state; also the steps that run eagerly.
-
-    The records say once what was compiled, and it was so once: the learning rates of a schedule go
-    in as a tensor; as numbers, each group of steps would be a graph of its own.
-    """
+    """Records, weights, buffers and the optimizer's state; also the steps that run eagerly."""
     folder, graphs, _ = trained
     assert graphs[name] == 1
     assert_close(folder / f"{name} on", folder / f"{name} off", CASES[name].tolerance)

@@ -38,7 +38,6 @@ class Hungry(nn.Linear):
         if WHEN:
             raise ERROR  # hungry
         return super().forward(x)
-
 recipe = Recipe(""",
 )
 HUNGRY = HUNGRY.replace("model=model", "model=lambda: Hungry(4, 2)")
@@ -131,7 +130,6 @@ import numpy as np
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 class Restless(nn.Module):
     def __init__(self):
         super().__init__()
@@ -139,7 +137,6 @@ class Restless(nn.Module):
         self.drop = nn.Dropout(0.3)
         self.register_buffer("calls", torch.zeros(()))
         self.seen, self.count = [], 0
-
     def forward(self, x):
         self.calls = self.calls + 1
         self.count += 1
@@ -147,7 +144,6 @@ class Restless(nn.Module):
         noise = random.random() + float(np.random.rand()) + float(torch.rand(()))
         scale = 1 + 0.01 * float(self.calls) + 0.001 * self.count + 0.0001 * len(self.seen)
         return self.last(self.drop(self.norm(self.first(x)))) * scale + 0.01 * noise
-
 class Samples(torch.utils.data.Dataset):
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -155,12 +151,10 @@ class Samples(torch.utils.data.Dataset):
         return len(self.x)
     def __getitem__(self, i):
         return self.x[i] + torch.rand(()) * random.random(), self.y[i]
-
 def data():
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] > 0).long()
     return Splits(train=(x[:40], y[:40]), validation=Samples(x[40:], y[40:]))
-
 recipe = Recipe(model=Restless, data=data,
                 settings={"epochs": 2, "batch_size": 8, "log_every": 1})
 """
@@ -239,7 +233,6 @@ def test_what_a_loss_holds_is_where_the_model_is(tmp_path):
 
 EXTRA = """
 from dataclasses import replace
-
 class Counted(nn.Module):
     def __init__(self, options):
         super().__init__()
@@ -251,7 +244,6 @@ class Counted(nn.Module):
         return {"calls": self.calls}
     def set_extra_state(self, state):
         self.calls = state["calls"]
-
 recipe = replace(recipe, model=Counted)
 """
 

@@ -26,18 +26,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 class Block(nn.Module):
     checkpoint_activations = True
-
     def __init__(self):
         super().__init__()
         self.norm, self.inner = nn.LayerNorm(7), nn.Linear(7, 9)
         self.drop, self.outer = nn.Dropout(DROPOUT), nn.Linear(9, 7)
-
     def forward(self, x):
         return x + self.outer(self.drop(torch.tanh(self.inner(self.norm(x)))))
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -46,29 +42,24 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(7) if BATCHNORM else nn.LayerNorm(7)
         self.last, self.calls = nn.Linear(7, 2), 0
         self.register_buffer("drift", torch.zeros(7), persistent=False)
-
     def forward(self, x):
         x = self.first(x)
         # DRIFTS
         for block in self.blocks:
             x = block(x)
         return self.last(self.norm(x))
-
 mean = nn.functional.cross_entropy
-
 def model():
     made = Net()
     if FROZEN:
         made.blocks[1].inner.requires_grad_(False)
         made.first.weight.requires_grad_(False)
     return made
-
 def data():
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(40, 8, generator=generator, dtype=torch.float64)
     y = (x[:, 0] * x[:, 1] > 0).long()
     return Splits(train=(x[:29], y[:29]), validation=(x[29:], y[29:]))
-
 recipe = Recipe(model=model, data=data, SHARD settings={
     "epochs": 2, "batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1,
     "pictures": False,
@@ -183,7 +174,6 @@ def tied():
     made = Net()
     made.blocks[0].outer.weight = made.blocks[2].outer.weight
     return made
-
 recipe = replace(recipe, model=tied)
 """
 ONE_NUMBER = """
@@ -191,7 +181,6 @@ def scaled():
     made = Net()
     made.scale = nn.Parameter(torch.ones(()))
     return made
-
 recipe = replace(recipe, model=scaled)
 """
 ABSENT = "recipe = replace(recipe, shard=(nn.TransformerEncoderLayer,))"
@@ -281,23 +270,19 @@ def test_blocks_are_those_of_the_classes_or_repeated_and_what_cannot_be_sharded_
 LOOKS = """
 import os
 from pathlib import Path
-
 class Scaled(Net):
     def __init__(self):
         super().__init__()
         self.register_buffer("offset", torch.rand(2), persistent=False)
         HOW
-
     def forward(self, x):
         return self.times * super().forward(x) + self.offset
-
 def model():
     made = Scaled()
     made.last.weight = made.tied.weight if hasattr(made, "tied") else made.last.weight
     made_on = Path(__file__).with_name(f"made-on-{os.environ.get('RANK', '0')}")
     made_on.write_text(made.first.weight.device.type)
     return made
-
 recipe = replace(recipe, model=model)
 """
 # How a constructor goes about its numbers, which ranks other than 0 do not have at first.
@@ -332,24 +317,20 @@ def forward(model, batch):  # calls parts of the model, and not the model itself
     for block in model.blocks:
         hidden = block(hidden)
     return model.last(model.norm(hidden))
-
 recipe = replace(recipe, forward=forward, loss=lambda outputs, batch: mean(outputs, batch[1]),
                  metrics={})
 """,
     "terms": """
 def terms(batch):
     return (1 + batch[1]).sum()
-
 def weighted(outputs, targets):
     each = nn.functional.cross_entropy(outputs, targets, reduction="none")
     return (each * (1 + targets)).sum() / (1 + targets).sum()
-
 recipe = replace(recipe, loss=weighted, loss_terms=terms)
 """,
     "loss over the batch": """
 def spread(outputs, targets):
     return mean(outputs, targets) + torch.cdist(outputs, outputs).pow(2).mean()
-
 recipe = replace(recipe, loss=spread, loss_over="batch")
 """,
     "optimizer": """
@@ -357,7 +338,6 @@ def optimizer(model, settings):
     groups = [{"params": model.blocks.parameters()},
               {"params": [p for n, p in model.named_parameters() if "blocks" not in n], "lr": 0.1}]
     return torch.optim.SGD(groups, lr=settings.lr, momentum=0.9, nesterov=True)
-
 recipe = replace(recipe, optimizer=optimizer)
 """,
     "stream": """
@@ -366,11 +346,9 @@ class Read(torch.utils.data.IterableDataset):
         self.x, self.y = x, y
     def __iter__(self):
         return ((x, int(y)) for x, y in zip(self.x, self.y))
-
 def read():  # the last step has one sample, so that one of two ranks has none
     splits = data()
     return Splits(train=Read(*[t[:25] for t in splits.train]), validation=splits.validation)
-
 recipe = replace(recipe, data=read)
 """,
 }
@@ -398,12 +376,10 @@ class Looking(Block):
     def forward(self, x):
         assert self.norm.weight.dtype == self.inner.weight.dtype == torch.bfloat16
         return super().forward(x)
-
 def looking():
     made = Net()
     made.blocks[1].__class__ = Looking  # a new one would draw other weights
     return made
-
 recipe = replace(recipe, model=looking)
 """
 

@@ -1,8 +1,4 @@
-"""A loss may be a sum, or several by name; what needs the model is measured in evaluations.
-
-131 samples and a global batch of 12: the last batch of an epoch has 11, and no number of ranks here
-shares out the data evenly.
-"""
+"""A loss may be a sum, or several by name; what needs the model is measured in evaluations."""
 
 import json
 import re
@@ -28,33 +24,27 @@ import random
 import torch
 from torch import nn
 from samestep import Recipe, Splits
-
 def data():
     x = torch.randn(209, 8, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     return Splits(train=(x[:131], x[:131]), validation=(x[131:168], x[131:168]),
                   test=(x[168:], x[168:]))
-
 class VAE(nn.Module):
     def __init__(self):
         super().__init__()
         self.encode, self.decode = nn.Linear(8, 6), nn.Linear(3, 8)
-
     def forward(self, x):
         mean, spread = self.encode(x).chunk(2, dim=1)
         return self.decode(mean), mean, spread
-
 def loss(outputs, targets):
     made, mean, spread = outputs
     kl = -0.5 * (1 + spread - mean.square() - spread.exp()).sum()
     return {"reconstruction": (made - targets).square().sum(), "kl": kl}
-
 def measure(model, batch):
     inputs, targets = batch
     drawn = torch.rand(len(inputs), 3).to(inputs) + random.random()
     made = model.decode(model.encode(inputs)[:, :3] + drawn)
     assert not model.training and not made.requires_grad
     return {"worst": (made - targets).abs().amax(dim=1), "place": [1.0] * len(inputs)}
-
 recipe = Recipe(
     model=VAE, data=data, loss=loss, reduction="sum", loss_weights={"kl": 0.1},
     settings={"epochs": 2, "batch_size": 12, "lr": 0.001, "precision": "fp64", "log_every": 1,

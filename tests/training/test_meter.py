@@ -115,10 +115,7 @@ def test_ranks_add_up_their_parts_and_all_stop_where_one_meets_a_nan(tmp_path):
 
 
 def test_losses_read_behind_the_next_step_are_recorded_in_order(tmp_path, monkeypatch):
-    """So it is on a GPU, which has the next step to compute while the host waits for the losses.
-
-    Where that step fails, they are recorded all the same.
-    """
+    """So it is on a GPU, which has the next step to compute while the host waits for the losses."""
 
     def records(name: str, *, lags: bool) -> list[dict[str, Any]]:
         monkeypatch.setattr(loop, "Meter", lambda work, state, **_: Meter(work, state, lags=lags))

@@ -189,19 +189,15 @@ MEASURES = """
 import torchmetrics
 from dataclasses import replace
 from tests.training.test_metrics import Median
-
 class Right(Median):
     def update(self, outputs, targets):
         self.errors.append((outputs[:, 1] - targets).abs())
-
 class Area(torchmetrics.classification.BinaryAUROC):
     def update(self, outputs, targets):
         super().update(outputs.softmax(1)[:, 1], targets)
-
 class Seen(torchmetrics.SumMetric):  # ranks that added it up themselves would count twice
     def update(self, outputs, targets):
         super().update(torch.ones(len(targets)))
-
 objects = {
     "auroc": Area(),
     "f1": torchmetrics.classification.MulticlassF1Score(2, average="macro"),
@@ -327,12 +323,10 @@ GROWS = RECIPE.replace(
 steps = 0
 def error(outputs, targets):
     return torch.full((len(targets),), VALUES[min(steps // 6, len(VALUES) - 1)])
-
 def counting(outputs, targets):
     global steps
     steps += torch.is_grad_enabled()
     return nn.functional.cross_entropy(outputs, targets)
-
 VALUES = [0.0, 0.5, 0.7, 0.9]
 recipe = Recipe(loss=counting, metrics={"error": error}, lower_is_better=("error",),""",
 )

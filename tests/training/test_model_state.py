@@ -11,22 +11,18 @@ class Grows(nn.Linear):
         super().__init__(8, 2)
         self.register_buffer("seen", torch.zeros(0))
         self.register_buffer("none", None)
+        self.layers = nn.ModuleList()
         self.calls = 0
-
     LOADING
-
     def get_extra_state(self):
         return {"calls": self.calls}
-
     def set_extra_state(self, state):
         self.calls = state["calls"]
-
     def forward(self, x):
         if self.training:
             self.calls += 1
             FORWARD
         return super().forward(x) + self.seen.sum()
-
 recipe = replace(recipe, model=lambda: Grows().double())
 """
 GROWING = "self.seen = torch.cat([self.seen, self.seen.new_full((1,), 1e-3 * self.calls)])"
@@ -63,13 +59,20 @@ def test_a_buffer_for_which_its_module_makes_room_resumes_to_the_last_bit(tmp_pa
         (GROWING, {}, "seen has shape (1,), the model (0,)"),
         (f"if self.calls == 2: {GROWING}", {}, "seen has shape (1,), the model (0,)"),
         ("self.none = x[:1].detach()", {}, "none is not in the model"),
+        ("self.layers.append(nn.Linear(2, 2))", {}, "layers.0.weight is not in the model"),
         (
             "pass",
             {"self.calls = state": "self.kept = state"},
             "['_extra_state']['calls'] is 1, and 0",
         ),
     ],
-    ids=["grows", "grows in step 2", "begins as None", "extra state that is not restored"],
+    ids=[
+        "grows",
+        "grows in step 2",
+        "begins as None",
+        "gets layers",
+        "extra state that is not restored",
+    ],
 )
 def test_state_that_no_checkpoint_leads_back_to_is_named_after_the_step(
     tmp_path, refused, forward, other, named

@@ -78,9 +78,8 @@ class Free(Slowing):
         self._move(False, 0.7)
 
 
-RECIPE = f"""{tiny.RECIPE}
+RECIPE = f"""{tiny.RECIPE.replace('"checkpoint_every_steps": 4,', "")}
 from dataclasses import replace
-
 {inspect.getsource(Slowing)}
 {inspect.getsource(Free)}
 recipe = replace(recipe, optimizer=lambda model, settings: Free(model.parameters(), settings.lr))
@@ -109,6 +108,15 @@ class Joint(torch.optim.Optimizer):
         self.param_groups = [group for one in self.parts for group in one.param_groups]
 
 
+class Around(Joint):
+    """As many a Lookahead, it has another's groups and calls no `super().__init__()`."""
+
+    def __init__(self, params, lr):
+        self.parts = [Slowing(params, lr=lr)]
+        self.param_groups, self.state = self.parts[0].param_groups, self.parts[0].state
+        self.loses = False
+
+
 def made(kind, weights, **how):
     """Return a model, its optimizer, the step and what the groups held."""
     torch.manual_seed(3)
@@ -128,7 +136,20 @@ def take(model, update, steps):
         update(0.1 / (step + 1))
 
 
-KINDS = {"groups": Slowing, "joint": Joint}
+def test_a_run_with_an_optimizer_around_another_goes_on_from_its_own_form_of_state(tmp_path):
+    kinds = "\n".join(map(inspect.getsource, (Slowing, Joint, Around)))
+    made = "recipe = replace(recipe, optimizer=lambda m, s: Around(m.parameters(), s.lr))\n"
+    text = f"{tiny.RECIPE}\nfrom dataclasses import replace\n{kinds}\n{made}"
+    recipe = tiny.write_recipe(tmp_path, text)
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    tiny.trained(recipe, straight, "--max-steps", "9")
+    tiny.trained(recipe, stopped, "--max-steps", "6")
+    tiny.resumed(stopped, "--max-steps", "9")
+    one, other = (tiny.last_state(run)["model"] for run in (straight, stopped))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+KINDS = {"groups": Slowing, "joint": Joint, "around another": Around}
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -166,6 +187,10 @@ def test_an_optimizer_that_a_checkpoint_would_not_bring_back_is_told_in_the_firs
     model, _, update, _ = made(Counting, torch.float32)
     with pytest.raises(UserError, match=r"its attribute steps, .*--no-self-check"):
         take(model, update, range(1))
+    model, optimizer, update, _ = made(Slowing, torch.float32)
+    update._sharded, optimizer.step = True, lambda: 1 / 0  # as of one that takes no DTensor
+    with pytest.raises(UserError, match=r"ZeroDivision.*--strategy ddp"):
+        take(model, update, range(1))
 
 
 def test_what_it_has_for_evaluations_is_evaluated_and_changes_no_bit_of_the_training(tmp_path):
@@ -189,5 +214,10 @@ def test_what_it_has_for_evaluations_is_evaluated_and_changes_no_bit_of_the_trai
     assert not torch.equal(by_hand, state["model"]["0.weight"])
     found = evaluate_run(straight, "last", split="validation")["loss"]
     assert found == pytest.approx(tiny.events(straight, "evaluation")[1]["loss"], rel=1e-12)
+    tiny.trained(recipe, tmp_path / "lightning", "--epochs", "1", "--engine", "lightning")
+    validated = (
+        tiny.events(tmp_path / n, "evaluation")[0]["loss"] for n in ("lightning", "straight")
+    )
+    assert next(validated) == pytest.approx(next(validated), rel=1e-12)
     tested = evaluate_run(straight, "best", split="test")["loss"]
     assert read_json(straight / "result.json")["test"]["loss"] == pytest.approx(tested, rel=1e-12)

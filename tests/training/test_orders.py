@@ -1,7 +1,4 @@
-"""Orders of the samples in whole trainings: the same on any ranks, and through a stop.
-
-What each order is, is proved in tests/data/test_order.py.
-"""
+"""Orders of the samples in whole trainings: the same on any ranks, and through a stop."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -20,31 +17,24 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 from samestep import Recipe, Splits
-
 class Texts(Dataset):
     def __init__(self, number, seed):
         generator = torch.Generator().manual_seed(seed)
         self.lengths = torch.randint(2, 20, (number,), generator=generator)
         self.texts = [torch.randint(1, 9, (int(n),), generator=generator) for n in self.lengths]
-
     def __len__(self):
         return len(self.texts)
-
     def __getitem__(self, place):
         return self.texts[place]
-
 class Next(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.out = nn.Embedding(9, 4), nn.Linear(4, 9)
-
     def forward(self, texts):
         return self.out(self.embed(texts).cumsum(1))
-
 def loss(outputs, texts):
     wanted = texts[:, 1:].flatten()
     return nn.functional.cross_entropy(outputs[:, :-1].flatten(0, 1), wanted, ignore_index=0)
-
 recipe = Recipe(
     model=Next,
     data=lambda: Splits(train=Texts(47, 1), validation=Texts(11, 2)),

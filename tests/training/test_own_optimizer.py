@@ -93,15 +93,12 @@ def test_why_whole_steps_are_not_compiled_is_said_by_name(parts, flags, why):
 
 OWN = """
 from dataclasses import replace
-
 def optimizer(model, settings):
     groups = [{"params": model[0].parameters(), "lr": settings.lr / 10, "betas": (0.8, 0.99)},
               {"params": model[2].parameters(), "weight_decay": 0.1}]
     return torch.optim.NAdam(groups, lr=settings.lr)
-
 def schedule(step, total):
     return 1 - step / total
-
 recipe = replace(recipe, optimizer=optimizer, schedule=schedule)
 """
 FLAGS = ("--epochs", "2", "--warmup-steps", "3")
@@ -110,13 +107,11 @@ FLAGS = ("--epochs", "2", "--warmup-steps", "3")
 # in others one rank has none.
 BRANCHES = """
 from dataclasses import replace
-
 class Branches(nn.Module):
     def __init__(self, options):
         super().__init__()
         self.often, self.seldom = nn.Linear(8, 2), nn.Linear(8, 2)
         self.mixed = nn.Linear(2, 2)
-
     def forward(self, x):
         kind = x[:, 2] > 1.25
         y = x.new_zeros(len(x), 2)
@@ -124,7 +119,6 @@ class Branches(nn.Module):
             if rows.any():
                 y = y.index_put((rows.nonzero()[:, 0],), branch(x[rows]))
         return self.mixed(y)
-
 recipe = replace(recipe, model=Branches)
 """
 
@@ -132,16 +126,13 @@ recipe = replace(recipe, model=Branches)
 # A layer that no step uses, and one that is used twice.
 SPARE = """
 from dataclasses import replace
-
 class Spare(nn.Module):
     def __init__(self, options):
         super().__init__()
         self.first, self.again, self.last = nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)
         self.spare = nn.Linear(8, 2)
-
     def forward(self, x):
         return self.last(self.again(self.again(self.first(x)).tanh()).tanh())
-
 recipe = replace(recipe, model=Spare, loss_terms=lambda batch: 3.0 * len(batch[1]))
 """
 

@@ -19,7 +19,6 @@ class Slow(torch.autograd.Function):
     def backward(ctx, g):
         time.sleep(BACKWARD)
         return g
-
 def loss(outputs, targets):
     return nn.functional.cross_entropy(Slow.apply(outputs), targets)
 """

@@ -33,25 +33,19 @@ SGD = ("--optimizer", "sgd", "--momentum", "0.8")
 
 OWN = """
 from dataclasses import replace
-
 import numpy as np
 from torch.optim.lr_scheduler import *
-
 def groups(model, settings):
     body = {"params": model[0].parameters(), "lr": settings.lr / 10}
     return torch.optim.AdamW([body, {"params": model[2].parameters()}], lr=settings.lr)
-
 def by_epoch(scheduler):
     return {"scheduler": scheduler, "interval": "epoch"}
-
 def in_turn(optimizer):
     warmup = LinearLR(optimizer, 0.1, total_iters=4)
     return SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, 30)], [4])
-
 def chained(optimizer):
     decay = LambdaLR(optimizer, lambda step: np.float64(0.9) ** step)
     return ChainedScheduler([decay, MultiStepLR(optimizer, [3, 20])])
-
 """
 
 
@@ -188,7 +182,6 @@ ASKING = """
 def schedule(step, total, *, epoch, steps_per_epoch, metrics=None):
     assert steps_per_epoch == 11 and epoch == step // 11, (step, epoch, steps_per_epoch)
     return [1.0, metrics.get("loss", 0.5)] if GROUPS else metrics.get("loss", 0.5)
-
 """
 
 
@@ -260,28 +253,22 @@ def test_scaled_with_the_batch_the_scheduler_begins_at_the_scaled_rate(tmp_path)
 
 
 STEPS = """
-
 class Steps(StepLR):
     def step(self):
         if getattr(self, "_step_count", 0) > 2:
             self.optimizer.step()
         super().step()
-
 class Keeps(StepLR):
     def __init__(self, optimizer):
         self.own = lambda: 0
         super().__init__(optimizer, 1)
-
 def other(optimizer):
     return StepLR(torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1), 1)
-
 def nested(optimizer):
     return ChainedScheduler([other(optimizer)])
-
 def steps_at_once(optimizer):
     optimizer.step()
     return StepLR(optimizer, 1)
-
 """
 PLATEAU = "lambda optimizer: ReduceLROnPlateau(optimizer)"
 EACH = "lambda optimizer: StepLR(optimizer, 1)"

@@ -25,25 +25,20 @@ CONVNET = """
 import torch
 from torch import nn
 from samestep import Recipe, Splits, uniform
-
 def data():
     generator = torch.Generator().manual_seed(7)
     x = torch.randint(256, (151, 8, 8), generator=generator, dtype=torch.uint8)
     y = (x[:, :, 4:].float().mean((1, 2)) > x.float().mean((1, 2))).long()
     return Splits(train=(x[:101], y[:101]), validation=(x[101:], y[101:]))
-
 def model():
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(36, 2),
     )
-
 def flip(images, keys):
     return torch.where(uniform(keys, 1)[:, :, None] < 0.5, images.flip(2), images)
-
 def normalise(images):
     return images.unsqueeze(1).double() / 255 - 0.5
-
 recipe = Recipe(
     model=model, data=data, augment=flip, transform=normalise,
     settings={"epochs": 3, "batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1},
@@ -51,7 +46,6 @@ recipe = Recipe(
 """
 LOADED = """
 from dataclasses import replace
-
 class Images(torch.utils.data.Dataset):
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
@@ -59,11 +53,9 @@ class Images(torch.utils.data.Dataset):
         return len(self.images)
     def __getitem__(self, index):
         return self.images[index], int(self.labels[index])
-
 def loaded():
     splits = data()
     return Splits(train=Images(*splits.train), validation=Images(*splits.validation))
-
 recipe = replace(recipe, data=loaded)
 """
 

@@ -106,7 +106,39 @@ class Loss:
 loss = Loss()
 """: "",
 }
+# The same, each counting by what it is given before `loss`.
+COUNTED = {
+    "import itertools\nsteps = itertools.count(1)": ("steps", "next(steps)"),
+    "steps = torch.zeros(())": ("steps", "steps.add_(1).item()"),
+    "class Steps:\n    n = 0\n    def __call__(self):\n        self.n += 1\n        return self.n\n"
+    "annealed = Steps()": ("annealed", "annealed()"),
+    "box = [0]\ndef count():\n    box[0] += 1\n    return box[0]": ("box", "count()"),
+    "def numbers():\n    n = 0\n    while n := n + 1:\n        yield n\nsteps = numbers()": (
+        "steps",
+        "next(steps)",
+    ),
+}
+for before, (kept, counted) in COUNTED.items():
+    KEPT[f"{before}\ndef loss(o, t):\n    return ce(o, t) * min(1.0, {counted} / 20)\n"] = kept
+KEPT[
+    """
+class Loss:
+    n = 0
+    def __call__(self, o, t):
+        type(self).n += 1
+        return ce(o, t) * min(1.0, Loss.n / 20)
+loss = Loss()
+"""
+] = "n"
+KEPT[
+    """
+def loss(o, t, seen=[0]):
+    seen[0] += 1
+    return ce(o, t) * min(1.0, seen[0] / 20)
+"""
+] = "seen"
 IDS = ("attribute", "closure", "global", "attribute of a function", "buffer", "harmless")
+IDS += ("itertools", "tensor", "object", "helper", "generator", "class", "default")
 
 
 @pytest.mark.parametrize(("loss", "named"), KEPT.items(), ids=IDS)

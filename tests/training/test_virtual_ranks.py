@@ -21,18 +21,15 @@ from tests.training.odd_models import CHANGED as ODD_MODELS
 RECIPE = """
 import random
 from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from samestep import Recipe, Splits
-
 @dataclass(frozen=True)
 class Options:
     kind: str = "mlp"
-
 class Texts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -41,29 +38,22 @@ class Texts(nn.Module):
         self.inner = nn.TransformerEncoder(layer, 1)
         self.head = nn.Linear(8, 3)
         self.register_buffer("mask", torch.full((6, 6), float("-inf")).triu(1))
-
     def forward(self, x):
         hidden = self.embedding(x)
         return self.head(self.inner(hidden, mask=self.mask).mean(dim=1))
-
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second, self.never = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(8, 3)
-
     def forward(self, x):
         return self.first(x) if x.sum() > 0 else self.second(x) + random.random() + np.random.rand()
-
 class Drawn(Dataset):
     def __init__(self, x, y):
         self.x, self.y = x, y
-
     def __len__(self):
         return len(self.x)
-
     def __getitem__(self, index):
         return self.x[index] + 0.1 * torch.randn(8), self.y[index]
-
 def data(options):
     generator = torch.Generator().manual_seed(7)
     if options.kind == "transformer":
@@ -77,21 +67,17 @@ def data(options):
     if options.kind == "files":
         train = Drawn(*train)
     return Splits(train=train, validation=(x[63:], y[63:]))
-
 def clamp(parameter):
     parameter.grad.clamp_(-0.01, 0.01)
-
 class Repeated(nn.Module):  # a block in three checkpoints, each with a backward of its own
     def __init__(self):
         super().__init__()
         self.first, self.block, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
     def forward(self, x):
         x = self.first(x)
         for _ in range(3):
             x = x + torch.tanh(checkpoint(self.block, x, use_reentrant=True))
         return self.head(x)
-
 def model(options):
     if options.kind == "reentrant":
         return Repeated()
@@ -108,13 +94,10 @@ def model(options):
     for parameter in built.parameters() if options.kind == "hooked" else ():
         parameter.register_post_accumulate_grad_hook(clamp)
     return built
-
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets)
-
 def accuracy(outputs, targets):
     return outputs.argmax(dim=1) == targets
-
 recipe = Recipe(model=model, data=data, loss=loss, options=Options, metrics={"accuracy": accuracy},
     settings={"epochs": 1, "batch_size": 15, "lr": 0.01, "log_every": 1,
               "checkpoint_every_steps": 2, "virtual_ranks": 5})
@@ -295,15 +278,12 @@ class Put(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x.clone()
-
     @staticmethod
     def backward(ctx, gradient):
         return torch.zeros_like(gradient).put_(torch.arange(gradient.numel()), gradient.flatten())
-
 class Odd(nn.Module):
     def forward(self, x):
         return Put.apply(x)  # here
-
 """
 
 

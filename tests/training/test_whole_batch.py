@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from samestep import Recipe, Splits
-
 class TwoTowers(nn.Module):
     def __init__(self, norm=nn.Identity, p=0.0):
         super().__init__()
@@ -19,39 +18,30 @@ class TwoTowers(nn.Module):
     def forward(self, x):
         one, other = self.image(self.body(x[:, 0])), self.text(self.body(x[:, 1]))
         return F.normalize(one, dim=1), F.normalize(other, dim=1), self.log_scale.exp()
-
 def clip(outputs, targets):
     one, other, scale = outputs
     assert len(targets) == len(one)
     pairs = torch.arange(len(one))
     logits = scale * one @ other.T
     return (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
-
 def dice(outputs, targets):
     there = targets.unsqueeze(1) == torch.arange(8)
     likely = (outputs[2] * outputs[0] * outputs[1]).sigmoid()
     return 1 - (2 * (likely * there).sum() + 1) / (likely.sum() + there.sum() + 1)
-
 def drawing(outputs, targets):
     one, other, scale = outputs
     wrong = other[torch.randperm(len(other))]  # at random: the same on every rank
     return F.relu(1 - scale * (one * (other - wrong)).sum(1)).mean()
-
 LOSSES = {"clip": clip, "dice": dice, "drawing": drawing}
-
 def data():
     g = torch.Generator().manual_seed(3)
     x, y = torch.randn(79, 2, 6, generator=g), torch.randint(0, 4, (79,), generator=g)
     return Splits(train=(x[:51], y[:51]), validation=(x[51:], y[51:]))
-
 def model():
     return TwoTowers(*MORE)
-
 MORE = ()
-
 def loss(outputs, targets):
     return LOSSES[KIND](outputs, targets)
-
 KIND = "clip"
 recipe = Recipe(
     model=model, data=data, loss=loss, metrics={}, loss_over="batch",

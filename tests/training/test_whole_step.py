@@ -1,7 +1,4 @@
-"""Whole steps are those of the eager loop, also replayed; nothing is compiled here.
-
-`test_compiled.py` compiles them.
-"""
+"""Whole steps are those of the eager loop, also replayed; nothing is compiled here."""
 
 import copy
 from dataclasses import replace

@@ -9,16 +9,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 from samestep import Recipe, Splits, uniform
-
 def data():
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(90, 6, generator=generator)
     y = (x[:, 0] > 0).long()
     return Splits(train=(x[:60], y[:60]), validation=(x[60:], y[60:]))
-
 def model():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-
 recipe = Recipe(model=model, data=data, settings={"epochs": 2, "batch_size": 10})
 """
 
@@ -135,29 +132,21 @@ def shuffled():
 recipe = replace(recipe, data=shuffled)
 """
 UNUSED = _module(
-    """
-self.line = nn.Linear(6, 2)
-self.spare = nn.Linear(6, 2)
-""",
+    """self.line = nn.Linear(6, 2)
+self.spare = nn.Linear(6, 2)""",
     "return self.line(x)",
 )
 BRANCH = _module(
     "self.line, self.rare = nn.Linear(6, 2), nn.Linear(6, 2)",
-    """
-rare, out = x[:, 1] > 1, self.line(x)
-return out + self.rare(x) * rare[:, None] if rare.any() else out
-""",
+    """rare, out = x[:, 1] > 1, self.line(x)
+return out + self.rare(x) * rare[:, None] if rare.any() else out""",
 )
 UNUSED_AT_TIMES = _module(
-    """
-self.line, self.spare = nn.Linear(6, 2), nn.Linear(6, 2)
-self.register_buffer("calls", torch.zeros(()))
-""",
-    """
-if self.training:
+    """self.line, self.spare = nn.Linear(6, 2), nn.Linear(6, 2)
+self.register_buffer("calls", torch.zeros(()))""",
+    """if self.training:
     self.calls += 1
-return self.line(x) + (self.spare(x) if self.calls < 3 else 0)
-""",
+return self.line(x) + (self.spare(x) if self.calls < 3 else 0)""",
 )
 PYTHONS_RANDOM = _module(
     "self.line, self.more = nn.Linear(6, 2), nn.Linear(6, 2)",
@@ -166,10 +155,8 @@ PYTHONS_RANDOM = _module(
 )
 COUNTER = _module(
     "self.line, self.calls = nn.Linear(6, 2), 0",
-    """
-self.calls += 1
-return self.line(x) / self.calls
-""",
+    """self.calls += 1
+return self.line(x) / self.calls""",
     name="Counts",
 )
 OWN_GENERATOR = _module(
@@ -235,24 +222,18 @@ recipe = replace(recipe, metrics={"auroc": OfTwo(), "looks": Looks()})
 """
 WHITENING = _module(
     "self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)",
-    """
-h = self.inner(x)
-return self.out((h - h.mean(0)) / (h.std(0) + 1))
-""",
+    """h = self.inner(x)
+return self.out((h - h.mean(0)) / (h.std(0) + 1))""",
     name="Whitened",
 )
 EMA = _module(
-    """
-self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)
-self.register_buffer("mean", torch.zeros(8))
-""",
-    """
-h = self.inner(x)
+    """self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)
+self.register_buffer("mean", torch.zeros(8))""",
+    """h = self.inner(x)
 y = self.out(h - self.mean)
 if self.training:
     self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-return y
-""",
+return y""",
 )
 STATE_IN_LOSS = """
 class WarmedUp:
@@ -320,12 +301,10 @@ recipe = replace(recipe, model=lambda: Single(6, 2))
 """
 HIDDEN_STATE = _module(
     "self.rnn, self.out, self.hidden = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 2), None",
-    """
-kept = self.hidden if self.hidden is not None and self.hidden.shape[1] == len(x) else None
+    """kept = self.hidden if self.hidden is not None and self.hidden.shape[1] == len(x) else None
 y, hidden = self.rnn(x.reshape(-1, 3, 2), kept)
 self.hidden = hidden.detach()
-return self.out(y).flatten(0, 1)
-""",
+return self.out(y).flatten(0, 1)""",
 )
 CARRIED = f"""{HIDDEN_STATE}
 def loss(outputs, targets):
@@ -334,11 +313,9 @@ recipe = replace(recipe, metrics={{}})
 """
 CACHED = _module(
     "self.line = nn.Linear(6, 2)",
-    """
-if not hasattr(self, "scale"):
+    """if not hasattr(self, "scale"):
     self.register_buffer("scale", torch.ones(6))
-return self.line(x * self.scale)
-""",
+return self.line(x * self.scale)""",
 )
 NUMPY_GENERATOR = _module(
     "self.line, self.rng = nn.Linear(6, 2), numpy.random.default_rng(3)",
@@ -347,11 +324,9 @@ NUMPY_GENERATOR = _module(
 )
 BANK = _module(
     "self.line, self.bank = nn.Linear(6, 2), []",
-    """
-y = self.line(x)
+    """y = self.line(x)
 self.bank.append(y.detach().mean(0))
-return y - torch.stack(self.bank[-4:]).mean(0)
-""",
+return y - torch.stack(self.bank[-4:]).mean(0)""",
 )
 OWN_OPTIMIZER = """
 class Own(torch.optim.Optimizer):
@@ -421,17 +396,13 @@ recipe = replace(
 )
 """
 ACT_NORM = _module(
-    """
-self.line, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(2))
-self.register_buffer("ready", torch.tensor(False))
-""",
-    """
-y = self.line(x)
+    """self.line, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(2))
+self.register_buffer("ready", torch.tensor(False))""",
+    """y = self.line(x)
 if not self.ready:
     self.scale.data.copy_(1 / y.detach().std(0))
     self.ready.fill_(True)
-return y * self.scale
-""",
+return y * self.scale""",
 )
 EXTRA_STATE = """
 class Counted(nn.Linear):
@@ -486,7 +457,6 @@ recipe = replace(
 
 FOLLOWS_VALIDATION = """
 settings = {**recipe.settings, "monitor": "loss"}
-
 def schedule(optimizer, plan):
     # Each validation halves the rate, since none is so much better.
     kind = torch.optim.lr_scheduler.ReduceLROnPlateau

@@ -19,14 +19,11 @@ import argparse
 import torch
 from torch import nn
 import samestep
-
 def loss_of(outputs, targets, batch, run):
     return nn.functional.mse_loss(outputs, targets)
-
 def averaged(model):
     for parameter in model.parameters():
         parameter.grad = samestep.dist.reduce_tensor(parameter.grad, "mean")
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, required=True)
@@ -51,7 +48,6 @@ def main():
                     inputs, targets = batch.data
                     run.log(loss=loss_of(model(inputs), targets, batch, run))
             model.train()
-
 main()
 """
 MSE = "return nn.functional.mse_loss(outputs, targets)"
@@ -161,7 +157,6 @@ class Orthogonal(torch.optim.SGD):
                 u, _, v = torch.linalg.svd(p.grad, full_matrices=False)
                 p.grad = (u @ v).type("torch.BFloat16Tensor").to(p)
         super().step()
-
 def loss_of"""
 ORTHOGONALISES = (
     ("\ndef loss_of", ORTHOGONAL),

@@ -90,6 +90,9 @@ def _check_parts(path: Path, state: Mapping[str, Any], entry: Entry) -> None:
     kinds = [kind for kind in _NEEDED if kind in state] or ["recipe"]
     needed = [part for kind in kinds for part in (kind, *_NEEDED[kind])]
     needed += [f"position/{name}" for name in ("step", "epoch", "step_in_epoch", "samples")]
+    held = state.get("optimizer")
+    if held and isinstance(held, Mapping) and not {"state", "param_groups"} & held.keys():
+        needed = [part for part in needed if not part.startswith("optimizer/")]  # its own form
     missing = [part.replace("/", ".") for part in needed if not _has(state, part)]
     if missing:
         raise UserError(f"{path} is not a whole checkpoint: it lacks {listed(missing)}.")

@@ -9,6 +9,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 from collections import deque
@@ -30,6 +31,7 @@ _OUTSIDE = ".imported"
 """In a job's copy of the code, modules from outside of it."""
 _NEVER = frozenset({"samestep", "torch", "__main__", "__mp_main__", *sys.stdlib_module_names})
 _LIBRARIES = frozenset({"site-packages", "dist-packages"})
+_BY_PATH = re.compile(r"\b(spec_from_file_location|SourceFileLoader|run_path)\(")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,16 +191,23 @@ def kept_modules(run: Path, suffix: str = "") -> OwnModules | None:
 
 
 def modules_note(run: Path) -> list[str]:
-    """Return a note if a run has not kept all modules of the user's own."""
-    kept = kept_modules(run)
-    if kept is None or kept.complete:
-        return []
+    """Return notes if a run has not kept all code of the user's own."""
+    kept = kept_modules(run) or OwnModules()
+    files = [path for name in ("recipe.py", "script.py") if (path := run / name).is_file()]
+    notes = [
+        f"{path.name} runs code by {found[1]}(), and not by an import: the run neither keeps nor "
+        "compares that code. Import it by its name, and edits of it are noticed on a resume."
+        for path in (*files, *kept.files.values())
+        if (found := _BY_PATH.search(path.read_text(encoding="utf-8", errors="replace")))
+    ]
+    if kept.complete:
+        return notes
     note = (
         f"Your code imports more than {MOST_FILES} files or {MOST // MB} MB of your own. The run "
         f"keeps and compares the {len(kept.files)} that are imported first: edits of the others "
         "are not noticed on a resume."
     )
-    return [note]
+    return [*notes, note]
 
 
 def copied_modules(file: Path) -> OwnModules | None:

@@ -89,7 +89,7 @@ def kept_options(recipe: Recipe, options: Any, *, completed: bool = False) -> An
     for name, value in options_table(options).items():
         what = f"{who} the option {name} = {own[name]!r:.80}"
         try:
-            kept = tomllib.loads(tomli_w.dumps({name: value}))[name]
+            kept = tomllib.loads(tomli_w.dumps({name: value}).encode().decode())[name]
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{what}, a {type(own[name]).__name__}, which settings.toml cannot hold.",

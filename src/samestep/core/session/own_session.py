@@ -380,7 +380,7 @@ class OwnSession:
 
     def _check_trials(self) -> None:
         for name, module in self.modules().items():
-            self._trials[name].check(module, f"state[{name!r}]")
+            self._trials[name].check(module, f"state[{name!r}]", of_loop=True)
 
     def is_best(self) -> bool:
         """Return whether this epoch is the best so far."""

@@ -21,6 +21,7 @@ from samestep.base.run.records import TAKEN_NAMES
 from samestep.base.trees import map_tensors
 from samestep.core.session.declared import plain_value
 from samestep.core.training.model_state import load_model
+from samestep.core.training.optimizer_state import with_inner
 from samestep.core.training.prepare import check_dense
 from samestep.launch.ranks.world import World
 
@@ -279,7 +280,8 @@ def left_out(
     if not steps or any(not isinstance(one, _KNOWN) for one in entries):
         return ""  # an object of the user's own may hold it
     kind = type(optimizer).__name__
-    if optimizer.state and not any(one is optimizer for one in entries):
+    held = (o for one in entries if isinstance(one, torch.optim.Optimizer) for o in with_inner(one))
+    if optimizer.state and not any(one is optimizer for one in held):
         return f"the optimizer ({kind})"
     scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # as LRScheduler marks it
     has_scheduler = any(isinstance(one, torch.optim.lr_scheduler.LRScheduler) for one in entries)

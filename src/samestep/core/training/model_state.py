@@ -74,17 +74,22 @@ class ModelTrial:
         with contextlib.suppress(Exception), Hollowing():  # it may hold locks or streams
             self._new = copy.deepcopy(model, memo)
 
-    def check(self, model: nn.Module, what: str) -> None:
-        """Check that loading restores the state of a model; `what` begins the message."""
-        if self._new is None or self._parameters != [name for name, _ in model.named_parameters()]:
-            return  # a loop that adds layers may do so again before it resumes
+    def check(self, model: nn.Module, what: str, *, of_loop: bool = False) -> None:
+        """Check that loading restores the state of a model; `what` begins the message.
+
+        `of_loop`: a loop of the user's that adds layers may do so again before it resumes.
+        """
+        grown = self._parameters != [name for name, _ in model.named_parameters()]
+        if self._new is None or (of_loop and grown):
+            return
         state = model.state_dict()
         state.update(map_tensors(hollow, dict(state)))
         form = {name: _shape(value) for name, value in state.items()}
         if form != self._form and (why := self._why_lost(state)):
             raise UserError(
                 f"{what} could not be resumed: {why.rstrip('.')}.",
-                remedy="Begin with a buffer of its last size (instead of None, too), or let the "
+                remedy="Begin with all parameters, and a buffer of its last size (instead of None, "
+                "too), or let the "
                 "_load_from_state_dict of its module make room for the saved one before it calls "
                 "super(). What get_extra_state returns, set_extra_state restores.",
             )

@@ -94,16 +94,7 @@ def optimizer_of(
         optimizer = recipe.optimizer(model, settings)
     except Exception as error:
         blame("The recipe's optimizer failed", error, recipe.optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
-            "a torch.optim.Optimizer."
-        )
-    if _needs_closure(optimizer.step):
-        raise UserError(
-            f"The recipe's optimizer{place} is {type(optimizer).__name__}, which calls the model "
-            "itself. Use it in a training loop of your own."
-        )
+    _check_kind(optimizer, place)
     _check_covers(optimizer, model, place)
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # one for all groups, a scheduler would set it for each
@@ -114,6 +105,22 @@ def optimizer_of(
     if has_modes(optimizer):
         _switch(optimizer, "train")
     return optimizer
+
+
+def _check_kind(optimizer: Any, place: str) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
+            "a torch.optim.Optimizer."
+        )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        # Many a Lookahead calls no super().__init__(): PyTorch adds what is missing.
+        optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
+    if _needs_closure(optimizer.step):
+        raise UserError(
+            f"The recipe's optimizer{place} is {type(optimizer).__name__}, which calls the model "
+            "itself. Use it in a training loop of your own."
+        )
 
 
 def _needs_closure(step: Callable[..., Any]) -> bool:
@@ -255,7 +262,12 @@ class Update:
         try:
             self._ordinary_step()
         except Exception as error:
-            blame(f"{told}, failed in a step", error, self._maker)
+            parts = (
+                "With --strategy fsdp, an optimizer is given a rank's parts of the weights, which "
+                "not every optimizer can step. Use --strategy ddp."
+            )
+            remedy = parts if self._sharded else ""
+            blame(f"{told}, failed in a step", error, self._maker, remedy=remedy)
         trial, self._trial = self._trial, None
         if trial is not None:
             check_trial(trial, self._optimizer, self._maker, counts=self._checks)

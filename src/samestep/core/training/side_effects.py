@@ -17,9 +17,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -87,25 +87,51 @@ def forward_prints(model: nn.Module, function: object = None) -> Prints:
 def kept_by(loss: object) -> dict[str, Any]:
     """Return by name what a loss keeps, a module's in its buffers and attributes.
 
-    A function may keep it in its closure, in attributes, or in numbers that are global.
+    A function may keep it in its closure, in attributes, in defaults, or in what is global, and
+    call others of its file that do; an object also in its class.
     """
+    found: dict[str, Any] = {}
     while isinstance(loss, functools.partial | MethodType):
+        if isinstance(loss, functools.partial):
+            found |= {f"argument {n}": one for n, one in enumerate(loss.args)} | loss.keywords
         loss = loss.func if isinstance(loss, functools.partial) else loss.__self__
-    if not isinstance(loss, FunctionType):
-        named = dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {}
-        plain = getattr(loss, "__dict__", {}).items()
-        return named | {n: one for n, one in plain if n not in _OF_ANY_MODULE}
-    used = {n: loss.__globals__.get(n) for n in loss.__code__.co_names}
-    counted = {n: one for n, one in used.items() if _may_count(one)}
-    return counted | vars(loss) | closure_of(loss)
+    if isinstance(loss, FunctionType):
+        return found | _kept_by_function(loss, set())
+    named = dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {}
+    plain = getattr(loss, "__dict__", {}).items()
+    for kind in type(loss).__mro__[::-1]:
+        if kind.__module__ != "builtins" and not kind.__module__.startswith("torch."):
+            found |= {n: one for n, one in vars(kind).items() if n[0] != "_" and _may_count(one)}
+    method = getattr(type(loss), "forward" if isinstance(loss, nn.Module) else "__call__", None)
+    found |= _kept_by_function(method, set()) if isinstance(method, FunctionType) else {}
+    return found | named | {n: one for n, one in plain if n not in _OF_ANY_MODULE}
 
 
-def _may_count(value: object) -> bool:
-    """Whether a global is a number, or a few in a list or a dict, as a function may count in."""
-    if isinstance(value, list | dict):
+def _kept_by_function(function: FunctionType, seen: set[FunctionType]) -> dict[str, Any]:
+    """Return by name what a function keeps, and those of its file that it calls by their names."""
+    seen.add(function)
+    own = function.__globals__
+    used = {n: own[n] for n in function.__code__.co_names if n in own}
+    found: dict[str, Any] = {}
+    for one in used.values():
+        if isinstance(one, FunctionType) and one.__globals__ is own and one not in seen:
+            found |= _kept_by_function(one, seen)
+    found |= {n: one for n, one in used.items() if _may_count(one, own.get("__name__"))}
+    named = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = function.__defaults__ or ()
+    found |= zip(named[len(named) - len(defaults) :], defaults, strict=True)
+    return found | (function.__kwdefaults__ or {}) | vars(function) | closure_of(function)
+
+
+def _may_count(value: object, module: object = None) -> bool:
+    """Whether a function may count in a global: a number, a few, or an object of its module."""
+    if isinstance(value, list | dict | deque):
         inside = [*value.values()] if isinstance(value, dict) else value
         return len(inside) <= _FEW and all(isinstance(one, int | float) for one in inside)
-    return isinstance(value, int | float)
+    if isinstance(value, Tensor):
+        return value.numel() <= _FEW
+    counts = isinstance(value, int | float | count | GeneratorType)
+    return counts or (not isinstance(value, nn.Module) and type(value).__module__ == module)
 
 
 def optimizer_prints(optimizer: torch.optim.Optimizer) -> Prints:
@@ -175,6 +201,8 @@ def _content(value: Any) -> bytes | None:
             state = value.bit_generator.state
         case random.Random():
             state = value.getstate()
+        case count():
+            state = value
         case _:
             return None
     return repr(state).encode()
@@ -210,6 +238,8 @@ def _parts(value: Any) -> Iterable[Any]:  # noqa: PLR0911 - a case a kind
             return (value.__self__,)
         case FunctionType():
             return closure_of(value).values()
+        case GeneratorType():
+            return value.gi_frame.f_locals.values() if value.gi_frame else ()
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     kept = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return {**kept, **getattr(value, "__dict__", {})}.values()
