@@ -103,6 +103,7 @@ def test_the_others_take_the_same_next_step_and_end_with_the_same_bits(tmp_path,
         (15, 2, 1),
     ]
     assert "rank 0 was killed by SIGKILL" in told[0]["gone"][0]
+    assert result(run)["regroups"] == 2
     for kind, number in {"step": 20, "epoch": 4, "evaluation": 5}.items():
         found = records(run, kind)
         assert len(found) == number, (kind, found)

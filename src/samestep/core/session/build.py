@@ -44,7 +44,7 @@ from samestep.core.training.device import (
 from samestep.core.training.dry_run import Tried, dry_run, of_one_sample
 from samestep.core.training.flops import model_cost
 from samestep.core.training.learner import Learner
-from samestep.core.training.metrics import EpochMetrics
+from samestep.core.training.metrics import EpochMetrics, in_training
 from samestep.core.training.model_state import ModelTrial
 from samestep.core.training.optimizer import (
     Average,
@@ -231,7 +231,7 @@ def _make_learner(
         made=made,
         carried=_carried(recipe, settings, plan, world, train),
         over_batch=recipe.loss_over == "batch",
-        measured=bool(recipe.metrics),
+        measured=bool(in_training(recipe.metrics)),
         alone=ours and isinstance(train, MemorySource),
         average=average_of(model, settings, optimizer),
         scaler=make_scaler(settings.precision, world.device),
@@ -383,7 +383,8 @@ def _agree_on_stream(source: Source | None) -> None:
 
 
 def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> Watch:
-    names = ["loss", *tried.parts, *recipe.metrics, *tried.measured]
+    known = in_training(recipe.metrics)
+    names = [*dict.fromkeys(("loss", *tried.parts, *known, *tried.measured, *tried.computed))]
     if splits.validation is None:
         for name in ("patience", "monitor", "halving"):
             if getattr(settings, name) is not None:

@@ -97,6 +97,7 @@ def finish_run(
     if run is not None:
         status = "stopped" if state.signum else "completed"
         result = _result(request, work, state, status, weights, test, first_step_s)
+        result |= {} if session.regroups is None else {"regroups": session.regroups}
         if measured := {n: row for n, row in baselines.items() if not isinstance(row, str)}:
             result["baselines"] = measured
         best = read_index(run.checkpoints).best

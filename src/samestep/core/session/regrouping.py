@@ -42,6 +42,8 @@ class Holding:
     """The virtual ranks that it held."""
     due_again: bool = False
     """Whether what fell due after its newest step was not done to its end."""
+    was_main: bool = False
+    """Whether it was rank 0."""
     recent: Mapping[str, Record] = field(default_factory=dict)
     """The newest record of each kind: rank 0 may have died before it wrote it."""
 
@@ -88,6 +90,7 @@ def held(built: Built | None, recipe: str, before: Holding, session: Session | N
         content=content,
         parts=tuple(held_parts(work.world)),
         due_again=state.due_again,
+        was_main=work.world.is_main,
         recent=session.recent,
     )
 

@@ -49,6 +49,8 @@ class Session:
         """The time of the first record after `start` and `resume`, in seconds since the epoch."""
         self.trained = False
         """Whether the training has come to its end: what follows are tests and pictures."""
+        self.regroups: int | None = None
+        """How often the ranks have found together anew; None where the first death ends a run."""
         self.recent: dict[str, Record] = {}
         """The newest record of each kind, on every rank, where ranks outlive each other."""
         self._written: set[tuple[Any, ...]] = set()

@@ -229,14 +229,8 @@ def _begin(run: _Run) -> Loaded | None:
     """
     request, built, session = run.request, run.built, run.session
     work, state, world = built.work, built.state, built.work.world
-    regroup = None
-    if run.membership is not None and run.membership.is_later():
-        newest = take_over(run.holding, work, state, request.recipe.name)
-        regroup = partial(regroup_record, run.membership)
-        if newest is not None:
-            step = state.position.step
-            session.go_on(regroup(step), step, state.watch, newest)
-            return None
+    if run.membership is not None and _has_taken_over(run, run.membership):
+        return None
     resumed = None
     if request.resume and world.on_main(lambda: is_run(session.path)):
         resumed = go_on(request, work, state, session.path, world)
@@ -255,9 +249,25 @@ def _begin(run: _Run) -> Loaded | None:
         if resumed.changes:
             resume_line["changes"] = resumed.changes
     session.begin(start, resume_line, state.position.step, state.watch)
-    if regroup is not None:
-        session.emit(regroup(state.position.step))
+    if run.membership is not None and session.regroups:
+        session.emit(regroup_record(run.membership, state.position.step))
     return resumed
+
+
+def _has_taken_over(run: _Run, membership: Membership) -> bool:
+    """Continue where the group before was, if a rank of this one holds its training."""
+    session, state = run.session, run.built.state
+    session.regroups = membership.regroups
+    if not session.regroups:
+        return False
+    newest = take_over(run.holding, run.built.work, state, run.request.recipe.name)
+    if newest is None:
+        return False
+    if session.run is not None and not run.holding.was_main:
+        remove_unfinished(session.path)  # which the rank before may have begun to write
+    step = state.position.step
+    session.go_on(regroup_record(membership, step), step, state.watch, newest)
+    return True
 
 
 def _train(run: _Run, received: ReceivedSignal, started_at: float, engine: Engine) -> Outcome:

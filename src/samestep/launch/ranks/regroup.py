@@ -145,9 +145,10 @@ class Membership:
                     group.abort()
             dist.destroy_process_group()
 
-    def is_later(self) -> bool:
-        """Whether there was a group before this rank's."""
-        return self.group is not None and self.group.number > 1
+    @property
+    def regroups(self) -> int:
+        """How many groups there were before this rank's."""
+        return 0 if self.group is None else self.group.number - 1
 
     def run(self) -> str:
         """Return the run directory, if a group has opened it."""
