@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from samestep.base.errors import UserError
-from samestep.scripts.checking import check_script
+from samestep.scripts.checking import check_script, ranks_of_script
 from tests.checking.planted import check, codes, forked, found_in, line_of, planted
 from tests.command_line import start
 from tests.processes import free_port
@@ -177,10 +177,14 @@ def test_ranks_that_a_script_starts_itself_are_watched(how, tmp_path):
     assert report.steps > 0
 
 
-def test_ranks_of_its_own_may_ask_for_nccl_and_may_fail_before_they_join_a_group(tmp_path):
+def test_ranks_of_its_own_may_ask_for_nccl_and_may_fail_before_they_join_a_group(
+    tmp_path, monkeypatch
+):
     text = planted(FORKED, base=OWN_RANKS).replace("# RANK is not read here,", "#")
+    starts, prepare = [], check_script.prepare
+    monkeypatch.setattr(check_script, "prepare", lambda *job: starts.append(job) or prepare(*job))
     report = check(tmp_path, text.replace('"gloo"', '"nccl"'), str(free_port()))
-    assert (codes(report), report.ranks) == ({"SS103"}, 2)
+    assert (codes(report), report.ranks, len(starts)) == ({"SS103"}, 2, 2)
     with pytest.raises(UserError, match="IndexError"):
         check(tmp_path, text)  # without a port, before a rank has joined
 
@@ -254,7 +258,7 @@ def test_an_interrupt_ends_the_ranks_and_removes_the_scratch_copy(tmp_path, monk
 
     (tmp_path / "place").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "place"))
-    monkeypatch.setattr(check_script, "wait", interrupted)
+    monkeypatch.setattr(ranks_of_script, "wait", interrupted)
     (tmp_path / "train.py").write_text("import time; time.sleep(600)")
     with pytest.raises(KeyboardInterrupt):
         check_script.check_script(tmp_path / "train.py", start=start)

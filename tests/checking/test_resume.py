@@ -7,6 +7,7 @@ import pytest
 from samestep.base.errors import UserError
 from samestep.scripts.checking.check_resume import check_resume
 from tests.checking.planted import forked, planted
+from tests.command_line import start
 
 PLAIN = """\
 import argparse
@@ -442,6 +443,19 @@ def test_nothing_is_found_in_a_resume_that_is_right(tmp_path, name):
 def test_what_cannot_be_checked_is_a_mistake_that_says_why(tmp_path, changes, how, told):
     with pytest.raises(UserError, match=told):
         check(tmp_path, PLAIN, changes, **how)
+
+
+@pytest.mark.slow
+def test_inside_a_job_its_own_ranks_are_killed_and_resumed_in_a_copy(tmp_path):
+    short = ("range(first, 3)", "range(first, 2)")
+    (tmp_path / "train.py").write_text(planted(short, base=PLAIN))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/last.pt").write_text("of an earlier run")
+    words = ("check", f"{tmp_path}/train.py", "--here", "--json", "--resume=--resume out/last.pt")
+    ranks = start(*words, world_size=2, folder=tmp_path / "ranks")
+    assert ranks.wait() == [0, 0], ranks.output()
+    assert '"killed after step 6 of 12, resumed from step 6"' in ranks.printed(0)
+    assert (tmp_path / "out/last.pt").read_text() == "of an earlier run"
 
 
 @pytest.mark.slow

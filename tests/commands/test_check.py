@@ -215,7 +215,7 @@ def test_a_recipe_and_a_loop_of_ones_own_are_given_to_verify(here, capfd, monkey
         ("train.py --steps 0", "--steps"),
         ("train.py --seconds -1", "--seconds"),
         ("train.py --here --nproc 2", "--nproc"),
-        ("--resume auto --here train.py", "--here"),
+        ("--resume auto --here --resume-nproc 1 train.py", "--resume-nproc"),
         ("--resume --again train.py --steps 3", "--steps"),
         ("train.py --resume auto --resume-nproc 1,none", "--resume-nproc"),
         ("train.py --resume-nproc 2", "--resume"),

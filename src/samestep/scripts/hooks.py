@@ -39,6 +39,8 @@ class Hooks:
     def __init__(self, phases: Phases, *, several: bool) -> None:
         self.phases = phases
         self.on_step: Callable[[int], None] = lambda _step: None
+        self.on_gradients: Callable[[Optimizer], None] = lambda _optimizer: None
+        """Called before an optimizer changes the weights; of a closure, after its first call."""
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
         self.on_profiler: Callable[[], None] = lambda: None
         """Called when the script starts a profiler."""
@@ -110,7 +112,7 @@ class Hooks:
         self.phases.lap("evaluation" if self._evaluating else phase)
 
     def _steps(
-        self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Let the time around the closure, if there is one, count as the optimizer's own.
 
@@ -122,13 +124,17 @@ class Hooks:
         else:
             self._lap_or_evaluation()
         if (given := step_closure(args, kwargs)) is None:
+            self.on_gradients(optimizer)
             return None
+        calls = itertools.count()
 
         def closure() -> Any:
             self.phases.lap("optimizer")
             self._between = True
             value = given()
             self._lap_or_evaluation()
+            if next(calls) == 0:
+                self.on_gradients(optimizer)
             return value
 
         if len(args) > 1:

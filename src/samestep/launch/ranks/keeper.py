@@ -95,7 +95,7 @@ def elastic_of(
     return Elastic(least=least, most=most, replaces=replaces, limit=limit)
 
 
-class Ending(Exception):  # noqa: N818 - a rank's error may be the reason
+class RunEnding(Exception):  # noqa: N818 - a rank's error may be the reason
     """The run is to end; the failures say why, or the text does."""
 
     def __init__(self, text: str, failures: dict[int, ProcessFailure]) -> None:
@@ -104,7 +104,7 @@ class Ending(Exception):  # noqa: N818 - a rank's error may be the reason
 
 
 @dataclass
-class _Rank:
+class _KeptRank:
     member: int
     slot: int
     """Its place on this machine, which picks its device."""
@@ -118,7 +118,7 @@ class Keeper:
     arguments: list[str]
     folder: Path
     elastic: Elastic
-    living: dict[int, _Rank] = field(default_factory=dict)
+    living: dict[int, _KeptRank] = field(default_factory=dict)
     group: Group = field(default_factory=lambda: Group(number=0, members=()))
     started: int = 0
     stopping: int = 0
@@ -133,7 +133,7 @@ class Keeper:
         """Start the ranks and wait for their end; return the signal that stopped them, or 0.
 
         Raises:
-            Ending: a rank has failed, or too many have died.
+            RunEnding: a rank has failed, or too many have died.
         """
         server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         self.port, self.store = server.port, PrefixStore(PREFIX, server)
@@ -153,7 +153,7 @@ class Keeper:
                 for rank in self.living.values():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(rank.process.pid, self.stopping)
-            except Ending:
+            except RunEnding:
                 self._end_all()
                 raise
         self._kill_all()  # newcomers that no group waits for any more
@@ -180,7 +180,7 @@ class Keeper:
             self.store.set(f"newcomer/{member}", "1")
         command = [sys.executable, "-m", "samestep", *self.arguments]
         process = subprocess.Popen(command, env=variables, start_new_session=True)
-        self.living[member] = _Rank(member, slot, process)
+        self.living[member] = _KeptRank(member, slot, process)
 
     def _error_file(self, member: int) -> Path:
         return self.folder / f"error-{member}.json"
@@ -189,16 +189,16 @@ class Keeper:
         """Whether those that trained last have ended well."""
         return self.finished and not any(m in self.living for m in self.group.members)
 
-    def _ended(self) -> list[tuple[_Rank, int]]:
+    def _ended(self) -> list[tuple[_KeptRank, int]]:
         """Return the ranks that have just died, each with minus the number of the signal."""
-        dead = list[tuple[_Rank, int]]()
+        dead = list[tuple[_KeptRank, int]]()
         for member, rank in [*self.living.items()]:
             code = rank.process.poll()
             if code is None:
                 continue
             del self.living[member]
             if 0 < code < 128:
-                raise Ending("", {member: self._failure(rank, code)})
+                raise RunEnding("", {member: self._failure(rank, code)})
             if code >= 0:
                 self.finished |= member in self.group.members
                 continue
@@ -213,7 +213,7 @@ class Keeper:
         if not dead or (self.finished and not self.living):
             return
         if read_object(self.folder / VERDICT):
-            raise Ending("", {})  # they were ended because they hung
+            raise RunEnding("", {})  # they were ended because they hung
         of_group = [(rank, code) for rank, code in dead if rank.member in self.group.members]
         if of_group:
             self._check_few_deaths(of_group, now)
@@ -224,7 +224,7 @@ class Keeper:
             self._awaited = now, [self._how(rank, code) for rank, code in of_group]
             self._name_awaited()
 
-    def _check_few_deaths(self, dead: list[tuple[_Rank, int]], now: float) -> None:
+    def _check_few_deaths(self, dead: list[tuple[_KeptRank, int]], now: float) -> None:
         """End the run where too many have died, or too few are left."""
         self.deaths.extend(now for _ in dead)
         while self.deaths and self.deaths[0] < now - _HOUR_S:
@@ -234,23 +234,23 @@ class Keeper:
         last = " and ".join(self._how(rank, code) for rank, code in dead)
         last = last[0].upper() + last[1:]
         if len(self.deaths) > self.elastic.limit:
-            raise Ending(
+            raise RunEnding(
                 f"{last}: {len(self.deaths)} ranks have died within an hour, and --elastic-limit "
                 f"is {self.elastic.limit}.",
                 failures,
             )
         if left < self.elastic.least and not self.elastic.replaces:
-            raise Ending(
+            raise RunEnding(
                 f"{last}: {left} of {len(self.group.members)} ranks are left, and the fewest "
                 f"that may train are {self.elastic.least} (--elastic).",
                 failures,
             )
 
-    def _failure(self, rank: _Rank, code: int) -> ProcessFailure:
+    def _failure(self, rank: _KeptRank, code: int) -> ProcessFailure:
         place = self.group.members.index(rank.member) if rank.member in self.group.members else 0
         return ProcessFailure(place, rank.process.pid, code, str(self._error_file(rank.member)))
 
-    def _how(self, rank: _Rank, code: int) -> str:
+    def _how(self, rank: _KeptRank, code: int) -> str:
         place = self.group.members.index(rank.member)
         with contextlib.suppress(OSError):
             return f"rank {place} hung: {(self.folder / HUNG.format(rank=rank.member)).read_text()}"
@@ -336,11 +336,11 @@ def keep_ranks(num_ranks: int, arguments: list[str], elastic: Elastic, folder: P
 
     Raises:
         ChildFailedError: a rank has failed.
-        Ending: too many have died; its text says so.
+        RunEnding: too many have died; its text says so.
     """
     try:
         return Keeper(arguments, folder, elastic).keep(num_ranks)
-    except Ending as ending:
+    except RunEnding as ending:
         if ending.args[0] or not ending.failures:
             raise
         raise ChildFailedError("samestep", ending.failures) from None

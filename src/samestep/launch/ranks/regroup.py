@@ -82,7 +82,7 @@ class Group:
     """When the keeper saw the end of the group before, in seconds since the epoch."""
 
 
-class Failed(AlreadyTold):
+class RunFailed(AlreadyTold):
     """The run has failed on another rank, which says why: there is no next group."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Membership:
         """Join the next group that this rank is a member of; return its world.
 
         Raises:
-            Failed: the run has failed on another rank.
+            RunFailed: the run has failed on another rank.
         """
         while True:
             group = self.next_group()
@@ -170,7 +170,7 @@ class Membership:
             try:
                 if self._newest() > self.group.number:
                     return False
-            except Failed:
+            except RunFailed:
                 return True
             time.sleep(_LOOK_EVERY_S)
         return False
@@ -186,7 +186,7 @@ class Membership:
 
     def _newest(self) -> int:
         if self.store.check([FAILED]):
-            raise Failed
+            raise RunFailed
         return int(self.store.get("newest")) if self.store.check(["newest"]) else 0
 
     def _all_here(self, group: Group) -> bool:

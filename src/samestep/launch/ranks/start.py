@@ -32,7 +32,7 @@ from samestep.base.startup import (
     stop_signals,
     unheeded_signal,
 )
-from samestep.launch.ranks.keeper import Elastic, Ending, keep_ranks
+from samestep.launch.ranks.keeper import Elastic, RunEnding, keep_ranks
 from samestep.launch.ranks.process import STARTED_AT, TASK, print_error
 from samestep.launch.ranks.watched import FOLDER, RUN, STALLED
 from samestep.launch.ranks.watcher import VERDICT
@@ -162,7 +162,7 @@ def _run_agent(num_ranks: int, arguments: list[str], elastic: Elastic | None) ->
         except ChildFailedError as error:
             hung = _hung(Path(folder, VERDICT))
             return hung or _recorded(_first_failure(error), Path(folder, RUN))
-        except Ending as ending:
+        except RunEnding as ending:
             told = Ended(1, f"{ending} {_CONTINUE}")
             return _hung(Path(folder, VERDICT)) or _recorded(told, Path(folder, RUN))
         except SignalException as error:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
@@ -21,35 +22,24 @@ from samestep.base.errors import UserError
 from samestep.base.words import count
 from samestep.scripts.checking.check_report import CheckReport
 from samestep.scripts.checking.check_script import (
-    NEEDS_GPU,
     job_of,
+    last_words,
     prepare,
     refuse_failures,
     report_on,
-    what_was_seen,
+    run_as_it_starts,
+    run_job,
 )
-from samestep.scripts.checking.events import Job, Seen, write_job
-from samestep.scripts.checking.ranks_of_script import (
-    SPAWNS,
-    STOPPED,
-    Starter,
-    end,
-    rank_variables,
-    script_variables,
-    start_processes,
-    wait,
-)
+from samestep.scripts.checking.events import Job
+from samestep.scripts.checking.ranks_of_script import Run, Starter, run_ranks, start_processes
 from samestep.scripts.checking.rules.resume import mistakes
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.checking.starts import Attempt, Resumed
 
-AUTO = "auto"
-"""The script finds its checkpoint by itself."""
-CHECKPOINT = "{checkpoint}"
-"""What stands for the newest checkpoint in the words that resume."""
+_AUTO, _CHECKPOINT = "auto", "{checkpoint}"
+"""The script finds its checkpoint by itself; what stands for the newest one in the words."""
 _TORN, _OTHERS = 1, 4
 """Steps of a start from a torn file; what part of the training other numbers of ranks take."""
-_SHOWN = {"samples": "rows", "losses": "loss"}
 _BEYOND = 2  # steps after the last one that show that a training does not end
 
 
@@ -64,232 +54,149 @@ def check_resume(
     seconds: float = 40.0,
     stall_s: float | None = None,
     start: Starter | None = None,
+    here: tuple[Path, Run] | None = None,
     tell: Callable[[str], object] = lambda _text: None,
 ) -> CheckReport:
     """Run a script whole, and killed and resumed twice; return in what the two trainings differ.
 
     `resume`: what is added to the arguments to resume, or "auto". `seconds` bound each start, from
-    its first step. `tell` is given what it will cost.
+    its first step. `here`: a folder for the scratch copies, and what runs the ranks of a job that
+    was launched. `tell` is given what it will cost.
 
     Raises UserError if the script cannot be checked: it fails, or writes no checkpoint in time.
     """
     began = time.perf_counter()
     job = job_of(script, arguments, module=module, steps=0, nproc=nproc)
     job = structs.replace(job, resumes=True)
-    words = _words(resume)
+    try:
+        words = [] if resume == _AUTO else shlex.split(resume)
+    except ValueError as error:
+        raise UserError(f"--resume {resume}: {error}.") from error
     most = 4 + len(resume_nproc) / _OTHERS
     tell(
         f"{script} runs whole, then killed and resumed twice, and whole again if anything differs: "
         f"at most {most:g} times its own time, each start at most {seconds:g} s from its first step"
     )
-    with tempfile.TemporaryDirectory(prefix="samestep-check-", ignore_cleanup_errors=True) as top:
-        lab = _Lab(script, Path(top).resolve(), seconds, stall_s, start or start_processes)
+    own = functools.partial(
+        run_ranks, seconds=seconds, stall_s=stall_s, start=start or start_processes
+    )
+    folder, run = here or (None, own)
+    with tempfile.TemporaryDirectory(
+        prefix="samestep-check-", dir=folder, ignore_cleanup_errors=True
+    ) as name:
+        top = Path(name).resolve()
         try:
-            resumed, seen = _resumed(lab, job, words, resume_nproc)
+            if here is None:
+                job, seen, output = run_as_it_starts(script, job, run)
+                whole = Attempt(seen, output)
+            else:
+                whole = _whole(script, job, top / "whole", run)
+            first, *later = _steps_to_kill_at(whole, script, seconds)
+            copy = prepare(job, script, top / "chain")
+            chain = _Chain(script, words, top / "kept", run, whole, *copy)
+            resumed = chain.resumed(first, later, resume_nproc)
+            if any(mistakes(resumed)):
+                job = structs.replace(job, stop_at=None if whole.seen.complete else whole.end)
+                resumed.again = _whole(script, job, top / "again", run)
         except OSError as error:
             raise UserError(f"The scratch copy of {script} cannot be kept: {error}") from error
-        return report_on(seen, resumed.whole.output, script, began)
+    notes = [*whole.seen.notes, *_notes(resumed)]
+    return report_on(replace(whole.seen, resumed=resumed, notes=notes), whole.output, script, began)
 
 
-def _words(resume: str) -> list[str]:
-    try:
-        return [] if resume == AUTO else shlex.split(resume)
-    except ValueError as error:
-        raise UserError(f"--resume {resume}: {error}.") from error
+def _whole(script: Path, job: Job, place: Path, run: Run) -> Attempt:
+    """Run a training in a scratch copy of its own."""
+    return Attempt(*run_job(*prepare(job, script, place), run))
 
 
-@dataclass(frozen=True)
-class _Lab:
-    """Where and how the script is started."""
+def _steps_to_kill_at(whole: Attempt, script: Path, seconds: float) -> list[int]:
+    """Return those of the first checkpoint after a third of the steps, and after two thirds."""
+    refuse_failures(whole.seen, whole.output, script)
+    if saved := [save.step for save in whole.saves if 0 < save.step < whole.end]:
+        parts = (next((s for s in saved if 3 * s >= n * whole.end), saved[-1]) for n in (1, 2))
+        return sorted({*parts})
+    more = "" if whole.seen.complete else f" It was ended after {seconds:g} s: --seconds is longer."
+    raise UserError(
+        f"{script} took {count(whole.end, 'step')} and wrote no checkpoint before its last, so "
+        "there is nothing to resume from.",
+        remedy=f"Let it write one earlier, or train longer (its arguments follow `--`).{more}",
+    )
+
+
+@dataclass
+class _Chain:
+    """The training that is killed and resumed in one scratch copy."""
 
     script: Path
-    top: Path
-    seconds: float
-    stall_s: float | None
-    start: Starter
+    words: list[str]
+    kept: Path
+    """Where the files are kept as they were at the first kill."""
+    run: Run
+    whole: Attempt
+    scratch: Scratch
+    job: Job
 
-    def place(self, name: str, job: Job) -> tuple[Scratch, Job]:
-        """Make a scratch copy of its own for a training."""
-        (self.top / name).mkdir()
-        return prepare(job, self.script, self.top / name)
-
-    def run(self, scratch: Scratch, job: Job, nproc: int, name: str) -> tuple[Attempt, Seen, bool]:
-        """Attempt the script in a scratch copy; return what it did, and whether it starts ranks."""
-        folder = Path(scratch.place) / name
+    def start(self, name: str, **limits: Any) -> Attempt:
+        """Start the script, and return what it did."""
+        folder = Path(self.scratch.place) / name
         folder.mkdir()
-        job = structs.replace(job, folder=str(folder), nproc=nproc)
-        each = [{}] if job.alone else rank_variables(nproc)
-        own = [script_variables(scratch) | one for one in each]
-        processes = self.start(write_job(job), own, Path(job.scratch))
-        try:
-            codes, stall = wait(processes, folder, self.seconds, self.stall_s)
-        finally:
-            end(processes, politely=not (folder / STOPPED).exists())
-        seen, output = what_was_seen(scratch, folder, codes, stall, asked=True)
-        ended = all(rank.exit_code == 0 for rank in seen.ranks) and stall is None
-        spawns = (folder / SPAWNS).exists()
-        return Attempt(ranks=seen.ranks, output=output, ended=ended), seen, spawns
+        job = structs.replace(self.job, folder=str(folder), **limits)
+        return Attempt(*run_job(self.scratch, job, self.run))
+
+    def resumed(self, first: int, later: list[int], resume_nproc: Sequence[int]) -> Resumed:
+        """Kill the training and resume it, from each kill and in all ways."""
+        killed = self.start("killed", kill_from=first)
+        if not killed.saves or killed.seen.complete:
+            raise UserError(
+                f"{self.script} wrote a checkpoint after {count(first, 'step')} in one run and "
+                "none in the next, so its resume could not be checked."
+            )
+        shutil.copytree(self.scratch.place, self.kept, symlinks=True, ignore=_sockets)
+        resumed = Resumed(whole=self.whole, chain=[killed], words=self.words)
+        lasts = self.whole.end + (_BEYOND if self.whole.seen.complete else 0)
+        for name, kill_at in (("first", sum(later)), ("second", 0)):
+            before = resumed.chain[-1]
+            kill_from = kill_at - before.end if kill_at > before.end else None
+            start = self.resume(before, name, kill_from=kill_from, stop_at=lasts - before.end)
+            resumed.chain.append(start)
+            if kill_from is None or start.seen.complete or not start.saves or start.offset == 0:
+                break
+        part = max(1, min(self.whole.end - killed.end, self.whole.end // _OTHERS))
+        for number in resume_nproc:
+            other = self.resume(killed, f"on-{number}", tear="", nproc=number, stop_at=part)
+            resumed.others.append(other)
+        alone = {save["path"] for save in killed.saves if not save.get("renamed")}
+        read = [file["path"] for file in resumed.chain[1].loaded() if file["path"] in alone]
+        if read and resumed.chain[1].offset:
+            resumed.torn = self.resume(killed, "torn", tear=read[-1], stop_at=_TORN)
+        return resumed
+
+    def resume(self, before: Attempt, name: str, tear: str | None = None, **limits: Any) -> Attempt:
+        """Resume the training; with `tear` from its files at the first kill, this one torn."""
+        scratch = self.scratch
+        if tear is not None:
+            shutil.rmtree(scratch.place)
+            shutil.copytree(self.kept, scratch.place, symlinks=True)
+        if (file := Path(scratch.twin(Path(scratch.home) / (tear or "")))).is_file():
+            os.truncate(file, file.stat().st_size // 2)
+        words = [word.replace(_CHECKPOINT, before.newest or _CHECKPOINT) for word in self.words]
+        # As a user would type them: paths that lie in the project are those of the scratch copy.
+        start = self.start(name, arguments=[*self.job.arguments, *words], **limits)
+        if not (start.steps or start.seen.complete or tear is not None):  # those may fail
+            which = f"{self.script} {_resumed_with(words, before, scratch)}"
+            refuse_failures(start.seen, start.output, which)
+        start.resumes(before, self.whole)
+        return start
 
 
-def _resumed(
-    lab: _Lab, job: Job, words: list[str], resume_nproc: Sequence[int]
-) -> tuple[Resumed, Seen]:
-    whole, seen, job = _whole(lab, job)
-    saved = sorted({save.step for save in whole.saves if 0 < save.step < whole.taken})
-    if not saved:
-        _refuse_without_checkpoint(lab, whole)
-    nproc, total = job.nproc, whole.taken
-    first = next((step for step in saved if 3 * step >= total), saved[-1])
-    later = [step for step in saved if step > first]
-    second = next((step for step in later if 3 * step >= 2 * total), later[-1] if later else None)
-
-    scratch, base = lab.place("chain", job)
-    killed, _, _ = lab.run(scratch, structs.replace(base, kill_from=first), nproc, "killed")
-    if not killed.saves or killed.ended:
-        raise UserError(
-            f"{lab.script} wrote a checkpoint after {count(first, 'step')} in one run and none in "
-            "the next, so its resume could not be checked."
-        )
-    result = Resumed(whole=whole, chain=[killed], words=words)
-    lasts = total + (_BEYOND if whole.ended else 0)
-    kept = _Kept(lab, scratch)
-    kept.keep()
-    go_on = functools.partial(_go_on, lab, scratch, base, words)
-    for name, kill_at in (("first", second), ("second", None)):
-        before = result.chain[-1]
-        at = before.offset + before.taken
-        own = None if kill_at is None or kill_at <= at else kill_at - at
-        start = go_on(nproc, name, before, kill_from=own, stop_at=lasts - at)
-        result.align(start, before)
-        result.chain.append(start)
-        if own is None or start.ended or not start.saves or start.offset == 0:
-            break
-    for number in resume_nproc:
-        kept.bring_back()
-        part = max(1, min(total - killed.taken, total // _OTHERS))
-        other = go_on(number, f"on-{number}", killed, stop_at=part, may_fail=True)
-        result.align(other, killed)
-        result.others.append((number, other))
-    _try_torn(result, kept, go_on)
-    if any(mistakes(result)):
-        again_place, again_job = lab.place("again", job)
-        stop = None if whole.ended else total
-        again, _, _ = lab.run(again_place, structs.replace(again_job, stop_at=stop), nproc, "again")
-        result.again = again
-    return result, replace(seen, resumed=result, notes=[*seen.notes, *_notes(result)])
-
-
-def _notes(result: Resumed) -> Iterator[str]:
-    """Yield where the training was killed, and what became of each start."""
-    stops = [start.offset + start.taken for start in result.chain[:-1]]
-    begins = [start.offset for start in result.chain[1:]]
-    yield (
-        f"killed after step {' and '.join(map(str, stops))} of {result.total}, resumed from step "
-        f"{' and '.join(map(str, begins))}"
-    )
-    if unsteady := [name for name, what in _SHOWN.items() if result.unsteady(what)]:
-        yield f"two starts of the script differ by themselves in {', '.join(unsteady)}"
-    for number, start in result.others:
-        if not start.steps:
-            yield f"resumed on {count(number, 'rank')} it fails by itself: {_last(start)}"
-
-
-def _last(start: Attempt) -> str:
-    ends = [event["text"] for rank in start.ranks for event in rank.of("end") if event["text"]]
-    lines = (ends[0] if ends else "".join(start.output)).rstrip().splitlines()
-    return lines[-1] if lines else "it took no step"
-
-
-def _whole(lab: _Lab, job: Job) -> tuple[Attempt, Seen, Job]:
-    """Run the training whole, in the way in which it can be started here."""
-    text = "" if job.module else lab.script.read_text(errors="replace")
-    for name in ("whole", "whole-alone", "whole-cpu"):
-        scratch, made = lab.place(name, job)
-        start, seen, spawns = lab.run(scratch, made, job.nproc, "whole")
-        needs_gpu = not start.steps and NEEDS_GPU.search("".join([text, *start.output]))
-        if spawns and not job.alone:
-            job = structs.replace(job, alone=True)
-        elif needs_gpu and not job.substitute:
-            job = structs.replace(job, substitute=True)
-        else:
-            break
-    refuse_failures(seen, start.output, lab.script)
-    return start, seen, job
-
-
-def _refuse_without_checkpoint(lab: _Lab, whole: Attempt) -> None:
-    at_end = any(save.step >= whole.taken for save in whole.saves)
-    why = "its only checkpoint after its last step" if at_end else "no checkpoint"
-    bound = "" if whole.ended else f" within {lab.seconds:g} s"
-    raise UserError(
-        f"{lab.script} took {count(whole.taken, 'step')} and wrote {why}{bound}, so there is "
-        "nothing to resume from.",
-        remedy="Let it write one earlier, train longer (its arguments follow `--`)"
-        + ("." if whole.ended else ", or give it more time: --seconds."),
-    )
-
-
-def _go_on(
-    lab: _Lab,
-    scratch: Scratch,
-    base: Job,
-    words: list[str],
-    nproc: int,
-    name: str,
-    before: Attempt,
-    *,
-    kill_from: int | None = None,
-    stop_at: int | None = None,
-    may_fail: bool = False,
-) -> Attempt:
-    """Resume a training that was killed."""
-    words = [word.replace(CHECKPOINT, before.newest or CHECKPOINT) for word in words]
-    # As a user would type them: paths that lie in the project are those of the scratch copy.
-    job = structs.replace(
-        base, arguments=[*base.arguments, *words], kill_from=kill_from, stop_at=stop_at
-    )
-    start, seen, _ = lab.run(scratch, job, nproc, name)
-    failed = [rank for rank in seen.ranks if rank.exit_code]
-    if not start.steps and not may_fail and not start.ended:
-        told = failed[0].first("end") if failed else None
-        text = (told["text"] if told else "") or "".join(start.output)
-        files = sorted({save.path for save in before.saves if save.path})
-        missing = [
-            word for word in words if ("/" in word or "." in word) and not _exists(scratch, word)
-        ]
-        hint = f" There is no {missing[0]}: it had saved {', '.join(files)}." if missing else ""
-        how = "fails by itself" if failed else "takes no step and does not end"
-        raise UserError(
-            f"{lab.script} resumed with {shlex.join(words) or 'no more arguments'} {how}:{hint}\n"
-            f"{text.rstrip()}"
-        )
-    return start
-
-
-def _exists(scratch: Scratch, word: str) -> bool:
-    path = Path(word.partition("=")[2] or word)
-    return (Path(scratch.twin(scratch.home)) / path).exists() or path.exists()
-
-
-def _real(scratch: Scratch, path: str) -> Path:
-    """Return where a file that a rank has named is."""
-    return Path(scratch.twin(path if path.startswith(os.sep) else f"{scratch.home}/{path}"))
-
-
-class _Kept:
-    """The state of the files at the first kill, to be resumed from more than once."""
-
-    def __init__(self, lab: _Lab, scratch: Scratch) -> None:
-        self.scratch, self._aside = scratch, lab.top / "kept"
-
-    def keep(self) -> None:
-        """Keep the files as they are."""
-        shutil.copytree(self.scratch.place, self._aside, symlinks=True, ignore=_sockets)
-
-    def bring_back(self) -> None:
-        """Bring them back, under the same paths."""
-        shutil.rmtree(self.scratch.place)
-        shutil.copytree(self._aside, self.scratch.place, symlinks=True)
+def _resumed_with(words: list[str], before: Attempt, scratch: Scratch) -> str:
+    """Say how a start was resumed, and what it names that is not there."""
+    paths = [word.partition("=")[2] or word for word in words if "/" in word or "." in word]
+    home = Path(scratch.twin(scratch.home))
+    missing = [path for path in paths if not (home / path).exists()]
+    saved = ", ".join(sorted({save["path"] for save in before.saves} - {""}))
+    hint = f" (there is no {missing[0]}: it had saved {saved})" if missing else ""
+    return f"resumed with {shlex.join(words) or 'no more arguments'}{hint}"
 
 
 def _sockets(folder: str, names: list[str]) -> list[str]:
@@ -297,16 +204,17 @@ def _sockets(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if Path(folder, name).is_socket()]
 
 
-def _try_torn(result: Resumed, kept: _Kept, go_on: Callable[..., Attempt]) -> None:
-    """Resume from the first half of the file that was resumed from, if it can be torn."""
-    killed, first = result.chain[:2]
-    files = [event["path"] for event in first.loaded()]
-    saved = {save.path for save in killed.saves if not save.renamed}
-    torn = [path for path in dict.fromkeys(files) if path in saved]
-    if not torn or not first.offset:
-        return
-    kept.bring_back()
-    file = _real(kept.scratch, torn[-1])
-    if file.is_file():
-        os.truncate(file, file.stat().st_size // 2)
-        result.torn = go_on(len(killed.ranks), "torn", killed, stop_at=_TORN, may_fail=True)
+def _notes(resumed: Resumed) -> Iterator[str]:
+    """Yield where the training was killed, and what became of each start."""
+    stops = " and ".join(str(start.end) for start in resumed.chain[:-1])
+    begins = " and ".join(str(start.offset) for start in resumed.chain[1:])
+    yield f"killed after step {stops} of {resumed.whole.end}, resumed from step {begins}"
+    shown = {"samples": "rows", "losses": "loss"}
+    if unsteady := [name for name, what in shown.items() if resumed.unsteady(what)]:
+        yield f"two starts of the script differ by themselves in {', '.join(unsteady)}"
+    for start in resumed.others:
+        if not start.steps:
+            lines = last_words(start.seen.ranks[0], start.output).split("\n")
+            says = next((line.strip() for line in lines[::-1] if line.strip()), "it took no step")
+            on = count(start.seen.world_size, "rank")
+            yield f"resumed on {on} it fails by itself: {says}"

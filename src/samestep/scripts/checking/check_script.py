@@ -13,18 +13,16 @@ import samestep.scripts.checking.rules  # noqa: F401 - registers them
 from samestep.base.errors import LOST_PEER, UserError
 from samestep.launch.stall.judge import StallVerdict
 from samestep.scripts.checking.check_report import CheckReport
-from samestep.scripts.checking.events import Job, RankSeen, Seen, Stall, write_job
+from samestep.scripts.checking.events import Job, RankSeen, Seen, Stall
 from samestep.scripts.checking.findings import judge, without_silenced
 from samestep.scripts.checking.ranks_of_script import (
     FIRST_STEP_WITHIN_S,
     SPAWNS,
+    Run,
     Starter,
-    end,
-    rank_variables,
     ranks_seen,
-    script_variables,
+    run_ranks,
     start_processes,
-    wait,
 )
 from samestep.scripts.checking.scratch import Scratch
 
@@ -36,7 +34,7 @@ _OF_ONE_PROCESS = (
 _STARTS, _IS_STARTED = re.compile(r"\b(spawn|start_processes|Process)\("), re.compile(r"RANK\b")
 _LAST_LINES = 400
 """Characters at the end of a traceback that say what was raised."""
-NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
+_NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
 def check_script(
@@ -62,18 +60,13 @@ def check_script(
     began = time.perf_counter()
     job = job_of(script, arguments, module=module, steps=steps, nproc=nproc)
     run = functools.partial(
-        _run, script, seconds=seconds, stall_s=stall_s, asked=asked, start=start or start_processes
+        run_ranks, seconds=seconds, stall_s=stall_s, start=start or start_processes
     )
-    text = "" if module else script.read_text(errors="replace")
-    starts_ranks = bool(_STARTS.search(text)) and not _IS_STARTED.search(text)
-    job, seen, output = run(structs.replace(job, alone=starts_ranks))
-    uses_gpu = bool(seen.any("cuda", "device"))
-    came_to_nothing = not any(rank.steps for rank in seen.ranks)
-    if came_to_nothing and (uses_gpu or NEEDS_GPU.search("".join(output))):
-        job, uses_gpu = structs.replace(job, substitute=True), True
-        job, seen, output = run(job)
+    job, seen, output = run_as_it_starts(script, job, run, asked=asked)
+    uses_gpu = job.substitute or seen.any("cuda", "device")
     if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
-        _, apart, _ = run(structs.replace(job, substitute=True, one_per_node=True))
+        apart_job = structs.replace(job, substitute=True, one_per_node=True)
+        _, apart, _ = _run(script, apart_job, run, asked=asked)
         for rank, there in zip(seen.ranks, apart.ranks, strict=False):
             rank.events.extend(there.of("device"))
     return report_on(seen, output, script, began)
@@ -111,14 +104,30 @@ def report_on(seen: Seen, output: list[str], script: Path, began: float) -> Chec
     )
 
 
+def run_as_it_starts(
+    script: Path, job: Job, run: Run, *, asked: bool = True
+) -> tuple[Job, Seen, list[str]]:
+    """Run the script in a scratch copy, in the way in which it can be started here.
+
+    Returns the job that says how, what was seen, and what each rank printed.
+    """
+    text = "" if job.module else script.read_text(errors="replace")
+    starts_ranks = bool(_STARTS.search(text)) and not _IS_STARTED.search(text)
+    job, seen, output = _run(script, structs.replace(job, alone=starts_ranks), run, asked=asked)
+    # A training that is to be resumed has no events that tell whether it asks for a GPU.
+    says = "".join([*output, text if job.resumes else ""])
+    needs_gpu = bool(seen.any("cuda", "device")) or _NEEDS_GPU.search(says)
+    if needs_gpu and not any(rank.steps for rank in seen.ranks):
+        return _run(script, structs.replace(job, substitute=True), run, asked=asked)
+    return job, seen, output
+
+
 def _run(
     script: Path,
     asked_for: Job,
+    run: Run,
     *,
-    seconds: float,
-    stall_s: float | None,
     asked: bool,
-    start: Starter,
     before: tuple[Job, Seen, list[str]] | None = None,
 ) -> tuple[Job, Seen, list[str]]:
     """Run the script in a scratch copy; `before` is what came of the other way to start it.
@@ -128,37 +137,30 @@ def _run(
     """
     with tempfile.TemporaryDirectory(prefix="samestep-check-", ignore_cleanup_errors=True) as place:
         scratch, job = prepare(asked_for, script, Path(place))
+        found = asked_for, *run_job(scratch, job, run, asked=asked)
         folder = Path(job.folder)
-        each = rank_variables(job.nproc, one_per_node=job.one_per_node)
-        own = [script_variables(scratch) | one for one in ([{}] if job.alone else each)]
-        processes, otherwise = start(write_job(job), own, Path(job.scratch)), False
-        try:
-            most_s = 0.0 if job.one_per_node else seconds  # until the first step
-            codes, stall = wait(processes, folder, most_s, stall_s)
-            joined, spawns = any(folder.glob("events-[0-9]*")), (folder / SPAWNS).exists()
-            otherwise = before is None and (not joined if job.alone else spawns)
-        finally:
-            end(processes, politely=not (otherwise or job.one_per_node))
-        found = asked_for, *what_was_seen(scratch, folder, codes, stall, asked=asked)
+        joined, spawns = any(folder.glob("events-[0-9]*")), (folder / SPAWNS).exists()
+        # Ranks that it starts itself are not ranks of `check`: without a GPU they need a stand-in.
+        error = "".join(found[2]).rstrip().rpartition("\n")[2]
+        in_vain = not joined and (job.substitute or not _NEEDS_GPU.search(error))
+        otherwise = before is None and (in_vain if job.alone else spawns)
     idle = spawns or not any(rank.steps or rank.exit_code for rank in found[1].ranks)
     if before is not None and idle and not asked_for.alone:
         return before  # it does start its ranks itself, and they failed before they joined a group
     if not otherwise:
         return found
     other = structs.replace(asked_for, alone=not asked_for.alone)
-    return _run(
-        script, other, seconds=seconds, stall_s=stall_s, asked=asked, start=start, before=found
-    )
+    return _run(script, other, run, asked=asked, before=found)
 
 
 def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:
-    """Make a scratch copy in an empty folder; return it, and the job that runs the script in it."""
+    """Make a scratch copy in a folder of its own; return it, and the job of the script in it."""
     cwd = Path.cwd().resolve()
     first = cwd if asked.module else script.resolve().parent
     home = cwd if first.is_relative_to(cwd) else first
     place = place.resolve()
     scratch, folder = Scratch(place, home), place / "seen"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     scratch.create(first)
     job = structs.replace(
         asked,
@@ -172,15 +174,9 @@ def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:
     return scratch, job
 
 
-def what_was_seen(
-    scratch: Scratch,
-    folder: Path,
-    codes: Sequence[int | None],
-    stall: StallVerdict | None,
-    *,
-    asked: bool,
-) -> tuple[Seen, list[str]]:
-    """Return what the ranks noted in a folder, and what each printed."""
+def run_job(scratch: Scratch, job: Job, run: Run, *, asked: bool = True) -> tuple[Seen, list[str]]:
+    """Run a job in a scratch copy; return what the ranks noted, and what each printed."""
+    folder, (codes, stall) = Path(job.folder), run(scratch, job)
     outputs = sorted(folder.glob("output-*.txt"), key=lambda path: int(path.stem[7:]))
     output = [scratch.shown(path.read_text(errors="replace")) for path in outputs]
     ranks = ranks_seen(folder, codes)
@@ -215,18 +211,18 @@ def _in_scratch(argument: str, cwd: Path, scratch: Scratch) -> str:
     return argument.replace(f"{scratch.home}/", f"{scratch.twin(scratch.home)}/")
 
 
-def _told(rank: RankSeen, output: Sequence[str]) -> str:
+def last_words(rank: RankSeen, output: Sequence[str]) -> str:
     """Return the traceback that a rank has ended with, or else all that it printed."""
     end = rank.first("end")
     return (end["text"] if end is not None else "") or output[min(rank.rank, len(output) - 1)]
 
 
-def refuse_failures(seen: Seen, output: Sequence[str], script: Path) -> None:
+def refuse_failures(seen: Seen, output: Sequence[str], script: Path | str) -> None:
     """Raise UserError for a script that starts no rank, fails by itself, or takes no step."""
     if not seen.ranks:
         told = "\n".join(output).rstrip()
         raise UserError(f"{script} started no rank, so it could not be checked:\n{told}")
-    failed = [(rank, _told(rank, output)) for rank in seen.ranks if rank.exit_code]
+    failed = [(rank, last_words(rank, output)) for rank in seen.ranks if rank.exit_code]
     if failed:  # the first that has not merely lost another
         rank, told = min(failed, key=lambda one: bool(LOST_PEER.search(one[1][-_LAST_LINES:])))
         if rank.of("ran_out") and rank.steps:

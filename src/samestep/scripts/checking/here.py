@@ -1,27 +1,40 @@
 """Check a script inside a launched job, on its own ranks and devices: `check --here`.
 
-Each process of the job starts its rank of the script as a watched process. The ranks share a folder
-that rank 0 makes: in the working directory if there are several nodes.
+Each process of the job starts its rank of the script as a watched process, once or, with
+`--resume`, as often as rank 0 says. The ranks share a folder that rank 0 makes, with the scratch
+copies: in the working directory if there are several nodes.
 """
 
 import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from samestep.base.errors import UserError
 from samestep.base.run.files import write_text
 from samestep.launch.ranks.launch import Launch, detect_launch
+from samestep.launch.ranks.world import agent_serves
 from samestep.launch.stall.judge import StallVerdict
 from samestep.scripts.checking.check_report import CheckReport
-from samestep.scripts.checking.check_script import job_of, prepare, report_on, what_was_seen
-from samestep.scripts.checking.events import read_job, write_job
-from samestep.scripts.checking.ranks_of_script import end, script_variables, start_rank, wait
+from samestep.scripts.checking.check_resume import check_resume
+from samestep.scripts.checking.check_script import job_of, prepare, report_on, run_job
+from samestep.scripts.checking.events import Job, read_job, write_job
+from samestep.scripts.checking.ranks_of_script import (
+    SPAWNS,
+    end,
+    free_port,
+    is_given_up,
+    script_variables,
+    start_rank,
+    wait,
+)
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.running import ScriptRanks
 
-_OTHERS_WITHIN_S, _LOOK_EVERY_S = 60.0, 0.05
+_OTHERS_WITHIN_S, _NEXT_WITHIN_S, _LOOK_EVERY_S = 60.0, 600.0, 0.05
 _OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
@@ -29,12 +42,16 @@ def check_here(
     script: Path,
     arguments: Sequence[str] = (),
     *,
+    resume: str | None = None,
     module: bool = False,
     steps: int = 10,
     seconds: float = 40.0,
     stall_s: float | None = None,
+    tell: Callable[[str], object] = lambda _text: None,
 ) -> CheckReport | None:
     """Run this process's rank of a script under watch; on rank 0, return what is wrong with it.
+
+    `resume` and `tell` are those of `check_resume`.
 
     Raises UserError if the script cannot be checked.
     """
@@ -46,53 +63,96 @@ def check_here(
     if launch.rank:
         place = Path(ranks.share(""))
         ranks.leave()
-        _run_rank(launch, place, seconds, stall_s)
+        _Crew(launch, place, seconds, stall_s).follow()
         return None
     beside = None if _one_node(launch) else Path.cwd()
     with tempfile.TemporaryDirectory(
         prefix=".samestep-check-", dir=beside, ignore_cleanup_errors=True
     ) as name:
         place = Path(name).resolve()
-        scratch, job = prepare(job, script, place)
-        write_job(job)
         ranks.share(str(place))
         ranks.leave()
-        stall = _run_rank(launch, place, seconds, stall_s)
-        codes = [_code_of(place, rank) for rank in range(launch.world_size)]
-        seen, output = what_was_seen(scratch, place / "seen", codes, stall, asked=True)
+        crew = _Crew(launch, place, seconds, stall_s)
+        if resume is not None:
+            return check_resume(
+                script,
+                arguments,
+                resume=resume,
+                nproc=launch.world_size,
+                module=module,
+                seconds=seconds,
+                here=(place, crew.run),
+                tell=tell,
+            )
+        scratch, job = prepare(job, script, place)
+        seen, output = run_job(scratch, job, crew.run)
     return report_on(seen, output, script, began)
 
 
-def _run_rank(
-    launch: Launch, place: Path, seconds: float, stall_s: float | None
-) -> StallVerdict | None:
-    """Run this process's rank to its end, and leave its exit code in a file."""
-    path = place / "seen" / "job.json"
-    given = script_variables(Scratch(place, Path("/")))
-    variables = {name: value for name, value in given.items() if name not in _OF_ONE_MACHINE}
-    cwd = Path(read_job(path).scratch)
-    process = start_rank(path, launch.rank, os.environ | variables, cwd)
-    try:
-        looks = _one_node(launch)
-        codes, stall = wait([process], path.parent, seconds, stall_s, looks=looks)
-    finally:
-        end([process])
-    write_text(_code_file(place, launch.rank), json.dumps(codes[0]))
-    return stall
+@dataclass
+class _Crew:
+    """The processes of the job: rank 0 leaves a file for each start of the script."""
 
+    launch: Launch
+    place: Path
+    seconds: float
+    stall_s: float | None
+    starts: int = 0
 
-def _code_of(place: Path, rank: int) -> int | None:
-    """Wait for the exit code that a rank leaves."""
-    path = _code_file(place, rank)
-    until = time.monotonic() + _OTHERS_WITHIN_S
-    while not path.exists() and time.monotonic() < until:
-        time.sleep(_LOOK_EVERY_S)
-    code: int | None = json.loads(path.read_text()) if path.exists() else None
-    return code
+    def run(self, _scratch: Scratch, job: Job) -> tuple[Sequence[int | None], StallVerdict | None]:
+        """Run all ranks of a job, on rank 0."""
+        variables: dict[str, str] = {}
+        if self.starts and agent_serves():
+            # The agent's store has the addresses of the last start's ranks.
+            port = str(free_port())
+            variables = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
+        write_text(self._file(), json.dumps([str(write_job(job)), variables]))
+        stall = self._run_rank()
+        if (Path(job.folder) / SPAWNS).exists():
+            raise UserError(
+                f"{job.script} starts ranks of its own, so it cannot run on those of a job. "
+                "Check it in a single process, without --here."
+            )
+        return [self._code_of(job, rank) for rank in range(self.launch.world_size)], stall
 
+    def follow(self) -> None:
+        """Run this process's rank of each start, until rank 0 has removed the folder."""
+        until = time.monotonic() + _NEXT_WITHIN_S
+        while self.place.exists() and time.monotonic() < until:
+            if self._file().exists():
+                self._run_rank()
+                until = time.monotonic() + _NEXT_WITHIN_S
+            time.sleep(_LOOK_EVERY_S)
 
-def _code_file(place: Path, rank: int) -> Path:
-    return place / "seen" / f"code-{rank}.json"
+    def _file(self) -> Path:
+        return self.place / f"start-{self.starts}.json"
+
+    def _run_rank(self) -> StallVerdict | None:
+        """Run this process's rank of a start to its end, and leave its exit code in a file."""
+        name, variables = json.loads(self._file().read_text())
+        self.starts += 1
+        path = Path(name)
+        given = script_variables(Scratch(self.place, Path("/"))) | variables
+        variables = {name: value for name, value in given.items() if name not in _OF_ONE_MACHINE}
+        process = start_rank(
+            path, self.launch.rank, os.environ | variables, Path(read_job(path).scratch)
+        )
+        try:
+            looks = _one_node(self.launch)
+            codes, stall = wait([process], path.parent, self.seconds, self.stall_s, looks=looks)
+        finally:
+            end([process], politely=not is_given_up(path.parent))
+        write_text(path.parent / f"code-{self.launch.rank}.json", json.dumps(codes[0]))
+        return stall
+
+    def _code_of(self, job: Job, rank: int) -> int | None:
+        """Wait for the exit code that a rank leaves."""
+        path = Path(job.folder) / f"code-{rank}.json"
+        until = time.monotonic() + _OTHERS_WITHIN_S
+        while not path.exists() and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_S)
+        code: int | None = json.loads(path.read_text()) if path.exists() else None
+        return code
 
 
 def _one_node(launch: Launch) -> bool:

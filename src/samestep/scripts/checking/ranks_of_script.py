@@ -17,7 +17,7 @@ from typing import Protocol
 from samestep.launch.stall.judge import StallVerdict, find_stall, judge, patience
 from samestep.launch.stall.pulse import RAISED, RankPulse, read_pulses
 from samestep.launch.stall.stacks import look
-from samestep.scripts.checking.events import RankSeen, read_events
+from samestep.scripts.checking.events import Job, RankSeen, read_events, write_job
 from samestep.scripts.checking.scratch import Scratch
 
 _LOOK_EVERY_S = 0.05
@@ -48,13 +48,20 @@ class RankProcess(Protocol):
 
 Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[RankProcess]]
 """Starts a process for each mapping of variables on the job at a path, in a folder."""
+Run = Callable[[Scratch, Job], tuple[Sequence[int | None], StallVerdict | None]]
+"""Runs all ranks of a job in a scratch copy: the exit codes of those that have ended, the stall."""
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens here."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def rank_variables(nproc: int, *, one_per_node: bool = False) -> list[dict[str, str]]:
     """Return the variables that torchrun gives to each rank, of one node or of one each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": "1" if one_per_node else str(nproc),
@@ -62,7 +69,7 @@ def rank_variables(nproc: int, *, one_per_node: bool = False) -> list[dict[str, 
         "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -124,6 +131,25 @@ def start_rank(job: Path, rank: int, variables: dict[str, str], cwd: Path) -> Ra
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def run_ranks(
+    scratch: Scratch, job: Job, *, seconds: float, stall_s: float | None, start: Starter
+) -> tuple[Sequence[int | None], StallVerdict | None]:
+    """Start a job in a scratch copy, and wait until its ranks have ended, or long enough."""
+    folder = Path(job.folder)
+    each = [{}] if job.alone else rank_variables(job.nproc, one_per_node=job.one_per_node)
+    own = [script_variables(scratch) | one for one in each]
+    processes = start(write_job(job), own, Path(job.scratch))
+    try:  # where each rank has a node of its own, what is asked for before the first step will do
+        return wait(processes, folder, 0.0 if job.one_per_node else seconds, stall_s)
+    finally:
+        end(processes, politely=not job.one_per_node and not is_given_up(folder))
+
+
+def is_given_up(folder: Path) -> bool:
+    """Whether the ranks are to be killed: they start ranks of their own, or wait for the kill."""
+    return (folder / SPAWNS).exists() or (folder / STOPPED).exists()
 
 
 def wait(

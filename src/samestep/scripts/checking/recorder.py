@@ -109,14 +109,22 @@ class Recorder:
         file, _, line = raised_at(error).removeprefix(" at ").rpartition(":")
         return f"{self.name(file)}:{line}" if file else ""
 
-    def name(self, path: str) -> str:
+    def name(self, path: str | bytes | os.PathLike[Any]) -> str:
         """Return a file's path as its user knows it: in the project, relative to that."""
-        return self._scratch.real(_real_path(path)).removeprefix(self._scratch.home + os.sep)
+        # A relative path is another file in another folder.
+        real = _real_path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 - bytes, too
+        return self._scratch.real(real).removeprefix(self._scratch.home + os.sep)
 
 
 def is_tracing() -> bool:
     """Whether `torch.jit` is tracing, which would keep what a watcher calls."""
     return torch._C._is_tracing()  # noqa: SLF001 - its public name has no types
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor that may be sharded."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def checksum(tensor: Tensor) -> int | None:
@@ -125,8 +133,7 @@ def checksum(tensor: Tensor) -> int | None:
     None for a tensor that has no plain memory: sparse, on the meta device. A plain sum would not
     do: updates that cancel, as of a bias of two classes, leave it as it was.
     """
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
+    tensor = own_part(tensor)
     lazy = is_lazy(tensor) or tensor.layout != torch.strided or tensor.device.type == "meta"
     if lazy or not tensor.numel():
         return None

@@ -1,5 +1,6 @@
 """Numbers that identify samples, data sets and random states, the same in every process."""
 
+import contextlib
 import pickle
 import random
 import sys
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from samestep.base.trees import tree_leaves
-from samestep.scripts.checking.recorder import checksum, row_hashes
+from samestep.scripts.checking.recorder import checksum, own_part, row_hashes
 
 _MOST_BYTES = 1 << 22  # of an array
 _MOST_VALUES = 1 << 16  # of a tensor, spread over it: a step changes all of them
@@ -21,12 +22,18 @@ _MOST_PARTS, _DEPTH = 10_000, 4  # of a data set
 _MOST_ROWS, _MOST_ELEMENTS = 512, 1 << 18  # of a batch that is compared with its samples
 
 
-def rows_of(batch: Any) -> tuple[int, list[int]]:
-    """Return how many samples a batch holds and a number for each of the first, by its tensors."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    n = len(tensors[0]) if tensors else 0
-    columns = [row_hashes(tensor) for tensor in tensors if len(tensor) == n]
-    return n, [zlib.crc32(repr(row).encode()) for row in zip(*columns, strict=False)]
+def rows_of(batch: Any, most: int = 64) -> tuple[int, list[int]]:
+    """Return how many samples a batch holds and a number for each of the first.
+
+    A number is made of the tensors that need no gradients; a batch without any has none.
+    """
+    with torch.no_grad(), contextlib.suppress(Exception):
+        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        tensors = [tensor for tensor in leaves if not tensor.requires_grad]
+        n = len(tensors[0]) if tensors else 0
+        columns = [row_hashes(tensor, most) for tensor in tensors if len(tensor) == n]
+        return n, [zlib.crc32(repr(row).encode()) for row in zip(*columns, strict=False)]
+    return 0, []
 
 
 def lost_rows(samples: list[Any], batch: Any) -> int:
@@ -161,7 +168,7 @@ def digests(values: Iterable[Any]) -> list[int | None]:
 
 def some_of(tensor: Tensor) -> Tensor:
     """Return values that are spread over a tensor; of a sharded one, over its own part."""
-    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    own = own_part(tensor)
     if own.layout != torch.strided or own.numel() <= _MOST_VALUES:
         return own
     return own.detach().reshape(-1)[:: 1 + own.numel() // _MOST_VALUES]

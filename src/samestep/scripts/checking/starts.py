@@ -3,138 +3,182 @@
 Steps are counted from 0 over all starts: `offset` is how many a start's first step comes after.
 """
 
-import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
 
-from samestep.scripts.checking.events import Event, RankSeen
+from msgspec import structs
 
+from samestep.scripts.checking.events import Event, Seen
 
-@dataclass(frozen=True)
-class Save:
-    """A checkpoint that was written, or a part of one."""
-
-    step: int
-    """Steps of the training before it."""
-    event: Event
-    path: str
-    """Empty if it has no name."""
-    renamed: bool = False
-    """Whether it got its name once it was whole."""
-
-    @property
-    def digests(self) -> set[int]:
-        """Its tensors."""
-        return {value[0] for value in self.event["leaves"].values() if isinstance(value, list)}
-
-    def is_twin(self, other: "Save") -> bool:
-        """Whether another run wrote the same parts after the same step."""
-        same = self.step == other.step and self.event.where == other.event.where
-        return same and {*self.event["leaves"]} == {*other.event["leaves"]}
-
-    def alike(self, names: Sequence[str], path: str) -> bool:
-        """Whether a file that was loaded has the same parts, or lies where this one does."""
-        same = {*names} == {*self.event["leaves"]}
-        return same or bool(self.path and path.startswith(self.path))
+_ALMOST = 0.9  # of the tensors that a step changes
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False)
 class Attempt:
     """One start of the script: how far it came, and in which states."""
 
-    ranks: list[RankSeen]
+    seen: Seen
     output: list[str]
+    before: "Attempt | None" = None
+    """The start that it resumes from."""
     offset: int = 0
-    ended: bool = True
-    """Whether it came to its own end."""
 
     @cached_property
     def steps(self) -> list[tuple[Event, ...]]:
         """Each step that all ranks took, an event of each; the last may not have been taken."""
-        return [*zip(*(rank.of("trained") for rank in self.ranks), strict=False)]
+        return [*self.seen.together("trained")]
 
     @property
-    def taken(self) -> int:
-        """Steps that it took, where it was stopped or ended."""
-        stops = [event.step for rank in self.ranks for event in rank.of("stopped", "final")]
-        return min(stops, default=len(self.steps)) if stops else max(0, len(self.steps) - 1)
+    def span(self) -> range:
+        """The steps of the training that are its own."""
+        return range(self.offset, self.offset + len(self.steps))
+
+    @property
+    def end(self) -> int:
+        """Steps of the training when it was stopped or ended."""
+        ends = [event.step for event in self.seen.any("stopped", "final")]
+        return self.offset + min(ends, default=max(0, len(self.steps) - 1))
 
     @cached_property
-    def saves(self) -> list[Save]:
-        """What it saved, by the step of the training."""
-        found: list[Save] = []
-        for rank in self.ranks:
-            for event in rank.of("saved", "renamed"):
-                if event.kind == "saved":
-                    found.append(Save(self.offset + event.step, event, event["path"]))
-                    continue
-                for at, one in enumerate(found):
-                    if one.path and (one.path + os.sep).startswith(event["old"] + os.sep):
-                        path = event["path"] + one.path.removeprefix(event["old"])
-                        found[at] = replace(one, path=path, renamed=True)
-        return sorted(found, key=lambda one: one.step)
+    def saves(self) -> list[Event]:
+        """The checkpoints that it wrote, or parts of them, by the step of the training."""
+        saves: list[Event] = []
+        for event in self.seen.any("saved", "renamed"):
+            if event.kind == "saved":
+                step = self.offset + event.step
+                saves.append(structs.replace(event, step=step, facts={**event.facts}))
+                continue
+            for save in saves:
+                if Path(save["path"]).is_relative_to(event["old"]):  # it is whole by now
+                    inside = Path(save["path"]).relative_to(event["old"])
+                    save.facts |= {"path": str(Path(event["path"]) / inside), "renamed": True}
+        return sorted(saves, key=lambda save: save.step)
 
     @property
     def newest(self) -> str:
-        """Return the path of its newest checkpoint: a file, or the folder of one that has several.
-
-        Of several files of a step it is the one that holds most.
-        """
-        named = [save for save in self.saves if save.path]
+        """The path of its newest checkpoint; of several files their folder, or the largest one."""
+        named = [save for save in self.saves if save["path"]]
         last = [save for save in named if save.step == named[-1].step]
-        folders = {save.path.rpartition(os.sep)[0] for save in last}
-        others = {save.path.rpartition(os.sep)[0] for save in named if save.step != last[0].step}
+        folders = {Path(save["path"]).parent for save in last}
+        others = {Path(save["path"]).parent for save in named if save.step != last[0].step}
         if len(last) > 1 and len(folders) == 1 and not folders & others:
-            return folders.pop()
-        return max(last, key=lambda save: len(save.event["leaves"])).path if last else ""
+            return str(folders.pop())
+        return str(max(last, key=lambda save: len(save["leaves"]))["path"]) if last else ""
 
     def loaded(self, what: str = "file") -> list[Event]:
         """Return what it loaded before its first step."""
-        return [e for rank in self.ranks for e in rank.of("loaded") if e["what"] == what]
+        return [event for event in self.seen.any("loaded") if event["what"] == what]
+
+    @cached_property
+    def states(self) -> list[list[Event]]:
+        """Of each rank the states in which its steps began, and which the last one made."""
+        each = self.seen.each("trained", "final")
+        for states in each:  # averages of the weights are the copies that change in most steps
+            pairs = [(a["copies"], b["copies"]) for a, b in pairwise(states)]
+            pairs = [(a, b) for a, b in pairs if len(a) == len(b)]
+            changes = Counter(n for a, b in pairs for n in range(len(a)) if a[n] != b[n])
+            most = {n for n, times in changes.items() if 2 * times > len(pairs)}
+            for state in states:
+                state.facts["averages"] = {c for n, c in enumerate(state["copies"]) if n in most}
+        return each
 
     def state(self, step: int, rank: int = 0) -> Event | None:
-        """Return the state in which a step of the training begins, or which the last one made."""
-        events = self.ranks[rank].of("trained", "final") if rank < len(self.ranks) else []
-        at = step - self.offset
-        return events[at] if 0 <= at < len(events) else None
+        """Return the state in which a step of the training begins."""
+        events = self.states[rank] if rank < len(self.states) else []
+        n = step - self.offset
+        return events[n] if 0 <= n < len(events) else None
 
-    def changing_copies(self, rank: int) -> set[int]:
-        """Return which copies of the model change in most steps: the averages of the weights."""
-        each = [event["copies"] for event in self.ranks[rank].of("trained", "final")]
-        pairs = [(a, b) for a, b in pairwise(each) if len(a) == len(b)]
-        changes = Counter(n for a, b in pairs for n in range(len(a)) if a[n] != b[n])
-        return {n for n, times in changes.items() if 2 * times > len(pairs)}
+    def step_of(self, tensors: Iterable[Any], near: int) -> int | None:
+        """Return the step that begins with these weights, the nearest; None if there is none."""
+        digests, last = {*tensors}, self.offset + len(self.states[0])
+        for step in sorted(range(self.offset, last), key=lambda n: (abs(n - near), n)):
+            state, other = self.state(step), self.state(step - 1) or self.state(step + 1)
+            if state is None or other is None:
+                continue
+            weights = state["weights"]
+            moving = [a for a, b in zip(weights, other["weights"], strict=False) if a != b]
+            known = [one in digests for one in moving or weights]
+            if known and sum(known) >= (_ALMOST if moving else 1.0) * len(known):
+                return step
+        return None
 
-    def samples(self, first: int, end: int) -> Counter[int]:
-        """Return the samples that all ranks trained in steps of the training, each how often."""
-        found: Counter[int] = Counter()
-        for step in range(first, end):
-            found += self.of_step(step)
-        return found
+    def resumes(self, before: "Attempt", whole: "Attempt") -> None:
+        """Find out which step it continues from: by its weights, else where it was killed."""
+        known = [start for start in (before, before.before, whole) if start is not None]
+        weights = self.steps[0][0]["weights"] if self.steps else []
+        steps = (start.step_of(weights, before.end) for start in known if weights)
+        self.offset = next((step for step in steps if step is not None), before.end)
+        self.before = before
 
-    def of_step(self, step: int) -> Counter[int]:
-        """Return the samples of one step, by their index in the data set, or by their content."""
-        at = step - self.offset
-        events = self.steps[at] if 0 <= at < len(self.steps) else ()
-        each = [event["indices"] if self.numbered else event["rows"] for event in events]
-        return Counter(one for some in each for one in some)
+    def begins(self, rank: int = 0) -> tuple[Event | None, Event | None]:
+        """Return the state that it begins with, and the one that was there before the kill."""
+        start, before = self.before, None
+        while start is not None and (before := start.state(self.offset, rank)) is None:
+            start = start.before
+        return self.state(self.offset, rank), before
+
+    def changed(self, kind: str, rank: int = 0) -> tuple[Any, Any] | None:
+        """Return a part of both states if it is not alike, or its averages are not all there."""
+        own, before = self.begins(rank)
+        if own is None or before is None or own[kind] == before[kind]:
+            return None
+        alike = kind == "copies" and before["averages"] <= {*own[kind]}
+        return None if alike else (own[kind], before[kind])
+
+    def samples(self, first: int, end: int | None = None, *, rows: bool = False) -> Counter[int]:
+        """Return the samples of steps on all ranks, by index; if not all are known, by content."""
+        what = "indices" if self.numbered and not rows else "rows"
+        last = first + 1 if end is None else end
+        steps = self.steps[max(0, first - self.offset) : max(0, last - self.offset)]
+        return Counter(sample for step in steps for event in step for sample in event[what])
 
     @cached_property
     def numbered(self) -> bool:
         """Whether the indices of all samples are known."""
-        each = [event for events in self.steps for event in events]
-        return bool(each) and all(event["indices"] for event in each)
+        return bool(self.steps) and all(e["indices"] for step in self.steps for e in step)
 
-    def epochs(self) -> Iterator[tuple[int, int]]:
-        """Yield the first step of each epoch of its loader, and the one after its last."""
-        begin = 0
-        for at in range(1, len(self.steps) + 1):
-            if at == len(self.steps) or self.steps[at][0].epoch != self.steps[begin][0].epoch:
-                yield self.offset + begin, self.offset + at
-                begin = at
+    def fact(self, step: int, what: str) -> Any:
+        """Return a fact of a step on rank 0; of its rows all ranks' together."""
+        if what == "rows":
+            return self.samples(step, rows=True)
+        return self.steps[step - self.offset][0][what]
+
+    def differs_from(self, other: "Attempt", what: str) -> int | None:
+        """Return the first step of both in which they differ in a fact; None if there is none."""
+        both = (n for n in self.span if n in other.span)
+        return next((n for n in both if self.fact(n, what) != other.fact(n, what)), None)
+
+    @cached_property
+    def one_pass(self) -> Counter[int]:
+        """The samples of one epoch of a loop that has no loader to tell: they come each time."""
+        steps = [self.samples(n).items() for n in range(self.end)]
+        sums = [0, *accumulate(sum(hash((row,)) * n for row, n in step) for step in steps)]
+        for length in range(1, self.end // 2 + 1):
+            if len({after - before for before, after in pairwise(sums[::length])}) == 1:
+                return self.samples(0, length)
+        return Counter()
+
+    def epochs(self, whole: "Attempt") -> list[tuple[int, int]]:
+        """Return the first step of each of its epochs, and the one after the last."""
+        loader_tells = len({step[0].epoch for step in whole.steps}) > 1 or not whole.one_pass
+        firsts, trained = [self.offset], self.samples(self.offset)
+        for n, (before, step) in enumerate(pairwise(self.steps), self.offset + 1):
+            own = self.samples(n)
+            trained += own
+            again = any(trained[sample] > whole.one_pass[sample] for sample in own)
+            if step[0].epoch != before[0].epoch if loader_tells else again:
+                firsts.append(n)
+                trained = own
+        return [*pairwise([*firsts, self.span.stop])]
+
+    def epoch_of(self, step: int, whole: "Attempt") -> tuple[int, int]:
+        """Return the epoch of a step in the same way."""
+        return next(epoch for epoch in self.epochs(whole) if epoch[0] <= step < epoch[1])
 
 
 @dataclass(kw_only=True)
@@ -144,78 +188,15 @@ class Resumed:
     whole: Attempt
     chain: list[Attempt]
     """The one that was killed first, and those that resume, each from the one before."""
+    words: list[str]
+    """What resumes it."""
     again: Attempt | None = None
     """A second whole run, if anything was different: what the script itself does not repeat."""
-    words: list[str] = field(default_factory=list)
-    """What resumes it."""
-    others: list[tuple[int, Attempt]] = field(default_factory=list)
+    others: list[Attempt] = field(default_factory=list)
     """Resumed on other numbers of ranks, from the first kill."""
     torn: Attempt | None = None
     """Resumed from the first half of its checkpoint."""
 
-    @property
-    def total(self) -> int:
-        """How many steps are compared."""
-        return self.whole.taken if self.whole.ended else len(self.whole.steps) - 1
-
-    @cached_property
-    def _one_pass(self) -> Counter[int]:
-        """The samples of one epoch of a loop that has no loader to tell: they come each time."""
-        steps = [self.whole.of_step(n).items() for n in range(self.total)]
-        sums = [0, *accumulate(sum(hash((row,)) * n for row, n in step) for step in steps)]
-        for length in range(1, self.total // 2 + 1):
-            if len({after - before for before, after in pairwise(sums[::length])}) == 1:
-                return self.whole.samples(0, length)
-        return Counter()
-
-    def epochs(self, start: Attempt) -> list[tuple[int, int]]:
-        """Return the first step of each epoch of a start, and the one after its last."""
-        if len([*self.whole.epochs()]) > 1 or not self._one_pass:
-            return [*start.epochs()]
-        firsts, seen = [start.offset], Counter[int]()
-        for step in range(start.offset, start.offset + len(start.steps)):
-            own = start.of_step(step)
-            seen += own
-            if any(seen[row] > self._one_pass[row] for row in own):
-                firsts.append(step)
-                seen = own
-        return [*pairwise([*firsts, start.offset + len(start.steps)])]
-
-    def align(self, start: Attempt, before: Attempt) -> None:
-        """Find out which step a start continues from: by its weights, else where it was killed."""
-        begins = start.steps[0][0]["weights"] if start.steps else None
-        known = [before, *self.chain[::-1], self.whole]
-        steps = [
-            step
-            for one in known
-            for step in range(one.offset + len(one.steps) - 1, one.offset - 1, -1)
-            if (state := one.state(step)) is not None and state["weights"] == begins
-        ]
-        killed_at = before.offset + before.taken
-        within = [step for step in steps if step <= killed_at]
-        start.offset = within[0] if within else killed_at
-
-    def before(self, start: Attempt, rank: int = 0) -> Event | None:
-        """Return the state that a start continues from, as the training had it before the kill."""
-        states = (one.state(start.offset, rank) for one in self._earlier(start))
-        return next((state for state in states if state is not None), None)
-
-    def _earlier(self, start: Attempt) -> list[Attempt]:
-        place = self.chain.index(start) if start in self.chain else 1
-        return self.chain[:place][::-1]
-
-    def differs(self, start: Attempt, kind: str, rank: int = 0) -> bool:
-        """Whether a start begins with another state of a kind than the training had."""
-        own, before = start.state(start.offset, rank), self.before(start, rank)
-        if own is None or before is None:
-            return False
-        if kind != "copies":
-            return bool(own[kind] != before[kind])
-        known = next(one for one in self._earlier(start) if one.state(start.offset, rank) is before)
-        changing = known.changing_copies(rank)
-        return not {value for n, value in enumerate(before[kind]) if n in changing} <= {*own[kind]}
-
     def unsteady(self, what: str) -> bool:
-        """Whether two starts from scratch differ in something of a step."""
-        both = self.whole.steps[: self.total], (self.again or self.chain[0]).steps
-        return any(a[0][what] != b[0][what] for a, b in zip(*both, strict=False))
+        """Whether two starts from scratch differ in a fact of a step."""
+        return self.whole.differs_from(self.again or self.chain[0], what) is not None

@@ -112,15 +112,14 @@ def _check_flags(command: CheckFlags) -> None:
     check_positive(steps=command.steps, seconds=command.seconds, stall_s=command.stall_s)
     if command.resume is None and command.resume_nproc is not None:
         raise UserError("--resume-nproc says where to resume: give --resume, too.")
-    if command.resume is not None and (command.here or command.steps != _DEFAULT_STEPS):
-        what = "--here" if command.here else "--steps"
-        why = "starts ranks of its own" if command.here else "needs epochs of their own length"
-        raise UserError(f"--resume {why}. Leave {what} out.")
+    if command.resume is not None and command.steps != _DEFAULT_STEPS:
+        raise UserError("--resume needs epochs of their own length. Leave --steps out.")
     for number in numbers("resume-nproc", command.resume_nproc):
         check_ranks(number, flag="--resume-nproc")
     if command.here:
-        if command.nproc is not None:
-            raise UserError("--here takes the ranks of the job. Leave --nproc out.")
+        given = {"--nproc": command.nproc, "--resume-nproc": command.resume_nproc}
+        for flag in (flag for flag, value in given.items() if value is not None):
+            raise UserError(f"--here takes the ranks of the job. Leave {flag} out.")
     else:
         check_ranks(_ranks(command))
         alone = "Start it as one process, in a shell or a job of one task; or give --here."
@@ -163,7 +162,7 @@ def _report(target: ScriptTarget, command: CheckFlags) -> "CheckReport":
             module=target.module,
             seconds=command.seconds,
             stall_s=command.stall_s,
-            tell=lambda text: sys.stderr.write(f"{text}\n"),
+            tell=_tell_cost,
         )
     console = Console(stderr=True, highlight=False)
     on = f"{target.name} runs on {count(nproc, 'rank')} …"
@@ -180,16 +179,22 @@ def _report(target: ScriptTarget, command: CheckFlags) -> "CheckReport":
         )
 
 
+def _tell_cost(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
 def _report_here(target: ScriptTarget, command: CheckFlags) -> "CheckReport | None":
     from samestep.scripts.checking.here import check_here  # noqa: PLC0415 - it needs torch
 
     return check_here(
         Path(target.name),
         target.words,
+        resume=command.resume,
         module=target.module,
         steps=command.steps,
         seconds=command.seconds,
         stall_s=command.stall_s,
+        tell=_tell_cost,
     )
 
 

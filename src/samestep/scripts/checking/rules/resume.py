@@ -6,409 +6,355 @@ before the kill; what follows, with the same steps of the whole run.
 
 import functools
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from samestep.base.words import count
 from samestep.scripts.checking.events import Event, Seen
-from samestep.scripts.checking.findings import Found, NotSeen, rule
-from samestep.scripts.checking.starts import Attempt, Resumed, Save
+from samestep.scripts.checking.findings import RULES, Found, NotSeen, rule
+from samestep.scripts.checking.starts import Attempt, Resumed
 
-_STATE = {
-    "weights": "weights",
-    "buffers": "buffers",
-    "optimizer": "optimizer's state",
-    "scale": "loss scale",
-    "copies": "average of the weights",
+_PARTS = {
+    "weights": ("SS811", "weights", "model"),
+    "buffers": ("SS811", "buffers", "model"),
+    "optimizer": ("SS812", "optimizer's state", "optimizer", "optimizer_made"),
+    "scale": ("SS815", "loss scale", "scaler_made"),
+    "copies": ("SS816", "average of the weights", "copy_made"),
 }
-_MADE = {"optimizer": "optimizer_made", "scale": "scaler_made", "copies": "copy_made"}
+"""Of each part of the state its code, its name, and the events at whose lines it is loaded."""
 _OF_THE_SCHEDULE = re.compile(r"param_groups|_last_lr|last_epoch|_step_count|sched|\blr\b")
 _OF_TIME = re.compile(r"time|second|elapsed|date|speed|duration|throughput|per_s|random|rng|seed")
 _OF_AN_AVERAGE = re.compile(r"ema|shadow|average|teacher", re.IGNORECASE)
-_NOT_THE_LAST = re.compile(r"best|init|teacher|pretrain|ema|swa|average", re.IGNORECASE)
-_ALMOST = 0.9  # of the tensors that a step changes
-_CODES = [
-    *(f"SS80{n}" for n in range(1, 8)),
-    *(f"SS81{n}" for n in range(1, 9)),
-    *(f"SS82{n}" for n in range(1, 6)),
-    *(f"SS83{n}" for n in range(1, 5)),
-]
-_REMEDIES = {
-    "SS803": "Tell the sampler its epoch, counted from the start of the training.",
-    "SS812": "Save `optimizer.state_dict()`, and load it into the optimizer that steps.",
-    "SS813": "Save `scheduler.state_dict()`, and load it.",
-    "SS815": "Save `scaler.state_dict()`, and load it.",
-    "SS816": "Save the average with the model, and load it.",
-    "SS817": "Save `torch.get_rng_state()` of each rank, and set it.",
-    "SS818": "Save it, and count from there after a resume.",
-    "SS823": "Give the thread copies: `clone()`.",
-    "SS824": "Write to another name, rename it once it is whole, and let a bad file be an error.",
-    "SS831": "Let a resume that finds no checkpoint, or one that does not fit, be an error.",
-    "SS832": "Load the checkpoint on every rank.",
-    "SS833": "Divide the global batch by the number of ranks.",
-    "SS834": "Keep it until a newer one is whole.",
-}
-_Coded = tuple[str, str, str]
-"""A code, the line to blame, what was seen."""
+_NOT_THE_LAST = re.compile(r"(best|init|teacher|pretrain|ema|swa|average)[^/]*$", re.IGNORECASE)
+_CODES = [f"SS8{n:02}" for n in (*range(1, 8), *range(11, 19), *range(21, 26), *range(31, 35))]
+_DIFF = re.compile(r"```diff\n(.+?)```", re.DOTALL)
 
 
-def mistakes(resumed: Resumed) -> Iterator[_Coded]:
-    """Yield what is wrong with a resume: its code, the line to blame, what was seen."""
-    files = [*_checkpoints(resumed)]
-    yield from files
+class _Fault(NamedTuple):
+    code: str
+    where: str
+    seen: str
+
+
+def mistakes(resumed: Resumed) -> Iterator[_Fault]:
+    """Yield what is wrong with a resume."""
+    wrong_files = [*_checkpoints(resumed)]
+    yield from wrong_files
     # What follows from a wrong file, or from a finding of an earlier start, is left out.
-    told = {code for code in _CODES if files and code < "SS823"}
+    known = {code for code in _CODES if wrong_files and code < "SS823"}
     right_so_far = True
     for before, start in pairwise(resumed.chain):
-        found = [*_start(resumed, before, start, follows=right_so_far)]
-        data = [one for one in found if one[0] < "SS81"]
-        if before.offset and data:
-            where, text = data[0][1:]
-            text = f"the first resume reads what the whole run does, the second not: {text}"
-            found = [("SS804", where, text), *(one for one in found if one not in data)]
-        right_so_far &= all(code == "SS818" for code, *_ in found)
-        yield from (one for one in found if one[0] not in told)
-        told |= {code for code, *_ in found}
-    for number, start in resumed.others:
-        yield from _on_others(resumed, start, number)
+        wrong = [*_start(resumed, before, start, follows=right_so_far)]
+        if before.offset and (data := [one for one in wrong if one.code < "SS81"]):
+            text = "the first resume reads what the whole run does, the second not: "
+            first = data[0]._replace(code="SS804", seen=text + data[0].seen)
+            wrong = [first, *(one for one in wrong if one not in data)]
+        right_so_far &= all(one.code == "SS818" for one in wrong)
+        yield from (one for one in wrong if one.code not in known)
+        known |= {one.code for one in wrong}
+    for start in resumed.others:
+        yield from _on_others(resumed, start)
     yield from _torn(resumed)
 
 
 def _of(code: str, seen: Seen) -> Iterator[Found | NotSeen]:
     resumed: Resumed = seen.resumed
-    for own, where, text in mistakes(resumed):
-        if own == code:
-            yield Found(where, text, _REMEDIES.get(code, ""))
+    example = "".join(_DIFF.findall(RULES[code].page)).replace("-    ", "-").replace("+    ", "+")
+    for one in mistakes(resumed):
+        if one.code == code:
+            yield Found(one.where, one.seen, f"For example:\n{example}")
     if code < "SS81" and resumed.unsteady("rows"):
-        yield NotSeen(
-            "two starts of the script read other samples by themselves, or in another order"
-        )
+        yield NotSeen("two starts read other samples by themselves, or in another order")
 
 
 for _code in _CODES:
     rule(_code, least_ranks=1)(functools.partial(_of, _code))
 
 
-def _start(resumed: Resumed, before: Attempt, start: Attempt, *, follows: bool) -> Iterator[_Coded]:
+def _start(resumed: Resumed, before: Attempt, start: Attempt, *, follows: bool) -> Iterator[_Fault]:
     """Judge one start that resumes; `follows`: whether all before it was as in the whole run."""
-    at = before.offset + before.taken
-    files, where = start.loaded(), _where_loaded(start)
+    whole, files, line = resumed.whole, start.loaded(), _line(start)
     if not start.steps:
-        if at < resumed.total:
-            yield "SS818", where, f"resumed after step {at} of {resumed.total}, it took no step"
+        if before.end < whole.end:
+            text = f"resumed after step {before.end} of {whole.end}, it took no step"
+            yield _Fault("SS818", line, text)
         return
-    if start.offset == 0 and at:
+    if start.offset == 0 and before.end:
         read = f"though it read {files[-1]['path']}" if files else "and read no checkpoint"
-        text = f"resumed after step {at}, it began with the weights of step 0 again, {read}"
-        yield "SS831", where or start.steps[0][0].where, text
+        text = f"resumed after step {before.end}, it began with the weights of step 0 again, {read}"
+        yield _Fault("SS831", line, text)
         return
     names = [word.partition("=")[2] or word for word in resumed.words]
     if not any(file["path"].startswith(name) for file in files for name in names):  # by the user
-        yield from _older(before, start, at)
+        yield from _older(before, start)
     yield from _gone(start)
-    found = [*_state(resumed, before, start)]
-    if follows and not any(code == "SS821" for code, *_ in found):
-        found += _schedule(resumed, start)
-        found += [] if resumed.unsteady("rows") else _data(resumed, start)
-    known = bool(found)
-    found = found or [*_random(resumed, start)]
-    yield from found
-    if follows:
-        yield from () if found else _counters(resumed, start)
-        yield from _end(resumed, start, explained=known)
+    wrong = [*_state(whole, before, start)]
+    if follows and not any(one.code == "SS821" for one in wrong):
+        wrong += _schedule(whole, start)
+        wrong += [] if resumed.unsteady("rows") else _data(whole, start)
+    short = not wrong and start.seen.complete and start.end < whole.end
+    wrong = wrong or [*_random(resumed, start)]
+    yield from wrong
+    yield from _counters(whole, start) if follows and not wrong else ()
+    if follows and whole.seen.complete and (short or start.end > whole.end):
+        ends = f"ends after step {start.end} of" if short else "continues beyond"
+        text = f"resumed at step {start.offset}, it {ends} the {whole.end} steps of the whole run"
+        yield _Fault("SS818", line, text)
 
 
-def _gone(start: Attempt) -> Iterator[_Coded]:
+def _gone(start: Attempt) -> Iterator[_Fault]:
     """Look for a checkpoint that is changed before the first step, if not by the same one anew."""
-    gone = next((event for rank in start.ranks for event in rank.of("gone")), None)
     again = [save for save in start.saves if save.step == start.offset]
-    names = start.loaded()[-1]["names"] if gone is not None else []
-    if gone is None or any(s.alike(names, "") and s.path == gone["path"] for s in again):
-        return
-    text = f"{gone['path']}, the checkpoint of step {start.offset}, was removed or written over "
-    text += "before the first step after the resume: a kill now loses the training"
-    yield "SS834", again[0].event.where if again else _where_loaded(start), text
+    for gone in start.seen.any("gone")[:1]:
+        parts = {*start.loaded()[-1]["names"]}
+        if not any(save["path"] == gone["path"] and {*save["leaves"]} == parts for save in again):
+            text = f"{gone['path']}, the checkpoint of step {start.offset}, was removed or written "
+            text += "over before the first step after the resume: a kill now loses the training"
+            yield _Fault("SS834", again[0].where if again else _line(start), text)
 
 
-def _older(before: Attempt, start: Attempt, at: int) -> Iterator[_Coded]:
+def _older(before: Attempt, start: Attempt) -> Iterator[_Fault]:
     """Look for a checkpoint that is newer than the one that was taken."""
-    files = start.loaded()
-    alike = [s for s in before.saves if any(s.alike(f["names"], f["path"]) for f in files)]
-    alike = [save for save in alike if not save.event["apart"]]
-    if alike and start.offset < alike[-1].step <= at:
-        there = f"there was a checkpoint of step {alike[-1].step}, {alike[-1].path or 'of no name'}"
-        text = f"{there}; it took the one of step {start.offset}, {files[-1]['path']}"
-        yield "SS825", _where_loaded(start), text
+    newest = next((save for save in _resumable(before, start)[::-1] if not save["apart"]), None)
+    if newest is not None and start.offset < newest.step <= before.end:
+        there = f"there was a checkpoint of step {newest.step}, {newest['path'] or 'of no name'}"
+        text = f"{there}; it took the one of step {start.offset}, {start.loaded()[-1]['path']}"
+        yield _Fault("SS825", _line(start), text)
 
 
-def _state(resumed: Resumed, before: Attempt, start: Attempt) -> Iterator[_Coded]:
+def _resumable(start: Attempt, *later: Attempt) -> list[Event]:
+    """Return what a start saved that is like what later ones loaded, by its parts or its place."""
+    files = [file for one in later for file in one.loaded()]
+    parts, paths = [{*file["names"]} for file in files], [file["path"] for file in files]
+    return [
+        save
+        for save in start.saves
+        if not _NOT_THE_LAST.search(path := save["path"])
+        and ({*save["leaves"]} in parts or (path and any(p.startswith(path) for p in paths)))
+    ]
+
+
+def _state(whole: Attempt, before: Attempt, start: Attempt) -> Iterator[_Fault]:
     """Compare the state that a start begins with, with that before the kill."""
-    for kind, what in _STATE.items():
+    at = start.offset
+    for kind, (code, name, *places) in _PARTS.items():
         # DDP sends rank 0's buffers to all in the next forward.
-        ranks = range(1 if kind == "buffers" else len(start.ranks))
-        wrong = [rank for rank in ranks if resumed.differs(start, kind, rank)]
+        ranks = range(1 if kind == "buffers" else start.seen.world_size)
+        wrong = {rank: pair for rank in ranks if (pair := start.changed(kind, rank)) is not None}
+        where = _line(start, *places)
         if wrong and 0 not in wrong:
-            text = f"rank 0 has the {what} of before the kill, and rank {wrong[0]} has not"
-            yield "SS832", _where(start, kind), f"resumed at step {start.offset}, {text}"
+            text = f"rank 0 has the {name} of before the kill, and rank {min(wrong)} has not"
+            yield _Fault("SS832", where, f"resumed at step {at}, {text}")
         elif wrong:
-            found = _of_kind(resumed, before, start, kind)
-            yield found
-            if found[0] == "SS821":  # what the file holds says nothing about the rest
-                return
+            text = _difference(whole, at, kind, *wrong[0])
+            files = [s for s in before.saves if s.step == at and {*wrong[0][0]} <= _digests(s)]
+            if kind == "weights" and files:  # it restores what the file holds
+                text = f"the checkpoint of step {at} has other weights than the training: {text}"
+                yield _Fault("SS821", files[-1].where, text)
+                return  # what the file holds says nothing about the rest
+            yield _Fault(code, where, text)
 
 
-def _of_kind(resumed: Resumed, before: Attempt, start: Attempt, kind: str) -> _Coded:
-    own, known = start.state(start.offset), resumed.before(start)
-    assert own is not None
-    assert known is not None
-    where, at, mine, right = _where(start, kind), start.offset, own[kind], known[kind]
+def _difference(whole: Attempt, at: int, kind: str, own: list[Any], right: list[Any]) -> str:
+    """Say how a part of the state differs from what it was before the kill."""
+    name = _PARTS[kind][1]
     if kind == "scale":
-        return "SS815", where, f"the loss scale is {_plain(mine)}, and was {_plain(right)}"
+        return f"the {name} is {_plain(own)}, and was {_plain(right)}"
     if kind == "copies":
-        text = "an average of the weights, or another model that the steps change, is not that of"
-        return "SS816", where, f"{text} step {at}"
-    differ = [n for n, (a, b) in enumerate(zip(mine, right, strict=False)) if a != b]
-    text = f"{len(differ)} of {count(len(right), 'tensor')} of the {_STATE[kind]} "
-    if len(mine) != len(right):
-        text = f"the {_STATE[kind]} begins with {len(mine)} tensors, and had {len(right)} "
-    elif kind == "weights" and (names := resumed.whole.ranks[0].first("names")):
+        return f"an {name}, or another model that the steps change, is not that of step {at}"
+    if len(own) != len(right):
+        return f"the {name} begins with {len(own)} tensors, and had {len(right)}"
+    differ = [n for n, (a, b) in enumerate(zip(own, right, strict=True)) if a != b]
+    text = f"{len(differ)} of {count(len(right), 'tensor')} of the {name} "
+    if kind == "weights" and (names := whole.seen.ranks[0].first("names")):
         text += f"({', '.join([names['names'][n] for n in differ[:3]])}) "
-    text += f"{'is' if len(differ) == 1 else 'are'} not as at step {at}" if differ else ""
-    if kind == "optimizer":
-        return "SS812", where, text.rstrip()
-    saved = [save for save in before.saves if {*mine} <= save.digests and save.step == at]
-    if kind == "weights" and saved:  # it restores what the file holds
-        text = f"the checkpoint of step {at} holds other weights than the training had: {text}"
-        return "SS821", saved[-1].event.where, text
-    begin = resumed.whole.steps[0][0][kind]
-    anew = sum(n < len(begin) and mine[n] == begin[n] for n in differ)
-    return "SS811", where, text + (f"; {anew} as before the first step" if anew else "")
+    text += f"{'is' if len(differ) == 1 else 'are'} not as at step {at}"
+    begin = whole.fact(0, kind)
+    anew = sum(own[n : n + 1] == begin[n : n + 1] for n in differ)
+    return text + (f"; {anew} as before the first step" if anew and kind != "optimizer" else "")
 
 
-def _schedule(resumed: Resumed, start: Attempt) -> Iterator[_Coded]:
+def _schedule(whole: Attempt, start: Attempt) -> Iterator[_Fault]:
     """Compare the numbers of the optimizers' groups, step by step."""
-    whole = [events[0]["groups"] for events in resumed.whole.steps][start.offset :]
-    own = [events[0]["groups"] for events in start.steps]
-    n = next((n for n, (a, b) in enumerate(zip(own, whole, strict=False)) if a != b), None)
-    if n is None:
+    step = start.differs_from(whole, "groups")
+    if step is None:
         return
-    rates, right = ([[g.get("lr") for g in groups] for groups in each] for each in (own, whole))
-    step = start.offset + n
-    if rates[n] == right[n]:
-        pairs = zip(own[n], whole[n], strict=False)
-        name = next((k for a, b in pairs for k in b if a.get(k) != b[k]), "groups")
+    rates, right = _rates(start, step), _rates(whole, step)
+    if rates == right:
+        groups = zip(start.fact(step, "groups"), whole.fact(step, "groups"), strict=False)
+        name = next((k for a, b in groups for k in b if a.get(k) != b[k]), "groups")
         text = f"from step {step} on the optimizer's {name} is not as in the whole run"
-        yield "SS812", _where(start, "optimizer"), text
+        yield _Fault("SS812", _line(start, "optimizer", "optimizer_made"), text)
         return
-    text = f"the learning rate of step {step} is {_plain(rates[n])} after the resume, "
-    text += f"{_plain(right[n])} in the whole run"
-    where = _first_of(start, "schedule_made") or _where(start, "optimizer")
-    if rates[n] in right[n + 1 :] and right[n] not in rates[n:]:
-        yield "SS814", where, f"{text}, which has it in a later step"
-    else:
-        yield "SS813", where, text
+    text = f"the learning rate of step {step} is {_plain(rates)} after the resume, {_plain(right)} "
+    text += "in the whole run"
+    later, right_later = ([_rates(one, n) for n in one.span if n > step] for one in (start, whole))
+    is_ahead = rates in right_later and right not in later
+    text += ", which has it in a later step" if is_ahead else ""
+    where = _line(start, "schedule_made", "optimizer", "optimizer_made")
+    yield _Fault("SS814" if is_ahead else "SS813", where, text)
 
 
-def _data(resumed: Resumed, start: Attempt) -> Iterator[_Coded]:
+def _rates(start: Attempt, step: int) -> list[float]:
+    """Return the learning rates of a step."""
+    return [rate for group in start.fact(step, "groups") for rate in group.get("lr", ())]
+
+
+def _data(whole: Attempt, start: Attempt) -> Iterator[_Fault]:
     """Compare the samples, step by step, and say what became of them."""
-    whole, first = resumed.whole, start.offset
-    end = min(first + len(start.steps), len(whole.steps))
-    wrong = next((n for n in range(first, end) if _rows(whole, n) != _rows(start, n)), None)
+    first, wrong = start.offset, start.differs_from(whole, "rows")
     if wrong is None:
         return
-    event = start.steps[wrong - first][0]
-    where = _first_of(start, "loader_made") or _where_loaded(start) or event.where
-    stream = bool(event.get("iterable"))
-    redrawn = event["random"] != whole.steps[wrong][0]["random"]
-    numbered = whole.numbered and start.numbered
-    if numbered and whole.of_step(wrong) == start.of_step(wrong):
+    where, code = _line(start, "loader_made"), "SS803"
+    if whole.numbered and start.numbered and whole.samples(wrong) == start.samples(wrong):
         text = f"step {wrong} trains the samples of the whole run with other values"
-        yield "SS807", where, text
+        yield _Fault("SS807", where, text)
         return
-    begin, stop = next(span for span in resumed.epochs(whole) if span[0] <= wrong < span[1])
-    own_end = next(span for span in resumed.epochs(start) if span[0] <= wrong < span[1])[1]
-    since = max(begin, first)
+    (begin, stop), (_, own_stop) = whole.epoch_of(wrong, whole), start.epoch_of(wrong, whole)
+    since, end = max(begin, first), start.span.stop
     before, expected = whole.samples(begin, since), whole.samples(since, stop)
-    got = start.samples(since, own_end)
-    other = _epoch_like(resumed, start, wrong, begin)
-    new = start.samples(first, wrong + 1) if stream else got  # what a stream lost may come later
-    again = (before & (new - expected)).total() if other != stop else 0
-    complete = start.ended or other == stop or own_end < first + len(start.steps) or own_end >= stop
-    left = (expected if other == stop else expected - got).total() if complete else 0
+    trained, stream = start.samples(since, own_stop), start.fact(wrong, "iterable")
+    other = _epoch_like(whole, start, wrong, begin)
+    early = start.samples(first, wrong + 1) if stream else trained  # a lost one may come later
+    twice = 0 if other == stop else (before & (early - expected)).total()
+    is_known = start.seen.complete or other == stop or own_stop < end or own_stop >= stop
+    left = expected if other == stop else expected - trained
+    num_left = left.total() if is_known else 0
     of = f"of the {count((before + expected).total(), 'sample')} of its epoch"
     after = f"after the resume at step {first}"
-    if stream and start.of_step(first) == whole.of_step(0):
-        yield "SS805", where, f"{after} the stream gives the samples of step 0 again"
-    elif again:
-        more = f", and {left} not at all" if left else ""
-        yield "SS801", where, f"{after} {again} {of} are trained a second time{more}"
+    if stream and start.samples(first) == whole.samples(0):
+        code, text = "SS805", f"{after} the stream gives the samples of step 0 again"
+    elif twice:
+        code, text = "SS801", f"{after} {twice} {of} are trained a second time"
+        text += f", and {num_left} not at all" if num_left else ""
     elif other not in (None, stop):
         text = f"the epoch of step {wrong} has the order of the epoch that begins with step {other}"
-        yield "SS803", where, text
-    elif left:
-        yield "SS806" if stream else "SS802", where, f"{after} {left} {of} are not trained"
+    elif num_left:
+        code = "SS806" if stream else "SS802"
+        text = f"{after} {num_left} {of} are not trained"
     elif stream and (gone := whole.samples(first, end) - start.samples(first, end)):
-        text = f"{gone.total()} samples that the whole run trains in steps {first} to {end - 1}"
-        yield "SS806", where, f"{text} are not among those of the resumed stream"
+        last = min(end, len(whole.steps)) - 1
+        code, text = "SS806", f"{gone.total()} samples that the whole run trains in steps {first} "
+        text += f"to {last} are not among those of the resumed stream"
     else:
+        redrawn = start.fact(wrong, "random") != whole.fact(wrong, "random") and wrong == begin
+        code = "SS817" if redrawn else "SS803"
         text = f"from step {wrong} on the samples come in another order than in the whole run"
-        yield "SS817" if redrawn and wrong == begin else "SS803", where, text
+    yield _Fault(code, where, text)
 
 
-def _rows(start: Attempt, step: int) -> Counter[int]:
-    return Counter(row for event in start.steps[step - start.offset] for row in event["rows"])
-
-
-def _epoch_like(resumed: Resumed, start: Attempt, wrong: int, begin: int) -> int | None:
+def _epoch_like(whole: Attempt, start: Attempt, wrong: int, begin: int) -> int | None:
     """Return the first step of another epoch that a resumed one repeats, if it does."""
-    for first, stop in resumed.epochs(resumed.whole):
-        steps = range(min(stop - first, start.offset + len(start.steps) - wrong))
-        same = [start.of_step(wrong + n) == resumed.whole.of_step(first + n) for n in steps]
+    for first, stop in whole.epochs(whole):
+        steps = range(min(stop - first, start.span.stop - wrong))
+        same = [start.samples(wrong + n) == whole.samples(first + n) for n in steps]
         if first != begin and same and all(same):
             return first
     return None
 
 
-def _random(resumed: Resumed, start: Attempt) -> Iterator[_Coded]:
+def _random(resumed: Resumed, start: Attempt) -> Iterator[_Fault]:
     """Look at a first step that differs though its state and samples do not."""
-    for rank in range(len(start.ranks)):
-        own, before = start.state(start.offset, rank), resumed.before(start, rank)
+    for rank in range(start.seen.world_size):
+        own, before = start.begins(rank)
         if own is None or before is None or own["rows"] != before.get("rows"):
             return
         begins = [one.steps[0][rank]["random"].items() for one in (resumed.whole, resumed.chain[0])]
         seeded = sorted(name for name, _ in begins[0] & begins[1])
         names = [name for name in seeded if own["random"].get(name) != before["random"][name]]
-        if names and (own["loss"], own["norm"]) != (before["loss"], before["norm"]):
+        if names and any(own[what] != before[what] for what in ("loss", "gradients")):
             text = f"step {start.offset} begins with other random numbers ({', '.join(names)}): its"
             text += f" loss is {own['loss']:.6g}, and was {before['loss']:.6g} before the kill"
-            yield "SS817", _where_loaded(start) or own.where, text + f" (rank {rank})" * bool(rank)
+            text += f" (rank {rank})" if rank else ""
+            yield _Fault("SS817", _line(start), text)
             return
 
 
-def _counters(resumed: Resumed, start: Attempt) -> Iterator[_Coded]:
+def _counters(whole: Attempt, start: Attempt) -> Iterator[_Fault]:
     """Compare the numbers in later checkpoints."""
-    where = _where_loaded(start) or start.steps[0][0].where
+    twins = {(save.step, save.where, *save["leaves"]): save["leaves"] for save in whole.saves[::-1]}
     for save in start.saves:
-        if save.event["apart"]:  # after which step a thread has written one is chance
-            continue
-        twin = next((one for one in resumed.whole.saves if one.is_twin(save)), save)
+        right = twins.get((save.step, save.where, *save["leaves"]))
+        if right is None or save.step == start.offset or save["apart"]:
+            continue  # after which step a thread has written one is chance
         # A counter sets an average's decay, and the average what is best.
-        leaves = sorted(twin.event["leaves"].items(), key=lambda leaf: not isinstance(leaf[1], int))
-        for name, right in leaves if save.step > start.offset else ():
-            value = save.event["leaves"][name]
+        for name in sorted(right, key=lambda name: not isinstance(right[name], int)):
+            value = save["leaves"][name]
             average = isinstance(value, list) and _OF_AN_AVERAGE.search(name)
             plain = not isinstance(value, list | str) and not _OF_THE_SCHEDULE.search(name)
-            if value == right or not (average or (plain and not _OF_TIME.search(name.lower()))):
-                continue
-            what = "is not" if average else f"is {value}, and not {right},"
-            text = f"in the checkpoint of step {save.step} {name} {what} as in the whole run"
-            yield "SS816" if average else "SS818", where, text
-            return
+            judged = average or (plain and not _OF_TIME.search(name.lower()))
+            if judged and value != right[name]:
+                what = "is not" if average else f"is {value}, and not {right[name]},"
+                text = f"in the checkpoint of step {save.step} {name} {what} as in the whole run"
+                yield _Fault("SS816" if average else "SS818", _line(start), text)
+                return
 
 
-def _end(resumed: Resumed, start: Attempt, *, explained: bool) -> Iterator[_Coded]:
-    """Compare where the training ends."""
-    where = _where_loaded(start) or start.steps[0][0].where
-    ends, total = start.offset + start.taken, resumed.total
-    beyond, short = ends > total, start.ended and ends < total and not explained
-    if resumed.whole.ended and (beyond or short):
-        how = "continues beyond" if beyond else f"ends after step {ends} of"
-        text = f"resumed at step {start.offset}, it {how} the {total} steps of the whole run"
-        yield "SS818", where, text
-
-
-def _checkpoints(resumed: Resumed) -> Iterator[_Coded]:
+def _checkpoints(resumed: Resumed) -> Iterator[_Fault]:
     """Compare the checkpoints of the whole run with its weights, and with each other."""
-    whole = resumed.whole
-    files = [file for start in resumed.chain for file in start.loaded()]
-    saves = [s for s in whole.saves if any(s.alike(f["names"], f["path"]) for f in files)]
-    saves = [s for s in saves if not _NOT_THE_LAST.search(s.path.rpartition("/")[2])]
-    if live := next((save for save in saves if save.event["changed"]), None):
-        text = "from the live weights while the training changed them"
-        yield "SS823", live.event.where, f"a thread wrote the one of step {live.step} {text}"
-        return
-    known = [(save, _step_of(whole, save)) for save in saves]
-    for (one, first), (other, second) in pairwise(known):
-        states = [whole.state(save.step) for save in (one, other)]
-        weights = [state["weights"] for state in states if state is not None]
-        if first is not None and first == second and len(weights) == 2 and weights[0] != weights[1]:
-            text = f"the one of step {one.step} and that of step {other.step} both hold the weights"
-            yield "SS822", other.event.where, f"{text} of step {first}"
+    whole, saves = resumed.whole, _resumable(resumed.whole, *resumed.chain)
+    for save in saves:
+        if save["changed"]:
+            text = "from the live weights while the training changed them"
+            yield _Fault("SS823", save.where, f"a thread wrote the one of step {save.step} {text}")
             return
-    for save, step in known:
-        if step not in (None, save.step) and not save.event["apart"]:
+    held = [whole.step_of(_digests(save), save.step) for save in saves]
+    for (save, step), (later, later_step) in pairwise(zip(saves, held, strict=True)):
+        states = [whole.state(one.step) for one in (save, later)]
+        weights = {tuple(state["weights"]) for state in states if state is not None}
+        if step is not None and step == later_step and len(weights) > 1:
+            text = f"the one of step {save.step} and that of step {later.step} both hold the "
+            yield _Fault("SS822", later.where, f"{text}weights of step {step}")
+            return
+    for save, step in zip(saves, held, strict=True):
+        if step not in (None, save.step) and not save["apart"]:
             text = f"written after step {save.step}, it holds the weights of step {step}"
-            yield "SS821", save.event.where, text
+            yield _Fault("SS821", save.where, text)
             return
 
 
-def _step_of(whole: Attempt, save: Save) -> int | None:
-    """Return the step whose weights a checkpoint holds, the nearest; None if there is none."""
-    digests = save.digests
-    for step in sorted(range(len(whole.steps) + 1), key=lambda n: (abs(n - save.step), n)):
-        state, other = whole.state(step), whole.state(step - 1 if step else 1)
-        if state is None or other is None:
-            continue
-        moving = [a for a, b in zip(state["weights"], other["weights"], strict=False) if a != b]
-        if moving and sum(one in digests for one in moving) >= _ALMOST * len(moving):
-            return step
-    return None
-
-
-def _on_others(resumed: Resumed, start: Attempt, number: int) -> Iterator[_Coded]:
+def _on_others(resumed: Resumed, start: Attempt) -> Iterator[_Fault]:
     """Judge a start on another number of ranks."""
     at, whole = start.offset, resumed.whole
     if not start.steps or not at:
         return
-    own, right = _rows(start, at).total(), _rows(whole, at).total()
-    groups = [one.steps[at - one.offset][0]["groups"] for one in (start, whole)]
-    rates = [[group.get("lr") for group in one] for one in groups]
-    on = f"on {count(number, 'rank')}"
-    if own != right and rates[0] == rates[1]:
-        text = f"resumed {on} instead of {len(whole.ranks)}, a step trains {own} samples instead of"
-        text += f" {right} with the same learning rate, {_plain(rates[0])}"
-        yield "SS833", _first_of(start, "loader_made"), text
+    on = f"on {count(start.seen.world_size, 'rank')}"
+    own, right = (one.fact(at, "rows").total() for one in (start, whole))
+    if own != right and _rates(start, at) == _rates(whole, at):
+        text = f"resumed {on} instead of {whole.seen.world_size}, a step trains {own} samples "
+        text += f"instead of {right} with the same learning rate, {_plain(_rates(whole, at))}"
+        yield _Fault("SS833", _line(start, "loader_made"), text)
     elif own == right and not resumed.unsteady("rows"):
-        for code, where, text in _data(resumed, start):  # no state makes up for another sampler
-            yield code.replace("SS817", "SS803"), where, f"{on}: {text}"
+        for one in _data(whole, start):  # no state makes up for another sampler
+            yield _Fault(one.code.replace("SS817", "SS803"), one.where, f"{on}: {one.seen}")
 
 
-def _torn(resumed: Resumed) -> Iterator[_Coded]:
+def _torn(resumed: Resumed) -> Iterator[_Fault]:
     """Judge a start from the first half of a checkpoint: an error is right, or an older one."""
     torn, killed = resumed.torn, resumed.chain[0]
     if torn is None or not torn.steps:
         return
-    begins = torn.steps[0][0]["weights"]
-    states = [killed.state(step) for step in range(1, killed.taken + 1)]
-    if any(state is not None and state["weights"] == begins for state in states):
+    if step := killed.step_of(torn.steps[0][0]["weights"], killed.end):
         return
-    anew = begins == resumed.whole.steps[0][0]["weights"]
-    how = "from scratch" if anew else "with weights that no step had"
-    text = f"of the checkpoint of step {killed.taken} only the first half was left, as of a kill "
-    text += f"during the write: the training began {how}, and no error was raised"
-    yield "SS824", _where_loaded(torn) or _where_loaded(resumed.chain[1]), text
+    began = "with weights that no step had" if step is None else "from scratch"
+    text = f"of the checkpoint of step {killed.end} only the first half was left, as of a kill "
+    text += f"during the write: the training began {began}, and no error was raised"
+    yield _Fault("SS824", _line(torn if torn.loaded() else resumed.chain[1]), text)
 
 
-def _first_of(start: Attempt, kind: str) -> str:
-    event = start.ranks[0].first(kind)
-    return event.where if event is not None else ""
+def _digests(save: Event) -> set[int]:
+    """Return the tensors of a checkpoint."""
+    return {value[0] for value in save["leaves"].values() if isinstance(value, list)}
 
 
-def _where_loaded(start: Attempt) -> str:
-    """Return the line that loads the checkpoint."""
-    files: list[Event] = start.loaded()
-    return files[-1].where if files else ""
+def _line(start: Attempt, *kinds: str) -> str:
+    """Return the line of the last load or the first event of a kind, the first that is known."""
+    of, kinds = start.seen.ranks[0].of, (*kinds, "file", "trained")
+    events = [e for kind in kinds for e in (*start.loaded(kind)[-1:], *of(kind)[:1])]
+    return next((event.where for event in events if event.where), "")
 
 
-def _where(start: Attempt, kind: str) -> str:
-    """Return the line that loads a part of the state, or should: where the part is made."""
-    loads = start.loaded("model" if kind in ("weights", "buffers") else kind)
-    made = _first_of(start, _MADE.get(kind, ""))
-    return (loads[-1].where if loads else "") or made or _where_loaded(start)
-
-
-def _plain(numbers: Any) -> str:
+def _plain(numbers: Iterable[Any]) -> str:
     some = [f"{one:.4g}" if isinstance(one, int | float) else str(one) for one in numbers]
     return ", ".join(dict.fromkeys(some))

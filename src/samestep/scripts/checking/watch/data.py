@@ -40,6 +40,7 @@ _MOST_INDICES = 20_000
 _MOST_S = 1.0
 _MOST_NOTED = 64  # batches of one loader whose rows are noted, if its epochs have no end
 _MADE = "_samestep_made"  # where the user's code made a loader or a sampler
+_LEFT, _FEW = "_samestep_left", 30  # batches of a process that are compared with their samples
 
 
 @contextmanager
@@ -253,8 +254,8 @@ class _Loaders:
         turn.batches += 1
         turn.group.noted += 1
         if turn.group.noted <= _MOST_NOTED:
-            number, n, rows = turn.group.number, 0, list[int]()
-            with self._recorder.unwatched(), contextlib.suppress(Exception):
+            number = turn.group.number
+            with self._recorder.unwatched():
                 n, rows = rows_of(batch)
             self._recorder.note("batch", loader_id=number, turn=turn.number, n=n, rows=rows)
         return batch
@@ -293,9 +294,10 @@ class _Loaders:
 
     def _fetch_all(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
         """Fetch a batch of the first pass; note the samples that collating leaves out."""
-        group = getattr(fetcher, "_samestep_group", None)
-        if group is None or not fetcher.auto_collation:
+        group, left = getattr(fetcher, "_samestep_group", None), getattr(fetcher, _LEFT, _FEW)
+        if group is None or not fetcher.auto_collation or not left:
             return original(fetcher, index)
+        setattr(fetcher, _LEFT, left - 1)
         collate, given, lost = fetcher.collate_fn, list[Any](), 0
 
         def collated(samples: Any) -> Any:

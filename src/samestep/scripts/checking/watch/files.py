@@ -90,7 +90,7 @@ class _Files:
             if how and isinstance(path, str | bytes | os.PathLike) and not os.path.isdir(path):  # noqa: PTH112 - bytes, too
                 self._write(path, how)
         elif event == "os.rename":
-            source = self._name(arguments[0])
+            source = self._recorder.name(arguments[0])
             if self._recorder.is_direct("os", "pathlib", "shutil") and not self._is_own(source):
                 self._write(arguments[1], "rename")
         elif arguments[1] is None:  # an address without data to send
@@ -128,7 +128,7 @@ class _Files:
             names = [name for found in _state_dicts(loaded) for name in found][:_NAMES]
             self._recorder.once(
                 "load",
-                path=self._name(place),
+                path=self._recorder.name(place),
                 map_location=None if where is None else str(where),
                 weights_only=kwargs.get("weights_only"),
                 names=names,
@@ -190,7 +190,7 @@ class _Files:
 
     def _write(self, path: Any, mode: str) -> str | None:
         """Note a write; return the path's name, or None if it is a cache or a lock, or our own."""
-        name = self._name(path)
+        name = self._recorder.name(path)
         hidden = any(p.startswith(".") or p == "__pycache__" for p in Path(name).parts)
         no_file = name.endswith(".lock") or name.startswith(("/dev/", "/proc/", "/sys/"))
         if hidden or no_file or self._is_own(name):
@@ -198,10 +198,6 @@ class _Files:
         if mode != "a" or not self._is_logged():
             self._recorder.once("write", path=name, mode=mode)
         return name
-
-    def _name(self, path: Any) -> str:
-        # A relative path is another file in another folder: names are remembered by their path.
-        return self._recorder.name(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 - bytes, too
 
     def _is_own(self, name: str) -> bool:
         """Whether a file is of the check itself; the script's temporary files lie there too."""

@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
 )
 
 from samestep.base.patches import patched
-from samestep.scripts.checking.recorder import Recorder, checksum
+from samestep.scripts.checking.recorder import Recorder, checksum, own_part
 from samestep.scripts.hooks import step_closure, tensors_of
 
 _Made = tuple[str, weakref.ref[nn.Module], weakref.ref[nn.Module], weakref.ref[Tensor]]
@@ -358,7 +358,7 @@ def print_of(gradient: Tensor | None) -> int | None:
     """Return a checksum that is 0 where all is zero, and None without a gradient."""
     if gradient is None:
         return None
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    local = own_part(gradient)
     if local.layout != torch.strided:
         local = local.coalesce().values() if local.layout == torch.sparse_coo else local.to_dense()
     some = bool(local.flatten()[:_VALUES].any()) or bool(local.any())
