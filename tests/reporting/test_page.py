@@ -5,14 +5,10 @@ import hashlib
 import http.client
 import json
 import math
-import shutil
 import socket
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from threading import Thread
-
-import pytest
 
 from samestep.base.run.pictures import LIMIT_BYTES, read_gallery
 from samestep.show.reporting.charts import MOST_CHARTS, MOST_POINTS
@@ -75,15 +71,6 @@ def test_markup_in_names_appears_as_text_and_never_as_an_element(tmp_path):
     assert EVIL in page.shown()
     assert EVIL in [chart["title"] for chart in page.charts.values()]
     assert not [ident for ident in page.with_attribute("id") if not ident or "<" in ident]
-
-
-@pytest.mark.parametrize("name", ["format-1-native", "format-1-lightning"])
-def test_runs_of_earlier_versions_have_their_page(tmp_path, name):
-    run = tmp_path / "run"
-    shutil.copytree(Path(__file__).parents[1] / "kept" / name, run)
-    _, page = page_of(run)
-    assert all(chart["curves"] for chart in page.charts.values())
-    assert "loss" in page.charts
 
 
 def test_records_that_are_missing_odd_or_too_large_still_make_a_page(tmp_path):

@@ -51,15 +51,6 @@ def test_a_completed_run_is_told_by_its_result_and_a_loss_may_be_nan(tmp_path):
     assert str(only(tmp_path / "b").losses) == "(nan, nan, inf)"
 
 
-def test_runs_of_earlier_versions_are_read():
-    found = {run.name: run for run in read_runs(KEPT)}
-    native, lightning = found["format-1-native"], found["format-1-lightning"]
-    assert (native.state, native.metric, native.mode) == ("completed", "accuracy", "max")
-    assert native.value == result_of(KEPT / "format-1-native")["best"]["value"]
-    assert (native.world_size, lightning.world_size) == (2, 1)
-    assert len(native.losses) == 4
-
-
 def test_what_has_not_ended_is_told_by_index_evaluations_and_steps(tmp_path):
     run = write_run(tmp_path / "run", finished=False)
     write_index(run, 0.75)

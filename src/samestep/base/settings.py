@@ -464,17 +464,6 @@ def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
     return found
 
 
-def settings_of_run(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table of a run's settings.toml, with the names of today.
-
-    In an older file `global_batch_size` is the batch size, and `batch_size` the micro-batch size.
-    """
-    if "global_batch_size" not in table:
-        return dict(table)
-    renamed = {"batch_size": "micro_batch_size", "global_batch_size": "batch_size"}
-    return {renamed.get(key, key): value for key, value in table.items()}
-
-
 def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
     """Merge layers of settings; the later ones win."""
     merged: dict[str, object] = {}

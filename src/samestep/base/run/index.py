@@ -4,7 +4,6 @@ A checkpoint counts from the moment the index names it. Whatever kills the proce
 leaves the index, and every file it names, as they were.
 """
 
-import contextlib
 import json
 import re
 import shutil
@@ -116,7 +115,7 @@ def announce(
 ) -> Index:
     """Name a written checkpoint in the index, then delete those that are no longer kept."""
     now = time.time()
-    grown = _dated(folder, index.add(replace(entry, time=now)))
+    grown = index.add(replace(entry, time=now))
     kept = grown.prune(rules, spared, now)
     gone = {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}
     kept = replace(kept, gone=tuple(sorted(gone)))
@@ -127,16 +126,6 @@ def announce(
     for name in kept.gone:
         remove(folder / name)
     return kept
-
-
-def _dated(folder: Path, index: Index) -> Index:
-    """Return the index with the times of files where an earlier version named none."""
-    entries = list(index.checkpoints)
-    for place, entry in enumerate(entries):
-        if entry.time is None:
-            with contextlib.suppress(OSError):
-                entries[place] = replace(entry, time=(folder / entry.path).stat().st_mtime)
-    return replace(index, checkpoints=tuple(entries))
 
 
 def verify(folder: Path, entry: Entry) -> None:

@@ -25,7 +25,6 @@ from samestep.base.settings import (
     flag_name,
     free_names,
     merge_layers,
-    settings_of_run,
 )
 from samestep.base.tracker_choice import check_choice
 from samestep.core.recipe import Recipe, find_recipe
@@ -84,8 +83,6 @@ class Draft:
     options_layer: dict[str, object]
     run: Path | None = None
     """The run that the settings are taken from, if the target was one."""
-    earlier: bool = False
-    """Whether that run is of the time when `batch_size` counted per rank."""
     folder: Path = field(default_factory=Path.cwd)
 
     def settings(self) -> Settings:
@@ -107,11 +104,10 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     if target is None:
         assert recipe is not None
         return _layered(FROM_PYTHON + recipe.name, recipe, tables)
-    folder, source, run, earlier = Path.cwd(), target, _run_of(target), False
+    folder, source, run = Path.cwd(), target, _run_of(target)
     if run is not None:
         file = run / "settings.toml"
         of_run = read_toml(file)
-        earlier = "global_batch_size" in of_run
         if "recipe" not in of_run and not any("recipe" in table for _, table in tables):
             raise UserError(
                 f"{file} names no recipe: {run} comes from a loop of your own, and only its script "
@@ -119,7 +115,7 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
                 f'"{best_file(run / "checkpoints")}")["state"].'
             )
         source = str(of_run.get("recipe") or tables[0][1]["recipe"])
-        tables.insert(0, (file, settings_of_run(of_run)))
+        tables.insert(0, (file, of_run))
     for path, table in tables[run is not None :]:
         if (named := str(table.get("recipe", source))) != source:
             raise UserError(
@@ -135,7 +131,7 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
     if run is not None and folder != Path.cwd():
         run = folder / run
     found = _layered(source, recipe, tables)
-    return replace(found, run=run, earlier=earlier, folder=folder)
+    return replace(found, run=run, folder=folder)
 
 
 def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
@@ -148,7 +144,6 @@ def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
     if table.pop("recipe", None) in (*RECIPES, None):
         return None
     names = {one.name for one in fields(Settings)} | ALSO_ACCEPTED
-    table = settings_of_run(table)
     ours = typed_settings({k: v for k, v in table.items() if k in names}, file)
     return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
 
@@ -278,14 +273,12 @@ def _with_sizes_of(
 ) -> dict[str, object]:
     """Return the settings of a repeated command with the batch sizes of the run that it resumes.
 
-    Its flags may ask for other micro-steps. What an earlier version's command says counts per rank,
-    for the ranks of then.
+    Its flags may ask for other micro-steps.
     """
     of_run = run.settings_layer
     asked = _SIZES[:2] if of_run.get("virtual_ranks") is not None else _SIZES
     sizes = {name: of_run[name] for name in _SIZES if name in of_run}
-    if not run.earlier:
-        sizes = merge_layers(sizes, {name: flags[name] for name in asked if name in flags})
+    sizes = merge_layers(sizes, {name: flags[name] for name in asked if name in flags})
     others = {*_SIZES, "batch_size_per_rank"}
     return {k: v for k, v in merged.items() if k not in others} | sizes
 
@@ -383,7 +376,7 @@ def changes_since(made_with: str, now: str, request: Request, where: str) -> lis
     def flat(table: dict[str, Any]) -> dict[str, Any]:  # a setting may be newer than the file
         return {**defaults, **table, **table.get("options", {})}
 
-    before, after = flat(settings_of_run(tomllib.loads(made_with))), flat(tomllib.loads(now))
+    before, after = flat(tomllib.loads(made_with)), flat(tomllib.loads(now))
     free = free_names(Settings, recipe.options, virtual_ranks=before.get("virtual_ranks"))
     changes = _differing(before, after, sorted(_names_of(recipe) - free - _OF_THE_ORDER))
     if others := changes.keys() - request.allow_change:

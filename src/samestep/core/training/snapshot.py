@@ -217,8 +217,6 @@ def check_recipe(state: dict[str, Any], recipe: str) -> None:
 def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
     """Check that the data has the checkpoint's classes, in the same order."""
     saved = state.get("classes") or []
-    if saved == [str(place) for place in range(len(saved))]:
-        return  # plain numbers name nothing: earlier versions had them for Fashion-MNIST, too
     if saved and classes and saved != list(classes):
         differing = [
             f"number {place} is {one!r} there and {other!r} here"

@@ -18,7 +18,6 @@ from samestep.base.run.files import read_object, shown_path
 from samestep.base.run.index import Index, read_index
 from samestep.base.run.pictures import FOLDER, read_pictures, read_png
 from samestep.base.run.records import Record, metric_values, read_records
-from samestep.base.settings import settings_of_run
 from samestep.base.words import count, duration, measured
 from samestep.core.recipe import Recipe
 from samestep.shell.api.arguments import AnyPath, path_of
@@ -122,7 +121,7 @@ class TrainedRun:
     def settings(self) -> dict[str, Any]:
         """The settings of the training, and the recipe's options under `options`."""
         text = (self.path / "settings.toml").read_text(encoding="utf-8")
-        return settings_of_run(tomllib.loads(text))
+        return tomllib.loads(text)
 
     def plot(self) -> Any:
         """Return a `matplotlib.figure.Figure` of loss and metrics per epoch, the best one marked.

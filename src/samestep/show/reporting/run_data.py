@@ -13,7 +13,6 @@ from typing import Any
 from samestep.base.run.directory import how_it_ended, no_run
 from samestep.base.run.files import read_object
 from samestep.base.run.records import SYSTEM, Record, RecordFile, as_uninterrupted, metric_values
-from samestep.base.settings import settings_of_run
 from samestep.base.words import duration
 
 TRAIN_LOSS = "train_loss"
@@ -171,7 +170,7 @@ def _records(file: Path, problems: list[str]) -> list[Record]:
 
 def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
-        return settings_of_run(tomllib.loads(file.read_text(encoding="utf-8")))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         how = "missing" if isinstance(error, OSError) else "damaged"
         problems.append(f"settings.toml is {how}: its settings are not known")
