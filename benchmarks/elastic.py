@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,13 @@ def newest_step(file: Path, read: Callable[[str], int]) -> int:
     return max(map(read, lines), default=0)
 
 
+def all_train(events: Path, num_ranks: int) -> bool:
+    """Whether newcomers have joined the group again."""
+    lines = events.read_text().splitlines() if events.exists() else []
+    told = [line for line in lines if '"world_size"' in line and line.endswith("}")]
+    return bool(told) and bool(json.loads(told[-1])["world_size"] == num_ranks)
+
+
 def of_record(line: str) -> int:
     """Return the step of a `step` record; 0 for others."""
     record = json.loads(line) if line.endswith("}") else {}
@@ -112,12 +120,13 @@ def gaps(
     process: psutil.Popen,
     found: Callable[[psutil.Popen], list[psutil.Process]],
     steps: Callable[[], int],
+    are_whole: Callable[[], bool],
     times: int,
     whole: int,
 ) -> Iterator[float]:
     """Kill a rank, again and again; yield the seconds until a step follows that was never taken."""
     for kill in range(times):
-        wait_for(lambda: len(found(process)) == whole, 120)
+        wait_for(lambda: are_whole() and len(found(process)) == whole, 120)
         before = steps()
         wait_for(lambda: steps() > before + 150, 120)  # noqa: B023 - called here
         victims = found(process)
@@ -148,14 +157,17 @@ def measure_gaps(what: str, num_ranks: int, times: int, scratch: Path) -> tuple[
     flags = (*flags, "--epochs", "100000", "--checkpoint-every-epochs", "100")
     with started(samestep(what, num_ranks, ours, *flags), ours) as process:
         events = ours / "run" / "events.jsonl"
-        mine = [*gaps(process, ranks_of, lambda: newest_step(events, of_record), times, num_ranks)]
+        steps = partial(newest_step, events, of_record)
+        whole = partial(all_train, events, num_ranks)
+        mine = [*gaps(process, ranks_of, steps, whole, times, num_ranks)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     torchrun += ["--max-restarts", "1000", "--monitor-interval", "0.1", str(PEER), str(theirs)]
     with started([*torchrun, "1000000", what], theirs) as process:
         file = theirs / "steps.txt"
         its = list[float]()
         with suppress(TimeoutError):
-            its.extend(gaps(process, workers_of, lambda: newest_step(file, int), times, num_ranks))
+            steps = partial(newest_step, file, int)
+            its.extend(gaps(process, workers_of, steps, lambda: True, times, num_ranks))
     return mine, its
 
 

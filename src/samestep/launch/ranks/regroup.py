@@ -9,9 +9,10 @@ import contextlib
 import datetime as dt
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ class Membership:
     store: Store
     timeout_s: float
     group: Group | None = None
+    sockets: Mapping[int, str] = field(default_factory=dict)
+    """Those that connect this rank with the others: file descriptor → what it is."""
 
     def join(self, world: World) -> World:
         """Join the next group that this rank is a member of; return its world.
@@ -135,10 +138,18 @@ class Membership:
     def part(self) -> None:
         """Give up the connections to a group: its other ranks then see at once that it is no more.
 
-        Objects that hold the group, such as a DDP model, may live on.
+        Objects that hold the group, such as a DDP model, live on, and with them Gloo's sockets,
+        also after `abort`. A rank that waits for this one, and not for the dead one, would do so
+        for ever: so the sockets are shut down.
         """
         if self.group is not None:
             self.store.set(Keys(self.group.number).lost, "1")
+        open_now = _sockets()
+        for number in (n for n, what in self.sockets.items() if open_now.get(n) == what):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+                one.getpeername()  # Gloo's listener has none: without it Gloo ends the process
+                one.shutdown(socket.SHUT_RDWR)
+        self.sockets = {}
         if in_process_group():
             for group in [*dist.distributed_c10d._world.pg_map]:  # noqa: SLF001 - threads have their own
                 with contextlib.suppress(RuntimeError):
@@ -208,7 +219,7 @@ class Membership:
         """Connect; False if that failed, as a member has died meanwhile."""
         if world.world_size == 1:
             return True
-        nccl = world.backend == "nccl"
+        nccl, before = world.backend == "nccl", _sockets()
         connect = partial(
             dist.init_process_group,
             "cpu:gloo,cuda:nccl" if nccl else "gloo",
@@ -223,7 +234,18 @@ class Membership:
         except (dist.DistError, RuntimeError):
             self.part()
             return False
+        self.sockets = {n: what for n, what in _sockets().items() if before.get(n) != what}
         return True
+
+
+def _sockets() -> dict[int, str]:
+    """Return the open sockets of this process, by file descriptor (on Linux)."""
+    found = {}
+    for path in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # it was the folder itself
+            if (what := str(path.readlink())).startswith("socket:"):
+                found[int(path.name)] = what
+    return found
 
 
 def _tuple(value: Any) -> Any:
