@@ -126,7 +126,7 @@ class Noisy(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         inputs, label = self.data[index]
-        return inputs + torch.randn(8), label
+        return inputs.flip(0) if torch.rand(()) < 0.3 else inputs, label
 
 
 def without_last(samples):

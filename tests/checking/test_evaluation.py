@@ -230,3 +230,11 @@ def test_statistics_that_are_computed_anew_are_no_evaluation(tmp_path):
     update = "torch.optim.swa_utils.update_bn(DataLoader(train_set, batch_size=8), model)"
     text = planted(BATCHNORM, ("del model, optimizer, scheduler", update))
     assert "SS707" not in codes(check(tmp_path, text))
+
+
+def test_a_rank_that_is_ended_on_its_way_to_the_evaluation_is_not_missed_there(tmp_path):
+    late = ("        model.eval()\n", "        model.eval()\n        time.sleep(30 * rank)\n")
+    step = "            optimizer.step()\n"
+    reports = (step, f"{step}            dist.all_reduce(loss.detach())\n")
+    text = planted(BATCHNORM, late, reports, ("import os\n", "import os\nimport time\n"))
+    assert "SS403" not in codes(check(tmp_path, text, seconds=1.5))

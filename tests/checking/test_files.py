@@ -42,7 +42,8 @@ if rank == 0:
     found, named = found_at(report, text)
     assert found == named
     assert report.exit_code == 1
-    first, *_ = (finding for finding in report.findings if finding.code == "SS501")
+    first, opened, _ = (finding for finding in report.findings if finding.code == "SS501")
+    assert "+ " not in opened.remedy  # a change of one line would leave what is in the block
     assert "ranks 0 and 1" in first.evidence
     assert "all.pt" in first.evidence
     assert first.remedy.splitlines()[1] == "+ if dist.get_rank() == 0:"

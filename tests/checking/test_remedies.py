@@ -1,8 +1,9 @@
 """The change that a finding prints: once it is made, the finding is gone."""
 
 import pytest
+import torch
 
-from tests.checking import test_data, test_model, test_one_process, test_step
+from tests.checking import test_data, test_files, test_model, test_one_process, test_step
 from tests.checking.planted import check, codes, planted, remedied
 
 ZEROED = planted((test_one_process.ZERO, ""))
@@ -29,3 +30,27 @@ def test_the_change_that_a_finding_prints_mends_it(code, tmp_path):
     (found,) = (one for one in check(tmp_path, text).findings if one.code == code)
     text = remedied(text, found).replace("import os\n", "import copy\nimport os\n", 1)
     assert code not in codes(check(tmp_path, text))
+
+
+FILES = """
+torch.save(model.module.state_dict(), "all.pt")
+if rank == 0:
+    torch.save(model.state_dict(), "wrapped.pt")
+torch.load("best.pt")
+torch.load("given.pt", weights_only=False, map_location="cpu")
+import wandb
+wandb.init()
+from tqdm import tqdm
+bar = tqdm(range(3),)
+"""
+
+
+def test_the_changes_that_findings_about_files_print_mend_them(tmp_path):
+    test_files.with_fakes(tmp_path)
+    torch.save({"layer.weight": torch.zeros(1)}, tmp_path / "project" / "given.pt")
+    text = test_files.at_the_end(FILES)
+    found = sorted(check(tmp_path, text).findings, key=lambda one: -one.line)
+    assert [int(one.code[2:]) for one in found] == [508, 507, 505, 504, 503, 501]
+    for one in found:
+        text = remedied(text, one)
+    assert check(tmp_path, text).findings == []

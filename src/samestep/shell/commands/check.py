@@ -40,6 +40,9 @@ class CheckFlags:
     module, name it as for Python: samestep check -m MODULE. Arguments after `--` are passed to the
     script.
 
+    A minute does not show what begins later, what only a GPU does, or what you mean. The report
+    lists the rules that had too little to judge by.
+
     Exit codes: 0 at most advice, 1 something is wrong, 2 the script could not be checked.
     """
 

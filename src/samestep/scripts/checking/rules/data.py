@@ -291,7 +291,7 @@ def evaluates_augmented(seen: Seen) -> Iterator[Found | NotSeen]:
         rows = first.rows
         again = [row for batch in first.batches if batch["turn"] == 1 for row in batch["rows"]]
         differ = sum(one != other for one, other in zip(rows, again, strict=False))
-        if first.orders[0]["indices"] == first.orders[1]["indices"] and 2 * differ > len(rows):
+        if first.orders[0]["indices"] == first.orders[1]["indices"] and 4 * differ > len(rows):
             yield Found(
                 first.made,
                 f"{differ} of the first {len(rows)} samples were other ones in the second "

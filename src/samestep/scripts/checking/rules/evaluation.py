@@ -159,7 +159,7 @@ def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
     others = [
         rank.rank
         for rank, events in zip(seen.ranks, inside, strict=True)
-        if not events and _went_on(rank, event.step)
+        if not events and _went_on(rank, event, seen.ranks[alone])
     ]
     wait = _waits_for(seen.ranks[alone], event)
     if others and wait:
@@ -367,12 +367,12 @@ def _is_told(mean: float, parts: Sequence[_Evaluation]) -> bool:
     return False
 
 
-def _went_on(rank: RankSeen, step: int) -> bool:
-    """Whether a rank did something else after this step."""
-    return any(
-        (event.kind in ("collective", "destroy", "end") and event.step == step) or event.step > step
-        for event in rank.events
-    )
+def _went_on(rank: RankSeen, call: Event, caller: RankSeen) -> bool:
+    """Whether a rank did something else than to come to a call that another rank has made."""
+    joined = sum(e.step == call.step and e.time < call.time for e in caller.of("collective"))
+    own = [event for event in rank.of("collective") if event.step == call.step]
+    left = rank.exit_code is not None and bool(rank.of("destroy", "end"))  # else `check` ended it
+    return len(own) > joined or rank.steps > call.step or left
 
 
 def _waits_for(rank: RankSeen, event: Event) -> str:

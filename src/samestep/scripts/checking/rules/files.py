@@ -1,5 +1,6 @@
 """Rules about files: who writes, saves, loads and downloads what."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -25,10 +26,12 @@ def named(ranks: Any) -> str:
 
 
 def on_rank_0(seen: Seen, where: str) -> str:
-    """Return the diff that lets only rank 0 execute a line."""
+    """Return what lets only rank 0 execute a line: a diff, if nothing else hangs on the line."""
     line = seen.line(where)
-    if not line or line.count("(") != line.count(")"):
-        return "Let only rank 0 do this: `if dist.get_rank() == 0:`."
+    made = re.match(r"([\w.]+) *=[^=]", line)
+    uses = f", and whatever uses `{made[1]}`" if made else ""
+    if not line or line.count("(") != line.count(")") or uses or line.startswith("with "):
+        return f"Let only rank 0 do this{uses}: `if dist.get_rank() == 0:`."
     inner = f"+ if dist.get_rank() == 0:\n+     {line}"
     return f"- {line}\n{inner}"
 
@@ -193,7 +196,10 @@ def all_track(seen: Seen) -> Iterator[Found | NotSeen]:
             if "group" in asked[0]:
                 continue
             name = next(iter(ranks.values()))[0]["name"]
-            yield Found(where, f"{named(ranks)} start {name}", on_rank_0(seen, where))
+            # What the other ranks log later needs a run, too.
+            muted = _with_argument(seen, where, 'mode=None if dist.get_rank() == 0 else "disabled"')
+            remedy = muted if name == "wandb.init" and muted else on_rank_0(seen, where)
+            yield Found(where, f"{named(ranks)} start {name}", remedy)
 
 
 @rule("SS508")
@@ -214,7 +220,7 @@ def all_show(seen: Seen) -> Iterator[Found | NotSeen]:
 def _with_argument(seen: Seen, where: str, argument: str) -> str:
     """Return a diff that adds an argument to the only call of a line, if there is only one."""
     line = seen.line(where)
-    name = "torch.load(" if "torch.load(" in line else "tqdm("
+    name = next((name for name in ("torch.load(", "wandb.init(") if name in line), "tqdm(")
     if line.count(name) != 1:
         return ""
     begin = line.index(name) + len(name)
@@ -222,6 +228,8 @@ def _with_argument(seen: Seen, where: str, argument: str) -> str:
     while depth and end < len(line):
         depth += {"(": 1, ")": -1}.get(line[end], 0)
         end += 1
-    if depth or end - 1 == begin:
+    if depth:
         return ""
-    return f"- {line}\n+ {line[: end - 1]}, {argument}{line[end - 1 :]}"
+    before = line[: end - 1].rstrip(", ")
+    comma = "" if end - 1 == begin else ", "
+    return f"- {line}\n+ {before}{comma}{argument}{line[end - 1 :]}"

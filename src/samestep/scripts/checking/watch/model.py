@@ -123,11 +123,10 @@ class _Models:
                 return self._infer(original, module, module, args, kwargs)
             finally:
                 self._trains = True
-        if _peeled(module)[1] is None and any(
-            _kind_of(type(part).__mro__) for part in module.modules()
-        ):
+        parts = list(module.modules())  # once: a large model's walk costs a millisecond
+        if _peeled(module)[1] is None and any(_kind_of(type(part).__mro__) for part in parts):
             return original(module, *args, **kwargs)  # its parts are called in wrappers
-        model, self._trains = self._note_forward(module, args, kwargs)
+        model, self._trains = self._note_forward(module, parts, args, kwargs)
         self._depth += 1
         try:
             if not self._trains:
@@ -174,7 +173,9 @@ class _Models:
         watcher = self._recorder.quiet > 0
         return self._in_backward or watcher or is_tracing() or os.getpid() != self._pid
 
-    def _note_forward(self, called: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
+    def _note_forward(
+        self, called: nn.Module, parts: list[nn.Module], args: Any, kwargs: Any
+    ) -> tuple[nn.Module, bool]:
         """Note a call; return the model inside all wrappers, and whether it records a graph."""
         part, kind, wrapper = _peeled(called)
         model = part if kind else self._wrapper_of(part) or part
@@ -199,14 +200,14 @@ class _Models:
                 if tensor is not None and self._counts[number] <= _ROWS_OF
                 else []
             )
-        modal = [one.training for one in part.modules() if _depends_on_mode(one)]
+        modal = [one.training for one in parts if _depends_on_mode(one)]
         self._evaluated = not (part.training or any(modal))
         self._recorder.note(
             "forward",
             model=type(model).__name__,
             model_id=number,
             wrapped=kind is not None,
-            inner=kind is None and any(self._wrapper_of(one) for one in part.modules()),
+            inner=kind is None and any(map(self._wrapper_of, parts if self._wrapped else ())),
             training=part.training,
             modal=[sum(modal), len(modal)],
             grad=grad,
