@@ -134,7 +134,7 @@ _PART_OF = {
         "launch": "ranks stall",
         "core": "data recipe recipes session training",
         "show": "reporting tracking",
-        "bridges": "lightning",
+        "bridges": "huggingface lightning",
     }.items()
     for room in rooms.split()
 }

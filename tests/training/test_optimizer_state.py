@@ -11,7 +11,7 @@ from samestep import Recipe, Settings
 from samestep.base.errors import UserError
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
 from samestep.core.training.optimizer import Update, optimizer_of
-from samestep.core.training.optimizer_state import groups_of, load_state, what_groups_keep
+from samestep.core.training.optimizer_state import Trial, groups_of, load_state, what_groups_keep
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault
@@ -221,3 +221,14 @@ def test_what_it_has_for_evaluations_is_evaluated_and_changes_no_bit_of_the_trai
     assert next(validated) == pytest.approx(next(validated), rel=1e-12)
     tested = evaluate_run(straight, "best", split="test")["loss"]
     assert read_json(straight / "result.json")["test"]["loss"] == pytest.approx(tested, rel=1e-12)
+
+
+def test_step_counts_that_torch_loads_as_float32_are_not_lost():
+    """Those of a fused optimizer are float64 where that is the default type, as in `verify`."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    trial, weight.grad = Trial(optimizer), torch.ones(2)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["step"] = state["state"][0]["step"].double()
+    assert trial.why_lost(optimizer, state) == ""

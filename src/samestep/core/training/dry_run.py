@@ -5,7 +5,7 @@ So parts that do not fit fail before anything is trained or written, not after a
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,6 +62,8 @@ class Tried(NamedTuple):
     """Floating-point operations of a forward of one sample; 0 where they are not known."""
     unkept: Unkept = Unkept()
     """What no checkpoint holds, or each rank makes of its own samples."""
+    computed: tuple[str, ...] = ()
+    """Names of what metric objects compute, as far as they can yet."""
 
 
 def dry_run(
@@ -146,13 +148,13 @@ def dry_run(
             measure = measure_of(recipe, trial) if measures else None
             totals = Totals(loss_of, trial_metrics, world, classes, terms, measure=measure)
             totals.add(outputs, batch)
-            totals.objects.check()
+            computed = totals.objects.check()
         unkept = look()
     parts, measured = tuple(totals.parts), tuple(totals.measured)
-    _check_names(recipe, parts, measured)
+    _check_names(recipe, parts, measured, computed)
     if measures:
         check_lower(recipe.lower_is_better, (*recipe.metrics, *parts, *measured))
-    return Tried(metrics, parts, measured, flops, unkept)
+    return Tried(metrics, parts, measured, flops, unkept, tuple(computed))
 
 
 def of_one_sample(plan: Plan, settings: Settings) -> UserError | None:
@@ -259,8 +261,11 @@ def _names_of_losses(
     return parts
 
 
-def _check_names(recipe: Recipe, parts: tuple[str, ...], measured: tuple[str, ...]) -> None:
-    """Check what `loss` and `evaluate_batch` have named."""
+def _check_names(
+    recipe: Recipe, parts: Sequence[str], measured: Sequence[str], computed: Sequence[str] = ()
+) -> None:
+    """Check what `loss`, `evaluate_batch` and metric objects have named."""
+    check_names("metrics", {*computed} - {*recipe.metrics}, TAKEN_NAMES)
     check_names("loss", parts, {*TAKEN_IN_STEPS, *recipe.metrics, *measured})
     check_names("evaluate_batch", measured, {*TAKEN_NAMES, *recipe.metrics})
     if recipe.loss_weights and not parts:

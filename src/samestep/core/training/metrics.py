@@ -1,7 +1,8 @@
 """Metrics over many batches: sums of values per sample, metric objects, confusion counts.
 
 A metric object is one of torchmetrics, or has the same methods: `update`, `compute`, `reset`, and a
-state that can be gathered from all ranks.
+state that can be gathered from all ranks. One with `evaluated_alone` is not measured in training,
+and computes several values by name.
 """
 
 import copy
@@ -31,6 +32,11 @@ def is_object(metric: Any) -> bool:
 def functions_of(metrics: Mapping[str, Any]) -> dict[str, Callable[[Any, Any], Any]]:
     """Return the metrics that return one value a sample."""
     return {name: metric for name, metric in metrics.items() if not is_object(metric)}
+
+
+def in_training(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics that are measured in training, too."""
+    return {n: m for n, m in metrics.items() if not getattr(m, "evaluated_alone", False)}
 
 
 def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any, count: int) -> Any:
@@ -194,17 +200,21 @@ class Objects:
         ranks = world.gather(self.states() if states is None else states)
         whole = Objects(self._metrics, torch.device("cpu"))
         whole._put_together([states for rank in ranks for states in rank])
-        return {n: _number(n, m) for n, m in whole._decided().items() if n not in without}
+        found: dict[str, float] = {}
+        for name, metric in whole._decided().items():
+            if name not in without:
+                found |= _numbers(name, metric)
+        return found
 
     def _decided(self) -> dict[str, Any]:
         """Return of each metric what counts: itself or its twin."""
         twins = {name: twin for name, (twin, outside) in self._twins.items() if outside}
         return self._metrics | twins
 
-    def check(self) -> None:
-        """Check that each metric computes a single number, where it can compute yet."""
-        for name, metric in self._decided().items():
-            _number(name, metric, early=True)
+    def check(self) -> list[str]:
+        """Check that each metric computes numbers, where it can compute yet; return their names."""
+        decided = self._decided().items()
+        return [one for name, metric in decided for one in _numbers(name, metric, early=True)]
 
 
 def _states(metric: Any) -> dict[str, Any]:
@@ -227,7 +237,7 @@ def _put_into(metric: Any, ranks: Sequence[dict[str, Any]]) -> None:
     metric._update_count = len(ranks)  # noqa: SLF001 - it has been updated, on other ranks
 
 
-def _number(name: str, metric: Any, *, early: bool = False) -> float:
+def _numbers(name: str, metric: Any, *, early: bool = False) -> dict[str, float]:
     """Return what a metric computes; `early`: of few samples, perhaps all of one class."""
     # It has the states of all ranks already: torchmetrics would add up equal ones once per rank. It
     # reads `sync_on_compute` when a metric is made, and this from then on.
@@ -238,8 +248,13 @@ def _number(name: str, metric: Any, *, early: bool = False) -> float:
             value = metric.compute()
     except Exception as error:
         if early:
-            return 0.0
+            return {}
         blame(f"The recipe's metric {name!r} failed to compute", error)
+    several = getattr(metric, "evaluated_alone", False)
+    return {n: _number(n, one) for n, one in (value if several else {name: value}).items()}
+
+
+def _number(name: str, value: Any) -> float:
     if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(value)
     raise UserError(
@@ -283,7 +298,7 @@ class EpochMetrics:
         *,
         by_step: bool = False,
     ) -> None:
-        self._first = parts.start
+        self._first, metrics = parts.start, in_training(metrics)
         self._parts = [_PartMetrics(metrics, device, by_step=by_step) for _ in parts]
 
     def __bool__(self) -> bool:

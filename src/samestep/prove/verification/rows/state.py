@@ -89,6 +89,7 @@ def first_difference(
         one, other = passes
         if packed:
             one = [_cut(*pair) for pair in zip(one, other, strict=True)]
+            one, other = ([_of_samples(call) for call in calls] for calls in (one, other))
         return first_at_fault(one, other, tested.rounding, type(model).__name__)
     return None
 
@@ -146,6 +147,11 @@ def _cut(call: ModuleCall, part: ModuleCall) -> ModuleCall:
         return [one[tuple(slice(-n or None, None) for n in part.shape)] for one, part in pairs]
 
     return ModuleCall(call.name, last(call.inputs, part.inputs), last(call.outputs, part.outputs))
+
+
+def _of_samples(call: ModuleCall) -> ModuleCall:
+    """Return a call without single numbers, such as a model's own mean loss."""
+    return call._replace(outputs=[one for one in call.outputs if one.dim()])
 
 
 def _tensors(tree: Any) -> list[Tensor]:

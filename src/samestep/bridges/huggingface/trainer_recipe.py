@@ -1,0 +1,475 @@
+"""What `transformers.Trainer` takes as a recipe: its model, loss, optimizer, schedule and metrics.
+
+Loss, groups of weight decay and schedules are made by transformers itself. Order, shares, seeds,
+precision and checkpoints are samestep's.
+"""
+
+import copy
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+from transformers import (
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    get_scheduler,
+)
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import (
+    LabelSmoother,
+    nested_concat,
+    nested_detach,
+    nested_numpify,
+)
+from transformers.utils import find_labels
+
+from samestep.base.errors import UserError, defined_at, listed
+from samestep.base.settings import Settings
+from samestep.base.trees import num_rows
+from samestep.bridges.huggingface.training_arguments import (
+    check_arguments,
+    groups_by_length,
+    leave_ranks_alone,
+    settings_of,
+    settings_of_callbacks,
+)
+from samestep.core.recipe import Recipe, Splits
+from samestep.launch.ranks.world import in_process_group
+
+leave_ranks_alone()
+
+_IGNORED = -100  # the label of what no loss counts
+_SMOOTHED_BY = inspect.signature(LabelSmoother.__call__).parameters
+_OVERRIDES = (
+    *("training_step", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"),
+    *("get_train_dataloader", "get_eval_dataloader", "_get_train_sampler", "prediction_step"),
+    *("evaluate", "evaluation_loop", "get_decay_parameter_names", "_inner_training_loop"),
+    *("get_batch_samples", "compute_loss_context_manager", "get_optimizer_cls_and_kwargs"),
+)
+"""Methods of a Trainer that would not be called."""
+
+
+def recipe(
+    model: Any,
+    args: TrainingArguments,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    data_collator: Callable[[list[Any]], Any] | None = None,
+    compute_metrics: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
+    optimizers: tuple[Any, Any] = (None, None),
+    *,
+    test_dataset: Any = None,
+    processing_class: Any = None,
+    compute_loss_func: Callable[..., Tensor] | None = None,
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+    callbacks: Sequence[Any] | None = None,
+    **settings: Any,
+) -> Recipe:
+    """Return what `transformers.Trainer` takes as a recipe.
+
+        recipe = samestep.huggingface.recipe(model, args, train_dataset, eval_dataset)
+
+    A step takes `per_device_train_batch_size × gradient_accumulation_steps` samples, as the Trainer
+    on one process, on any number of ranks; `batch_size=…` is another number. A loss of tokens is
+    the mean over all tokens of the step.
+
+    Args:
+        model: a model, or better a function that makes one: samestep seeds before the call.
+        args: its training arguments; what has no counterpart is refused by name.
+        train_dataset: a map-style data set: of `datasets`, of PyTorch, or a list of dicts.
+        eval_dataset: the validation data.
+        data_collator: puts samples into a batch; by default as in the Trainer.
+        compute_metrics: called with the predictions of all ranks.
+        optimizers: an optimizer of the model's parameters, and its scheduler; or None.
+        test_dataset: what the trained model is tested on.
+        processing_class: a tokenizer, which pads where no `data_collator` is given.
+        compute_loss_func: (outputs, labels, num_items_in_batch) → the loss.
+        preprocess_logits_for_metrics: (logits, labels) → what is kept for `compute_metrics`.
+        callbacks: early stopping; others are refused.
+        settings: as of `Recipe(settings=…)`, instead of what the arguments say.
+
+    Raises:
+        UserError: an argument has no counterpart, or a data set is a stream.
+    """
+    check_arguments(args)
+    if getattr(args, "distributed_state", None) is not None and in_process_group():
+        raise UserError(
+            "TrainingArguments(…) have connected the ranks before samestep could.",
+            remedy="Import samestep.huggingface at the top of the file, and start it with: "
+            "samestep train FILE.",
+        )
+    for name, data in (("train", train_dataset), ("eval", eval_dataset), ("test", test_dataset)):
+        _check_data(name, data)
+    given = _ForTrainer(
+        model=model,
+        args=args,
+        datasets=(train_dataset, eval_dataset, test_dataset),
+        collator=data_collator or _default_collator(processing_class),
+        optimizers=optimizers,
+        loss_func=compute_loss_func,
+        predicts=compute_metrics is not None and not args.prediction_loss_only,
+        preprocess=preprocess_logits_for_metrics,
+    )
+    if isinstance(model, nn.Module):
+        given.look_at(model)
+    found = settings_of(args) | settings_of_callbacks(callbacks or ())
+    if {"batch_size", "batch_size_per_rank", "batch_tokens", "global_batch_size"} & settings.keys():
+        del found["batch_size"]
+    if "accumulate" in settings:
+        found.pop("micro_batch_size", None)
+    if optimizers[0] is not None:
+        found["lr"] = max(g.get("initial_lr", g["lr"]) for g in optimizers[0].param_groups)
+    return Recipe(
+        model=given.build,
+        data=given.data,
+        collate=given.collate,
+        forward=given.forward,
+        loss=_loss,
+        loss_terms=given.terms,
+        lengths=given.lengths if groups_by_length(args) else None,
+        optimizer=given.optimizer,
+        schedule=given.schedule,
+        metrics={"compute_metrics": _Predictions(compute_metrics)} if given.predicts else {},
+        settings=found | settings,
+    )
+
+
+def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any) -> Recipe:
+    """Return a Trainer as a recipe: its model, arguments, data sets, collator and metrics.
+
+        recipe = samestep.huggingface.from_trainer(trainer)
+
+    Raises:
+        UserError: as of `recipe`; or the Trainer's class has methods that would not be called.
+    """
+    kind = type(trainer)
+    own = [n for n in _OVERRIDES if getattr(kind, n, None) is not getattr(Trainer, n, None)]
+    if own:
+        raise UserError(
+            f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}, which samestep would "
+            "not call.",
+            remedy="Write a Recipe, or keep the loop: samestep.open_run.",
+        )
+    if kind.compute_loss is not Trainer.compute_loss:
+        raise UserError(
+            f"{kind.__name__}{defined_at(kind)} has its own compute_loss, which samestep would not "
+            "call.",
+            remedy="Give the loss as a function: compute_loss_func=…",
+        )
+    init = getattr(trainer, "model_init", None)
+    return recipe(
+        init if init is not None else trainer.model,
+        trainer.args,
+        trainer.train_dataset,
+        trainer.eval_dataset,
+        trainer.data_collator,
+        trainer.compute_metrics,
+        (trainer.optimizer, trainer.lr_scheduler),
+        test_dataset=test_dataset,
+        compute_loss_func=getattr(trainer, "compute_loss_func", None),
+        preprocess_logits_for_metrics=trainer.preprocess_logits_for_metrics,
+        callbacks=trainer.callback_handler.callbacks,
+        **settings,
+    )
+
+
+def _check_data(name: str, data: Any) -> None:
+    if isinstance(data, Mapping) and not hasattr(data, "column_names"):
+        raise UserError(
+            f"{name}_dataset is a dict of {len(data)} data sets; a recipe has one.",
+            remedy="Give one of them, or torch.utils.data.ConcatDataset.",
+        )
+    if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UserError(
+            f"{name}_dataset is a stream, a {type(data).__name__}{defined_at(type(data))}, and no "
+            "order of its samples can be drawn.",
+            remedy="Give a map-style data set, as load_dataset(…, streaming=False), or write a "
+            "Recipe whose data returns the stream: page “Your data”.",
+        )
+    if name == "train" and data is None:
+        raise UserError("samestep.huggingface.recipe(…) needs a train_dataset.")
+
+
+def _default_collator(processing_class: Any) -> Any:
+    pads = isinstance(processing_class, PreTrainedTokenizerBase)
+    return DataCollatorWithPadding(processing_class) if pads else default_data_collator
+
+
+def _loss(outputs: dict[str, Any], _batch: Any) -> Any:
+    return outputs["loss"]
+
+
+@dataclass(frozen=True)
+class _MapStyle(Dataset[Any]):
+    """A map-style data set of any kind."""
+
+    rows: Any
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+@dataclass
+class _About:
+    """What a model's class says of its batches."""
+
+    columns: frozenset[str] = frozenset()
+    """What its forward takes."""
+    labels: tuple[str, ...] = ("labels",)
+    shifts: bool = False
+    """Whether position i predicts label i + 1."""
+    takes_items: bool = False
+    """Whether its forward takes `num_items_in_batch`."""
+    smoother: LabelSmoother | None = None
+    not_predicted: frozenset[str] = frozenset({"loss", "past_key_values"})
+
+
+@dataclass(frozen=True)
+class _ForTrainer:
+    """What a Trainer is given, as the functions of a recipe."""
+
+    model: Any
+    args: TrainingArguments
+    datasets: tuple[Any, Any, Any]
+    collator: Callable[[list[Any]], Any]
+    optimizers: tuple[Any, Any]
+    loss_func: Callable[..., Tensor] | None
+    predicts: bool
+    preprocess: Callable[[Any, Any], Any] | None
+    about: _About = field(default_factory=_About)
+
+    def build(self) -> nn.Module:
+        """Make the model, or copy it."""
+        given, args = self.model, self.args
+        made: Any = copy.deepcopy(given) if isinstance(given, nn.Module) else None
+        if made is None:
+            made = given(None) if "trial" in inspect.signature(given).parameters else given()
+        if args.gradient_checkpointing:
+            how = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
+            # Transformers 6 will know only the newer name.
+            enable = getattr(made, "activation_checkpointing_enable", None)
+            (enable or made.gradient_checkpointing_enable)(how)
+        if hasattr(made, "config"):
+            made.config.use_cache = getattr(args, "use_cache", False)
+        self.look_at(made)
+        return made  # type: ignore[no-any-return]
+
+    def look_at(self, model: Any) -> None:
+        """Learn what the model takes; refuse a loss that compares the samples of a batch."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        kind, config = type(base), getattr(base, "config", None)
+        labels = self.args.label_names
+        labels = find_labels(kind) if labels is None else labels
+        takes = inspect.signature(base.forward).parameters
+        if not labels and "return_loss" in takes and self.loss_func is None:
+            raise UserError(
+                f"The loss of {kind.__name__} compares the samples of a batch with each other.",
+                remedy='Write a Recipe with loss_over="batch", which is given the whole batch.',
+            )
+        variable = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+        about, eps = self.about, self.args.label_smoothing_factor
+        about.columns = frozenset({*takes, "label", "label_ids", *labels})
+        about.labels = tuple(labels)
+        causal = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        by_type = LOSS_MAPPING.get(getattr(base, "loss_type", None)) is ForCausalLMLoss
+        about.shifts = causal or (by_type and not getattr(config, "is_encoder_decoder", False))
+        about.takes_items = getattr(base, "accepts_loss_kwargs", variable)
+        many = getattr(config, "problem_type", None) == "multi_label_classification"
+        about.smoother = LabelSmoother(epsilon=eps) if eps and not many else None
+        ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        about.not_predicted = frozenset({"loss", *ignored})
+
+    def data(self) -> Splits:
+        """Return the data sets."""
+        train, held_out, test = (None if one is None else _MapStyle(one) for one in self.datasets)
+        assert train is not None
+        return Splits(train=train, validation=held_out, test=test)
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Put samples into a batch, without columns that the model does not take."""
+        if self.args.remove_unused_columns and isinstance(samples[0], Mapping):
+            kept = self.about.columns
+            samples = [{n: value for n, value in one.items() if n in kept} for one in samples]
+            if not samples[0]:
+                raise UserError(
+                    f"No column of the data is an argument of the model, which takes "
+                    f"{listed(sorted(kept), 8)}.",
+                    remedy="Tokenize the data, or give remove_unused_columns=False.",
+                )
+        return self.collator(samples)
+
+    def lengths(self, data: _MapStyle) -> list[int]:
+        """Return how long each sample is: its column of that name, or its tokens."""
+        name = self.args.length_column_name
+        if name in getattr(data.rows, "column_names", ()):
+            return list(data.rows[name])
+        return [len(one["input_ids"]) for one in data.rows]
+
+    def terms(self, batch: Any) -> Any:
+        """Return how many labels a batch has, -100 left out; without them its samples."""
+        labels = batch.get("shift_labels", batch.get("labels"))
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return num_rows(batch)
+        if self.about.shifts and "shift_labels" not in batch:
+            labels = labels[..., 1:]
+        return labels.ne(_IGNORED).sum()
+
+    def forward(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Return the loss, and in evaluations what `compute_metrics` is given."""
+        about, inputs, labels, more = self.about, dict(batch), None, {}
+        wanted = tuple(inputs.get(name) for name in about.labels)
+        # A share without labels has a loss of 0 by this; its mean would be NaN.
+        items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
+        if (self.loss_func or about.smoother) and "labels" in inputs:
+            labels = inputs.pop("labels")
+        elif about.takes_items and "labels" in inputs:
+            more = items
+        outputs = model(**inputs, **more)
+        named = isinstance(outputs, Mapping)
+        if self.loss_func is not None:
+            loss = self.loss_func(outputs, labels, **items)
+        elif about.smoother is not None and labels is not None:
+            known = items if "num_items_in_batch" in _SMOOTHED_BY else {}
+            loss = about.smoother(outputs, labels, shift_labels=about.shifts, **known)
+        elif named and outputs.get("loss") is None:
+            raise UserError(
+                f"The model returned no loss, only {listed([*outputs], 8)}: it was given "
+                f"{listed([*inputs], 8)}.",
+                remedy="Name its labels in the data (“labels”), or give compute_loss_func=….",
+            )
+        else:
+            loss = outputs["loss"] if named else outputs[0]
+        found: dict[str, Any] = {"loss": loss}
+        if self.predicts and not model.training:
+            kept = about.not_predicted
+            logits: Any = tuple(v for n, v in outputs.items() if n not in kept) if named else ()
+            logits = nested_detach(logits if named else outputs[1:])
+            logits = logits[0] if len(logits) == 1 else logits
+            given = wanted[0] if len(wanted) == 1 else wanted
+            if self.preprocess is not None:
+                logits = self.preprocess(logits, given)
+            found |= {"predictions": logits, "labels": given}
+        return found
+
+    def optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        """Make the optimizer as the Trainer does, or the given one for this copy of the model."""
+        if self.optimizers[0] is not None:
+            return self._copied(self.optimizers[0], model)
+        decayed = {*Trainer.get_decay_parameter_names(None, model)}
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for n, p in named if (n in decayed) is which], "weight_decay": decay}
+            for which, decay in ((True, settings.weight_decay), (False, 0.0))
+        ]
+        kind, how = Trainer.get_optimizer_cls_and_kwargs(self.args, model)
+        made: torch.optim.Optimizer = kind(groups, **how | {"lr": settings.lr})
+        return made
+
+    def _copied(self, given: Any, model: nn.Module) -> torch.optim.Optimizer:
+        if not isinstance(self.model, nn.Module):
+            raise UserError(
+                "optimizers=(…) has an optimizer, and the model is made by a function.",
+                remedy="Give the model itself, whose parameters the optimizer has.",
+            )
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        own = dict(model.named_parameters())
+        made: torch.optim.Optimizer = copy.copy(given)
+        groups = [
+            {
+                **group,
+                "params": [own[names[id(p)]] for p in group["params"]],
+                "lr": group.get("initial_lr", group["lr"]),
+            }
+            for group in given.param_groups
+        ]
+        state: dict[str, Any] = {"defaults": given.defaults, "state": defaultdict(dict)}
+        made.__setstate__(state | {"param_groups": groups})
+        return made
+
+    def schedule(self, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
+        """Make the schedule as the Trainer does, or the given one for this optimizer."""
+        given, total = self.optimizers[1], plan.total_steps
+        if given is None:
+            return get_scheduler(
+                self.args.lr_scheduler_type,
+                optimizer=optimizer,
+                num_warmup_steps=self.args.get_warmup_steps(total),
+                num_training_steps=total,
+                scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+            )
+        if hasattr(given, "_schedulers"):
+            raise UserError(
+                f"optimizers=(…) has a {type(given).__name__}, which is made of several.",
+                remedy="Give it to the recipe: dataclasses.replace(recipe, schedule=lambda "
+                "optimizer: …).",
+            )
+        LambdaLR(optimizer, lambda _: 1.0)  # a new scheduler lets its optimizer count its steps
+        for group, own in zip(optimizer.param_groups, given.optimizer.param_groups, strict=True):
+            group.update({n: own[n] for n in ("lr", "initial_lr") if n in own})
+        made = copy.copy(given)
+        made.optimizer = optimizer
+        return made
+
+
+@dataclass
+class _Seen:
+    """Predictions of a batch; it travels as a tensor does."""
+
+    predictions: Any
+    labels: Any
+
+    def detach(self) -> "_Seen":
+        return self
+
+    def to(self, _device: Any) -> "_Seen":
+        return self
+
+
+class _Predictions:
+    """A metric object: gathers all predictions and labels, and calls `compute_metrics` once."""
+
+    evaluated_alone = True
+    _reductions = {"seen": None}  # noqa: RUF012 - as of a metric of torchmetrics
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.device = function, "cpu"
+        self.reset()
+
+    def to(self, _device: Any) -> None:
+        """Stay on the CPU."""
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.seen: list[_Seen] = []
+        self._update_count = 0
+
+    def update(self, outputs: dict[str, Any], _batch: Any) -> None:
+        """Take in a batch."""
+        arrays = (nested_numpify(outputs[name]) for name in ("predictions", "labels"))
+        self.seen.append(_Seen(*arrays))
+        self._update_count += 1
+
+    def compute(self) -> dict[str, float]:
+        """Return what `compute_metrics` returns of all predictions, padded by -100."""
+        join = functools.partial(nested_concat, padding_index=_IGNORED)
+        predictions = functools.reduce(join, [one.predictions for one in self.seen])
+        labels = functools.reduce(join, [one.labels for one in self.seen])
+        values = self.function(EvalPrediction(predictions=predictions, label_ids=labels))
+        return {
+            n.removeprefix("eval_"): getattr(v, "item", lambda v=v: v)() for n, v in values.items()
+        }

@@ -1,0 +1,153 @@
+"""What transformers.Trainer takes as a recipe: its training, on any number of ranks."""
+
+import runpy
+
+import numpy as np
+import pytest
+import torch
+
+import samestep
+from tests.command_line import run, train_here
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+# Its imports are made once, for all tests of this file.
+pytestmark = pytest.mark.xdist_group("what a Trainer takes")
+
+FILE = """
+import torch
+import samestep.huggingface
+from transformers import (BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM,
+    Trainer, TrainingArguments)
+TOKENS = True
+draw = torch.Generator().manual_seed(0)
+def row(_):
+    ids = torch.randint(1, 30, (8,), generator=draw)
+    there = (torch.arange(8) < torch.randint(3, 9, (), generator=draw)).long()
+    labels = ids.where(there > 0, -100) if TOKENS else int(ids.sum() > 120)
+    return {"input_ids": ids * there, "attention_mask": there, "labels": labels, "unused": "text"}
+train, validation = [row(n) for n in range(50)], [row(n) for n in range(21)]
+sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 8}
+no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+def make():
+    torch.manual_seed(1)
+    if TOKENS:
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    return BertForSequenceClassification(BertConfig(**sizes, **no_dropout))
+def measure(seen):
+    found, places = seen.predictions.argmax(-1), torch.arange(1, 22).numpy()
+    right = (found == seen.label_ids).reshape(len(found), -1).mean(1)
+    return {"eval_accuracy": right.mean(), "by_place": (right * places).mean()}
+kinds = {"train_sampling_strategy": "sequential", "lr_scheduler_type": "cosine"}
+args = TrainingArguments(__file__ + ".out", per_device_train_batch_size=4, num_train_epochs=8,
+    use_cpu=True, gradient_accumulation_steps=2 if TOKENS else 1, learning_rate=3e-3,
+    weight_decay=0.1, warmup_steps=5, label_smoothing_factor=0.1, eval_strategy="epoch",
+    save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True, **kinds)
+given = {"train_dataset": train, "eval_dataset": validation, "compute_metrics": measure}
+model = make()
+recipe = samestep.huggingface.recipe(model, args, **given)
+"""
+OURS = "recipe = samestep.huggingface.recipe(model, args, **given)\n"
+OURS = "recipe = samestep.huggingface.recipe(model, args, **given)\n"
+OWN = """sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+falling = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1 / (1 + step))
+trainer = Trainer(model, args, optimizers=(sgd, falling), **given)
+recipe = samestep.huggingface.from_trainer(trainer)
+"""
+ALONE = ("--threads", "1", "--device", "cpu")
+
+
+def written(tmp_path, *changes):
+    text = FILE
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    (tmp_path / "brought.py").write_text(text)
+    return str(tmp_path / "brought.py")
+
+
+def records(folder, event):
+    return [one for one in samestep.read_records(folder) if one["event"] == event]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "classes", "own optimizer"])
+def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
+    """Padded tokens in micro-steps, or classes with smoothed labels; schedule, decay, metrics."""
+    changes = [("TOKENS = True", f"TOKENS = {kind == 'tokens'}")]
+    changes += [("label_smoothing_factor=0.1, ", "")] * (kind == "tokens")
+    changes += [(OURS, OWN)] * (kind == "own optimizer")
+    file = written(tmp_path, *changes)
+    train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
+    theirs = runpy.run_path(file)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    trainer = theirs.get("trainer")
+    trainer = trainer or transformers.Trainer(theirs["model"], theirs["args"], **theirs["given"])
+    trainer.train()
+    torch.set_num_threads(threads)
+    mine, weights = samestep.load(tmp_path / "run", checkpoint="last"), trainer.model.state_dict()
+    for name, value in mine.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+    logs = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    losses = [one["loss"] for one in records(tmp_path / "run", "step")]
+    assert len(losses) >= 52
+    np.testing.assert_allclose(losses, logs, atol=1e-6)
+    last, log = records(tmp_path / "run", "evaluation")[-1], trainer.evaluate()
+    for name in ("accuracy", "by_place"):
+        assert last[name] == pytest.approx(log[f"eval_{name}"], abs=1e-12)
+
+
+@pytest.mark.slow
+def test_two_ranks_and_a_resume_take_the_same_steps_by_the_mean_over_all_tokens(tmp_path):
+    """Each has another number of tokens; metrics are given all predictions in their order."""
+    file = written(tmp_path, ('"cosine"', '"constant_with_warmup"'))  # whatever the number of steps
+    fp64 = ("--precision", "fp64", "--device", "cpu")
+    one, two = (str(tmp_path / name) for name in ("one", "two"))
+    train_here(file, *fp64, "--threads", "1", "--max-steps", "30", "--run-dir", one)
+    run("train", file, *fp64, "--max-steps", "17", "--run-dir", two, world_size=2, folder=tmp_path)
+    more = ("--resume", "--max-steps", "30")
+    run("train", two, *more, world_size=2, folder=tmp_path / "b")
+    own, other = (records(folder, "evaluation")[-1] for folder in (one, two))
+    for name in ("loss", "accuracy", "by_place"):
+        assert own[name] == pytest.approx(other[name], rel=1e-7)  # losses are float32
+
+
+class OwnLoss(transformers.Trainer):
+    def compute_loss(self, *given, **more):
+        return super().compute_loss(*given, **more)
+
+
+OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "told"),
+    [
+        ({"fsdp": True}, {}, "fsdp=True.*--strategy fsdp"),
+        ({"torch_compile": True}, {}, "--compile on"),
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
+        ({"optim": "adafactor"}, {}, "optim='adafactor'"),
+        ({"data_seed": 3}, {}, "data_seed"),
+        ({"num_train_epochs": 1.5}, {}, "max_steps"),
+        ({"save_steps": 0.1}, {}, "save_steps"),
+        ({"train_sampling_strategy": "batch_rebalance"}, {}, "group_by_length"),
+        ({"accelerator_config": {"split_batches": True}}, {}, "batch_size"),
+        ({}, {"callbacks": [OwnCallback()]}, "OwnCallback"),
+        ({}, {"eval_dataset": {"one": [], "other": []}}, "a dict of 2 data sets"),
+        ({}, {"train_dataset": iter([])}, "is a stream"),
+        ({}, {"trainer": OwnLoss}, "its own compute_loss.*compute_loss_func"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(tmp_path, arguments, given, told):
+    from samestep import huggingface
+
+    sizes = dict.fromkeys(("hidden_size", "num_attention_heads", "intermediate_size"), 2)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
+    more = {"use_cpu": True, "report_to": "none", **arguments}
+    args, rows = transformers.TrainingArguments(str(tmp_path), **more), [{}]
+    given = {"model": model, "args": args, "train_dataset": rows, **given}
+    own = given.pop("trainer", None)
+    own = own and own(**given)
+    with pytest.raises(samestep.UserError, match=told):
+        huggingface.from_trainer(own) if own else huggingface.recipe(**given)
