@@ -215,13 +215,14 @@ class Keeper:
         if read_object(self.folder / VERDICT):
             raise RunEnding("", {})  # they were ended because they hung
         of_group = [(rank, code) for rank, code in dead if rank.member in self.group.members]
-        if of_group:
+        if of_group and not self.finished:
             self._check_few_deaths(of_group, now)
         if self.elastic.replaces and not (self.stopping or self.finished):
             for rank, _code in dead:
                 self._start(rank.slot)
         if of_group:
-            self._awaited = now, [self._how(rank, code) for rank, code in of_group]
+            began, gone = self._awaited or (now, [])
+            self._awaited = began, gone + [self._how(rank, code) for rank, code in of_group]
             self._name_awaited()
 
     def _check_few_deaths(self, dead: list[tuple[_KeptRank, int]], now: float) -> None:

@@ -217,6 +217,8 @@ class Membership:
 
     def _connected(self, world: World, group: Group) -> bool:
         """Connect; False if that failed, as a member has died meanwhile."""
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
         if world.world_size == 1:
             return True
         nccl, before = world.backend == "nccl", _sockets()
@@ -268,9 +270,3 @@ def membership(timeout_s: float, environment: Mapping[str, str] = os.environ) ->
 def is_newcomer(own: Membership) -> bool:
     """Whether this rank was started in the place of another, while a group trains."""
     return bool(own.store.check([f"newcomer/{own.member}"]))
-
-
-def use_device(world: World) -> None:
-    """Make this rank's GPU the current one, before it connects."""
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
