@@ -279,7 +279,7 @@ def test_the_error_of_the_rank_that_failed_first_is_the_jobs(sandbox, tmp_path):
         last = job.log.splitlines()[-1]
         assert "rank 1 on " in last
         assert "RuntimeError: boom from rank 1" in last
-        assert f"  at {job.run}/code/boom.py:9 in main: raise RuntimeError" in job.log
+        assert f"  at {job.run}/code/boom.py:8 in main: raise RuntimeError" in job.log
         logs = samestep(sandbox, tmp_path, "slurm", "logs", job.job, "--rank", "1").stdout
         assert "RuntimeError: boom from rank 1\n" in logs
 

@@ -58,7 +58,7 @@ def write_run(
         result = {"recipe": recipe, "status": "completed", "reason": "finished"}
         (path / "result.json").write_text(json.dumps(result))
     (path / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    table = {"recipe": recipe, "lr": 0.1, "global_batch_size": global_batch, "epochs": epochs}
+    table = {"recipe": recipe, "lr": 0.1, "batch_size": global_batch, "epochs": epochs}
     table |= settings
     (path / "settings.toml").write_text(
         "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())

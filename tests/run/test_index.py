@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from samestep import read_records
 from samestep.base.errors import UserError
 from samestep.base.run import directory
-from samestep.base.run import index as indexes
 from samestep.base.run.directory import STEPPED, Heartbeat, Run, git_commit
 from samestep.base.run.files import read_object
 from samestep.base.run.index import Entry, Index, Retention, announce, remove_unannounced, verify
@@ -103,18 +101,6 @@ def test_what_any_rule_keeps_stays_with_the_best_and_the_last(added, top, newest
     if hours is not None:
         wanted |= {e.step for e, (age, _) in zip(entries, added, strict=True) if age <= hours}
     assert {e.step for e in kept} == wanted
-
-
-def test_an_entry_without_a_time_is_as_old_as_its_file(tmp_path):
-    now = time.time()
-    write(tmp_path, "checkpoint_step_1.pt", at=now - 3 * HOUR_S)
-    write(tmp_path, "checkpoint_step_2.pt", "checkpoint_step_3.pt", "checkpoint_step_4.pt", at=now)
-    before = Index(checkpoints=(entry(1), entry(2), entry(3)))
-    kept = announce(tmp_path, before, entry(4, 0.1), Retention(hours=2))
-    assert [e.step for e in kept.checkpoints] == [2, 3, 4]
-    assert names(tmp_path) == {f"checkpoint_step_{step}.pt" for step in (2, 3, 4)}
-    assert indexes.read_index(tmp_path) == kept
-    assert all(e.time is not None and e.time >= now - 1 for e in kept.checkpoints)
 
 
 @pytest.mark.parametrize("how", ["changed", "cut", "missing"])

@@ -25,9 +25,7 @@ OVERFLOWS = ("--precision", "fp16", "--optimizer", "sgd", "--lr", "0.002", "--ma
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("precision")
     tiny.write_recipe(made)
-    steep = tiny.RECIPE.replace(
-        "(outputs, targets)\n\ndef acc", "(outputs, targets) * 30\n\ndef acc"
-    )
+    steep = tiny.RECIPE.replace("(outputs, targets)\ndef acc", "(outputs, targets) * 30\ndef acc")
     assert steep != tiny.RECIPE
     tiny.write_recipe(made, steep, "steep.py")
     return made

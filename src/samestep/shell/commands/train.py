@@ -35,12 +35,11 @@ class TrainFlags:
     nproc: Nproc = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
     elastic: Annotated[str | None, tyro.conf.arg(metavar="[MIN:MAX]")] = None
-    """With --nproc: a rank that dies is left out, and the others take the same next step; as few
-    as MIN and as many as MAX ranks train."""
+    """With --nproc, continue without ranks that die."""
     elastic_replace: bool = True
-    """With --elastic: start a new rank for one that died. It joins at a step's end."""
+    """With --elastic, start a new rank for one that died."""
     elastic_limit: int = 10
-    """With --elastic: deaths within an hour after which the run ends."""
+    """With --elastic, the most deaths an hour."""
     resume: Switch = False
     """Continue the run from its newest intact checkpoint; without --resume a new run begins."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
