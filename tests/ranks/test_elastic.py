@@ -158,12 +158,18 @@ def test_a_rank_that_hangs_is_ended_and_the_others_continue(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_ends_with_one_message_where_too_few_are_left_or_too_many_die(tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("2:3", "--no-elastic-replace"), "1 of 2 ranks are left, and the fewest that may train"),
+        (("--elastic-limit", "1"), "number 2 within an hour, and --elastic-limit is 1."),
+    ],
+)
+def test_a_run_ends_with_one_message_where_too_few_are_left_or_too_many_die(tmp_path, flags, says):
     deaths = {0: ("step", 3), 2: ("step", 5)}
-    flags = ("--elastic", "2:3", "--no-elastic-replace")
-    ended, run = train(tmp_path, *flags, deaths=deaths)
+    ended, run = train(tmp_path, "--elastic", *flags, deaths=deaths)
     assert ended.returncode == 1
-    assert "1 of 2 ranks are left, and the fewest that may train are 2" in ended.stderr
+    assert says in ended.stderr
     assert "Traceback" not in ended.stderr
     assert records(run, "regroup")[0]["world_size"] == 2
 

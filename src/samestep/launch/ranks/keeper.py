@@ -98,9 +98,9 @@ def elastic_of(
 class RunEnding(Exception):  # noqa: N818 - a rank's error may be the reason
     """The run is to end; the failures say why, or the text does."""
 
-    def __init__(self, text: str, failures: dict[int, ProcessFailure]) -> None:
+    def __init__(self, text: str = "", failures: dict[int, ProcessFailure] | None = None) -> None:
         super().__init__(text)
-        self.failures = failures
+        self.failures = failures or {}
 
 
 @dataclass
@@ -125,7 +125,8 @@ class Keeper:
     """The signal that all were asked to stop by, or 0."""
     finished: bool = False
     """Whether a rank has ended well: the others do so, too."""
-    deaths: deque[float] = field(default_factory=deque)
+    losses: deque[float] = field(default_factory=deque)
+    """When ranks died, or lost contact, within the last hour."""
     _awaited: tuple[float, list[str]] | None = None
     """When ranks died, and how, while there are too few for the next group."""
 
@@ -198,7 +199,7 @@ class Keeper:
                 continue
             del self.living[member]
             if 0 < code < 128:
-                raise RunEnding("", {member: self._failure(rank, code)})
+                raise RunEnding(failures={member: self._failure(rank, code)})
             if code >= 0:
                 self.finished |= member in self.group.members
                 continue
@@ -213,10 +214,13 @@ class Keeper:
         if not dead or (self.finished and not self.living):
             return
         if read_object(self.folder / VERDICT):
-            raise RunEnding("", {})  # they were ended because they hung
+            raise RunEnding  # they were ended because they hung
         of_group = [(rank, code) for rank, code in dead if rank.member in self.group.members]
         if of_group and not self.finished:
-            self._check_few_deaths(of_group, now)
+            told = " and ".join(self._how(rank, code) for rank, code in of_group)
+            told = told[0].upper() + told[1:]
+            self._count_losses(told, len(of_group), now)
+            self._check_enough_are_left(told)
         if self.elastic.replaces and not (self.stopping or self.finished):
             for rank, _code in dead:
                 self._start(rank.slot)
@@ -225,26 +229,23 @@ class Keeper:
             self._awaited = began, gone + [self._how(rank, code) for rank, code in of_group]
             self._name_awaited()
 
-    def _check_few_deaths(self, dead: list[tuple[_KeptRank, int]], now: float) -> None:
-        """End the run where too many have died, or too few are left."""
-        self.deaths.extend(now for _ in dead)
-        while self.deaths and self.deaths[0] < now - _HOUR_S:
-            self.deaths.popleft()
-        left = sum(member in self.living for member in self.group.members)
-        failures = {rank.member: self._failure(rank, code) for rank, code in dead}
-        last = " and ".join(self._how(rank, code) for rank, code in dead)
-        last = last[0].upper() + last[1:]
-        if len(self.deaths) > self.elastic.limit:
+    def _count_losses(self, told: str, number: int, now: float) -> None:
+        """End the run where ranks die, or lose each other, again and again."""
+        self.losses.extend([now] * number)
+        while self.losses[0] < now - _HOUR_S:
+            self.losses.popleft()
+        if len(self.losses) > self.elastic.limit:
             raise RunEnding(
-                f"{last}: {len(self.deaths)} ranks have died within an hour, and --elastic-limit "
-                f"is {self.elastic.limit}.",
-                failures,
+                f"{told}: that is number {len(self.losses)} within an hour, and --elastic-limit is "
+                f"{self.elastic.limit}."
             )
+
+    def _check_enough_are_left(self, told: str) -> None:
+        left = sum(member in self.living for member in self.group.members)
         if left < self.elastic.least and not self.elastic.replaces:
             raise RunEnding(
-                f"{last}: {left} of {len(self.group.members)} ranks are left, and the fewest "
-                f"that may train are {self.elastic.least} (--elastic).",
-                failures,
+                f"{told}: {left} of {len(self.group.members)} ranks are left, and the fewest that "
+                f"may train are {self.elastic.least} (--elastic)."
             )
 
     def _failure(self, rank: _KeptRank, code: int) -> ProcessFailure:
@@ -267,10 +268,12 @@ class Keeper:
         self._name_awaited()
         if self.store.check([keys.wish]):
             self._name_next(time.time())
-        elif self.store.check([keys.lost]):
+        elif self.store.check([keys.lost]) and self._awaited is None and not self.finished:
             first = float(self.store.compare_set(f"{keys.lost}/since", "", str(time.time())))
-            if time.time() - first > _LOST_S and not self.finished:
-                self._name_next(first, ["contact was lost"])
+            if time.time() - first > _LOST_S:
+                # No rank died. A script whose collectives do not fit loses contact each time.
+                self._count_losses("Ranks lost contact with each other", 1, time.time())
+                self._name_next(first)
         if self.store.check(["late"]):
             for member in json.loads(self.store.get("late")):
                 if member in self.living:

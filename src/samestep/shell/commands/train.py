@@ -66,6 +66,11 @@ def parse(arguments: list[str], verb: str = "train") -> "tuple[TrainFlags, Reque
     arguments = with_value(arguments, "--elastic", "[0-9].*", "auto")
     command, request = parse_target(verb, about, TrainFlags, arguments, *lines)
     check_resume(request)
+    if command.elastic is None and (not command.elastic_replace or command.elastic_limit != 10):
+        raise UserError(
+            "--elastic-limit and --no-elastic-replace say how --elastic acts: give it, too.",
+            flags=["elastic"],
+        )
     return command, request
 
 
