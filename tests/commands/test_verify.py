@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep.launch.ranks.start import run_ranks
 from tests.command_line import call, one_message, tree
 from tests.session.scripts import EXAMPLES
 from tests.verification import planted
@@ -23,10 +24,13 @@ def here(here) -> Path:
 def verify(tmp_path, monkeypatch, capfd):
     folder = tmp_path / "ranks"
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(
-        "samestep.launch.ranks.start.run_ranks",
-        lambda num_ranks, words, task: launch(words[1:], folder, num_ranks, Path(task)),
-    )
+
+    def forked(num_ranks, words, task, elastic):
+        if elastic is not None:  # a rank of these is killed, and the launcher lives on
+            return run_ranks(num_ranks, words, task, elastic)
+        return launch(words[1:], folder, num_ranks, Path(task))
+
+    monkeypatch.setattr("samestep.launch.ranks.start.run_ranks", forked)
 
     def verified(*words: str) -> tuple[int, str, str]:
         code = call("verify", *words)
@@ -57,6 +61,8 @@ def test_one_json_object_is_all_of_standard_output_whatever_the_recipe_prints(he
     assert dropout["difference"] > dropout["tolerance"]
     assert "--accept dropout" in dropout["advice"]
     assert rows["one writer"]["status"] == "note"
+    assert rows["a rank dies"]["status"] == "same"
+    assert rows["a rank dies"]["compared"].endswith("2→1 ranks")
     assert rows["lightning"]["status"] == "same"
     assert not tree(here) - before, "a verification leaves no run and no file"
 

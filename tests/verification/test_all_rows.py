@@ -363,7 +363,9 @@ def test_quick_leaves_rows_out_and_what_is_unknown_is_told_once():
     found = checks(replace(evidence, quick=True))
     left_out = {name for name, check in found.items() if check.status == "skipped"}
     trainings = {"precision", "accumulation", "stop and resume", "fsdp", "lightning"}
-    assert left_out == trainings | {"one device"}
+    assert left_out == trainings | {"a rank dies", "one device"}
+    killed = short_trainings.start_with_death((1, 2), 3)
+    assert [t.name for t in plan_trainings(killed, facts, "fp32")] == ["a rank dies"]
     facts = undisturbed(present=frozenset({"dropout", "state"})).facts
     starts = undisturbed().starts
     assert [t.name for t in plan_trainings(starts[1], facts, "fp32")] == [

@@ -153,7 +153,7 @@ def test_data_that_virtual_ranks_cannot_share_is_refused(text, virtual, message,
 
 
 def test_ranks_that_nobody_chose_are_never_more_than_the_virtual_ones(tmp_path, monkeypatch, capfd):
-    def launch(num_ranks, words, task):
+    def launch(num_ranks, words, task, _elastic):
         return launch_forked(words[1:], tmp_path / "ranks", num_ranks, Path(task))
 
     monkeypatch.setattr("samestep.launch.ranks.start.run_ranks", launch)

@@ -132,6 +132,7 @@ def run_elastic(
     *,
     received: ReceivedSignal,
     shown: Callable[[World, Path | None], Shown],
+    engine: Engine = NATIVE,
 ) -> tuple[Outcome, World]:
     """Do as `run_session`, among ranks that outlive each other; return the last world, too.
 
@@ -146,7 +147,7 @@ def run_elastic(
         world = membership.join(found)
         begun = membership.run()
         told = shown(world, Path(begun) if begun else None)
-        outcome = _run(request, world, received, told, NATIVE, membership, holding)
+        outcome = _run(request, world, received, told, engine, membership, holding)
         if isinstance(outcome, Outcome):
             return outcome, world
         holding = outcome

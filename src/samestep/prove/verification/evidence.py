@@ -78,6 +78,8 @@ class Evidence:
 
     facts: RecipeFacts
     starts: Sequence[Start]
+    with_death: Start | None = None
+    """The start in which a rank dies, if there was one; it is not among the others."""
     traces: Mapping[tuple[int, str], list[Trace]]
     """(start, short training) → the trace of each rank; absent if a rank has none."""
     reports: Mapping[int, list[RankReport]]

@@ -18,7 +18,7 @@ from samestep.core.data.stream_lanes import is_stream
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.recipe_source import with_options
 from samestep.core.session.request import Request
-from samestep.core.session.training_run import run_session
+from samestep.core.session.training_run import Shown, run_elastic, run_session
 from samestep.core.training.alike import seed_alike
 from samestep.core.training.device import switched
 from samestep.core.training.learner import Learner
@@ -26,6 +26,7 @@ from samestep.core.training.plan import check_virtual
 from samestep.core.training.side_effects import ALL_KINDS, RandomDraws, watched
 from samestep.core.training.stopping import ReceivedSignal
 from samestep.launch.ranks.process import hand_back
+from samestep.launch.ranks.regroup import Membership
 from samestep.launch.ranks.world import World
 from samestep.prove.verification.few_samples import (
     choose_training_size,
@@ -63,10 +64,17 @@ _HEAVY = 1_000_000
 
 
 def run_start(
-    request: Request, instructions: StartInstructions, world: World, output: RecipeOutput
+    request: Request,
+    instructions: StartInstructions,
+    world: World,
+    output: RecipeOutput,
+    membership: Membership | None = None,
 ) -> None:
-    """Run a start's short trainings on this rank; hand back traces, facts and, last, a report."""
-    start = _Start(request, instructions, world)
+    """Run a start's short trainings on this rank; hand back traces, facts and, last, a report.
+
+    With a `membership`, the world is yet to be joined, once a training begins.
+    """
+    start = _Start(request, instructions, world, membership)
     try:
         with switched(request.settings, world.device):
             start.run()
@@ -82,9 +90,16 @@ class _Start:
     _facts: RecipeFacts
     _few: Splits
 
-    def __init__(self, request: Request, instructions: StartInstructions, world: World) -> None:
+    def __init__(
+        self,
+        request: Request,
+        instructions: StartInstructions,
+        world: World,
+        membership: Membership | None,
+    ) -> None:
         self._instructions, self._start = instructions, instructions.start
-        self._request, self._world = request, world
+        self._request, self._membership, self._found_world = request, membership, world
+        self._world = World(device=world.device) if membership else world
         self.report = RankReport()
 
     def run(self) -> None:
@@ -185,7 +200,7 @@ class _Start:
         if training.resumes:
             place, name = place - 1, MAIN
         run = run_of(self._instructions.folder, place, name)
-        num_ranks = self._world.world_size
+        num_ranks = self._start.world_size
         settings = settings_of(training, self._request.settings, self._facts, num_ranks, run)
         few, settings = self._validated(training, settings)
         unused = [] if settings.allows_unused else unused_parameters(self._facts)
@@ -205,22 +220,33 @@ class _Start:
             loss = watched(tested.placed_loss, RandomDraws(), ALL_KINDS - training.free)
             forward = None if inner.forward is None else tested.exactly(inner.forward)
             recipe = replace(recipe, loss=loss, forward=forward)
-            prepare = partial(self._hold, training, tested)
-        run_session(
-            replace(self._request, recipe=recipe, settings=settings),
-            self._world,
-            received=ReceivedSignal(),
-            show=trace.keep,
-            begin=lambda _path: None,
-            started_at=time.time(),
-            engine=recording(training, self._facts.size.stop, trace, prepare),
+            prepare = partial(self._hold, training, trace, tested)
+        request = replace(self._request, recipe=recipe, settings=settings)
+        received, engine = (
+            ReceivedSignal(),
+            recording(training, self._facts.size.stop, trace, prepare),
         )
+        shown = Shown(trace.keep, lambda _path: None, time.time())
+        if self._membership is None:
+            run_session(request, self._world, received=received, engine=engine, **vars(shown))
+        else:
+            run_elastic(
+                request,
+                self._found_world,
+                self._membership,
+                received=received,
+                shown=lambda *_: shown,
+                engine=engine,
+            )
 
-    def _hold(self, training: ShortTraining, tested: RecipeUnderTest, learner: Learner) -> None:
+    def _hold(
+        self, training: ShortTraining, trace: Trace, tested: RecipeUnderTest, learner: Learner
+    ) -> None:
         """Hold still what a training does not leave free, before anything is computed."""
         takes, model = learner.applied, learner.model
-        # A checkpoint brings the statistics that it was trained with.
-        calibrate = None if training.resumes else partial(tested.calibrate, takes)
+        # A checkpoint, or another rank, brings the statistics that it was trained with.
+        goes_on = training.resumes or trace.begun > 0
+        calibrate = None if goes_on else partial(tested.calibrate, takes)
         hold_model(model, RandomDraws(), ALL_KINDS - training.free, calibrate)
         model.forward = tested.exactly(model.forward)
         if training.nudged:

@@ -54,6 +54,8 @@ class Start:
     world_size: int
     closing: bool = False
     """Whether this start only resumes, and evaluates a checkpoint on one device."""
+    loses_rank: bool = False
+    """Whether rank 0 dies in it, and the others continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,11 @@ def plan_starts(sizes: Sequence[int], *, quick: bool = False) -> list[Start]:
     return starts if quick else [*starts, Start(place=len(starts), world_size=1, closing=True)]
 
 
+def start_with_death(sizes: Sequence[int], place: int) -> Start | None:
+    """Return the start in which a rank dies, of the largest of the sizes; None for one process."""
+    return Start(place=place, world_size=max(sizes), loses_rank=True) if max(sizes) > 1 else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShortTraining:
     """A short training, run by every start that has a use for it."""
@@ -153,6 +160,8 @@ class ShortTraining:
     """Whether the ranks share the model out, by FSDP."""
     nudged: bool = False
     """Whether its weights begin one rounding off, to measure what rounding does to the losses."""
+    loses_rank: bool = False
+    """Whether rank 0 is killed within the step at which others stop."""
     nudges_gradient: bool = False
     """Whether its gradients are one rounding off, to measure what the recipe's optimizer does."""
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,6 +135,8 @@ def recording(
     def drive(task: Task) -> None:
         work, state = task.work, task.state
         prepare(work.learner)
+        if training.loses_rank and not state.position.step and work.world.is_main:
+            work.learner.model.register_forward_pre_hook(_death_in(stop, work.learner))
         if training.lightning:
             inner.drive(replace(task, write=lambda *_: None))
         else:
@@ -145,6 +149,16 @@ def recording(
         trace.weights[state.position.step] = _weights_of(work.learner.model)
 
     return Engine(wrap=inner.wrap, drive=drive, holds_norms=True)
+
+
+def _death_in(step: int, learner: Learner) -> Callable[..., None]:
+    """Return a hook of the forward that kills this rank in a step, counted from 1."""
+
+    def hook(*_: Any) -> None:
+        if learner.moment.step + 1 == step and torch.is_grad_enabled():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
 
 
 def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) -> None:

@@ -31,6 +31,7 @@ from samestep.prove.verification.short_trainings import (
     Start,
     StartInstructions,
     plan_starts,
+    start_with_death,
 )
 from samestep.prove.verification.trace import Trace
 
@@ -80,12 +81,14 @@ def verify_recipe(
     launch: Launch,
     *,
     given: Collection[str],
+    keep: Launch | None = None,
     tell: Tell = lambda *_: None,
 ) -> Verification:
     """Train a recipe for a few steps on several numbers of ranks, and compare.
 
-    `launch` starts ranks that call `run_start`; `given` are the settings that the user has given;
-    `tell` shows the progress. It raises KeyboardInterrupt if a signal stopped the ranks.
+    `launch` starts ranks that call `run_start`, and `keep` ranks that outlive each other; `given`
+    are the settings that the user has given; `tell` shows the progress. It raises KeyboardInterrupt
+    if a signal stopped the ranks.
     """
     settings, started_at = request.settings, time.time()
     sizes = sizes_of(options, settings.virtual_ranks)
@@ -95,10 +98,13 @@ def verify_recipe(
     if idle := sorted({*given} & {*NO_EFFECT}):  # as train() takes them
         notes += (f"{', '.join(idle)}: no effect, since a verification chooses its own steps.",)
     request = replace(request, settings=replace(settings, device=device))
+    if device != "cpu" and torch.cuda.is_available():
+        keep = None  # it was never tried with NCCL
     evidence = gather(
         request,
         sizes,
         lambda number, task: launch(number, task, device),
+        None if keep is None else lambda number, task: keep(number, task, device),
         batch=settings.batch_size if "batch_size" in given else None,
         quick=options.quick,
         tell=tell,
@@ -160,6 +166,7 @@ def gather(
     request: Request,
     sizes: Sequence[int],
     launch: Callable[[int, Path], Ended],
+    keep: Callable[[int, Path], Ended] | None = None,
     *,
     batch: int | None = None,
     lightning: bool = True,
@@ -172,6 +179,7 @@ def gather(
     is given. Lightning's Trainer is compared too if it is installed.
     """
     settings, starts = request.settings, plan_starts(sizes, quick=quick)
+    with_death = None if quick or keep is None else start_with_death(sizes, len(starts))
     # Lightning's engine refuses all of these.
     recipe = request.recipe
     takes = recipe.loss_over == "samples" and recipe.carry is None
@@ -190,13 +198,14 @@ def gather(
     ended: dict[int, str] = {}
     folder, facts = instructions.folder, None
     try:
-        for start in starts:
-            tell(start.place, len(starts), count(start.world_size, "rank"))
+        planned = [*starts, *filter(None, [with_death])]
+        for start in planned:
+            tell(start.place, len(planned), count(start.world_size, "rank"))
             task = folder / f"start-{start.place}"
             failed = frozenset(f.training for report in reports.get(0, ()) for f in report.failures)
             told = replace(instructions, start=start, facts=facts, failed=failed)
             task.write_bytes(pickle.dumps(told))
-            how = launch(start.world_size, task)
+            how = (keep if start.loses_rank and keep else launch)(start.world_size, task)
             values = [handed_back(task, rank) for rank in range(start.world_size)]
             # A rank that was killed has no report.
             reports[start.place] = [
@@ -207,7 +216,8 @@ def gather(
             for trace in (v for each in values for v in each if isinstance(v, Trace)):
                 of_start.setdefault(trace.training, []).append(trace)
             # Only what all ranks have finished counts.
-            complete = {n: found for n, found in of_start.items() if len(found) == len(values)}
+            finish = len(values) - start.loses_rank
+            complete = {n: found for n, found in of_start.items() if len(found) == finish}
             traces |= {(start.place, name): found for name, found in complete.items()}
             if how.code:
                 ended[start.place] = _message(start, how, reports[start.place])
@@ -224,6 +234,7 @@ def gather(
     return Evidence(
         facts=facts,
         starts=starts,
+        with_death=with_death,
         traces=traces,
         reports=reports,
         ended=ended,

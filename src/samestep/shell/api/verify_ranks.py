@@ -9,6 +9,7 @@ from typing import Any
 from samestep.base.errors import UserError
 from samestep.base.file_kinds import loop_of
 from samestep.core.recipe import Recipe
+from samestep.launch.ranks.keeper import Elastic
 from samestep.launch.ranks.nproc import refuse_inside_launcher
 from samestep.launch.ranks.start import Ended, run_ranks
 from samestep.prove.verification.result_table import as_table
@@ -95,8 +96,12 @@ def verify(
             return as_table(verify_loop(script, [*map(str, arguments)], options, loop))
         request, file = request_of(call, "verify"), Path(folder, "call")
 
-        def launch(number: int, path: Path, device: str) -> Ended:
+        def launch(number: int, path: Path, device: str, elastic: Elastic | None = None) -> Ended:
             send(replace(call, keywords={**settings, "device": device}), file)
-            return run_ranks(number, ["verify", CALL_FILE, str(file)], str(path))
+            return run_ranks(number, ["verify", CALL_FILE, str(file)], str(path), elastic)
 
-        return as_table(verify_recipe(request, options, launch, given=settings.keys()))
+        def keep(number: int, path: Path, device: str) -> Ended:
+            return launch(number, path, device, Elastic(most=number, replaces=False))
+
+        found = verify_recipe(request, options, launch, given=settings.keys(), keep=keep)
+        return as_table(found)

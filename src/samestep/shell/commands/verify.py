@@ -109,7 +109,8 @@ def _verify(arguments: list[str]) -> int:
         command = parse_flags(VerifyFlags, f"verify {script}", flags[1:], *_EXAMPLES)
     else:
         command, request = parse(arguments)
-    from samestep.launch.ranks.start import run_ranks  # noqa: PLC0415 - the help needs no torch
+    from samestep.launch.ranks.keeper import Elastic  # noqa: PLC0415 - the help needs no torch
+    from samestep.launch.ranks.start import run_ranks  # noqa: PLC0415
     from samestep.prove.verification.result_table import as_table, show  # noqa: PLC0415
     from samestep.prove.verification.verify_loop import verify_loop  # noqa: PLC0415
     from samestep.prove.verification.verify_recipe import MOST_RANKS, VerifyOptions, verify_recipe  # noqa: PLC0415
@@ -124,14 +125,18 @@ def _verify(arguments: list[str]) -> int:
         tolerance=command.tolerance,
     )
 
-    def launch(num_ranks: int, path: Path, device: str) -> "Ended":
-        return run_ranks(num_ranks, ["verify", *arguments, "--device", device], str(path))
+    def launch(num_ranks: int, path: Path, device: str, elastic: Elastic | None = None) -> "Ended":
+        words = ["verify", *arguments, "--device", device]
+        return run_ranks(num_ranks, words, str(path), elastic)
+
+    def keep(num_ranks: int, path: Path, device: str) -> "Ended":
+        return launch(num_ranks, path, device, Elastic(most=num_ranks, replaces=False))
 
     with _progress() as tell:
         if script is not None:
             found = verify_loop(script, words, options, launch, tell=tell)
         elif request is not None:
-            found = verify_recipe(request, options, launch, given=given, tell=tell)
+            found = verify_recipe(request, options, launch, given=given, keep=keep, tell=tell)
     if command.json:
         print(json.dumps(as_table(found), indent=2))  # noqa: T201
     else:
@@ -163,6 +168,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 def _rank(path: Path, arguments: list[str]) -> int:
     """Run as one rank of a start; its output goes to a log."""
+    from samestep.launch.ranks.regroup import membership  # noqa: PLC0415
     from samestep.launch.ranks.world import find_world, join, leave  # noqa: PLC0415
     from samestep.prove.verification.loop_on_rank import LoopTask, run_script  # noqa: PLC0415
     from samestep.prove.verification.on_rank import run_start  # noqa: PLC0415
@@ -189,9 +195,12 @@ def _rank(path: Path, arguments: list[str]) -> int:
         _, request = parse(arguments)
     settings = request.settings
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
-    join(world, _TIMEOUT_S)
-    run_start(request, instructions, world, output)
-    leave(world)
+    member = membership(_TIMEOUT_S)
+    if member is None:
+        join(world, _TIMEOUT_S)
+    run_start(request, instructions, world, output, member)
+    if member is None:
+        leave(world)
     sys.stdout.flush()
     # Everything is written. A normal exit would spend another second on PyTorch's teardown.
     os._exit(0)

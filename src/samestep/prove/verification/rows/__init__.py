@@ -25,7 +25,8 @@ from samestep.prove.verification.short_trainings import MAIN, RecipeFacts, Short
 ROWS: tuple[TableRow, ...] = (
     *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
     rounding.OPTIMIZER,
-    *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.FSDP, trainings.LIGHTNING),
+    *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.RANK_DIES),
+    *(trainings.FSDP, trainings.LIGHTNING),
     *(trainings.BATCHNORM, trainings.DROPOUT),
     *(data.ORDER, model.PROCESSES, data.AUGMENTATION, loss.LOSS, loss.LAST_BATCH),
     *(model.PARAMETERS, state.STATE, model.SAMPLES_APART, data.EVALUATION),
@@ -51,7 +52,8 @@ def plan_trainings(
     What has `failed` in one process is not tried again.
     """
     rows = [row for row in rows_of(facts) if not (quick and row.thorough)]
-    trainings = [row.training for row in rows if row.training]
+    of_rows = [row.training for row in rows if row.training]
+    trainings = [t for t in of_rows if t.loses_rank is start.loses_rank]
     taken = [t for t in trainings if t.is_taken(start, facts, chosen) and t.name not in failed]
     return sorted(taken, key=_how_late)
 

@@ -148,6 +148,25 @@ def _stop_and_resume(evidence: Evidence) -> Check:
 STOP_AND_RESUME = TableRow(
     name="stop and resume", answer=_stop_and_resume, thorough=True, training=_RESUMED
 )
+_LOSES_RANK = ShortTraining(name="a rank dies", loses_rank=True)
+
+
+def _rank_dies(evidence: Evidence) -> list[Check]:
+    start, name = evidence.with_death, _LOSES_RANK.name
+    if start is None:
+        return []
+    compared = f"rank 0 killed in step {evidence.facts.size.stop}"
+    if start.place in evidence.ended and not evidence.failures(training=name):
+        return [failed_start(evidence, compared, start.place)]
+    trace, whole = evidence.trace(start.place, name), evidence.reference
+    # What the dead rank had gathered for metrics over the training epoch is lost, and said to be.
+    whole = replace(whole, epochs={step: {"loss": e["loss"]} for step, e in whole.epochs.items()})
+    found = {} if trace is None else {start: evidence.compare(trace, name, reference=whole)}
+    sizes = f"{start.world_size}→{start.world_size - 1} ranks"
+    return [training_check(evidence, name, compared, found, sizes)]
+
+
+RANK_DIES = TableRow(name=_LOSES_RANK.name, answer=_rank_dies, thorough=True, training=_LOSES_RANK)
 _SHARDED = ShortTraining(name="fsdp", evaluates=True, sharded=True)
 
 
