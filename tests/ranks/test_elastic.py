@@ -1,15 +1,19 @@
 """Ranks that outlive each other: real processes, real kills, and the bits of an undisturbed run."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import samestep
 from samestep.base.errors import UserError
 from samestep.base.run.records import read_records
 from samestep.base.settings import Settings
+from samestep.core.session.notes import asks_for_ranks
 from samestep.launch.ranks.keeper import elastic_of
 from tests.command_line import typed
 
@@ -187,3 +191,14 @@ def test_a_run_ends_with_one_message_where_too_few_are_left_or_too_many_die(tmp_
 def test_bounds_and_settings_that_do_not_go_with_it_are_refused_by_name(wanted, settings, says):
     with pytest.raises(UserError, match=says):
         elastic_of(wanted, 2, Settings(**settings))
+
+
+def test_flags_without_it_are_refused_and_data_that_asks_for_ranks_is_told():
+    with pytest.raises(UserError, match="elastic=True"):
+        samestep.train("spiral", nproc=2, elastic_limit=3, quiet=True)
+
+    def of_a_rank():
+        return [torch.arange(8)[dist.get_rank() :: int(os.environ["WORLD_SIZE"])] for _ in "ab"]
+
+    assert asks_for_ranks(of_a_rank).startswith("get_rank, WORLD_SIZE (test_elastic.py:")
+    assert not asks_for_ranks(undisturbed)

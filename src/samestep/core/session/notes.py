@@ -1,6 +1,10 @@
 """What a user should know of a run that is about to start, a sentence each."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 from torch import nn
 
@@ -33,6 +37,11 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
     sharded = any_sharded(work.learner.model)
     by_virtual = f"With --strategy ddp, {by_virtual}" if sharded else by_virtual
     notes += [*built.unkept.notes(by_virtual), *_without_effect(work)]
+    if work.world.elastic and (asked := asks_for_ranks(request.recipe.data)):
+        notes.append(
+            f"data() asks for {asked}, which change when a rank dies or joins (--elastic). It is "
+            "called once by each rank: let it return all samples, and samestep share them out."
+        )
     notes += _other_bits(work, path) if resumed else []
     notes += plan_notes(plan, settings)
     if settings.keep_top_k and work.validation is None:
@@ -64,6 +73,21 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
             "The run is finished. To train further, give a larger --epochs or --max-steps."
         )
     return notes
+
+
+_OF_RANKS = ("get_rank", "get_world_size", "current_world", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def asks_for_ranks(function: Callable[..., Any]) -> str:
+    """Return what a function names of ranks and their number, and where; "" for nothing."""
+    codes = [getattr(inspect.unwrap(function), "__code__", None)]
+    for code in filter(None, codes):
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        named = [n for n in _OF_RANKS if n in code.co_names or n in code.co_consts]
+        if named:
+            where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+            return f"{listed(named, 3)} ({where})"
+    return ""
 
 
 def _without_effect(work: Work) -> list[str]:

@@ -138,6 +138,8 @@ def train(
         )
         given = "" if call.recipe is None else "recipe=…, "
         again = f'samestep.train("{{}}", {given}resume=True)'
+        if not elastic and (elastic_limit != 10 or not elastic_replace):
+            raise UserError("elastic_limit and elastic_replace say how elastic=True acts: give it.")
         how = partial(elastic_of, elastic, replaces=elastic_replace, limit=elastic_limit)
         screen = Nothing() if quiet else Screen(go_on=again)
         return _train(call, nproc, screen, log, how if elastic else None)
