@@ -1,9 +1,10 @@
 """Kill ranks while they train: how soon the next step follows, and whether anything is lost.
 
-    python benchmarks/elastic.py [--times 6] [--runs 40] [--kills 300] [--seed 1]
+    python benchmarks/elastic.py [PART ...] [--times 6] [--runs 40] [--kills 300] [--seed 1]
 
-Writes `benchmarks/results/elastic.md`. Beside it, in the same run: `torchrun --max-restarts` with a
-checkpoint every 100 steps, by hand.
+Parts: `gaps`, from a kill to the next step, beside `torchrun --max-restarts` with a checkpoint
+every 100 steps, by hand; `kills` at random moments; `throughput` with a kill every 20 s; `cost`
+when nobody dies. Writes each part into `benchmarks/results/elastic.md`, after each of its rows.
 """
 
 import argparse
@@ -23,10 +24,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
-from report import heading, machine
+from report import machine
+
+import samestep
 
 PAGE = Path(__file__).parent / "results" / "elastic.md"
 PEER = Path(__file__).parent / "peers" / "ddp_restarts.py"
@@ -42,6 +44,12 @@ def data():
     return Splits(train=(x, (x.flatten(1)[:, 0] > 0).long()))
 recipe = Recipe(model=model, data=data, settings={"batch_size": 32})
 """
+TITLES = {
+    "gaps": "From a kill to the next step",
+    "kills": "Kills at random moments",
+    "throughput": "Throughput with a kill every 20 s",
+    "cost": "The cost when nobody dies",
+}
 TIMES = """\
 Seconds from a SIGKILL of a rank until a step has ended that was not taken before; {times} kills
 each, rank after rank. torchrun: `--max-restarts`, a checkpoint every 100 steps, by hand; missing
@@ -51,10 +59,27 @@ HEAD = (
     "|---|---:|---:|---:|---:|",
 )
 OF_KILLS = """\
-{kills} kills at random moments in {runs} trainings (spiral, 3 ranks, 4 virtual ranks; any rank,
-sometimes two at once): in {same} the final weights are equal, to the last bit, to those of the
-undisturbed run; {twice} steps were taken twice where a rank was left. From the moment that a death
-was seen until the ranks are ready for the next step: median {median:.2f} s."""
+Spiral, 3 ranks, any of them, sometimes two at once, sometimes one more while the others regroup, or
+one that is about to join. An evaluation and a checkpoint every 100 steps. Seconds: from the moment
+that a death was seen until the ranks are ready for the next step.
+
+| training | runs | kills | same weights | steps taken twice | lost | s, median (worst) |
+|---|---:|---:|---:|---:|---:|---:|
+"""
+OF_THROUGHPUT = """\
+Steps in {window:.0f} s with three kills, over those of the same training undisturbed, in turn;
+2 ranks on 2 cores, replacement on: the new rank's start takes time of the same cores.
+
+| training | each pair |
+|---|---:|
+"""
+OF_COST = """\
+CPU seconds of the whole command with `--elastic`, over those without, in turn; 2 ranks.
+
+| training | each pair |
+|---|---:|
+"""
+_WINDOW_S = 60.0
 _POLL_S, PATIENCE_S = 0.001, 40.0
 
 
@@ -77,7 +102,7 @@ def started(command: list[str], folder: Path) -> Iterator[psutil.Popen]:
             process.wait()
 
 
-def samestep(what: str, num_ranks: int, folder: Path, *flags: str) -> list[str]:
+def command_of(what: str, num_ranks: int, folder: Path, *flags: str) -> list[str]:
     """Return the command that trains a recipe on the CPU into FOLDER/run."""
     (folder / "convnet.py").write_text(CONVNET)
     target = what if what == "spiral" else "convnet.py"
@@ -154,9 +179,9 @@ def measure_gaps(what: str, num_ranks: int, times: int, scratch: Path) -> tuple[
     for folder in (ours, theirs):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    flags = ("--elastic", "--elastic-limit", "1000", "--log-every", "1")
+    flags: tuple[str, ...] = ("--elastic", "--elastic-limit", "1000", "--log-every", "1")
     flags = (*flags, "--epochs", "100000", "--checkpoint-every-epochs", "100")
-    with started(samestep(what, num_ranks, ours, *flags), ours) as process:
+    with started(command_of(what, num_ranks, ours, *flags), ours) as process:
         events = ours / "run" / "events.jsonl"
         steps = partial(newest_step, events, of_record)
         whole = partial(all_train, events, num_ranks)
@@ -172,85 +197,175 @@ def measure_gaps(what: str, num_ranks: int, times: int, scratch: Path) -> tuple[
     return mine, its
 
 
-def undisturbed(scratch: Path, flags: tuple[str, ...]) -> dict[str, Any]:
-    """Return the result of the run that the killed ones are compared with."""
-    folder = scratch / "whole"
-    folder.mkdir()
-    subprocess.run(
-        samestep("spiral", 3, folder, *flags), cwd=folder, check=True, capture_output=True
-    )
-    found: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
-    return found
-
-
-def killed_run(
-    folder: Path, flags: tuple[str, ...], kills: int, chance: random.Random
-) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """Train while ranks are killed at random; return the kills, the result and the records."""
+def trained(folder: Path, flags: tuple[str, ...], what: str = "spiral", num_ranks: int = 3) -> Path:
+    """Train to the end, undisturbed; return the run."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    events, done = folder / "run" / "events.jsonl", 0
-    more = ("--elastic", "--elastic-limit", "1000")
-    with started(samestep("spiral", 3, folder, *flags, *more), folder) as process:
-        wait_for(events.exists, PATIENCE_S)
+    command = command_of(what, num_ranks, folder, *flags)
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder / "run"
+
+
+def killed_run(folder: Path, flags: tuple[str, ...], kills: int, chance: random.Random) -> int:
+    """Train into FOLDER/run while ranks are killed at random; return how many were."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    done, more = 0, ("--elastic", "--elastic-limit", "1000")
+    with started(command_of("spiral", 3, folder, *flags, *more), folder) as process:
+        wait_for((folder / "run" / "events.jsonl").exists, PATIENCE_S)
         until = time.monotonic() + 600
         while process.poll() is None:
             if time.monotonic() > until:
                 raise TimeoutError
-            time.sleep(chance.uniform(0.3, 3.0))
+            # Some are killed while the others regroup.
+            time.sleep(
+                chance.uniform(0.3, 3.0) if chance.random() < 0.8 else chance.uniform(0, 0.3)
+            )
             ranks = ranks_of(process) if done < kills else []
             if len(ranks) == 3 or (len(ranks) > 1 and chance.random() < 0.3):
                 for rank in chance.sample(ranks, chance.choice((1, 1, 1, 2))):
                     rank.send_signal(signal.SIGKILL)
                     done += 1
-    records = [json.loads(line) for line in events.read_text().splitlines()]
-    return done, json.loads((folder / "run" / "result.json").read_text()), records
+    return done
+
+
+def weights_apart(one: Path, other: Path) -> float:
+    """Return how far the weights of two runs are apart, relative to the largest."""
+    mine, its = (samestep.load(run).state_dict() for run in (one, other))
+    largest = max(float(tensor.abs().max()) for tensor in its.values())
+    return max(float((mine[name] - its[name]).abs().max()) for name in its) / largest
+
+
+def of_kills(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
+    """Kill at random in many runs; yield the table, again after each run."""
+    always = ("--epochs", "40", "--checkpoint-every-steps", "100", "--eval-every-steps", "100")
+    kinds = {
+        "4 virtual ranks, to the last bit": ("--virtual-ranks", "4"),
+        "float64, to 1e-10": ("--precision", "fp64"),
+    }
+    names, chance = [*kinds], random.Random(asked.seed)
+    whole = {name: trained(scratch / name[:7], (*always, *kinds[name])) for name in names}
+    totals = {name: Counter[str]() for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    each = -(-asked.kills // asked.runs)
+    for number in range(asked.runs):
+        name = names[number % 4 == 3]
+        total, run = totals[name], scratch / "killed" / "run"
+        total["runs"] += 1
+        total["kills"] += killed_run(run.parent, (*always, *kinds[name]), each, chance)
+        records = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        result = json.loads((run / "result.json").read_text())
+        its = json.loads((whole[name] / "result.json").read_text())
+        if "virtual" in name:
+            total["same"] += result["weights_sha256"] == its["weights_sha256"]
+        else:
+            total["same"] += weights_apart(run, whole[name]) < 1e-10
+        # All died, and the newest checkpoint was continued from: its steps are taken again.
+        again = any(record["event"] == "resume" for record in records)
+        steps = Counter(r["step"] for r in records if r["event"] == "step")
+        total["twice"] += 0 if again else sum(times > 1 for times in steps.values())
+        total["lost"] += its["steps"] - result["steps"]
+        seconds[name] += [r["seconds"] for r in records if r["event"] == "regroup" and r["gone"]]
+        rows = [
+            f"| {name} | {found['runs']} | {found['kills']} | {found['same']} | {found['twice']} | "
+            f"{found['lost']} | {told(seconds[name])} |"
+            for name, found in totals.items()
+        ]
+        yield OF_KILLS + "\n".join(rows)
+
+
+def of_gaps(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
+    """Measure how soon the next step follows; yield the table, again after each row."""
+    rows = [TIMES.format(times=asked.times), "", *HEAD]
+    for what in ("spiral", "convnet"):
+        for num_ranks in (2, 3, 4):
+            mine, its = measure_gaps(what, num_ranks, asked.times, scratch)
+            ratio = statistics.median(its) / statistics.median(mine) if its else math.nan
+            rows.append(f"| {what} | {num_ranks} | {told(mine)} | {told(its)} | {ratio:.0f} |")
+            yield "\n".join(rows)
+
+
+def steps_in_window(what: str, folder: Path, *, kill: bool) -> int:
+    """Return the steps that 2 ranks take within a time, with three kills in it or none."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    flags: tuple[str, ...] = ("--elastic", "--elastic-limit", "1000", "--log-every", "10")
+    flags = (*flags, "--epochs", "100000", "--checkpoint-every-epochs", "100")
+    with started(command_of(what, 2, folder, *flags), folder) as process:
+        steps = partial(newest_step, folder / "run" / "events.jsonl", of_record)
+        wait_for(lambda: steps() > 150, PATIENCE_S)
+        began, first = time.monotonic(), steps()
+        for third in range(3):
+            at = began + _WINDOW_S * (third + 0.5) / 3
+            time.sleep(at - time.monotonic())
+            if kill:
+                ranks_of(process)[third % 2].send_signal(signal.SIGKILL)
+        time.sleep(began + _WINDOW_S - time.monotonic())
+        return steps() - first
+
+
+def of_throughput(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
+    """Measure what deaths and new ranks take of the throughput; yield the table after each row."""
+    told = OF_THROUGHPUT.format(window=_WINDOW_S)
+    for what in ("spiral", "convnet"):
+        pairs = []
+        for _ in range(asked.pairs):
+            killed, whole = (steps_in_window(what, scratch / "t", kill=k) for k in (True, False))
+            pairs.append(f"{killed / whole:.2f}")
+        told += f"| {what} | {', '.join(pairs)} |\n"
+        yield told
+
+
+def cpu_seconds(what: str, folder: Path, *flags: str) -> float:
+    """Return the CPU seconds that a training takes with all that it starts."""
+    before = os.times()
+    trained(folder, ("--epochs", "40" if what == "spiral" else "12", *flags), what, 2)
+    after = os.times()
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
+
+
+def of_cost(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
+    """Measure what `--elastic` costs when nobody dies; yield the table after each row."""
+    told = OF_COST
+    for what in ("spiral", "convnet"):
+        pairs = []
+        for _ in range(asked.pairs):
+            mine, its = (cpu_seconds(what, scratch / "c", *f) for f in (("--elastic",), ()))
+            pairs.append(f"{mine / its:.3f}")
+        told += f"| {what} | {', '.join(pairs)} |\n"
+        yield told
+
+
+def write(part: str, told: str, facts: dict[str, str]) -> None:
+    """Put a part into the page, in place of what was there of it."""
+    before = PAGE.read_text() if PAGE.exists() else ""
+    sections = dict(one.split("\n", 1) for one in before.split("\n## ")[1:])
+    command = " ".join(["python", "benchmarks/elastic.py", *sys.argv[1:]])
+    where = ", ".join(f"{name} {value}" for name, value in facts.items())
+    sections[TITLES[part]] = f"\n    {command}\n\n{where}.\n\n{told.strip()}\n"
+    title = "# Elastic: a rank is killed, the others take the next step\n"
+    kept = [f"\n## {name}\n{sections[name]}" for name in TITLES.values() if name in sections]
+    PAGE.write_text(title + "".join(kept))
 
 
 def main() -> None:
     """Measure, and write the page."""
+    parts = {"gaps": of_gaps, "kills": of_kills, "throughput": of_throughput, "cost": of_cost}
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}")
     parser.add_argument("--times", type=int, default=6)
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
-    lines = heading("Elastic: a rank is killed, the others take the next step", machine())
-    lines += [TIMES.format(times=asked.times), "", *HEAD]
-    with tempfile.TemporaryDirectory() as place:
-        scratch = Path(place)
-        for what in ("spiral", "convnet"):
-            for num_ranks in (2, 3, 4):
-                mine, its = measure_gaps(what, num_ranks, asked.times, scratch)
-                ratio = statistics.median(its) / statistics.median(mine) if its else math.nan
-                row = f"| {what} | {num_ranks} | {told(mine)} | {told(its)} | {ratio:.0f} |"
-                print(row, flush=True)
-                lines.append(row)
-        lines += ["", *random_kills(asked, scratch)]
-    PAGE.write_text("\n".join([*lines, ""]))
-
-
-def random_kills(asked: argparse.Namespace, scratch: Path) -> list[str]:
-    """Kill at random in many runs; return what to say of them."""
-    flags = ("--epochs", "40", "--virtual-ranks", "4", "--checkpoint-every-steps", "100")
-    whole, chance = undisturbed(scratch, flags), random.Random(asked.seed)
-    kills = same = twice = 0
-    seconds: list[float] = []
-    runs = 0
-    while runs < asked.runs:
-        if kills >= asked.kills:
-            break
-        each = -(-asked.kills // asked.runs)
-        done, result, records = killed_run(scratch / "killed", flags, each, chance)
-        runs, kills = runs + 1, kills + done
-        same += result["weights_sha256"] == whole["weights_sha256"]
-        steps = Counter(r["step"] for r in records if r["event"] == "step")
-        newest = [r["step"] for r in records if r["event"] == "resume"]
-        twice += sum(times > 1 for step, times in steps.items() if not newest)
-        seconds += [r["seconds"] for r in records if r["event"] == "regroup" and r["gone"]]
-        print(done, same, flush=True)
-    median = statistics.median(seconds)
-    return [OF_KILLS.format(kills=kills, runs=runs, same=same, twice=twice, median=median)]
+    for part in asked.parts or [*parts]:
+        facts = machine()
+        with tempfile.TemporaryDirectory() as place:
+            for told in parts[part](asked, Path(place)):
+                write(part, told, facts)
 
 
 if __name__ == "__main__":
