@@ -1,9 +1,14 @@
 """A job of 1 to 2 nodes takes what is there at each start, and trains what one process trains."""
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.cluster.jobs import RECIPE, Submitted, samestep, set_pace, submit
+import psutil
+
+from tests.cluster.jobs import RECIPE, Submitted, samestep, set_pace, submit, write_recipe
+from tests.cluster.nodes import kill_node, start_node
 from tests.cluster.sandbox import RunningSandbox, wait_for
 from tests.cluster.test_survival import starts
 from tests.command_line import read_json
@@ -66,3 +71,39 @@ def test_a_job_loses_a_node_and_gets_it_back_with_the_weights_of_one_process(san
     assert ranks == [(2, 4), (1, 2), (2, 4)]
     assert [step for step, _ in job.losses()] == list(range(1, alone["steps"] + 1))
     assert job.result()["weights_sha256"] == alone["weights_sha256"]
+
+
+def process_of(job: Submitted, member: int) -> int:
+    wanted = {"SLURM_JOB_ID": job.job, "SAMESTEP_MEMBER": str(member)}
+    for process in psutil.process_iter():
+        try:
+            if process.name() != "srun" and wanted.items() <= process.environ().items():
+                return process.pid
+        except psutil.Error:
+            continue
+    raise AssertionError(job.log)
+
+
+def test_a_job_outlives_a_rank_and_a_node_and_has_the_weights_of_one_process(sandbox, tmp_path):
+    write_recipe(tmp_path)
+    alone = samestep(sandbox, tmp_path, "train", "tiny.py", "--run-dir", "alone", *TRAINS[:2])
+    assert alone.returncode == 0, alone.stderr
+    set_pace(tmp_path, 0.3)
+    two = ("--nodes", "2", "--ntasks-per-node", "1", "--elastic")
+    job = submit(sandbox, tmp_path, "tiny.py", *two, "--", *TRAINS[:2])
+    job.wait_for_step(2)
+    os.kill(process_of(job, 0), signal.SIGKILL)
+    wait_for(lambda: "1 rank joined: 2 ranks" in job.log)
+    kill_node(sandbox.folder, "node2")
+    try:
+        wait_for(lambda: "on node2: 1 rank from step" in job.log)
+        set_pace(tmp_path, None)
+        job.wait("COMPLETED")
+    finally:
+        start_node(sandbox.folder, "node2")
+    whole = read_json(tmp_path / "alone" / "result.json")
+    assert job.result()["weights_sha256"] == whole["weights_sha256"]
+    assert [step for step, _ in job.losses()] == list(range(1, whole["steps"] + 1))
+    sizes = [record["world_size"] for record in job.all_records() if record["event"] == "regroup"]
+    assert sizes == [1, 2, 1]
+    assert starts(job) == 1

@@ -123,6 +123,7 @@ def test_a_new_rank_joins_and_what_nobody_holds_any_more_comes_from_the_newest_c
     ended, run = train(
         tmp_path / "killed",
         *("--elastic", "--virtual-ranks", "3", "--epochs", "60", "--checkpoint-every-epochs", "1"),
+        "--resume",  # a newcomer then finds a run, whose settings have more filled in
         deaths={0: ("checkpoint", 9), 2: ("step", 3), 3: ("step", 250)},
         pause=0.05,
     )

@@ -7,13 +7,6 @@ import pytest
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
 from samestep.cluster.slurm import checks
-from samestep.cluster.slurm.checks import (
-    advice,
-    check_after,
-    check_partitions,
-    check_place,
-    check_ranks,
-)
 from samestep.cluster.slurm.options import JobOptions
 from samestep.cluster.slurm.submission import Workload, make_script
 
@@ -31,25 +24,25 @@ def venv(tmp_path) -> Path:
 def test_an_environment_without_torch_is_refused_unless_of_other_machines(venv):
     options = JobOptions(venv=str(venv), time="60")
     with pytest.raises(UserError, match=r"--venv .* torch "):
-        check_place(options, "recipe")
-    check_place(options, "script")
-    [told] = advice(options, "script", {})
+        checks.check_place(options, "recipe")
+    checks.check_place(options, "script")
+    [told] = checks.advice(options, "script", {})
     assert "torch" in told
     (venv / "bin" / "python").write_text("#!/bin/sh\n")
-    check_place(options, "recipe")
-    assert advice(options, "script", {}) == []
+    checks.check_place(options, "recipe")
+    assert checks.advice(options, "script", {}) == []
     (venv / "bin" / "python").write_text("no program")
-    check_place(JobOptions(venv=str(venv)), "recipe")
+    checks.check_place(JobOptions(venv=str(venv)), "recipe")
     (venv / "bin" / "activate").unlink()
     with pytest.raises(UserError, match="bin/activate"):
-        check_place(JobOptions(venv=str(venv)), "recipe")
+        checks.check_place(JobOptions(venv=str(venv)), "recipe")
 
 
 def test_a_job_to_wait_for_must_be_known_to_slurm(slurm, tmp_path):
     slurm.add(7, tmp_path)
-    check_after(JobOptions(after=("7", "7_2:notok")))
+    checks.check_after(JobOptions(after=("7", "7_2:notok")))
     with pytest.raises(UserError, match="--after 999999:any"):
-        check_after(JobOptions(after=("7", "999999:any")))
+        checks.check_after(JobOptions(after=("7", "999999:any")))
 
 
 @pytest.mark.parametrize(
@@ -66,10 +59,12 @@ def test_a_job_to_wait_for_must_be_known_to_slurm(slurm, tmp_path):
 )
 def test_what_a_job_may_lack_is_told_with_the_flag_that_gives_it(tmp_path, options, flags):
     (tmp_path / "eth0").mkdir()
-    told = advice(JobOptions(**options), "recipe", {}, interfaces=tmp_path)
+    told = checks.advice(JobOptions(**options), "recipe", {}, interfaces=tmp_path)
     assert len(told) == len(flags)
     assert all(flag in text for flag, text in zip(flags, told, strict=True))
-    assert advice(JobOptions(), "recipe", {"SBATCH_TIMELIMIT": "60"}) == [], "the shell's counts"
+    assert checks.advice(JobOptions(), "recipe", {"SBATCH_TIMELIMIT": "60"}) == [], (
+        "the shell's counts"
+    )
 
 
 ELASTIC = JobOptions(nodes="1-4", ntasks_per_node=2)
@@ -79,10 +74,10 @@ ELASTIC = JobOptions(nodes="1-4", ntasks_per_node=2)
 def test_a_range_of_nodes_is_refused_where_they_would_decide_on_the_global_batch(more):
     sizes = {"batch_size_per_rank": 32} | more
     with pytest.raises(UserError, match=r"--nodes 1-4: .*--batch-size N .*--virtual-ranks 8 "):
-        check_ranks(ELASTIC, Settings(**sizes))
-    check_ranks(JobOptions(nodes="4", ntasks_per_node=2), Settings(**sizes))
+        checks.check_ranks(ELASTIC, Settings(**sizes))
+    checks.check_ranks(JobOptions(nodes="4", ntasks_per_node=2), Settings(**sizes))
     for same in ({"batch_size": 32}, {"virtual_ranks": 8}, {"virtual_ranks": 9}):
-        check_ranks(ELASTIC, Settings(**same))
+        checks.check_ranks(ELASTIC, Settings(**same))
 
 
 def mounts(folder: Path, command: tuple[str, ...], **options) -> tuple[str, ...]:
@@ -134,7 +129,7 @@ def partitions(slurm):
     ],
 )
 def test_a_job_that_one_of_its_partitions_may_run_is_let_through(partitions, partition, options):
-    check_partitions(JobOptions(**options), partition)
+    checks.check_partitions(JobOptions(**options), partition)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +145,11 @@ def test_a_job_that_one_of_its_partitions_may_run_is_let_through(partitions, par
 )
 def test_a_job_that_none_can_run_is_refused_with_the_largest(partitions, partition, options, says):
     with pytest.raises(UserError, match=says):
-        check_partitions(JobOptions(**options), partition)
+        checks.check_partitions(JobOptions(**options), partition)
 
 
 def test_hidden_partitions_are_asked_for_and_images_and_ranks_checked(partitions):
-    check_partitions(JobOptions(), None)
+    checks.check_partitions(JobOptions(), None)
     assert "--all --exact" in partitions.calls[0]
     found = checks.parse_partitions("CLUSTER: north\n" + PARTITIONS)
     assert list(found) == ["debug", "gpu", "hidden"]
@@ -164,7 +159,7 @@ def test_hidden_partitions_are_asked_for_and_images_and_ranks_checked(partitions
         "/nowhere/torch.sif": "/nowhere/torch.sif: there is no such file",
     }.items():
         with pytest.raises(UserError, match=says):
-            check_place(JobOptions(container=image), "recipe")
+            checks.check_place(JobOptions(container=image), "recipe")
     for options in (ELASTIC, JobOptions(nodes="4", ntasks_per_node=2)):
         with pytest.raises(UserError, match=r"--virtual-ranks 7: .*8 ranks.*--virtual-ranks 8"):
-            check_ranks(options, Settings(virtual_ranks=7, batch_size=32))
+            checks.check_ranks(options, Settings(virtual_ranks=7, batch_size=32))

@@ -60,6 +60,8 @@ def test_no_limit_is_none_and_lists_of_all_files_add_up(tmp_path):
         ({"sbatch": ("--exclusive --com mine",)}, "--sbatch=--comment"),
         ({"interface": "eth0; rm"}, "--interface 'eth0; rm'"),
         ({"container": "a", "container_image": "b"}, "--container and --container-image"),
+        ({"elastic": "2:4", "container": "a"}, "--elastic .* container"),
+        ({"elastic": "auto", "launcher": "torchrun"}, "--elastic needs --launcher srun"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_name_of_its_flag(options, says):
@@ -71,7 +73,7 @@ def test_what_cannot_be_is_refused_with_the_name_of_its_flag(options, says):
 def test_nodes_are_a_number_or_the_fewest_and_the_most(nodes, fewest, most):
     options = JobOptions(nodes=nodes, gpus_per_node=8)
     assert options.node_range == (fewest, most)
-    assert (options.is_elastic, options.most_ranks) == (fewest < most, 8 * most)
+    assert (options.has_range, options.most_ranks) == (fewest < most, 8 * most)
     assert options.size == f"{nodes} node{'s' * (nodes != '1')} × 8 ranks"
 
 

@@ -32,26 +32,21 @@ def script(**more) -> str:
     return script_text(job(JobOptions(**more), **given))
 
 
-SCRIPT = {
-    "kind": "script",
-    "name": "train",
-    "command": ("/home/me/train.py", "--my-flag", "it's 1"),
-}
+SCRIPT = {"kind": "script", "name": "train"}
+SCRIPT |= {"command": ("/home/me/train.py", "--my-flag", "it's 1")}
 EVERYTHING = {"partition": "gpu", "account": "physics", "qos": "high", "nodes": "2", "mem": "64G"}
 EVERYTHING |= {"gpus_per_node": 8, "cpus_per_task": 4, "time": "2-00:00:00", "interface": "ib0"}
 EVERYTHING |= {"after": ("7", "8:any", "9:notok"), "module": ("cuda/12.4", "gcc")}
 EVERYTHING |= {"conda": "torch env", "env": ("NCCL_DEBUG=WARN", "A=b c"), "restarts": 5}
 EVERYTHING |= {"sbatch": ("--constraint=a100",), "signal_s": 300}
+RESTARTED = {"launcher": "torchrun", "max_restarts": 3}
 JOBS = {
     "recipe": job(JobOptions()),
     "everything": job(JobOptions(**EVERYTHING), venv=None),
-    "torchrun": job(
-        JobOptions(
-            nodes="2", ntasks_per_node=4, cpus_per_task=2, launcher="torchrun", max_restarts=3
-        )
-    ),
+    "torchrun": job(JobOptions(nodes="2", ntasks_per_node=4, cpus_per_task=2, **RESTARTED)),
     "elastic": job(JobOptions(nodes="1-4", ntasks_per_node=2, cpus_per_task=3)),
     "elastic_torchrun": job(JobOptions(nodes="1-4", gpus_per_node=2, launcher="torchrun")),
+    "outlives": job(JobOptions(nodes="2", ntasks_per_node=2, elastic="2:4", preflight=True)),
     "preflight": job(JobOptions(nodes="1-2", preflight=True, launcher="torchrun"), **SCRIPT),
     "script": job(JobOptions(nodes="2", ntasks_per_node=2), **SCRIPT),
     "no_environment": job(JobOptions(requeue=False), venv=None, python="/usr/bin/python3"),

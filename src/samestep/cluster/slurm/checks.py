@@ -129,13 +129,17 @@ def check_ranks(options: JobOptions, settings: Settings) -> None:
             f"computes at least one virtual rank. Give --virtual-ranks {most} or more, or ask for "
             "fewer nodes."
         )
-    if options.is_elastic and virtual is None and settings.batch_size_per_rank is not None:
+    if options.has_range and virtual is None and settings.batch_size_per_rank is not None:
         raise UserError(
             f"--nodes {options.nodes}: with --batch-size-per-rank the global batch would depend on "
             "how many nodes happen to be free at the first start. Use a setting that is the same "
             "on any number of nodes: --batch-size N (equal to rounding), or --virtual-ranks "
             f"{most} or more (equal to the last bit)."
         )
+    if options.elastic is not None:
+        from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415 - it imports torch
+
+        elastic_of(options.elastic, most, settings)
     if settings.batch_size is not None and settings.batch_size < most:
         raise UserError(
             f"--batch-size {settings.batch_size}: the job may have {most} ranks ({options.size}), "

@@ -103,6 +103,9 @@ class JobOptions:
     """What starts the ranks: srun starts each rank; torchrun starts those of its node."""
     max_restarts: int = 1
     """With --launcher torchrun, how often it restarts all ranks within one start of the job."""
+    elastic: Annotated[str | None, arg(metavar="[MIN:MAX]")] = None
+    """Let a recipe's other ranks continue when one dies or a node is lost, from MIN to MAX ranks;
+    by default from 1 to all."""
     preflight: bool = False
     """Run `samestep doctor` on all nodes before each start of the ranks, and exclude nodes that
     fail."""
@@ -145,6 +148,7 @@ class JobOptions:
                 "the names to leave out (^docker,lo)."
             )
         self._check_words()
+        self._check_elastic()
 
     def _check_words(self) -> None:
         if self.allow_edit and self.snapshot:
@@ -162,6 +166,12 @@ class JobOptions:
             if "\n" in (getattr(self, name) or ""):
                 raise UserError(f"{_flag(name)} must be one line.")
 
+    def _check_elastic(self) -> None:
+        if self.elastic is not None and (self.container or self.container_image):
+            raise UserError("--elastic starts ranks by srun, which is not in a container.")
+        if self.elastic is not None and self.launcher == "torchrun":
+            raise UserError("--elastic needs --launcher srun: torchrun ends all ranks with one.")
+
     @property
     def ranks_per_node(self) -> int:
         """How many ranks run on each node."""
@@ -173,7 +183,7 @@ class JobOptions:
         return _nodes(self.nodes)
 
     @property
-    def is_elastic(self) -> bool:
+    def has_range(self) -> bool:
         """Whether each start of the job may have another number of nodes."""
         fewest, most = self.node_range
         return fewest < most
@@ -385,7 +395,9 @@ def _layer(path: Path) -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
-    """Return a value as the type of its option; a number of nodes needs no quotes."""
+    """Return a value as the type of its option; a number of nodes or a switch needs no quotes."""
     if name == "nodes" and type(value) is int:
         value = str(value)
+    if name == "elastic" and isinstance(value, bool):
+        value = "auto" if value else None
     return msgspec.convert(value, kind)

@@ -99,6 +99,7 @@ def script_text(job: JobScript) -> str:
         directives=directives(sbatch_options(job), options.sbatch),
         interfaces=interface_names,
         srun=partial(_srun, job),
+        one_rank=_srun_of_one(job),
         enter=enter,
         samestep=["samestep"] if job.enters_environment else ours,
         verdict=" ".join([*(_apptainer(job) if options.container else ()), *verdict]),
@@ -133,8 +134,8 @@ def sbatch_options(job: JobScript) -> dict[str, str | None]:
         "nodes": options.nodes,
         # Slurm keeps the first start's number of tasks, which may not fit on the nodes after a
         # requeue. So for a range, sbatch gets what each node needs, and srun gets the tasks.
-        "ntasks-per-node": None if options.is_elastic else _tasks_per_node(options),
-        "mincpus": _cpus_per_node(options) if options.is_elastic else None,
+        "ntasks-per-node": None if options.has_range else _tasks_per_node(options),
+        "mincpus": _cpus_per_node(options) if options.has_range else None,
         "cpus-per-task": _cpus_per_task(options),
         "gpus-per-node": options.gpus_per_node or None,
         "mem": options.mem,
@@ -145,6 +146,8 @@ def sbatch_options(job: JobScript) -> dict[str, str | None]:
     given: dict[str, str | None] = {name: str(value) for name, value in values.items() if value}
     if options.after:
         given["kill-on-invalid-dep"] = "yes"
+    if options.elastic is not None:  # the job outlives a node
+        given["no-kill"] = None
     return given | {"requeue" if options.requeue else "no-requeue": None}
 
 
@@ -176,7 +179,7 @@ def _cpus_per_node(options: JobOptions) -> int:
 def _srun(job: JobScript, *flags: str) -> list[str]:
     options = job.options
     words = ["srun", *flags]
-    if options.is_elastic:
+    if options.has_range:
         words.append('--nodes="$SLURM_JOB_NUM_NODES"')
         words.append(f"--ntasks-per-node={_tasks_per_node(options)}")
     if cpus := _cpus_per_task(options):  # srun does not inherit it from sbatch
@@ -187,6 +190,15 @@ def _srun(job: JobScript, *flags: str) -> list[str]:
         words += [f"--container-mounts={shlex.quote(mounts)}"] if mounts else []
         words.append(f"--container-workdir={shlex.quote(job.folder)}")
     return words
+
+
+def _srun_of_one(job: JobScript) -> str:
+    """Return what starts one rank of those that outlive each other, on a node that it names.
+
+    Each may use what the job has on the node: the ranks pick a device and share the cores.
+    """
+    words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0", "--no-kill"]
+    return " ".join([*words, f"--cpus-per-task={_cpus_per_node(job.options)}"])
 
 
 def _apptainer(job: JobScript, *flags: str) -> list[str]:

@@ -167,6 +167,8 @@ def _is_recipe_file(path: Path) -> bool:
 def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScript:
     """Return the job that runs a workload with these options, from this interpreter."""
     refuse_secret_flags(workload.command)
+    if options.elastic is not None and workload.kind == "script":
+        raise UserError("--elastic is for recipes: a script of your own starts again as a whole.")
     check_place(options, workload.kind)
     venv = options.venv
     if not any(getattr(options, name) for name in ENVIRONMENTS) and sys.prefix != sys.base_prefix:

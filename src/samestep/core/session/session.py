@@ -80,7 +80,7 @@ class Session:
 
     def emit(self, record: Record) -> None:
         """Write a record and show it, on rank 0; records before `begin` wait for it."""
-        if self.world.elastic and record["event"] != "progress":
+        if self.world.elastic and _key(record):
             self.recent[record["event"]] = record
         if self.run is None or _key(record) in self._written:
             return

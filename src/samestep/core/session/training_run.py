@@ -146,7 +146,7 @@ def run_elastic(
     while True:
         world = membership.join(found)
         begun = membership.run()
-        told = shown(world, Path(begun) if begun else None)
+        told = shown(world, begun["path"] if begun else None)
         outcome = _run(request, world, received, told, engine, membership, holding)
         if isinstance(outcome, Outcome):
             return outcome, world
@@ -164,10 +164,21 @@ def _warmed_up(request: Request, world: World) -> Splits:
 
 def _going_on(request: Request, membership: Membership | None) -> Request:
     """Return the request of a run that another group of ranks has begun, if one has."""
-    known = "" if membership is None else membership.run()
-    if not known:
+    told = None if membership is None else membership.run()
+    if told is None:
         return request
-    return replace(request, settings=replace(request.settings, run_dir=known), resume=True)
+    settings = replace(request.settings, **told["settings"] | {"run_dir": str(told["path"])})
+    request = replace(request, settings=settings, resume=True)
+    if not told["options"]:
+        return request
+    return with_options(request, replace(request.options, **told["options"]))
+
+
+def _tell_run(request: Request, path: Path, membership: Membership) -> None:
+    settings = {n: v for n, v in vars(request.settings).items() if n not in OF_A_RANK}
+    options = request.options
+    named = {} if options is None else {f.name: getattr(options, f.name) for f in fields(options)}
+    membership.tell_run(path, settings, named)
 
 
 def _run(
@@ -187,13 +198,13 @@ def _run(
             request = _going_on(request, membership)
             named = world.on_main(lambda: choose_path(request))
             path = named.absolute()  # the recipe's functions may change the working directory
-            request = completed(request, world)
+            asked, request = request, completed(request, world)
             norms = engine.holds_norms
             built = build(request, world, engine.wrap, holding.splits, holds_norms=norms)
             holding = replace(holding, splits=built.splits)
             session = Session(path, world, shown.begin, shown.show)
             if membership is not None:
-                membership.tell_run(path)
+                _tell_run(asked, path, membership)
             run = _Run(request, built, session, named, membership, holding)
             return _train(run, received, shown.started_at, engine)
         except Exception as error:

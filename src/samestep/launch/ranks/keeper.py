@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from samestep.base.errors import UserError
 from samestep.base.run.files import read_object
 from samestep.base.settings import Settings
-from samestep.launch.ranks.launch import LOOPBACK
-from samestep.launch.ranks.process import HUNG, MEMBER
+from samestep.launch.ranks.places import Places, places_of
+from samestep.launch.ranks.process import HUNG
 from samestep.launch.ranks.regroup import FAILED, PREFIX, Group, Keys, ready_key
 from samestep.launch.ranks.watcher import VERDICT
 from samestep.launch.stall.pulse import PULSE
@@ -35,6 +35,8 @@ _LOST_S = 3.0
 _END_S = 20.0
 """How long ranks may take to end once one of them has failed."""
 _HOUR_S = 3600.0
+_RETRY_S = 10.0
+"""How long after a newcomer's death before it could join another is started."""
 
 BOUNDS = re.compile(r"(\d+):(\d+)")
 
@@ -118,6 +120,7 @@ class Keeper:
     arguments: list[str]
     folder: Path
     elastic: Elastic
+    places: Places
     living: dict[int, _KeptRank] = field(default_factory=dict)
     group: Group = field(default_factory=lambda: Group(number=0, members=()))
     started: int = 0
@@ -127,6 +130,8 @@ class Keeper:
     """Whether a rank has ended well: the others do so, too."""
     losses: deque[float] = field(default_factory=deque)
     """When ranks died, or lost contact, within the last hour."""
+    due: list[tuple[float, int]] = field(default_factory=list)
+    """When new ranks are to be started, and in which slots."""
     _awaited: tuple[float, list[str]] | None = None
     """When ranks died, and how, while there are too few for the next group."""
 
@@ -136,7 +141,7 @@ class Keeper:
         Raises:
             RunEnding: a rank has failed, or too many have died.
         """
-        server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        server = TCPStore(self.places.address, 0, is_master=True, wait_for_workers=False)
         self.port, self.store = server.port, PrefixStore(PREFIX, server)
         for slot in range(num_ranks):
             self._start(slot)
@@ -152,8 +157,7 @@ class Keeper:
             except SignalException as stop:
                 self.stopping = int(stop.sigval)
                 for rank in self.living.values():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(rank.process.pid, self.stopping)
+                    self.places.pass_on(rank.process, self.stopping)
             except RunEnding:
                 self._end_all()
                 raise
@@ -162,50 +166,34 @@ class Keeper:
 
     def _start(self, slot: int) -> None:
         member, self.started = self.started, self.started + 1
-        most = max(member, slot, 1) + 1
-        variables = {
-            **os.environ,
-            MEMBER: str(member),
-            "RANK": str(member),
-            "WORLD_SIZE": str(most),
-            "LOCAL_RANK": str(slot),
-            "LOCAL_WORLD_SIZE": str(most),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_ERROR_FILE": str(self._error_file(member)),
-        }
         if self.group.number:
             self.store.set(f"newcomer/{member}", "1")
-        command = [sys.executable, "-m", "samestep", *self.arguments]
-        process = subprocess.Popen(command, env=variables, start_new_session=True)
+        safe = ["-P"] * sys.flags.safe_path  # as this process: a job runs a copy of the code
+        command = [sys.executable, *safe, "-m", "samestep", *self.arguments]
+        process = self.places.start(member, slot, self.port, command)
         self.living[member] = _KeptRank(member, slot, process)
-
-    def _error_file(self, member: int) -> Path:
-        return self.folder / f"error-{member}.json"
 
     def _is_over(self) -> bool:
         """Whether those that trained last have ended well."""
         return self.finished and not any(m in self.living for m in self.group.members)
 
-    def _ended(self) -> list[tuple[_KeptRank, int]]:
-        """Return the ranks that have just died, each with minus the number of the signal."""
-        dead = list[tuple[_KeptRank, int]]()
+    def _ended(self) -> list[tuple[_KeptRank, str]]:
+        """Return the ranks that have just died, each with how."""
+        dead = list[tuple[_KeptRank, str]]()
         for member, rank in [*self.living.items()]:
             code = rank.process.poll()
             if code is None:
                 continue
             del self.living[member]
-            if 0 < code < 128:
+            if how := self.places.death(member, rank.slot, code):
+                _end_session(rank.process.pid)
+                (self.folder / PULSE.format(rank=member)).unlink(missing_ok=True)
+                dead.append((rank, how))
+            elif 0 < code < 128:
                 raise RunEnding(failures={member: self._failure(rank, code)})
-            if code >= 0:
+            else:
                 self.finished |= member in self.group.members
-                continue
-            _end_session(rank.process.pid)
-            (self.folder / PULSE.format(rank=member)).unlink(missing_ok=True)
-            dead.append((rank, code))
+                self.stopping = self.stopping or max(0, code - 128)
         return dead
 
     def _bury(self) -> None:
@@ -215,19 +203,31 @@ class Keeper:
             return
         if read_object(self.folder / VERDICT):
             raise RunEnding  # they were ended because they hung
-        of_group = [(rank, code) for rank, code in dead if rank.member in self.group.members]
+        of_group = [(rank, how) for rank, how in dead if rank.member in self.group.members]
         if of_group and not self.finished:
-            told = " and ".join(self._how(rank, code) for rank, code in of_group)
+            told = " and ".join(self._how(rank, how) for rank, how in of_group)
             told = told[0].upper() + told[1:]
-            self._count_losses(told, len(of_group), now)
+            # A node that is lost is one loss, however many ranks it had.
+            nodes = {self.places.node_of(rank.slot) for rank, _ in of_group}
+            self._count_losses(told, len(nodes if self.places.hosts else of_group), now)
             self._check_enough_are_left(told)
-        if self.elastic.replaces and not (self.stopping or self.finished):
-            for rank, _code in dead:
-                self._start(rank.slot)
+        for rank, _ in dead:
+            # A newcomer that dies before it can join is on a node that is not well.
+            at_once = rank.member in self.group.members or self._is_ready(rank.member)
+            self.due.append((now + (0.0 if at_once else _RETRY_S), rank.slot))
+        self._replace(now)
         if of_group:
             began, gone = self._awaited or (now, [])
-            self._awaited = began, gone + [self._how(rank, code) for rank, code in of_group]
+            self._awaited = began, gone + [self._how(rank, how) for rank, how in of_group]
             self._name_awaited()
+
+    def _replace(self, now: float) -> None:
+        """Start the ranks that are due in the place of dead ones."""
+        due = [slot for at, slot in self.due if at <= now]
+        self.due = [(at, slot) for at, slot in self.due if at > now]
+        if self.elastic.replaces and not (self.stopping or self.finished):
+            for slot in due:
+                self._start(slot)
 
     def _count_losses(self, told: str, number: int, now: float) -> None:
         """End the run where ranks die, or lose each other, again and again."""
@@ -250,17 +250,18 @@ class Keeper:
 
     def _failure(self, rank: _KeptRank, code: int) -> ProcessFailure:
         place = self.group.members.index(rank.member) if rank.member in self.group.members else 0
-        return ProcessFailure(place, rank.process.pid, code, str(self._error_file(rank.member)))
+        file = self.places.error_file(rank.member)
+        return ProcessFailure(place, rank.process.pid, code, str(file))
 
-    def _how(self, rank: _KeptRank, code: int) -> str:
+    def _how(self, rank: _KeptRank, how: str) -> str:
         place = self.group.members.index(rank.member)
         with contextlib.suppress(OSError):
             return f"rank {place} hung: {(self.folder / HUNG.format(rank=rank.member)).read_text()}"
-        name = signal.Signals(-code).name
-        return f"rank {place} was killed by {name}{' (out of memory?)' * (name == 'SIGKILL')}"
+        return f"rank {place} {how}"
 
     def _answer(self) -> None:
         """Name the next group where one is asked for: newcomers wait, or contact was lost."""
+        self._replace(time.time())
         ready = [m for m in self.living if m not in self.group.members and self._is_ready(m)]
         if ready and not self.store.check(["waiting"]):
             self.store.set("waiting", "1")
@@ -297,12 +298,23 @@ class Keeper:
         come = [m for m in self.living if m not in stay and self._is_ready(m)]
         return stay, come[: max(0, self.elastic.most - len(stay))]
 
+    def _by_node(self, members: list[int]) -> list[int]:
+        """Return members with those of one node together, the first of them first."""
+        nodes = [self._node_of(member) for member in members]
+        first = {node: nodes.index(node) for node in nodes}
+        return sorted(members, key=lambda member: first[self._node_of(member)])
+
+    def _node_of(self, member: int) -> int:
+        return self.places.node_of(self.living[member].slot)
+
     def _name_next(self, began: float, gone: list[str] | None = None) -> None:
         """Name the next group."""
         (stay, come), self._awaited = self._next_members(), None
+        members = self._by_node([*stay, *come])
         self.group = Group(
             number=self.group.number + 1,
-            members=(*stay, *come),
+            members=tuple(members),
+            nodes=tuple(map(self._node_of, members)),
             before=len(self.group.members),
             gone=tuple(gone or ()),
             began=began,
@@ -343,7 +355,7 @@ def keep_ranks(num_ranks: int, arguments: list[str], elastic: Elastic, folder: P
         RunEnding: too many have died; its text says so.
     """
     try:
-        return Keeper(arguments, folder, elastic).keep(num_ranks)
+        return Keeper(arguments, folder, elastic, places_of(folder)).keep(num_ranks)
     except RunEnding as ending:
         if ending.args[0] or not ending.failures:
             raise

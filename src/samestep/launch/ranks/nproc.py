@@ -10,6 +10,7 @@ from samestep.base.errors import UserError
 from samestep.base.machine import free_memory_bytes, quota_cores, usable_cores
 from samestep.base.startup import PARENT
 from samestep.launch.ranks.launch import detect_launch
+from samestep.launch.ranks.process import MEMBER
 
 MOST_PER_CORE = 4
 
@@ -84,7 +85,7 @@ def start_nproc(
 
     `elastic` says for a number of ranks how they outlive each other: see `keeper.Elastic`.
     """
-    if os.environ.get(PARENT):
+    if os.environ.get(PARENT) or os.environ.get(MEMBER):
         return None
     if elastic is not None:
         instead = "Leave --elastic out: a launcher of its own ends all ranks with the first."

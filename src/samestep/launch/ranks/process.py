@@ -183,7 +183,7 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         else:
             watched.wait_for_verdict(error, GRACE_S)
             message += ". If a rank was only slow, as with a large checkpoint: --timeout-s"
-    if os.environ.get(PARENT):
+    if os.environ.get(PARENT) or os.environ.get(MEMBER):
         # The parent, which parsed the flags first, takes a mistake for one of all ranks.
         alone = code == 2 and error.__cause__ is not None and not of_all
         leave_for_parent(of_rank * alone + message, code)

@@ -9,6 +9,7 @@ import contextlib
 import datetime as dt
 import json
 import os
+import pickle
 import socket
 import time
 from collections.abc import Mapping
@@ -24,12 +25,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from samestep.base.errors import AlreadyTold
 from samestep.base.startup import resume_collections
 from samestep.launch.ranks.process import MEMBER
-from samestep.launch.ranks.world import Store, World, in_process_group
+from samestep.launch.ranks.world import Store, World, choose_interface, in_process_group
 
 PREFIX = "samestep/groups"
 """Of the keys in the store: see `Keys`."""
 _LOOK_EVERY_S = 0.004
-_MEET_S = 10.0
+_MEET_S, _MEET_PER_RANK_S = 2.0, 0.05
 """How long ranks that are all there may take to connect; one of them may die just then."""
 
 
@@ -75,6 +76,8 @@ class Group:
     number: int
     members: tuple[int, ...]
     """In the order of their ranks."""
+    nodes: tuple[int, ...] = ()
+    """The number of the node of each."""
     before: int = 0
     """How many members the group before had."""
     gone: tuple[str, ...] = ()
@@ -109,11 +112,14 @@ class Membership:
         """
         while True:
             group = self.next_group()
+            rank = group.members.index(self.member)
             joined = replace(
                 world,
-                rank=group.members.index(self.member),
+                rank=rank,
                 world_size=len(group.members),
-                local_world_size=len(group.members),
+                local_world_size=group.nodes.count(group.nodes[rank]),
+                node=sorted({*group.nodes}).index(group.nodes[rank]),
+                num_nodes=len({*group.nodes}),
                 backend=world.backend if len(group.members) > 1 else "none",
                 elastic=True,
             )
@@ -161,13 +167,21 @@ class Membership:
         """How many groups there were before this rank's."""
         return 0 if self.group is None else self.group.number - 1
 
-    def run(self) -> str:
-        """Return the run directory, if a group has opened it."""
-        return str(self.store.get("run").decode()) if self.store.check(["run"]) else ""
+    def run(self) -> dict[str, Any] | None:
+        """Return what a group has told of the run, once one has opened it: see `tell_run`."""
+        if not self.store.check(["run"]):
+            return None
+        sent = bytes.fromhex(self.store.get("run").decode())
+        told: dict[str, Any] = pickle.loads(sent)  # noqa: S301 - by our own ranks
+        return told
 
-    def tell_run(self, path: Path) -> None:
-        """Tell the groups that follow where the run is."""
-        self.store.set("run", str(path))
+    def tell_run(self, path: Path, settings: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Tell the groups that follow where the run is, and what it was asked to be.
+
+        A newcomer may have read the run's own settings, in which more is filled in.
+        """
+        told = {"path": path, "settings": dict(settings), "options": dict(options)}
+        self.store.set("run", pickle.dumps(told).hex())
 
     def wait_to_join(self) -> None:
         """Say that this newcomer can join."""
@@ -221,6 +235,7 @@ class Membership:
             torch.cuda.set_device(world.device)
         if world.world_size == 1:
             return True
+        choose_interface(world)
         nccl, before = world.backend == "nccl", _sockets()
         connect = partial(
             dist.init_process_group,
@@ -231,7 +246,7 @@ class Membership:
             device_id=world.device if nccl else None,
         )
         try:
-            connect(timeout=dt.timedelta(seconds=_MEET_S))
+            connect(timeout=dt.timedelta(seconds=_MEET_S + _MEET_PER_RANK_S * world.world_size))
             dist.distributed_c10d._set_pg_timeout(dt.timedelta(seconds=self.timeout_s), None)  # noqa: SLF001
         except (dist.DistError, RuntimeError):
             self.part()

@@ -398,13 +398,7 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
     if world.world_size == 1:
         connect(store=dist.HashStore())  # type: ignore[attr-defined]
         return
-    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
-        check_gloo_interfaces(named)
-    if world.num_nodes > 1:
-        master = resolve_master(world.master_addr)  # PyTorch would ask for minutes
-        own = resolve(socket.gethostname())
-        if not named and (way := interface_towards(master, own)):
-            os.environ["GLOO_SOCKET_IFNAME"] = way
+    choose_interface(world)
     os.environ["MASTER_ADDR"] = world.master_addr
     os.environ["MASTER_PORT"] = str(world.master_port)
     try:
@@ -426,6 +420,17 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
             "that all nodes are in one network (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
             "its interface); `samestep doctor`, started the same way, looks for the reason."
         ) from error
+
+
+def choose_interface(world: World) -> None:
+    """Let Gloo meet the other nodes through the network that leads to them, unless one is named."""
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
+        check_gloo_interfaces(named)
+    if world.num_nodes > 1:
+        master = resolve_master(world.master_addr)  # PyTorch would ask for minutes
+        own = resolve(socket.gethostname())
+        if not named and (way := interface_towards(master, own)):
+            os.environ["GLOO_SOCKET_IFNAME"] = way
 
 
 def leave(world: World) -> None:

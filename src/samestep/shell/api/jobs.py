@@ -174,6 +174,8 @@ def _job_options(defaults: UncheckedOptions, given: Mapping[str, Any]) -> Unchec
     values = dict(vars(defaults))
     for name, value in given.items():
         plain = str(value) if name == "nodes" else value
+        if name == "elastic" and isinstance(value, bool):
+            plain = "auto" if value else None
         if isinstance(plain, str) and isinstance(getattr(defaults, name), tuple):
             plain = (plain,)
         try:

@@ -16,7 +16,8 @@ from samestep.base.startup import JOB_RUN
 from samestep.cluster.slurm.restarts import BEGUN
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.nproc import start_nproc
-from samestep.launch.ranks.process import TASK, RankLog, run_as_rank
+from samestep.launch.ranks.places import ELASTIC, places_of
+from samestep.launch.ranks.process import MEMBER, TASK, RankLog, run_as_rank
 from samestep.shell.commands.help import Nproc, Switch
 from samestep.shell.commands.target import parse_target, with_value
 from samestep.show.reporting.progress import Screen
@@ -110,8 +111,19 @@ def _train(arguments: list[str], log: RankLog) -> int:
         return train_received(Path(task), log)
     watched.begin()  # a recipe may hang already where it is imported
     command, request = parse(arguments)
+def _keep_job(number: int, arguments: list[str]) -> int:
+    """Start the ranks of a job, and keep them; what it asks for was checked at the submit."""
+    from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415 - it imports torch
+    from samestep.launch.ranks.start import start_ranks  # noqa: PLC0415
+
+    elastic = elastic_of(os.environ[ELASTIC], number, Settings())
+    return start_ranks(number, ["train", *arguments], os.environ.get(TASK, ""), elastic)
+
+
     from samestep.shell.api.training import train_as_rank  # noqa: PLC0415 - the help needs no torch
 
+    if (number := places_of(Path()).num_ranks) and MEMBER not in os.environ:
+        return _keep_job(number, arguments)
     settings = request.settings
     code = start_nproc(
         command.nproc,

@@ -38,6 +38,7 @@ from samestep.shell.commands.help import (
     show_general_help,
     show_notes,
 )
+from samestep.shell.commands.target import with_value
 
 _EXAMPLES = (
     "slurm submit spiral --nodes 2 --gpus-per-node 8 --time 02:00:00 -- --epochs 50",
@@ -91,6 +92,8 @@ def main(arguments: list[str]) -> int:
     target, *flags = arguments
     if target.startswith("-"):
         raise UserError(f"Name what to submit before {target}: a recipe, a run or a script.")
+    cut = flags.index("--") if "--" in flags else len(flags)
+    flags = [*with_value(flags[:cut], "--elastic", "[0-9].*", "auto"), *flags[cut:]]
     cut = flags.index("--") if "--" in flags else len(flags)
     _check_flags(target, flags[:cut])
     # A recipe's name wins over a folder of this name.

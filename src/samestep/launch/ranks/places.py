@@ -1,0 +1,119 @@
+"""Where a keeper starts its ranks: on this machine, or by srun on the nodes of its job."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.base.startup import JOB_RUN, PARENT
+from samestep.launch.ranks.launch import LOOPBACK
+from samestep.launch.ranks.process import MEMBER
+from samestep.launch.ranks.watched import FOLDER
+
+HOSTS = "SAMESTEP_HOSTS"
+"""Set by a job's script, where ranks outlive each other: the names of its nodes."""
+PER_NODE = "SAMESTEP_RANKS_PER_NODE"
+"""The same: how many ranks each node has."""
+ELASTIC = "SAMESTEP_ELASTIC"
+"""The same: how few and how many may train, as `--elastic` says it."""
+SRUN = "SAMESTEP_SRUN"
+"""The same: the words that start one rank on a node, but for the node's name."""
+
+_DEADLY = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The nodes on which ranks are started, and how many each has."""
+
+    hosts: tuple[str, ...] = ()
+    """None: this machine, without srun."""
+    per_node: int = 0
+    srun: tuple[str, ...] = ()
+    address: str = LOOPBACK
+    """Where ranks reach this process."""
+    folder: Path
+    """Which all nodes see: a rank leaves its failure there."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are at the start; 0 if the command says how many."""
+        return len(self.hosts) * self.per_node
+
+    def node_of(self, slot: int) -> int:
+        """Return the number of the node that has a slot, counted from 0."""
+        return slot // self.per_node if self.hosts else 0
+
+    def error_file(self, member: int) -> Path:
+        """Return the file in which a rank leaves its failure."""
+        return self.folder / f".error-of-member-{member}.json"
+
+    def start(
+        self, member: int, slot: int, port: int, command: list[str]
+    ) -> subprocess.Popen[bytes]:
+        """Start a rank, or the srun that starts it."""
+        most = max(member, slot, 1) + 1
+        node = self.node_of(slot)
+        variables = {
+            **os.environ,
+            MEMBER: str(member),
+            "RANK": str(member),
+            "WORLD_SIZE": str(most),
+            "LOCAL_RANK": str(slot % self.per_node if self.hosts else slot),
+            "LOCAL_WORLD_SIZE": str(self.per_node or most),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(len(self.hosts) or 1),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_ERROR_FILE": str(self.error_file(member)),
+        }
+        self.error_file(member).unlink(missing_ok=True)  # of an earlier start of the job
+        if self.hosts:
+            # The rank's parent is Slurm's, and this process's folder may be on another node.
+            for name in (PARENT, FOLDER):
+                variables.pop(name, None)
+            command = [*self.srun, f"--nodelist={self.hosts[node]}", *command]
+        return subprocess.Popen(command, env=variables, start_new_session=True)
+
+    def death(self, member: int, slot: int, code: int) -> str:
+        """Return how a rank died that has ended with this code; "" if it ended by itself."""
+        number = -code if code < 0 else code - 128
+        name = ""
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(number).name
+        if not self.hosts:
+            return _killed_by(name) if code < 0 else ""
+        where = f" on {self.hosts[self.node_of(slot)]}"
+        if name in _DEADLY:
+            return _killed_by(name) + where
+        # A rank that fails says why. srun has codes of its own for a node that it cannot reach.
+        told = code == 0 or name or self.error_file(member).exists()
+        return "" if told else f"was lost{where}: srun ended with exit code {code}"
+
+    def pass_on(self, process: subprocess.Popen[bytes], signum: int) -> None:
+        """Let a rank know that it is to stop; Slurm, or the job's script, tells those of a job."""
+        if not self.hosts:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signum)
+
+
+def _killed_by(name: str) -> str:
+    return f"was killed by {name}{' (out of memory?)' * (name == 'SIGKILL')}"
+
+
+def places_of(folder: Path, environment: Mapping[str, str] = os.environ) -> Places:
+    """Return the nodes that a job's script names; `folder` is this process's own."""
+    if HOSTS not in environment:
+        return Places(folder=folder)
+    return Places(
+        hosts=tuple(environment[HOSTS].split()),
+        per_node=int(environment[PER_NODE]),
+        srun=tuple(shlex.split(environment[SRUN])),
+        address=environment["MASTER_ADDR"],
+        folder=Path(environment[JOB_RUN]),
+    )
