@@ -238,10 +238,10 @@ def weights_apart(one: Path, other: Path) -> float:
 
 def of_kills(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
     """Kill at random in many runs; yield the table, again after each run."""
-    always = ("--epochs", "40", "--checkpoint-every-steps", "100", "--eval-every-steps", "100")
+    always = ("--epochs", "24", "--checkpoint-every-steps", "100", "--eval-every-steps", "100")
     kinds = {
         "4 virtual ranks, to the last bit": ("--virtual-ranks", "4"),
-        "float64, to 1e-10": ("--precision", "fp64"),
+        "float64, no dropout, to 1e-10": ("--precision", "fp64", "--dropout", "0"),
     }
     names, chance = [*kinds], random.Random(asked.seed)
     whole = {name: trained(scratch / name[:7], (*always, *kinds[name])) for name in names}
