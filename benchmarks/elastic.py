@@ -212,7 +212,7 @@ def killed_run(folder: Path, flags: tuple[str, ...], kills: int, chance: random.
     folder.mkdir()
     done, more = 0, ("--elastic", "--elastic-limit", "1000")
     with started(command_of("spiral", 3, folder, *flags, *more), folder) as process:
-        wait_for((folder / "run" / "events.jsonl").exists, PATIENCE_S)
+        wait_for((folder / "run" / "events.jsonl").exists, 120.0)
         until = time.monotonic() + 600
         while process.poll() is None:
             if time.monotonic() > until:
