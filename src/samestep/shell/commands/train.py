@@ -103,14 +103,6 @@ def _elastic(command: TrainFlags, settings: Settings, num_ranks: int) -> "Elasti
     return elastic_of(command.elastic or "", num_ranks, settings, replaces=replaces, limit=limit)
 
 
-def _train(arguments: list[str], log: RankLog) -> int:
-    _check_run_is_seen()
-    if task := os.environ.get(TASK):
-        from samestep.shell.api.training import train_received  # noqa: PLC0415 - it imports torch
-
-        return train_received(Path(task), log)
-    watched.begin()  # a recipe may hang already where it is imported
-    command, request = parse(arguments)
 def _keep_job(number: int, arguments: list[str]) -> int:
     """Start the ranks of a job, and keep them; what it asks for was checked at the submit."""
     from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415 - it imports torch
@@ -120,10 +112,18 @@ def _keep_job(number: int, arguments: list[str]) -> int:
     return start_ranks(number, ["train", *arguments], os.environ.get(TASK, ""), elastic)
 
 
-    from samestep.shell.api.training import train_as_rank  # noqa: PLC0415 - the help needs no torch
-
+def _train(arguments: list[str], log: RankLog) -> int:
+    _check_run_is_seen()
     if (number := places_of(Path()).num_ranks) and MEMBER not in os.environ:
         return _keep_job(number, arguments)
+    if task := os.environ.get(TASK):
+        from samestep.shell.api.training import train_received  # noqa: PLC0415 - it imports torch
+
+        return train_received(Path(task), log)
+    watched.begin()  # a recipe may hang already where it is imported
+    command, request = parse(arguments)
+    from samestep.shell.api.training import train_as_rank  # noqa: PLC0415 - the help needs no torch
+
     settings = request.settings
     code = start_nproc(
         command.nproc,
