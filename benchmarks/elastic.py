@@ -61,10 +61,11 @@ HEAD = (
 OF_KILLS = """\
 Spiral, 3 ranks, any of them, sometimes two at once, sometimes one more while the others regroup, or
 one that is about to join. An evaluation and a checkpoint every 100 steps. Seconds: from the moment
-that a death was seen until the ranks are ready for the next step.
+that a death was seen until the ranks are ready for the next step, where one that trained is left;
+where all were dead, new ones have to start first.
 
-| training | runs | kills | same weights | steps taken twice | lost | s, median (worst) |
-|---|---:|---:|---:|---:|---:|---:|
+| training | runs | kills | same weights | steps taken twice | lost | all dead | s, median (worst) |
+|---|---:|---:|---:|---:|---:|---:|---:|
 """
 OF_THROUGHPUT = """\
 Steps in {window:.0f} s with three kills, over those of the same training undisturbed, in turn;
@@ -265,10 +266,13 @@ def of_kills(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
         steps = Counter(r["step"] for r in records if r["event"] == "step")
         total["twice"] += 0 if again else sum(times > 1 for times in steps.values())
         total["lost"] += its["steps"] - result["steps"]
-        seconds[name] += [r["seconds"] for r in records if r["event"] == "regroup" and r["gone"]]
+        deaths = [r for r in records if r["event"] == "regroup" and r["gone"]]
+        left = [r for r in deaths if len(r["gone"]) < r["ranks_before"]]
+        total["all dead"] += len(deaths) - len(left)
+        seconds[name] += [r["seconds"] for r in left]
         rows = [
             f"| {name} | {found['runs']} | {found['kills']} | {found['same']} | {found['twice']} | "
-            f"{found['lost']} | {told(seconds[name])} |"
+            f"{found['lost']} | {found['all dead']} | {told(seconds[name])} |"
             for name, found in totals.items()
         ]
         yield OF_KILLS + "\n".join(rows)
